@@ -32,18 +32,17 @@ def enable(model: nn.Module, weights: str = "none", gradients: str = "none", **o
     Raises ConfigError, a ValueError, on every rank with all that is wrong with the options, the model, its meshes or
     the version of torch; then nothing is patched.
     """
-    from fsdp2_patch.options import Fsdp2Options
     from fsdp2_patch.patch import Fsdp2Patch
-    from megazero.patches.options import read_words
+    from megazero.patches.options import MessageOptions, read_words
 
     global _patch
     if _patch is not None:
         raise RuntimeError("fsdp2_patch is on already: call disable() first")
-    _patch = Fsdp2Patch(model, read_words(Fsdp2Options, weights, gradients, **options))
+    _patch = Fsdp2Patch(model, read_words(MessageOptions, weights, gradients, **options))
 
 
 def disable() -> None:
-    """Give FSDP2 its own collectives back, between steps. Sums that wait for a last backward are dropped."""
+    """Give FSDP2 its own collectives back, on every rank, between steps. Sums that wait are dropped."""
     global _patch
     if _patch is not None:
         _patch.remove()

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from fsdp2_patch.group import Group, refuse_capture, sum_over
+from fsdp2_patch.group import Group
 from fsdp2_patch.torch_parts import COLLECTIVES
 from megazero.mesh.mesh import reduce_scatter_flat
 from megazero.patches.checks import GRADIENTS
-from megazero.patches.hops import gather_over, run_through
+from megazero.patches.hops import gather_over, refuse_capture, run_through
 from megazero.patches.names import replaced
 from megazero.zero.unit import at_least_fp32
 
@@ -75,7 +75,7 @@ class TwoHopReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Sum the input [nodes * ranks * n] inside the node; the output [n] is filled by ``cross``."""
-        refuse_capture(input_tensor.device)
+        refuse_capture(input_tensor.device, "fsdp2_patch")
         if op == ReduceOp.SUM:
             self.divisor = 1.0
         elif op == ReduceOp.AVG:
@@ -91,7 +91,7 @@ class TwoHopReduceScatter(ReduceScatter):
 
     def cross(self, output: torch.Tensor) -> None:
         """Take the hop across nodes, behind the last backward, into the output [n]; else leave zeros there."""
-        refuse_capture(output.device)
+        refuse_capture(output.device, "fsdp2_patch")
         _hold(output)  # nothing else holds it for this stream before torch 2.15
         if not self.last:
             output.zero_()
@@ -119,9 +119,9 @@ class TwoHopReduceScatter(ReduceScatter):
             return rows[0].to(at_least_fp32(rows.dtype), copy=True)
         codec, packing = group.format(group.codecs.gradients_intra, self.params, rows.dtype)
         if packing is None:
-            return (yield from sum_over(axis, codec, [rows], group.passing))[0]
+            return (yield from group.sum_over(axis, codec, [rows]))[0]
         with group.passing.frame() as frame:
-            packed = yield from sum_over(axis, codec, packing.pack(rows, frame.take), group.passing)
+            packed = yield from group.sum_over(axis, codec, packing.pack(rows, frame.take))
         sums = torch.empty(nodes, n, dtype=packed[0].dtype, device=rows.device)
         packing.unpack(packed, sums)
         return sums
@@ -131,7 +131,7 @@ class TwoHopReduceScatter(ReduceScatter):
         codec, packing = group.format(group.codecs.gradients_inter, self.params, sums.dtype)
         with group.passing.frame() as frame:
             regions = [sums] if packing is None else packing.pack(sums, frame.take)
-            totals = yield from sum_over(group.hops.inter, codec, regions, group.passing)
+            totals = yield from group.sum_over(group.hops.inter, codec, regions)
         for total in totals:
             total.div_(
                 self.divisor
@@ -160,7 +160,7 @@ class ReplicaAllReduce:
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> None:
         """Sum, or average, the tensor [n] over the replicas, in place."""
-        refuse_capture(tensor.device)
+        refuse_capture(tensor.device, "fsdp2_patch")
         exact = tensor.clone() if self.group.verifies else None
         if exact is not None:
             dist.all_reduce(exact, op=op, group=group)
@@ -180,10 +180,11 @@ class ReplicaAllReduce:
             else:
                 packed = packing.pack(tensor, frame.take)
             regions = [values.view(axis.size, -1) for values in packed]
-            sums = yield from sum_over(axis, codec, regions, group.passing)
+            sums = yield from group.sum_over(axis, codec, regions)
             m = codec.message_numel(*(total.numel() for total in sums))
             message = frame.take(m, codec.wire_dtype).view(1, m)
-            codec.encode(*(total.div_(divisor).view(1, -1) for total in sums), out=message)
+            shares = (total.div_(divisor).view(1, -1) for total in sums)
+            codec.encode(*shares, noise=group.noise(), out=message)
             every = yield from gather_over([axis], message.view(-1), "reduce", frame.take, group.passing)
             codec.decode(every.view(axis.size, m), *regions)
             if packing is not None:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_patch.packing import Packing
-from megazero.comm.codec import Blockwise, Codec, Identity
+from megazero.comm.codec import Blockwise, Codec, Identity, Noise
 from megazero.mesh.mesh import Axis
 from megazero.patches.checks import Differences
-from megazero.patches.hops import Passing, add_others
+from megazero.patches.hops import Passing, sum_over
+from megazero.patches.rounding import noise_of
 from megazero.patches.two_hops import TwoHops
 from megazero.zero.policy import Codecs
-from megazero.zero.unit import at_least_fp32
 
 
 @dataclass(eq=False)
@@ -28,6 +28,7 @@ class Group:
     exact: the FSDPParams that are never quantised. names: by id of an FSDPParam.
     updates: how many steps' gradients optimizers have written into its parameters. reduced: there are new ones.
     updated: parameters were written since they were last gathered.
+    roundings: how often gradients were encoded.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Group:
     updates: int = 0
     reduced: bool = False
     updated: bool = False
+    roundings: int = 0
     packings: dict[Any, Packing] = field(default_factory=dict)
 
     @property
@@ -85,37 +87,17 @@ class Group:
             return replace(codec, exact_dtype=dtype), self.packing(params, codec, shares)
         return Identity(dtype), None
 
+    def noise(self) -> Noise:
+        """Return the noise of this rank's next messages of gradients, for a codec that rounds at random."""
+        self.roundings += 1
+        return noise_of(self.name, self.hops.index, self.roundings)
 
-def sum_over(
-    axis: Axis, codec: Codec, regions: Sequence[torch.Tensor], passing: Passing
-) -> Generator[dist.Work, None, list[torch.Tensor]]:
-    """Take one hop: row i of every region [size, ...] goes to index i, and those received are added to the own row.
+    def sum_over(
+        self, axis: Axis, codec: Codec, regions: Sequence[torch.Tensor]
+    ) -> Generator[dist.Work, None, list[torch.Tensor]]:
+        """Take one hop of gradients, as ``megazero.patches.hops.sum_over`` does; sums have memory of their own."""
 
-    Returns the sums, at least fp32, [...] as the regions' rows, in memory of their own.
-    """
-    own, rest = axis.index, ((0, axis.index, 0), (axis.index + 1, axis.size, axis.index))
-    with passing.frame() as frame:
-        m = codec.message_numel(*(region[0].numel() for region in regions))
-        messages = frame.take((axis.size - 1) * m, codec.wire_dtype).view(-1, m)
-        for first, last, to in rest:
-            rows, out = [region[first:last] for region in regions], messages[to : to + last - first]
-            if first == last:
-                continue
-            if isinstance(codec, Identity):  # of one region, which may lie in pieces
-                out.view(rows[0].shape).copy_(rows[0])
-            else:
-                codec.encode(*(row.reshape(len(out), -1) for row in rows), out=out)
-        sums = [torch.empty(r[own].shape, dtype=at_least_fp32(r.dtype), device=r.device) for r in regions]
-        for total, region in zip(sums, regions, strict=True):
-            total.copy_(region[own])
-        yield from add_others(axis, codec, messages, [total.view(-1) for total in sums], passing)
-    return sums
+        def take(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(numel, dtype=dtype, device=self.passing.device)
 
-
-def refuse_capture(device: torch.device) -> None:
-    """Raise RuntimeError inside a CUDA graph's capture."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "fsdp2_patch: a CUDA graph records a step's collectives once, but the host decides in every step what is "
-            "sent: leave FSDP2's modules out of the graph (torch.compile without mode='reduce-overhead')"
-        )
+        return sum_over(axis, codec, regions, self.passing, take, noise=self.noise())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +18,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp2_patch import torch_parts
 from fsdp2_patch.gradients import ReplicaAllReduce, TwoHopReduceScatter
 from fsdp2_patch.group import Group
-from fsdp2_patch.options import Fsdp2Options
 from fsdp2_patch.refusals import group_problems, mesh_problems, nodes_of
 from fsdp2_patch.report import start_line
 from fsdp2_patch.weights import KeptAllGather, settle
 from megazero.comm.hops import Traffic
 from megazero.config.errors import ConfigError
+from megazero.patches.agreement import agree_on, nothing_quantised
 from megazero.patches.checks import GRADIENTS, WEIGHTS, Differences, compare_replicas
 from megazero.patches.hops import Passing
 from megazero.patches.names import Replaced
-from megazero.patches.two_hops import cut_groups, node_size, timeout_of
+from megazero.patches.options import MessageOptions
+from megazero.patches.two_hops import cut_groups, node_size, settings_like
 from megazero.train.parallelize import make_codecs
 
 Reduction = TwoHopReduceScatter | ReplicaAllReduce
@@ -59,7 +60,7 @@ class ModuleGroup(NamedTuple):
 class Fsdp2Patch:
     """The patch on one model, from ``enable`` to ``disable``."""
 
-    def __init__(self, model: nn.Module, options: Fsdp2Options) -> None:
+    def __init__(self, model: nn.Module, options: MessageOptions) -> None:
         """Raise ConfigError on every rank, with nothing patched, if some rank cannot carry its part. Collective."""
         torch_parts.check_torch()
         self.model, self.options = model, options
@@ -81,6 +82,7 @@ class Fsdp2Patch:
 
     def _find(self) -> list[Group]:
         """Return the groups that cross nodes, with their hops."""
+        agree_on(self.options)
         h, modules = node_size(self.options.ranks_per_node), list(torch_parts.param_groups(self.model))
         found = [ModuleGroup(name, module, raw) for name, module, raws in modules for raw in raws]
         problems = list(self._problems(modules, found, h))
@@ -98,9 +100,8 @@ class Fsdp2Patch:
         self._agree(problems, len(places), largest)
         device, shared = crossing[0].raw.device, crossing[0].raw.mesh_info.shard_process_group
         self.passing = Passing(Traffic(), Arena(), device)
-        hops = cut_groups(
-            {f"group {i}": p for i, p in enumerate(places)}, h, device, timeout_of(shared, device)
-        )
+        named = {f"group {i}": ranks for i, ranks in enumerate(places)}
+        hops = cut_groups(named, h, device, dict.fromkeys(named, settings_like(shared, device)))
         codecs, names = make_codecs(self.options.wire), self._names(found)
         return [
             Group(
@@ -136,7 +137,7 @@ class Fsdp2Patch:
         """Return the ids of the FSDPParams that are small, or replicated where others are split."""
         params = [p for one in found for p in one.raw.fsdp_params]
         others = {id(p): torch_parts.other_placements(p) for p in params}
-        split, limit = any(others.values()), self.options.zero_exact_numel
+        split, limit = any(others.values()), self.options.wire.exact_numel
         return frozenset(
             id(p)
             for p in params
@@ -158,12 +159,8 @@ class Fsdp2Patch:
             first = [
                 f"ranks have different numbers of groups that cross nodes: {[count for _, count, _ in every]}"
             ]
-        most, limit = max(numel for *_, numel in every), self.options.zero_exact_numel
-        if not first and self.options.wire.codings and not most:
-            first = [
-                f"exact_numel={limit}: no parameter has more elements on a rank, or all that do are replicated, so "
-                "nothing would be quantised; give less, or weights='none', gradients='none'"
-            ]
+        if not first and self.options.wire.codings and not max(numel for *_, numel in every):
+            first = [nothing_quantised(self.options.wire.exact_numel)]
         if first:
             raise ConfigError([f"fsdp2_patch: {text}" for text in first])
 
@@ -179,11 +176,7 @@ class Fsdp2Patch:
         self.undo.append(names.restore)
         original = importlib.import_module(torch_parts.GROUP).foreach_reduce
         self.signature = inspect.signature(original)
-        names.wrap(
-            torch_parts.GROUP,
-            "foreach_reduce",
-            lambda reduce: update_wrapper(partial(self._reduce, reduce), reduce),
-        )
+        names.wrap(torch_parts.GROUP, "foreach_reduce", lambda reduce: partial(self._reduce, reduce))
         if hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):  # from torch 2.13 on
             names.wrap(torch_parts.FSDP, "FSDPModule.reset_iter_state", self._resetting)
         if self.gathers:

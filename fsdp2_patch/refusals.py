@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from fsdp2_patch.options import Fsdp2Options
+from megazero.patches.options import MessageOptions
 from megazero.patches.two_hops import ranks_on_a_node
 
 DEFAULTS = {"_all_gather_comm": "DefaultAllGather", "_reduce_scatter_comm": "DefaultReduceScatter"}
@@ -38,7 +38,7 @@ def group_problems(name: str, groups: list[Any]) -> Iterator[str]:
             yield f"{name} has an all-reduce hook, which the patch would replace: leave that out, or the patch"
 
 
-def mesh_problems(name: str, group: Any, ranks_per_node: int, options: Fsdp2Options) -> Iterator[str]:
+def mesh_problems(name: str, group: Any, ranks_per_node: int, options: MessageOptions) -> Iterator[str]:
     """Say what is wrong with the mesh of one group on nodes of this size."""
     info, h = group.mesh_info, ranks_per_node
     shards = dist.get_process_group_ranks(info.shard_process_group)
@@ -66,6 +66,10 @@ def mesh_problems(name: str, group: Any, ranks_per_node: int, options: Fsdp2Opti
                 "gradients_intra_node='none', or give fully_shard a 1-D mesh"
             )
         return
+    if options.wire.gradients_intra is not None and on_node == 1:
+        yield (
+            f"{name}: no node holds two ranks of the mesh, so gradients_intra_node has no effect: leave it out"
+        )
     after = group.post_forward_mesh_info
     if after is not None and after is not info and nodes_of(after.shard_process_group, h) > 1:
         yield (

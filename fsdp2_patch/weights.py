@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from fsdp2_patch.group import Group, refuse_capture
+from fsdp2_patch.group import Group
 from megazero.comm.codec import Blockwise
 from megazero.mesh.mesh import all_gather_flat
 from megazero.patches.checks import WEIGHTS, compare_replicas
-from megazero.patches.hops import gather_over, run_through
+from megazero.patches.hops import gather_over, refuse_capture, run_through
 from megazero.zero.access import fingerprint
 
 CODED = (torch.float32, torch.bfloat16, torch.float16)  # fp8 weights come with scales in the same bytes
@@ -71,7 +71,7 @@ class KeptAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather the input [n] of every rank into the output [nodes * ranks * n]."""
-        refuse_capture(input_tensor.device)
+        refuse_capture(input_tensor.device, "fsdp2_patch")
         if group is not self.group.shard_group:  # of reshard_after_forward=int, inside a node
             return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
         on_cuda, sent = input_tensor.device.type == "cuda", not self.fresh

@@ -8,9 +8,10 @@ ranks hold.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,18 +19,29 @@ import torch
 import torch.distributed as dist
 from megazero.kernels.arena import Arena
 
-from megatron_core_patch.chains import Tile, gather_columns, reduce_columns
+from megatron_core_patch.chains import (
+    BucketRounding,
+    gather_coded,
+    gather_columns,
+    gather_exact,
+    reduce_exact,
+    reduce_rows,
+)
 from megatron_core_patch.checks import Check, MessageChecks
+from megatron_core_patch.layout import CodedBlocks, Columns, Exact, Range, cut_bucket, exact_ranges
 from megatron_core_patch.options import PatchOptions
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
+from megazero.mesh.mesh import Axis
 from megazero.patches.checks import GRADIENTS, WEIGHTS
-from megazero.patches.hops import Passing
+from megazero.patches.hops import Passing, refuse_capture
+from megazero.patches.rounding import Errors, Residual, noise_of
 from megazero.patches.two_hops import TwoHops
 from megazero.train.parallelize import make_codecs
 from megazero.zero.context import hop_spec
+from megazero.zero.policy import Codecs
 
 CODED = (torch.bfloat16, torch.float16)  # of fp32 buffers the optimizer's master weights are a part
 # A bucket moves in PIECES, so that hops of one piece run beside another's; but a piece holds LEAST elements of each
@@ -41,18 +53,29 @@ PIECES, LEAST, MOST = 4, 2**18, 2**25
 
 @dataclass
 class Held:
-    """What ranks hold of one bucket's parameters.
+    """What ranks hold of one bucket's parameters, and what its messages look like.
 
     equal: all ranks hold the same, as Megatron takes for granted at the start, and as they do since the last gather.
     updated: the optimizer has written this rank's shard since then.
-    updates: how often it has done so.
-    shard: what the other ranks hold of this rank's shard [n], where differences to it are sent.
+    updates: how often it has done so. before: how often before a checkpoint was loaded.
+    shared: another pipeline stage holds the same weight, so weights are coded whatever one stage's errors are.
+    coded: what other ranks hold of this rank's coded blocks, where differences to it are sent.
+    pieces, beside: how the bucket is cut where it is quantised (``layout``).
+    residuals: by piece. errors, exceeded: by kind, what rounding lost, and whether that was too much.
     """
 
+    number: int
+    shared: bool = False
+    before: int = 0
     equal: bool = True
     updated: bool = False
     updates: int = 0
-    shard: torch.Tensor | None = None
+    coded: torch.Tensor | None = None
+    pieces: Sequence[CodedBlocks] | None = None
+    beside: Exact | None = None
+    residuals: dict[int, Residual] = field(default_factory=dict)
+    errors: dict[str, Errors] = field(default_factory=dict)
+    exceeded: set[str] = field(default_factory=set)
 
 
 class Carrier:
@@ -74,6 +97,8 @@ class Carrier:
         rank = dist.get_rank()
         self.gathers = Lane("gather", device, rank, no_timing)
         self.reductions = Lane("reduce", device, rank, no_timing)
+        self.numbers = itertools.count()
+        self.exact: WeakKeyDictionary[Any, Sequence[Range]] = WeakKeyDictionary()  # of a bucket's elements
         self.held: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
 
     def hops_of(self, group: dist.ProcessGroup) -> TwoHops:
@@ -87,65 +112,111 @@ class Carrier:
             )
         return self.groups[ranks]
 
-    def state(self, bucket: Any) -> Held:
-        return self.held.setdefault(bucket, Held())
+    def add(self, bucket: Any, exact: Iterable[Any], shared: bool) -> None:
+        """Take a new bucket, of whose parameters these are never quantised. shared: as ``Held`` has it."""
+        self.held[bucket] = Held(next(self.numbers), shared)
+        self.exact[bucket] = exact_ranges(bucket, exact)
 
     def weights_codec(self, hops: TwoHops, dtype: torch.dtype) -> Blockwise | None:
         """Return the format of parameters of this dtype in this group. None is exact."""
         codec = self.codecs.weights
         return codec if isinstance(codec, Blockwise) and hops.inter.size > 1 and dtype in CODED else None
 
-    def updating(self, buckets: Iterable[Any], group: dist.ProcessGroup) -> None:
-        """Note that the optimizer is about to write this rank's shards of these buckets."""
+    def updating(self, buckets: Sequence[Any], group: dist.ProcessGroup) -> None:
+        """Note that the optimizer is about to write this rank's shards of these buckets. Collective."""
         hops = self.hops_of(group)
         self.checks.tell(GRADIENTS)
+        self._compare_errors(buckets, group)
         for bucket in buckets:
-            held = self.state(bucket)
-            if self.codecs.delta and held.equal and self.weights_codec(hops, bucket.param_data.dtype):
-                n = bucket.param_data.numel() // len(hops.ranks)
-                shard = bucket.param_data[hops.index * n : (hops.index + 1) * n]
-                held.shard = shard.clone() if held.shard is None else held.shard.copy_(shard)
+            held, params = self.state(bucket), bucket.param_data
+            if self.codecs.delta and held.equal and self.weights_codec(hops, params.dtype):
+                own = [piece.own(params) for piece in self._pieces(bucket, hops)]
+                held.coded = torch.cat(own) if own else params.new_empty(0)
             held.equal, held.updated, held.updates = False, True, held.updates + 1
+            reset = self.codecs.feedback_reset
+            if reset and held.updates % reset == 0:
+                held.residuals.clear()
 
     def loaded(self, buckets: Iterable[Any]) -> None:
-        """Note that a checkpoint may have written these buckets' parameters: the next gather is exact."""
+        """Note that a checkpoint may write these buckets' parameters: the next gather is exact."""
         for bucket in buckets:
-            self.held.pop(bucket, None)
+            held = self.state(bucket)
+            self.held[bucket] = Held(held.number, held.shared)
+
+    def go_on(self, buckets: Iterable[Any], step: int) -> None:
+        """Note that the checkpoint was made after so many updates."""
+        for bucket in buckets:
+            self.held[bucket].before = step
+
+    def state(self, bucket: Any) -> Held:
+        """Return a bucket's state. Raises RuntimeError for one that was made without the patch."""
+        if bucket not in self.held:
+            raise RuntimeError(
+                "megatron_core_patch.enable() was called after DistributedDataParallel was built: call it before"
+            )
+        return self.held[bucket]
 
     def gather(self, bucket: Any, hops: TwoHops) -> list[Ticket]:
         """Start the gathers of a bucket's parameters; return what to wait for."""
         held, params = self.state(bucket), bucket.param_data
         if held.equal and held.updates:  # nothing was written since the last gather
             return []
-        codec, known = None, held.shard if self.codecs.delta else None
+        codec, known = None, held.coded if self.codecs.delta else None
         # Differences need what the others hold, which nobody knows after an update that followed no gather.
-        if held.updated and not (self.codecs.delta and known is None):
+        if held.updated and WEIGHTS not in held.exceeded and not (self.codecs.delta and known is None):
             codec = self.weights_codec(hops, params.dtype)
         held.equal, held.updated = True, False
-        plan = tuple(hop_spec("refresh", axis) for axis in reversed(hops.axes))
         self.gathers.follow()
+        chains: list[tuple[Sequence[Axis], Chain]]
+        if codec is None:
+            parts = [Columns(hops, c) for c in self._columns(params.numel() // len(hops.ranks), hops)]
+            chains = [(hops.axes, gather_columns(part, params, self.passing)) for part in parts]
+        else:
+            bound = None if held.shared else self.options.zero_weight_error_bound
+            errors = self._errors(held, WEIGHTS, bound)
+            chains = [
+                (hops.axes, gather_coded(part, params, codec, known, self.passing, errors))
+                for part in self._pieces(bucket, hops)
+            ]
+            if held.beside is not None:
+                chains.append((held.beside.axes, gather_exact(held.beside, params, self.passing)))
         return [
             self.gathers.submit(
-                f"{id(bucket)} {columns.start}",
-                plan,
-                gather_columns(Tile(params, columns, hops), codec, known if codec else None, self.passing),
+                f"{id(bucket)} {i}", tuple(hop_spec("refresh", axis) for axis in reversed(axes)), chain
             )
-            for columns in self._columns(params.numel() // len(hops.ranks), hops)
+            for i, (axes, chain) in enumerate(chains)
         ]
 
     def reduce(self, bucket: Any, hops: TwoHops, average: bool) -> list[Ticket]:
         """Start the reductions of a bucket's gradients into this rank's shard; return what to wait for."""
-        grads, d = bucket.grad_data, len(hops.ranks)
-        plan = tuple(hop_spec("reduce", axis) for axis in hops.axes)
+        grads, held, codecs = bucket.grad_data, self.state(bucket), self.codecs
+        factor = 1 / len(hops.ranks) if average else 1.0
+        until = self.options.zero_quantized_gradients_until_step
+        if GRADIENTS in held.exceeded or until is not None and held.before + held.updates >= until:
+            codecs = Codecs()
+        quantised = bool(
+            hops.intra.size > 1 and codecs.gradients_intra or hops.inter.size > 1 and codecs.gradients_inter
+        )
         self.reductions.follow()  # the gradients are the compute stream's latest
-
-        def chain(columns: slice) -> Chain:
-            factor = 1 / d if average else 1.0
-            return reduce_columns(Tile(grads, columns, hops), self.codecs, factor, self.passing)
-
+        parts: Sequence[Columns | CodedBlocks]
+        if quantised:
+            parts = self._pieces(bucket, hops)
+        else:
+            parts = [Columns(hops, c) for c in self._columns(grads.numel() // len(hops.ranks), hops)]
+        chains = [
+            (
+                hops.axes,
+                reduce_rows(part, grads, codecs, factor, self.passing, self._rounding(held, codecs, hops, i)),
+            )
+            for i, part in enumerate(parts)
+        ]
+        if quantised and held.beside is not None:
+            chains.append((held.beside.axes, reduce_exact(held.beside, grads, factor, self.passing)))
         return [
-            self.reductions.submit(f"{id(bucket)} {columns.start}", plan, chain(columns))
-            for columns in self._columns(grads.numel() // d, hops)
+            self.reductions.submit(
+                f"{id(bucket)} {i}", tuple(hop_spec("reduce", axis) for axis in axes), chain
+            )
+            for i, (axes, chain) in enumerate(chains)
         ]
 
     def poll(self) -> None:
@@ -159,6 +230,19 @@ class Carrier:
         self.gathers.drain()
         self.checks.tell(WEIGHTS)
 
+    def _pieces(self, bucket: Any, hops: TwoHops) -> Sequence[CodedBlocks]:
+        """Return how the bucket is cut where it is quantised."""
+        held = self.state(bucket)
+        if held.pieces is None:
+            held.pieces, held.beside = cut_bucket(
+                bucket.grad_data.numel(),
+                self.exact[bucket],
+                hops,
+                lambda n: self._columns(n, hops),
+                bucket.grad_data.device,
+            )
+        return held.pieces
+
     def _columns(self, n: int, hops: TwoHops) -> Sequence[slice]:
         """Cut a shard of n elements into what moves together: whole blocks of every format, but for the end."""
         block, given = self.options.wire.block, self.options.zero_chunk_numel
@@ -166,6 +250,47 @@ class Carrier:
         least = -(-max(-(-n // PIECES), LEAST) // block)
         size = block * (most if given else min(most, least))
         return [slice(low, min(n, low + size)) for low in range(0, n, size)]
+
+    def _rounding(self, held: Held, codecs: Codecs, hops: TwoHops, piece: int) -> BucketRounding:
+        """Return how gradients of one piece are rounded in this step."""
+        step, name = held.before + held.updates, f"bucket {held.number} piece {piece}"
+        stochastic = any(
+            isinstance(codec, Blockwise) and codec.stochastic
+            for codec in (codecs.gradients_intra, codecs.gradients_inter)
+        )
+        return BucketRounding(
+            lambda hop: noise_of(f"{name} {hop}", hops.index, step) if stochastic else None,
+            held.residuals.setdefault(piece, Residual(codecs.feedback_beta)) if codecs.feedback else None,
+            self._errors(held, GRADIENTS, self.options.zero_gradient_error_bound),
+        )
+
+    def _errors(self, held: Held, kind: str, bound: float | None) -> Errors | None:
+        return None if bound is None else held.errors.setdefault(kind, Errors())
+
+    def _compare_errors(self, buckets: Sequence[Any], group: dist.ProcessGroup) -> None:
+        """Send a bucket exactly from now on whose messages of the last step lost more than was allowed."""
+        bounds = {
+            GRADIENTS: self.options.zero_gradient_error_bound,
+            WEIGHTS: self.options.zero_weight_error_bound,
+        }
+        for kind, bound in bounds.items():
+            if bound is None or not buckets:
+                continue
+            held = [self.state(bucket) for bucket in buckets]
+            squares = torch.stack(
+                [each.errors.setdefault(kind, Errors()).take(self.passing.device) for each in held]
+            )
+            dist.all_reduce(squares, group=group)
+            for each, (lost, exact) in zip(held, squares.tolist(), strict=True):
+                if lost > bound**2 * exact and kind not in each.exceeded:
+                    each.exceeded.add(kind)
+                    if group.rank() == 0:
+                        print(
+                            f"megatron_core_patch: step {each.before + each.updates + 1}: {kind} of bucket "
+                            f"{each.number} lost {(lost / exact) ** 0.5:.2e} by rounding, more than {bound:g}: sent "
+                            "exactly from now on",
+                            flush=True,
+                        )
 
 
 class Sync:
@@ -176,6 +301,7 @@ class Sync:
 
     def __init__(self, carrier: Carrier, bucket_group: Any, exact: Any) -> None:
         """Take Megatron's own collective, which this stands for, as ``exact``."""
+        refuse_capture(carrier.passing.device, "megatron_core_patch")
         self.carrier, self.exact = carrier, exact
         self.hops = carrier.hops_of(collective_group(bucket_group))
         self.buckets: Iterator[Any] = iter(bucket_group.buckets)

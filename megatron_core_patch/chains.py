@@ -1,234 +1,197 @@
 """What moves for one bucket: chains of hops over Megatron's shards, for megazero's lanes.
 
 A bucket of d * n elements has d rows, the shards of the d ranks of a group, in the group's order. With Y nodes of h
-ranks it is seen as [Y, h, n]. A chain takes some of its columns, so that successive pieces move side by side and
-take little memory.
+ranks it is seen as [Y, h, n]. A chain takes some elements of every row (``layout``), so that successive pieces move
+side by side and take little memory.
 
 Gradients take the hop inside the node first: local rank l receives the rows [:, l] of its node's ranks, and sums
 them. Then the sums cross nodes. Weights take the same hops in the other order. On each hop the sender's format is
 megazero's codec for it; sums are in at least fp32, the own row first, then the others by index; so every rank that
 sums the same rows in the same order has the same bits.
-
-Blocks of a quantised format lie on the bucket's grid, not on the shards': Megatron starts parameters at multiples of
-64 elements, but ends shards where it likes. So no block holds elements of two parameters, of which tensor-parallel
-ranks may replicate one and split the other. A row that begins inside a block is moved to its place in it
-(``Tile.offset``), and what is left of its first and last block is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megazero.kernels.arena import Take
 
-from megazero.comm.codec import Blockwise, Codec, Identity
+from megatron_core_patch.layout import CodedBlocks, Columns, Exact
+from megazero.comm.codec import Blockwise, Codec, Identity, Noise
 from megazero.comm.lane import Chain
 from megazero.mesh.mesh import Axis
-from megazero.patches.hops import Passing, add_others, gather_over
-from megazero.patches.two_hops import TwoHops
+from megazero.patches.hops import Passing, Watch, exchange_uneven, gather_over, sum_over
+from megazero.patches.rounding import Errors, Residual, lost_of
 from megazero.zero.policy import Codecs
 from megazero.zero.unit import at_least_fp32
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Some columns of a bucket's [Y, h, n], and where they lie in blocks of a codec.
+class BucketRounding:
+    """How a chain's gradients are rounded: noise by a hop's name, a residual across nodes, errors that are noted."""
 
-    tensor: the bucket's parameters or gradients [Y * h * n]. columns: their start is a multiple of every block.
-    """
-
-    tensor: torch.Tensor
-    columns: slice
-    hops: TwoHops
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """Return the view [Y, h, c] of the columns."""
-        return self.tensor.view(self.hops.inter.size, self.hops.intra.size, -1)[:, :, self.columns]
-
-    @property
-    def own(self) -> torch.Tensor:
-        """Return the columns [c] of this rank's shard."""
-        return self.rows[self.hops.inter.index, self.hops.intra.index]
-
-    def offsets(self, codec: Codec, node: int | None, local: int | None) -> list[int]:
-        """Return how far rows begin behind a block's start: those of a node and a local index, or of all."""
-        nodes = range(self.hops.inter.size) if node is None else [node]
-        locals_ = range(self.hops.intra.size) if local is None else [local]
-        n = self.tensor.numel() // len(self.hops.ranks)
-        return [(y * self.hops.intra.size + i) * n % _block(codec) for y in nodes for i in locals_]
-
-    def width(self, codec: Codec) -> int:
-        """Return how many elements of whole blocks hold any row's columns."""
-        block = _block(codec)
-        c = self.columns.stop - self.columns.start
-        return -(-(c + max(self.offsets(codec, None, None))) // block) * block
+    noise: Callable[[str], Noise | None]
+    residual: Residual | None = None
+    errors: Errors | None = None
 
 
-def reduce_columns(tile: Tile, codecs: Codecs, factor: float, passing: Passing) -> Chain:
-    """Sum the tile's gradients into this rank's row, in place, and multiply by ``factor``.
+def reduce_rows(
+    part: Columns | CodedBlocks,
+    grads: torch.Tensor,
+    codecs: Codecs,
+    factor: float,
+    passing: Passing,
+    rounding: BucketRounding,
+) -> Chain:
+    """Sum a part of the bucket's gradients [d * n] into this rank's row, in place, and multiply by ``factor``.
 
     Other rows keep this rank's own gradients. Yields the Work of each hop.
     """
-    hops, rows, target = tile.hops, tile.rows, tile.own
+    hops = part.hops
     with passing.frame() as frame:
-        sums = rows[:, hops.intra.index]
+        rows, own = part.rows(grads, frame.take)
+        sums = rows[own]
         if hops.intra.size > 1:
             codec = codecs.gradients_intra or Identity(rows.dtype)
-            starts = [tile.offsets(codec, None, local) for local in range(hops.intra.size)]
-            hop = _Hop(hops.intra, codec, starts, tile.width(codec))
-            sums = yield from _sum_over(hop, rows.transpose(0, 1), frame.take, passing)
+            noise, watch = rounding.noise("inside"), _watch(codec, passing, None, rounding.errors)
+            (sums,) = yield from sum_over(
+                hops.intra, codec, [rows], passing, frame.take, own=own, noise=noise, watch=watch
+            )
         if hops.inter.size > 1:
             codec = codecs.gradients_inter or Identity(sums.dtype)
-            starts = [tile.offsets(codec, node, hops.intra.index) for node in range(hops.inter.size)]
-            hop = _Hop(hops.inter, codec, starts, tile.width(codec))
-            sums = yield from _sum_over(hop, sums[:, None], frame.take, passing)
+            residual = rounding.residual if isinstance(codec, Blockwise) else None
+            if residual is not None:
+                sums = sums.to(at_least_fp32(sums.dtype))
+                residual.add(sums, hops.inter.index)
+            noise, watch = rounding.noise("across"), _watch(codec, passing, residual, rounding.errors)
+            (sums,) = yield from sum_over(
+                hops.inter, codec, [sums], passing, frame.take, noise=noise, watch=watch
+            )
+        else:
+            sums = sums[0]
         if factor != 1.0:  # before the sum is rounded to the gradients' dtype, in which it may overflow
-            sums[0].mul_(factor)
+            sums.mul_(factor)
         if hops.axes:
-            target.copy_(sums[0])
+            part.store(sums, grads)
 
 
-@dataclass(frozen=True)
-class _Hop:
-    """One hop of gradients. Messages are of k rows of ``width`` elements; row j to index i begins at starts[i][j]."""
+def _watch(codec: Codec, passing: Passing, residual: Residual | None, errors: Errors | None) -> Watch | None:
+    """Return what looks at the messages of one hop, if anything does."""
+    if not isinstance(codec, Blockwise) or residual is errors is None:
+        return None
 
-    axis: Axis
-    codec: Codec
-    starts: Sequence[Sequence[int]]
-    width: int
-
-
-def _sum_over(
-    hop: _Hop, rows: torch.Tensor, take: Take, passing: Passing
-) -> Generator[dist.Work, None, torch.Tensor]:
-    """Take one hop: rows[i] [k, c] go to index i, and those received are added to this rank's own.
-
-    Returns the sums [k, c], at least fp32, in a buffer from ``take``.
-    """
-    size, k, c = rows.shape
-    own, codec = hop.axis.index, hop.codec
-    dtype = at_least_fp32(rows.dtype)
-    with passing.frame() as frame:
-        m = codec.message_numel(k * hop.width)
-        messages = frame.take((size - 1) * m, codec.wire_dtype).view(-1, m)
-        others = [i for i in range(size) if i != own]
-        for message, i in zip(messages, others, strict=True):
-            _encode(codec, rows[i], hop.starts[i], hop.width, message, passing)
-        sums = take(k * hop.width, dtype).view(k, hop.width)
-        _fill(sums, rows[own], hop.starts[own])
-        yield from add_others(hop.axis, codec, messages, [sums.view(-1)], passing)
-    if not any(hop.starts[own]):
-        return sums[:, :c]
-    compact = take(k * c, dtype).view(k, c)
-    _empty(sums, compact, hop.starts[own])
-    return compact
-
-
-def _encode(
-    codec: Codec,
-    rows: torch.Tensor,
-    starts: Sequence[int],
-    width: int,
-    message: torch.Tensor,
-    passing: Passing,
-) -> None:
-    """Encode rows [k, c] into one message [m], each behind ``starts`` zeros and filled up to ``width``."""
-    k, c = rows.shape
-    if isinstance(codec, Identity):
-        message.view(k, c).copy_(rows)
-    elif c == width and rows.is_contiguous():
-        codec.encode(rows.view(1, k * c), out=message.view(1, -1))
-    else:
+    def watch(rows: Sequence[torch.Tensor], messages: torch.Tensor, to: int) -> None:
         with passing.frame() as frame:
-            filled = frame.take(k * width, rows.dtype).view(k, width)
-            _fill(filled, rows, starts)
-            codec.encode(filled.view(1, -1), out=message.view(1, -1))
+            lost = lost_of(codec, rows, messages, frame)
+            if errors is not None:
+                errors.add(lost, rows[0])
+            if residual is not None:
+                residual.keep(lost, to)
+
+    return watch
 
 
-def gather_columns(tile: Tile, codec: Blockwise | None, held: torch.Tensor | None, passing: Passing) -> Chain:
-    """Give every rank the tile's parameters of all rows, from each row's owner.
-
-    codec: the format; None sends parameters as they are. The owner, too, takes what it sent, so that all ranks
-    have the same bits.
-    held: [n], what the other ranks hold of this rank's row. If given, the message is the difference to that, and
-    all ranks add it to what they hold. Yields the Work of each hop.
-    """
-    hops, rows, own = tile.hops, tile.rows, tile.own
-    nodes, size = hops.inter.size, hops.intra.size
+def gather_columns(part: Columns, params: torch.Tensor, passing: Passing) -> Chain:
+    """Give every rank these columns of all rows, exactly, from each row's owner. Yields the Work of each hop."""
+    hops = part.hops
     with passing.frame() as frame:
-        message = own if codec is None else _weights_message(tile, codec, held, frame.take, passing)
-        every = yield from gather_over(hops.axes[::-1], message, "refresh", frame.take, passing)
-        messages = every.view(size, nodes, message.numel())
-        if codec is None:
-            rows.transpose(0, 1).copy_(messages)
-            return
-        if held is not None:
-            own.copy_(held[tile.columns])
-        for local in range(size):
-            starts, width = tile.offsets(codec, None, local), tile.width(codec)
-            _decode(codec, messages[local], rows[:, local], starts, width, held is not None, passing)
+        own = part.own(params)
+        every = yield from gather_over(hops.axes[::-1], own, "refresh", frame.take, passing)
+        rows, _ = part.rows(params, frame.take)
+        rows.copy_(every.view(rows.shape))
 
 
-def _weights_message(
-    tile: Tile, codec: Blockwise, held: torch.Tensor | None, take: Take, passing: Passing
-) -> torch.Tensor:
-    """Return this rank's message [m]: its parameters, or their difference to ``held`` in fp32."""
-    own, width = tile.own, tile.width(codec)
-    message = take(codec.message_numel(width), codec.wire_dtype)
-    with passing.frame() as frame:
-        values = frame.take(own.numel(), at_least_fp32(own.dtype)).view(1, -1)
-        values.copy_(own)
-        if held is not None:
-            values.sub_(held[tile.columns])
-        starts = tile.offsets(codec, tile.hops.inter.index, tile.hops.intra.index)
-        _encode(codec, values, starts, width, message, passing)
-    return message
-
-
-def _decode(
+def gather_coded(
+    part: CodedBlocks,
+    params: torch.Tensor,
     codec: Blockwise,
-    messages: torch.Tensor,
-    rows: torch.Tensor,
-    starts: Sequence[int],
-    width: int,
-    add: bool,
+    held: torch.Tensor | None,
     passing: Passing,
-) -> None:
-    """Decode messages [k, m] into rows [k, c], or add them to what the rows hold."""
-    k, c = rows.shape
-    decode = codec.decode_add if add else codec.decode
-    if c == width:
-        decode(messages, rows)
-        return
+    errors: Errors | None,
+) -> Chain:
+    """Give every rank these blocks of all rows, quantised, from each row's owner.
+
+    The owner, too, takes what it sent, so that all ranks have the same bits.
+    held: what the other ranks hold of this rank's coded blocks, of all pieces. If given, the message is the
+    difference to that, and all ranks add it to what they hold. Yields the Work of each hop.
+    """
     with passing.frame() as frame:
-        filled = frame.take(k * width, rows.dtype).view(k, width)
-        _fill(filled, rows, starts)
-        decode(messages, filled)
-        _empty(filled, rows, starts)
+        own = part.own(params)
+        if held is not None:
+            held = held[part.first : part.first + own.numel()]
+        values = frame.take(part.width, at_least_fp32(own.dtype)).view(1, -1)
+        values[0, own.numel() :].zero_()
+        values[0, : own.numel()].copy_(own)
+        if held is not None:
+            values[0, : own.numel()].sub_(held)
+        message = frame.take(codec.message_numel(part.width), codec.wire_dtype).view(1, -1)
+        codec.encode(values, out=message)
+        if errors is not None:
+            errors.add(lost_of(codec, [values], message, frame), values)
+        every = yield from gather_over(part.hops.axes[::-1], message.view(-1), "refresh", frame.take, passing)
+        rows = frame.take(len(part.blocks) * part.width, params.dtype).view(-1, part.width)
+        messages = every.view(len(rows), -1)
+        if held is None:
+            codec.decode(messages, rows)
+        else:
+            part.load_all(params, rows)
+            rows[part.place(), : held.numel()].copy_(held)
+            codec.decode_add(messages, rows)
+        part.store_all(rows, params)
 
 
-def _block(codec: Codec) -> int:
-    return codec.form.block if isinstance(codec, Blockwise) else 1
+def reduce_exact(part: Exact, grads: torch.Tensor, factor: float, passing: Passing) -> Chain:
+    """Do as ``reduce_rows`` with what goes beside the codes. Ranks have different numbers of elements."""
+    hops, numels = part.hops, part.numels
+    local, node = hops.intra.index, hops.inter.index
+    with passing.frame() as frame:
+        sums = grads.index_select(0, part.all.index())
+        if hops.intra.size > 1:
+            mine = sum(numels[local])
+            sums = yield from exchange_uneven(
+                hops.intra,
+                "reduce",
+                sums,
+                list(map(sum, numels)),
+                [mine] * hops.intra.size,
+                frame.take,
+                passing,
+            )
+            sums = _summed(sums, hops.intra.size, frame.take)
+        if part.crosses:
+            mine = numels[local][node]
+            sums = yield from exchange_uneven(
+                hops.inter, "reduce", sums, numels[local], [mine] * hops.inter.size, frame.take, passing
+            )
+            sums = _summed(sums, hops.inter.size, frame.take)
+        grads.index_copy_(0, part.own.index(), sums.mul_(factor).to(grads.dtype))
 
 
-def _fill(filled: torch.Tensor, rows: torch.Tensor, starts: Sequence[int]) -> None:
-    """Copy rows [k, c] into filled [k, width], each to its start; the rest is zero."""
-    c = rows.shape[1]
-    if not any(starts):
-        filled[:, :c].copy_(rows)
-        filled[:, c:].zero_()
-        return
-    filled.zero_()
-    for out, row, start in zip(filled, rows, starts, strict=True):
-        out[start : start + c].copy_(row)
+def gather_exact(part: Exact, params: torch.Tensor, passing: Passing) -> Chain:
+    """Do as ``gather_columns`` with what goes beside the codes."""
+    hops, numels = part.hops, part.numels
+    with passing.frame() as frame:
+        own = params.index_select(0, part.own.index())
+        if part.crosses:
+            own = yield from _to_all(hops.inter, own, numels[hops.intra.index], frame.take, passing)
+        if hops.intra.size > 1:
+            own = yield from _to_all(hops.intra, own, list(map(sum, numels)), frame.take, passing)
+        params.index_copy_(0, part.all.index(), own)
 
 
-def _empty(filled: torch.Tensor, rows: torch.Tensor, starts: Sequence[int]) -> None:
-    """Copy rows [k, c] back out of filled [k, width]."""
-    c = rows.shape[1]
-    for out, row, start in zip(filled, rows, starts, strict=True):
-        row.copy_(out[start : start + c])
+def _to_all(
+    axis: Axis, own: torch.Tensor, numels: Sequence[int], take: Take, passing: Passing
+) -> Generator[dist.Work, None, torch.Tensor]:
+    """Gather messages of different lengths over an axis: ``numels`` by index."""
+    sent = [own.numel()] * axis.size
+    return exchange_uneven(axis, "refresh", own.repeat(axis.size), sent, numels, take, passing)
+
+
+def _summed(received: torch.Tensor, size: int, take: Take) -> torch.Tensor:
+    """Add up the messages [size * m] by index, in at least fp32."""
+    sums = take(received.numel() // size, at_least_fp32(received.dtype))
+    Identity(received.dtype).decode_sum(received.view(size, -1), sums, False)
+    return sums

@@ -1,16 +1,17 @@
-"""MicroBatchIndex the patch on and off: which of Megatron's functions are wrapped, and what the wrappers do."""
+"""Turn the patch on and off: which of Megatron's functions are wrapped, and what the wrappers do."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from megatron_core_patch.carrier import Carrier, Sync, collective_group
@@ -24,16 +25,24 @@ from megatron_core_patch.names import (
     check_names,
 )
 from megatron_core_patch.options import PatchOptions
-from megatron_core_patch.refusals import ddp_problems, module_problems, optimizer_problems, wrapper_problems
+from megatron_core_patch.refusals import (
+    bound_problems,
+    ddp_problems,
+    module_problems,
+    optimizer_problems,
+    refuse_without_effect,
+    wrapper_problems,
+)
 from megatron_core_patch.report import Kind, Teller, connections_note
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megazero.comm.hops import Traffic
 from megazero.config.errors import ConfigError
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.launch import CONNECTIONS
+from megazero.patches.agreement import agree_on
 from megazero.patches.checks import WEIGHTS
 from megazero.patches.names import Replaced, replaced
-from megazero.patches.two_hops import TwoHops, cut_groups, node_size, timeout_of
+from megazero.patches.two_hops import TwoHops, cut_groups, node_size, settings_like
 
 BUCKET_GROUP = "_ParamAndGradBucketGroup"
 GROUPS = {
@@ -52,10 +61,12 @@ class Patch:
         for note in notes:
             warnings.warn(f"megatron_core_patch: {note}", stacklevel=3)
         self.traffic = Traffic()
-        self.tied: list[tuple[Any, TwoHops]] = []  # buckets of weights that other stages hold, too
+        # Buckets of weights that other stages hold, too; those of a model that is gone go with it.
+        self.tied: WeakKeyDictionary[Any, TwoHops] = WeakKeyDictionary()
         self.tied_link = INTRA  # between these stages
         self.whole_sums = False  # the step's gradients are summed whole on every rank
         self.carrier: Carrier | None = None
+        self.world: Any = None  # the default process group of the carrier's communicators
         self.teller: Teller | None = None
         self.names = Replaced()
         self.buffer = importlib.import_module(BUFFER)
@@ -63,7 +74,7 @@ class Patch:
 
     def remove(self) -> None:
         """Give Megatron its own functions back."""
-        if self.carrier is not None:
+        if self.carrier is not None and self._lives:
             self.carrier.drain()
         self.names.restore()
 
@@ -83,7 +94,6 @@ class Patch:
         """Replace a method by ``around(original, self, *args, **kwargs)``."""
 
         def wrapper(original: Any) -> Any:
-            @functools.wraps(original)
             def wrapped(*args: Any, **kwargs: Any) -> Any:
                 return around(original, *args, **kwargs)
 
@@ -99,15 +109,29 @@ class Patch:
 
     def _build(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(original).bind(ddp, *args, **kwargs).arguments
-        self._refuse((*ddp_problems(given["ddp_config"], given["config"]), *module_problems(given["module"])))
+        config = given["config"]
+        self._refuse(
+            (
+                *ddp_problems(given["ddp_config"], config),
+                *bound_problems(config, self.options),
+                *module_problems(given["module"]),
+            )
+        )
         original(ddp, *args, **kwargs)
+        exact = exact_parameters(ddp.module, self.options.wire.exact_numel)
         try:
-            if self.carrier is None:
-                self.carrier = self._make_carrier(ddp)
+            # The communicators of an earlier default group are gone: Megatron-LM restarts in its process.
+            if self.carrier is None or not self._lives:
+                self.carrier, self.world = self._make_carrier(ddp, exact), default_group()
+                self.tied.clear()
                 self.teller = Teller(self.version, self.carrier.codecs, pipeline_of(ddp))
             for bucket_group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
                 hops = self.carrier.hops_of(collective_group(bucket_group))
-                self.tied += [(bucket, hops) for bucket in bucket_group.buckets if is_tied(bucket)]
+                for bucket in bucket_group.buckets:
+                    tied = is_tied(bucket)
+                    self.carrier.add(bucket, [p for p in bucket.params_list if p in exact], shared=tied)
+                    if tied:
+                        self.tied[bucket] = hops
         except ValueError as error:
             self._refuse([str(error)])
         assert self.teller is not None
@@ -144,12 +168,16 @@ class Patch:
         return done
 
     def _load(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        for buffer in getattr(optimizer, "buffers", ()):
+        buffers = getattr(optimizer, "buffers", ())
+        for buffer in buffers:
             self._carrier.loaded(buffer.buckets)
-        return original(optimizer, *args, **kwargs)
+        done = original(optimizer, *args, **kwargs)
+        for buffer in buffers:
+            self._carrier.go_on(buffer.buckets, step_of(optimizer))
+        return done
 
     def _exchange_tied(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        tied = [] if self.whole_sums else self.tied
+        tied = [] if self.whole_sums else list(self.tied.items())
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         state = importlib.import_module(STATE)  # Megatron's own choice where no group is given
         group = given.get("embd_group") or state.get_embedding_group(check_initialized=False)
@@ -174,7 +202,13 @@ class Patch:
             self.switch_off()
             raise ConfigError([f"megatron_core_patch: {text}" for text in found])
 
-    def _make_carrier(self, ddp: Any) -> Carrier:
+    @property
+    def _lives(self) -> bool:
+        """Whether the default process group is still the one that the carrier's communicators were made under."""
+        return dist.is_initialized() and default_group() is self.world
+
+    def _make_carrier(self, ddp: Any, exact: Collection[Any]) -> Carrier:
+        agree_on(self.options)
         ranks_per_node = node_size(self.options.ranks_per_node)
         device = next(ddp.module.parameters()).device
         groups = {name: getattr(ddp, attribute, None) for name, attribute in GROUPS.items()}
@@ -182,8 +216,9 @@ class Patch:
         ranks = {
             name: dist.get_process_group_ranks(group) if group else own for name, group in groups.items()
         }
-        timeout = timeout_of(groups["dense"] or dist.distributed_c10d._get_default_group(), device)
-        cut = cut_groups(ranks, ranks_per_node, device, timeout)
+        settings = {name: settings_like(group or default_group(), device) for name, group in groups.items()}
+        cut = cut_groups(ranks, ranks_per_node, device, settings)
+        refuse_without_effect(self.options, cut.values(), ddp.module, exact)
         stages = [rank // ranks_per_node for rank in pipeline_of(ddp)]
         self.tied_link = INTRA if stages[0] == stages[-1] else INTER
         at_once = device.type == "cpu" and len(stages) > 1
@@ -194,8 +229,35 @@ class Patch:
 
     def _kinds(self, ddp: Any) -> list[Kind]:
         buffers = {"dense": ddp.buffers, "expert": ddp.expert_parallel_buffers}
-        hops_of = self._carrier.hops_of
-        return [(name, hops_of(own[0].data_parallel_group), own) for name, own in buffers.items() if own]
+        carrier = self._carrier
+        return [
+            (
+                name,
+                carrier.hops_of(own[0].data_parallel_group),
+                own,
+                sum(len(carrier.exact[bucket]) for buffer in own for bucket in buffer.buckets),
+            )
+            for name, own in buffers.items()
+            if own
+        ]
+
+
+def default_group() -> Any:
+    return dist.distributed_c10d._get_default_group()
+
+
+def exact_parameters(module: torch.nn.Module, numel: int) -> set[torch.nn.Parameter]:
+    """Return the parameters that are never quantised: those of at most ``numel`` elements, and routers of experts."""
+    return {
+        parameter
+        for name, parameter in module.named_parameters()
+        if parameter.numel() <= numel or "router" in name.split(".")
+    }
+
+
+def step_of(optimizer: Any) -> int:
+    """Return how many updates the optimizer of a DistributedOptimizer has made by the checkpoint it has loaded."""
+    return max((int(group.get("step", 0)) for group in optimizer.optimizer.param_groups), default=0)
 
 
 def pipeline_of(ddp: Any) -> list[int]:

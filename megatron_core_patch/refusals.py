@@ -6,12 +6,16 @@ survive quantised weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_core_patch.options import PatchOptions
+from megazero.config.errors import ConfigError
+from megazero.patches.agreement import nothing_quantised
+from megazero.patches.two_hops import TwoHops
 
 
 def wrapper_problems(name: str) -> Iterator[str]:
@@ -45,11 +49,32 @@ def ddp_problems(ddp_config: Any, model_config: Any) -> Iterator[str]:
             "--reuse-grad-buf-for-mxfp8-param-ag gathers parameters in the buffer of gradients, so that no rank "
             "keeps what others hold of them; leave it out"
         )
-    scopes = getattr(model_config, "cuda_graph_scope", None) or []
-    if any("full_iteration" in str(scope) for scope in ([scopes] if isinstance(scopes, str) else scopes)):
+    if records_iterations(model_config):
         yield (
-            "--cuda-graph-scope full_iteration records a whole step with its collectives once; hops decide in every "
-            "step what they send: choose another scope"
+            "CUDA graphs of a full iteration (--cuda-graph-impl full_iteration, or --cuda-graph-scope "
+            "full_iteration before megatron-core 0.18) record a step with its collectives once, but the patch "
+            "decides in every step what is sent: choose graphs of layers, or none"
+        )
+
+
+def records_iterations(model_config: Any) -> bool:
+    """Tell whether a TransformerConfig asks for CUDA graphs of a full training iteration, in any version's words."""
+    scopes = getattr(model_config, "cuda_graph_scope", None) or []
+    asked = [getattr(model_config, "cuda_graph_impl", None)]
+    asked += (
+        scopes.split(",") if isinstance(scopes, str) else scopes if isinstance(scopes, list) else [scopes]
+    )
+    return any(str(getattr(word, "name", word)).split(".")[-1] == "full_iteration" for word in asked)
+
+
+def bound_problems(model_config: Any, options: PatchOptions) -> Iterator[str]:
+    """Say what is wrong with error bounds under a TransformerConfig."""
+    names = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+    if options.bounded and max(getattr(model_config, name, None) or 1 for name in names) > 1:
+        yield (
+            "--zero-weight-error-bound and --zero-gradient-error-bound decide by the errors of one data-parallel "
+            "group, but tensor-parallel ranks must send alike what they replicate (position embeddings, for "
+            "example): leave the bound out with tensor parallelism"
         )
 
 
@@ -74,6 +99,11 @@ def optimizer_problems(config: Any, options: PatchOptions) -> Iterator[str]:
             "--optimizer-cuda-graph records the optimizer's step once, and the patch does not see when it is run "
             "again; leave it out"
         )
+    if getattr(config, "fp16", False) and options.wire.feedback:
+        yield (
+            "--zero-gradient-rounding feedback adds what the last step lost, but with --fp16 the loss scale may have "
+            "changed since: choose stochastic or nearest"
+        )
     remainders = getattr(config, "use_precision_aware_optimizer", False) and getattr(
         config, "store_param_remainders", False
     )
@@ -83,3 +113,24 @@ def optimizer_problems(config: Any, options: PatchOptions) -> Iterator[str]:
             "(store_param_remainders), so a parameter that comes back rounded changes the master: switch remainders "
             "off, or send weights exactly"
         )
+
+
+def refuse_without_effect(
+    options: PatchOptions, groups: Iterable[TwoHops], module: torch.nn.Module, exact: Collection[Any]
+) -> None:
+    """Raise ConfigError on every rank where something that was asked for would have no effect. Collective.
+
+    groups: of this rank. exact: the module's parameters that are never quantised.
+    """
+    largest = max((p.numel() for p in module.parameters() if p.requires_grad and p not in exact), default=0)
+    every = [(False, 0)] * dist.get_world_size()
+    dist.all_gather_object(every, (any(two.intra.size > 1 for two in groups), largest))
+    faults = []
+    if options.wire.gradients_intra is not None and not any(inside for inside, _ in every):
+        faults.append(
+            "gradients_intra_node has no effect where no node holds two ranks of a data-parallel group: leave it out"
+        )
+    if options.wire.codings and not max(numel for _, numel in every):
+        faults.append(nothing_quantised(options.wire.exact_numel))
+    if faults:
+        raise ConfigError(faults)

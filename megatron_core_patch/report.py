@@ -13,7 +13,8 @@ from megazero.patches.report import format_words, gradient_words, short
 from megazero.patches.two_hops import TwoHops
 from megazero.zero.policy import Codecs
 
-Kind = tuple[str, TwoHops, Iterable[Any]]  # 'dense' or 'expert' parameters, with their group and buffers
+# 'dense' or 'expert' parameters, with their group, their buffers, and how many of them are never quantised
+Kind = tuple[str, TwoHops, Iterable[Any], int]
 
 
 class Teller:
@@ -48,7 +49,7 @@ class Teller:
 
 def start_line(version: str, kinds: Iterable[Kind], codecs: Codecs) -> str:
     """Return the line."""
-    told = [_kind(name, hops, list(buffers), codecs) for name, hops, buffers in kinds]
+    told = [_kind(name, hops, list(buffers), exact, codecs) for name, hops, buffers, exact in kinds]
     return f"megatron_core_patch on megatron-core {version}: " + ". ".join(told)
 
 
@@ -63,13 +64,17 @@ def connections_note(connections: str | None) -> str:
     )
 
 
-def _kind(name: str, hops: TwoHops, buffers: list[Any], codecs: Codecs) -> str:
+def _kind(name: str, hops: TwoHops, buffers: list[Any], exact: int, codecs: Codecs) -> str:
     d, nodes, size = len(hops.ranks), hops.inter.size, hops.intra.size
     if d == 1:
         return f"{name} parameters: one data-parallel rank, nothing is sent"
     dtypes = dict.fromkeys((buffer.param_dtype, buffer.grad_dtype) for buffer in buffers)
     params, grads = dict.fromkeys(p for p, _ in dtypes), dict.fromkeys(g for _, g in dtypes)
     where = f"{name} parameters, {d} data-parallel ranks = {nodes} nodes x {size}"
+    if exact and not codecs.exact:
+        where += (
+            f", {exact} of {sum(len(buffer.params) for buffer in buffers)} exact, being small or a router's"
+        )
     return (
         f"{where}: gradients {gradient_words(grads, hops, codecs)}; weights {_weights(params, hops, codecs)}"
     )

@@ -5,19 +5,22 @@ Each is a generator that yields a collective's Work and goes on when that has fi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megazero.comm.codec import Codec
+from megazero.comm.codec import Codec, Identity, Noise
 from megazero.comm.hops import Traffic, start_exchange, start_gather
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.mesh.mesh import Axis
+from megazero.zero.unit import at_least_fp32
 
 T = TypeVar("T")
+# (rows [k, ...] of each region, their messages [k, m], the place of the first among all messages)
+Watch = Callable[[Sequence[torch.Tensor], torch.Tensor, int], None]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,81 @@ def add_others(
         received = frame.take(messages.numel(), messages.dtype).view(messages.shape)
         yield start_exchange(axis, received, messages, passing.traffic)
         codec.decode_sum(received, sums[0], True, *sums[1:])
+
+
+def sum_over(
+    axis: Axis,
+    codec: Codec,
+    regions: Sequence[torch.Tensor],
+    passing: Passing,
+    take: Take,
+    *,
+    own: int | None = None,
+    noise: Noise | None = None,
+    watch: Watch | None = None,
+) -> Generator[dist.Work, None, list[torch.Tensor]]:
+    """Take one hop: row i of every region [size, ...] goes to index i, and those received are added to the own row.
+
+    own: the place of this rank's row, if the others are by index around another place than this rank's index.
+    noise: of a codec that rounds at random; another one for each sender. watch: is shown every message.
+    Returns the sums, at least fp32, [...] as the regions' rows, in buffers from ``take``.
+    """
+    own = axis.index if own is None else own
+    with passing.frame() as frame:
+        m = codec.message_numel(*(region[0].numel() for region in regions))
+        messages = frame.take((axis.size - 1) * m, codec.wire_dtype).view(-1, m)
+        for first, last, to in ((0, own, 0), (own + 1, axis.size, own)):
+            rows, out = [region[first:last] for region in regions], messages[to : to + last - first]
+            if first == last:
+                continue
+            if isinstance(codec, Identity):  # of one region, which may lie in pieces
+                out.view(rows[0].shape).copy_(rows[0])
+                continue
+            n = rows[0][0].numel()
+            codec.encode(
+                *(row.reshape(len(out), -1) for row in rows), noise=noise and noise.at(to * n), out=out
+            )
+            if watch is not None:
+                watch(rows, out, to)
+        sums = [
+            take(region[own].numel(), at_least_fp32(region.dtype)).view(region[own].shape)
+            for region in regions
+        ]
+        for total, region in zip(sums, regions, strict=True):
+            total.copy_(region[own])
+        yield from add_others(axis, codec, messages, [total.view(-1) for total in sums], passing)
+    return sums
+
+
+def exchange_uneven(
+    axis: Axis,
+    kind: str,
+    messages: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    take: Take,
+    passing: Passing,
+) -> Generator[dist.Work, None, torch.Tensor]:
+    """Send ``sent[i]`` elements of messages to each index i, its own too; return ``received[i]`` from each, flat.
+
+    kind: the hop's kind for the counters. The result lies in a buffer from ``take``.
+    """
+    out = take(sum(received), messages.dtype)
+    others = sum(sent) - sent[axis.index]
+    passing.traffic.add(kind, axis.link, others * messages.element_size())
+    group = axis.reduce_group if kind == "reduce" else axis.gather_group
+    yield dist.all_to_all_single(out, messages, list(received), list(sent), group=group, async_op=True)
+    return out
+
+
+def refuse_capture(device: torch.device, patch: str) -> None:
+    """Raise RuntimeError inside a CUDA graph's capture. patch: the name that says so."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{patch}: a CUDA graph records a step's collectives once, but the host decides in every step what is "
+            "sent: leave data-parallel messages out of the graph (torch.compile without mode='reduce-overhead'; "
+            "Megatron-LM without CUDA graphs of a full iteration)"
+        )
 
 
 def gather_over(

@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import update_wrapper
 from typing import Any
 
 # Module -> name in it -> the parameters that a patch relies on; None: it does not call it.
@@ -45,11 +46,11 @@ class Replaced:
         self.originals: list[tuple[Any, str, Any]] = []
 
     def wrap(self, module: str, path: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace a name by ``wrapper`` of what it means."""
+        """Replace a name by ``wrapper`` of what it means, which shows the original's signature."""
         owner, name = lookup(module, path)
         original = getattr(owner, name)
         self.originals.append((owner, name, original))
-        setattr(owner, name, wrapper(original))
+        setattr(owner, name, update_wrapper(wrapper(original), original))
 
     def restore(self) -> None:
         while self.originals:

@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
-from megazero.config.layout.wire import Wire, asked_for
-from megazero.config.layout.wire_rules import LEAST_BLOCK
+from megazero.config.layout.wire import (
+    EXACT_NUMEL,
+    OF_BOTH,
+    OF_FEEDBACK,
+    OF_GRADIENTS,
+    OF_WEIGHTS,
+    Wire,
+    asked_for,
+)
+from megazero.config.layout.wire_rules import LEAST_BLOCK, unbiased
 from megazero.config.options.fields import fault, option, section_options
-from megazero.config.options.sections import BITS, ZeroConfig
+from megazero.config.options.sections import BITS, ROUNDINGS, TRANSFORMS, ZeroConfig
 
 BLOCK = 64  # elements: Megatron starts parameters at multiples of it, so that no block holds two parameters
 GRADIENTS = ("none", *(f"int{bits}" for bits in BITS))
@@ -43,13 +51,31 @@ class MessageOptions:
     zero_gradient_bits_intra_node: int | None = option(
         None, "bits of a quantised gradient inside a node (default: not quantised there)", choices=(8, 4)
     )
+    zero_gradient_rounding: str = option(
+        "nearest", "how gradients are rounded: to nearest, or at random, without bias", choices=ROUNDINGS[:2]
+    )
     zero_weight_clip_search: int = option(
         0,
         "scales tried per block of weights; the one with the least error is sent. 0: the largest value decides",
         low=0,
         high=64,
     )
-    zero_gradient_clip_search: int = option(0, "the same for gradients", low=0, high=64)
+    zero_gradient_clip_search: int = option(
+        0, "the same for gradients; not with stochastic rounding", low=0, high=64
+    )
+    zero_weight_transform: str = option(
+        "none",
+        "transform of quantised weights, or of their changes: a randomised Hadamard transform spreads outliers over "
+        "a block before that is encoded",
+        choices=TRANSFORMS,
+    )
+    zero_gradient_transform: str = option("none", "the same of quantised gradients", choices=TRANSFORMS)
+    zero_exact_numel: int | None = option(
+        None,
+        "parameters with at most this many elements on a tensor-parallel rank are sent exactly (default: "
+        f"{EXACT_NUMEL})",
+        low=0,
+    )
     zero_block_size: int | None = option(
         None,
         f"elements that share a scale, a power of two from {LEAST_BLOCK} to {BLOCK} (default: {BLOCK})",
@@ -67,19 +93,13 @@ class MessageOptions:
     @property
     def wire(self) -> Wire:
         """Return the formats that are asked for, as megazero reads these flags."""
-        zero = ZeroConfig(
-            zero_quantized_weights=self.zero_quantized_weights,
-            zero_weight_bits=self.zero_weight_bits,
-            zero_quantized_weights_delta=self.zero_quantized_weights_delta,
-            zero_quantized_gradients=self.zero_quantized_gradients,
-            zero_gradient_bits=self.zero_gradient_bits,
-            zero_gradient_bits_intra_node=self.zero_gradient_bits_intra_node,
-            zero_weight_clip_search=self.zero_weight_clip_search,
-            zero_gradient_clip_search=self.zero_gradient_clip_search,
-            zero_block_size=self.zero_block_size or BLOCK,
-            zero_exact_numel=getattr(self, "zero_exact_numel", None),
-        )
-        return asked_for(zero)
+        return asked_for(self._zero)
+
+    @property
+    def _zero(self) -> ZeroConfig:
+        names = {f.name for f in dataclasses.fields(ZeroConfig)} & {f.name for f in dataclasses.fields(self)}
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return ZeroConfig(**{"zero_block_size": BLOCK, **given})
 
 
 Options = TypeVar("Options", bound=MessageOptions)
@@ -101,18 +121,22 @@ def _contradictions(options: MessageOptions) -> Iterator[str]:
             "--zero-quantized-weights-delta sends quantised weights, which --no-zero-quantized-weights switches off; "
             "leave one out"
         )
+    coded, feedback = weights or options.zero_quantized_gradients, options.wire.feedback
     needs = {
-        "--zero-quantized-weights": (weights, ("zero_weight_bits", "zero_weight_clip_search")),
+        "--zero-quantized-weights": (weights, (*OF_WEIGHTS, "zero_weight_error_bound")),
         "--zero-quantized-gradients": (
             options.zero_quantized_gradients,
-            ("zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_clip_search"),
+            (*OF_GRADIENTS, "zero_gradient_error_bound", "zero_quantized_gradients_until_step"),
         ),
+        "--zero-gradient-rounding feedback": (feedback, OF_FEEDBACK),
+        "a quantised format": (coded, OF_BOTH),
     }
-    needs["a quantised format"] = (weights or options.zero_quantized_gradients, ("zero_block_size",))
+    usual = {f.name: f.default for f in dataclasses.fields(options)}
     for needed, (given, names) in needs.items():
         for name in names:
-            if getattr(options, name) and not given:
+            if name in usual and getattr(options, name) != usual[name] and not given:
                 yield f"--{name.replace('_', '-')} has no effect without {needed}: add that, or leave it out"
+    yield from unbiased(options._zero)
     block = options.zero_block_size
     if block is not None and (block & (block - 1) or not LEAST_BLOCK <= block <= BLOCK):
         yield f"--zero-block-size {block} must be a power of two from {LEAST_BLOCK} to {BLOCK}"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.launch import Launch, read_launch
-from megazero.mesh.mesh import Axis, create_axes, discover_ranks_per_node
+from megazero.mesh.mesh import Axis, GroupSettings, create_axes, discover_ranks_per_node
+
+# What Megatron-LM's nccl_communicator_config_path sets of a communicator, beside the priority of its stream.
+NCCL_CONFIG = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
 
 @dataclass(frozen=True)
@@ -71,23 +74,37 @@ def ranks_on_a_node(ranks: Sequence[int], ranks_per_node: int) -> int:
     return next(iter(counts.values()))
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return how long the group's messages on this device may take; None where its backend does not say."""
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
+def settings_like(group: dist.ProcessGroup, device: torch.device) -> GroupSettings:
+    """Return how the group's communicator on this device was made: timeout, and NCCL's stream and configuration."""
+    given = getattr(group._get_backend(device), "options", None)
+    timeout, nccl = getattr(given, "_timeout", None), getattr(dist, "ProcessGroupNCCL", None)
+    if given is None or nccl is None or not isinstance(given, nccl.Options):
+        return GroupSettings(timeout)
+
+    def options() -> Any:
+        made = nccl.Options(is_high_priority_stream=given.is_high_priority_stream)
+        made._timeout = timeout
+        for name in NCCL_CONFIG:
+            value = getattr(given.config, name, None)
+            if value is not None:
+                setattr(made.config, name, value)
+        return made
+
+    return GroupSettings(timeout, options)
 
 
 def cut_groups(
     groups: Mapping[str, Sequence[int]],
     ranks_per_node: int,
     device: torch.device,
-    timeout: timedelta | None = None,
+    settings: Mapping[str, GroupSettings],
 ) -> dict[tuple[int, ...], TwoHops]:
     """Return the two axes of each group of this rank, by the group's ranks.
 
     groups: name -> ranks, in the group's order; every rank gives the same names in the same order. Groups of the
-    same ranks share their axes. timeout: of what is sent over them; None is torch's default. This is collective over
-    all ranks. Raises ValueError on every rank where a group of any rank cannot be cut.
+    same ranks share their axes. settings: how their communicators are made, by name; what has none has torch's
+    defaults. This is collective over all ranks. Raises ValueError on every rank where a group of any rank cannot be
+    cut.
     """
     sizes, problem = dict[str, int](), ""
     try:
@@ -99,13 +116,17 @@ def cut_groups(
     if any(problems):
         raise ValueError(next(text for text in problems if text))
     made: dict[tuple[int, ...], str] = {}
-    wanted: list[tuple[AxisSpec, Sequence[int]]] = []
+    wanted: list[tuple[AxisSpec, Sequence[int], GroupSettings]] = []
     for name, ranks in groups.items():
         twin = (
             made.setdefault(tuple(ranks), name) != name
         )  # its axes are there: places of one rank keep the count
-        wanted += _axes(name, [dist.get_rank()] if twin else ranks, 1 if twin else sizes[name])
-    axes = {axis.name: axis for axis in create_axes(wanted, device, timeout)}
+        how = settings.get(name, GroupSettings())
+        wanted += [
+            (spec, inside, how)
+            for spec, inside in _axes(name, [dist.get_rank()] if twin else ranks, 1 if twin else sizes[name])
+        ]
+    axes = {axis.name: axis for axis in create_axes(wanted, device)}
     return {
         ranks: TwoHops(ranks, axes[f"{name}_inter"], axes[f"{name}_intra"]) for ranks, name in made.items()
     }

@@ -65,14 +65,14 @@ class Run:
     a pipeline's last stage, and from one tensor-parallel rank alone. ``norms`` are the gradients' by step.
     ``digests`` are those of its parameters' bits at the end, by the name of what they are: ranks that hold the
     same tensor, or the same part of it, use the same name. ``sent`` are the patch's counters: bytes by (kind,
-    link). ``buckets``: elements of each of this rank's buckets, and the ranks that share it.
+    link). ``buckets``: elements of each of this rank's buckets, the ranks that share it, and its parameters' places.
     """
 
     losses: list[list[tuple[float, int]]]
     norms: list[float]
     digests: dict[str, str]
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
-    buckets: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    buckets: list[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...]]] = field(default_factory=list)
 
 
 def step_losses(case: Case, runs: Sequence[Run]) -> list[float]:

@@ -10,8 +10,9 @@ from tests.megatron.case import Case
 
 # What megatron_core_patch.enable takes.
 EXACT = {"weights": "none", "gradients": "none"}
-INT8_INT4 = {"weights": "int8", "gradients": "int4"}
-DELTA_INT4 = {"weights": "int4-delta", "gradients": "int4"}
+SMALL = 1024  # elements of a parameter that is sent exactly: norms and biases of the small models here
+INT8_INT4 = {"weights": "int8", "gradients": "int4", "exact_numel": SMALL}
+DELTA_INT4 = {"weights": "int4-delta", "gradients": "int4", "exact_numel": SMALL}
 
 CASES = {
     "dp4": Case(dp=4),

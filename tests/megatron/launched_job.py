@@ -1,8 +1,9 @@
 """A training script under a launcher: trains a case of the harness, and leaves what each rank has to say.
 
-    torchrun ... [-m megatron_core_patch FLAGS] launched_job.py --case NAME --folder DIR [--enable JSON]
+    torchrun ... [-m megatron_core_patch FLAGS] launched_job.py --case NAME --folder DIR [--enable JSON] [--starts N]
 
-It knows nothing of the patch, unless ``--enable`` gives it words to turn it on with.
+It knows nothing of the patch, unless ``--enable`` gives it words to turn it on with. It trains ``--starts`` times in
+its process, each time with new process groups and a new model, as Megatron-LM's --inprocess-restart does.
 """
 
 from __future__ import annotations
@@ -28,15 +29,20 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--enable", type=json.loads)
+    parser.add_argument("--starts", type=int, default=1)
     options = parser.parse_args()
     if options.enable is not None:
         megatron_core_patch.enable(**options.enable)
-    dist.init_process_group("gloo")
-    run = train(replace(CASES[options.case], bf16=True))  # the harness itself turns nothing on
-    run = replace(run, sent=sent({}))
-    (options.folder / str(dist.get_rank())).write_bytes(pickle.dumps((sys.argv, run)))
-    dist.barrier()
-    dist.destroy_process_group()
+    store, rank, size = next(dist.rendezvous("env://"))
+    for start in range(options.starts):
+        own = dist.PrefixStore(str(start), store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
+        megatron_core_patch.counters().bytes.clear()
+        run = train(replace(CASES[options.case], bf16=True))  # the harness itself turns nothing on
+        run = replace(run, sent=sent({}))
+        dist.barrier()
+        dist.destroy_process_group()
+    (options.folder / str(rank)).write_bytes(pickle.dumps((sys.argv, run)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import pytest
 
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Run
-from tests.megatron.cases import CASES, INT8_INT4
+from tests.megatron.cases import CASES, INT8_INT4, SMALL
 from tests.megatron.training import train
 
 pytest.importorskip("megatron.core")
@@ -30,17 +30,19 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tests/megatron/launched_job.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 FLAGS = ["--zero-quantized-weights", "--zero-quantized-gradients", "--ranks-per-node", "1"]
+FLAGS += ["--zero-exact-numel", str(SMALL)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pp2 vpp2 overlap"])
 def test_both_ways_are_one(name: str, tmp_path: Path) -> None:
-    """Of two model chunks a rank: the same bits and bytes, and those of the harness. -m slow"""
+    """Of two model chunks a rank: the same bits and bytes, those of the harness, and of a second start. -m slow"""
     case = replace(CASES[name], bf16=True)
     words = json.dumps({**INT8_INT4, "ranks_per_node": case.ranks_per_node})
     enabled = launch([], ["--enable", words], name, tmp_path / "enabled")
     by_word = launch(["-m", "megatron_core_patch", *FLAGS], [], name, tmp_path / "by word")
-    assert by_word == enabled
+    again = launch([], ["--enable", words, "--starts", "2"], name, tmp_path / "again")
+    assert by_word == enabled == again
     assert by_word == run_ranks(case.world, train, case, INT8_INT4, timeout=120)
     assert by_word != run_ranks(case.world, train, case, timeout=120)
 

@@ -8,6 +8,7 @@ A few cases run always. All of them, five minutes on 2 cores:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from megazero.comm.codec import Blockwise
 from megazero.mesh.grid import INTER, INTRA
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Case, Run, replicas_differ, step_losses
-from tests.megatron.cases import CASES, DELTA_INT4, EXACT, INT8_INT4, LARGE
+from tests.megatron.cases import CASES, DELTA_INT4, EXACT, INT8_INT4, LARGE, SMALL
 from tests.megatron.training import Formats, a_job, train
 
 pytest.importorskip("megatron.core")
@@ -58,7 +59,7 @@ def test_every_shape(case: Case, formats: Formats) -> None:
     runs = run_ranks(case.world, train, case, formats, timeout=120)
     assert not replicas_differ(runs)
     if case.overlap_grad_reduce:  # several buckets, of which some end so that shards cut blocks
-        assert any(numel // len(ranks) % BLOCK for run in runs for numel, ranks in run.buckets)
+        assert any(numel // len(ranks) % BLOCK for run in runs for numel, ranks, _ in run.buckets)
     for rank, run in enumerate(runs):
         assert run.sent == expected_bytes(case, run, rank, formats)
     exact = run_ranks(case.world, train, case, EXACT, timeout=120)
@@ -76,31 +77,101 @@ def test_every_shape(case: Case, formats: Formats) -> None:
 
 def expected_bytes(case: Case, run: Run, rank: int, formats: Formats) -> dict[tuple[str, str], int]:
     """What a rank sends in all steps: each element of a bucket once a step and hop, whatever the micro-batches."""
-    gradient_bits, weight_bits = (
-        None if word == "none" else int(word[3]) for word in (formats["gradients"], formats["weights"])
-    )
+    gradient_bits, weight_bits = int(formats["gradients"][3]), int(formats["weights"][3])
     sent = dict.fromkeys([(kind, link) for kind in ("reduce", "refresh") for link in (INTRA, INTER)], 0)
-    for numel, ranks in run.buckets:
+    for numel, ranks, parameters in run.buckets:
         inside = sum(other // case.ranks_per_node == rank // case.ranks_per_node for other in ranks)
         nodes, n = len(ranks) // inside, numel // len(ranks)
-        crosses = nodes > 1
-        weights = message_bytes(n, weight_bits if case.bf16 and crosses else None, case.dtype.itemsize)
-        sent["reduce", INTRA] += (inside - 1) * nodes * n * 4
-        sent["reduce", INTER] += (nodes - 1) * message_bytes(n, gradient_bits, 4)
-        sent["refresh", INTER] += (nodes - 1) * weights
-        sent["refresh", INTRA] += (inside - 1) * nodes * weights
+        node, local = divmod(ranks.index(rank), inside)
+        coded = coded_blocks(numel, n, parameters) if nodes > 1 else [0] * len(ranks)
+        width, exact = max(coded) * BLOCK, [n - BLOCK * blocks for blocks in coded]
+        column = [sum(exact[i::inside]) for i in range(inside)]  # of all nodes, by local index
+        weights = message_bytes(width, weight_bits)
+        sent["reduce", INTRA] += 4 * ((inside - 1) * nodes * width + sum(column) - column[local])
+        sent["reduce", INTER] += (nodes - 1) * message_bytes(width, gradient_bits)
+        sent["refresh", INTRA] += (inside - 1) * (nodes * weights + 2 * column[local])
+        if nodes > 1:
+            sent["reduce", INTER] += 4 * (column[local] - exact[ranks.index(rank)])
+            sent["refresh", INTER] += (nodes - 1) * (weights + 2 * exact[ranks.index(rank)])
     sent = {key: case.steps * size for key, size in sent.items()}
     if not case.overlap_param_gather:  # Megatron gathers experts before their first update, too: exactly
-        for numel, ranks in run.buckets:
+        for numel, ranks, _ in run.buckets:
             sent["refresh", INTER] += numel // len(ranks) * case.dtype.itemsize * (len(ranks) < case.dp)
     return {key: size for key, size in sent.items() if size}
 
 
-def message_bytes(n: int, bits: int | None, itemsize: int) -> int:
-    if bits is None:
-        return n * itemsize
-    width = math.ceil(n / BLOCK) * BLOCK
+def coded_blocks(numel: int, n: int, parameters: Sequence[tuple[int, int]]) -> list[int]:
+    """How many blocks of each shard of n elements are coded: whole ones without an element of a small parameter."""
+    exact = torch.zeros(numel, dtype=torch.bool)
+    for begin, end in parameters:
+        exact[begin:end] = end - begin <= SMALL
+    shard = torch.arange(numel) // n
+    blocks, shards = exact.view(-1, BLOCK), shard.view(-1, BLOCK)
+    whole = ~blocks.any(1) & (shards[:, 0] == shards[:, -1])
+    return torch.bincount(shards[:, 0][whole], minlength=numel // n).tolist()
+
+
+def message_bytes(width: int, bits: int) -> int:
     return math.ceil((width * bits // 8 + 2 * width // BLOCK) / 16) * 16
+
+
+ROUNDINGS: dict[str, Formats] = {
+    "stochastic": {"gradient_rounding": "stochastic", "gradients_intra_node": "int8"},
+    "feedback": {
+        "gradient_rounding": "feedback",
+        "gradient_feedback_beta": 0.5,
+        "gradient_feedback_reset": 3,
+    },
+    "hadamard": {"gradient_transform": "hadamard", "weight_transform": "hadamard"},
+    "clip search": {"gradient_clip_search": 4, "weight_clip_search": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("stochastic", "dp4 overlap"),
+        *(
+            pytest.param(name, layout, marks=pytest.mark.slow)
+            for name in ROUNDINGS
+            for layout in ("dp4 overlap", "tp2 sp dp4", "pp2 tied dp4")
+            if (name, layout) != ("stochastic", "dp4 overlap")
+        ),
+    ],
+)
+def test_every_rounding(name: str, layout: str) -> None:
+    """Replicas' bits, those of tensor-parallel ranks and tied stages too, and losses near those of plain INT4."""
+    case = replace({**CASES, **LARGE}[layout], bf16=True, steps=6)
+    runs = run_ranks(case.world, train, case, {**DELTA_INT4, **ROUNDINGS[name]}, timeout=120)
+    plain = run_ranks(case.world, train, case, DELTA_INT4, timeout=120)
+    assert not replicas_differ(runs)
+    assert step_losses(case, runs) != step_losses(case, plain)
+    assert step_losses(case, runs) == pytest.approx(step_losses(case, plain), rel=0.02)
+
+
+@pytest.mark.slow
+def test_gradients_are_exact_from_a_step_on() -> None:
+    """Of four steps the last two send what exact messages send; past an error bound, all but the first. -m slow"""
+    case = replace(CASES["dp4 overlap"], bf16=True, steps=4)
+    exact, coded, until, bound, wide = (
+        sent_across(
+            case, {"exact_numel": SMALL, "gradients": "int4", **words} if words is not None else EXACT
+        )
+        for words in (
+            None,
+            {},
+            {"quantized_gradients_until_step": 2},
+            {"gradient_error_bound": 1e-3},
+            {"gradient_error_bound": 1.0},
+        )
+    )
+    assert until == (exact + coded) / 2
+    assert bound == (3 * exact + coded) / 4 and wide == coded
+
+
+def sent_across(case: Case, formats: Formats) -> int:
+    """Bytes of gradients that rank 0 sends across nodes in all steps."""
+    return run_ranks(case.world, train, case, formats, timeout=120)[0].sent["reduce", INTER]
 
 
 @pytest.mark.slow
@@ -183,7 +254,7 @@ def bounds(x: torch.Tensor, bits: int) -> torch.Tensor:
 def test_gradients_err_within_the_codecs_bound() -> None:
     """The sum of a node is exact, and the other node's sum has one rounding."""
     case = Case(dp=4, bf16=True, steps=1)
-    ranks = run_ranks(4, one_step, case, {"weights": "none", "gradients": "int4"}, timeout=120)
+    ranks = run_ranks(4, one_step, case, {"gradients": "int4", "exact_numel": 0}, timeout=120)
     worst = 0.0
     for bucket in range(len(ranks[0]["own"])):
         own = torch.stack([rank["own"][bucket].view(4, -1) for rank in ranks])  # [sender, shard, n]
@@ -201,7 +272,7 @@ def test_gradients_err_within_the_codecs_bound() -> None:
 def test_weights_err_within_the_codecs_bound(weights: str, bits: int) -> None:
     case = Case(dp=4, bf16=True, steps=1)
     exact = run_ranks(4, one_step, case, EXACT, timeout=120)[0]
-    coded = run_ranks(4, one_step, case, {"weights": weights, "gradients": "none"}, timeout=120)[0]
+    coded = run_ranks(4, one_step, case, {"weights": weights, "exact_numel": 0}, timeout=120)[0]
     worst = 0.0
     for was, right, got in zip(exact["before"], exact["after"], coded["after"], strict=True):
         for old, want, have in zip(*(x.float().view(4, -1) for x in (was, right, got)), strict=True):

@@ -7,6 +7,7 @@ A minute on 2 cores:
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ pytest.importorskip("megatron.core")
 # Class of megatron-core's configuration -> what its fields are set to, and what the patch says of it.
 DDP, MODEL, ADAM = "DistributedDataParallelConfig", "TransformerConfig", "OptimizerConfig"
 REMAINDERS = {"use_precision_aware_optimizer": True, "store_param_remainders": True}
+GRAPHS = "graphs of a full iteration"  # in the words of this version: ``graphs``
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no distributed optimizer": (
         DDP,
@@ -43,7 +45,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True},
         "--reuse-grad-buf-for-mxfp8-param-ag gathers",
     ),
-    "CUDA graphs": (MODEL, {"cuda_graph_scope": ["full_iteration"]}, "choose another scope"),
+    "CUDA graphs": (MODEL, {GRAPHS: False}, "choose graphs of layers, or none"),
+    "CUDA graphs, by their older words": (MODEL, {GRAPHS: True}, "choose graphs of layers, or none"),
     "CPU offload": (ADAM, {"optimizer_cpu_offload": True}, "--optimizer-cpu-offload updates"),
     "remainders": (ADAM, REMAINDERS, "switch remainders off, or send weights exactly"),
 }
@@ -115,6 +118,16 @@ def meanings() -> list[Any]:
     ]
 
 
+def graphs(config: Any, older: bool) -> dict[str, Any]:
+    """Return the fields by which this version's TransformerConfig asks for graphs of a full iteration."""
+    known = {field.name for field in dataclasses.fields(config)}
+    if "cuda_graph_modules" in known and not older:  # from 0.18 on
+        return {"cuda_graph_impl": "full_iteration"}
+    if "cuda_graph_impl" in known:
+        return {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}
+    return {"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"}
+
+
 @contextmanager
 def configured(owner: str, fields: Mapping[str, Any]) -> Iterator[None]:
     """Let every configuration of a class of megatron-core's have these fields.
@@ -125,14 +138,17 @@ def configured(owner: str, fields: Mapping[str, Any]) -> Iterator[None]:
     from megatron.core import optimizer
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import TransformerConfig, cuda_graphs
 
     config = {DDP: DistributedDataParallelConfig, MODEL: TransformerConfig, ADAM: OptimizerConfig}[owner]
     check = config.__post_init__
+    older = fields.get(GRAPHS)
 
     def and_then_set(self: Any) -> None:
+        if older is not None:  # as a user says it: the version's own checks make of it what they do
+            vars(self).update(graphs(config, older))
         check(self)
-        for name, value in fields.items():
+        for name, value in fields.items() if older is None else ():
             assert hasattr(self, name), name
             setattr(self, name, value)
 
@@ -141,6 +157,7 @@ def configured(owner: str, fields: Mapping[str, Any]) -> Iterator[None]:
 
     with (
         mock.patch.object(config, "__post_init__", and_then_set),
+        mock.patch.object(cuda_graphs, "CudaGraphManager", lambda *_, **__: None),  # it asks for a GPU's RNG
         mock.patch.object(optimizer, "Adam", adam),
         mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False),
         mock.patch.object(optimizer, "is_te_min_version", lambda _: True),

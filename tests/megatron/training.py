@@ -186,7 +186,15 @@ class Job:
         for name, parameter in named(self.chunks):
             digests[name] = hashlib.sha256(parameter.detach().view(torch.uint8).numpy()).hexdigest()[:16]
         buckets = [
-            (bucket.grad_data.numel(), tuple(dist.get_process_group_ranks(buffer.data_parallel_group)))
+            (
+                bucket.grad_data.numel(),
+                tuple(dist.get_process_group_ranks(buffer.data_parallel_group)),
+                tuple(
+                    (begin - bucket.offset, end - bucket.offset)
+                    for begin, end, number in buffer.param_index_map.values()
+                    if number == bucket.bucket_id
+                ),
+            )
             for buffer in self.buffers()
             for bucket in buffer.buckets
         ]

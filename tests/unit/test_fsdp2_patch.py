@@ -11,26 +11,25 @@ import torch
 from megazero.kernels.arena import Arena
 
 import fsdp2_patch
-from fsdp2_patch.options import Fsdp2Options
 from fsdp2_patch.packing import Packing
 from fsdp2_patch.torch_parts import NEEDED, check_torch
 from megazero.config.layout.wire import EXACT_NUMEL
-from megazero.patches.names import lookup, missing
-from megazero.patches.options import read_words
+from megazero.patches.names import Replaced, lookup, missing
+from megazero.patches.options import MessageOptions, read_words
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_words() -> None:
-    options = read_words(Fsdp2Options, "int4-delta", "int4")
+    options = read_words(MessageOptions, "int4-delta", "int4")
     assert options.wire.delta and options.wire.exact_numel == EXACT_NUMEL
-    assert read_words(Fsdp2Options, gradients="int8", exact_numel=0).wire.exact_numel == 0
+    assert read_words(MessageOptions, gradients="int8", exact_numel=0).wire.exact_numel == 0
     with pytest.raises(TypeError, match="unexpected keyword 'chunk_numel'"):
-        read_words(Fsdp2Options, chunk_numel=1)
+        read_words(MessageOptions, chunk_numel=1)
     with pytest.raises(TypeError, match="unexpected keyword 'weight_bits'; nearest: one of block_size"):
-        read_words(Fsdp2Options, "int8", weight_bits=4)
+        read_words(MessageOptions, "int8", weight_bits=4)
     with pytest.raises(ValueError, match="--zero-exact-numel.*-1"):
-        read_words(Fsdp2Options, exact_numel=-1)
+        read_words(MessageOptions, exact_numel=-1)
 
 
 def test_the_page_lists_every_keyword() -> None:
@@ -47,7 +46,7 @@ def test_the_page_lists_every_keyword() -> None:
         "quantized_gradients",
         "gradient_bits",
     }
-    options = {field.name.removeprefix("zero_") for field in dataclasses.fields(Fsdp2Options)} - formats
+    options = {field.name.removeprefix("zero_") for field in dataclasses.fields(MessageOptions)} - formats
     assert listed == options - {"gradient_bits_intra_node"} | {"weights", "gradients", "gradients_intra_node"}
 
 
@@ -78,6 +77,16 @@ def test_the_private_parts_are_there_in_this_torch() -> None:
     for module, paths in NEEDED.items():
         for path in paths:
             lookup(module, path)
+
+
+def test_a_name_that_is_replaced_keeps_its_signature() -> None:
+    names = Replaced()
+    for module, paths in NEEDED.items():
+        for path in paths:
+            names.wrap(module, path, lambda original: lambda *rest, **words: original(*rest, **words))
+    assert not list(missing(NEEDED))  # as for a second model that is patched
+    names.restore()
+    check_torch()
 
 
 def test_nothing_is_on_without_enable() -> None:

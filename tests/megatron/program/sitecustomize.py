@@ -44,9 +44,20 @@ def shims() -> contextlib.ExitStack:
     stack.enter_context(mock.patch.object(torch.nn.Module, "cuda", lambda module, *_: module))
     # Megatron-LM's own modules, once what they ask for is there.
     from megatron.core.datasets import utils
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.training import initialize, training
 
-    begin = training.initialize_megatron
+    begin, after_init = training.initialize_megatron, ModelParallelConfig.__post_init__
+
+    def keeping_outputs(config: ModelParallelConfig) -> None:
+        """Gloo reads a message after the send has begun, where Megatron frees it: NaN with virtual stages."""
+        config.deallocate_pipeline_outputs = False
+        after_init(config)
+
+    stack.enter_context(mock.patch.object(ModelParallelConfig, "__post_init__", keeping_outputs))
+    # It is for a log line, by psutil: without that the processes that write a save die, and the save waits for ever.
+    stack.enter_context(mock.patch.object(filesystem_async, "_process_memory", lambda: 0))
     stack.enter_context(mock.patch.object(utils, "compile_helpers", lambda: None))
     stack.enter_context(mock.patch.object(initialize.fused_kernels, "load", lambda _: None))
     stack.enter_context(
