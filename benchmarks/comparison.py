@@ -1,6 +1,7 @@
 """megazero, FSDP2, HSDP, DDP and DeepSpeed on nodes joined by a link of a given rate.
 
     python benchmarks/comparison.py --rates 200mbit 1gbit none --micro-batches 1 4 8 --out docs
+    python benchmarks/comparison.py --rates 1gbit 1gbit+20ms 1gbit+100ms --micro-batches 4 --out /tmp/long
 
 Everyone trains the same Llama (8 layers, hidden 256, ffn 688, vocabulary 4096, sequence 128, micro-batch 1) with bf16
 parameters and an fp32 master. Within one run of a lab the contestants take turns; bytes are what the kernel counted
@@ -31,7 +32,7 @@ from benchmarks.contestants import Shape, decoder
 from benchmarks.peers import CONTESTANTS, Running, absent
 from benchmarks.volume import Case
 from megazero.mesh.grid import INTER
-from tests.netlab.lab import parse_rate
+from tests.netlab.lab import parse_link
 
 
 @dataclass
@@ -123,8 +124,9 @@ def merge(stored: dict[str, Any], facts: dict[str, Any], result: dict[str, Any])
     new = (result["rate"], result["micro_batches"])
     kept = [r for r in stored.get("results", ()) if (r["rate"], r["micro_batches"]) != new]
 
-    def slow_first(one: dict[str, Any]) -> tuple[float, int]:
-        return parse_rate(one["rate"]) or math.inf, one["micro_batches"]
+    def slow_first(one: dict[str, Any]) -> tuple[float, float, int]:
+        bits, delay_ms = parse_link(one["rate"])
+        return bits or math.inf, delay_ms, one["micro_batches"]
 
     return {**facts, "results": sorted([*kept, result], key=slow_first)}
 

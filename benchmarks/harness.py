@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.files import replacing
-from tests.netlab.lab import Lab, LabUnavailable, interface_bytes, parse_rate
+from tests.netlab.lab import Lab, LabUnavailable, interface_bytes, parse_link
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -77,9 +77,10 @@ def start(main: Callable[[], int | None]) -> None:
 
 
 def labs_at(rates: Sequence[str], nodes: int = 2) -> Iterator[Lab]:
-    """One lab of nodes, at one rate after the other. Raises ValueError for a bad rate before anything is measured."""
+    """One lab of nodes, at one rate ('1gbit', '1gbit+20ms') after the other. Raises ValueError for a bad one before
+    anything is measured."""
     for rate in rates:
-        parse_rate(rate)
+        parse_link(rate)
     with Lab(nodes) as lab:
         for rate in rates:
             lab.shape(rate)

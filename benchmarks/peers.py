@@ -13,24 +13,35 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import volume
-from benchmarks.contestants import ADAMW, CLIP, AdamW, Shape, Step, batches, decoder, ours, torch_step
+from benchmarks.contestants import (
+    ADAMW,
+    CLIP,
+    AdamW,
+    Shape,
+    Step,
+    batches,
+    decoder,
+    ours,
+    torch_step,
+    world_group,
+)
 from benchmarks.harness import device
-from fsdp2_patch.options import Fsdp2Options
 from fsdp2_patch.patch import Fsdp2Patch
 from megazero.comm.hops import Traffic
 from megazero.config import resolve_shards
 from megazero.config.layout.wire import Wire, asked_for
 from megazero.config.options.sections import ZeroConfig
-from megazero.patches.options import read_words
+from megazero.patches.options import MessageOptions, read_words
 from megazero.train.parallelize import make_codecs
 from megazero.zero import Policy
 
@@ -104,6 +115,12 @@ def ddp(*, once: bool = False) -> Contestant:
     return Contestant(build, partial(volume.ddp, once=once))
 
 
+@cache
+def _kept_mesh(world: Any, device_type: str, dims: tuple[int, ...]) -> DeviceMesh:
+    """One mesh for all contestants that have it, as ``contestants.shared_mesh``."""
+    return init_device_mesh(device_type, dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
+
+
 def sharded(
     shape: Shape, ranks_per_node: int, hybrid: bool, reshard: bool | None = None
 ) -> tuple[FSDPModule, torch.device]:
@@ -111,7 +128,7 @@ def sharded(
     world = dist.get_world_size()
     dims = (world // ranks_per_node, ranks_per_node) if hybrid else (world,)
     where = device()
-    mesh = init_device_mesh(where.type, dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
+    mesh = _kept_mesh(world_group(), where.type, dims)
     precision = MixedPrecisionPolicy(param_dtype=shape.dtype, reduce_dtype=shape.dtype)
     model = decoder(replace(shape, dtype=torch.float32)).to(where)
     for module in (*model.layers.values(), model):
@@ -146,7 +163,7 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
 
 def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = False) -> Contestant:
     """FSDP2, or HSDP, across nodes once per step under fsdp2_patch."""
-    options = read_words(Fsdp2Options, weights, gradients)
+    options = read_words(MessageOptions, weights, gradients)
 
     def build(shape: Shape, ranks_per_node: int) -> Running:
         model, where = sharded(shape, ranks_per_node, hybrid)

@@ -117,14 +117,16 @@ def measure(values: dict[str, Any]) -> dict[str, int]:
 
 
 def state_bytes(engine: Any) -> int:
-    """Return the bytes of P copies, gradients, master weights, moments and residuals, before an update."""
+    """Return the bytes of P copies, gradients, master weights, moments, residuals and anchors, before an update."""
     storages: dict[int, int] = {}
     moments = (value for state in engine.optimizer.torch.state.values() for value in state.values())
     buffers = (
         (unit.copy if unit.copy_present else None, unit.master, unit.grad, unit.residual)
         for unit in engine.units
     )
-    for tensor in (*moments, *(each for four in buffers for each in four)):
+    anchors = engine.outer.anchors.values() if engine.outer else ()
+    kept = (each for a in anchors for each in (a.value, a.momentum, a.residual))
+    for tensor in (*moments, *kept, *(each for four in buffers for each in four)):
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(storages.values())

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.contestants import AdamW, llama
 from benchmarks.loss_data import prepare, train_samples
-from benchmarks.loss_run import EXACT, Settings, learning_rate
+from benchmarks.loss_run import Settings, learning_rate
 from megazero.comm.codec import Blockwise, Hadamard
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
@@ -110,31 +110,41 @@ def error(coding: Blockwise, x: torch.Tensor) -> float:
     return float((decoded - filled)[0, :n].norm() / filled.norm())
 
 
-def steps(folder: Path, settings: Settings, wanted: list[int]) -> Iterator[tuple[int, Tensors, Tensors]]:
-    """Train, and yield of each wanted step its number, and by matrix the gradient and the weight's change in fp32."""
+def steps(
+    folder: Path, settings: Settings, wanted: list[int], ranks: int = RANKS
+) -> Iterator[tuple[int, Decoder, Tensors, Tensors]]:
+    """Train, and yield of each wanted step its number, the model after it, and by matrix the gradient and the
+    weight's change in fp32. ranks: whose micro-batches are summed."""
     model = Decoder(llama(settings), dtype=DTYPES[settings.dtype])
     model.initialize(1)
     optimizer = AdamW(model.parameters(), master=settings.dtype != "fp32")
     rate = learning_rate(settings)
-    matrices = {name: p for name, p in model.named_parameters() if p.numel() > EXACT}
-    data = train_samples(folder, settings.sequence, 1, max(wanted) * RANKS * settings.micro_batch)
+    matrices = {name: p for name, p in model.named_parameters() if p.numel() > settings.exact}
+    data = train_samples(folder, settings.sequence, 1, max(wanted) * ranks * settings.micro_batch)
     with Batches(data, micro_batch_size=settings.micro_batch, rank=0, size=1) as batches:
         for step in range(1, max(wanted) + 1):
             optimizer.optimizer.param_groups[0].update(lr=rate(step - 1), betas=(0.9, 0.95))
             sums: Tensors = {}
-            for batch in batches.next_step(RANKS):
-                (model(batch["tokens"], batch["labels"]).sum() / settings.tokens).backward()
-                for name, p in model.named_parameters():
-                    assert p.grad is not None
-                    sums[name] = sums.get(name, torch.zeros(())) + p.grad.float()
-                    p.grad = None
+            for batch in batches.next_step(ranks):
+                for name, gradient in gradients_of(model, batch, settings.tokens).items():
+                    sums[name] = sums.get(name, torch.zeros(())) + gradient
             for name, p in model.named_parameters():
                 p.grad = sums[name].to(p.dtype)
             held = {name: p.detach().clone() for name, p in matrices.items()}
             optimizer.step()
             if step in wanted:
                 changed = {name: p.detach().float() - held[name].float() for name, p in matrices.items()}
-                yield step, {name: sums[name] for name in matrices}, changed
+                yield step, model, {name: sums[name] for name in matrices}, changed
+
+
+def gradients_of(model: Decoder, batch: Tensors, divisor: int) -> Tensors:
+    """In fp32, of the batch's summed losses over ``divisor``. They are taken from the model."""
+    (model(batch["tokens"], batch["labels"]).sum() / divisor).backward()
+    found = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        found[name], p.grad = p.grad.float(), None
+    return found
 
 
 def by_name(coding: Blockwise, seen: Iterable[Tensors], word: str = "down_proj") -> float:
@@ -163,12 +173,11 @@ def main() -> None:
         __doc__, work=Path("runs/loss"), out=harness.DOCS / "rounding.md", steps=[20, 100, 400]
     ).parse_args()
     settings = Settings()
-    folder = options.work / f"data-{settings.vocabulary}"
-    prepare(folder, settings.vocabulary)
+    folder = prepare(options.work, settings.text, settings.vocabulary)
     torch.set_num_threads(1)
     gradients: dict[int, Tensors] = {}
     changes: dict[int, Tensors] = {}
-    for step, gradients[step], changes[step] in steps(folder, settings, options.steps):
+    for step, _, gradients[step], changes[step] in steps(folder, settings, options.steps):
         print(f"step {step}", flush=True)
     largest = [by_name(GRADIENTS[name], gradients.values()) for name in ("INT4", "INT4 + H")]
     page = PAGE.format(

@@ -4,6 +4,8 @@ The pass reads the gradient as it was summed and multiplies it by the clip facto
 refresh sends: the weights in the parameters' dtype, or their difference to what receivers hold, in the gradient's
 place. Every operation is rounded once, to the master's dtype, so all implementations give the same bits.
 
+Moments may be kept in fewer bits (moments.py): they are decoded, updated and encoded in registers, or in pieces.
+
 Bytes per element with fp32 states and 16-bit parameters: 16 are read (gradient, master, two moments) and 12 written;
 parameters add 2 written, differences 2 read and 4 written. One operation after the other (the gradient scaled in
 place, torch's fused step, the cast or the difference) moves 42 instead of 30, and 58 instead of 34.
@@ -12,13 +14,17 @@ place, torch's fused step, the cast or the difference) moves 42 instead of 30, a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from megazero.kernels import moments
 from megazero.kernels.accumulate import accumulate
 from megazero.kernels.arena import SCRATCH
-from megazero.kernels.dispatch import CHUNK, jit, tl, use_kernel
+from megazero.kernels.dispatch import CHUNK, tl, use_kernel
 from megazero.kernels.format import fp32
+from megazero.kernels.moments import close_tile, open_tile
+from megazero.kernels.noise import Draws, Noise, drawing_jit, launch_arguments, word_tile
 from megazero.kernels.values import load_values, raw, rounded_values, store_values
 
 TILE = 1024  # elements that a program takes: two accesses of 16 bytes by 128 threads, of every fp32 operand
@@ -77,6 +83,7 @@ class Refresh(NamedTuple):
 
 
 NOTHING = Refresh()
+SILENCE = Noise(0, 0, 0)
 
 
 def adamw(
@@ -86,14 +93,18 @@ def adamw(
     exp_avg_sq: torch.Tensor,
     rates: Rates,
     refresh: Refresh = NOTHING,
+    noise: Noise = SILENCE,
 ) -> None:
-    """Update ``master`` and its moments in place: [n], fp32 or fp64, all of one dtype and contiguous."""
+    """Update ``master`` and its moments in place: [n], fp32 or fp64, all of one dtype and contiguous.
+
+    Moments may also be of another dtype, as moments.py keeps them. noise: that of their rounding.
+    """
     if not master.numel():
         return
     if use_kernel(master, grad):
-        _launch(master, grad, exp_avg, exp_avg_sq, rates, refresh)
+        _launch(master, grad, exp_avg, exp_avg_sq, rates, refresh, noise)
     else:
-        reference(master, grad, exp_avg, exp_avg_sq, rates, refresh)
+        reference(master, grad, exp_avg, exp_avg_sq, rates, refresh, noise)
 
 
 def reference(
@@ -103,52 +114,82 @@ def reference(
     exp_avg_sq: torch.Tensor,
     rates: Rates,
     refresh: Refresh = NOTHING,
+    noise: Noise = SILENCE,
 ) -> None:
     """Do the same as ``adamw`` in torch, on any device.
 
     Roots are taken in fp64 and then rounded, which gives the nearest fp32 value: on a CPU torch.sqrt may be MKL's,
     which is an ulp off for one fp32 value in five.
     """
-    copy, held = refresh
-    size = min(CHUNK, master.numel())
+    n = master.numel()
     with SCRATCH.frame(master.device) as frame:
-        scaled_, work_ = (frame.take(size, master.dtype) for _ in range(2))
-        wide_ = frame.take(size, torch.float64)
-        rounded_ = frame.take(0 if held is None else size, master.dtype if held is None else held.dtype)
-        for low in range(0, master.numel(), size):
-            at = slice(low, min(low + size, master.numel()))
-            weight, gradient, first, second = (x[at] for x in (master, grad, exp_avg, exp_avg_sq))
-            scaled, work = scaled_[: len(weight)], work_[: len(weight)]
-            torch.mul(gradient, rates.scale, out=scaled)
-            first.mul_(rates.first).add_(torch.mul(scaled, rates.first_share, out=work))
-            square = torch.mul(scaled, scaled, out=work).mul_(rates.second_share)
-            second.mul_(rates.second).add_(square)
-            wide = wide_[: len(weight)].copy_(second).sqrt_()
-            root = work.copy_(wide).mul_(rates.unbias).add_(rates.eps)
-            weight.mul_(rates.keep).sub_(torch.div(first, root, out=work).mul_(rates.size))
-            if held is not None:
-                rounded = rounded_[: len(weight)].copy_(weight)
-                accumulate(gradient.copy_(rounded), held[at], alpha=-1.0)
-            elif copy is not None:
-                copy[at].copy_(weight)
+        size = moments.whole(min(CHUNK, n))
+        coded = {exp_avg.dtype, exp_avg_sq.dtype} != {master.dtype}
+        rough = moments.Rough.of(frame.take, size if coded else 0)
+        powers = ((exp_avg, moments.EXP_AVG), (exp_avg_sq, moments.EXP_AVG_SQ))
+        kept = [moments.Pieces(held, power, n, master.dtype, rough) for held, power in powers]
+        draws = Draws(noise, size, frame.take) if coded else None
+        work = frame.take(size, master.dtype), frame.take(size, master.dtype), frame.take(size, torch.float64)
+        held = refresh.held
+        rounded = frame.take(0 if held is None else size, master.dtype if held is None else held.dtype)
+        for low, high in moments.chunks(n):
+            weight, gradient = master[low:high], grad[low:high]
+            first, second = (each.open(low, high) for each in kept)
+            _step(weight, gradient, first, second, rates, [x[: high - low] for x in work])
+            drawn = None if draws is None else draws(low, moments.whole(high - low))
+            for each in kept:
+                each.close(low, high, drawn)
+            _leave(weight, gradient, refresh.part(low, high), rounded[: high - low])
 
 
-@jit
+def _step(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    rates: Rates,
+    buffers: Sequence[torch.Tensor],
+) -> None:
+    """Update a piece of the weights and its moments; two buffers are as the weights, the third is fp64."""
+    scaled, work, wide = buffers
+    torch.mul(gradient, rates.scale, out=scaled)
+    first.mul_(rates.first).add_(torch.mul(scaled, rates.first_share, out=work))
+    square = torch.mul(scaled, scaled, out=work).mul_(rates.second_share)
+    second.mul_(rates.second).add_(square)
+    root = work.copy_(wide.copy_(second).sqrt_()).mul_(rates.unbias).add_(rates.eps)
+    weight.mul_(rates.keep).sub_(torch.div(first, root, out=work).mul_(rates.size))
+
+
+def _leave(weight: torch.Tensor, gradient: torch.Tensor, refresh: Refresh, rounded: torch.Tensor) -> None:
+    """Leave what ``refresh`` asks for; ``rounded`` has the dtype of ``held``."""
+    copy, held = refresh
+    if held is not None:
+        accumulate(gradient.copy_(rounded.copy_(weight)), held, alpha=-1.0)
+    elif copy is not None:
+        copy.copy_(weight)
+
+
+@drawing_jit
 def _kernel(
-    master: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, exp_avg_sq: tl.tensor, beside: tl.tensor,
-    n: tl.tensor, scale: tl.tensor, keep: tl.tensor, first: tl.tensor, first_share: tl.tensor, second: tl.tensor,
+    master: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, first_scales: tl.tensor, exp_avg_sq: tl.tensor,
+    second_scales: tl.tensor, beside: tl.tensor,
+    n: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor,
+    scale: tl.tensor, keep: tl.tensor, first: tl.tensor, first_share: tl.tensor, second: tl.tensor,
     second_share: tl.tensor, size: tl.tensor, unbias: tl.tensor, eps: tl.tensor,
-    COPY: tl.constexpr, DIFFERENCE: tl.constexpr, SIZE: tl.constexpr,
+    COPY: tl.constexpr, DIFFERENCE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+    FIRST_SMALLEST: tl.constexpr, SECOND_SMALLEST: tl.constexpr,
 ) -> None:  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    at = g[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     valid = at < n
     gradient = tl.load(grad + at, mask=valid, other=0) * scale
-    moment = tl.load(exp_avg + at, mask=valid, other=0) * first + gradient * first_share
-    square = tl.load(exp_avg_sq + at, mask=valid, other=0) * second + gradient * gradient * second_share
+    moment = open_tile(exp_avg, first_scales, at, g, n, 2) * first + gradient * first_share
+    square = open_tile(exp_avg_sq, second_scales, at, g, n, 4) * second + gradient * gradient * second_share
     root = tl.sqrt_rn(square) * unbias + eps
     weight = tl.load(master + at, mask=valid, other=0) * keep - tl.div_rn(moment, root) * size
-    tl.store(exp_avg + at, moment, mask=valid)
-    tl.store(exp_avg_sq + at, square, mask=valid)
+    word = word_tile(g, word0, 1, BLOCK)
+    close_tile(exp_avg, first_scales, at, g, n, moment, word, key0, key1, 2, LARGEST, FIRST_SMALLEST)
+    close_tile(exp_avg_sq, second_scales, at, g, n, square, word, key0, key1, 4, LARGEST, SECOND_SMALLEST)
     tl.store(master + at, weight, mask=valid)
     if COPY:
         store_values(beside, at, weight, valid)
@@ -163,11 +204,23 @@ def _launch(
     exp_avg_sq: torch.Tensor,
     rates: Rates,
     refresh: Refresh,
+    noise: Noise,
 ) -> None:
     copy, held = refresh
     beside = held if held is not None else master if copy is None else copy
+    forms = [moments.FORMS[power] for power in (moments.EXP_AVG, moments.EXP_AVG_SQ)]
     _kernel[(-(-master.numel() // TILE),)](
-        master, grad, exp_avg, exp_avg_sq, raw(beside), master.numel(), *map(fp32, rates),
-        copy is not None and held is None, held is not None, TILE,
+        master, grad, *_raw(exp_avg, master), *_raw(exp_avg_sq, master), raw(beside), master.numel(),
+        *launch_arguments(noise), *map(fp32, rates),
+        copy is not None and held is None, held is not None, TILE // moments.BLOCK, moments.BLOCK,
+        forms[0].largest_scale, *(form.smallest_scale for form in forms),
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _raw(held: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a kernel is given for a moment, and for the scales of its blocks, if it has such."""
+    if held.dtype != torch.uint8:
+        return raw(held), raw(held)
+    digits = moments.whole(master.numel())
+    return held[:digits].view(torch.int8), held[digits:].view(torch.int16)

@@ -13,8 +13,11 @@ gradients below 6e-8 x qmax). It has 8 significant bits, so q * s is exact in fp
 the same bits on every implementation, whether it contracts to multiply-add or not. Scales are rounded up, so that
 absmax is not clipped. ``DEFAULT_BLOCK`` compares error with bytes.
 
-A scale is at least 2 ** -126 (so its reciprocal is finite), and at most such that qmax * s is finite in bf16. A block
-of zeros has scale zero and payload zero. A block with NaN or Inf has scale NaN and payload zero, and decodes to NaN.
+A scale is at least 2 ** -126 (so its reciprocal is finite), and at most such that qmax * s is finite in bf16.
+Scales that are rounded up to powers of two (``Format.least``) are found again in what was decoded: its largest
+digit is above qmax / 2, products with digits are exact, and so decoding, encoding and decoding gives the same
+values. A block of zeros has scale zero and payload zero. A block with NaN or Inf has scale NaN and payload zero,
+and decodes to NaN.
 """
 
 from __future__ import annotations
@@ -60,12 +63,14 @@ class Format:
     ``clip`` is 0, or the number of scales that are tried per block, from absmax / qmax down to about half of it.
     The scale with the least squared rounding error (to nearest) is taken.
     ``transform``, if there is one, mixes each block, or its parts, before it is encoded.
+    ``least``, if there is one, makes scales powers of two, of which 2 ** least is the smallest (-126 or above).
     """
 
     bits: int
     block: int
     clip: int = 0
     transform: Hadamard | None = None
+    least: int | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -114,9 +119,19 @@ class Format:
         return tuple(fp32((1 - j / (2 * tries)) / self.qmax) for j in range(tries))
 
     @property
+    def dropped(self) -> int:
+        """Return the bits of an fp32 scale that are zero: those below bf16's, or below the exponent."""
+        return 0xFFFF if self.least is None else 0x7FFFFF
+
+    @property
+    def smallest_scale(self) -> int:
+        """Return the smallest scale as fp32 bits."""
+        return SMALLEST_SCALE if self.least is None else (self.least + 127) << 23
+
+    @property
     def largest_scale(self) -> int:
         """Return the largest scale as fp32 bits."""
-        return bf16_floor_bits(BF16_MAX / self.qmax)
+        return bf16_floor_bits(BF16_MAX / self.qmax) & ~self.dropped
 
     def blocks(self, n: int) -> int:
         if n % self.block:

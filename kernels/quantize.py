@@ -38,7 +38,6 @@ from megazero.kernels.format import (
     ERROR_LIMIT,
     ERROR_UNIT,
     NAN_SCALE,
-    SMALLEST_SCALE,
     Format,
 )
 from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
@@ -49,7 +48,6 @@ from megazero.kernels.noise import (
     drawing_jit,
     draws_tile,
     launch_arguments,
-    signed,
     word_tile,
 )
 from megazero.kernels.values import load_values, raw, scales_at
@@ -203,12 +201,12 @@ def _scaled(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:
 
 
 def scale_of(work: Work, form: Format, ratio: float, out: torch.Tensor) -> torch.Tensor:
-    """Return fp32 [b], written to ``out``: absmax * ratio rounded up to bf16, within the format's limits.
+    """Return fp32 [b], written to ``out``: absmax * ratio rounded up as the format says, within its limits.
 
     0 and NaN follow format.py.
     """
     bits = torch.mul(work.absmax, ratio, out=out).view(torch.int32)
-    bits.add_(0xFFFF).bitwise_and_(signed(0xFFFF0000)).clamp_(SMALLEST_SCALE, form.largest_scale)
+    bits.add_(form.dropped).bitwise_and_(~form.dropped).clamp_(form.smallest_scale, form.largest_scale)
     bits.masked_fill_(torch.eq(work.absmax, 0, out=work.mask), 0)
     finite = torch.lt(work.absmax, torch.inf, out=work.mask)  # NaN is not
     bits.masked_fill_(finite.logical_not_(), NAN_SCALE)
@@ -244,11 +242,13 @@ def _searched(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:
 
 
 @jit
-def scale_tile(bits: tl.tensor, ratio: float, LARGEST: tl.constexpr) -> tl.tensor:
+def scale_tile(
+    bits: tl.tensor, ratio: float, LARGEST: tl.constexpr, DROPPED: tl.constexpr, SMALLEST: tl.constexpr
+) -> tl.tensor:
     """absmax as fp32 bits int32 [r] -> scale fp32 [r]."""
     scaled = (bits.to(tl.float32, bitcast=True) * ratio).to(tl.int32, bitcast=True)
-    scaled = (scaled + 0xFFFF) & -0x10000
-    scaled = tl.minimum(tl.maximum(scaled, 0x00800000), LARGEST)
+    scaled = (scaled + DROPPED) & (-1 - DROPPED)
+    scaled = tl.minimum(tl.maximum(scaled, SMALLEST), LARGEST)
     scaled = tl.where(bits == 0, 0, scaled)
     return tl.where(bits >= 0x7F800000, 0x7FC00000, scaled).to(tl.float32, bitcast=True)
 
@@ -270,6 +270,7 @@ def rint_tile(x: tl.tensor) -> tl.tensor:
 def encode_tile(
     x: tl.tensor, word: tl.tensor, key0: tl.tensor, key1: tl.tensor,
     BITS: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr,
+    DROPPED: tl.constexpr = 0xFFFF, SMALLEST: tl.constexpr = 0x00800000,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """x fp32 [r, pack, part], word uint32 [r, pack, part / 2] -> payload int8 [r, part], scale fp32 [r]."""
     PACK: tl.constexpr = 8 // BITS
@@ -278,13 +279,13 @@ def encode_tile(
     bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2), axis=1)
     finite = bits < 0x7F800000
     x = tl.where(finite[:, None, None], x, 0.0)
-    scale = scale_tile(bits, 1.0 / QMAX, LARGEST)
+    scale = scale_tile(bits, 1.0 / QMAX, LARGEST, DROPPED, SMALLEST)
     if CLIP > 0:
         absmax = bits.to(tl.float32, bitcast=True)
         usable = finite & (bits > 0)
         best = tl.full(bits.shape, 0x7FFFFFFF, tl.int32)
         for j in tl.static_range(TRIES):
-            tried = scale_tile(bits, (1 - j / (2 * TRIES)) / QMAX, LARGEST)
+            tried = scale_tile(bits, (1 - j / (2 * TRIES)) / QMAX, LARGEST, DROPPED, SMALLEST)
             exact = x * inverse_tile(tried)[:, None, None]
             unit = tl.where(
                 usable, tl.div_rn(tl.where(usable, tried, 0.0), tl.where(usable, absmax, 1.0)), 0.0

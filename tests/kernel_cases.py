@@ -14,6 +14,7 @@ from megazero.kernels import (
     dequantize_accumulate,
     dequantize_sum_quantize,
     dispatch,
+    moments,
     quantize,
     reorder_quantize,
     sum_rows,
@@ -119,19 +120,21 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
 
 
 UPDATES = ("alone", "copy", "difference")
+KEPT = ((torch.float32,) * 2, (torch.bfloat16, torch.uint8), (torch.uint8, torch.bfloat16))
 
 
-def different_updates(device: str, n: int = 5 * adamw.TILE // 2) -> list[str]:
+def different_updates(device: str, n: int = 5 * adamw.TILE // 2 + 7) -> list[str]:
     """Names of what three updates by the kernel leave in other bits than the reference's."""
     found = []
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype, kept in zip((torch.float32, torch.bfloat16, torch.float16), KEPT, strict=True):
         for left in UPDATES:
             results = []
             for where, run in ((device, adamw.adamw), ("cpu", adamw.reference)):
                 torch.manual_seed(0)
-                master, grad, first, held = torch.randn(4, n).unbind(0)
-                second = torch.rand(n)
+                master, grad, held = torch.randn(3, n).unbind(0)
+                first, second = (moments.room(master, each) for each in kept)
                 grad[:4] = torch.tensor([torch.nan, -torch.inf, 1e-40, 0.0])
+                grad[200] = 1e6
                 master[4], held = 7e4, held.to(dtype)  # beyond fp16
                 state = [x.to(where) for x in (master, grad, first, second, held)]
                 assert run is adamw.reference or dispatch.use_kernel(state[0], state[1]), (
@@ -142,7 +145,7 @@ def different_updates(device: str, n: int = 5 * adamw.TILE // 2) -> list[str]:
                 )
                 for step, decay, scale in ((1, 0.1, 0.37), (2, 0.0, 1.0), (1000, 0.1, 3e-5)):
                     rates = adamw.Rates.of(step, 1e-2, (0.9, 0.95), 1e-8, decay, scale)
-                    run(*state[:4], rates, refresh)
+                    run(*state[:4], rates, refresh, Noise(3, step, 4, 128))
                 results.append(state)
             names = ("master", "grad", "exp_avg", "exp_avg_sq", "beside")
             found += [

@@ -33,6 +33,29 @@ TESTS = ("tests/unit", "tests/dist", "tests/fsdp2")
 
 # By module: what stands there once (-), what it becomes (+, or nothing), and what that breaks.
 TABLE = r"""
+megazero/zero/outer.py
+- row.add_(old)
++ pass
+  what messages between outer replicas lost is not sent later
+- kept.sub_(total)
++ kept.zero_()
+  what the sum over outer replicas lost on its way back is forgotten
+- mean = moved.div_(self.axis.size)
++ mean = moved
+  the outer gradient is a sum, not a mean
+- gradient.add_(anchor.momentum, alpha=outer.momentum)
++ pass
+  the outer optimizer has no Nesterov momentum
+- if self.since >= self.outer.interval:
++ if self.since > self.outer.interval:
+  replicas meet a step late
+- unit.copy_version = 0 if stale else unit.master_version
++ pass
+  after an evaluation differences are taken to the anchor
+- if odd:
++ if False:
+  outer replicas may hold different anchors
+
 fsdp2_patch/weights.py
 - all_gather_flat(exact, input_tensor.clone(), group=group)
 + exact = output_tensor
@@ -105,6 +128,24 @@ megazero/zero/gather.py
 - own = unit.copy if hop.level == unit.levels.p else
 + own = unit.copy if hop.level == 1 else
   with P over two axes the first hop sends nothing
+
+megazero/mesh/dealing.py
+- message = sorted(held, key=lambda i: (pieces[i].owner[axis], i))
++ message = sorted(held, key=lambda i: pieces[i].owner[axis])
+  ranks send pieces in another order than the one in which their owners take them
+
+megazero/zero/matrix_updates.py
+- shape = (matrix.cut.rows, matrix.cut.columns)
++ shape = matrix.slot.shape
+  a matrix that tensor-parallel ranks cut is scaled as its part
+- if self.traits.split == 1:
++ if self.traits.split == 0:
+  the parts of a matrix are put together along its rows, and taken apart along its columns
+
+megazero/zero/muon.py
+- state["step"] += 1
++ pass
+  a rank that holds nothing but matrices saves no number of steps
 
 megazero/zero/reduce.py
 - last and not in_place and not self.micro_batch.first
@@ -236,6 +277,29 @@ kernels/dequantize_sum_quantize.py
 - if form.transform == next_form.transform:
 + if form.transform and next_form.transform:
   sums under one transform's signs are sent as another's
+
+kernels/moments.py
+- roots.clamp_(min=1.0)
++ pass
+  a small second moment beside large ones is zero, and its next update is huge
+
+kernels/adamw.py
+- drawn = None if draws is None else
++ drawn = None if True else
+  moments are rounded to nearest, and a slow decay is lost
+
+kernels/format.py
+- return 0xFFFF if self.least is None else 0x7FFFFF
++ return 0xFFFF
+  decoded moments are encoded to other ones
+
+megazero/zero/optimizer.py
+- origin = region, piece.start + inside - layout.regions[region][0]
++ origin = region, inside
+  ranks draw the same noise for their slices, and layouts differ
+- moments.encode(values, self.torch.state[leaf][name], self._coded[name])
++ pass
+  a load leaves moments in 8 bits as they were
 
 kernels/dequantize_accumulate.py
 - if self.mixing is not None and accumulate:
@@ -417,8 +481,8 @@ megazero/train/state/progress.py
   a range is left out beyond the run's end
 
 megazero/train/data/feeding.py
-- self.mesh.stage_rows(rows, self.loss_rank).sum()
-+ rows.sum()
+- self.mesh.stage_rows(rows, self.loss_rank).view
++ rows.view
   every stage's tokens count in the mean
 
 megazero/train/schedule/spikes.py

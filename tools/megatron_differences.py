@@ -18,6 +18,18 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
         "two names of one update: Megatron's adam decouples weight decay; --optimizer adam is taken",
     ),
     (
+        "--muon-tp-mode",
+        "default blockwise (0.16; duplicated in newer releases): each tensor-parallel rank steps its part by itself",
+        "default distributed",
+        "a layout does not change the training; duplicated is the same update, computed on every rank",
+    ),
+    (
+        "--swiglu with --optimizer muon",
+        "gate and up are one matrix, which is orthogonalised as one",
+        "two matrices, as queries, keys and values are",
+        "they are two linears of one input, and checkpoints hold them apart",
+    ),
+    (
         "--deepspeed with --deepspeed_config",
         "DeepSpeed's engine clips gradients and scales losses by its file alone, whatever --clip-grad and "
         "--loss-scale say; the optimizer and its schedule are Megatron's, whatever the file's `optimizer` and "

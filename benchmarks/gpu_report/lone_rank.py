@@ -2,22 +2,93 @@
 
 What the others would send is taken to be what this rank sends them, so every gather and exchange is a copy of the
 right size on the stream that calls it. Memory, allocations, host waits and the order of work are those of a rank;
-times of collectives are not. From a pipeline's other stages come zeros.
+times of collectives are not. From a pipeline's other stages come zeros. (rank_threads.py has all ranks of a cluster
+on one device, by the same means.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from megazero.comm import hops
-from megazero.mesh.grid import AxisSpec, make_grid
+from megazero.mesh import mesh as meshes
+from megazero.mesh.grid import AxisSpec, Grid, make_grid
 from megazero.mesh.mesh import Axis, Mesh
+
+
+class Landing(Protocol):
+    """The work of a copy."""
+
+    def wait(self, timeout: object = None) -> bool: ...
+    def is_completed(self) -> bool: ...
+
+
+class Communicator(Protocol):
+    """In the place of a process group."""
+
+    def gather(self, out: torch.Tensor, own: torch.Tensor) -> Landing: ...
+    def exchange(
+        self,
+        out: torch.Tensor,
+        sent: torch.Tensor,
+        out_splits: list[int] | None = None,
+        sent_splits: list[int] | None = None,
+    ) -> Landing: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretendedMesh(Mesh):
+    """A mesh without process groups. world: the communicator of all ranks."""
+
+    world: Communicator
+
+    def gather_rows(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        out = row.new_empty(self.world_size, row.numel()) if out is None else out
+        self.world.gather(out.view(-1), row).wait()
+        return out
+
+
+def axes_of(grid: Grid, rank: int, communicator: Callable[[AxisSpec, str], Communicator]) -> dict[str, Axis]:
+    """The axes by name. communicator: made of an axis and what it is for, 'gather' or 'reduce'."""
+
+    def axis(spec: AxisSpec) -> Axis:
+        pair = [communicator(spec, each) if spec.size > 1 else None for each in ("gather", "reduce")]
+        return Axis(spec, spec.index(rank), spec.ranks(rank), *pair)  # type: ignore[arg-type]
+
+    return {spec.name: axis(spec) for spec in grid.axes}
+
+
+@contextmanager
+def own_collectives(**more: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the engine's collectives are those of a ``Communicator``. more: functions of torch.distributed."""
+
+    def gather(out: torch.Tensor, own: torch.Tensor, group: Communicator, async_op: bool = False) -> Landing:
+        return _begun(group.gather(out, own), async_op)
+
+    def exchange(
+        out: torch.Tensor, sent: torch.Tensor, *splits: Any, group: Communicator, async_op: bool = False
+    ) -> Landing:
+        return _begun(group.exchange(out, sent, *splits), async_op)
+
+    with (
+        patch.object(hops, "all_gather_flat", gather),
+        patch.object(meshes, "all_gather_flat", gather),
+        patch.multiple(dist, all_to_all_single=exchange, **more),
+    ):
+        yield
+
+
+def _begun(work: Landing, async_op: bool) -> Landing:
+    if not async_op:
+        work.wait()
+    return work
 
 
 class Landed:
@@ -28,15 +99,6 @@ class Landed:
 
     def is_completed(self) -> bool:
         return True
-
-
-class LoneMesh(Mesh):
-    def gather_rows(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        rows = row.expand(self.world_size, -1)
-        return rows if out is None else out.copy_(rows)
-
-    def gather_data_rows(self, row: torch.Tensor) -> torch.Tensor:
-        return row.expand(self.dp_size, -1)
 
 
 class Echo:
@@ -54,7 +116,7 @@ class Echo:
         return Landed()
 
     @staticmethod
-    def exchange(out: torch.Tensor, sent: torch.Tensor) -> Landed:
+    def exchange(out: torch.Tensor, sent: torch.Tensor, *_: object) -> Landed:
         out.copy_(sent)
         return Landed()
 
@@ -74,19 +136,9 @@ def lone_rank(
 ) -> Iterator[Mesh]:
     """The mesh of ``rank`` among pp stages of dp ranks; engines on it run inside the block."""
     grid = make_grid(dp * pp, ranks_per_node, pp=pp, shards=shards)
-
-    def axis(spec: AxisSpec) -> Axis:
-        gather, reduce = ((Echo(spec.size) if spec.size > 1 else None) for _ in range(2))
-        return Axis(spec, spec.index(rank), spec.ranks(rank), gather, reduce)  # type: ignore[arg-type]
-
-    def gather(out: torch.Tensor, own: torch.Tensor, group: Any, **_: Any) -> Landed:
-        return group.gather(out, own)
-
-    def exchange(out: torch.Tensor, sent: torch.Tensor, *_: Any, group: Any, **__: Any) -> Landed:
-        return group.exchange(out, sent)
-
-    fakes = {"all_to_all_single": exchange, "all_gather_object": _all_alike}
-    fakes |= {"send": lambda *_, **__: None, "recv": lambda x, *_, **__: x.zero_()}
+    axes = axes_of(grid, rank, lambda spec, _: Echo(spec.size))
+    fakes = {"all_gather_object": _all_alike, "send": lambda *_, **__: None}
+    fakes |= {"recv": lambda x, *_, **__: x.zero_()}
     fakes |= {"isend": lambda *_, **__: Landed(), "irecv": lambda x, *_, **__: (x.zero_(), Landed())[1]}
-    with patch.object(hops, "all_gather_flat", gather), patch.multiple(dist, **fakes):
-        yield LoneMesh(grid, rank, device, {spec.name: axis(spec) for spec in grid.axes})
+    with own_collectives(**fakes):
+        yield PretendedMesh(grid, rank, device, axes, world=Echo(grid.world_size))

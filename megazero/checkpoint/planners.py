@@ -88,7 +88,7 @@ class SliceSavePlanner(DefaultSavePlanner):
 
     def _held(self, record: SliceRecord, kind: str) -> SliceRecord:
         """Return the record with its tensor, which stays until that of another record is made."""
-        if record.make is None:
+        if record.make is None or not record.tensors[kind].is_meta:
             return record
         if self._made is None or self._made[0] is not record or self._made[1] != kind:
             self._made = None  # before the next one is made

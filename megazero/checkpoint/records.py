@@ -21,8 +21,8 @@ class SliceRecord:
         elements, of any dtype and device. Saving reads it, loading writes it in place.
     stored: maps a kind to the dtype it is stored in, where that is not its tensor's. Saving converts box by box as
         it writes, so that no second copy of a tensor is held. Loading passes it over.
-    make: returns the flat tensor of a kind when it is to be written, for tensors that are not held before. The one in
-        ``tensors`` is then on the device meta and says length and dtype alone. Loading passes it over.
+    make: returns the flat tensor of a kind when it is to be written, for tensors that are not held before. Those in
+        ``tensors`` are on the device meta and say length and dtype alone. Loading passes it over.
     owner: whether this rank writes the range. Every stored element needs one owner. Replicas (of
         data-parallel ranks, tied parameters) have ``owner=False`` and load all the same.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,18 +13,21 @@ from megazero.mesh.mesh import Axis, all_gather_flat
 
 
 class Traffic:
-    """Counters of the bytes that this rank sends, keyed by (hop kind, link class).
+    """Counters of the bytes that this rank sends, and of its messages, keyed by (hop kind, link class).
 
-    The hop kinds are 'refresh', 'gather', 'reduce', 'tp', 'pp' and 'scalar'. The link classes are grid.INTRA
-    and grid.INTER. A collective over an axis of size a with a message of m bytes per peer sends (a - 1) * m
-    bytes.
+    A message is what a collective sends to all peers, or a send between stages. The hop kinds are 'refresh',
+    'gather', 'reduce', 'update', 'tp', 'pp' and 'scalar', and 'outer' for all that crosses the outer axis. The link
+    classes are grid.INTRA and grid.INTER. A collective over an axis of size a with a message of m bytes per peer
+    sends (a - 1) * m bytes.
     """
 
     def __init__(self) -> None:
         self.bytes: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.messages: Counter[tuple[str, str]] = Counter()
 
     def add(self, kind: str, link: str, sent: int) -> None:
         self.bytes[kind, link] += sent
+        self.messages[kind, link] += 1
 
     def total(self, link: str) -> int:
         return sum(n for (_, at), n in self.bytes.items() if at == link)
@@ -33,7 +37,13 @@ class Traffic:
         out = {f"{kind}_{link}_bytes": n for (kind, link), n in sorted(self.bytes.items())}
         out[f"{INTRA}_bytes"], out[f"{INTER}_bytes"] = self.total(INTRA), self.total(INTER)
         self.bytes.clear()
+        self.messages.clear()
         return out
+
+
+def counted_as(axis: Axis, kind: str) -> str:
+    """Return the kind under which counters and bills have a hop of ``kind`` over this axis."""
+    return "outer" if axis.spec.role == "outer" else kind
 
 
 def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, traffic: Traffic) -> dist.Work:
@@ -44,7 +54,7 @@ def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, tr
     kind: the hop's kind for the counters. "reduce" (the way back of an all-reduce) takes the reduction's
         communicator.
     """
-    traffic.add(kind, axis.link, (axis.size - 1) * own.numel() * own.element_size())
+    traffic.add(counted_as(axis, kind), axis.link, (axis.size - 1) * own.numel() * own.element_size())
     group = axis.reduce_group if kind == "reduce" else axis.gather_group
     return _gathered(axis, out, own, group)
 
@@ -66,6 +76,25 @@ def _gathered(axis: Axis, out: torch.Tensor, own: torch.Tensor, group: dist.Proc
     return all_gather_flat(out, own, group=group, async_op=True)
 
 
+def start_route(
+    axis: Axis,
+    out: torch.Tensor,
+    own: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    traffic: Traffic,
+) -> dist.Work:
+    """Start an all-to-all of parts of any sizes over one axis.
+
+    Of ``own`` (1-D) the first sent[0] elements go to index 0, and so on; the first received[0] of ``out`` come from
+    there. Both have the same dtype.
+    """
+    traffic.add("update", axis.link, (sum(sent) - sent[axis.index]) * own.element_size())
+    return dist.all_to_all_single(
+        out, own, list(received), list(sent), group=axis.reduce_group, async_op=True
+    )
+
+
 def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> dist.Work:
     """Start an all-to-all over one axis: row i of messages [size, m] goes to index i; out [size, m] is by source.
 
@@ -75,7 +104,7 @@ def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffi
     own precision and in source order.
     """
     row = messages.shape[1]
-    traffic.add("reduce", axis.link, (axis.size - 1) * row * messages.element_size())
+    traffic.add(counted_as(axis, "reduce"), axis.link, (axis.size - 1) * row * messages.element_size())
     splits = [row] * axis.size
     if len(messages) < axis.size:
         splits[axis.index] = 0

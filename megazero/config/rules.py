@@ -18,8 +18,8 @@ from megazero.config.model.attention import refusal, wants_of
 from megazero.config.model.published import is_published
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
-from megazero.config.options.fields import show
-from megazero.config.options.optimizers import OPTIMIZERS, of_schedule
+from megazero.config.options.fields import show, typed
+from megazero.config.options.optimizers import OPTIMIZERS, SMALL_MOMENTS, of_schedule
 from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, World, all_options
 
@@ -164,6 +164,17 @@ def _weight_decay(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _newton_schulz(config: RunConfig) -> Iterator[str]:
+    """Report iterations that end in the middle of a set of coefficients, as Megatron's optimizers do."""
+    opt, sets = config.optimizer, 5
+    if opt.optimizer == "muon" and opt.muon_coefficient_type == "quintic" and opt.muon_num_ns_steps % sets:
+        near = multiples_around(opt.muon_num_ns_steps, sets)
+        yield (
+            f"--muon-num-ns-steps {opt.muon_num_ns_steps} is not a multiple of the {sets} sets of coefficients of "
+            f"--muon-coefficient-type quintic; nearest: {near}, or simple"
+        )
+
+
 # Options that name the data of a part.
 _APART = {split: f"{split}_data_path" for split in SPLITS}
 _WEIGHTED = {split: f"{split}_weighted_split_paths" for split in SPLITS}
@@ -227,7 +238,12 @@ def _implementations(config: RunConfig) -> Iterator[str]:
     training, optimizer = config.training, config.optimizer.optimizer
     chosen = training.optimizer_impl
     if chosen not in OPTIMIZERS[optimizer].factories:
-        yield f"--optimizer-impl {chosen} has no {optimizer}, only adamw; nearest: auto"
+        having = " and ".join(name for name, each in OPTIMIZERS.items() if chosen in each.factories)
+        yield f"--optimizer-impl {chosen} has no {optimizer}, only {having}; nearest: auto"
+    if chosen not in SMALL_MOMENTS:
+        for name in config.optimizer.moments_in("bf16", "int8"):
+            given = typed(all_options()[name], config.get(name))
+            yield f"--optimizer-impl {chosen} keeps moments in fp32, and {given} is given; nearest: auto"
     if chosen == "apex" and config.precision.params_dtype == "fp64":
         yield "--optimizer-impl apex takes no fp64 (--fp64); nearest: auto"
     if training.norm_impl == "apex" and config.model.apply_layernorm_1p:
@@ -310,6 +326,22 @@ def _loss_chunk(config: RunConfig) -> Iterator[str]:
         yield "--loss-chunk-tokens auto: the planner does not know fp64; give a number of tokens, 1024 say"
 
 
+def _outer_steps(config: RunConfig) -> Iterator[str]:
+    """Report what outer steps are not built for."""
+    if not config.outer.outer_interval:
+        return
+    if config.precision.params_dtype == "fp16":
+        yield (
+            "--outer-interval does not take --fp16: replicas would have loss scales of their own, so that learning "
+            "rates would differ; nearest: --bf16"
+        )
+    if config.zero.zero_preset == AUTO:
+        yield (
+            "--zero-preset auto does not plan outer steps (--outer-interval); nearest: the preset that megazero plan "
+            "proposes for one replica's ranks"
+        )
+
+
 _LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))
 
 
@@ -362,6 +394,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (_LENGTHS, _units),
     (_LENGTHS, _schedule),
     (("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"), _weight_decay),
+    (("optimizer", "muon_coefficient_type", "muon_num_ns_steps"), _newton_schulz),
     (("data_path", "mock_data", *_APART.values(), *_WEIGHTED.values()), _source),
     ((), _data),
     (("tokenizer_type", "vocab_size", "tokenizer_model"), _vocabulary),
@@ -373,7 +406,16 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("attention_dropout", "norm_impl"), _compiled),
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (
-        ("optimizer", "optimizer_impl", "norm_impl", "params_dtype", "apply_layernorm_1p", "device"),
+        (
+            "optimizer",
+            "optimizer_impl",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+            "norm_impl",
+            "params_dtype",
+            "apply_layernorm_1p",
+            "device",
+        ),
         _implementations,
     ),
     (("save_retain_interval", "save_copy_interval", "save_interval"), _retention),
@@ -383,6 +425,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (tuple(opt.name for opt in all_options().values() if opt.section == "model"), _exportable),
     (("zero_preset",), _planned),
     (("loss_chunk_tokens", "params_dtype"), _loss_chunk),
+    (("outer_interval", "params_dtype", "zero_preset"), _outer_steps),
     (("zero_block_size",), wire_rules.block_size),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
     (("zero_gradient_clip_search",), wire_rules.clip_search),

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from megazero.config.errors import ConfigError
+from megazero.config.layout.outer import outer_summary
 from megazero.config.layout.pipeline import (
     partition_method,
     pipeline_summary,
@@ -28,6 +29,7 @@ from megazero.config.options.sections import (
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
+    OuterConfig,
     ParallelConfig,
     PlanningConfig,
     PrecisionConfig,
@@ -38,7 +40,7 @@ from megazero.config.options.sections import (
 from megazero.config.options.skipping import SkippingConfig
 from megazero.config.summary import AUTO_SUMMARY, model_summary, zero_summary
 from megazero.families import FAMILIES
-from megazero.mesh.grid import data_ranks_per_node
+from megazero.mesh.grid import data_ranks_per_node, site_size
 from megazero.pp.partition import StageSpec, partition, partition_table
 from megazero.pp.schedules import micro_batch_multiple
 
@@ -88,6 +90,7 @@ class RunConfig:
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     batch: BatchConfig
     optimizer: OptimizerConfig
@@ -125,10 +128,28 @@ class RunConfig:
         return ranks
 
     def data_parallel_size(self, world: World) -> int:
-        """Return d, the number of ranks in one data-parallel group."""
+        """Return the number of ranks that share a global batch: those of one data-parallel group of each replica."""
         return world.world_size // (
             self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
         )
+
+    def outer_replicas(self, world: World) -> int:
+        """Return the number of outer replicas; without outer steps there is one."""
+        if not self.outer.outer_interval:
+            return 1
+        return self.outer.outer_replicas or max(1, world.world_size // self.ranks_per_node(world))
+
+    def site(self, world: World) -> World:
+        """Return the ranks of one outer replica. Raises ValueError if nodes do not divide into the replicas."""
+        replicas = self.outer_replicas(world)
+        if replicas == 1:
+            return world
+        node = self.ranks_per_node(world)
+        return World(site_size(world.world_size, node, replicas), node)
+
+    def shard_ranks(self, world: World) -> int:
+        """Return d, the number of ranks in one data-parallel group, over which states are sharded."""
+        return self.data_parallel_size(self.site(world))
 
     def data_ranks_per_node(self, world: World) -> int:
         """Return h, the number of ranks of one data-parallel group that share a node.
@@ -136,7 +157,7 @@ class RunConfig:
         Raises ValueError if groups straddle nodes unevenly.
         """
         return data_ranks_per_node(
-            world.world_size,
+            self.site(world).world_size,
             self.ranks_per_node(world),
             self.parallel.tensor_model_parallel_size,
             self.parallel.pipeline_model_parallel_size,
@@ -186,7 +207,7 @@ class RunConfig:
         """
         return resolve_shards(
             self.zero.zero_shard or self.zero.zero_preset or DEFAULT_PRESET,
-            self.data_parallel_size(world),
+            self.shard_ranks(world),
             self.data_ranks_per_node(world),
             self.zero.zero_params_lifetime,
             self.zero.zero_hpz_partition_size,
@@ -199,7 +220,7 @@ class RunConfig:
 
         Raises ValueError if there are no legal shards, or if formats have no effect.
         """
-        d, h = self.data_parallel_size(world), self.data_ranks_per_node(world)
+        d, h = self.shard_ranks(world), self.data_ranks_per_node(world)
         return resolve_wire(self.zero, self.shards(world), d, h)
 
     def num_micro_batches(self, world: World) -> int:
@@ -266,10 +287,12 @@ class RunConfig:
         return lines + [f"note: {note}" for note in self.notes]
 
     def _layout(self, world: World) -> list[str]:
-        d, micro_batches = self.data_parallel_size(world), self.num_micro_batches(world)
+        d, micro_batches = self.shard_ranks(world), self.num_micro_batches(world)
         h, shards = self.data_ranks_per_node(world), self.shards(world)
         wire = resolve_wire(self.zero, shards, d, h)
         tp, pp = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
+        replicas = self.outer_replicas(world)
+        outer = f"{replicas} outer replicas x " if replicas > 1 else ""
         ranks = f"{tp} tensor-parallel"
         data = f"{d} data-parallel, {h} of them on one node"
         if pp > 1:
@@ -277,7 +300,12 @@ class RunConfig:
             inner, outer = (pipeline, data) if self.parallel.use_tp_pp_dp_mapping else (data, pipeline)
             data = f"{inner} x {outer}, innermost first"
         return [
-            f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: {ranks} x {data}",
+            f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: {outer}{ranks} x {data}",
+            *(
+                [outer_summary(self.outer, replicas, world.world_size // replicas)]
+                if self.outer.outer_interval
+                else []
+            ),
             AUTO_SUMMARY if self.zero.zero_preset == AUTO else zero_summary(self.zero, shards, wire, d, h),
             f"{micro_batches} micro-batches of {self.batch.micro_batch_size} samples on each rank",
             *(self._pipeline(pp, micro_batches) if pp > 1 else ()),

@@ -7,7 +7,9 @@ give them and Megatron ignores them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
+from megazero.config.layout.outer import EXACT_BITS, averages
 from megazero.config.layout.pipeline_rules import OF_PIPELINES
 from megazero.config.layout.shards import AUTO, resolve_shards
 from megazero.config.layout.wire import (
@@ -21,9 +23,10 @@ from megazero.config.layout.wire import (
 )
 from megazero.config.model.published import is_published
 from megazero.config.model.rules import conditions
+from megazero.config.nearest import multiples_around
 from megazero.config.options.fields import fault, without_effect
 from megazero.config.options.optimizers import optimizer_conditions
-from megazero.config.options.sections import INDUCTOR, ZeroConfig
+from megazero.config.options.sections import INDUCTOR, OuterConfig, ZeroConfig
 from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
 from megazero.families import FAMILIES
@@ -58,9 +61,20 @@ def ignored(config: RunConfig) -> list[str]:
     return [line.split("; leave it out")[0] for name, line in _without_effect(config, ()) if not _own(name)]
 
 
+def last_meeting(config: RunConfig) -> list[str]:
+    """Return a note if outer replicas do not meet at the run's end: the anchor then lacks the last steps."""
+    steps, interval = config.training.train_iters, config.outer.outer_interval
+    if not interval or not steps or steps % interval == 0:
+        return []
+    return [
+        f"--train-iters {steps}: outer replicas meet last at {steps - steps % interval}, and that anchor is "
+        f"evaluated and exported at the end; nearest: {multiples_around(steps, interval)}"
+    ]
+
+
 def _own(name: str) -> bool:
     """Tell whether an option is megazero's own, so that no script of Megatron's gives it."""
-    return name.startswith(("zero_", "spike_", "compile_")) or name in OWN
+    return name.startswith(("zero_", "outer_", "spike_", "compile_")) or name in OWN
 
 
 # What may follow from options that are not legal; where it was said itself, it is judged when these are right.
@@ -71,6 +85,11 @@ DERIVED_FROM = {
     "max_position_embeddings": ("seq_length",),
 }
 OWN = ("allow_fresh_start", "accept_field", "save_hf", "rollback_on_spike", "max_rollbacks")
+# What the arrangement of ranks follows from.
+LAYOUT = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"),
+    *("outer_interval", "outer_replicas"),
+}
 _SAVES = "--save and --save-interval"
 Condition = tuple[
     Collection[str], bool, str
@@ -85,6 +104,7 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[tupl
         *_conditions_of_training(config),
         *_conditions_of_files(config),
         *_conditions_of_messages(config),
+        *_conditions_of_outer_steps(config),
     )
     family = FAMILIES.get(config.model.model_family)
     defaults = family.defaults if family else {}
@@ -153,6 +173,19 @@ def _conditions_of_messages(config: RunConfig) -> Iterator[Condition]:
     yield [*OF_BOTH], weights or gradients, either
 
 
+def _conditions_of_outer_steps(config: RunConfig) -> Iterator[Condition]:
+    """Yield what the options of outer steps need."""
+    others = [
+        name for name, opt in all_options().items() if opt.section == "outer" and name != "outer_interval"
+    ]
+    steps = config.outer.outer_interval > 0
+    yield others, steps, "--outer-interval above 0"
+    if steps:
+        optimizer = not averages(config.outer)
+        yield ["outer_lr", "outer_momentum"], optimizer, "--outer-optimizer nesterov or sgd"
+        yield ["outer_rounding"], config.outer.outer_bits < EXACT_BITS, f"--outer-bits below {EXACT_BITS}"
+
+
 def _shard_chain(zero: ZeroConfig, shard: tuple[int, ...]) -> Iterator[str]:
     """Check the shards without a world: with d = OS and h = 1, only P | G | OS and the lifetime are left to check."""
     try:
@@ -167,7 +200,11 @@ def uneven_ranks(config: RunConfig, world: World) -> list[str]:
     """Return the error line of ranks that do not divide by the parallel sizes, or whose groups straddle nodes."""
     known = config.knows_nodes(world)
     try:
-        config.data_ranks_per_node(world if known else World(world.world_size, world.world_size))
+        if known:
+            config.data_ranks_per_node(world)
+        else:
+            apart = replace(config, outer=OuterConfig())  # replicas are groups of nodes
+            apart.data_ranks_per_node(World(world.world_size, world.world_size))
     except ValueError as error:
         return [str(error)]
     return []
@@ -183,7 +220,7 @@ def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterato
             yield (
                 f"--profile-ranks {rank} is not one of the {world.world_size} ranks; nearest: {world.world_size - 1}"
             )
-    if {"tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"} & set(broken):
+    if LAYOUT & set(broken):
         return
     uneven = uneven_ranks(config, world)
     yield from uneven
@@ -193,7 +230,11 @@ def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterato
         opt.name for opt in all_options().values() if opt.section == "zero"
     } & set(broken):
         try:
-            config.wire(world)
+            if config.wire(world).delta and config.outer_replicas(world) > 1:
+                yield (
+                    "--outer-interval does not take changes of weights between a replica's nodes: evaluations would "
+                    "see the anchor through their rounding; nearest: --no-zero-quantized-weights-delta"
+                )
         except ValueError as error:
             yield str(error)
     if not {"micro_batch_size", "global_batch_size", "rampup_batch_size"} & set(broken):

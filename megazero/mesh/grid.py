@@ -5,12 +5,13 @@ then tp, which is innermost so that a tensor-parallel group never leaves its nod
 pp, tp (Megatron's tp-pp-dp mapping), which keeps a pipeline inside a node and lets data parallelism cross. The d
 data-parallel ranks are cut at every shard factor and at the node boundary, so a sub-axis has one role (p, g, os or
 replica) and one link class (inside a node or across). Cuts between 1 and d, in ascending order, name the sub-axes
-from the innermost out.
+from the innermost out. If the run has outer replicas, each is such a grid on ranks of its own, and outside of all
+these the axis 'outer' joins ranks of equal places.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd, log, prod
 
@@ -22,7 +23,7 @@ INTER = "inter_node"
 class AxisSpec:
     """One mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
 
-    ``role`` is 'pp', 'tp', or the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
+    ``role`` is 'outer', 'pp', 'tp', or the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
     ``link`` is INTRA if every group of the axis lies inside one node, and otherwise INTER.
     """
 
@@ -45,7 +46,8 @@ class AxisSpec:
 class Grid:
     """The whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first.
 
-    With ``dp_outermost``, the data-parallel axes lie outside of pp, not inside.
+    With ``dp_outermost``, the data-parallel axes lie outside of pp, not inside. ``outer`` is the number of outer
+    replicas, each of which has ``dp`` data-parallel ranks.
     """
 
     world_size: int
@@ -55,14 +57,15 @@ class Grid:
     shards: tuple[int, int, int]
     axes: tuple[AxisSpec, ...]
     dp_outermost: bool = False
+    outer: int = 1
 
     @property
     def dp(self) -> int:
-        return self.world_size // (self.tp * self.pp)
+        return self.site_size // (self.tp * self.pp)
 
     @property
     def data_axes(self) -> tuple[AxisSpec, ...]:
-        return tuple(a for a in reversed(self.axes) if a.role not in ("pp", "tp"))
+        return tuple(a for a in reversed(self.axes) if a.role not in ("outer", "pp", "tp"))
 
     def axis(self, name: str) -> AxisSpec:
         return next(a for a in self.axes if a.name == name)
@@ -75,13 +78,29 @@ class Grid:
     def dp_index(self, rank: int) -> int:
         return rank // self.dp_stride % self.dp
 
-    def rank_of(self, pp: int, dp: int, tp: int) -> int:
+    @property
+    def site_size(self) -> int:
+        """Return how many ranks an outer replica has. They are consecutive."""
+        return self.world_size // self.outer
+
+    def rank_of(self, pp: int, dp: int, tp: int, outer: int = 0) -> int:
         """Return the world rank with these indices."""
-        return pp * self.axis("pp").stride + dp * self.dp_stride + tp
+        return outer * self.site_size + pp * self.axis("pp").stride + dp * self.dp_stride + tp
 
     def link(self, a: int, b: int) -> str:
         """Return the link class between two world ranks."""
         return INTRA if a // self.ranks_per_node == b // self.ranks_per_node else INTER
+
+
+def site_size(world_size: int, ranks_per_node: int, outer: int) -> int:
+    """Return the ranks of one of ``outer`` replicas. Raises ValueError if they are not groups of whole nodes."""
+    nodes, rest = divmod(world_size, ranks_per_node)
+    if rest or nodes % outer:
+        raise ValueError(
+            f"{world_size} ranks on nodes of {ranks_per_node} do not divide into {outer} outer replicas of whole "
+            f"nodes; nearest --outer-replicas: {nearest_divisor(max(nodes, 1), outer)}"
+        )
+    return world_size // outer
 
 
 def data_ranks_per_node(
@@ -200,14 +219,20 @@ def make_grid(
     pp: int = 1,
     shards: tuple[int, int, int] = (1, 1, 1),
     dp_outermost: bool = False,
+    outer: int = 1,
 ) -> Grid:
     """Cut the world into named axes.
 
     ``shards`` is (P, G, OS), which is how many data-parallel ranks share one copy of parameters, gradients,
     optimizer states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by
-    role and link, e.g. 'os_inter', and at most one of each exists. Raises ValueError for sizes that do not divide
-    and for factors that are illegal.
+    role and link, e.g. 'os_inter', and at most one of each exists. ``outer`` is the number of outer replicas, which
+    are groups of whole nodes. Raises ValueError for sizes that do not divide and for factors that are illegal.
     """
+    if outer > 1:
+        inside = site_size(world_size, ranks_per_node, outer)
+        site = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost)
+        axis = AxisSpec("outer", "outer", outer, inside, INTER)
+        return replace(site, world_size=world_size, axes=(axis, *site.axes), outer=outer)
     h = data_ranks_per_node(world_size, ranks_per_node, tp, pp, dp_outermost)
     d = world_size // (tp * pp)
     if problem := shard_problem(shards, d, h):

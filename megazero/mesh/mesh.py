@@ -7,9 +7,10 @@ behind each other (NCCL serialises per communicator; gloo has threads per group)
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,25 @@ class Mesh:
         return self.grid.dp_index(self.rank)
 
     @property
+    def outer(self) -> Axis | None:
+        """Return the axis of the outer replicas, or None if there is one."""
+        return self.axes.get("outer")
+
+    @property
+    def replica(self) -> int:
+        """Return the index of this rank's outer replica."""
+        return 0 if self.outer is None else self.outer.index
+
+    @property
+    def batch_ranks(self) -> int:
+        """Return how many ranks share a global batch: the data-parallel ranks of all outer replicas."""
+        return self.grid.outer * self.dp_size
+
+    @property
+    def batch_rank(self) -> int:
+        return self.replica * self.dp_size + self.dp_rank
+
+    @property
     def is_replica(self) -> bool:
         """Return whether another rank holds the same optimizer slice and counts.
 
@@ -133,15 +153,16 @@ class Mesh:
         return rows
 
     def stage_rows(self, rows: torch.Tensor, stage: int) -> torch.Tensor:
-        """Return, of all rows [world, k], those of a pipeline rank's data-parallel group, [d, k].
-
-        Each comes from the first tp rank. The dtype is that of ``rows``.
-        """
+        """Return, of all rows [world, k], those of ``stage_ranks``. The dtype is that of ``rows``."""
         return rows[self.stage_ranks(stage)]
 
     def stage_ranks(self, stage: int) -> list[int]:
-        """Return the ranks of a pipeline rank's data-parallel group, of each index the first tp rank."""
-        return [self.grid.rank_of(stage, i, 0) for i in range(self.dp_size)]
+        """Return a pipeline rank's data-parallel ranks, one outer replica after the other.
+
+        Of each index this is the first tp rank.
+        """
+        outer, inner = range(self.grid.outer), range(self.dp_size)
+        return [self.grid.rank_of(stage, i, 0, replica) for replica in outer for i in inner]
 
 
 def create_mesh(
@@ -151,6 +172,7 @@ def create_mesh(
     shards: tuple[int, int, int] = (1, 1, 1),
     dp_outermost: bool = False,
     ends: bool = False,
+    outer: int = 1,
     ranks_per_node: int | None = None,
     device: torch.device | str = "cpu",
     timeout: timedelta | None = None,
@@ -159,12 +181,13 @@ def create_mesh(
 
     ``shards`` is (P, G, OS). With ``dp_outermost``, ranks lie in the order dp, pp, tp instead of pp, dp, tp
     (outermost first). With ``ends``, the first and the last stage of each pipeline are joined by an axis of their
-    own (``Mesh.ends``). ``ranks_per_node`` is the whole world by default, i.e. one node. The communicators of
-    ``device`` are made here, too. This is collective: every rank calls it with the same arguments.
+    own (``Mesh.ends``). ``outer`` is the number of outer replicas, groups of whole nodes, of which each has its own
+    data-parallel ranks (``zero.Policy.outer``). ``ranks_per_node`` is the whole world by default, i.e. one node. The
+    communicators of ``device`` are made here, too. This is collective: every rank calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    grid = make_grid(world_size, ranks_per_node or world_size, tp, pp, shards, dp_outermost)
+    grid = make_grid(world_size, ranks_per_node or world_size, tp, pp, shards, dp_outermost, outer)
     device = torch.device(device)
     if world_size > 1:
         _level_group_counts(world_size, rank, device, timeout)
@@ -175,10 +198,16 @@ def create_mesh(
     return mesh
 
 
+@dataclass(frozen=True)
+class GroupSettings:
+    """How the communicators of an axis are made: their timeout (None: torch's default), and the backend's options."""
+
+    timeout: timedelta | None = None
+    options: Callable[[], Any] = lambda: None  # new ones at every call, as torch writes into them
+
+
 def create_axes(
-    wanted: Sequence[tuple[AxisSpec, Sequence[int]]],
-    device: torch.device,
-    timeout: timedelta | None = None,
+    wanted: Sequence[tuple[AxisSpec, Sequence[int], GroupSettings]], device: torch.device
 ) -> tuple[Axis, ...]:
     """Make axes over given ranks, each with this rank in it, for a program with its own process groups.
 
@@ -187,14 +216,39 @@ def create_axes(
     of one rank has no communicators.
     """
     rank = dist.get_rank()
-    _level_group_counts(dist.get_world_size(), rank, device, timeout)
+    bound = dist.distributed_c10d._get_default_group().bound_device_id is not None
+    if bound:
+        every: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(every, [list(ranks) for _, ranks, _ in wanted])
+    else:
+        _level_group_counts(dist.get_world_size(), rank, device, wanted[0][2].timeout if wanted else None)
     axes = []
-    for spec, ranks in wanted:
-        pair = [_new_group(ranks, timeout) for _ in range(2)]  # of one rank, too: ranks keep as many groups
+    for place, (spec, ranks, settings) in enumerate(wanted):
+        if bound:
+            pair = _new_pair_of_all([lists[place] for lists in every], settings)
+        else:  # of one rank, too: ranks keep as many groups
+            pair = [_new_group(ranks, settings.timeout, settings.options) for _ in range(2)]
         gather, reduce = pair if len(ranks) > 1 else (None, None)
         axes.append(Axis(spec, list(ranks).index(rank), tuple(ranks), gather, reduce))
     _connect(axes, device)
     return tuple(axes)
+
+
+def _new_pair_of_all(every: Sequence[Sequence[int]], settings: GroupSettings) -> list[Any]:
+    """Make two groups of each of these ranks, by rank, and return this rank's own.
+
+    Where the program has bound a device (``init_process_group(device_id=...)``), NCCL splits groups off the default
+    one. That is collective over the default group: all ranks make all groups, in one order.
+    """
+    own: list[Any] = []
+    for ranks in dict.fromkeys(map(tuple, every)):
+        if len(ranks) > 1:
+            pair = [
+                dist.new_group(list(ranks), timeout=settings.timeout, pg_options=settings.options())
+                for _ in range(2)
+            ]
+            own = pair if dist.get_rank() in ranks else own
+    return own
 
 
 def _level_group_counts(world_size: int, rank: int, device: torch.device, timeout: timedelta | None) -> None:
@@ -250,9 +304,11 @@ def _make_axis(spec: AxisSpec, rank: int, timeout: timedelta | None) -> Axis:
     return Axis(spec, spec.index(rank), ranks, gather, reduce)
 
 
-def _new_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
+def _new_group(
+    ranks: Sequence[int], timeout: timedelta | None, options: Callable[[], Any] = lambda: None
+) -> dist.ProcessGroup:
     # Only the members meet: a full enumeration costs world/size rendezvous on every rank.
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    return dist.new_group(list(ranks), timeout=timeout, pg_options=options(), use_local_synchronization=True)
 
 
 def init_distributed(launch: Launch, device: torch.device, timeout: timedelta, store: dist.Store) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.checkpoint.placement import Placement
-from megazero.config.model.parameters import head_copies, of_own_heads
+from megazero.config.model.parameters import head_copies, of_own_heads, parameter_roles
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import RECOMPUTE
@@ -333,6 +333,13 @@ class Decoder(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Return the norms and biases, which get no weight decay."""
         return {name for name, parameter in self.named_parameters() if parameter.ndim == 1}
+
+    def matrices(self) -> dict[str, int | None]:
+        """Map the matrices of the layers to the dimension that tensor-parallel ranks cut."""
+        held = {
+            name for name, parameter in self.layers.named_parameters(prefix="layers") if parameter.ndim == 2
+        }
+        return {role.name: role.split for role in parameter_roles(self.config) if role.name in held}
 
     def embedding_and_head(self) -> set[str]:
         """Return which of the two tables of tokens, of the input and of the output, are held here.

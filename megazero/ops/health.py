@@ -34,7 +34,9 @@ from megazero.ops.health_probes import (
     missing_gpus,
     probe_folder,
 )
+from megazero.plan.communication import OuterFormat
 from megazero.plan.memory import checkpoint_bytes
+from megazero.plan.units import WIDTHS
 
 BAD_NODES_FILE = "bad_nodes"  # beside exit_status: the names to exclude, one a line, for the batch script
 CLOCK_BOUND_S = 2.0  # that a node's clock may differ from the median
@@ -166,7 +168,9 @@ def healthy_mesh(
     mesh = arrange()
     if config.checkpoint.save is not None:
         wire = config.wire(World(mesh.grid.world_size, mesh.grid.ranks_per_node))
-        size = checkpoint_bytes(config.model, config.precision.params_dtype, config.optimizer.optimizer, wire)
+        dtype = config.precision.params_dtype
+        outer = OuterFormat.of(config.outer, mesh.grid.outer, max(WIDTHS[dtype], 4))
+        size = checkpoint_bytes(config.model, dtype, config.optimizer, wire, outer)
         check.check_storage(Storage(Path(config.checkpoint.save), size, config.checkpoint.save_keep_last))
     check.check_groups(mesh)
     return mesh, check.notes()

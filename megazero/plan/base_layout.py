@@ -67,7 +67,7 @@ class BaseLayout:
         self.tp, self.pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         self.virtual, self.schedule_name = config.virtual_stages, config.pipeline_schedule
         self.micro_batches = config.num_micro_batches(world)
-        self.d, self.h = config.data_parallel_size(world), config.data_ranks_per_node(world)
+        self.d, self.h = config.shard_ranks(world), config.data_ranks_per_node(world)
         self.compute = Compute(config, cluster, collectives)
         self.stages = stages or config.stages()
         self.of_rank = [[s for s in self.stages if s.rank == rank] for rank in range(self.pp)]
@@ -264,4 +264,5 @@ class BaseLayout:
             self.pp,
             shards,
             self.config.parallel.use_tp_pp_dp_mapping,
+            self.config.outer_replicas(self.world),
         )

@@ -8,13 +8,15 @@ Level l is the slice that is left after axes 1..l. ``formats`` give the bits and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from megazero.config import RunConfig
+from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum, outer_coding
 from megazero.config.layout.wire import Coding
 from megazero.config.model.section import LAYER_NORMS
+from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, gathers
 from megazero.pp.partition import StageSpec
@@ -24,6 +26,7 @@ Bytes = Counter[tuple[str, str]]  # (hop kind, link) -> bytes
 ALIGNED = 16  # bytes that parts of a quantised message are filled up to
 GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
 SCALARS = 6 * 8  # squared norm, order hash, two sums of squares for weights and for gradients; fp64
+OUTER_SCALARS = 4 * 8  # of outer replicas: a hash, two sums of squares, a divisor
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def model_state(
     partial = sum(unit.partial for unit in units)
     out["tp", INTRA] += (grid.tp - 1) * partial * formats.sums
     link = INTRA if grid.ranks_per_node >= grid.world_size else "inter_node"
-    out["scalar", link] += (grid.world_size - 1) * SCALARS
+    out["scalar", link] += (grid.world_size - 1) * (SCALARS + OUTER_SCALARS * (grid.outer > 1))
     return +out
 
 
@@ -117,6 +120,38 @@ def _levels(axes: Sequence[AxisSpec], whole_gradients: bool = False) -> tuple[in
 
 def _coding(unit: UnitShape, formats: Formats, link: str) -> Coding | None:
     return (formats.gradients or {}).get(link) if unit.quantised else None
+
+
+@dataclass(frozen=True)
+class OuterFormat:
+    """What outer steps keep and send.
+
+    coding: the format of what crosses; without one an element has ``width`` bytes.
+    """
+
+    replicas: int
+    interval: int
+    momentum: bool
+    feedback: bool
+    coding: Coding | None
+    width: int
+
+    @classmethod
+    def of(cls, outer: OuterConfig, replicas: int, sums: int) -> OuterFormat | None:
+        """Return that of a run, None if it has one replica. sums: the bytes of a sum that is sent as it is."""
+        if replicas == 1:
+            return None
+        momentum, width = keeps_momentum(outer), sums if outer.outer_bits == EXACT_BITS else 2
+        return cls(replicas, outer.outer_interval, momentum, feeds_back(outer), outer_coding(outer), width)
+
+    def message_of(self, unit: UnitShape, d: int, sums: int) -> int:
+        """Return the bytes of one rank's message to another replica, of d ranks in each."""
+        share = d * self.replicas
+        return message(self.coding, unit.coded // share, unit.exact // share, self.width, sums)
+
+    def sent(self, units: Iterable[UnitShape], d: int, sums: int) -> int:
+        """Return the bytes that a rank of d sends to other replicas in a step that meets: there and back."""
+        return 2 * (self.replicas - 1) * sum(self.message_of(unit, d, sums) for unit in units)
 
 
 @dataclass(frozen=True)
@@ -184,6 +219,19 @@ def gradient_hops(
             share = message(coding, unit.coded // parts, unit.exact // parts, formats.sums, formats.sums)
             back.append(HopBytes(GATHER, axis, (axis.size - 1) * share))
     return (*descent, *reversed(back))
+
+
+def update_hops(elements: float, grid: Grid, width: int, shared: bool) -> tuple[HopBytes, ...]:
+    """Return the hops of matrices with so many elements on a rank to their owners; their updates take as many back.
+
+    width: the bytes of an element of the messages. shared: tensor-parallel ranks step whole matrices together. Bytes
+    are means over the ranks, and of owners that hold no more of a matrix than others do: at most what is sent, since
+    near owners are chosen (mesh/dealing.py).
+    """
+    axes = [axis for axis in grid.data_axes if axis.role in ("p", "g", "os")]
+    held = elements / prod(axis.size for axis in axes)
+    axes += [grid.axis("tp")] if shared and grid.tp > 1 else []
+    return tuple(HopBytes(EXCHANGE, a, int(held * width * (a.size - 1) / a.size)) for a in axes)
 
 
 def _weights(unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, gathered: int) -> Bytes:

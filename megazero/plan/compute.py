@@ -205,7 +205,7 @@ class Compute:
         share = (self.tp - 1) * self.activation.whole // self.tp
         each = share if self.sharded else 2 * share
         operation = "gather" if self.sharded else "sum"
-        one, busy = self.collectives.cost(operation, self.tp, 1, each)
+        one, busy, _ = self.collectives.cost(operation, self.tp, 1, each)
         forward, backward = (
             tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, wide, norms, chunks)[
                 "tp", INTRA

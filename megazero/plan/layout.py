@@ -11,29 +11,36 @@ from typing import NamedTuple
 from megazero.config import RunConfig
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
+from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
+from megazero.mesh.dealing import ROUND_NUMEL, Cut
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan import communication
 from megazero.plan.activations import loss_chunks
 from megazero.plan.base_layout import BaseLayout
-from megazero.plan.communication import Bytes, Formats
+from megazero.plan.communication import Bytes, Formats, OuterFormat
 from megazero.plan.compute import Coder
 from megazero.plan.gathers import Copies
 from megazero.plan.memory import Memory, States, rank_memory
-from megazero.plan.units import Module, RankUnits, rank_units
+from megazero.plan.units import Module, RankUnits, layer_matrices, rank_units
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import make_schedule
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
+ROUNDS = 3  # of an update of matrices that are under way at once: there, computed, and back
 LOCAL = "local"  # in place of a link: a lane's work on the rank's own memory
 
 
 class TimedHop(NamedTuple):
-    """A step of a chain: a hop over ``link``, or local work. busy: processor seconds that a hop takes on a rank."""
+    """A step of a chain: a hop over ``link``, or local work.
+
+    busy: processor seconds that a hop takes on a rank. latency: of its seconds, those that leave the link to others.
+    """
 
     link: str
     seconds: float
     busy: float = 0.0
+    latency: float = 0.0
 
 
 Chain = tuple[TimedHop, ...]
@@ -95,6 +102,9 @@ class Layout:
             wire.feedback,
             zero.zero_prefetch_bytes,
             base.cluster.on_host,
+            outer=OuterFormat.of(
+                base.config.outer, base.config.outer_replicas(base.world), self.formats.sums
+            ),
         )
 
     def _units(self, stages: Sequence[StageSpec]) -> RankUnits:
@@ -106,7 +116,7 @@ class Layout:
             config.parallel.sequence_parallel,
             self.wire,
             config.zero.zero_chunk_numel,
-            base.d,
+            base.d * self.grid.outer,  # slices are cut once more by outer steps
             self.shards.os,
         )
 
@@ -135,9 +145,10 @@ class Layout:
 
     def memory_of(self, rank: int, loss_chunk: int | None) -> Memory:
         """Return the memory of a rank of a pipeline stage at the peak of a step, with logits of so many tokens."""
-        base, optimizer = self.base, self.given.optimizer.optimizer
+        base, optimizer = self.base, self.given.optimizer
         moments = base.activation_memory(loss_chunk)[rank]
-        return rank_memory(self.units(rank), self.states, optimizer, base.micro_batches, moments)
+        updates = self.update_bytes(rank)
+        return rank_memory(self.units(rank), self.states, optimizer, base.micro_batches, moments, updates)
 
     def _fullest(self, loss_chunk: int | None) -> Memory:
         return max((self.memory_of(r, loss_chunk) for r in self.base.distinct_ranks), key=lambda m: m.total)
@@ -213,9 +224,58 @@ class Layout:
             add=coder.staged(unit, added=True),
         )
 
+    @cached_property
+    def _matrix_width(self) -> int:
+        """Return the bytes of an element of a matrix on its way; 0 if the optimizer is elementwise."""
+        optimizer = self.given.optimizer
+        if not OPTIMIZERS[optimizer.optimizer].by_matrix:
+            return 0
+        return 2 if optimizer.muon_fp32_matmul_prec == "medium" else max(self.formats.width, 4)
+
+    @property
+    def _shares_matrices(self) -> bool:
+        """Whether tensor-parallel ranks step whole matrices together."""
+        return self.given.optimizer.muon_tp_mode == "distributed"
+
+    @cached_property
+    def _layer_matrices(self) -> tuple[Cut, ...]:
+        return layer_matrices(self.given.model, 1 if self._shares_matrices else self.base.tp)
+
+    def update_hops(self, rank: int) -> tuple[communication.HopBytes, ...]:
+        """Return the hops of a pipeline rank's matrices to their owners: none if the optimizer is elementwise."""
+        if not self._matrix_width:
+            return ()
+        matrices = self.units(rank).matrices
+        return communication.update_hops(matrices, self.grid, self._matrix_width, self._shares_matrices)
+
+    def update_bytes(self, rank: int) -> float:
+        """Return the bytes of matrices on their way in an update: of three rounds, on both sides of every hop."""
+        matrices = self.units(rank).matrices / self.shards.os
+        if not self._matrix_width or not matrices:
+            return 0.0
+        largest = max(cut.rows * cut.columns for cut in self._layer_matrices)
+        moving = min(ROUNDS * max(ROUND_NUMEL, largest), matrices + largest)
+        return max(2 * len(self.update_hops(rank)), 1) * self._matrix_width * moving
+
+    def matrix_seconds(self, rank: int) -> float:
+        """Return the seconds in which the matrices of a pipeline rank are stepped by their owners, messages included.
+
+        The busiest owner has the mean, or the costliest matrix if that is more. What is shorter, messages or
+        products, is hidden but for one round.
+        """
+        units, tp = self.units(rank), self.base.tp
+        if not self._matrix_width or not units.layers:
+            return 0.0
+        costs = [cut.cost for cut in self._layer_matrices]
+        owners = self.shards.os * (tp if self._shares_matrices else 1)
+        busiest = max(sum(costs) * units.layers / owners, *costs)
+        products = 2 * self.given.optimizer.muon_num_ns_steps * busiest / self.base.compute.matrix_rate
+        messages = 2 * sum(self._timed_hop(hop).seconds for hop in self.update_hops(rank))
+        rounds = max(units.matrices / self.shards.os / ROUND_NUMEL, 1.0)
+        return max(products, messages) + min(products, messages) / rounds
+
     def _timed_hop(self, hop: communication.HopBytes) -> TimedHop:
-        cost = self.base.collectives.of_axis(hop.operation, hop.axis, hop.sent)
-        return TimedHop(hop.axis.link, cost.seconds, cost.busy)
+        return TimedHop(hop.axis.link, *self.base.collectives.of_axis(hop.operation, hop.axis, hop.sent))
 
     @cached_property
     def bytes_by_stage(self) -> list[Bytes]:
@@ -235,8 +295,19 @@ class Layout:
                 self.base.micro_batches,
                 ends,
             )
+            for hop in self.update_hops(rank):
+                total["update", hop.axis.link] += 2 * hop.sent
             out.append(total)
         return out
+
+    @property
+    def bytes_of_meeting(self) -> int:
+        """Return the bytes that a rank sends to other outer replicas in a step that meets: most of any stage."""
+        outer = self.states.outer
+        if outer is None:
+            return 0
+        units = (self.units(rank).shapes for rank in range(self.base.pp))
+        return max(outer.sent(each, self.base.d, self.formats.sums) for each in units)
 
     @property
     def bytes_across_nodes(self) -> float:

@@ -15,9 +15,9 @@ from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.model.parameters import parameter_count
 from megazero.config.model.section import ModelConfig
-from megazero.config.options.optimizers import OPTIMIZERS
+from megazero.config.options.optimizers import OptimizerConfig
 from megazero.mesh.grid import INTER, Grid
-from megazero.plan.communication import EXCHANGE, Formats, UnitShape, gradient_hops, message
+from megazero.plan.communication import EXCHANGE, Formats, OuterFormat, UnitShape, gradient_hops, message
 from megazero.plan.units import EMBEDDING, LAYER, WIDTHS, RankUnits
 
 # Of all that is allocated: what the blocks of CUDA's allocator leave unused between tensors of unequal sizes.
@@ -62,6 +62,17 @@ class States:
     prefetch_bytes: int
     on_host: bool = False  # the ranks compute on processors, in their hosts' memory
     pending_reductions: int = 2
+    outer: OuterFormat | None = None
+
+    @property
+    def d(self) -> int:
+        """How many ranks a data-parallel group has."""
+        return prod(a.size for a in self.grid.data_axes)
+
+    @property
+    def anchors(self) -> int:
+        """How many values outer steps keep beside a master weight: the anchor and the outer momentum."""
+        return 0 if self.outer is None else 1 + self.outer.momentum
 
     @property
     def g(self) -> int:
@@ -159,39 +170,54 @@ class States:
     @property
     def returns(self) -> bool:
         """Whether sums go back to replicas."""
-        return self.shards.os < prod(a.size for a in self.grid.data_axes)
+        return self.shards.os < self.d
 
 
-def model_states(units: RankUnits, states: States, optimizer: str) -> dict[str, float]:
+def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -> dict[str, float]:
     """Return the bytes of parameters, gradients, optimizer and residuals on one rank."""
     g, os = states.g, states.shards.os
     elements = units.elements
-    sums = states.formats.sums
+    sums, master = states.formats.sums, max(states.formats.width, 4)
     residuals = 0.0
     if states.feedback:
         crossing = _crossing(states.grid)
         residuals = sum(n * u.elements for u, n in units.counts if u.quantised) * sums / crossing
+    if states.outer is not None and states.outer.feedback:
+        residuals += elements / states.d * sums
+    moments = optimizer.moment_bytes(master, units.matrices / elements)
     return {
         "parameters": sum(n * states.copy_bytes(u) for u, n in units.counts),
         "gradients": elements / g * sums,
-        "optimizer": elements / os * max(states.formats.width, 4) * (1 + OPTIMIZERS[optimizer].moments),
+        "optimizer": elements / os * (master * (1 + states.anchors) + moments),
         "residuals": residuals,
     }
 
 
-def checkpoint_bytes(model: ModelConfig, dtype: str, optimizer: str, wire: Wire) -> int:
+def checkpoint_bytes(
+    model: ModelConfig, dtype: str, optimizer: OptimizerConfig, wire: Wire, outer: OuterFormat | None = None
+) -> int:
     """Return the bytes of a checkpoint's tensors, on all ranks together (zero/records.py: save_records).
 
-    Generators and descriptions, some KB for each rank, are left out. Else as ``saved_width``.
+    Outer replicas have each a model of their own there, beside the anchor. Generators and descriptions, some KB for
+    each rank, are left out. Else as ``saved_width``.
     """
-    return parameter_count(model) * saved_width(dtype, optimizer, wire)
+    elements = parameter_count(model)
+    own = saved_width(dtype, optimizer, wire, model.num_layers * model.layer_matrix_numel / elements)
+    if outer is not None:
+        sums = max(WIDTHS[dtype], 4)
+        anchor = WIDTHS[dtype] + sums * (1 + outer.momentum)
+        own = outer.replicas * (own + outer.feedback * sums) + anchor
+    return int(elements * own)
 
 
-def saved_width(dtype: str, optimizer: str, wire: Wire) -> int:
-    """Return the bytes that a checkpoint has for each parameter. ``dtype`` is that of the parameters."""
+def saved_width(dtype: str, optimizer: OptimizerConfig, wire: Wire, matrices: float) -> float:
+    """Return the bytes that a checkpoint has for each parameter, of which ``matrices`` (a share) are of the layers'.
+
+    ``dtype`` is that of the parameters.
+    """
     width, sums = WIDTHS[dtype], max(WIDTHS[dtype], 4)
     master = sums if width != sums or wire.delta else 0
-    return width + master + (OPTIMIZERS[optimizer].moments + wire.feedback) * sums
+    return width + master + optimizer.stored_moment_bytes(sums, matrices) + wire.feedback * sums
 
 
 def _crossing(grid: Grid) -> int:
@@ -226,6 +252,25 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
 
 
 def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = False) -> float:
+    """Return the bytes of the pool of transient buffers: what a step takes of it, or an outer step after it."""
+    return max(_step_pool(units, states, micro_batches, sure), _outer_pool(units, states))
+
+
+def _outer_pool(units: RankUnits, states: States) -> float:
+    """Return the bytes of an outer step's chains (zero/outer.py): as many as may be in flight."""
+    outer, sums = states.outer, states.formats.sums
+    if outer is None:
+        return 0.0
+    order = units.reduced(1 + states.pending_reductions)
+    sizes: dict[UnitShape, float] = {}
+    for unit in set(order):
+        row = outer.message_of(unit, states.d, sums)
+        fed_back = outer.feedback * (unit.elements / states.d * sums + outer.replicas * row)
+        sizes[unit] = unit.elements / states.shards.os * sums + fed_back + 2 * outer.replicas * row
+    return _window(order, 1 + states.pending_reductions, sizes)
+
+
+def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool) -> float:
     """Return the bytes of the pool of transient buffers (kernels/arena.py).
 
     Staging holds the unit whose gradients arrive, and earlier ones whose reductions may still be in flight. On CUDA
@@ -285,20 +330,22 @@ def _window(
 def rank_memory(
     units: RankUnits,
     states: States,
-    optimizer: str,
+    optimizer: OptimizerConfig,
     micro_batches: int,
     moments: Mapping[str, Mapping[str, float]],
+    updates: float = 0.0,
 ) -> Memory:
     """Return a rank's memory at the worst moment of a backward, with a margin.
 
     The margin is memory that the allocator leaves unused and, on CPUs, that of many chains in flight at once.
 
     moments: the bytes of activations at each (plan/activations.py). Model state and the pool stay meanwhile.
+    updates: of matrices on their way in an update, which have the pool's memory when nothing else is in flight.
     """
     always = model_states(units, states, optimizer)
-    always["staging"] = pool(units, states, micro_batches, sure=True)
+    always["staging"] = max(pool(units, states, micro_batches, sure=True), updates)
     each = [{**always, **items, "gathered": gathered(units, states, kind)} for kind, items in moments.items()]
     most = max(each, key=lambda items: sum(items.values()))
     if states.on_host:
-        return Memory(**most, margin=pool(units, states, micro_batches) - always["staging"])
+        return Memory(**most, margin=max(pool(units, states, micro_batches) - always["staging"], 0.0))
     return Memory(**most, margin=ALLOCATOR_MARGIN * sum(most.values()))

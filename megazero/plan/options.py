@@ -114,6 +114,10 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
             )
         values["ranks_per_node"] = cluster.ranks_per_node
     topology, hosts = _topology(options, cluster, errors)
+    if values.get("outer_interval"):
+        errors.append(
+            "--outer-interval: plan searches steps of all ranks; leave it out, with the nodes of one replica"
+        )
     errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.layout.shards import QUANTISED
 from megazero.config.options.cluster import Cluster
-from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.base_layout import BaseLayout
@@ -299,14 +298,14 @@ class Search:
         model_bytes = base.least_parameters
         width = WIDTHS[base.config.precision.params_dtype]
         sums = max(width, 4)
-        moments = 1 + OPTIMIZERS[base.config.optimizer.optimizer].moments
+        updated = sums + base.config.optimizer.moment_bytes(sums, 1.0)  # at least: all are matrices
         room = self.cluster.device.room - base.least_activations
         legal = [k for k in _divisors(base.d) if base.h % k == 0 or k % base.h == 0]
         for os in legal:
             for g in (k for k in legal if os % k == 0):
                 for p in (k for k in legal if g % k == 0):
                     copy = 0.0 if width == sums else 0.5 * width / p
-                    if model_bytes * (copy + sums / g + sums * moments / os) <= room:
+                    if model_bytes * (copy + sums / g + updated / os) <= room:
                         yield p, g, os
 
     # -- search ----------------------------------------------------------------------------------
@@ -360,8 +359,8 @@ def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, INTER), once:
     """Return a lower bound of the layout's step time, from these links.
 
     The first forward cannot end before its weights are refreshed, nor the step before the last micro-batch's
-    gradients of the first stage are summed. Only that forward or backward can hide them. A link carries one message
-    at a time. once: also for layouts that gather a unit once per step.
+    gradients of the first stage are summed. Only that forward or backward can hide them. A lane has one hop at a time
+    on a link, and a link carries one message at a time. once: also for layouts that gather a unit once per step.
     """
     base = layout.base
     makespan, first_rank = base.compute_only
@@ -379,6 +378,10 @@ def _on(chain: Chain, link: str) -> float:
     return sum(hop.seconds for hop in chain if hop.link == link)
 
 
+def _occupied(chain: Chain, link: str) -> float:
+    return sum(hop.seconds - hop.latency for hop in chain if hop.link == link)
+
+
 def _link_seconds(layout: Layout, link: str, once: bool) -> float:
     """Return a lower bound of the seconds for which the first rank's weights and gradients occupy a link.
 
@@ -389,10 +392,11 @@ def _link_seconds(layout: Layout, link: str, once: bool) -> float:
     again = base.micro_batches
     for unit, number in units.counts:
         one = layout.chains_of(unit)
-        total += number * (_on(one.refresh, link) + (again - 1) * _on(one.every, link) + _on(one.last, link))
+        total += number * (_occupied(one.refresh, link) + _occupied(one.last, link))
+        total += number * (again - 1) * _occupied(one.every, link)
         if one.gather:
-            gather += number * _on(one.gather, link)
-            dearest = max(dearest, _on(one.gather, link) / one.ahead_bytes)
+            gather += number * _occupied(one.gather, link)
+            dearest = max(dearest, _occupied(one.gather, link) / one.ahead_bytes)
     if once or layout.shards.keep_gathered:
         return total + gather
     module = max(units.modules.values()) * layout.formats.width

@@ -18,10 +18,14 @@ Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor
 
 
 class Cost(NamedTuple):
-    """The cost of a collective: seconds, and processor seconds of one rank (0 if not measured)."""
+    """The cost of a collective: seconds, and processor seconds of one rank (0 if not measured).
+
+    latency: of the seconds, those in which bytes are on their way, and the link is free for others.
+    """
 
     seconds: float
     busy: float = 0.0
+    latency: float = 0.0
 
 
 class Collectives:
@@ -57,10 +61,9 @@ class Collectives:
         by_links = self.by_links(ranks, nodes, sent)
         near = self._nearest(mesh)
         if near is None:
-            return Cost(by_links)
+            return Cost(by_links, latency=self.steps(ranks, nodes))
         wider = by_links / self.by_links(near[1], near[2], sent)
-        seconds, busy = _interpolated(self._table[near], sent)
-        return Cost(seconds * wider, busy * wider)
+        return Cost(*(value * wider for value in _interpolated(self._table[near], sent)))
 
     def _nearest(self, mesh: Mesh) -> Mesh | None:
         """Return the measured mesh of the same operation and kind of link whose number of ranks is nearest."""
@@ -69,10 +72,13 @@ class Collectives:
         return min(like, key=lambda m: (abs(m[1] - ranks), m[1]), default=None)
 
     def by_links(self, ranks: int, nodes: int, sent: float) -> float:
-        """Return the seconds from rates and latencies: a ring, or pairwise exchanges, take one step per other
-        rank."""
+        """Return the seconds from rates and latencies."""
         link = INTER if nodes > 1 else INTRA
-        return (ranks - 1) * self.latency(link) + sent / self.rate(link)
+        return self.steps(ranks, nodes) + sent / self.rate(link)
+
+    def steps(self, ranks: int, nodes: int) -> float:
+        """Return the latency of a collective: a ring, or pairwise exchanges, take one step per other rank."""
+        return (ranks - 1) * self.latency(INTER if nodes > 1 else INTRA)
 
     def latency(self, link: str) -> float:
         inside, across = self.cluster.intra_node, self.cluster.inter_node
@@ -91,12 +97,21 @@ class Collectives:
 def _interpolated(points: list[Point], sent: float) -> Cost:
     """Return the cost of ``sent`` bytes: between two sizes linearly, below the smallest as that, above the largest
     at its rate."""
-    at = bisect_left(points, (sent, 0.0, 0.0))
+    at, latency = bisect_left(points, (sent, 0.0, 0.0)), _latency(points)
+    low, seconds, busy = points[max(at - 1, 0)]
     if at == 0:
-        return Cost(*points[0][1:])
-    low, *before = points[at - 1]
+        return Cost(seconds, busy, latency)
     if at == len(points):
-        return Cost(*(value * sent / low for value in before))
-    high, *after = points[at]
+        return Cost(seconds * sent / low, busy * sent / low, latency)
+    high, most, busiest = points[at]
     share = (sent - low) / (high - low)
-    return Cost(*(a + (b - a) * share for a, b in zip(before, after, strict=True)))
+    return Cost(seconds + (most - seconds) * share, busy + (busiest - busy) * share, latency)
+
+
+def _latency(points: list[Point]) -> float:
+    """Return what no bytes would take, by the two smallest sizes, without the processors' part."""
+    (low, seconds, busy), *larger = points
+    if not larger:
+        return 0.0
+    high, longer, _ = larger[0]
+    return max(0.0, seconds - busy - low * max(0.0, longer - seconds) / (high - low))

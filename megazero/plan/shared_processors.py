@@ -5,12 +5,13 @@ are, each gets at most an equal share (max-min fairness). A rank that waits leav
 bubble costs less than on devices. Times were measured with every rank of a host at work and are scaled from there. If
 more ranks compute than there are processors, some idle while the last rank finishes; the share in use is measured
 too. Chains of hops advance when their rank polls them, at module hooks and while it waits (comm/lane.py). Coding is
-the rank's own work.
+the rank's own work. What is on its way over a long link needs neither processors nor the link; gloo has a few threads
+for each communicator, which wait for it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from megazero.pp.schedules import Action, Kind
 LOOKS = {"layer": 8, "head": 2, "embedding": 1}  # at chains in a backward: with every parameter's gradient
 BOUND = 0.75  # of a host's processors: what took so much when it was measured waits for processors alone
 LEAST = 0.1  # of a processor, that other programs leave
+THREADS = 2  # of gloo, for the collectives of one communicator
 TINY = 1e-12
 
 
@@ -38,12 +40,21 @@ Steps = Iterator[Need]
 
 @dataclass(eq=False)
 class Transfer:
-    """A collective or message in flight. left: its remaining seconds when alone."""
+    """A collective or message in flight.
+
+    lane: whose communicator it is on. left: its remaining seconds when alone, those of its latency last.
+    """
 
     owner: int
     hop: TimedHop
+    lane: str
     left: float
     done: bool = False
+
+    @property
+    def on_its_way(self) -> bool:
+        """Whether what is left is latency."""
+        return self.left <= self.hop.latency + TINY
 
 
 @dataclass(eq=False)
@@ -93,7 +104,7 @@ class Host:
 
         load: of its link, relative to the measurement. Transfers bound by processors then are so now.
         """
-        took = max(hop.busy / hop.seconds, 1e-6)
+        took = max(hop.busy / max(hop.seconds - hop.latency, TINY), 1e-6)
         bound = took * self.ranks > BOUND * self.count
         return took, 1.0 if bound else min(1.0, took / load)
 
@@ -146,7 +157,7 @@ class Process(RankStep):
         """Wait for tensor-parallel collectives."""
         if seconds:
             busy = self.base.compute.times[module].tp_busy * seconds
-            transfer = self.machine.send(self.rank, TimedHop(INTRA, seconds, busy))
+            transfer = self.machine.send(self.rank, TimedHop(INTRA, seconds, busy), "tensor")
             while not transfer.done:
                 yield Need("tensor")
 
@@ -205,7 +216,7 @@ class Process(RankStep):
                         if hop.link == LOCAL:
                             yield Need(item, hop.seconds)
                         else:
-                            running.transfer = self.machine.send(self.rank, hop)
+                            running.transfer = self.machine.send(self.rank, hop, item)
                 if not running.done:
                     reserved |= running.links
             while lane and lane[0].done:
@@ -227,8 +238,8 @@ class Machine:
         self.processes = [Process(layout, rank, micro_batches, self) for rank in range(layout.base.pp)]
         self.bills = [dict.fromkeys(items, 0.0) for _ in self.processes]
 
-    def send(self, owner: int, hop: TimedHop) -> Transfer:
-        transfer = Transfer(owner, hop, hop.seconds)
+    def send(self, owner: int, hop: TimedHop, lane: str) -> Transfer:
+        transfer = Transfer(owner, hop, lane, hop.seconds)
         self.transfers.append(transfer)
         return transfer
 
@@ -237,7 +248,8 @@ class Machine:
         self.events.add(event)
         if event in self.travels:
             link = self.base.message_link(event, self.travels[event])
-            self.messages[event] = self.send(owner, TimedHop(link, *self.base.message_costs[link]))
+            hop = TimedHop(link, *self.base.message_costs[link])
+            self.messages[event] = self.send(owner, hop, f"pipeline {self.travels[event]}")
 
     def has(self, event: Action, away: bool) -> bool:
         """Return whether an action is done and, if another rank did it, its message has arrived."""
@@ -270,7 +282,11 @@ class Machine:
         working = [need is not None and need.seconds is not None for need in doing]
         compute, moving = self._rates(working)
         ends = [left[r] / compute[r] for r in range(len(doing)) if working[r]]
-        ends += [t.left / rate for t, rate in zip(self.transfers, moving, strict=True)]
+        ends += [
+            (t.left if t.on_its_way else t.left - t.hop.latency) / rate
+            for t, rate in zip(self.transfers, moving, strict=True)
+            if rate
+        ]
         assert ends, "all ranks wait, and nothing is under way"
         step = min(ends)
         self.now += step
@@ -286,23 +302,36 @@ class Machine:
 
     def _rates(self, working: Sequence[bool]) -> tuple[list[float], list[float]]:
         """Return how fast each rank works and each transfer goes, 1 being as measured."""
-        host = self.host
+        host, begun = self.host, self._begun()
+        sending = [t for t in begun if not t.on_its_way]
         load: defaultdict[tuple[int, str], float] = defaultdict(float)
-        for transfer in self.transfers:
+        for transfer in sending:
             for own in range(len(working)):
                 load[own, transfer.hop.link] += host.on_node[own][transfer.owner] / host.per_node
-        needs = [host.needs(t.hop, load[t.owner, t.hop.link]) for t in self.transfers]
+        needs = [host.needs(t.hop, load[t.owner, t.hop.link]) for t in sending]
         levels = []
         for count in host.on_host:
             wanted = [(n, 1.0) for n, busy in zip(count, working, strict=True) if n and busy]
-            wanted += [(count[t.owner], most) for t, (_, most) in zip(self.transfers, needs, strict=True)]
+            wanted += [(count[t.owner], most) for t, (_, most) in zip(sending, needs, strict=True)]
             crowded = sum(n * most for n, most in wanted) > host.processors
             levels.append(fair_level(wanted, host.processors * (host.share if crowded else 1.0)))
         compute = [min(1.0, level) / host.full for level in levels]
-        moving = [
-            min(levels[t.owner], most) / took for t, (took, most) in zip(self.transfers, needs, strict=True)
-        ]
-        return compute, moving
+        rates = dict.fromkeys(begun, 1.0)
+        rates.update(
+            {t: min(levels[t.owner], most) / took for t, (took, most) in zip(sending, needs, strict=True)}
+        )
+        return compute, [rates.get(t, 0.0) for t in self.transfers]
+
+    def _begun(self) -> list[Transfer]:
+        """Return the transfers that have a thread. The others wait for one, in their order."""
+        taken: Counter[tuple[int, str, str]] = Counter()
+        begun = []
+        for transfer in self.transfers:
+            communicator = transfer.owner, transfer.lane, transfer.hop.link
+            taken[communicator] += 1
+            if taken[communicator] <= THREADS:
+                begun.append(transfer)
+        return begun
 
 
 def fair_level(wanted: Sequence[tuple[float, float]], processors: float) -> float:

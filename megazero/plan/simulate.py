@@ -3,7 +3,8 @@
 The order is the engine's. A rank runs its actions in the schedule's order, each when its inputs are there. A module
 waits for the gathers of its units, which begin where zero/gather.py starts them (gathers.py). Reductions follow a
 backward as zero/reduce.py submits them, and a backward waits if more are in flight than the policy allows. Each
-direction is a lane with at most two chains in flight. Hops of both lanes share the links, one at a time.
+direction is a lane with at most two chains in flight. A lane has one communicator on a link, whose hops follow each
+other, latency included. Hops of both lanes share the link's rate, one at a time.
 """
 
 from __future__ import annotations
@@ -53,17 +54,18 @@ class Timing:
 
 @dataclass
 class _Lane:
-    """One direction's chains. ``free``: when each stream is free again."""
+    """One direction's chains. ``free``: when each stream is free again; ``over``: when the last hop on a link is."""
 
     free: deque[float] = field(default_factory=lambda: deque([0.0] * STREAMS))
+    over: dict[str, float] = field(default_factory=dict)
 
     def run(self, chain: Chain, start: float, links: dict[str, float]) -> float:
         """Run a chain not before ``start`` and return when it ends."""
         at = max(start, self.free.popleft())
-        for link, seconds, _ in chain:
+        for link, seconds, _, latency in chain:
             if link != LOCAL:
-                at = max(at, links.get(link, 0.0))
-                links[link] = at + seconds
+                at = max(at, links.get(link, 0.0), self.over.get(link, 0.0))
+                links[link], self.over[link] = at + seconds - latency, at + seconds
             at += seconds
         self.free.append(at)
         return at
@@ -198,7 +200,10 @@ def _mean(bills: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _update_seconds(layout: Layout) -> float:
-    """Return the seconds of the norm's exchange, the update and, across a pipeline, the sum of tied embeddings."""
+    """Return the seconds of the norm's exchange, the update and, across a pipeline, the sum of tied embeddings.
+
+    Whole matrices take the time of their own beside that of their elements.
+    """
     base, collectives = layout.base, layout.base.collectives
     largest = max(layout.units(rank).elements for rank in base.distinct_ranks)
     across = base.world.world_size > layout.grid.ranks_per_node
@@ -208,7 +213,8 @@ def _update_seconds(layout: Layout) -> float:
         * collectives.latency("inter_node" if across else "intra_node")
         * max(nodes, 1).bit_length()
     )
-    return base.compute.update(largest / layout.shards.os) + scalars + sum(_tied(layout))
+    matrices = max(layout.matrix_seconds(rank) for rank in base.distinct_ranks)
+    return base.compute.update(largest / layout.shards.os) + scalars + matrices + sum(_tied(layout))
 
 
 def _tied(layout: Layout) -> Iterator[float]:

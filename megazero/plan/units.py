@@ -14,6 +14,7 @@ from math import prod
 from megazero.config.layout.wire import Wire
 from megazero.config.model.parameters import ParameterRole, head_copies, of_own_heads, parameter_roles
 from megazero.config.model.section import ModelConfig
+from megazero.mesh.dealing import Cut
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
 
@@ -26,13 +27,14 @@ class Parameter:
     """A parameter on one rank.
 
     replicated: other tensor-parallel ranks hold it, too. partial: its gradient is summed over them even where each
-    has all positions.
+    has all positions. matrix: it is one of a layer's matrices.
     """
 
     numel: int
     replicated: bool
     partial: bool
     tied: bool = False
+    matrix: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,17 @@ class Module:
 class RankUnits:
     """The units of one rank in the order of use, and the modules of each of its parts (virtual stages).
 
-    counts: how many units there are of each shape. elements: of all of them.
+    counts: how many units there are of each shape. elements: of all of them. layers: how many there are. matrices:
+    elements of the layers' matrices.
     """
 
-    def __init__(self, stages: Sequence[StageSpec], made: Mapping[str, ModuleUnits]) -> None:
+    def __init__(
+        self, stages: Sequence[StageSpec], made: Mapping[str, ModuleUnits], layer_matrices: int = 0
+    ) -> None:
+        """layer_matrices: the elements of one layer's."""
         self._stages, self._made = stages, made
+        self.layers = _modules(stages)[LAYER]
+        self.matrices = self.layers * layer_matrices
         self.counts = self._counts(stages)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
 
@@ -140,6 +148,18 @@ def module_parameters(model: ModelConfig, tp: int) -> Mapping[str, tuple[Paramet
     return {kind: tuple(parameters) for kind, parameters in by_module.items()}
 
 
+@lru_cache(maxsize=64)
+def layer_matrices(model: ModelConfig, tp: int) -> tuple[Cut, ...]:
+    """Return the matrices of a layer as each of ``tp`` ranks steps its own part of them, held by nobody."""
+    found = []
+    for role in parameter_roles(model):
+        if role.name.startswith("layers.0.") and len(role.shape) == 2:
+            share = tp // head_copies(model, role.name, tp)
+            rows, columns = (n // share if dim == role.split else n for dim, n in enumerate(role.shape))
+            found.append(Cut(rows, columns, held={}))
+    return tuple(found)
+
+
 def _local(model: ModelConfig, role: ParameterRole, tp: int) -> Parameter:
     tied = role.name == "embedding.tokens.weight" and not model.untie_embeddings_and_output_weights
     if role.name in ("embedding.tokens.weight", "head.weight"):
@@ -148,7 +168,8 @@ def _local(model: ModelConfig, role: ParameterRole, tp: int) -> Parameter:
     replicated = tp > 1 and (role.split is None or copies > 1)
     share = 1 if role.split is None else tp / copies
     partial = replicated and (copies > 1 or of_own_heads(model, role.name))
-    return Parameter(int(prod(role.shape) / share), replicated, partial)
+    matrix = role.name.startswith("layers.") and len(role.shape) == 2
+    return Parameter(int(prod(role.shape) / share), replicated, partial, matrix=matrix)
 
 
 def rank_units(
@@ -170,7 +191,7 @@ def rank_units(
         kind: _module_units(model, kind, tp, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
         for kind in (EMBEDDING, LAYER, HEAD)
     }
-    return RankUnits(stages, made)
+    return RankUnits(stages, made, sum(p.numel for p in module_parameters(model, tp)[LAYER] if p.matrix))
 
 
 @dataclass(frozen=True)

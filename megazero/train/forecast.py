@@ -41,7 +41,7 @@ class Forecast:
 
     seconds: of a step, or None without a cluster file. resident: bytes in use before the model is built, on a CPU
     without mapped files. copied: bytes of host memory for --async-save's copy on a rank. on_host: whether the ranks
-    compute in host memory, too.
+    compute in host memory, too. meeting: bytes that a rank sends to other outer replicas in an ``interval``-th step.
     """
 
     memory: Memory
@@ -49,6 +49,8 @@ class Forecast:
     resident: int = 0
     copied: float = 0.0
     on_host: bool = False
+    meeting: int = 0
+    interval: int = 1
 
     def before_the_model(self, device: torch.device) -> Forecast:
         """Return the forecast with the bytes in use now, including what torch loads at its first use."""
@@ -80,7 +82,15 @@ class Forecast:
             lines.append(
                 f"--async-save's copy in host memory: {self.copied / GIB:.2f} GiB on the fullest rank"
             )
-        return lines + ([] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s"])
+        if self.meeting:
+            lines.append(
+                f"predicted bytes between outer replicas: {self.meeting:,} of a rank in every {self.interval}. step, "
+                f"{self.meeting / self.interval:,.0f} on average"
+            )
+        apart = ", without outer steps" if self.meeting else ""
+        return lines + (
+            [] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s{apart}"]
+        )
 
     def beside(self, mesh: Mesh, step_seconds: Sequence[float]) -> str | None:
         """Return predicted beside measured, or None if there was no step. Collective.
@@ -137,7 +147,15 @@ def foresee(
     if config.planning.memory_check and room is not None:
         refuse_too_large(layout, room, copied if on_host else 0.0)
     seconds = simulate(layout).seconds if name is not None else None
-    return config, Forecast(layout.memory, seconds, copied=copied, on_host=on_host), notes
+    forecast = Forecast(
+        layout.memory,
+        seconds,
+        copied=copied,
+        on_host=on_host,
+        meeting=layout.bytes_of_meeting,
+        interval=config.outer.outer_interval,
+    )
+    return config, forecast, notes
 
 
 def copied_bytes(layout: Layout) -> float:
@@ -145,8 +163,16 @@ def copied_bytes(layout: Layout) -> float:
     config, base = layout.config, layout.base
     if not config.checkpoint.async_save:
         return 0.0
-    elements = max(layout.units(rank).elements for rank in base.distinct_ranks) / layout.shards.os
-    return elements * saved_width(config.precision.params_dtype, config.optimizer.optimizer, layout.wire)
+    states = layout.states
+    # The first outer replica writes anchors besides its own state.
+    anchors = 0 if states.outer is None else (states.anchors + states.outer.feedback) * states.formats.sums
+
+    def saved(elements: int, matrices: float) -> float:
+        width = saved_width(config.precision.params_dtype, config.optimizer, layout.wire, matrices / elements)
+        return elements * (width + anchors) / layout.shards.os
+
+    units = [layout.units(rank) for rank in base.distinct_ranks]
+    return max(saved(each.elements, each.matrices) for each in units)
 
 
 def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:

@@ -222,8 +222,11 @@ def export_note(config: RunConfig) -> str | None:
 
 
 def events(info: StepInfo) -> dict[str, Any]:
-    """Return the extra metrics of a step: if it was skipped, rounding errors, what is sent exactly from now on."""
-    out: dict[str, Any] = {"skipped": 1} if info.skipped else {}
+    """Return the extra metrics of a step: if it was skipped, the outer step before it, rounding errors, what is sent
+    exactly from now on."""
+    out: dict[str, Any] = {"skipped": info.skips} if info.skips else {}
+    if info.outer_norm is not None:
+        out["outer"] = {"norm": info.outer_norm, "drift": info.outer_drift}
     if info.errors:
         out["quantization_unit"] = info.sampled
         out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}

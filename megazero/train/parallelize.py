@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pkgutil import resolve_name
@@ -22,12 +23,14 @@ import torch
 from torch import Tensor
 
 from megazero import zero
-from megazero.comm.codec import Blockwise, Hadamard
+from megazero.comm.codec import Blockwise, Hadamard, Identity
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
+from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, outer_coding
 from megazero.config.layout.wire import Coding, Wire
 from megazero.config.options.optimizers import OPTIMIZERS
+from megazero.config.options.sections import OuterConfig
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.models.compilation import compile_layers
@@ -39,6 +42,7 @@ from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
+from megazero.zero.by_matrix import MATRIX
 from megazero.zero.optimizer import OptimizerFactory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -111,6 +115,20 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         seed=config.training.seed,
         weight_error_bound=config.zero.zero_weight_error_bound,
         gradient_error_bound=config.zero.zero_gradient_error_bound,
+        outer=make_outer(config.outer) if config.outer_replicas(world) > 1 else None,
+    )
+
+
+def make_outer(outer: OuterConfig) -> zero.Outer:
+    """Return how the configuration's outer replicas meet."""
+    average, coding = averages(outer), _codec(outer_coding(outer))
+    return zero.Outer(
+        interval=outer.outer_interval,
+        lr=1.0 if average else outer.outer_lr,
+        momentum=0.0 if average else outer.outer_momentum,
+        nesterov=outer.outer_optimizer == "nesterov",
+        codec=Identity(torch.bfloat16) if outer.outer_bits == BF16_BITS else coding,
+        feedback=feeds_back(outer),
     )
 
 
@@ -127,7 +145,7 @@ def make_codecs(wire: Wire, seed: int = 0) -> zero.Codecs:
     )
 
 
-def _codec(coding: Coding | None, seed: int) -> Blockwise | None:
+def _codec(coding: Coding | None, seed: int = 0) -> Blockwise | None:
     if coding is None:
         return None
     transform = Hadamard(coding.hadamard, seed) if coding.hadamard else None
@@ -148,6 +166,14 @@ def _refuse_all_exact(decoder: Decoder, mesh: Mesh, policy: zero.Policy, replica
         )
 
 
+def matrix_traits(decoder: Decoder, config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return what the traits of the layers' matrices say of them, by name; {} if the optimizer is elementwise."""
+    if not OPTIMIZERS[config.optimizer.optimizer].by_matrix:
+        return {}
+    whole = config.optimizer.muon_tp_mode == "distributed"
+    return {name: {MATRIX: True, "split": dim if whole else None} for name, dim in decoder.matrices().items()}
+
+
 def shard_decoder(
     decoder: Decoder,
     config: RunConfig,
@@ -164,6 +190,7 @@ def shard_decoder(
     partial_names = decoder.partial_gradients()
     replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
     apart = decoder.embedding_and_head() if config.optimizer.decoupled_lr is not None else set()
+    matrices = matrix_traits(decoder, config)
     _refuse_all_exact(decoder, mesh, policy, replicated)
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
@@ -172,7 +199,8 @@ def shard_decoder(
         if name in apart:
             options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
         span = decoder.replica_span(name)
-        return zero.Traits(options, name in replicated, name in partial_names, span=span)
+        traits = zero.Traits(options, name in replicated, name in partial_names, span=span)
+        return replace(traits, **matrices.get(name, {}))
 
     return zero.shard(
         decoder,

@@ -263,7 +263,7 @@ def prepare(
 
     # What is left to do, and the data it takes, are counted from where the run begins.
     origin = find_origin(config, mesh)
-    length = run_length(config, mesh.dp_size, origin.progress)
+    length = run_length(config, mesh.batch_ranks, origin.progress)
     learning_rates = {apart: LearningRate.of(config, decoupled=apart) for apart in (False, True)}
     data, progress = make_datasets(config, tokenizer, length, origin.progress)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,14 +112,14 @@ class StepBatches(NamedTuple):
     """A rank's micro-batches of one step.
 
     ids: the samples of each. host: the batches before the copy to the device; they are kept until the norm has been
-    read, when the copies are done. divisor: the tokens of the global batch that count. samples: of the global batch.
-    length: of each, in tokens.
+    read, when the copies are done. tokens: those of the global batch that count, of each outer replica. samples: of
+    the global batch. length: of each, in tokens.
     """
 
     ids: Sequence[Sequence[int]]
     host: Sequence[Batch]
     device: Sequence[Batch]
-    divisor: float
+    tokens: Sequence[float]
     samples: int
     length: int
 
@@ -217,9 +217,9 @@ class Trainer:
         self.profiler.before(reached)
         try:
             info = self._iterate(batches)
-            updated = watching and not info.skipped
+            updated = watching and not info.skips
             loss = self.progress.losses["lm_loss"]
-            why = self.spikes.observe(reached, loss, info.grad_norm) if updated else None
+            why = self.spikes.observe(reached, loss, info.mean_norm) if updated else None
         except NonFiniteLoss as error:
             if not watching:
                 self._end_save(f"{error}")
@@ -268,7 +268,8 @@ class Trainer:
             step = self._load(batches)
         with self.bill.span("compute"):
             info, ranks = self._step(step)
-            loss = self._mean_over_ranks(ranks, step.divisor)
+            sums = self._sums_of_replicas(ranks)
+            loss = reduce(add, sums) / reduce(add, step.tokens)
             self._check_finite(iteration, step, info, ranks, loss)
             self.scaling.update(info.skipped, step.samples)
             self._take_stalls()
@@ -281,7 +282,8 @@ class Trainer:
             tokens=self.progress.tokens + step.samples * step.length,
         )
         seconds = time.perf_counter() - began
-        self._log(loss, info, ranks, rates, seconds, step)
+        replicas = [each / tokens for each, tokens in zip(sums, step.tokens, strict=True)]
+        self._log(loss, info, ranks, rates, seconds, step, replicas)
         self._tell_compiled()
         self.step_seconds.append(seconds)
         if all(rank.save_part_ended for rank in ranks):
@@ -301,13 +303,13 @@ class Trainer:
         length, host = self.lengths.at(self.progress.iteration + 1), batches.next_step(count)
         device = [self.feeding.cut(self.feeding.to_device(batch), length) for batch in host]
         with self.bill.span(self.engine.scalars.hop) if self.feeding.masked else nullcontext():
-            divisor = self.feeding.valid_tokens([self.feeding.cut(batch, length) for batch in host])
-        return StepBatches(ids, host, device, divisor, batches.consumed - consumed, length)
+            tokens = self.feeding.valid_tokens([self.feeding.cut(batch, length) for batch in host])
+        return StepBatches(ids, host, device, tokens, batches.consumed - consumed, length)
 
     def _step(self, step: StepBatches) -> tuple[StepInfo, list[RankScalars]]:
         """Run forwards, backwards and the update, and find out whether to stop. Returns every rank's scalars."""
         count = len(step.device)
-        factor, divisor = self.scaling.factors(step.divisor, self.mesh.dp_size)
+        factor, divisor = self.scaling.factors(step.tokens[self.mesh.replica], self.mesh.dp_size)
         self.engine.begin_step(count, divisor, self.pipeline.program(count))
         loss = self._forward_backward(step.device, step.ids, factor)
         own_reason = self.exits.own_reason()
@@ -317,10 +319,13 @@ class Trainer:
         self.exit_reason = self.exits.agreed_reason(own_reason, any(rank.stops for rank in ranks))
         return info, ranks
 
-    def _mean_over_ranks(self, ranks: Sequence[RankScalars], divisor: float) -> float:
-        """Return the loss per token of the global batch, in nats, from the ranks that compute it."""
-        losses = (float(ranks[r].loss) for r in self.mesh.stage_ranks(self.pipeline.loss_rank))
-        return reduce(add, losses) / divisor
+    def _sums_of_replicas(self, ranks: Sequence[RankScalars]) -> list[float]:
+        """Return the summed token losses of each outer replica, in nats, from the ranks that compute them."""
+        losses, d = (
+            [float(ranks[r].loss) for r in self.mesh.stage_ranks(self.pipeline.loss_rank)],
+            self.mesh.dp_size,
+        )
+        return [reduce(add, losses[begin : begin + d]) for begin in range(0, len(losses), d)]
 
     def _check_finite(
         self, iteration: int, step: StepBatches, info: StepInfo, ranks: Sequence[RankScalars], loss: float
@@ -329,7 +334,7 @@ class Trainer:
         own = LocalStep(self.mesh.rank, float(ranks[self.mesh.rank].loss), samples)
         if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
             self.guard.check_loss(iteration, loss, own, self._gather)
-        self.guard.check_norm(iteration, info.grad_norm, own, self._gather, self.scaling.can_fall)
+        self.guard.check_norm(iteration, info.mean_norm, own, self._gather, self.scaling.can_fall)
 
     def _take_stalls(self) -> None:
         """Add to the bill what the compute stream waited, on CUDA."""
@@ -451,6 +456,7 @@ class Trainer:
         rates: dict[str, float],
         seconds: float,
         step: StepBatches,
+        replicas: Sequence[float],
     ) -> None:
         traffic, bill = self.engine.traffic.take(), self.bill.close(seconds)
         rank_times, warnings = self.stragglers.take([rank.seconds for rank in ranks], bill, seconds)
@@ -460,7 +466,7 @@ class Trainer:
             iteration=self.progress.iteration,
             consumed_samples=self.progress.consumed_samples,
             lm_loss=loss,
-            grad_norm=info.grad_norm,
+            grad_norm=info.mean_norm,
             learning_rate=rates.pop("learning_rate"),
             iteration_time_s=seconds,
             tokens_per_s=samples * length / seconds,
@@ -475,6 +481,7 @@ class Trainer:
                 **rates,
                 **just_before(self.progress, self.progress.iteration),
                 **events(info),
+                **_of_replicas(replicas, info.replica_norms),
                 **self.scaling.metrics(),
                 "bytes": traffic,
                 **rank_times,
@@ -486,3 +493,10 @@ class Trainer:
         if self.outputs.metrics is not None:
             self.outputs.metrics.iteration(metrics)
             self.outputs.loggers.log(metrics.iteration, metrics.as_dict())
+
+
+def _of_replicas(losses: Sequence[float], norms: Sequence[float]) -> dict[str, Any]:
+    """Return the metrics of each outer replica by its number, where there are several."""
+    each = zip(losses, norms, strict=True)
+    every = {f"{number}": {"lm_loss": loss, "grad_norm": norm} for number, (loss, norm) in enumerate(each)}
+    return {"replicas": every} if len(every) > 1 else {}

@@ -6,14 +6,15 @@ plan/communication.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch import nn
 
 from megazero.config import RunConfig, World
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
+from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid, make_grid
 from megazero.models import Decoder
 from megazero.plan import communication
 from megazero.plan.activations import has_loss_chunks
@@ -21,8 +22,9 @@ from megazero.plan.communication import Activation, Bytes, Formats, UnitShape
 from megazero.plan.gathers import Copies
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
-from megazero.train.parallelize import DTYPES
-from megazero.zero.layout import make_layout
+from megazero.train.parallelize import DTYPES, matrix_traits
+from megazero.zero.layout import UnitLayout, make_layout
+from megazero.zero.matrix_updates import deal_matrices
 from megazero.zero.optimizer import Traits
 
 
@@ -62,11 +64,12 @@ class ExpectedBytes:
         decoder = self._decoder(pp, tp)
         schedule = make_schedule(config.pipeline_schedule, grid.pp, config.virtual_stages, micro_batches)
         program = [(str(a.kind.value), a.stage // grid.pp) for a in schedule[pp]]
-        units, copies = self._units(decoder, rank)
+        units, copies, laid_out = self._units(decoder, rank)
         formats, activation = self._formats(exact_gradients), self._activation()
         line = grid.axis("pp").ranks(rank)
         ends = grid.link(line[0], line[-1]) if decoder.tied_ends() else None
         total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches, ends)
+        total += self._updates(laid_out, rank)
         total += communication.pipeline(schedule, grid, rank, activation)
         again, norms = communication.repeated(config, activation)
         wide = max(activation.width, 4)
@@ -95,13 +98,13 @@ class ExpectedBytes:
         sharded = self.config.parallel.sequence_parallel and self.grid.tp > 1
         return Activation(model.seq_length, size, model.hidden_size, width, self.grid.tp, sharded)
 
-    def _units(self, decoder: Decoder, rank: int) -> tuple[list[UnitShape], Copies]:
-        """Return the units in the order of use, and which modules need which units.
+    def _units(self, decoder: Decoder, rank: int) -> tuple[list[UnitShape], Copies, list[LaidOut]]:
+        """Return the units in the order of use, which modules need which units, and how they are laid out.
 
         Each module's own parameters are cut into chunks.
         """
         tied, owner = decoder.tied_ends(), dict[int, int]()
-        units: list[UnitShape] = []
+        units, laid_out = list[UnitShape](), list[LaidOut]()
         names = {id(p): name for name, p in decoder.named_parameters()}
         uses: list[list[list[int]]] = []
         for part in decoder.parts():
@@ -110,10 +113,11 @@ class ExpectedBytes:
                 fresh = {names[id(p)]: p for p in module.parameters() if id(p) not in owner}
                 for group, is_tied in self._groups(fresh, tied):
                     owner.update({id(fresh[name]): len(units) for name in group})
-                    units.append(self._shape(decoder, {n: fresh[n] for n in group}, rank, is_tied))
+                    laid_out.append(self._laid_out(decoder, {n: fresh[n] for n in group}, rank))
+                    units.append(self._shape(laid_out[-1], is_tied))
                 uses[-1].append(list(dict.fromkeys(owner[id(p)] for p in module.parameters())))
         shards, ahead = self.shards, self.config.zero.zero_prefetch_bytes
-        return units, Copies(uses, shards.keep_gathered, ahead, shards.whole_gradients)
+        return units, Copies(uses, shards.keep_gathered, ahead, shards.whole_gradients), laid_out
 
     def _groups(
         self, fresh: Mapping[str, nn.Parameter], tied: Mapping[str, str]
@@ -131,11 +135,10 @@ class ExpectedBytes:
             room -= p.numel()
         return out + [(chunk, False) for chunk in chunks]
 
-    def _shape(
-        self, decoder: Decoder, params: Mapping[str, nn.Parameter], rank: int, tied: bool
-    ) -> UnitShape:
+    def _laid_out(self, decoder: Decoder, params: Mapping[str, nn.Parameter], rank: int) -> LaidOut:
         partial, replicated = decoder.partial_gradients(), decoder.replicated_parameters()
         plain, limit = decoder.no_weight_decay(), self.wire.exact_numel
+        matrices = matrix_traits(decoder, self.config)
         quantises = not self.exact and bool(self.wire.codings)
         exact = {n for n, p in params.items() if p.numel() <= limit or quantises and n in replicated}
         if len(exact) == len(params):
@@ -147,6 +150,7 @@ class ExpectedBytes:
                 n in replicated,
                 n in partial,
                 span=decoder.replica_span(n),
+                **matrices.get(n, {}),
             )
             for n in params
         }
@@ -159,14 +163,45 @@ class ExpectedBytes:
             indices=[a.index(rank) for a in axes],
             exact=frozenset(exact),
         )
+        return LaidOut(layout, traits, quantises)
+
+    def _shape(self, unit: LaidOut, tied: bool) -> UnitShape:
+        layout, traits = unit.layout, unit.traits
         numels = [n for _, n in layout.regions]
-        level = sum(axis.role in ("p", "g", "os") for axis in axes)
         summed = 0
-        for piece in layout.pieces(level):
+        for piece in layout.pieces(len(self._os_axes)):
             starts = [(at, traits[slot.name]) for slot, _, _, at in layout.ranges_of(piece)]
             ends = [*(at for at, _ in starts[1:]), piece.compact + piece.numel] if starts else []
             summed += sum(stop - at for (at, mine), stop in zip(starts, ends, strict=True) if mine.partial)
-        return UnitShape(numels[0], sum(numels[1:]), quantises, summed, tied)
+        return UnitShape(numels[0], sum(numels[1:]), unit.quantises, summed, tied)
+
+    @property
+    def _os_axes(self) -> list[AxisSpec]:
+        return [axis for axis in self.grid.data_axes if axis.role in ("p", "g", "os")]
+
+    def _updates(self, units: Sequence[LaidOut], rank: int) -> Bytes:
+        """Return the bytes of matrices on their way to their owners and, as many, of their updates."""
+        out, axes = Bytes(), self._os_axes
+        traits = {name: mine for unit in units for name, mine in unit.traits.items()}
+        cuts = [(axis.size, axis.link) for axis in axes]
+        dealing, _ = deal_matrices([unit.layout for unit in units], traits, cuts, self.grid.tp)
+        axes = [*axes, self.grid.axis("tp")][: len(dealing.sizes)]
+        width = DTYPES[self.config.precision.params_dtype].itemsize
+        width = 2 if self.config.optimizer.muon_fp32_matmul_prec == "medium" else max(width, 4)
+        for route in dealing.routes(tuple(axis.index(rank) for axis in axes)):
+            for axis, hop in zip(axes, route.hops, strict=True):
+                own = axis.index(rank)
+                sent = sum(hop.sent) - hop.sent[own] + sum(hop.received) - hop.received[own]
+                out["update", axis.link] += sent * width
+        return out
+
+
+class LaidOut(NamedTuple):
+    """A unit on one rank. quantises: some of it is quantised."""
+
+    layout: UnitLayout
+    traits: dict[str, Traits]
+    quantises: bool
 
 
 def mismatches(want: Mapping[str, int], got: Mapping[str, int]) -> dict[str, tuple[int, int]]:

@@ -15,8 +15,9 @@ import torch
 from megazero.config import RunConfig
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.models import Decoder
-from megazero.train.parallelize import MicroBatch, optimizer_factory
+from megazero.train.parallelize import MicroBatch, matrix_traits, optimizer_factory
 from megazero.verify.training_run import documents_of, tokens_of
+from megazero.zero.by_matrix import MATRIX
 
 Tensors = dict[str, np.ndarray]  # whole parameters of one rank's shapes, by name, fp64
 
@@ -56,9 +57,10 @@ class Reference:
     def _groups(self, named: Mapping[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
         """Return a group for each parameter, with the options that are its own."""
         plain, apart = self.decoder.no_weight_decay(), self.decoder.embedding_and_head()
-        rate = self.config.optimizer.decoupled_lr
+        rate, matrices = self.config.optimizer.decoupled_lr, matrix_traits(self.decoder, self.config)
         return [
             {"params": [p]}
+            | ({MATRIX: True} if name in matrices else {})
             | ({"weight_decay": 0.0} if name in plain else {})
             | ({"lr": rate} if rate is not None and name in apart else {})
             for name, p in named.items()

@@ -64,8 +64,6 @@ RESET = (
     "zero_weight_error_bound",
     "zero_gradient_error_bound",
     "num_layers_per_virtual_pipeline_stage",
-    "optimizer_impl",
-    "norm_impl",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
 )
@@ -103,11 +101,17 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     values["loss_chunk_tokens"] = _loss_chunk(config, values)
     rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
     values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
+    if OPTIMIZERS[
+        config.optimizer.optimizer
+    ].by_matrix:  # one rank in fp64 is the judge, and has matrices whole
+        values |= {"muon_fp32_matmul_prec": "high", "muon_tp_mode": "distributed"}
     if config.optimizer.decoupled_lr is not None:
         values["decoupled_lr"] = rate * config.optimizer.decoupled_lr / config.optimizer.lr
     values |= {name: config.get(name) for name in OF_DOCUMENTS}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
-    if config.training.attention_backend != "math":  # which runs anywhere; CPUs do not have all of the others
+    # What runs on any CPU.
+    values |= {"optimizer_impl": "auto", "norm_impl": "torch"}
+    if config.training.attention_backend != "math":
         values["attention_backend"] = "auto"
     if config.model.qk_norm != "none":
         values["norm_epsilon"] = QK_NORM_EPSILON

@@ -162,13 +162,15 @@ class _Runs:
 
 
 def _exactly(config: RunConfig) -> RunConfig:
-    """Return the configuration in fp32 (fp64 stays) and without dropout.
+    """Return the configuration in fp32 (fp64 stays), moments included, and without dropout.
 
     Where tensor parallelism cuts activations, the masks of dropout depend on the layout.
     """
     dtype = "fp64" if config.precision.params_dtype == "fp64" else "fp32"
     model = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
-    return replace(config, model=model, precision=replace(config.precision, params_dtype=dtype))
+    optimizer = replace(config.optimizer, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")
+    precision = replace(config.precision, params_dtype=dtype)
+    return replace(config, model=model, optimizer=optimizer, precision=precision)
 
 
 def other_layouts(config: RunConfig, world: World, data_parallel: int) -> list[tuple[str, RunConfig, World]]:

@@ -15,11 +15,13 @@ from megazero.mesh.mesh import Mesh
 from megazero.zero.admission import refuse_foreign_parallelism
 from megazero.zero.binding import recurrent_weights_kept
 from megazero.zero.build import Init, UnitSpec, build_units, plain_name
+from megazero.zero.by_matrix import ByMatrix
 from megazero.zero.engine import Engine, StepInfo
+from megazero.zero.muon import Muon
 from megazero.zero.optimizer import OptimizerFactory, SliceOptimizer, Traits, default_adamw
-from megazero.zero.policy import Codecs, Policy
+from megazero.zero.policy import Codecs, Outer, Policy
 
-__all__ = ["Codecs", "Engine", "Policy", "StepInfo", "Traits", "default_adamw", "shard"]
+__all__ = ["Codecs", "Engine", "Muon", "Outer", "Policy", "StepInfo", "Traits", "default_adamw", "shard"]
 
 
 def shard(
@@ -42,7 +44,8 @@ def shard(
     mesh: what ``create_mesh`` returned; its cuts are the shard factors P, G, OS.
     units: modules (or tuples of modules) whose parameters are gathered together, in forward order. Parameters
         of no listed module form one more unit, which is gathered around the whole forward.
-    optimizer: makes an elementwise torch optimizer from a list of param groups. The default is AdamW, fused.
+    optimizer: makes an elementwise torch optimizer from a list of param groups. The default is AdamW, fused. Muon
+        (``partial(zero.Muon, lr=...)``) needs ``traits`` that mark matrices.
     clip_norm: the limit of the global gradient norm.
     traits: gives each parameter's optimizer options and tensor-parallel replication. By default 1-D
         parameters have no weight decay.
@@ -59,7 +62,7 @@ def shard(
     Returns the engine. This is collective, and every rank must pass the same. Raises ValueError for units that nest
     or mix dtypes, for policies that the shard factors do not allow, for modules that another framework parallelised
     (``admission.py``), for parameters and modules that training would damage (``admission.py``), and for optimizers
-    that are not elementwise: the factory is tried on a few small tensors.
+    that are neither elementwise, for which the factory is tried on a few small tensors, nor by matrix.
     """
     refuse_foreign_parallelism(module)
     policy = policy or Policy()
@@ -68,11 +71,31 @@ def shard(
     chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in named}
     if tied and mesh.ends is None:
         raise ValueError(f"tied={dict(tied)} needs the axis of the pipeline's ends: create_mesh(ends=True)")
+    if (policy.outer is None) != (mesh.outer is None):
+        raise ValueError(
+            f"Policy(outer={policy.outer}) on a mesh of {mesh.grid.outer} outer replicas: give both "
+            "Policy(outer=...) and create_mesh(outer=...), or neither"
+        )
     with recurrent_weights_kept(module):
         plan = build_units(module, units, mesh, policy, chosen, init, parts, tied)
+    _refuse_no_matrices(module, chosen)
     slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
+    if traits is None and isinstance(slices.torch, ByMatrix):
+        raise ValueError(
+            f"{type(slices.torch).__name__} steps whole matrices and has to know which: give traits=, which returns "
+            "Traits(matrix=True) for them (weights of linears between the embedding and the head, as a rule)"
+        )
     mesh.claim()
     return Engine(module, mesh, policy, plan, chosen, slices, clip_norm, timed, traffic or Traffic())
+
+
+def _refuse_no_matrices(module: nn.Module, traits: Mapping[str, Traits]) -> None:
+    for name, param in module.named_parameters():
+        if traits[plain_name(name)].matrix and param.ndim != 2:
+            raise ValueError(
+                f"traits say matrix=True of {name!r}, whose shape is {tuple(param.shape)}: a matrix has two "
+                "dimensions; leave it out"
+            )
 
 
 def _no_decay_for_vectors(name: str, param: nn.Parameter) -> Traits:

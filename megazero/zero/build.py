@@ -159,11 +159,12 @@ def _make_unit(
     if len(exact) == len(params):  # there is nothing to quantise
         codecs, exact = Codecs(), frozenset()
     axes = mesh.data_axes
+    cuts = [*axes, *([mesh.outer] if mesh.outer else [])]  # outer steps reduce over one level more
     layout = make_layout(
         {n: params[n].shape for n in ordered},
         block=policy.block,
-        sizes=[a.size for a in axes],
-        indices=[a.index for a in axes],
+        sizes=[a.size for a in cuts],
+        indices=[a.index for a in cuts],
         exact=exact,
     )
     return Unit(

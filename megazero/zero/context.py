@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.comm.hops import Traffic
+from megazero.comm.hops import Traffic, counted_as
 from megazero.comm.lane import HopSpec
 from megazero.kernels.arena import Arena, Frame
 from megazero.mesh.mesh import Axis
@@ -47,4 +47,4 @@ class Context:
 
 def hop_spec(kind: str, axis: Axis) -> HopSpec:
     """Name a collective's axis and its hop as bills name it: 'refresh_inter', 'gather_intra', ..."""
-    return HopSpec(axis.name, f"{kind}_{axis.link.removesuffix('_node')}")
+    return HopSpec(axis.name, f"{counted_as(axis, kind)}_{axis.link.removesuffix('_node')}")

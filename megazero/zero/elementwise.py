@@ -12,11 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazero.zero.one_pass import OnePassAdamW
+
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 SHAPE, CUT = (4, 6), 10  # the cut is not at a row's end
 STEPS = 12  # some optimizers change their way of working after 10
 LR = 0.01  # instead of the user's, which may start at 0
 NEAREST = "nearest legal choices: AdamW, Adam, SGD, Adagrad, RMSprop"
+# Optimizers of whole matrices, by name: what to take instead.
+BY_MATRIX = {
+    "Muon": "nearest legal choices: AdamW, or partial(zero.Muon, lr=...), the same step by matrix",
+    **dict.fromkeys(
+        ("Shampoo", "DistributedShampoo", "SOAP"),
+        "its statistics of rows and columns are not built; nearest legal choices: AdamW, or zero.Muon, which steps "
+        "whole matrices",
+    ),
+}
 
 
 def refuse_unless_elementwise(
@@ -44,7 +55,7 @@ def refuse_unless_elementwise(
     except Exception as error:
         raise ValueError(
             f"{name} is not elementwise: it steps a matrix, and not a slice of it, which is what ZeRO gives it "
-            f"({error}); {NEAREST}"
+            f"({error}); {BY_MATRIX.get(name, NEAREST)}"
         ) from error
     joined = torch.cat(parts, 1)
     if torch.allclose(whole.flatten(1), joined, rtol=1e-4, atol=1e-6, equal_nan=True):
@@ -57,7 +68,7 @@ def refuse_unless_elementwise(
         )
     raise ValueError(
         f"{name} is not elementwise: it steps a matrix otherwise than the two parts of it, so ZeRO's slices would "
-        f"train something else (it uses norms, rows or sums of what it is given); {NEAREST}"
+        f"train something else (it uses norms, rows or sums of what it is given); {BY_MATRIX.get(name, NEAREST)}"
     )
 
 
@@ -69,6 +80,8 @@ def refuse_unless_from_zeros(
 ) -> None:
     """Raise ValueError unless steps after ``make_state`` equal steps without it. Arguments as above."""
     groups = list(options)
+    if not groups:
+        return
     values, gradients = _probe(dtype, device)
     fresh, name = _run(factory, groups, values, gradients, seed=0)
     made, _ = _run(factory, groups, values, gradients, seed=0, before=make_state)
@@ -134,6 +147,8 @@ def _run(
         name = type(optimizer).__name__
         if hasattr(optimizer, "train"):  # schedule-free optimizers refuse to step without
             optimizer.train()
+        if isinstance(optimizer, OnePassAdamW):
+            optimizer.kept = dict.fromkeys(optimizer.kept, "fp32")  # blocks of small moments end with a part
         for group in optimizer.param_groups:
             rate = group.get("lr")
             if rate is not None:

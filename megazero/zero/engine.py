@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,7 +34,9 @@ from megazero.zero.context import Context
 from megazero.zero.gather import Gatherer
 from megazero.zero.grad_norm import OWN, Rows, StepScalars, sum_partial
 from megazero.zero.hooks import Hooks
+from megazero.zero.matrix_updates import MatrixUpdates
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
+from megazero.zero.outer import Met, OuterSteps
 from megazero.zero.policy import Policy
 from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, Agreement, IssueHash, Segment
 from megazero.zero.reduce import Reducer
@@ -47,11 +49,13 @@ WRITING = "write inside `with engine.gathered(write=True)`, the same values on e
 @dataclass(frozen=True)
 class StepInfo:
     """grad_norm: global norm of the divided gradients before clipping. skipped: it was not finite.
+        Both are those of this rank's outer replica.
 
     sampled: the name of the unit whose rounding was measured. errors: ||sent - exact|| / ||exact|| over all ranks
         of its 'weights' and 'gradients', each only if it was sent quantised. fallbacks: one line for each unit
         whose error was above the policy's bound. It sends exactly from the next step on. scalars: what every rank
-        gave to ``step``, by rank.
+        gave to ``step``, by rank. replica_norms: the norms of all outer replicas. outer_norm, outer_drift: after an
+        outer step, those of ``outer.Met``.
     """
 
     grad_norm: float
@@ -60,6 +64,19 @@ class StepInfo:
     errors: Mapping[str, float] = field(default_factory=dict)
     fallbacks: tuple[str, ...] = ()
     scalars: Rows = ()
+    replica_norms: tuple[float, ...] = ()
+    outer_norm: float | None = None
+    outer_drift: float | None = None
+
+    @property
+    def mean_norm(self) -> float:
+        """The mean of the replicas' norms, the same on all ranks; not finite if one of them is not."""
+        return sum(self.replica_norms) / len(self.replica_norms)
+
+    @property
+    def skips(self) -> int:
+        """How many replicas made no update."""
+        return sum(not math.isfinite(norm) for norm in self.replica_norms)
 
 
 class Engine:
@@ -97,7 +114,12 @@ class Engine:
         context = Context(mesh.data_axes, policy, self.rounding, traffic, self.issued, self.arena)
         self.gatherer = Gatherer(self.units, context, self.gathers)
         self.reducer = Reducer(self.units, context, self.reductions)
+        self.matrices = MatrixUpdates(self.units, traits, optimizer, mesh.tp, context, self.reductions)
         self.hooks = Hooks(module, plan, self.gatherer, self.reducer)
+        self.outer: OuterSteps | None = None
+        if policy.outer is not None:
+            counted = [] if mesh.is_replica else self.optimizer.counted(*self._counts)
+            self.outer = OuterSteps(self.units, policy.outer, mesh, context, self.reductions, counted)
         self.divisor = 1.0
 
     # -- the user's verbs ------------------------------------------------------------------------
@@ -164,17 +186,25 @@ class Engine:
             self._open_scalars(scalars)
         # Not in the optimizer's time: here ranks wait for slower ones, and on CUDA the host for the backward's end.
         self.scalars.exchange(self.traffic)
-        norm, errors, told = self.scalars.read()
-        norm /= self.divisor
+        whole, errors, told = self.scalars.read()
+        met = Met((self.divisor,))
+        if self.outer is not None:
+            met, told = self.outer.read(told)
+        norms = tuple(n / d for n, d in zip(whole, met.divisors, strict=True))
+        norm = norms[self.mesh.replica]
         skipped = not math.isfinite(norm)
         if not skipped:
             with self.timed("optimizer"):
                 self.optimizer.scale(clip_factor(norm, self.clip_norm, self.divisor))
-                self.optimizer.update()
+                self.matrices.step()
+                self.optimizer.update(self.rounding)
         sampled = self.rounding.sampled
         assert sampled is not None
         self._end_step(updated=not skipped)
-        return StepInfo(norm, skipped, sampled, errors, tuple(self._fall_back(sampled, errors)), told)
+        if self.outer is not None:
+            self.outer.count()
+        fallbacks = tuple(self._fall_back(sampled, errors))
+        return StepInfo(norm, skipped, sampled, errors, fallbacks, told, norms, met.norm, met.drift)
 
     def abort_step(self) -> None:
         """Abort the open step on every rank (after an exception). Its gradients are discarded."""
@@ -187,17 +217,24 @@ class Engine:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Run forwards without gradient between steps. Training continues bit for bit as without them."""
+        """Run forwards without gradient between steps. Training continues bit for bit as without them.
+
+        With outer replicas the parameters are the anchors.
+        """
         self._between_steps("evaluation()")
         program = self.gatherer.program
-        program.open(())
-        program.enter(Segment(EVALUATION))
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            program.leave()
-            self.gatherer.drop_all()
+        with (
+            self.outer.evaluated() if self.outer else nullcontext(),
+            self.rounding.unmeasured(bool(self.outer)),
+        ):
+            program.open(())
+            program.enter(Segment(EVALUATION))
+            try:
+                with torch.no_grad():
+                    yield
+            finally:
+                program.leave()
+                self.gatherer.drop_all()
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None, write: bool = False) -> Iterator[None]:
@@ -210,9 +247,15 @@ class Engine:
         takes one pass over the values and no memory of their size. Clone values that must outlive the block: a numpy
         view of a parameter would pin its storage, which is then freed. Raises RuntimeError when the block ends, for a
         write without ``write`` (``begin_step`` is then refused until a block with it has ended), for ranks that wrote
-        different values, and for a parameter that got other data.
+        different values, and for a parameter that got other data. With outer replicas nothing can be written: the
+        next outer step would pull it back.
         """
         self._between_steps("gathered()")
+        if write and self.outer is not None:
+            raise RuntimeError(
+                "gathered(write=True) with outer replicas: the next outer step would pull the weights back to the "
+                "anchor; write before zero.shard, or load a checkpoint"
+            )
         wanted = {id(p) for p in (module or self.module).parameters()}
         units = [u for u in self.units if any(id(p) in wanted for p in u.params.values())]
         held: list[Unit] = []
@@ -235,15 +278,22 @@ class Engine:
             self.gatherer.drop_all()
         self._check_written(units, write)
 
-    def invalidate(self) -> None:
+    def invalidate(self, anchored: bool = False) -> None:
         """Make every copy stale: the master weights were changed from outside (a checkpoint was loaded).
 
-        Under the delta refresh R was loaded with them (``records.load_records``) and continues from there.
+        Moments that a load has filled are encoded where they are kept so. Under the delta refresh R was loaded with
+        the weights (``records.load_records``) and continues from there. anchored: the outer steps' state was loaded
+        with them; else these begin anew from the master weights.
         """
+        self.optimizer.take_loaded()
         for unit in self.units:
             unit.master_version += 1
             if unit.delta:
                 unit.copy_version = unit.master_version
+        if self.outer is not None and anchored:
+            self.outer.note_anchors()
+        elif self.outer is not None:
+            self.outer.begin()
 
     def refresh(self) -> None:
         """Bring every P copy up to date now, not at the next use. This is collective, between steps.
@@ -259,7 +309,8 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint's state, in JSON types: counters for noise, and the units that fell
         back."""
-        return {"updates": self.rounding.updates, "fallen_back": self.fallen}
+        since = {} if self.outer is None else {"since_outer_step": self.outer.since}
+        return {"updates": self.rounding.updates, "fallen_back": self.fallen, **since}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore ``state`` after the weights were loaded. Names of units that are not here are ignored."""
@@ -267,6 +318,14 @@ class Engine:
         for name, kinds in state["fallen_back"].items():
             for kind in kinds:
                 self._send_exactly(name, kind)
+        if self.outer is not None:
+            self.outer.since = int(state.get("since_outer_step", 0))
+
+    @property
+    def _counts(self) -> tuple[tuple[int, int], bool]:
+        """What ``SliceOptimizer.counted`` takes: this rank's place in tp, and whether tied ones count here."""
+        tp, ends = self.mesh.tp, self.mesh.ends
+        return (tp.index, tp.size), ends is None or ends.index == 0
 
     # -- parts of them ---------------------------------------------------------------------------
 
@@ -316,14 +375,15 @@ class Engine:
 
     def _open_scalars(self, extra: torch.Tensor | None) -> None:
         """Write this rank's row: norm over unique slices, hash of what was issued, rounding errors, caller's own."""
-        tp, ends = self.mesh.tp, self.mesh.ends
         with self.arena.frame(self.mesh.device) as frame:
-            sum_partial(self.optimizer.runs, tp, frame, self.traffic, self.waits)
-        row = self.scalars.open(extra)
+            sum_partial(self.optimizer.runs, self.mesh.tp, frame, self.traffic, self.waits)
+        if self.outer is not None:
+            self.outer.told[-1].fill_(self.divisor)
+        row = self.scalars.open(self.outer.told if self.outer else None, extra)
         if self.mesh.is_replica:  # another rank counts the same slices
             row[0].zero_()
         else:
-            self.optimizer.squared_norm((tp.index, tp.size), ends is None or ends.index == 0, out=row[0])
+            self.optimizer.squared_norm(*self._counts, out=row[0])
         row[1].fill_(float(self.issued.take()))
         self.rounding.take(out=row[2:OWN])
 

@@ -55,8 +55,8 @@ class StepScalars:
     """The one exchange of scalars in a step, and the one place where the host waits for the device in it.
 
     Every rank contributes a row: the sum of squares of its gradient slices, the hash of its issued collectives,
-    rounding errors, and the caller's scalars. Its tensors are used in every step: ``row`` [k] is written, then
-    ``exchange`` sends it.
+    rounding errors, with outer replicas what these tell each other (outer.py), and the caller's scalars. Its tensors
+    are used in every step: ``row`` [k] is written, then ``exchange`` sends it.
     """
 
     def __init__(self, mesh: Mesh, waits: Waits, differ: Callable[[], None]) -> None:
@@ -70,18 +70,20 @@ class StepScalars:
 
     def _make(self, extra: int) -> None:
         """Make the tensors, all fp64, for rows with this many caller's scalars."""
-        world, k = self.mesh.world_size, OWN + extra
-        self.told = torch.zeros(world * k + OWN, dtype=torch.float64, device=self.mesh.device)
-        self.rows, self.sums = self.told[: world * k].view(world, k), self.told[world * k :]
+        world, k, replicas = self.mesh.world_size, OWN + extra, self.mesh.grid.outer
+        self.told = torch.zeros(world * k + replicas * OWN, dtype=torch.float64, device=self.mesh.device)
+        self.rows = self.told[: world * k].view(world, k)
+        self.sums = self.told[world * k :].view(replicas, OWN)
         self.row = torch.zeros(k, dtype=torch.float64, device=self.mesh.device)
 
-    def open(self, extra: torch.Tensor | None) -> torch.Tensor:
-        """Return the row with the caller's scalars, 1-D, filled in; the engine writes the rest."""
-        count = 0 if extra is None else extra.numel()
+    def open(self, *extra: torch.Tensor | None) -> torch.Tensor:
+        """Return the row with these scalars, each 1-D, filled in behind the engine's, which the engine writes."""
+        given = [each for each in extra if each is not None]
+        count = sum(each.numel() for each in given)
         if self.row.numel() != OWN + count:
             self._make(count)
-        if extra is not None:
-            self.row[OWN:].copy_(extra)
+        for each, part in zip(given, self.row[OWN:].split([e.numel() for e in given]), strict=True):
+            part.copy_(each)
         return self.row
 
     def exchange(self, traffic: Traffic) -> None:
@@ -89,26 +91,32 @@ class StepScalars:
         with self.waits(self.hop):
             self.mesh.gather_rows(self.row, self.rows)
         traffic.add("scalar", self.link, (self.mesh.world_size - 1) * self.row.nbytes)
-        torch.sum(self.rows[:, 0], 0, out=self.sums[0])
-        torch.sum(self.rows[:, 2:OWN], 0, out=self.sums[2:])
+        for rows, sums in zip(self.rows.split(self.mesh.grid.site_size), self.sums, strict=True):
+            torch.sum(rows[:, 0], 0, out=sums[0])
+            torch.sum(rows[:, 2:OWN], 0, out=sums[2:])
 
-    def read(self) -> tuple[float, dict[str, float], Rows]:
-        """Return the global norm of the gradients (nan if one is not finite), relative rounding errors by kind, and
-        the callers' scalars by rank.
+    def read(self) -> tuple[list[float], dict[str, float], Rows]:
+        """Return the global norm of the gradients of every outer replica (nan if one is not finite), this replica's
+        relative rounding errors by kind, and the scalars given to ``open`` by rank.
 
-        Raises RuntimeError if ranks of one stage issued other collectives.
+        Raises RuntimeError if ranks of one stage of a replica issued other collectives.
         """
         told = self.told.tolist()  # the host waits here, for all that the step has enqueued
         k, world = self.row.numel(), self.mesh.world_size
         rows = [told[r * k : (r + 1) * k] for r in range(world)]
-        stage = self.mesh.grid.axis("pp").index
-        hashes = [{rows[r][1] for r in range(world) if stage(r) == s} for s in range(self.mesh.pp.size)]
-        if any(len(issued) > 1 for issued in hashes):
+        stage, site = self.mesh.grid.axis("pp").index, self.mesh.grid.site_size
+        hashes: dict[tuple[int, int], set[float]] = {}
+        for rank, row in enumerate(rows):
+            hashes.setdefault((rank // site, stage(rank)), set()).add(row[1])
+        if any(len(issued) > 1 for issued in hashes.values()):
             self.differ()
             raise RuntimeError(
                 f"ranks issued different collectives in this step (hashes {[row[1] for row in rows]}): the modules "
                 "must be called in the same order on every rank"
             )
-        square, _, *errors = told[world * k :]
-        norm = math.sqrt(square) if all(math.isfinite(row[0]) for row in rows) else math.nan
-        return norm, relative_errors(errors), tuple(tuple(row[OWN:]) for row in rows)
+        sums, norms = told[world * k :], []
+        for replica in range(self.mesh.grid.outer):
+            finite = all(math.isfinite(row[0]) for row in rows[replica * site : (replica + 1) * site])
+            norms.append(math.sqrt(sums[replica * OWN]) if finite else math.nan)
+        _, _, *errors = sums[self.mesh.replica * OWN :][:OWN]
+        return norms, relative_errors(errors), tuple(tuple(row[OWN:]) for row in rows)

@@ -1,4 +1,5 @@
-"""The optimizer over slices: any elementwise torch optimizer, fp32 (at least) master weights, a global norm.
+"""The optimizer over slices: any elementwise torch optimizer, or one by matrix (by_matrix.py), with fp32 (at least)
+master weights and a global norm.
 
 A run is a contiguous stretch of a unit's compact OS slice whose parameters share optimizer options and
 replication. For the optimizer it is one leaf tensor: a view of the master, with .grad a view of the gradient.
@@ -15,7 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazero.kernels import moments
 from megazero.kernels.adamw import NOTHING, Refresh
+from megazero.kernels.noise import Noise
+from megazero.zero.by_matrix import MATRIX, ByMatrix
 from megazero.zero.elementwise import (
     OptimizerFactory,
     make_state,
@@ -23,6 +27,7 @@ from megazero.zero.elementwise import (
     refuse_unless_from_zeros,
 )
 from megazero.zero.one_pass import OnePassAdamW, best_adamw
+from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
 
 
@@ -34,6 +39,8 @@ class Traits:
     replicated: several tensor-parallel ranks hold it, and the norm counts it once.
     partial: its gradient is a partial sum over these ranks. frozen: it has no gradient and no update.
     span: how many tensor-parallel ranks in a row hold the same; 0 means all of them.
+    matrix: an optimizer by matrix steps it as one. split: the dimension that tensor-parallel ranks cut, if they step
+    the whole matrix together; None if each steps what it holds.
     """
 
     options: tuple[tuple[str, Any], ...] = ()
@@ -41,6 +48,17 @@ class Traits:
     partial: bool = False
     frozen: bool = False
     span: int = 0
+    matrix: bool = False
+    split: int | None = None
+
+    @property
+    def group(self) -> tuple[tuple[str, Any], ...]:
+        """Return the options of its parameter group."""
+        return (*self.options, (MATRIX, True)) if self.matrix else self.options
+
+    def shards(self, size: int) -> int:
+        """Return how many different parts of the matrix ``size`` tensor-parallel ranks hold."""
+        return 1 if self.split is None else size // max(self.span, 1)
 
     def holders(self, rank: int, size: int) -> range:
         """Return the tensor-parallel ranks of ``size`` that hold what ``rank`` holds; the first counts and saves
@@ -52,13 +70,17 @@ class Traits:
 
 @dataclass(frozen=True)
 class Run:
-    """Covers [start, stop) of the unit's compact OS slice. SliceOptimizer sets ``leaf`` and ``leaf.grad``."""
+    """Covers [start, stop) of the unit's compact OS slice. SliceOptimizer sets ``leaf`` and ``leaf.grad``.
+
+    origin: the region that it lies in, and where it begins there, which is the same in every layout.
+    """
 
     unit: Unit
     traits: Traits
     start: int
     stop: int
     grad_start: int
+    origin: tuple[int, int]
     leaf: nn.Parameter
 
     @property
@@ -71,7 +93,8 @@ def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
     """Cut the OS slice where traits change. Padding goes to the run before it (it stays zero)."""
     layout, levels = unit.layout, unit.levels
     runs = []
-    for piece, in_grad in zip(layout.pieces(levels.os), layout.within(levels.os, levels.g), strict=True):
+    pieces = zip(layout.pieces(levels.os), layout.within(levels.os, levels.g), strict=True)
+    for region, (piece, in_grad) in enumerate(pieces):
         cuts: list[tuple[int, Traits]] = []
         for slot, _, _, at in layout.ranges_of(piece):
             if not cuts or cuts[-1][1] != traits[slot.name]:
@@ -79,8 +102,9 @@ def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
         ends = [*(start for start, _ in cuts[1:]), piece.compact + piece.numel]
         for (start, mine), stop in zip(cuts, ends, strict=False):  # an all-padding piece has no cut
             if not mine.frozen:
-                leaf = nn.Parameter(unit.master[start:stop])
-                runs.append(Run(unit, mine, start, stop, in_grad.start + start - piece.compact, leaf))
+                inside, leaf = start - piece.compact, nn.Parameter(unit.master[start:stop])
+                origin = region, piece.start + inside - layout.regions[region][0]
+                runs.append(Run(unit, mine, start, stop, in_grad.start + inside, origin, leaf))
     return runs
 
 
@@ -99,28 +123,43 @@ class SliceOptimizer:
         groups: dict[tuple, dict[str, Any]] = {}
         for each in traits.values():  # every rank has every group, even one it holds no slice of
             if not each.frozen:
-                groups.setdefault(each.options, {"params": [], **dict(each.options)})
-        self._probe = [(factory, list(groups), unit.sum_dtype, unit.device) for unit in units[:1]]
+                groups.setdefault(each.group, {"params": [], **dict(each.group)})
+        probed = [group for group in groups if (MATRIX, True) not in group]
+        self._probe = [(factory, probed, unit.sum_dtype, unit.device) for unit in units[:1]]
         for probe in self._probe:
             refuse_unless_elementwise(*probe)
         for run in self.runs:
-            groups[run.traits.options]["params"].append(run.leaf)
+            groups[run.traits.group]["params"].append(run.leaf)
         if not groups:
             groups[()] = {"params": []}
         if not self.runs:  # torch refuses an optimizer without parameters
             next(iter(groups.values()))["params"].append(nn.Parameter(torch.zeros(0)))
         self.torch = factory(list(groups.values()))
+        marked = next((name for name, each in traits.items() if each.matrix), None)
+        if marked is not None and not isinstance(self.torch, ByMatrix):
+            raise ValueError(
+                f"traits say matrix=True of {marked!r}, and {type(self.torch).__name__} is elementwise: leave it "
+                "out, or take an optimizer by matrix (zero.Muon)"
+            )
+        # What steps the runs that are no matrices: all of them, unless the optimizer is one by matrix.
+        self.elementwise = self.torch.rest if isinstance(self.torch, ByMatrix) else self.torch
         self._norms = [torch.empty((), dtype=r.leaf.dtype, device=r.leaf.device) for r in self.runs]
         device = units[0].device if units else None
         self._squares = torch.empty(len(self.runs), dtype=torch.float64, device=device)
         self._factor = 1.0  # of the gradients, for an optimizer that scales them as it updates
         self._whole = {unit: runs for unit in units if (runs := self._covering(unit))}
+        self._loaded: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # what a load fills of coded moments
 
     def _covering(self, unit: Unit) -> list[Run]:
-        """Return the runs of the first region of a unit's OS slice, none if they leave something out (frozen)."""
+        """Return the elementwise runs of the first region of a unit's OS slice, none if they leave something out."""
         end = unit.layout.pieces(unit.levels.os)[0].numel
-        runs = [run for run in self.runs if run.unit is unit and run.start < end]
+        runs = [r for r in self.runs if r.unit is unit and r.start < end and not r.traits.matrix]
         return runs if sum(run.stop - run.start for run in runs) == end else []
+
+    def counted(self, tp: tuple[int, int], count_tied: bool) -> list[Run]:
+        """Return the runs that this rank counts in norms over unique slices, as ``squared_norm`` says."""
+        runs = [r for r in self.runs if r.traits.holders(*tp).start == tp[0]]
+        return [r for r in runs if count_tied or not r.unit.tied]
 
     def squared_norm(self, tp: tuple[int, int], count_tied: bool, out: torch.Tensor) -> None:
         """Write the sum of squares of this rank's gradient slices to ``out``, an fp64 scalar.
@@ -128,8 +167,7 @@ class SliceOptimizer:
         tp: this rank's index among the tensor-parallel ranks, and their number. What they replicate counts on the
         first of them. What the pipeline's two ends share counts if ``count_tied``.
         """
-        runs = [r for r in self.runs if r.traits.holders(*tp).start == tp[0]]
-        runs = [r for r in runs if count_tied or not r.unit.tied]
+        runs = self.counted(tp, count_tied)
         squares = self._squares[: len(runs)]
         for run, norm, square in zip(runs, self._norms, squares, strict=False):
             square.copy_(torch.linalg.vector_norm(run.grad, out=norm))
@@ -137,30 +175,69 @@ class SliceOptimizer:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by ``factor``: now, or with the update where that is one pass."""
-        if isinstance(self.torch, OnePassAdamW):
+        later = isinstance(self.elementwise, OnePassAdamW)
+        if later:
             self._factor = factor
-        elif factor != 1.0 and self.runs:
-            torch._foreach_mul_([r.grad for r in self.runs], factor)
+        now = [r.grad for r in self.runs if r.traits.matrix or not later]
+        if factor != 1.0 and now:
+            torch._foreach_mul_(now, factor)
 
-    def update(self) -> None:
-        """Update the master weights. In one pass this also leaves what the next refreshes read (Unit.prepared)."""
-        for run in self.runs:
+    def update(self, rounding: Rounding) -> None:
+        """Update the master weights that are no matrices. In one pass this also leaves what the next refreshes read
+        (Unit.prepared).
+
+        rounding: gives the noise that small moments are rounded with.
+        """
+        runs = [run for run in self.runs if not run.traits.matrix]
+        for run in runs:
             run.leaf.grad = run.grad
-        if isinstance(self.torch, OnePassAdamW):
-            self._update_in_one_pass(self.torch)
+        if isinstance(self.elementwise, OnePassAdamW):
+            self._update_in_one_pass(self.elementwise, rounding)
         else:
-            self.torch.step()
-        for run in self.runs:
+            self.elementwise.step()
+        for run in runs:
             run.leaf.grad = None
 
-    def _update_in_one_pass(self, optimizer: OnePassAdamW) -> None:
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the optimizer is one by matrix."""
+        return isinstance(self.torch, ByMatrix)
+
+    @property
+    def by_matrix(self) -> ByMatrix:
+        """Return the optimizer, where there are matrices."""
+        assert isinstance(self.torch, ByMatrix)
+        return self.torch
+
+    def fold(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Do the first, elementwise part of the matrices' step. Returns by leaf what is put together to matrices."""
+        folded = {}
+        for run in (run for run in self.runs if run.traits.matrix):
+            run.leaf.grad = run.grad
+            with torch.no_grad():
+                folded[run.leaf] = self.by_matrix.fold(run.leaf)
+            run.leaf.grad = None
+        return folded
+
+    def group_of(self, run: Run) -> dict[str, Any]:
+        """Return the parameter group of a run, with its rate and weight decay."""
+        return next(g for g in self.torch.param_groups if any(p is run.leaf for p in g["params"]))
+
+    def run_at(self, unit: Unit, at: int) -> Run:
+        """Return the run that holds this element of the unit's compact OS slice."""
+        return next(run for run in self.runs if run.unit is unit and run.start <= at < run.stop)
+
+    def _update_in_one_pass(self, optimizer: OnePassAdamW, rounding: Rounding) -> None:
         left = {unit: unit.left_by_updates() for unit in self._whole}
         refresh: dict[torch.Tensor, Refresh] = {
             run.leaf: left[unit].part(run.start, run.stop)
             for unit, runs in self._whole.items()
             for run in runs
         }
-        optimizer.step(scale=self._factor, refresh=refresh)
+        noise: dict[torch.Tensor, Noise] = {}
+        if optimizer.rounds:
+            noise = {r.leaf: rounding.noise(r.unit, f"moments {r.origin[0]}", r.origin[1]) for r in self.runs}
+        optimizer.step(scale=self._factor, refresh=refresh, noise=noise)
         for unit, each in left.items():
             if each is not NOTHING:
                 unit.prepared = unit.master_version + 1
@@ -173,25 +250,63 @@ class SliceOptimizer:
             return
         for probe in self._probe:
             refuse_unless_from_zeros(*probe)
-        make_state(self.torch)
+        make_state(self.elementwise)
+        for run in self.runs:
+            if run.traits.matrix:
+                self.by_matrix.open_state(run.leaf)
 
-    def elementwise_state(self, unit: Unit, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the state tensors of the compact OS range [start, stop), which one run holds, by torch's names."""
+    def elementwise_state(
+        self, unit: Unit, start: int, stop: int, loading: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Return the state tensors of the compact OS range [start, stop), which one run holds, by torch's names.
+
+        Of coded moments they are on the device meta, and ``decoded`` makes them; or, ``loading``, they are room for
+        new values, which ``take_loaded`` encodes.
+        """
         run = next((r for r in self.runs if r.unit is unit and r.start <= start and stop <= r.stop), None)
         if run is None:
             return {}
-        return {
-            name: value[start - run.start : stop - run.start]
-            for name, value in self.torch.state[run.leaf].items()
-            if isinstance(value, torch.Tensor) and value.shape == run.leaf.shape
-        }
+        own, state = slice(start - run.start, stop - run.start), self.torch.state[run.leaf]
+        found = {name: value[own] for name, value in state.items() if self._is_elementwise(run, value)}
+        for name in self._coded:
+            if loading:
+                key = run.leaf, name
+                if key not in self._loaded:
+                    self._loaded[key] = self._decode(run, name, 0, run.leaf.numel())
+                found[name] = self._loaded[key][own]
+            else:
+                found[name] = torch.empty(stop - start, dtype=torch.float32, device="meta")
+        return found
+
+    def decoded(self, unit: Unit, start: int, stop: int, name: str) -> torch.Tensor:
+        """Return a coded moment of the compact OS range [start, stop), which one run holds, in fp32."""
+        run = next(r for r in self.runs if r.unit is unit and r.start <= start and stop <= r.stop)
+        return self._decode(run, name, start - run.start, stop - run.start)
+
+    def take_loaded(self) -> None:
+        """Encode the values that a load has filled."""
+        for (leaf, name), values in self._loaded.items():
+            moments.encode(values, self.torch.state[leaf][name], self._coded[name])
+        self._loaded.clear()
+
+    @property
+    def _coded(self) -> Mapping[str, int]:
+        return self.elementwise.coded if isinstance(self.elementwise, OnePassAdamW) else {}
+
+    def _decode(self, run: Run, name: str, start: int, stop: int) -> torch.Tensor:
+        held, n = self.torch.state[run.leaf][name], run.leaf.numel()
+        return moments.decode(held, self._coded[name], n, start, stop)
+
+    @staticmethod
+    def _is_elementwise(run: Run, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape == run.leaf.shape
 
     def scalars(self) -> dict[str, float]:
         """Return the scalar state (Adam's step count), which is equal over all slices."""
         out: dict[str, float] = {}
         for run in self.runs:
             for name, value in self.torch.state.get(run.leaf, {}).items():
-                if not isinstance(value, torch.Tensor) or value.shape != run.leaf.shape:
+                if name not in self._coded and not self._is_elementwise(run, value):
                     out.setdefault(name, float(value))
                     assert out[name] == float(value), (name, out[name], float(value))
         for group in self._counting_groups():

@@ -55,6 +55,31 @@ class Codecs:
 
 
 @dataclass(frozen=True)
+class Outer:
+    """How outer replicas meet (outer.py). It takes a mesh with replicas: ``create_mesh(outer=R)``.
+
+    interval: how many steps they train apart. lr, momentum, nesterov: of the outer optimizer, which is SGD.
+        lr 1 without momentum averages the replicas.
+    codec: the format of outer gradients, without noise; None sends them as they are. feedback: what rounding lost is
+        added to the next outer gradient.
+    """
+
+    interval: int
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    codec: Codec | None = None
+    feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if self.interval < 1 or not self.lr > 0 or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"interval={self.interval} must be at least 1, lr={self.lr} above 0 and momentum={self.momentum} in "
+                "[0, 1)"
+            )
+
+
+@dataclass(frozen=True)
 class Policy:
     """How one unit's copies live and how far communication runs ahead.
 
@@ -81,6 +106,7 @@ class Policy:
     weight_error_bound, gradient_error_bound: the largest relative rounding error, ||sent - exact|| /
         ||exact|| of a unit's messages in one step, that is allowed. A unit above it falls back to exact
         messages. None sets no limit.
+    outer: how outer replicas meet, where the mesh has some.
     """
 
     lifetime: str | None = None
@@ -97,6 +123,7 @@ class Policy:
     seed: int = 0
     weight_error_bound: float | None = None
     gradient_error_bound: float | None = None
+    outer: Outer | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -117,7 +144,8 @@ class Policy:
 
     def _codec_problems(self) -> list[str]:
         codecs, problems = self.codecs, []
-        for codec in (codecs.weights, codecs.gradients_intra, codecs.gradients_inter):
+        outer = self.outer.codec if self.outer else None
+        for codec in (codecs.weights, codecs.gradients_intra, codecs.gradients_inter, outer):
             inner = codec.form.block if isinstance(codec, Blockwise) else 1
             if self.block % inner:
                 problems.append(
@@ -128,6 +156,10 @@ class Policy:
             problems.append("codecs.delta needs codecs.weights, what differences are encoded with")
         if codecs.feedback and codecs.gradients_inter is None:
             problems.append("codecs.feedback needs codecs.gradients_inter, whose rounding is fed back")
+        if (codecs.feedback_beta or codecs.feedback_reset) and not codecs.feedback:
+            problems.append(
+                "codecs.feedback_beta and codecs.feedback_reset need codecs.feedback, whose residual they change"
+            )
         if not 0 <= codecs.feedback_beta < 1 or codecs.feedback_reset < 0:
             problems.append(
                 f"codecs.feedback_beta={codecs.feedback_beta} must be in [0, 1), and "

@@ -128,7 +128,12 @@ class IssueHash:
 
 
 ANSWER_S = 5.0  # for which the others are waited for once something has failed
-KINDS = {"g": "gathers", "r": "reduces", "t": "sums the tied parameters of"}
+KINDS = {
+    "g": "gathers",
+    "r": "reduces",
+    "t": "sums the tied parameters of",
+    "o": "takes the outer step of",
+}
 
 
 class Agreement:
@@ -142,7 +147,8 @@ class Agreement:
 
     def __init__(self, mesh: Mesh, units: Sequence[Unit], issued: IssueHash) -> None:
         self.rank, self.units, self.issued = mesh.rank, units, issued
-        ranks = [mesh.grid.rank_of(mesh.pp.index, i, mesh.tp.index) for i in range(mesh.dp_size)]
+        at = (mesh.pp.index, mesh.tp.index, mesh.replica)
+        ranks = [mesh.grid.rank_of(at[0], i, at[1], at[2]) for i in range(mesh.dp_size)]
         self.peers = [rank for rank in ranks if rank != mesh.rank]
         self.engine = 0  # its number, the same on every rank: to make one is collective
         if self.peers and dist.is_initialized():

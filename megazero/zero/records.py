@@ -1,8 +1,14 @@
-"""The engine's model and optimizer state as checkpoint records: flat slices with global coordinates."""
+"""The engine's model and optimizer state as checkpoint records: flat slices with global coordinates.
+
+With outer replicas the plain kinds of weights hold the anchor: whoever reads the model reads that. What a replica has
+of its own ('master', the optimizer's state, ...) is there under ``of_replica(kind, its number)``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -22,7 +28,8 @@ from megazero.zero.rounding import KINDS, Rounding
 from megazero.zero.unit import Unit
 
 WEIGHTS, MASTER, RESIDUAL, ERRORS = "weights", "master", "residual", "rounding errors"
-NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL)
+MOMENTUM, LOST, MOVED = "outer momentum", "outer residual", "outer squares"
+NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL, LOST)
 
 
 def save_records(engine: Engine, placements: Mapping[str, Placement] | None = None) -> list[SliceRecord]:
@@ -49,8 +56,116 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
             if owed is not None:
                 tensors[RESIDUAL] = owed[own]
             tensors.update(engine.optimizer.elementwise_state(unit, own.start, own.stop))
-            records.append(_record(engine, placements, unit, slot, (low, high), tensors))
+            record = _record(engine, placements, unit, slot, (low, high), tensors)
+            records.append(replace(record, make=partial(engine.optimizer.decoded, unit, own.start, own.stop)))
     return records
+
+
+def of_replica(kind: str, replica: int) -> str:
+    """Return the kind under which a checkpoint holds what an outer replica has of its own."""
+    return f"replica {replica} {kind}"
+
+
+def replica_kinds(stored: Iterable[str], replica: int) -> list[str]:
+    """Return the kinds, without the replica's number, that a checkpoint holds of an outer replica."""
+    begin = of_replica("", replica)
+    return [kind.removeprefix(begin) for kind in stored if kind.startswith(begin)]
+
+
+def save_replica_records(
+    engine: Engine, placements: Mapping[str, Placement] | None = None
+) -> list[SliceRecord]:
+    """Return what this rank saves where there are outer replicas: its replica's own state, and the anchor's slices.
+
+    The first replica writes the anchor and the outer momentum. This is collective under error feedback.
+    """
+    assert engine.outer is not None
+    own = [_master_in_full(record, engine.policy.codecs.delta) for record in save_records(engine, placements)]
+    records = in_replica([*own, *_lost_records(engine, placements)], engine.mesh.replica)
+    for unit, anchor in engine.outer.anchors.items():
+        tensors = {WEIGHTS: anchor.value}
+        if unit.dtype != unit.sum_dtype or engine.policy.codecs.delta:
+            tensors[MASTER] = anchor.value
+        if anchor.momentum is not None:
+            tensors[MOMENTUM] = anchor.momentum
+        for record in slice_records(engine, placements, unit, unit.levels.os, tensors):
+            records.append(replace(record, owner=record.owner and engine.mesh.replica == 0))
+    return records
+
+
+def _master_in_full(record: SliceRecord, delta: bool) -> SliceRecord:
+    """Return the record with 'master' in its own dtype, and 'weights' only where they are R."""
+    tensors = {MASTER: record.tensors[WEIGHTS], **record.tensors}
+    if not delta:
+        del tensors[WEIGHTS]
+    return replace(record, tensors=tensors)
+
+
+def in_replica(records: Iterable[SliceRecord], replica: int) -> list[SliceRecord]:
+    """Return the records with the kinds of an outer replica."""
+    begin = of_replica("", replica)
+
+    def made(make: Callable[[str], torch.Tensor], kind: str) -> torch.Tensor:
+        return make(kind.removeprefix(begin))
+
+    return [
+        replace(
+            record,
+            tensors={of_replica(kind, replica): tensor for kind, tensor in record.tensors.items()},
+            stored={of_replica(kind, replica): dtype for kind, dtype in record.stored.items()},
+            make=record.make and partial(made, record.make),
+        )
+        for record in records
+    ]
+
+
+def load_replica_records(
+    engine: Engine, placements: Mapping[str, Placement] | None = None, residual: bool = False
+) -> list[SliceRecord]:
+    """Return where a load writes that continues with the same outer replicas: all of this rank's state.
+
+    residual: as in ``load_records``. Call ``engine.invalidate(anchored=True)`` after it.
+    """
+    assert engine.outer is not None
+    own = [*load_records(engine, placements, True, residual), *_lost_records(engine, placements)]
+    records = in_replica(own, engine.mesh.replica)
+    for unit, anchor in engine.outer.anchors.items():
+        tensors = {MASTER: anchor.value} | ({} if anchor.momentum is None else {MOMENTUM: anchor.momentum})
+        records += slice_records(engine, placements, unit, unit.levels.os, tensors)
+    return records
+
+
+def _lost_records(engine: Engine, placements: Mapping[str, Placement] | None) -> list[SliceRecord]:
+    """Return the residuals of outer steps. Every data-parallel rank has a slice of its own."""
+    assert engine.outer is not None
+    return [
+        record
+        for unit, anchor in engine.outer.anchors.items()
+        if anchor.residual is not None
+        for record in slice_records(engine, placements, unit, unit.levels.all, {LOST: anchor.residual})
+    ]
+
+
+def slice_records(
+    engine: Engine,
+    placements: Mapping[str, Placement] | None,
+    unit: Unit,
+    level: int,
+    tensors: Mapping[str, torch.Tensor],
+) -> list[SliceRecord]:
+    """Return the records of tensors by kind that are compact slices of a level, at least that of the OS slice."""
+    return [
+        _record(
+            engine,
+            placements,
+            unit,
+            slot,
+            (low, high),
+            {kind: tensor[at : at + high - low] for kind, tensor in tensors.items()},
+            unique=level == unit.levels.all,
+        )
+        for slot, low, high, at in unit.layout.ranges(level)
+    ]
 
 
 def _ranges_in_copy(unit: Unit) -> list[tuple[Slot, int, int, int, int]]:
@@ -134,7 +249,8 @@ def load_records(
             if owed is not None:
                 tensors[RESIDUAL] = owed[at : at + high - low]
             if optimizer:
-                tensors.update(engine.optimizer.elementwise_state(unit, at, at + high - low))
+                state = engine.optimizer.elementwise_state(unit, at, at + high - low, loading=True)
+                tensors.update(state)
             records.append(_record(engine, placements, unit, slot, (low, high), tensors))
         if engine.policy.codecs.delta:
             # Units that are exact as a whole have no R; a load wants every tensor of a kind.
@@ -169,6 +285,8 @@ def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     held = {f"{RESIDUAL} {u.name}": u.residual for u in own if u.residual is not None}
     if engine.policy.codecs.delta:
         held |= {f"{ERRORS} {kind}": sums for kind, sums in engine.rounding.sums.items()}
+    if engine.outer is not None:
+        held[MOVED] = engine.outer.told[1:3]
     return held
 
 
@@ -182,13 +300,17 @@ def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> No
     for kind in KINDS:
         if f"{ERRORS} {kind}" in tensors and engine.policy.codecs.delta:
             engine.rounding.sums[kind] = tensors[f"{ERRORS} {kind}"].to(engine.mesh.device)
+    if engine.outer is not None and MOVED in tensors:
+        engine.outer.told[1:3].copy_(tensors[MOVED])
 
 
 def optimizer_kinds(engine: Engine) -> list[str]:
     """Return the names of this rank's elementwise optimizer state; a rank that holds no slice has none."""
     engine.optimizer.ensure_state()
-    runs = engine.optimizer.runs[:1]
-    return sorted(name for r in runs for name in engine.optimizer.elementwise_state(r.unit, r.start, r.stop))
+    optimizer = engine.optimizer
+    return sorted(
+        {name for r in optimizer.runs for name in optimizer.elementwise_state(r.unit, r.start, r.stop)}
+    )
 
 
 def _record(
@@ -198,13 +320,15 @@ def _record(
     slot: Slot,
     bounds: tuple[int, int],
     tensors: dict[str, torch.Tensor],
+    unique: bool = False,
 ) -> SliceRecord:
+    """Return a record. unique: no other data-parallel rank holds the range, whatever the shards."""
     placement = (placements or {}).get(slot.name) or _own_placement(slot)
     tp = engine.mesh.tp
     twin = engine.traits[slot.name].holders(tp.index, tp.size).start != tp.index or is_second_end(
         engine, unit
     )
-    owner = not (engine.mesh.is_replica or twin)
+    owner = not (twin or engine.mesh.is_replica and not unique)
     return SliceRecord(placement, *bounds, tensors, owner, stored={WEIGHTS: unit.dtype})
 
 
@@ -218,7 +342,8 @@ def held_bytes(engine: Engine) -> dict[str, int]:
     """Return how many bytes this rank holds now, by what they are for.
 
     'parameters' are the P copies and gathered buffers, 'optimizer' the master and the moments; the third key
-    is 'gradients'. A master that is a part of the P copy counts as parameters only.
+    is 'gradients'. A master that is a part of the P copy counts as parameters only. What outer
+    steps keep counts where its like does.
     """
     parameters, gradients, optimizer = set[int](), 0, 0
     total = 0
@@ -228,10 +353,13 @@ def held_bytes(engine: Engine) -> dict[str, int]:
             if storage.nbytes() and storage.data_ptr() not in parameters:
                 parameters.add(storage.data_ptr())
                 total += storage.nbytes()
-        for held in (unit.grad, unit.residual, unit.lost, unit.carry):
-            gradients += 0 if held is None else held.nbytes
+        for each in (unit.grad, unit.residual, unit.lost, unit.carry):
+            gradients += 0 if each is None else each.nbytes
         if unit.master.untyped_storage().data_ptr() not in parameters:
             optimizer += unit.master.nbytes
     for state in engine.optimizer.torch.state.values():
         optimizer += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+    for anchor in engine.outer.anchors.values() if engine.outer else ():
+        optimizer += anchor.value.nbytes + (0 if anchor.momentum is None else anchor.momentum.nbytes)
+        gradients += 0 if anchor.residual is None else anchor.residual.nbytes
     return {"parameters": total, "gradients": gradients, "optimizer": optimizer}

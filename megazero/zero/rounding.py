@@ -12,7 +12,8 @@ leaves residuals as they were, without a second buffer. Residuals are kept in un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import torch
@@ -70,6 +71,15 @@ class Rounding:
         """
         stream = int.from_bytes(blake2b(f"{unit.name}/{hop}".encode(), digest_size=8).digest(), "little")
         return Noise(self.seed, self.updates, stream, start)
+
+    @contextmanager
+    def unmeasured(self, applies: bool) -> Iterator[None]:
+        """Measure nothing inside, if it ``applies``."""
+        names, self.names = self.names, () if applies else self.names
+        try:
+            yield
+        finally:
+            self.names = names
 
     def measures(self, unit: Unit, codec: Codec) -> bool:
         """Whether ``measure`` needs the rounding error of these messages."""

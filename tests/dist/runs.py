@@ -108,7 +108,7 @@ def _train(configure: Callable[[World], RunConfig]) -> Seen:
     finally:
         feeding.Batches = original
     ids, texts = tuple(recorder.ids), tuple(recorder.texts)
-    return Seen(start, tuple(losses), ids, texts, run.mesh.dp_rank, notes, tuple(evaluations), tuple(sent))
+    return Seen(start, tuple(losses), ids, texts, run.mesh.batch_rank, notes, tuple(evaluations), tuple(sent))
 
 
 def train_all(jobs: list[Values]) -> list[Seen]:

@@ -89,6 +89,7 @@ def refusals():
         *unsaid("nearest", lambda: zero.shard(Stack(), mesh=other, policy=use)),
         *unsaid("forever", lambda: zero.Policy(block=0, lifetime="forever")),
         *unsaid("nearest: 128", lambda: zero.Policy(block=64, codecs=wide)),
+        *unsaid("codecs.feedback, whose", lambda: zero.Policy(codecs=zero.Codecs(feedback_beta=0.8))),
     ]
 
 

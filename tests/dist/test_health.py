@@ -108,6 +108,8 @@ def test_a_run_checks_its_nodes_when_it_is_told_to(tmp_path: Path) -> None:
             "params_dtype": "bf16",
             "zero_gradient_rounding": "feedback",
             "zero_exact_numel": 64,
+            "exp_avg_dtype": "bf16",
+            "exp_avg_sq_dtype": "int8",
         },
     ],
 )
@@ -117,7 +119,5 @@ def test_the_size_of_a_checkpoint_is_known_beforehand(tmp_path: Path, values: di
     stored = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
     world = World(4, values.get("ranks_per_node", 4))
     config = make_config({**TINY, **values}, world)
-    size = checkpoint_bytes(
-        config.model, config.precision.params_dtype, config.optimizer.optimizer, config.wire(world)
-    )
+    size = checkpoint_bytes(config.model, config.precision.params_dtype, config.optimizer, config.wire(world))
     assert stored == size

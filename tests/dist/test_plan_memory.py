@@ -32,7 +32,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hpz": {"zero_preset": "hpz"},
     "bf16": {"zero_preset": "zero3", "params_dtype": "bf16"},
     "zeropp": {"zero_preset": "zeropp", "params_dtype": "bf16"},
+    "small moments": {"zero_preset": "zero2", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "int8"},
+    "outer replicas": {"zero_preset": "ddp", "outer_interval": 2, "outer_bits": 4},
     "tensor parallel": {"zero_preset": "zero3", "tensor_model_parallel_size": 2},
+    "muon": {"zero_preset": "zero3", "optimizer": "muon", "params_dtype": "bf16"},
     "tied ends": {"zero_preset": "zero2", "model_family": "gpt", "pipeline_model_parallel_size": 2},
 }
 MODEL = {**TINY, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 192, "train_iters": 3}

@@ -30,6 +30,7 @@ GRID = (
 TENSORS = f"{LLAMA} --tensor-model-parallel-size 2"
 NODES = f"{LLAMA} --ranks-per-node 2"
 ZEROPP = f"{NODES} --zero-preset zeropp"
+SMALL_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype int8"
 ZEROPP_FP16 = ZEROPP.replace("--bf16", "--fp16")
 RANDOM = (
     f"{NODES} --zero-preset ddp --zero-quantized-gradients --zero-gradient-bits-intra-node 8 "
@@ -61,7 +62,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
 
 @pytest.mark.parametrize(
     "words",
-    [GRID, ZEROPP, pytest.param(ZEROPP_FP16, marks=pytest.mark.slow)],
+    [GRID, f"{ZEROPP} {SMALL_MOMENTS}", pytest.param(ZEROPP_FP16, marks=pytest.mark.slow)],
     ids=["grid", "zeropp", "zeropp, fp16"],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:

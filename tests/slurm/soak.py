@@ -160,13 +160,14 @@ class Watcher(threading.Thread):
         self.seen, self.looks, self.problems = 0, 0, list[str]()
         self.expected: tuple[str, ...] = ()
         self.states = Counter[str]()
+        self.over = threading.Event()
 
     def run(self) -> None:
         main = f"from megazero.ops import status; status.ACT_S = status.START_S = {ACT_S}\n"
         main += "from tools.status import main; exit(main())"
         program = [sys.executable, "-c", main, str(self.it.run / "logs"), "--no-chart"]
         command = f'echo "$MEGAZERO_STATE: $MEGAZERO_WHY" >> {self.file}'
-        while True:
+        while not self.over.wait(3):
             inside = [*self.it.slurm.lab.members[0].inside, "env", f"--chdir={ROOT}", f"PYTHONPATH={ROOT}"]
             words = [*inside, *program, "--job", str(self.it.number), "--alert", command]
             environ = {**os.environ, **self.it.slurm.environ}
@@ -181,7 +182,6 @@ class Watcher(threading.Thread):
                 self.say({"alert": line, "expected": expected or self.expected})
                 if self.alerts[-1] not in (*expected, *self.expected):
                     self.problems.append(f"false: {line}")
-            time.sleep(3)
 
 
 def start(slurm: Cluster, run: Path, environ: dict[str, str], *options: str, **flags: Any) -> int:
@@ -242,6 +242,8 @@ def soak(
     if it.watcher is not None:
         time.sleep(10)  # it sees the end
         watcher = it.watcher
+        watcher.over.set()
+        watcher.join()
         say({"looks": watcher.looks, "states": dict(watcher.states), "alerts": dict(Counter(watcher.alerts))})
         say({"problems": watcher.problems})
         return same and it.hands == 0 and not watcher.problems

@@ -7,7 +7,8 @@ import torch
 from megazero.kernels import arena as arena_module
 from megazero.kernels.arena import SCRATCH, Arena, Frame
 
-from benchmarks.gpu_report import allocations
+from benchmarks.gpu_report import allocations, loops
+from megazero import zero
 
 CPU = torch.device("cpu")
 OURS = ("comm", "zero", "codecs")
@@ -27,6 +28,12 @@ def steady(name: str) -> dict[tuple[str, str], tuple[int, int]]:
 @pytest.mark.parametrize("name", allocations.cases())
 def test_steady_steps_allocate_nothing(name: str) -> None:
     assert steady(name) == {}
+
+
+def test_steady_steps_with_small_moments_allocate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = zero.default_adamw(lr=1e-3, exp_avg_dtype="int8", exp_avg_sq_dtype="bf16")
+    monkeypatch.setattr(loops, "ADAMW", small)
+    assert steady("zeropp") == {}
 
 
 def test_without_the_arenas_memory_they_do(monkeypatch: pytest.MonkeyPatch) -> None:

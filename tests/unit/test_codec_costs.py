@@ -65,7 +65,8 @@ def test_a_link_is_timed_by_the_gather_that_runs_use(monkeypatch: pytest.MonkeyP
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(torch.distributed, "all_to_all_single", swap)
-    axis: Any = SimpleNamespace(size=2, index=1, link="inter_node", gather_group="gathers")
+    spec = SimpleNamespace(role="data")
+    axis: Any = SimpleNamespace(size=2, index=1, link="inter_node", gather_group="gathers", spec=spec)
     assert gather_rate(torch.device("cpu"), axis) > 0 and len(set(sent)) == 1
 
 

@@ -158,7 +158,7 @@ class Host:
 def test_batches_are_pinned_for_cuda_alone(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """What is copied without waiting is the pinned tensor."""
     monkeypatch.setattr(torch, "from_numpy", lambda _: Host())
-    mesh: Any = SimpleNamespace(device=torch.device(device), dp_rank=0, dp_size=1)
+    mesh: Any = SimpleNamespace(device=torch.device(device), batch_rank=0, batch_ranks=1)
     feeding = Feeding(mesh, micro_batch_size=1, loss_rank=0, masked=False)
     for position in ({}, {"consumed": 2}):
         with feeding.batches(Counting(4), **position) as batches:
@@ -172,9 +172,11 @@ def test_tokens_count_once_whatever_stages_read_them(masked: bool) -> None:
     """Of 2 stages x 2 data-parallel ranks, in the order pp, dp: the second stage computes the loss."""
     mesh = Mesh(make_grid(4, 4, pp=2), 0, torch.device("cpu"), {})
     told = torch.tensor([[100.0], [200.0], [3.0], [4.0]], dtype=torch.float64)
-    fake: Any = SimpleNamespace(gather_rows=lambda row: told, stage_rows=mesh.stage_rows, dp_size=2)
+    fake: Any = SimpleNamespace(
+        gather_rows=lambda row: told, stage_rows=mesh.stage_rows, dp_size=2, grid=mesh.grid
+    )
     feeding = Feeding(fake, micro_batch_size=1, loss_rank=1, masked=masked)
     step = [{"loss_mask": torch.ones(1, 5)}] * 3
-    assert feeding.valid_tokens(step) == (7 if masked else 2 * 3 * 5)
+    assert feeding.valid_tokens(step) == (7 if masked else 2 * 3 * 5,)
     told.zero_()
-    assert feeding.valid_tokens(step) == (1 if masked else 30), "never divide by nothing"
+    assert feeding.valid_tokens(step) == (1 if masked else 30,), "never divide by nothing"

@@ -278,7 +278,8 @@ def test_the_ends_sum_comes_after_each_ends_own(monkeypatch: pytest.MonkeyPatch)
         submit=lambda name, hop_specs, chain: calls.append(("submit", name)),
     )
     monkeypatch.setattr(reducer, "lane", lane)
-    reducer.join_ends(SimpleNamespace(name="ends", link=INTER, index=0))  # type: ignore[arg-type]
+    ends: Any = SimpleNamespace(spec=SimpleNamespace(role="ends"), name="ends", link=INTER, index=0)
+    reducer.join_ends(ends)
     waits = [("wait", shared.name)] * 2
     assert calls == [*waits, ("follow",), ("submit", shared.name)]
 

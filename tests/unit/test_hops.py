@@ -13,7 +13,12 @@ from megazero.comm import hops
 from megazero.comm.hops import Traffic
 
 AXIS: Any = SimpleNamespace(
-    size=4, index=1, link="inter_node", gather_group="gathers", reduce_group="reductions"
+    spec=SimpleNamespace(role="os"),
+    size=4,
+    index=1,
+    link="inter_node",
+    gather_group="gathers",
+    reduce_group="reductions",
 )
 
 
@@ -39,6 +44,7 @@ def test_a_gathers_communicator_is_its_lanes(
     own = torch.zeros(10, dtype=torch.bfloat16)
     hops.start_gather(AXIS, torch.zeros(40, dtype=torch.bfloat16), own, kind, traffic)
     assert used == [(group, None)] and dict(traffic.bytes) == {(kind, "inter_node"): 3 * 10 * 2}
+    assert traffic.messages == {(kind, "inter_node"): 1}
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -65,3 +71,13 @@ def test_an_exchange_counts_what_goes_to_others(
     hops.start_exchange(AXIS, torch.empty_like(messages), messages, traffic)
     assert used == [("reductions", there)] and traffic.take()["reduce_inter_node_bytes"] == 3 * 5 * 4
     assert traffic.take() == {"intra_node_bytes": 0, "inter_node_bytes": 0}, "a step's own"
+
+
+def test_what_crosses_the_outer_axis_counts_apart(used: list[tuple[object, object]]) -> None:
+    """There and back of a reduction, on its communicator."""
+    axis: Any = SimpleNamespace(**{**vars(AXIS), "spec": SimpleNamespace(role="outer")})
+    traffic, messages = Traffic(), torch.zeros(4, 5)
+    hops.start_exchange(axis, torch.empty_like(messages), messages, traffic)
+    hops.start_gather(axis, torch.zeros(20), torch.zeros(5), "reduce", traffic)
+    assert used == [("reductions", [5, 5, 5, 5]), ("reductions", None)]
+    assert dict(traffic.bytes) == {("outer", "inter_node"): 2 * 3 * 5 * 4}

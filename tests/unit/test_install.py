@@ -38,6 +38,23 @@ def test_a_bare_checkout_has_its_kernels(inside: bool, tmp_path: Path) -> None:
     assert files_of("megazero.kernels", where, path) == [ROOT / "kernels" / "__init__.py"]
 
 
+def test_the_patches_leave_torch_as_it_is_and_need_numpy_beside_it_alone() -> None:
+    """Their pages' install lines take no requirements; what only megazero's own trainer needs may be missing."""
+    for page in ("megatron-patch", "fsdp2"):
+        install = (ROOT / "docs" / f"{page}.md").read_text().split("## In ten lines")[1].split("```")[1]
+        assert "pip install --no-deps ." in install
+    others = ("yaml", "rich", "safetensors", "sentencepiece", "tokenizers", "transformers")
+    code = f"""
+import sys
+for name in {others}:
+    sys.modules[name] = None
+import fsdp2_patch, megatron_core_patch.__main__, megatron_core_patch.patch
+from fsdp2_patch import patch
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_a_bare_checkout_runs_the_engine(tmp_path: Path) -> None:
     files = files_of("megazero.zero, megazero.kernels.quantize", tmp_path, ROOT, *PACKAGES)

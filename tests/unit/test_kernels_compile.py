@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
     "quantize", "quantize with clip", "reorder_quantize", "dequantize", "dequantize and add", "accumulate",
     "sum_quantize", "sum_rows", "adamw", "adamw with copy", "adamw with difference",
-    "sum_quantize", "sum_rows", "quantize and mix", "dequantize and mix", "accumulate and mix",
+    "sum_quantize", "sum_rows", "quantize and mix", "dequantize and mix", "accumulate and mix", "adamw in bf16",
+    "adamw in int8",
 )  # fmt: skip
 
 

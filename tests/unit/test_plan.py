@@ -23,11 +23,11 @@ from megazero.config.options.cluster import (
 )
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.command import main
-from megazero.plan.layout import Layout
+from megazero.plan.layout import Layout, TimedHop
 from megazero.plan.report import layout_flags
 from megazero.plan.search import Search, least_seconds
 from megazero.plan.seconds import Collectives
-from megazero.plan.simulate import Execution, simulate
+from megazero.plan.simulate import Execution, _Lane, simulate
 from megazero.plan.units import LAYER
 from megazero.pp.schedules import Kind
 from megazero.verify.expected_bytes import ExpectedBytes
@@ -116,6 +116,36 @@ def test_model_states_are_those_of_the_shards(
     plan = layout({"zero_shard": shard, "params_dtype": dtype}, on)
     parameters = plan.units(0).elements
     assert plan.memory.model_states == pytest.approx(bytes_per_parameter * parameters, rel=1e-6)
+
+
+def test_matrices_have_one_moment_and_cross_nodes_twice() -> None:
+    plan, adamw = (
+        layout({"zero_shard": (1, 1, 8), "optimizer": name}, cluster()) for name in ("muon", "adamw")
+    )
+    matrices = plan.units(0).matrices
+    assert adamw.memory.optimizer - plan.memory.optimizer == pytest.approx(4 * matrices / 8, rel=1e-6)
+    (total,), (plain,) = plan.bytes_by_stage, adamw.bytes_by_stage
+    more = {key: sent - plain[key] for key, sent in total.items() if sent != plain[key]}
+    held = matrices / 8 * 2  # bytes of bf16
+    assert more == {
+        ("update", "intra_node"): pytest.approx(2 * held * 3 / 4, rel=1e-3),
+        ("update", "inter_node"): pytest.approx(2 * held / 2, rel=1e-3),
+    }
+    assert simulate(plan).bill["update"] > simulate(adamw).bill["update"]
+
+
+def test_a_plans_bytes_of_updates_are_near_those_that_verify_expects() -> None:
+    """The plan has means, of owners that hold no more of a matrix than others; verify has each rank's own."""
+    plan = layout({"zero_shard": (1, 1, 8), "optimizer": "muon"}, cluster())
+    expected = ExpectedBytes(plan.config, plan.base.world, False, plan.wire.block)
+    each = [expected.bytes_of(rank, 1, False) for rank in range(8)]
+    for link in ("intra_node", "inter_node"):
+        mean = sum(want.get(f"update_{link}_bytes", 0) for want in each) / 8
+        assert (
+            0.2 * plan.bytes_by_stage[0]["update", link]
+            < mean
+            < 1.05 * plan.bytes_by_stage[0]["update", link]
+        )
 
 
 def test_whole_gradients_are_whole_and_cross_nodes_once() -> None:
@@ -289,6 +319,26 @@ def test_measured_collectives_stand_above_links() -> None:
     wider = known.seconds("gather", 4, 4, 3000) / known.seconds("gather", 2, 2, 3000)
     assert wider == pytest.approx(known.by_links(4, 4, 3000) / known.by_links(2, 2, 3000))
     assert known.seconds("sum", 2, 2, 2000) == known.by_links(2, 2, 2000)
+
+
+def test_latency_leaves_the_link_to_the_other_lane() -> None:
+    """Of a lane, hops follow each other; the lanes share the rate alone."""
+    gathers, reductions, links = _Lane(), _Lane(), dict[str, float]()
+    hop = TimedHop("inter_node", 1.5, latency=1.0)
+    assert [gathers.run((hop,), 0.0, links) for _ in range(2)] == [1.5, 3.0]
+    assert reductions.run((hop,), 0.0, links) == 3.5, "its bytes come after the other's second message"
+
+
+def test_latency_is_what_no_bytes_would_take() -> None:
+    """Measured on a link of 20 ms and 1 GB/s, with a millisecond of processors."""
+    rows = [
+        MeasuredCollective("gather", 2, 2, size, 0.041 + size / 1e9, 0.001) for size in (4096, 10**6, 10**7)
+    ]
+    known = Collectives(replace(cluster(), collectives=tuple(rows)))
+    for sent in (1000, 10**6, 10**8):
+        assert known.cost("gather", 2, 2, sent).latency == pytest.approx(0.040)
+    at_once = Collectives(replace(cluster(), inter_node=InterNode(10.0, None, 500.0)))
+    assert at_once.cost("gather", 3, 3, 10**6).latency == pytest.approx(2 * 500e-6)
 
 
 def test_clusters_of_the_package_are_legal() -> None:

@@ -14,6 +14,7 @@ from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Coding
+from megazero.config.options.optimizers import OptimizerConfig
 from megazero.mesh.grid import INTER, make_grid
 from megazero.plan.communication import Formats, UnitShape, model_state
 from megazero.plan.gathers import Copies, gathers
@@ -81,9 +82,10 @@ def test_residuals_are_of_the_slice_that_crosses_nodes(
     grid = make_grid(4, 2, shards=shards)
     states = States(grid, Shards(*shards, "use"), Formats(2, 4), True, 0)
     shapes = [(UnitShape(unit.layout.numel, 0, True), 1) for unit in engine.units]
-    units: Any = SimpleNamespace(counts=shapes, elements=sum(shape.elements for shape, _ in shapes))
+    elements = sum(shape.elements for shape, _ in shapes)
+    units: Any = SimpleNamespace(counts=shapes, elements=elements, matrices=0)
     held = sum(unit.open_residual().nbytes for unit in engine.units)
-    assert model_states(units, states, "sgd")["residuals"] == held > 0
+    assert model_states(units, states, OptimizerConfig(lr=0.1))["residuals"] == held > 0
 
 
 def test_processors_hold_what_is_gathered_ahead_twice() -> None:

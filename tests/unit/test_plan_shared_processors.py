@@ -110,13 +110,30 @@ def test_one_rank_of_a_node_has_the_whole_link() -> None:
     """It was measured with all ranks of the node sending at once."""
     plan = layout(lab(2), pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True)
     machine = Machine(plan, 1, BILL)
-    machine.send(0, TimedHop(INTER, 1.0, 0.01))
+    machine.send(0, TimedHop(INTER, 1.0, 0.01), "gather")
     assert machine._rates([False, False])[1] == [pytest.approx(2.0)]
-    machine.send(1, TimedHop(INTER, 1.0, 0.01))
+    machine.send(1, TimedHop(INTER, 1.0, 0.01), "gather")
     assert machine._rates([False, False])[1] == [pytest.approx(1.0)] * 2
     # bound by the processors, of which ranks that wait leave it more
-    machine.send(1, TimedHop(INTRA, 1.0, 0.5))
+    machine.send(1, TimedHop(INTRA, 1.0, 0.5), "gather")
     assert machine._rates([False, False])[1][2] > 1.0 > machine._rates([True, True])[1][2]
+
+
+def test_what_is_on_its_way_shares_nothing_but_a_communicators_threads() -> None:
+    """Half a second of bytes and one of latency: two on a link have half its rate each, and then the same second."""
+
+    def seconds(*lanes: str) -> list[float]:
+        machine = Machine(layout(lab(2)), 1, BILL)
+        sent = [machine.send(0, TimedHop(INTER, 1.5, 0.001, 1.0), lane) for lane in lanes]
+        ends = [0.0] * len(sent)
+        while machine.transfers:
+            machine._advance([None], [0.0])
+            ends = [end or machine.now * t.done for end, t in zip(ends, sent, strict=True)]
+        return ends
+
+    assert seconds("gather") == pytest.approx([1.5])
+    assert seconds("gather", "reduce") == pytest.approx([2.0, 2.0])
+    assert seconds("gather", "gather", "gather") == pytest.approx([2.0, 2.0, 3.5])
 
 
 def test_messages_are_those_of_the_schedule() -> None:

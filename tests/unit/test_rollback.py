@@ -90,7 +90,7 @@ class Run(Trainer):
 
     def __init__(self, config: RunConfig, figures: list[tuple[float, float]], lag: int, saved: dict) -> None:
         self.config, self.figures, self.lag, self.saved = config, figures, lag, saved
-        self.mesh: Any = SimpleNamespace(rank=0)
+        self.mesh: Any = SimpleNamespace(rank=0, grid=SimpleNamespace(outer=1))
         self.weights, self.back = torch.zeros(LAST + 1), list[tuple[int, int]]()
         self.scaling, self.spikes = SimpleNamespace(), SpikeMonitor(config.skipping)  # type: ignore[assignment]
         engine: Any = SimpleNamespace(mesh=self.mesh)
@@ -123,7 +123,7 @@ class Run(Trainer):
             assert self.saver._part is not None
             self.saver._part.wait_for_all(None, 60.0)
             self.saver.go_on()
-        return SimpleNamespace(skipped=not math.isfinite(norm), grad_norm=norm)
+        return SimpleNamespace(skips=int(not math.isfinite(norm)), mean_norm=norm)
 
     def _save(self, saved_at: int) -> int:
         self.saved[self.progress.iteration] = self.updates()

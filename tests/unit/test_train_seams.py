@@ -6,6 +6,7 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.state import checkpointing
 from megazero.train.trainer import Trainer
 from tests.oracle import megatron_batch_sizes
+from tests.oracle_muon import POLYNOMIALS, plain_step
 from tests.sizes import TINY
 from tests.unit.test_train_schedule import STYLES, WSD_STYLES
 
@@ -128,6 +130,25 @@ class PlainLion(torch.optim.Optimizer):
                 self.state[p]["m"] = beta2 * m + (1 - beta2) * g
 
 
+class PlainMuon(torch.optim.AdamW):
+    """Muon for ``matrices``, by their singular values (tests/oracle_muon.py), and AdamW for the rest."""
+
+    matrices: list[torch.nn.Parameter]
+    momenta: list[torch.Tensor]
+
+    def step(self) -> None:  # type: ignore[override]
+        (group,) = (g for g in self.param_groups if any(p is self.matrices[0] for p in g["params"]))
+        with torch.no_grad():
+            for p, momentum in zip(self.matrices, self.momenta, strict=True):
+                assert p.grad is not None
+                plain_step(
+                    p, p.grad, momentum, lr=group["lr"], decay=group["weight_decay"], beta=0.7, nesterov=True,
+                    polynomials=POLYNOMIALS["simple"][:4], scale=lambda m, n: 0.3 * (m / n) ** 0.5,
+                )  # fmt: skip
+                p.grad = None
+        super().step()
+
+
 def reference(config: RunConfig) -> list[dict[str, Any]]:
     """The lines of an uninterrupted run: whole batches, autograd, torch.optim, clip_grad_norm_."""
     o, training, batch = config.optimizer, config.training, config.batch
@@ -149,6 +170,11 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=o.sgd_momentum)
     elif o.optimizer == "lion":
         optimizer = PlainLion(groups, {"lr": 0.0, "betas": (o.lion_beta1, o.lion_beta2)})
+    elif o.optimizer == "muon":
+        optimizer = PlainMuon(groups, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+        named = model.named_parameters()
+        optimizer.matrices = [p for name, p in named if name.startswith("layers.") and p.ndim == 2]
+        optimizer.momenta = [torch.zeros_like(p) for p in optimizer.matrices]
     else:
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     total = training.train_samples or 0
@@ -207,6 +233,11 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.6}
 
 
 LION = {"optimizer": "lion", "lion_beta1": 0.6, "lion_beta2": 0.7}
+MUON = {
+    **{**ADAMW, "optimizer": "muon", "muon_momentum": 0.7, "muon_nesterov": True, "muon_num_ns_steps": 4},
+    **{"muon_coefficient_type": "simple", "muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 0.3},
+    **{"muon_fp32_matmul_prec": "high"},
+}
 DECOUPLED = {**ADAMW, "decoupled_lr": 0.2, "decoupled_min_lr": 0.03}
 GROWING = {
     **{**ADAMW, "z_loss_strength": 0.1, "rampup_seq_length": (4, 8, 2, 6), "lr_by_tokens": True},
@@ -217,8 +248,8 @@ UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": Tr
 
 @pytest.mark.parametrize(
     "options",
-    [ADAMW, SGD, LION, DECOUPLED, UNTIED, GROWING],
-    ids=["adamw", "sgd", "lion", "decoupled", "decoupled, untied", "growing, z-loss"],
+    [ADAMW, SGD, LION, MUON, DECOUPLED, UNTIED, GROWING],
+    ids=["adamw", "sgd", "lion", "muon", "decoupled", "decoupled, untied", "growing, z-loss"],
 )
 def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options: dict[str, Any]) -> None:
     """Every number of every line in fp64, none of the options at its default; what is logged and saved when."""
@@ -492,6 +523,7 @@ def test_a_way_back_loads_all_whatever_the_start_left_out(
     origin: Any = SimpleNamespace(
         published=None, path="iter_0000001", manifest=SimpleNamespace(kinds={}), state=state, own=whole
     )
+    fake._load_rest = partial(checkpointing.Checkpointing._load_rest, fake)
     checkpointing.Checkpointing.load(fake, origin)
     everything = ["invalidate", "load_scalars", "load_rank_tensors", *["load_state"] * 3]
     assert asked == [whole] and did == (everything if whole else ["invalidate"])

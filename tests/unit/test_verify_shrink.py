@@ -49,6 +49,13 @@ def test_the_ratio_of_two_learning_rates_is_kept() -> None:
     assert optimizer.lr and optimizer.decoupled_lr == pytest.approx(3 * optimizer.lr)
 
 
+def test_what_a_cpu_does_not_run_is_told() -> None:
+    words = "--world-size 2 --ranks-per-node 2 --device cuda --optimizer-impl triton --attention-backend flex"
+    changes = shrunk(words).changes
+    assert changes["optimizer_impl"] == ("triton", "auto") and "norm_impl" not in changes
+    assert changes["attention_backend"] == ("flex", "auto")
+
+
 @pytest.mark.parametrize(
     "asked, ends",
     [("", None), ("1000000", 0), ("16384", 0), ("8192", 0), ("1000", 1), ("auto", 1)],  # of 16384 tokens

@@ -135,7 +135,7 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
     if not config.knows_nodes(world):
         return
     try:
-        d, h = config.data_parallel_size(world), config.data_ranks_per_node(world)
+        d, h = config.shard_ranks(world), config.data_ranks_per_node(world)
     except ValueError:
         return
     if zero.zero_shard:

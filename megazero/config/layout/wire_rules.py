@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megazero.config.layout.wire import quantizes_gradients, rounding
 from megazero.config.nearest import nearest_power_of_two
+from megazero.config.options.sections import ZeroConfig
 from megazero.config.run import RunConfig
 
 LEAST_BLOCK, LARGEST_BLOCK = 8, 2048  # of kernels/format.py
@@ -45,7 +46,10 @@ def delta_refresh(config: RunConfig) -> Iterator[str]:
 
 
 def clip_search(config: RunConfig) -> Iterator[str]:
-    zero = config.zero
+    yield from unbiased(config.zero)
+
+
+def unbiased(zero: ZeroConfig) -> Iterator[str]:
     if zero.zero_gradient_clip_search and quantizes_gradients(zero) and rounding(zero) == "stochastic":
         yield (
             f"--zero-gradient-clip-search {zero.zero_gradient_clip_search} clips, which brings back the bias that "

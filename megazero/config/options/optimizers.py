@@ -1,13 +1,13 @@
 """This module lists the optimizers and the shapes of the learning rate, with everything that is known of each.
 
-An optimizer is an entry of OPTIMIZERS. The engine gives it slices of the weights, so it must be elementwise:
-zero/elementwise.py runs it to see. A shape is an entry of FALLING.
+An optimizer is an entry of OPTIMIZERS. The engine gives it slices of the weights, so it is elementwise, which
+zero/elementwise.py runs it to see, or by matrix (zero/by_matrix.py). A shape is an entry of FALLING.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,10 @@ class Optimizer:
 
     ``factories`` maps --optimizer-impl to 'module:name', which is imported when the optimizer is built.
     ``arguments`` are those of every factory, by name; each is an option, or a tuple of options.
-    ``moments`` is how many values it keeps beside each master weight, in the master's dtype.
+    ``moments`` is how many values it keeps beside each master weight, in the master's dtype but where one of
+    ``moment_dtypes``, the names of options, says another (MOMENT_DTYPES). ``matrix_moments`` is the same of the
+    layers' matrices, for an optimizer that steps them whole; None: it is elementwise. ``layout`` has options that it
+    reads beside its arguments: they say where matrices are stepped.
     ``aliases`` are further names on the command line, each with what the notes say about it.
     ``small_rate`` is a learning rate at which a model of a few thousand parameters trains well in fp32 (megazero
     verify).
@@ -31,13 +34,20 @@ class Optimizer:
     arguments: Mapping[str, str | tuple[str, ...]]
     moments: int
     small_rate: float
+    moment_dtypes: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    matrix_moments: int | None = None
+    layout: tuple[str, ...] = ()
+
+    @property
+    def by_matrix(self) -> bool:
+        return self.matrix_moments is not None
 
     @property
     def options(self) -> list[str]:
         """Return the names of the options that it reads."""
         nested = ((names,) if isinstance(names, str) else names for names in self.arguments.values())
-        return [name for names in nested for name in names]
+        return [*(name for names in nested for name in names), *self.layout]
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
@@ -54,9 +64,12 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 "betas": ("adam_beta1", "adam_beta2"),
                 "eps": "adam_eps",
                 "weight_decay": "weight_decay",
+                "exp_avg_dtype": "exp_avg_dtype",
+                "exp_avg_sq_dtype": "exp_avg_sq_dtype",
             },
             moments=2,
             small_rate=1e-3,
+            moment_dtypes=("exp_avg_dtype", "exp_avg_sq_dtype"),
             aliases={"adam": "weight decay is decoupled, as in Megatron"},
         ),
         "sgd": Optimizer(
@@ -71,9 +84,50 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             moments=1,
             small_rate=1e-4,
         ),
+        "muon": Optimizer(
+            {
+                "auto": "megazero.zero.muon:Muon",
+                "torch": "megazero.zero.muon:torch_muon",
+                "triton": "megazero.zero.muon:triton_muon",
+            },
+            {
+                "lr": "lr",
+                "betas": ("adam_beta1", "adam_beta2"),
+                "eps": "adam_eps",
+                "weight_decay": "weight_decay",
+                "momentum": "muon_momentum",
+                "nesterov": "muon_nesterov",
+                "coefficients": "muon_coefficient_type",
+                "steps": "muon_num_ns_steps",
+                "scale": "muon_scale_mode",
+                "extra_scale": "muon_extra_scale_factor",
+                "precision": "muon_fp32_matmul_prec",
+            },
+            moments=2,
+            small_rate=2e-4,
+            matrix_moments=1,
+            layout=("muon_tp_mode",),
+        ),
     }
 )
 IMPLEMENTATIONS = tuple(OPTIMIZERS["adamw"].factories)
+SMALL_MOMENTS = ("auto", "triton")  # the implementations that keep moments in fewer bits
+
+
+@dataclass(frozen=True)
+class MomentDtype:
+    """This is what a moment of an element takes, in bytes: in memory, and in a checkpoint. None: as a master weight.
+
+    kernels/moments.py has the formats: INT8 with a scale of 2 bytes for each block of 128.
+    """
+
+    held: float | None = None
+    stored: int | None = None
+
+
+MOMENT_DTYPES: Mapping[str, MomentDtype] = MappingProxyType(
+    {"fp32": MomentDtype(), "bf16": MomentDtype(2, 2), "int8": MomentDtype(1 + 2 / 128, 4)}
+)
 # What is left of peak - minimum when a share r of the decay is over, by the style's name.
 FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
@@ -137,20 +191,88 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    exp_avg_dtype: str = option(
+        "fp32",
+        "what the first moment is kept in: fp32 (fp64 with --fp64), bf16, or int8, its roots in blocks of 128; bf16 "
+        "and int8 are rounded at random, without bias",
+        choices=tuple(MOMENT_DTYPES),
+    )
+    exp_avg_sq_dtype: str = option("fp32", "the same of the second moment", choices=tuple(MOMENT_DTYPES))
     sgd_momentum: float = option(0.9, "momentum of sgd", low=0, below=1)
     lion_beta1: float = option(0.95, "share of the momentum in lion's update", low=0, below=1)
     lion_beta2: float = option(0.98, "decay of lion's momentum", low=0, below=1)
+    muon_momentum: float = option(0.9, "share of the momentum that muon keeps", low=0, below=1)
+    muon_nesterov: bool = option(False, "muon takes Nesterov's momentum")
+    muon_coefficient_type: str = option(
+        "quintic",
+        "coefficients of muon's Newton-Schulz iteration: five sets in turn, or one (simple, as torch.optim.Muon)",
+        choices=("quintic", "simple"),
+    )
+    muon_num_ns_steps: int = option(5, "iterations of it", low=1, high=99)
+    muon_scale_mode: str = option(
+        "spectral",
+        "what an orthogonalised [m, n] is multiplied by: spectral is sqrt(max(m, n)), unit_rms_norm is sqrt(m / n), "
+        "shape_scaling is sqrt(max(1, m / n))",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = option(
+        1.0, "and by this; with spectral, 0.2 gives updates of AdamW's size, and its --lr fits", above=0
+    )
+    muon_fp32_matmul_prec: str = option(
+        "medium",
+        "what matrices are moved and iterated in: medium is bfloat16, high is the master weights' dtype",
+        choices=("medium", "high"),
+    )
+    muon_tp_mode: str = option(
+        "distributed",
+        "matrices that tensor-parallel ranks cut: distributed steps each whole on one of them, blockwise steps each "
+        "rank's part by itself, which is another update",
+        choices=("distributed", "blockwise"),
+    )
     clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", low=0)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that the optimizer's factory is called with besides the parameters."""
+        """Return the arguments that the optimizer's factory is called with besides the parameters.
+
+        Moments in fp32 need none: not every implementation has others.
+        """
         return {
             argument: getattr(self, names)
             if isinstance(names, str)
             else tuple(getattr(self, n) for n in names)
             for argument, names in OPTIMIZERS[self.optimizer].arguments.items()
+            if names not in self.moments_in("fp32")
         }
+
+    def moments_in(self, *dtypes: str) -> list[str]:
+        """Return the options by which the optimizer keeps a moment in one of these dtypes."""
+        return [name for name in OPTIMIZERS[self.optimizer].moment_dtypes if getattr(self, name) in dtypes]
+
+    def moment_bytes(self, master: int, matrices: float = 0.0) -> float:
+        """Return what the moments of an element take beside a master weight of ``master`` bytes, on average.
+
+        matrices: the share of the elements that are of the layers' matrices.
+        """
+        return self._bytes_of(master, [each.held for each in self._moments], matrices)
+
+    def stored_moment_bytes(self, master: int, matrices: float = 0.0) -> float:
+        """Return the same in a checkpoint."""
+        return self._bytes_of(master, [each.stored for each in self._moments], matrices)
+
+    def _bytes_of(self, master: int, widths: Sequence[float | None], matrices: float) -> float:
+        """Return the mean bytes of moments of these widths; None is the master's, which matrices' moments have."""
+        others, of_matrices = (
+            sum(master if w is None else w for w in widths),
+            OPTIMIZERS[self.optimizer].matrix_moments,
+        )
+        return others if of_matrices is None else (1 - matrices) * others + matrices * of_matrices * master
+
+    @property
+    def _moments(self) -> list[MomentDtype]:
+        own = OPTIMIZERS[self.optimizer]
+        said = [MOMENT_DTYPES[getattr(self, name)] for name in own.moment_dtypes]
+        return said + [MomentDtype()] * (own.moments - len(said))
 
 
 def optimizer_conditions(chosen: str) -> Iterator[tuple[Collection[str], bool, str]]:

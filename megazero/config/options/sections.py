@@ -12,6 +12,8 @@ from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
+OUTER_BITS = (32, 16, *BITS)
+OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 ROUNDINGS = ("nearest", "stochastic", "feedback")
 TRANSFORMS = ("none", "hadamard")
 RECOMPUTE = ("none", "selective", "full")
@@ -187,8 +189,44 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True)
+class OuterConfig:
+    """Outer steps across slow links (DiLoCo): replicas train apart and meet every so many steps.
+
+    Everything else, tensor and pipeline parallelism and the sharding, is inside a replica.
+    """
+
+    outer_interval: int = option(
+        0,
+        "steps that outer replicas train apart before they meet; 0: no replicas, every step is of all ranks",
+        low=0,
+    )
+    outer_replicas: int | None = option(
+        None, "outer replicas, groups of whole nodes (default: each node is one)", low=1
+    )
+    outer_optimizer: str = option(
+        "nesterov",
+        "what is done with the replicas' mean difference to the weights of the last meeting: SGD with Nesterov "
+        "momentum, SGD with momentum, or its whole addition (average)",
+        choices=OUTER_OPTIMIZERS,
+    )
+    outer_lr: float = option(0.7, "learning rate of the outer optimizer", above=0)
+    outer_momentum: float = option(0.9, "momentum of the outer optimizer", low=0, below=1)
+    outer_bits: int = option(
+        32,
+        "bits of a difference between replicas, of every parameter: 32 as it is, 16 bf16, else quantised",
+        choices=OUTER_BITS,
+    )
+    outer_rounding: str | None = option(
+        None,
+        "how differences are rounded: to nearest, adding what was lost to the next ones (feedback), or not adding it "
+        "(nearest) (default: feedback)",
+        choices=("feedback", "nearest"),
+    )
+
+
+@dataclass(frozen=True)
 class PrecisionConfig:
-    """Compute dtype. Master weights, moments, accumulated gradients, sums and the loss are at least fp32."""
+    """Compute dtype. Master weights, accumulated gradients, sums and the loss are at least fp32."""
 
     params_dtype: str = option(
         "fp32",

@@ -35,8 +35,8 @@ class Feeding:
         return Batches(
             data_set,
             micro_batch_size=self.micro_batch_size,
-            rank=self.mesh.dp_rank,
-            size=self.mesh.dp_size,
+            rank=self.mesh.batch_rank,
+            size=self.mesh.batch_ranks,
             pin_memory=self.mesh.device.type == "cuda",
             **position,
         )
@@ -55,16 +55,19 @@ class Feeding:
         """Return the first ``length`` tokens of every sample."""
         return {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}
 
-    def valid_tokens(self, step: Sequence[Batch]) -> float:
-        """Return the number of tokens of the global batch that count in the loss, at least 1. Collective if masked.
+    def valid_tokens(self, step: Sequence[Batch]) -> tuple[float, ...]:
+        """Return how many tokens of the global batch count in the loss, of each outer replica, at least 1 of each.
+        Collective if masked.
 
         step: on the host, where the number is exchanged, too: the device is not waited for.
         """
         if not self.masked:
-            return float(sum(batch["loss_mask"].numel() for batch in step) * self.mesh.dp_size)
+            tokens = sum(batch["loss_mask"].numel() for batch in step) * self.mesh.dp_size
+            return (float(tokens),) * self.mesh.grid.outer
         own = torch.stack([batch["loss_mask"].sum(dtype=torch.float64) for batch in step]).sum()
         rows = self.mesh.gather_rows(own.reshape(1))
-        return max(1.0, self.mesh.stage_rows(rows, self.loss_rank).sum().item())
+        sums = self.mesh.stage_rows(rows, self.loss_rank).view(self.mesh.grid.outer, -1).sum(1)
+        return tuple(max(1.0, tokens) for tokens in sums.tolist())
 
 
 def mean_loss(

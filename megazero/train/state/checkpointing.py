@@ -9,13 +9,14 @@ error feedback, its own residuals.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import TRIAL, checkpoint_name
@@ -36,6 +37,7 @@ from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state.origin import Origin, world_group
 from megazero.train.state.progress import Progress
+from megazero.train.state.replicas import ReplicaCheckpoint, load_replicas
 from megazero.zero import Engine
 from megazero.zero.records import (
     MASTER,
@@ -48,6 +50,7 @@ from megazero.zero.records import (
     optimizer_kinds,
     rank_tensors,
     save_records,
+    save_replica_records,
 )
 
 
@@ -94,6 +97,11 @@ class Checkpointing:
             "block": policy.block,
             "exact_numel": policy.exact_numel,
             "chunk_numel": policy.chunk_numel,
+            # In a unit, matrices that are stepped alike lie together.
+            **(
+                {"matrices": self.config.optimizer.muon_tp_mode} if self.engine.optimizer.has_matrices else {}
+            ),
+            **({"outer_replicas": grid.outer} if grid.outer > 1 else {}),
         }
 
     def save(self, progress: Progress) -> Path:
@@ -162,8 +170,7 @@ class Checkpointing:
             "run_id": progress.run_id,
             "ordered_for": dict(progress.ordered_for),
             "owes_evaluation": progress.evaluation_pending,
-            "optimizer": self.engine.optimizer.scalars(),
-            "engine": self.engine.state(),
+            **self._counters(),
             "loss_scaling": self.scaling.state(),
             "spikes": self.spikes.state(),
             "tokenizer": self.tokenizer.fingerprint,
@@ -172,15 +179,25 @@ class Checkpointing:
             "rollbacks": progress.rollbacks,
             "tokens": progress.tokens,
         }
+        save = save_records if self.engine.outer is None else save_replica_records
         return store.Snapshot(
             step=progress.iteration,
-            records=save_records(self.engine, self.placements),
+            records=save(self.engine, self.placements),
             state=state,
             rank_tensors={**_generator_states(self.mesh.device), **rank_tensors(self.engine)},
             layout=self._layout,
             configuration=redact(self.config.to_dict()),
             files=self.tokenizer.files,
         )
+
+    def _counters(self) -> dict[str, Any]:
+        """Return the counters of the optimizer and the engine; where replicas have their own, of each. Collective."""
+        own = {"optimizer": self.engine.optimizer.scalars(), "engine": self.engine.state()}
+        if self.mesh.outer is None:
+            return own
+        every = [own] * self.mesh.outer.size
+        dist.all_gather_object(every, own, group=self.mesh.outer.gather_group)
+        return {**own, "replicas": every}
 
     @property
     def root(self) -> str:
@@ -203,6 +220,11 @@ class Checkpointing:
         if origin.own:
             options = replace(options, finetune=False, load_optim=True, load_rng=True)
         with_optimizer = options.load_optim and not options.finetune
+        if state.get("replicas") and not options.finetune:
+            self._load_replicas(
+                ReplicaCheckpoint(path, manifest, state, self._layout), with_optimizer, options.load_rng
+            )
+            return
         moments = self._moments(manifest.kinds, path) if with_optimizer else []
         residual = with_optimizer and RESIDUAL in manifest.kinds
         loaded = store.load(
@@ -220,13 +242,33 @@ class Checkpointing:
         self._check_tokenizer(state, path)
         if with_optimizer:
             self.engine.optimizer.load_scalars(state["optimizer"])
+        self._load_rest(state, loaded, with_optimizer, options.load_rng)
+
+    def _load_rest(
+        self, state: Mapping[str, Any], loaded: store.LoadedState, with_optimizer: bool, with_rng: bool
+    ) -> None:
+        """Load what is neither weights nor moments."""
+        if with_optimizer:
             load_rank_tensors(self.engine, loaded.rank_tensors or {})
         if "engine" in state:  # not in checkpoints of before quantised messages
             self.engine.load_state(state["engine"])
         self.scaling.load_state(state.get("loss_scaling", {}))  # not in checkpoints of before fp16
         self.spikes.load_state(state.get("spikes", {}))
-        if options.load_rng and loaded.rank_tensors:
+        if with_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
+
+    def _load_replicas(self, saved: ReplicaCheckpoint, with_optimizer: bool, with_rng: bool) -> None:
+        """Load a checkpoint of outer replicas. Collective."""
+        if not with_optimizer:
+            raise store.CheckpointError(
+                f"'{saved.path}' holds {saved.count} outer replicas, whose weights differ between their meetings: "
+                "--no-load-optim cannot leave out what each has of its own; --finetune starts from their anchor"
+            )
+        self._check_tokenizer(saved.state, saved.path)
+        self._moments(saved.kinds, saved.path)
+        own, loaded = load_replicas(saved, self.engine, self.placements)
+        self.engine.optimizer.load_scalars(own["optimizer"])
+        self._load_rest({**saved.state, **own}, loaded, True, with_rng)
 
     def _load_published(self, published: Published) -> None:
         """Fill this rank's slices of the weights from a folder of Hugging Face. Collective."""
@@ -267,7 +309,7 @@ class Checkpointing:
         partial_folder = write_folder(source, folder, group=world_group())
         return finish(partial_folder, world_group())
 
-    def _moments(self, stored: Mapping[str, Any], path: Path) -> list[str]:
+    def _moments(self, stored: Collection[str], path: Path) -> list[str]:
         # From every rank: one that holds no slice has no state of its own, and must decide as the others do.
         held = agree(world_group(), f"'{path}' not loaded", partial(optimizer_kinds, self.engine))
         ours = sorted({kind for kinds in held for kind in kinds})

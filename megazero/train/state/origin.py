@@ -18,9 +18,11 @@ from megazero.checkpoint.errors import agree, agree_local, error_number
 from megazero.checkpoint.manifest import check_sizes
 from megazero.checkpoint.reading import open_manifest
 from megazero.config import RunConfig
+from megazero.config.layout.outer import feeds_back, keeps_momentum
 from megazero.config.model.loaded import Chosen, checkpoint_to_load
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
-from megazero.config.options.sections import CheckpointConfig
+from megazero.config.options.fields import section_of
+from megazero.config.options.sections import CheckpointConfig, OuterConfig
 from megazero.config.secrets import redact
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh
@@ -113,6 +115,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         *_left_out(damaged),
         *_of_first_rank(mesh, lambda: list(_copies(options, step)) if damaged else []),
         *_of_first_rank(mesh, lambda: [] if chosen.named else list(_incomplete(root, step))),
+        *_changed_replicas(config, mesh.grid.outer, origin),
         *_changed_order(config, origin.manifest.configuration, "ordered_for" in origin.state),
     )
     return replace(origin, progress=replace(origin.progress, notes=notes))
@@ -286,6 +289,29 @@ def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
         world_group(), "the first rank looked", lambda: look() if mesh.rank == 0 else None
     )
     return found[0]
+
+
+def _changed_replicas(config: RunConfig, now: int, origin: Origin) -> Iterator[str]:
+    """Yield a note if the run has another number of outer replicas than the checkpoint, or other kinds of their
+    state; 1 is a run without."""
+    before = len(origin.state.get("replicas", [origin.state]))
+    if before == 1:
+        if now > 1:
+            yield f"the checkpoint has no outer replicas: each of {now} begins from its weights and moments"
+        return
+    assert origin.manifest is not None
+    saved = section_of(OuterConfig, origin.manifest.configuration["outer"])
+    kept = [(keeps_momentum(outer), feeds_back(outer)) for outer in (saved, config.outer)]
+    if now != before:
+        change = f"{before} outer replicas and this run {now}"
+    elif kept[0] != kept[1]:
+        change = "other outer momentum or feedback than this run"
+    else:
+        return
+    yield (
+        f"the checkpoint has {change}: those take the outer step that is due, then all go on from the anchor, with "
+        "the means of the moments"
+    )
 
 
 def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: bool) -> Iterator[str]:

@@ -1,0 +1,301 @@
+"""Outer replicas: against DiLoCo in plain torch, the bytes between them, their checkpoints, what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazero import zero
+from megazero.comm.codec import Blockwise, Identity
+from megazero.log.metrics import read_metrics
+from megazero.mesh.mesh import create_mesh
+from megazero.zero.layout import Slice
+from tests.dist.outer_cases import OuterCase, error, on_ranks, plain, whole
+from tests.dist.pool import run_ranks
+from tests.dist.runs import checkpoint_of, differences, samples, train_each
+
+OUTER = {"outer_interval": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+EXACT = {"fp32": 1e-6, "fp64": 1e-12}
+SGD = {"optimizer": "sgd", "lr": 0.05}
+CASES = [
+    OuterCase("zero3 inside", 2, {**OUTER, "zero_preset": "zero3"}),
+    OuterCase("zero3 inside, fp32", 2, {**OUTER, **SGD, "zero_preset": "zero3"}, dtype="fp32"),
+    OuterCase("tp 2", 2, {**OUTER, **TP2, "outer_optimizer": "sgd"}),
+    OuterCase("pp 2", 2, {**OUTER, **PP2, "untie_embeddings_and_output_weights": False}),
+    OuterCase("four", 4, {"outer_interval": 3, "outer_optimizer": "average"}, per_node=1, steps=7),
+]
+MORE = [
+    OuterCase("ddp inside", 2, {**OUTER, "zero_preset": "ddp"}),
+    OuterCase(
+        "every step",
+        2,
+        {"outer_interval": 1, "outer_lr": 0.5, "outer_momentum": 0.0, "outer_optimizer": "sgd"},
+    ),
+    OuterCase("long", 2, {"outer_interval": 4}, steps=14),
+    OuterCase("two nodes in a site", 2, {**OUTER, "outer_replicas": 2, "zero_preset": "zero3"}, world=8),
+    OuterCase("ddp on two nodes in a site", 2, {**OUTER, "outer_replicas": 2, "zero_preset": "ddp"}, world=8),
+    OuterCase("tp 2 x zero3, virtual stages", 2, {**OUTER, **TP2, **PP2}, world=8, per_node=4),
+]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.slow)], ids=["core", "more"])
+def test_ranks_take_the_steps_of_diloco(cases: list[OuterCase]) -> None:
+    """Weights of every replica and of the anchor, norms, how far replicas were apart; the last steps do not meet."""
+    for world in sorted({case.world for case in cases}):
+        some = [case for case in cases if case.world == world]
+        every = run_ranks(world, on_ranks, some, timeout=300)
+        for case, seen in zip(some, zip(*every, strict=True), strict=True):
+            want, bound = plain(case), EXACT[case.dtype]
+            for replica, masters in enumerate(want.masters):
+                assert error(whole(case, seen, replica, "masters"), masters) < (bound, ""), (
+                    case.name,
+                    replica,
+                )
+                assert error(whole(case, seen, replica, "anchors"), want.anchor) < (bound, ""), (
+                    case.name,
+                    replica,
+                )
+            apart = case.steps % case.values["outer_interval"] > 0
+            assert (error(want.masters[0], want.anchor) > (1e-3, "")) == apart, (
+                "replicas have moved on, or just met"
+            )
+            for rank in seen:
+                assert torch.allclose(torch.tensor(rank.norms), torch.tensor(want.norms), rtol=1e-4), (
+                    case.name
+                )
+                assert [d is None for d in rank.drifts] == [d is None for d in want.drifts], case.name
+                for got, wanted in zip(rank.drifts, want.drifts, strict=True):
+                    assert wanted is None or got == pytest.approx(wanted, rel=1e-3), case.name
+
+
+# -- bytes and rounding ------------------------------------------------------------------------------
+
+CODECS = {
+    "exact": None,
+    "bf16": Identity(torch.bfloat16),
+    "8": Blockwise(8),
+    "4": Blockwise(4),
+    "2": Blockwise(2),
+}
+WIDTH = {"exact": 4.0, "bf16": 2.0, "8": 1 + 2 / 128, "4": 0.5 + 2 / 64, "2": 0.25 + 2 / 64}
+NUMEL = 256 * 512
+
+
+def moved(
+    shards: tuple[int, int, int], name: str, outer: int, per_node: int
+) -> tuple[float, float, float, bool]:
+    """Three outer steps that average, after replicas moved apart.
+
+    Returns what went missing, relatively (the replicas' ways with the residuals of before, less what the anchor moved
+    with the residuals of after); bytes sent by those of the formula; the size of the last residual; whether anchors
+    are the same bits in all replicas.
+    """
+    codec = CODECS[name]
+    mesh = create_mesh(shards=shards, outer=outer, ranks_per_node=per_node)
+    assert mesh.outer is not None
+    torch.manual_seed(0)
+    model = torch.nn.Linear(256, 512, bias=False)
+    policy = zero.Policy(outer=zero.Outer(1, 1.0, 0.0, False, codec, feedback=codec is not None))
+    engine = zero.shard(model, mesh=mesh, policy=policy)
+    (unit,), steps = engine.units, engine.outer
+    assert steps is not None
+    anchor, sent, missing = steps.anchors[unit], 0, 0.0
+    layout, levels = unit.layout, unit.levels
+
+    def own(values: torch.Tensor) -> torch.Tensor:
+        """The part that this rank alone of its replica sends."""
+        return Slice(layout, values, levels.os).rows(levels.all, 1)[0].view(-1)
+
+    def total(values: torch.Tensor) -> torch.Tensor:
+        every = [torch.empty_like(values) for _ in range(outer)]
+        dist.all_gather(every, values.clone(), group=mesh.outer.gather_group)
+        return torch.stack(every).sum(0)
+
+    kept = torch.zeros(layout.level_numel(levels.all)) if anchor.residual is None else anchor.residual
+    for step in range(3):
+        torch.manual_seed(100 * step + mesh.replica)
+        way = torch.randn(NUMEL) * (1 + mesh.replica)
+        (piece,) = layout.pieces(levels.os)
+        unit.master.add_(way[piece.span])
+        before = anchor.value.clone()
+        wanted = total(own(before - unit.master) + kept)
+        steps.count()
+        sent += engine.traffic.take()["outer_inter_node_bytes"]
+        got = outer * own(before - anchor.value) + total(kept)
+        missing = max(missing, ((got - wanted).norm() / wanted.norm()).item())
+    formula = 3 * 2 * (outer - 1) / outer * WIDTH[name] * NUMEL / mesh.dp_size
+    rows, site = mesh.gather_rows(steps.told[:1]), mesh.grid.site_size
+    equal = all(bool(rows[i] == rows[i % site]) for i in range(mesh.world_size))
+    return missing, sent / formula, (kept.norm() / way.norm()).item(), equal
+
+
+def all_moved(cases: list[tuple]) -> list[tuple]:
+    return [moved(*case) for case in cases]
+
+
+def test_what_rounding_loses_is_sent_later_and_bytes_are_those_of_the_formula() -> None:
+    cases = [((2, 2, 2), name, 2, 2) for name in CODECS] + [((1, 1, 1), "4", 2, 2), ((1, 1, 1), "4", 4, 1)]
+    every = run_ranks(4, all_moved, cases, timeout=120)
+    for case, ranks in zip(cases, zip(*every, strict=True), strict=True):
+        for missing, share, lost, equal in ranks:
+            assert missing < 1e-6 and equal, (case, missing)
+            assert share == pytest.approx(1, abs=0.01), case
+            assert (lost == 0) == (case[1] == "exact") and lost < 2, (case, lost)
+
+
+def strangers() -> str:
+    """Replicas that start from different weights."""
+    mesh = create_mesh(shards=(1, 1, 1), outer=2, ranks_per_node=1)
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Linear(8, 8)
+    engine = zero.shard(model, mesh=mesh, policy=zero.Policy(block=8, outer=zero.Outer(2)))
+    engine.begin_step()
+    model(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="outer replicas hold different anchors"):
+        engine.step()
+    with pytest.raises(ValueError, match="or neither"):
+        zero.shard(torch.nn.Linear(8, 8), mesh=create_mesh(outer=2, ranks_per_node=1))
+    return "refused"
+
+
+def test_anchors_that_differ_are_found() -> None:
+    assert run_ranks(2, strangers) == ["refused"] * 2
+
+
+# -- whole runs --------------------------------------------------------------------------------------
+
+SITES = {"ranks_per_node": 2, "outer_interval": 3, "train_iters": 8}
+
+
+def test_runs_with_outer_replicas(tmp_path: Path) -> None:
+    """Stopped in the middle of an interval they go on bit for bit. Evaluations are of the anchor and change nothing.
+    Each sample comes once, in the order of a run without replicas. One replica is such a run, to the bit. Averaging
+    SGD every step is plain data parallelism."""
+    zero3, four = {"zero_preset": "zero3", "log_dir": str(tmp_path / "logs")}, {"outer_bits": 4}
+    straight = {**SITES, **zero3, **four, "save": str(tmp_path / "straight")}
+    stopped = {**straight, "save": str(tmp_path / "stopped"), "exit_interval": 4}
+    evaluated = {"eval_interval": 1, "eval_iters": 2, "log_dir": str(tmp_path / "evaluated logs")}
+    sgd = {**zero3, "optimizer": "sgd", "clip_grad": 0.0, "params_dtype": "fp64", "ranks_per_node": 2}
+    average = {"outer_interval": 1, "outer_optimizer": "average"}
+    jobs = {
+        "straight": (4, straight),
+        "stopped": (4, stopped),
+        "gone on": (4, {**stopped, "load": stopped["save"], "exit_interval": None}),
+        "evaluated": (4, {**straight, **evaluated, "save": str(tmp_path / "evaluated")}),
+        "plain": (4, {**zero3, "train_iters": 8, "ranks_per_node": 2, "save": str(tmp_path / "plain")}),
+        "one": (4, {**zero3, **SITES, "outer_replicas": 1, "save": str(tmp_path / "one")}),
+        "sgd": (4, sgd),
+        "averaged": (4, {**sgd, **average}),
+    }
+    seen = train_each(jobs)
+    assert seen["stopped"][0].losses + seen["gone on"][0].losses == seen["straight"][0].losses
+    wanted = checkpoint_of(tmp_path / "straight")
+    assert {
+        "weights",
+        "outer momentum",
+        "replica 0 master",
+        "replica 1 exp_avg",
+        "replica 1 outer residual",
+    } < set(wanted)
+    assert not differences(wanted, checkpoint_of(tmp_path / "stopped"))
+    assert not differences(wanted, checkpoint_of(tmp_path / "evaluated"))
+    losses = seen["evaluated"][0].evaluations
+    assert losses[2] == losses[3] == losses[4] != losses[5] and losses[5] == losses[6] == losses[7]
+    assert samples(seen["straight"]) == samples(seen["plain"])
+    assert seen["one"][0].losses == seen["plain"][0].losses != seen["straight"][0].losses
+    assert not differences(checkpoint_of(tmp_path / "one"), checkpoint_of(tmp_path / "plain"))
+    for (_, got), (_, plain_loss) in zip(seen["averaged"][0].losses, seen["sgd"][0].losses, strict=True):
+        assert got == pytest.approx(plain_loss, rel=1e-12)
+    lines = [line for line in read_metrics(tmp_path / "evaluated logs") if "lm_loss" in line]
+    assert [("outer" in line) for line in lines] == [False, False, False, True, False, False, True, False]
+    assert set(lines[0]["replicas"]) == {"0", "1"} and lines[3]["outer"]["drift"] > 0
+    mean = sum(each["lm_loss"] for each in lines[0]["replicas"].values()) / 2
+    assert lines[0]["lm_loss"] == pytest.approx(mean)
+
+
+def test_other_replicas_first_take_the_step_that_is_due(tmp_path: Path) -> None:
+    """After 4 steps of 3: the anchor moves by the mean of the replicas; moments are means; then all goes on."""
+    first = {
+        **SITES,
+        "zero_preset": "zero3",
+        "exit_interval": 4,
+        "log_dir": str(tmp_path / "logs"),
+        "lr_warmup_iters": 0,
+    }
+    first |= {"save": str(tmp_path / "two"), "params_dtype": "fp64"}
+    train_each({"two": (4, first)})
+    two = checkpoint_of(tmp_path / "two")
+    still = {"train_iters": 8, "exit_interval": 5, "load": first["save"], "lr": 1e-30, "params_dtype": "fp64"}
+    still |= {"weight_decay": 0.0, "min_lr": 0.0, "log_dir": str(tmp_path / "logs")}
+    # On one rank without replicas, and on four replicas, none of which meets in the one step that moves nothing.
+    others = {"none": (1, still), "four": (4, {**still, **SITES, "ranks_per_node": 1})}
+    train_each({name: (n, {**v, "save": str(tmp_path / name)}) for name, (n, v) in others.items()})
+    for name, anchor in two["weights"].items():
+        mean = (two["replica 0 master"][name] + two["replica 1 master"][name]) / 2
+        velocity = 0.9 * two["outer momentum"][name] + (anchor - mean)
+        wanted = anchor - 0.7 * (anchor - mean + 0.9 * velocity)
+        for root in others:
+            found = checkpoint_of(tmp_path / root)
+            torch.testing.assert_close(found["weights"][name], wanted, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found["outer momentum"][name], velocity, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found["replica 3 master"][name], wanted, rtol=1e-12, atol=1e-14)
+
+
+INSIDE = {
+    "zeropp between a site's nodes": (
+        8,
+        {
+            "zero_preset": "zeropp",
+            "zero_quantized_weights_delta": False,
+            "zero_exact_numel": 16,
+            "outer_replicas": 2,
+            "params_dtype": "bf16",
+        },
+    ),
+    "tp 2 x pp 2, bf16": (8, {**TP2, **PP2, "ranks_per_node": 4, "params_dtype": "bf16", "outer_bits": 2}),
+    "moments in fewer bits": (
+        4,
+        {"zero_preset": "zero3", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "bf16", "outer_bits": 8},
+    ),
+    "muon": (4, {"zero_preset": "zero3", "optimizer": "muon"}),
+    "asynchronous saves": (
+        4,
+        {"zero_preset": "ddp", "outer_bits": 8, "async_save": True, "save_interval": 4},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSIDE)
+def test_replicas_of_any_kind_go_on_bit_for_bit(tmp_path: Path, name: str) -> None:
+    """Evaluations change nothing, also where messages are quantised; another layout inside has the same curve."""
+    world, values = INSIDE[name]
+    straight = {
+        **SITES,
+        "lr": 1e-3,
+        **values,
+        "log_dir": str(tmp_path / "logs"),
+        "save": str(tmp_path / "straight"),
+    }
+    stopped = {**straight, "save": str(tmp_path / "stopped"), "exit_interval": 4}
+    gone_on = {"load": stopped["save"], "exit_interval": None}
+    evaluated = {"eval_interval": 1, "eval_iters": 1, "save": str(tmp_path / "evaluated")}
+    jobs = {
+        "straight": (world, straight),
+        "stopped": (world, stopped),
+        "evaluated": (world, {**straight, **evaluated}),
+        "other": (world, {**straight, **gone_on, "zero_preset": "zero1", "save": str(tmp_path / "other")}),
+        "gone on": (world, {**stopped, **gone_on}),
+    }
+    seen = train_each(jobs)
+    assert seen["stopped"][0].losses + seen["gone on"][0].losses == seen["straight"][0].losses
+    wanted = checkpoint_of(tmp_path / "straight")
+    assert not differences(wanted, checkpoint_of(tmp_path / "stopped"))
+    assert not differences(wanted, checkpoint_of(tmp_path / "evaluated"))
+    for (_, got), (_, loss) in zip(seen["other"][0].losses, seen["straight"][0].losses[4:], strict=True):
+        assert got == pytest.approx(loss, rel=5e-3)

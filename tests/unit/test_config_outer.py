@@ -1,0 +1,111 @@
+"""Outer replicas: which there are, what their flags need, and what they send and keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megazero.config import ConfigError, World, make_config
+from megazero.config.layout.outer import feeds_back, outer_coding
+from megazero.mesh.grid import INTER, make_grid
+from megazero.plan.communication import OuterFormat, UnitShape
+from tests.sizes import SMALL
+
+WORLD = World(8, 2)
+STEPS = {"outer_interval": 4}
+
+
+def config(world: World = WORLD, **values: Any) -> Any:
+    return make_config({**SMALL, **values}, world)
+
+
+def test_replicas_are_nodes_or_groups_of_nodes() -> None:
+    for values, replicas, d, h in (
+        ({}, 1, 8, 2),
+        (STEPS, 4, 2, 2),
+        ({**STEPS, "outer_replicas": 2}, 2, 4, 2),
+        ({**STEPS, "outer_replicas": 1}, 1, 8, 2),
+        ({**STEPS, "outer_replicas": 2, "tensor_model_parallel_size": 2}, 2, 2, 1),
+    ):
+        made = config(**values)
+        assert made.outer_replicas(WORLD) == replicas
+        assert (made.shard_ranks(WORLD), made.data_ranks_per_node(WORLD)) == (d, h)
+        assert made.data_parallel_size(WORLD) == replicas * d, "all share the global batch"
+        assert made.shards(WORLD).os == d
+    assert config(World(8, 8), **STEPS).outer_replicas(World(8, 8)) == 1, "one node"
+
+
+def test_a_replica_is_a_grid_of_its_own() -> None:
+    """Four ranks a replica, tp 2 x dp 2: the same axes as without, and one that joins equal places."""
+    alone, both = make_grid(4, 2, tp=2), make_grid(8, 2, tp=2, outer=2)
+    assert both.axes[1:] == alone.axes and both.data_axes == alone.data_axes and both.dp == 2
+    outer = both.axis("outer")
+    assert (outer.size, outer.link, outer.ranks(3)) == (2, INTER, (3, 7))
+    assert sorted(both.rank_of(0, i, t, r) for r in range(2) for i in range(2) for t in range(2)) == list(
+        range(8)
+    )
+    assert make_grid(8, 2, tp=2, outer=1) == make_grid(8, 2, tp=2)
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    for values, lines in (
+        (
+            {**STEPS, "outer_replicas": 3},
+            ["8 ranks on nodes of 2 do not divide into 3", "nearest --outer-replicas: 2"],
+        ),
+        (
+            {"outer_bits": 4, "outer_replicas": 2},
+            ["--outer-bits 4 has no effect", "--outer-replicas 2 has no effect"],
+        ),
+        (
+            {
+                **STEPS,
+                "outer_optimizer": "average",
+                "outer_lr": 0.5,
+                "outer_rounding": "nearest",
+                "params_dtype": "fp16",
+            },
+            [
+                "--outer-lr 0.5 has no effect",
+                "--outer-rounding nearest has no effect",
+                "does not take --fp16",
+            ],
+        ),
+        (
+            {**STEPS, "zero_preset": "auto", "cluster": "a100"},
+            ["--zero-preset auto does not plan outer steps"],
+        ),
+        (
+            {**STEPS, "zero_preset": "zeropp", "outer_replicas": 2},
+            ["does not take changes of weights between a replica's nodes"],
+        ),
+        ({**STEPS, "zero_shard": (8, 8, 8)}, ["over 2 data-parallel ranks", "nearest legal: 2,2,2"]),
+    ):
+        with pytest.raises(ConfigError) as error:
+            config(**values)
+        for line in lines:
+            assert line in str(error.value)
+
+
+def test_the_start_says_what_crosses() -> None:
+    text = "\n".join(config(**STEPS, outer_bits=4).describe(WORLD))
+    assert "4 replicas of 2 ranks meet every 4 steps: nesterov" in text
+    assert "differences INT4, error feedback" in text
+    assert "--train-iters 9: outer replicas meet last at 8" in "\n".join(config(**STEPS, train_iters=9).notes)
+    assert "meet last" not in "\n".join(config(**STEPS, train_iters=8).notes)
+    assert "none, one replica" in "\n".join(config(**STEPS, outer_replicas=1).describe(WORLD))
+    assert "outer steps" not in "\n".join(config().describe(WORLD))
+
+
+@pytest.mark.parametrize(
+    "bits,width", [(32, 4.0), (16, 2.0), (8, 1 + 2 / 64), (4, 0.5 + 2 / 64), (2, 0.25 + 2 / 64)]
+)
+def test_bytes_of_a_meeting(bits: int, width: float) -> None:
+    """There and back 2 (R - 1) / R of what a rank of d takes across."""
+    outer = config(**STEPS, outer_bits=bits).outer
+    assert feeds_back(outer) == (bits < 32) and (outer_coding(outer) is None) == (bits >= 16)
+    form = OuterFormat.of(outer, 4, sums=4)
+    assert form is not None and OuterFormat.of(outer, 1, sums=4) is None
+    n, d = 1 << 16, 2
+    assert form.sent([UnitShape(n, 0, False)], d, sums=4) == 2 * 3 / 4 * width * n / d
