@@ -259,7 +259,7 @@ class Watchdog:
         self._leave(line, self._first)
 
     def _write_stack(self, folder: Path) -> None:
-        """Write this rank's stack into ``folder``. Files that hang are left to themselves after ``ANSWER`` seconds."""
+        """Write this rank's stack into ``folder``. Files that hang are left alone after ``ANSWER`` seconds."""
         text = "".join(traceback.format_stack(self._frame()))
         writer = threading.Thread(target=self._write, args=(folder, text), daemon=True, name="watchdog")
         writer.start()
