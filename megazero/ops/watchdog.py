@@ -80,8 +80,11 @@ class Watched(Protocol):
     def limit(self) -> Limit:
         """Return how long ``progress`` may stay the same before this is a hang."""
 
-    def end(self, line: str | None) -> None:
-        """End the process. line: who is missing, for one rank to report; None on the others."""
+    def report(self, line: str) -> None:
+        """Print and record who is missing. The process goes on."""
+
+    def end(self) -> None:
+        """End the process."""
 
 
 class Watchdog:
@@ -98,7 +101,7 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
         self._host, self._started = launch.host, started(os.getpid())
         self._stopped, self._wanted = threading.Event(), threading.Event()
-        self._answering = False
+        self._answering = self._reported = False
         self._seen: object = None  # of ``progress``
         self._count, self._since = 0, time.monotonic()
         self._first: list[Heartbeat] = []  # of rank 0, once heard: to be ended if the store in it is silent
@@ -204,24 +207,28 @@ class Watchdog:
         return sys._current_frames().get(self._main)
 
     def _answer(self, first: bool) -> None:
-        """Write this rank's stack. The first rank to notice finds the missing; the others wait for its verdict."""
+        """Write this rank's stack. The first rank to notice finds the missing; the others wait for its verdict.
+
+        It reports before the others know: they end the silent, and whoever sees them end may end the first.
+        """
         self._answering = True
         self._write_stack(self.folder)
         if first:
-            missing, line = self._judge()
-            self.store.set("verdict", json.dumps([vars(beat) for beat in missing]))
-            self._leave(line, missing)
-        deadline = time.monotonic() + self.interval + 3 * ANSWER
+            silent, line = self._judge()
+            self._report(line)
+            self.store.set("verdict", json.dumps([vars(beat) for beat in silent]))
+            self._leave(silent)
+        deadline = time.monotonic() + self.interval + 4 * ANSWER
         while not self.store.check(["verdict"]):
             if time.monotonic() > deadline:
                 raise RuntimeError("the rank that noticed first fell silent")
             self._send()
             time.sleep(self.interval / 4)
         rows = json.loads(self.store.multi_get(["verdict"])[0])
-        self._leave(None, [Heartbeat(**row) for row in rows])
+        self._leave([Heartbeat(**row) for row in rows])
 
     def _judge(self) -> tuple[list[Heartbeat], str]:
-        """Return who is missing, and the line about it. Waits an interval, in which a silent rank sends nothing."""
+        """Return who is silent, and who is missing as a line. Waits an interval, in which the silent send nothing."""
         ranks = range(self.world_size)
         before = self._heartbeats(ranks)
         time.sleep(self.interval + ANSWER)
@@ -232,7 +239,7 @@ class Watchdog:
         busy = [beat for beat in known if not beat.waiting]
         never = sorted(set(ranks) - after.keys())
         words = missing_ranks(silent, busy, never, known)
-        return [*silent, *busy], self._line(f"{words}. Stacks: {self.folder}")
+        return silent, self._line(f"{words}. Stacks: {self.folder}")
 
     def _heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         keys = {rank: f"heartbeat/{rank}" for rank in ranks}
@@ -256,29 +263,43 @@ class Watchdog:
             f"link to it is ({symptom.splitlines()[0][:120]}), says rank {self.rank} on {self._host}, in "
             f"{in_words(self.watched.where())}"
         )
-        self._leave(line, self._first)
+        self._report(line)
+        self._leave(self._first)
 
     def _write_stack(self, folder: Path) -> None:
-        """Write this rank's stack into ``folder``. Files that hang are left alone after ``ANSWER`` seconds."""
         text = "".join(traceback.format_stack(self._frame()))
-        writer = threading.Thread(target=self._write, args=(folder, text), daemon=True, name="watchdog")
-        writer.start()
-        writer.join(ANSWER)
 
-    def _write(self, folder: Path, text: str) -> None:
-        with suppress(OSError):  # a full log disk: the line that names the ranks is printed all the same
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"rank_{self.rank}.txt").write_text(redact(f"{in_words(self.watched.where())}\n{text}"))
-            (folder / f"nccl_trace_rank_{self.rank}").write_bytes(last_collectives())
+        def write() -> None:
+            with suppress(OSError):  # a full log disk: the line that names the ranks is printed all the same
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"rank_{self.rank}.txt").write_text(
+                    redact(f"{in_words(self.watched.where())}\n{text}")
+                )
+                (folder / f"nccl_trace_rank_{self.rank}").write_bytes(last_collectives())
 
-    def _leave(self, line: str | None, missing: Sequence[Heartbeat]) -> None:
-        if self.rank == 0 or any(beat.rank == 0 for beat in missing):
+        _try(write)
+
+    def _report(self, line: str) -> None:
+        self._reported = True
+        _try(lambda: self.watched.report(line))
+
+    def _leave(self, silent: Sequence[Heartbeat]) -> None:
+        if self.rank == 0 or any(beat.rank == 0 for beat in silent):
             time.sleep(self.interval)  # rank 0 may hold the store where the others are about to read
-        for beat in missing:
+        for beat in silent:
             if beat.host == self._host and beat.rank != self.rank and started(beat.pid) == beat.start:
                 with suppress(OSError):  # it may have ended by itself
                     os.kill(beat.pid, signal.SIGKILL)  # a stopped process ends by nothing else
-        self.watched.end(line or self.error or None)  # the error of a collective says what it waited for
+        if self.error and not self._reported:
+            self._report(self.error)  # the error of a collective says what it waited for
+        self.watched.end()
+
+
+def _try(write: Callable[[], None]) -> None:
+    """Call ``write`` in a thread that is left to itself after ``ANSWER`` seconds: files may hang as ranks do."""
+    thread = threading.Thread(target=write, daemon=True, name="watchdog")
+    thread.start()
+    thread.join(ANSWER)
 
 
 class _Timed:
@@ -323,7 +344,7 @@ def last_collectives() -> bytes:
 
 def judging_s(world_size: int) -> float:
     """Return the seconds that the watchdog may need, after the limit, to name the missing."""
-    return 2 * interval_s(world_size) + 4 * ANSWER
+    return 2 * interval_s(world_size) + 5 * ANSWER
 
 
 def interval_s(world_size: int) -> float:

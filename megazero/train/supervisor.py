@@ -118,10 +118,11 @@ class Supervisor:
         name = "distributed_init_timeout_minutes" if self.joining else "distributed_timeout_minutes"
         return Limit(getattr(self.config.training, name) * 60, f"--{name.replace('_', '-')}")
 
-    def end(self, line: str | None) -> None:
-        if line is not None:  # on one rank, not necessarily the first
-            self.tell(RankFailure.__name__, line)
-            self.report_end(ExitStatus.RANK_LOST, line)
+    def report(self, line: str) -> None:  # on one rank, not necessarily the first
+        self.tell(RankFailure.__name__, line)
+        self.report_end(ExitStatus.RANK_LOST, line)
+
+    def end(self) -> None:
         os._exit(ExitStatus.RANK_LOST)
 
     def lose(self, why: str) -> None:

@@ -56,9 +56,10 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
         def limit(self) -> Limit:
             return Limit(LIMIT if came else 60.0, "--limit")
 
-        def end(self, line: str | None) -> None:
-            if line is not None:
-                print(f"{time.time() - came[0] - LIMIT:.1f} s after the limit: {line}", file=sys.stderr)
+        def report(self, line: str) -> None:
+            print(f"{time.time() - came[0] - LIMIT:.1f} s after the limit: {line}", file=sys.stderr)
+
+        def end(self) -> None:
             os._exit(ExitStatus.RANK_LOST)
 
     watchdog = Watchdog(connect(launch, limit), launch, Counting(), folder)
