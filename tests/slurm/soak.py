@@ -107,10 +107,14 @@ class Soak:
         return "held"
 
     def _freeze(self, nodes: list[int]) -> str:
-        for node in nodes:
-            self._inside(node, "pkill", "-STOP", "-f", "pausing.py")
-        self._await("silent", "hanging")  # the second, of ranks that have not begun
-        for node in nodes:
+        every = range(len(self.slurm.lab.members) - 1)
+
+        def freeze() -> None:  # those, too, that SLURM starts anywhere because it had just lost the ones before
+            for node in every:
+                self._inside(node, "pkill", "-STOP", "-f", "pausing.py")
+
+        self._await("silent", "hanging", meanwhile=freeze)  # the second, of ranks that have not begun
+        for node in every:
             self._inside(node, "pkill", "-CONT", "-f", "pausing.py")
         return "all ranks frozen"
 
@@ -136,18 +140,20 @@ class Soak:
         self.number = self.submit()
         return "a mistake in the flags"
 
-    def _await(self, *states: str) -> None:
+    def _await(self, *states: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         assert self.watcher is not None
-        self.watcher.expected = states
+        watcher = self.watcher
+
+        def told() -> bool:
+            meanwhile()
+            return bool({*states} & {*watcher.alerts[watcher.seen :]})
+
+        watcher.expected = states
         try:
-            until(
-                lambda: bool({*states} & {*self.watcher.alerts[self.watcher.seen :]}),
-                300,
-                lambda: f"no alert of {states}",
-            )
+            until(told, 300, lambda: f"no alert of {states}")
         except TimeoutError as error:
-            self.watcher.problems.append(f"missed: {error}")
-        self.watcher.seen, self.watcher.expected = len(self.watcher.alerts), ()
+            watcher.problems.append(f"missed: {error}")
+        watcher.seen, watcher.expected = len(watcher.alerts), ()
 
 
 class Watcher(threading.Thread):
