@@ -31,6 +31,7 @@ from benchmarks.comparison_report import chart, page
 from benchmarks.contestants import Shape, decoder
 from benchmarks.peers import CONTESTANTS, Running, absent
 from benchmarks.volume import Case
+from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.mesh.grid import INTER
 from tests.netlab.lab import parse_link
 
@@ -103,11 +104,10 @@ def compare(names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict
 
 
 def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
-    sizes = [
-        sum(p.numel() for module in unit for p in module.parameters())
-        for unit in decoder(shape, "meta").units()
-    ]
-    return Case(sum(sizes), sizes[0], sizes[-1], shape.micro_batches, nodes, ranks_per_node)
+    model = decoder(shape, "meta")
+    sizes = [sum(p.numel() for module in unit for p in module.parameters()) for unit in model.units()]
+    small = sum(p.numel() for p in model.parameters() if p.numel() <= EXACT_NUMEL)
+    return Case(sum(sizes), sizes[0], sizes[-1], shape.micro_batches, nodes, ranks_per_node, small)
 
 
 def merge(stored: dict[str, Any], facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:

@@ -181,7 +181,8 @@ AdamW. Contestants take turns. Ratios are taken round by round within one run: m
 
 Bytes are the kernel's count at a node's interface around the steps, everything included, for the node that sent
 most, relative to 2N, the model in bf16. *of formula*: relative to benchmarks/volume.py. *of counters*: relative to
-the engine's own counters. *loss*: of the same step for all.
+the engine's own counters. What is above both are headers (0.25%), acknowledgements and gloo's own messages (10 to 25
+kB a step and node, whatever the format). *loss*: of the same step for all.
 
 Peers run as most people write the loop, with communication in every micro-batch, and in two further forms. *once*:
 across nodes once per step as far as their switches allow. *kept*: gathered parameters stay for the step.

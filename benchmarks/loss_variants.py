@@ -82,7 +82,7 @@ VARIANTS: dict[str, Variant] = {
     "int2-hadamard-clip": _crossing(mixing(CLIPPED)),
     "int2-hadamard-feedback": _crossing(mixing(INT2), feedback=True),
     "int2-hadamard-clip-feedback": _crossing(mixing(CLIPPED), feedback=True),
-    # The ladder of bytes, of a step without what is always exact, over 2N: 0.27, 0.20 and 0.14.
+    # The ladder of bytes over 2N: 0.266, 0.203 and 0.141, and what docs/parallelism.md adds for exact parameters.
     "zeropp-hadamard": _both(INT4, mixing(INT4)),
     "zeropp-0.20": _both(INT4, mixing(CLIPPED), feedback=True),
     "zeropp-0.14": _both(CLIPPED, mixing(CLIPPED), feedback=True),

@@ -49,9 +49,6 @@ megazero/zero/outer.py
 - if self.since >= self.outer.interval:
 + if self.since > self.outer.interval:
   replicas meet a step late
-- unit.copy_version = 0 if stale else unit.master_version
-+ pass
-  after an evaluation differences are taken to the anchor
 - if odd:
 + if False:
   outer replicas may hold different anchors
@@ -292,6 +289,11 @@ kernels/format.py
 - return 0xFFFF if self.least is None else 0x7FFFFF
 + return 0xFFFF
   decoded moments are encoded to other ones
+
+megazero/config/run.py
+- max(wire.least_block, self.optimizer.moment_block)
++ wire.least_block
+  slices cut blocks of moments, so layouts round otherwise than one rank
 
 megazero/zero/optimizer.py
 - origin = region, piece.start + inside - layout.regions[region][0]

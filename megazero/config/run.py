@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
@@ -221,7 +221,8 @@ class RunConfig:
         Raises ValueError if there are no legal shards, or if formats have no effect.
         """
         d, h = self.shard_ranks(world), self.data_ranks_per_node(world)
-        return resolve_wire(self.zero, self.shards(world), d, h)
+        wire = resolve_wire(self.zero, self.shards(world), d, h)
+        return replace(wire, least_block=max(wire.least_block, self.optimizer.moment_block))
 
     def num_micro_batches(self, world: World) -> int:
         """Return how many micro-batches one rank has in a step at the full global batch (after any ramp-up)."""
@@ -289,7 +290,7 @@ class RunConfig:
     def _layout(self, world: World) -> list[str]:
         d, micro_batches = self.shard_ranks(world), self.num_micro_batches(world)
         h, shards = self.data_ranks_per_node(world), self.shards(world)
-        wire = resolve_wire(self.zero, shards, d, h)
+        wire = self.wire(world)
         tp, pp = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         replicas = self.outer_replicas(world)
         outer = f"{replicas} outer replicas x " if replicas > 1 else ""

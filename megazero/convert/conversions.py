@@ -53,6 +53,7 @@ def _to_hf(options: argparse.Namespace) -> int:
 
 def _from_hf(options: argparse.Namespace) -> int:
     def write(trial: Path, progress: ExportProgress) -> bool:
+        """Write the checkpoint under ``trial``. Return whether it compares equal to the folder's model."""
         published = Published.open(options.folder, options.accept_field)
         if note := unread_tokenizer(options.folder):
             progress.note(note)
@@ -66,6 +67,7 @@ def _from_hf(options: argparse.Namespace) -> int:
 
 def _from_megatron(options: argparse.Namespace) -> int:
     def write(trial: Path, progress: ExportProgress) -> bool:
+        """Write the checkpoint under ``trial``, and print its flags. Return whether its tensors compare equal."""
         progress.say("reading names and arguments", 0)
         weights = MegatronWeights.open(options.folder, options.ckpt_step, options.flags, options.accept_field)
         for note in weights.notes:

@@ -100,6 +100,7 @@ def _tried(
     made: list[tuple[Decoder, dict[str, Callable[[], Tensor]]]] = []
 
     def attempt() -> None:
+        """Make the modules, and run each with its backward."""
         dtype = DTYPES[config.precision.params_dtype]
         whole = StageSpec(0, 0, range(min(STACK, config.model.num_layers)), True, True)
         backend = config.training.attention_backend

@@ -109,8 +109,9 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         values["decoupled_lr"] = rate * config.optimizer.decoupled_lr / config.optimizer.lr
     values |= {name: config.get(name) for name in OF_DOCUMENTS}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
-    # What runs on any CPU.
-    values |= {"optimizer_impl": "auto", "norm_impl": "torch"}
+    values["norm_impl"] = "torch"  # apex runs on CUDA alone
+    if config.training.optimizer_impl == "apex":
+        values["optimizer_impl"] = "auto"
     if config.training.attention_backend != "math":
         values["attention_backend"] = "auto"
     if config.model.qk_norm != "none":

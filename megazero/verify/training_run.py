@@ -90,9 +90,9 @@ def run_all(runs: Sequence[TrainingRun], world: World) -> list[RankRecord]:
 def slice_block(config: RunConfig, world: World) -> int:
     """Return the number of elements that slices are whole multiples of.
 
-    It is small, so that slices cut parameters, but it is whole quantised blocks.
+    It is small, so that slices cut parameters, but it is whole blocks of messages and of moments.
     """
-    return max([8, *(coding.block for coding in config.wire(world).codings)])
+    return max([8, config.optimizer.moment_block, *(coding.block for coding in config.wire(world).codings)])
 
 
 def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

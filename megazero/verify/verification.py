@@ -88,7 +88,7 @@ class _Runs:
     def __init__(self, small: Shrunk, steps: int, around: Around, folder: str, ranks: LocalRanks) -> None:
         self.steps, self.around, self.folder, self.ranks = steps, around, folder, ranks
         self.world, self.config = small.layout.world, small.config
-        self.exact_config, self.block = _exactly(small.config), slice_block(self.config, self.world)
+        self.exact_config = _exactly(small.config)
         self.saved = steps // 2 - 1  # the step after which both runs save
         self.diagnosis: list[str] = []
 
@@ -123,7 +123,9 @@ class _Runs:
 
     def _exact_section(self, seen: Evidence, exact: Sequence[RankRecord]) -> Section:
         found = checks.exact_checks(seen)
-        expected = ExpectedBytes(self.exact_config, self.world, True, self.block)
+        expected = ExpectedBytes(
+            self.exact_config, self.world, True, slice_block(self.exact_config, self.world)
+        )
         found.append(checks.bytes_check("bytes sent", expected, exact, self.saved))
         dtype = self.exact_config.precision.params_dtype
         title = (
@@ -136,7 +138,7 @@ class _Runs:
         assembler = Assembler(self.config)
         wire = self.config.wire(self.world)
         found = checks.configured_checks(assembler, configured, seen.losses, wire)
-        expected = ExpectedBytes(self.config, self.world, False, self.block)
+        expected = ExpectedBytes(self.config, self.world, False, slice_block(self.config, self.world))
         found.append(checks.bytes_check("bytes sent", expected, configured, self.saved))
         what = "messages quantised as configured" if wire.codings else "no hop is quantised on this layout"
         dtype = self.config.precision.params_dtype

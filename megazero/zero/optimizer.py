@@ -150,6 +150,15 @@ class SliceOptimizer:
         self._whole = {unit: runs for unit in units if (runs := self._covering(unit))}
         self._loaded: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # what a load fills of coded moments
 
+    def refuse_cut_blocks(self, block: int) -> None:
+        """Raise ValueError for slices of multiples of ``block`` elements that would cut blocks of coded moments."""
+        if self._coded and block % moments.BLOCK:
+            raise ValueError(
+                f"block={block} is not a multiple of {moments.BLOCK}, in which {' and '.join(self._coded)} in int8 "
+                "share a scale, so a slice could cut one and round otherwise than one rank; nearest: "
+                f"{-(-block // moments.BLOCK) * moments.BLOCK}"
+            )
+
     def _covering(self, unit: Unit) -> list[Run]:
         """Return the elementwise runs of the first region of a unit's OS slice, none if they leave something out."""
         end = unit.layout.pieces(unit.levels.os)[0].numel

@@ -154,15 +154,11 @@ class OuterSteps:
     @contextmanager
     def evaluated(self) -> Iterator[None]:
         """Inside, the weights are the anchors; outside all is as it was, to the bit. Between steps."""
-        kept = {unit: (unit.copy.clone(), unit.stale) for unit in self.units if unit.delta}  # R
         self._swap()
         try:
             yield
         finally:
             self._swap()
-            for unit, (copy, stale) in kept.items():
-                unit.copy.copy_(copy)
-                unit.copy_version = 0 if stale else unit.master_version
 
     def _swap(self) -> None:
         for unit, anchor in self.anchors.items():

@@ -106,7 +106,7 @@ class Policy:
     weight_error_bound, gradient_error_bound: the largest relative rounding error, ||sent - exact|| /
         ||exact|| of a unit's messages in one step, that is allowed. A unit above it falls back to exact
         messages. None sets no limit.
-    outer: how outer replicas meet, where the mesh has some.
+    outer: how outer replicas meet, where the mesh has some. It does not take ``codecs.delta``.
     """
 
     lifetime: str | None = None
@@ -154,11 +154,17 @@ class Policy:
                 )
         if codecs.delta and codecs.weights is None:
             problems.append("codecs.delta needs codecs.weights, what differences are encoded with")
+        if codecs.delta and self.outer:
+            problems.append(
+                "codecs.delta does not go with outer: evaluations would see the anchor through the rounding of "
+                "differences; nearest: delta=False"
+            )
         if codecs.feedback and codecs.gradients_inter is None:
             problems.append("codecs.feedback needs codecs.gradients_inter, whose rounding is fed back")
         if (codecs.feedback_beta or codecs.feedback_reset) and not codecs.feedback:
             problems.append(
-                "codecs.feedback_beta and codecs.feedback_reset need codecs.feedback, whose residual they change"
+                f"codecs.feedback_beta={codecs.feedback_beta} and codecs.feedback_reset={codecs.feedback_reset} need "
+                "codecs.feedback, whose residual they change; nearest: feedback=True"
             )
         if not 0 <= codecs.feedback_beta < 1 or codecs.feedback_reset < 0:
             problems.append(

@@ -80,11 +80,11 @@ def save_replica_records(
     The first replica writes the anchor and the outer momentum. This is collective under error feedback.
     """
     assert engine.outer is not None
-    own = [_master_in_full(record, engine.policy.codecs.delta) for record in save_records(engine, placements)]
+    own = [_master_in_full(record) for record in save_records(engine, placements)]
     records = in_replica([*own, *_lost_records(engine, placements)], engine.mesh.replica)
     for unit, anchor in engine.outer.anchors.items():
         tensors = {WEIGHTS: anchor.value}
-        if unit.dtype != unit.sum_dtype or engine.policy.codecs.delta:
+        if unit.dtype != unit.sum_dtype:
             tensors[MASTER] = anchor.value
         if anchor.momentum is not None:
             tensors[MOMENTUM] = anchor.momentum
@@ -93,11 +93,10 @@ def save_replica_records(
     return records
 
 
-def _master_in_full(record: SliceRecord, delta: bool) -> SliceRecord:
-    """Return the record with 'master' in its own dtype, and 'weights' only where they are R."""
+def _master_in_full(record: SliceRecord) -> SliceRecord:
+    """Return the record with 'master', in its own dtype, and without 'weights'."""
     tensors = {MASTER: record.tensors[WEIGHTS], **record.tensors}
-    if not delta:
-        del tensors[WEIGHTS]
+    del tensors[WEIGHTS]
     return replace(record, tensors=tensors)
 
 

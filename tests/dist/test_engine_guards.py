@@ -643,8 +643,8 @@ def test_a_unit_that_one_rank_skips_is_named(shards):
 # -- torch.compile --------------------------------------------------------------------------------------
 
 
-def compiled(every):
-    """Weights, names and graphs of three steps, by layout and by what was compiled before or after ``zero.shard``."""
+def compiled(shards):
+    """Weights, names and graphs of three steps, by what was compiled before or after ``zero.shard``."""
     compile_ = partial(torch.compile, backend="aot_eager")
 
     def replace(model, wrap=compile_):
@@ -670,7 +670,7 @@ def compiled(every):
         "units in place, after": (same, in_place),
         "a function of the module": (same, lambda model: compile_(lambda x: model(x).sum())),
     }
-    return [(shards, name, *_trained(shards, *form)) for shards in every for name, form in forms.items()]
+    return [(name, *_trained(shards, *form)) for name, form in forms.items()]
 
 
 def _trained(shards, before, after):
@@ -706,13 +706,18 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-def test_units_compiled_before_and_after_train_as_others():
-    for rank in run_ranks(2, compiled, LAYOUTS, timeout=240):
-        plain = {shards: found for shards, name, *found in rank if name == "nothing"}
-        for shards, name, weights_, names, graphs in rank:
-            assert all(map(torch.equal, weights_, plain[shards][0])), (shards, name)
-            assert names == plain[shards][1] or name == "what a unit calls"  # a module more
-            assert bool(graphs) == (name != "nothing"), (shards, name)
+@pytest.mark.parametrize(
+    "shards",
+    [shards if shards[2] > 1 else pytest.param(shards, marks=pytest.mark.slow) for shards in LAYOUTS],
+)
+def test_units_compiled_before_and_after_train_as_others(shards):
+    """Without sharding, too: pytest -m slow tests/dist/test_engine_guards.py."""
+    for (_, *plain), *rest in run_ranks(2, compiled, shards, timeout=240):
+        assert not plain[2]
+        for name, weights_, names, graphs in rest:
+            assert all(map(torch.equal, weights_, plain[0])), name
+            assert names == plain[1] or name == "what a unit calls"  # a module more
+            assert graphs, name
 
 
 # -- a save's memory ----------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ def refusals():
     adafactor, use = partial(torch.optim.Adafactor, lr=0.1), zero.Policy(lifetime="use")
     other = create_mesh(shards=(1, 1, 2))
     wide = zero.Codecs(weights=Blockwise(8, 128))
+    differences = zero.Codecs(weights=Blockwise(4), delta=True)
     return [
         *unsaid("lies inside", lambda: zero.shard(model, mesh=mesh, units=[model, *model.layers])),
         *unsaid("not a submodule", lambda: zero.shard(model, mesh=mesh, units=[nn.Linear(2, 2)])),
@@ -89,6 +90,7 @@ def refusals():
         *unsaid("nearest", lambda: zero.shard(Stack(), mesh=other, policy=use)),
         *unsaid("forever", lambda: zero.Policy(block=0, lifetime="forever")),
         *unsaid("nearest: 128", lambda: zero.Policy(block=64, codecs=wide)),
+        *unsaid("does not go with outer", lambda: zero.Policy(codecs=differences, outer=zero.Outer(4))),
         *unsaid("codecs.feedback, whose", lambda: zero.Policy(codecs=zero.Codecs(feedback_beta=0.8))),
     ]
 

@@ -19,7 +19,7 @@ from tests.dist.pool import run_ranks
 from tools.layouts_page import LAYOUTS, MODEL_OPTIONS, STATE, Column, markdown, refusals, values_of
 
 # Steps of 2 and of 4 micro-batches: the order of gathers and reductions follows their number.
-COUNTS = (4, 2, 4)
+COUNTS = (2, 4, 2)
 ROWS = {**STATE, **{name: {"zero_preset": "zero1", **more} for name, more in MODEL_OPTIONS.items()}}
 # Of losses and norms. fp32 over three steps: 1e-7 to 3e-6 is what one rank's rounding gives. Quantised: what INT4
 # gradients of norm 1 +- 0.1 and INT8 weights of +- 0.004 change in two updates.

@@ -61,7 +61,7 @@ def check_line(ranks: Processes, codes: list[int], victim: int, why: str) -> Non
     assert codes.pop(victim) in (-signal.SIGKILL, ExitStatus.RANK_LOST), ranks.texts()
     assert codes == [ExitStatus.RANK_LOST] * 3, ranks.texts()
     ((kind, words),) = errors("\n".join(ranks.texts()))
-    assert kind == "RankFailure" and "nothing moved for 12 s" in words, words
+    assert kind == "RankFailure" and "nothing moved for 6 s" in words, words
     assert f"missing: rank {victim} on " in words and why in words and words.count("; rank") == 0, words
 
 
@@ -99,26 +99,26 @@ def test_a_stage_that_is_killed_ends_every_other(tmp_path: Path, schedule: str, 
 
 
 def test_a_stage_that_stalls_is_named_at_the_time_out(tmp_path: Path) -> None:
-    values = {**PP4, "distributed_timeout_minutes": 0.2, "log_dir": str(tmp_path / "logs")}
+    values = {**PP4, "distributed_timeout_minutes": 0.1, "log_dir": str(tmp_path / "logs")}
     began = time.monotonic()
     ranks = Processes.start(
         4, values, tmp_path, prepare=partial(at_a_forward, victim=2, number=3, act=partial(time.sleep, 600))
     )
     codes, waited = ranks.statuses(), time.monotonic() - began
     check_line(ranks, codes, 2, "not in a collective but at test_pipeline_failures.py")
-    assert waited > 12
+    assert waited > 6
 
 
 @pytest.mark.slow
 def test_a_stage_that_is_stopped_ends_the_others_at_the_time_out(tmp_path: Path) -> None:
-    values = {**PP4, "distributed_timeout_minutes": 0.2, "log_dir": str(tmp_path / "logs")}
+    values = {**PP4, "distributed_timeout_minutes": 0.1, "log_dir": str(tmp_path / "logs")}
     ranks = Processes.start(4, values, tmp_path)
     ranks.wait_for(lambda: iterations(tmp_path / "logs") > 2)
     os.kill(ranks.ranks[1].pid, signal.SIGSTOP)
     began = time.monotonic()
     codes, waited = ranks.statuses(), time.monotonic() - began
     check_line(ranks, codes, 1, "no answer")
-    assert waited > 6
+    assert waited > 3
 
 
 def spoil_a_middle_stage(rank: int) -> None:

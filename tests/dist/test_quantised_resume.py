@@ -244,7 +244,7 @@ def test_a_resume_of_a_quantised_pipeline_is_bit_for_bit(tmp_path: Path, world: 
     cases = {name: values for name, (ranks, values) in RESUMED.items() if ranks == world}
     for number, (name, values) in enumerate(cases.items()):
         folder = tmp_path / f"{number}"
-        values = {**values, "log_dir": str(folder / "logs"), "global_batch_size": 16}
+        values = {**values, "log_dir": str(folder / "logs"), "global_batch_size": 2 * world}
         jobs[name, 0] = (
             world,
             {**values, "save": str(folder / "straight"), "eval_interval": 2, "eval_iters": 1},

@@ -109,7 +109,7 @@ SAME = {
 
 def interrupted(values: dict, folder: Path) -> list[dict]:
     """The uninterrupted run (which also evaluates), a run that stops after 3 iterations, and the rest of it."""
-    values = {**values, "log_dir": str(folder / "logs")}
+    values = {"global_batch_size": 4, **values, "log_dir": str(folder / "logs")}
     straight = {
         **values,
         "save": str(folder / "straight"),

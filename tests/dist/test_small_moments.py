@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megazero.kernels import moments
 
 from megazero import zero
 from megazero.checkpoint import store
+from megazero.config import World, make_config
+from megazero.config.layout.wire import LEAST_BLOCK
+from megazero.zero.layout import make_layout
 from megazero.zero.one_pass import OnePassAdamW
 from megazero.zero.records import load_records, save_records
 from tests.dist.pool import run_ranks
 from tests.dist.quantised import Case, drawn, make, take_step
 from tests.dist.test_verify import GRID, certify
+from tests.sizes import SMALL
 
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 UNITS = (((40, 9), (7, 13), (5,)), ((33, 9),))
@@ -25,11 +30,12 @@ STEPS, SAMPLES = 6, 4  # gradients of a step, dealt to the ranks
 CHOICES = {"int8": ("int8", "int8"), "bf16": ("bf16", "bf16"), "both": ("bf16", "int8")}
 
 
-def case(letters: str, world: int, **changes: Any) -> Case:
-    options = {"block": 128, "exact_numel": 0}
-    return Case(letters, min(2, world), zero.Codecs(), SAMPLES // world, units=UNITS, options=options).but(
-        **changes
-    )
+def case(letters: str, world: int, kept: str) -> Case:
+    """The layout of a run with these moments: slices begin where its configuration has them begin."""
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype")
+    config = make_config({**SMALL, **dict(zip(names, CHOICES[kept], strict=True))})
+    options = {"block": config.wire(World(1, 1)).block, "exact_numel": 0}
+    return Case(letters, min(2, world), zero.Codecs(), SAMPLES // world, units=UNITS, options=options)
 
 
 def engine_of(of: Case, kept: str) -> tuple[Any, zero.Engine]:
@@ -66,7 +72,7 @@ def values(engine: zero.Engine) -> dict[str, torch.Tensor]:
 
 
 def trained(letters: str, kept: str) -> dict[str, torch.Tensor]:
-    of = case(letters, dist.get_world_size())
+    of = case(letters, dist.get_world_size(), kept)
     model, engine = engine_of(of, kept)
     advance(of, model, engine, range(STEPS))
     return values(engine)
@@ -77,7 +83,7 @@ def all_trained(jobs: list[tuple[str, str]]) -> list[dict[str, torch.Tensor]]:
 
 
 def saved(letters: str, kept: str, root: Path) -> Path:
-    of = case(letters, dist.get_world_size())
+    of = case(letters, dist.get_world_size(), kept)
     model, engine = engine_of(of, kept)
     advance(of, model, engine, range(STEPS // 2))
     state = {"engine": engine.state(), "optimizer": engine.optimizer.scalars()}
@@ -86,7 +92,7 @@ def saved(letters: str, kept: str, root: Path) -> Path:
 
 
 def continued(letters: str, kept: str, path: Path) -> dict[str, torch.Tensor]:
-    of = case(letters, dist.get_world_size())
+    of = case(letters, dist.get_world_size(), kept)
     model, engine = engine_of(of, kept)
     kinds = {"master": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
     records = load_records(engine)
@@ -119,7 +125,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_layouts_are_one_rank_and_a_checkpoint_goes_on_in_any(
     world: int, layouts: tuple[str, ...], kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """To the bit, since blocks and noise are the same, and gradients add up exactly."""
+    """To the bit, since blocks and noise are the same, and gradients add up exactly.
+
+    The units are such that slices of whole blocks of 64 would cut blocks of 128.
+    """
+    shapes = {str(i): shape for i, shape in enumerate(UNITS[0])}
+    (least,) = make_layout(shapes, block=LEAST_BLOCK, sizes=[world], indices=[1]).pieces(1)
+    assert least.start % moments.BLOCK
     jobs = [(letters, kept) for kept in kinds for letters in layouts]
     alone = dict(zip(kinds, run_ranks(1, all_trained, [("111", kept) for kept in kinds])[0], strict=True))
     for (letters, kept), found in zip(jobs, run_ranks(world, all_trained, jobs)[0], strict=True):

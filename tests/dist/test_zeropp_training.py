@@ -159,7 +159,7 @@ FORMULAS = {
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_bytes_equal_the_formula(tmp_path: Path, micro_batches: int) -> None:
     """Of every iteration but the first, which has yet to see the order of use (and starts with R everywhere)."""
-    length = {"train_iters": 4, "global_batch_size": RANKS * micro_batches}
+    length = {"train_iters": 3, "global_batch_size": RANKS * micro_batches}
     length["zero_prefetch_bytes"] = 0
     jobs = [{**length, **f.values, "log_dir": str(tmp_path / name)} for name, f in FORMULAS.items()]
     for (name, formula), seen in zip(FORMULAS.items(), runs(jobs), strict=True):
@@ -257,22 +257,22 @@ RESUMED = {
     ids=["some", "all"],
 )
 def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """The uninterrupted run, which also evaluates, against one that stops after 3 iterations and goes on."""
+    """The uninterrupted run, which also evaluates, against one that stops after 2 iterations of 4 and goes on."""
     jobs = {}
     for name in names:
         folder = tmp_path / name
-        values = {**RESUMED[name], "log_dir": str(folder / "logs")}
+        values = {**RESUMED[name], "train_iters": 4, "log_dir": str(folder / "logs")}
         straight = {"save": str(folder / "straight"), "log_dir": str(folder / "straight-logs")}
         jobs |= {
             (name, "straight"): {**values, **straight, "eval_interval": 2, "eval_iters": 1},
-            (name, "first"): {**values, "save": str(folder / "first"), "exit_interval": 3},
+            (name, "first"): {**values, "save": str(folder / "first"), "exit_interval": 2},
             (name, "second"): {**values, "load": str(folder / "first"), "save": str(folder / "second")},
         }
     seen = dict(zip(jobs, runs(list(jobs.values())), strict=True))
     for name in names:
         parts = (seen[name, part] for part in ("straight", "first", "second"))
         for straight, first, second in zip(*parts, strict=True):
-            assert len(straight.losses) == 6 and len(first.losses) == 3 == second.start, name
+            assert len(straight.losses) == 4 and len(first.losses) == 2 == second.start, name
             assert first.losses + second.losses == straight.losses, name
         one, two = checkpoint_of(tmp_path / name / "straight"), checkpoint_of(tmp_path / name / "second")
         assert ("residual" in one) == ("zero_gradient_rounding" in RESUMED[name] and "stochastic" not in name)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.netlab.lab import Lab, Link, parse_link
-from tests.netlab.test_lab import ALL_GATHER, HERE, ROOT, alive, wait_until
+from tests.netlab.test_lab import ALL_GATHER, HERE, end_with_a_killed_owner
 
 PROGRAM = [sys.executable, str(HERE / "datagrams.py")]
 COUNT = 200
@@ -67,18 +67,9 @@ def test_a_round_trip_is_two_delays_and_shaping_anew_changes_it(netlab):
 
 def test_a_killed_lab_leaves_no_process_that_holds_packets(netlab):
     netlab(2, "none+10ms")  # skips where no lab can be made
-    code = (
-        "import time; from tests.netlab.lab import Lab\n"
-        "with Lab(2, 'none+10ms') as lab:\n"
-        "    print(*[node.delayer.pid for node in lab.members[1:]], flush=True); time.sleep(1000)"
+    assert (
+        end_with_a_killed_owner("Lab(2, 'none+10ms')", "[node.delayer.pid for node in lab.members[1:]]") == 2
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert owner.stdout
-    delayers = [int(pid) for pid in owner.stdout.readline().split()]
-    assert len(delayers) == 2 and all(map(alive, delayers))
-    owner.kill()
-    owner.communicate()
-    assert wait_until(lambda: not any(alive(pid) for pid in delayers))
 
 
 def test_how_links_are_written():

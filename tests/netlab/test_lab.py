@@ -44,6 +44,25 @@ def wait_until(condition, seconds: float = 5.0) -> bool:
     return condition()
 
 
+def end_with_a_killed_owner(lab: str, pids: str) -> int:
+    """Make a lab in another process, kill that, and wait for the lab's processes to end. Return how many they were.
+
+    lab: the call that makes it. pids: a Python expression of ``lab`` for their ids.
+    """
+    code = (
+        "import time; from tests.netlab.lab import Lab\n"
+        f"with {lab} as lab: print(*{pids}, flush=True); time.sleep(1000)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert owner.stdout
+    inside = [int(pid) for pid in owner.stdout.readline().split()]
+    assert all(map(alive, inside))
+    owner.kill()
+    owner.communicate()
+    assert wait_until(lambda: not any(map(alive, inside)))
+    return len(inside)
+
+
 def test_nodes_have_their_own_names_and_networks(netlab):
     lab = netlab(3)
     script = (
@@ -71,19 +90,8 @@ def test_close_ends_everything_in_the_nodes(netlab):
 
 def test_a_killed_lab_leaves_nothing(netlab):
     netlab(2)  # skips where no lab can be made
-    code = (
-        "import sys, time; from tests.netlab.lab import Lab\n"
-        "with Lab(2) as lab:\n"
-        "    node = lab.members[1].start(['sleep', '1000'], {})\n"
-        "    print(*[m.pid for m in lab.members], flush=True); time.sleep(1000)"
-    )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert owner.stdout
-    inside = [int(pid) for pid in owner.stdout.readline().split()]
-    assert len(inside) == 3 and all(map(alive, inside))
-    owner.kill()
-    owner.communicate()
-    assert wait_until(lambda: not any(alive(pid) for pid in inside))
+    pids = "[lab.members[1].start(['sleep', '1000'], {}).pid, *(m.pid for m in lab.members)]"
+    assert end_with_a_killed_owner("Lab(2)", pids) == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,14 +1,29 @@
 """The comparison's pure parts: formulas of bytes, claims, merging of results."""
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 
 from benchmarks import volume
-from benchmarks.comparison import merge
-from benchmarks.comparison_report import CLAIMS, byte_rows, counter_line, page, speed_rows, table
+from benchmarks.comparison import case_of, merge
+from benchmarks.comparison_report import (
+    CLAIMS,
+    REPLICAS,
+    ZEROPP,
+    byte_rows,
+    counter_line,
+    page,
+    speed_rows,
+    table,
+)
+from benchmarks.contestants import Shape
 from benchmarks.peers import CONTESTANTS
 from megazero.comm.codec import Blockwise
 from megazero.zero import Codecs
 
+ROOT = Path(__file__).resolve().parents[2]
 N = 8_000_000
 QUANTISED = Codecs(weights=Blockwise(8), gradients_inter=Blockwise(4))
 FACTS = {"nodes": 2, "ranks_per_node": 2, "cores": 2, "torch": "2", "deepspeed": "none"}
@@ -52,14 +67,31 @@ def test_formulas(name: str, one: float, four: float) -> None:
 
 
 def test_zero3_keeps_first_and_last_units() -> None:
-    exact = volume.megazero((4, 4, 4), Codecs(), case(3))
+    exact = volume.megazero((4, 4, 4), Codecs(), case(3)) - volume.scalars(case(3))
     # 3 forwards and backwards; the last layer stays between them, the first between micro-batches.
     assert exact == 0.5 * (2 * (6 * N - 3 * N / 8 - 2 * N / 8) + 4 * 3 * N)
 
 
 def test_three_nodes_send_two_thirds_per_hop() -> None:
-    two, three = (volume.megazero((2, 2, 2 * y), QUANTISED, case(8, nodes=y)) for y in (2, 3))
+    two, three = (
+        volume.megazero((2, 2, 2 * y), QUANTISED, case(8, nodes=y)) - volume.scalars(case(8, nodes=y))
+        for y in (2, 3)
+    )
     assert three / two == pytest.approx((2 / 3) / (1 / 2))
+
+
+def test_formulas_are_what_engines_counted() -> None:
+    """In the stored results: block scales, exact parameters and scalars are in them, and padding is not. The last
+    norm is a unit of 256 elements, which slices of whole blocks of 128 on 4 ranks double."""
+    stored = json.loads((ROOT / "docs" / "comparison.json").read_text())
+    for each in stored["results"]:
+        shape = Shape(sequence=128, micro_batch=1, micro_batches=each["micro_batches"], dtype=torch.bfloat16)
+        whole = case_of(shape, stored["nodes"], stored["ranks_per_node"])
+        for name in {*ZEROPP, *REPLICAS} & set(each["counted"]):
+            padding = 256 * (2 + 4) if "INT8" in name else 0
+            formula = whole.nodes * CONTESTANTS[name].sent(whole)
+            assert formula == whole.nodes * each["formula"][name]
+            assert {sum(turn) for turn in each["counted"][name]} == {formula + padding}
 
 
 def result(rate: str, micro_batches: int, seconds: dict[str, list[float]], share: float = 0.3) -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from itertools import islice
@@ -149,54 +149,60 @@ class PlainMuon(torch.optim.AdamW):
         super().step()
 
 
+def plain_optimizer(config: RunConfig, model: Decoder) -> torch.optim.Optimizer:
+    """The configured optimizer over three groups: matrices, vectors, embedding and head."""
+    o = config.optimizer
+    tokens = [model.embedding.tokens.weight]  # type: ignore[union-attr]
+    if config.model.untie_embeddings_and_output_weights:
+        tokens.append(model.head.weight)  # type: ignore[union-attr]
+    others = [p for p in model.parameters() if all(p is not token for token in tokens)]
+    groups = [
+        {"params": [p for p in others if p.ndim > 1], "weight_decay": o.weight_decay},
+        {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": tokens, "weight_decay": o.weight_decay},
+    ]
+    if o.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=o.sgd_momentum)
+    if o.optimizer == "lion":
+        return PlainLion(groups, {"lr": 0.0, "betas": (o.lion_beta1, o.lion_beta2)})
+    adam = {"lr": 0.0, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps}
+    if o.optimizer != "muon":
+        return torch.optim.AdamW(groups, **adam)
+    muon, named = PlainMuon(groups, **adam), model.named_parameters()
+    muon.matrices = [p for name, p in named if name.startswith("layers.") and p.ndim == 2]
+    muon.momenta = [torch.zeros_like(p) for p in muon.matrices]
+    return muon
+
+
+def mean_loss(model: Decoder, rows: Sequence[Mapping[str, Any]], length: int, z_loss: float) -> torch.Tensor:
+    """The mean over the tokens that count of ``rows`` of a dataset, each cut to ``length`` tokens."""
+    tokens, labels, mask = (
+        torch.stack([torch.from_numpy(row[k]) for row in rows])[:, :length]
+        for k in ("tokens", "labels", "loss_mask")
+    )
+    logits = model(tokens)[..., : model.config.vocab_size]
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return ((losses + z_loss * logits.logsumexp(-1) ** 2) * mask).sum() / mask.sum()
+
+
 def reference(config: RunConfig) -> list[dict[str, Any]]:
     """The lines of an uninterrupted run: whole batches, autograd, torch.optim, clip_grad_norm_."""
     o, training, batch = config.optimizer, config.training, config.batch
     torch.manual_seed(0)
     model = Decoder(config.model, dtype=torch.float64)
     model.initialize(training.seed)
-    every = list(model.parameters())
-    tokens = [model.embedding.tokens.weight]  # type: ignore[union-attr]
-    if config.model.untie_embeddings_and_output_weights:
-        tokens.append(model.head.weight)  # type: ignore[union-attr]
-    others = [p for p in every if all(p is not token for token in tokens)]
-    groups = [
-        {"params": [p for p in others if p.ndim > 1], "weight_decay": o.weight_decay},
-        {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
-        {"params": tokens, "weight_decay": o.weight_decay},
-    ]
-    optimizer: torch.optim.Optimizer
-    if o.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=o.sgd_momentum)
-    elif o.optimizer == "lion":
-        optimizer = PlainLion(groups, {"lr": 0.0, "betas": (o.lion_beta1, o.lion_beta2)})
-    elif o.optimizer == "muon":
-        optimizer = PlainMuon(groups, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-        named = model.named_parameters()
-        optimizer.matrices = [p for name, p in named if name.startswith("layers.") and p.ndim == 2]
-        optimizer.momenta = [torch.zeros_like(p) for p in optimizer.matrices]
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    total = training.train_samples or 0
+    optimizer, total = plain_optimizer(config, model), training.train_samples or 0
     train, valid, _ = build_datasets(
         data_path=None, split="1", seq_length=config.model.seq_length or 0, seed=training.seed,
         samples=(total, 10**4, 0), tokenizer=NullTokenizer((config.model.vocab_size or 0) - 1).info,
         eod_mask_loss=True,
     )  # fmt: skip
-
-    def mean_loss(data: Dataset | None, first: int, count: int, length: int, z_loss: float) -> torch.Tensor:
-        assert data is not None
-        rows = [{k: torch.from_numpy(v) for k, v in data[first + i].items()} for i in range(count)]
-        tokens, labels, mask = (
-            torch.stack([row[k] for row in rows])[:, :length] for k in ("tokens", "labels", "loss_mask")
-        )
-        logits = model(tokens)[..., : config.model.vocab_size]
-        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-        return ((losses + z_loss * logits.logsumexp(-1) ** 2) * mask).sum() / mask.sum()
+    assert train is not None and valid is not None
+    evaluated = [valid[i] for i in range(training.eval_iters * (batch.global_batch_size or 0))]
 
     def evaluation(iteration: int, consumed: int) -> dict[str, Any]:
         with torch.no_grad():
-            loss = mean_loss(valid, 0, training.eval_iters * (batch.global_batch_size or 0), 8, 0.0).item()
+            loss = mean_loss(model, evaluated, 8, 0.0).item()
         return {"iteration": iteration, "consumed_samples": consumed, "eval_lm_loss": loss}
 
     consumed, seen, lines = 0, 0, [evaluation(0, 0)]
@@ -206,10 +212,11 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
         length = min(4 + 4 * iteration // 6 // 2 * 2, 8) if batch.rampup_seq_length else 8  # 4 8 2 6
         if batch.lr_by_tokens:
             rate = apart = LearningRate.of(config)(seen / 8)
-        loss = mean_loss(train, consumed, size, length, training.z_loss_strength)
+        rows = [train[i] for i in range(consumed, consumed + size)]
+        loss = mean_loss(model, rows, length, training.z_loss_strength)
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(every, o.clip_grad).item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad).item()
         for group, own in zip(optimizer.param_groups, (rate, rate, apart), strict=True):
             group["lr"], group["weight_decay"] = own, decay if group["weight_decay"] else 0.0
         optimizer.step()

@@ -50,10 +50,16 @@ def test_the_ratio_of_two_learning_rates_is_kept() -> None:
 
 
 def test_what_a_cpu_does_not_run_is_told() -> None:
-    words = "--world-size 2 --ranks-per-node 2 --device cuda --optimizer-impl triton --attention-backend flex"
+    words = "--world-size 2 --ranks-per-node 2 --device cuda --optimizer-impl apex --attention-backend flex"
     changes = shrunk(words).changes
-    assert changes["optimizer_impl"] == ("triton", "auto") and "norm_impl" not in changes
+    assert changes["optimizer_impl"] == ("apex", "auto") and "norm_impl" not in changes
     assert changes["attention_backend"] == ("flex", "auto")
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_implementations_that_run_anywhere_are_kept(name: str) -> None:
+    found = shrunk(f"--world-size 2 --ranks-per-node 2 --optimizer-impl {name}")
+    assert found.config.training.optimizer_impl == name and "optimizer_impl" not in found.changes
 
 
 @pytest.mark.parametrize(

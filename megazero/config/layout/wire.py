@@ -51,7 +51,7 @@ class Wire:
     With ``delta``, ``weights`` codes the change since the last refresh. With ``feedback``, what rounding across
     nodes lost is added to the next step's gradient: as an average with ``feedback_beta``, dropped every
     ``feedback_reset`` updates (0: never). Parameters with at most ``exact_numel`` elements are never
-    quantised.
+    quantised. Slices are whole multiples of ``least_block`` elements, whatever is sent.
     """
 
     weights: Coding | None
@@ -62,6 +62,7 @@ class Wire:
     exact_numel: int
     feedback_beta: float = 0.0
     feedback_reset: int = 0
+    least_block: int = LEAST_BLOCK
 
     @property
     def codings(self) -> list[Coding]:
@@ -70,7 +71,7 @@ class Wire:
     @property
     def block(self) -> int:
         """Return how many elements the layout aligns parameters and slices to: whole blocks of every format."""
-        return max([LEAST_BLOCK, *(coding.block for coding in self.codings)])
+        return max([self.least_block, *(coding.block for coding in self.codings)])
 
 
 def quantizes_weights(zero: ZeroConfig) -> bool:

@@ -140,6 +140,7 @@ def _pieces(text: str) -> list[Any]:
         return text.replace(",", " ").split()
 
     def items(node: ast.expr) -> list[Any]:
+        """Return the numbers of an expression."""
         match node:
             case ast.Constant(value=int() | float()):
                 return [node.value]

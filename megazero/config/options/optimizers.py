@@ -118,15 +118,16 @@ SMALL_MOMENTS = ("auto", "triton")  # the implementations that keep moments in f
 class MomentDtype:
     """This is what a moment of an element takes, in bytes: in memory, and in a checkpoint. None: as a master weight.
 
-    kernels/moments.py has the formats: INT8 with a scale of 2 bytes for each block of 128.
+    block: how many elements share a scale. kernels/moments.py has the formats: INT8 has a scale of 2 bytes a block.
     """
 
     held: float | None = None
     stored: int | None = None
+    block: int = 1
 
 
 MOMENT_DTYPES: Mapping[str, MomentDtype] = MappingProxyType(
-    {"fp32": MomentDtype(), "bf16": MomentDtype(2, 2), "int8": MomentDtype(1 + 2 / 128, 4)}
+    {"fp32": MomentDtype(), "bf16": MomentDtype(2, 2), "int8": MomentDtype(1 + 2 / 128, 4, 128)}
 )
 # What is left of peak - minimum when a share r of the decay is over, by the style's name.
 FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
@@ -255,6 +256,11 @@ class OptimizerConfig:
         matrices: the share of the elements that are of the layers' matrices.
         """
         return self._bytes_of(master, [each.held for each in self._moments], matrices)
+
+    @property
+    def moment_block(self) -> int:
+        """Return the number of elements that slices are whole multiples of, so that none cuts a moment's block."""
+        return max([1, *(each.block for each in self._moments)])
 
     def stored_moment_bytes(self, master: int, matrices: float = 0.0) -> float:
         """Return the same in a checkpoint."""

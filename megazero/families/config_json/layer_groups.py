@@ -121,6 +121,7 @@ def two_rotaries(
     """
 
     def read(config: Config) -> dict[str, Any]:
+        """Return the options that a config.json says. Raises ValueError for what they cannot."""
         chosen, rope = windows.read(config), config.get(ROPE) or {}
         nested = FULL in rope or SLIDING in rope
         # Said twice, as it is written here: once for transformers 4.

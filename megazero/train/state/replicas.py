@@ -67,7 +67,6 @@ class ReplicaCheckpoint:
             and engine.mesh.grid.outer == self.count
             and outer.outer.feedback == (LOST in self.kinds)
             and bool(outer.outer.momentum) == (MOMENTUM in self.manifest.kinds)
-            and (WEIGHTS in self.kinds or not engine.policy.codecs.delta)
         )
 
     def fill(self, records: list[SliceRecord], kinds: Mapping[str, str]) -> store.LoadedState:
@@ -90,8 +89,7 @@ def load_replicas(
     if not saved.continues(engine):
         return _merge(saved, engine, placements)
     kinds = {MASTER: anchor} | ({MOMENTUM: MOMENTUM} if MOMENTUM in saved.manifest.kinds else {})
-    own = [kind for kind in saved.kinds if kind != WEIGHTS or engine.policy.codecs.delta]
-    every = [of_replica(kind, replica) for kind in own for replica in range(saved.count)]
+    every = [of_replica(kind, replica) for kind in saved.kinds for replica in range(saved.count)]
     records = load_replica_records(engine, placements, RESIDUAL in saved.kinds)
     loaded = saved.fill(records, kinds | {kind: kind for kind in every})
     engine.invalidate(anchored=True)
@@ -139,10 +137,9 @@ def _load_means(
         own = load_records(engine, placements, True, RESIDUAL in saved.kinds)
         if LOST in saved.kinds:
             own += _records_of(engine, placements, LOST, lost)
-        wanted = [kind for kind in saved.kinds if kind != WEIGHTS]  # R is one for all: the anchor's
         records = in_replica(own, replica)
-        saved.fill(records, {kind: kind for kind in (of_replica(name, replica) for name in wanted)})
-        tensors = [r.tensors[kind] for r in own for kind in wanted if kind in r.tensors]
+        saved.fill(records, {kind: kind for kind in (of_replica(name, replica) for name in saved.kinds)})
+        tensors = [r.tensors[kind] for r in own for kind in saved.kinds if kind in r.tensors]
         if totals:
             for total, tensor in zip(totals, tensors, strict=True):
                 total.add_(tensor)
