@@ -59,6 +59,7 @@ class Held:
     updated: the optimizer has written this rank's shard since then.
     updates: how often it has done so. before: how often before a checkpoint was loaded.
     shared: another pipeline stage holds the same weight, so weights are coded whatever one stage's errors are.
+    alike: the ranks that hold other parts of the same parameters, or copies (tensor-parallel). All send alike.
     coded: what other ranks hold of this rank's coded blocks, where differences to it are sent.
     pieces, beside: how the bucket is cut where it is quantised (``layout``).
     residuals: by piece. errors, exceeded: by kind, what rounding lost, and whether that was too much.
@@ -66,6 +67,7 @@ class Held:
 
     number: int
     shared: bool = False
+    alike: dist.ProcessGroup | None = None
     before: int = 0
     equal: bool = True
     updated: bool = False
@@ -112,9 +114,11 @@ class Carrier:
             )
         return self.groups[ranks]
 
-    def add(self, bucket: Any, exact: Iterable[Any], shared: bool) -> None:
-        """Take a new bucket, of whose parameters these are never quantised. shared: as ``Held`` has it."""
-        self.held[bucket] = Held(next(self.numbers), shared)
+    def add(
+        self, bucket: Any, exact: Iterable[Any], shared: bool, alike: dist.ProcessGroup | None = None
+    ) -> None:
+        """Take a new bucket, of whose parameters these are never quantised. shared, alike: as ``Held`` has them."""
+        self.held[bucket] = Held(next(self.numbers), shared, alike)
         self.exact[bucket] = exact_ranges(bucket, exact)
 
     def weights_codec(self, hops: TwoHops, dtype: torch.dtype) -> Blockwise | None:
@@ -141,7 +145,7 @@ class Carrier:
         """Note that a checkpoint may write these buckets' parameters: the next gather is exact."""
         for bucket in buckets:
             held = self.state(bucket)
-            self.held[bucket] = Held(held.number, held.shared)
+            self.held[bucket] = Held(held.number, held.shared, held.alike)
 
     def go_on(self, buckets: Iterable[Any], step: int) -> None:
         """Note that the checkpoint was made after so many updates."""
@@ -268,7 +272,10 @@ class Carrier:
         return None if bound is None else held.errors.setdefault(kind, Errors())
 
     def _compare_errors(self, buckets: Sequence[Any], group: dist.ProcessGroup) -> None:
-        """Send a bucket exactly from now on whose messages of the last step lost more than was allowed."""
+        """Send a bucket exactly from now on whose messages of the last step lost more than was allowed.
+
+        Errors are those of all ranks that share the bucket, and of those that hold other parts of its parameters.
+        """
         bounds = {
             GRADIENTS: self.options.zero_gradient_error_bound,
             WEIGHTS: self.options.zero_weight_error_bound,
@@ -280,11 +287,14 @@ class Carrier:
             squares = torch.stack(
                 [each.errors.setdefault(kind, Errors()).take(self.passing.device) for each in held]
             )
-            dist.all_reduce(squares, group=group)
+            groups = [group, *([held[0].alike] if held[0].alike else [])]
+            for each_group in groups:
+                dist.all_reduce(squares, group=each_group)
+            tells = all(each_group.rank() == 0 for each_group in groups)
             for each, (lost, exact) in zip(held, squares.tolist(), strict=True):
                 if lost > bound**2 * exact and kind not in each.exceeded:
                     each.exceeded.add(kind)
-                    if group.rank() == 0:
+                    if tells:
                         print(
                             f"megatron_core_patch: step {each.before + each.updates + 1}: {kind} of bucket "
                             f"{each.number} lost {(lost / exact) ** 0.5:.2e} by rounding, more than {bound:g}: sent "

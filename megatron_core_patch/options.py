@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.config.options.fields import option
-from megazero.config.options.sections import ROUNDINGS
+from megazero.config.options.fields import option, option_of
+from megazero.config.options.sections import ZeroConfig
 from megazero.patches.options import MessageOptions, check, read_words
 
 __all__ = ["PatchOptions", "check", "from_words"]
@@ -16,32 +16,19 @@ __all__ = ["PatchOptions", "check", "from_words"]
 class PatchOptions(MessageOptions):
     """What is sent how between Megatron's data-parallel ranks, and how that is watched."""
 
-    zero_gradient_rounding: str = option(
-        "nearest",
-        "how gradients are rounded: to nearest; at random, without bias; or to nearest, adding what was lost across "
-        "nodes to the next step's gradient (error feedback; 4 bytes of each element that a rank sends across nodes)",
-        choices=ROUNDINGS,
-    )
-    zero_gradient_feedback_beta: float = option(
-        0.0,
-        "error feedback: share of the residual that stays when a step's rounding error is averaged in (LoCo; 0: the "
-        "residual is the step's error)",
-        low=0,
-        below=1,
-    )
-    zero_gradient_feedback_reset: int = option(
-        0, "error feedback: updates after which residuals are dropped (LoCo); 0: never", low=0
-    )
+    zero_gradient_rounding: str | None = option_of(ZeroConfig, "zero_gradient_rounding")
+    zero_gradient_feedback_beta: float = option_of(ZeroConfig, "zero_gradient_feedback_beta")
+    zero_gradient_feedback_reset: int = option_of(ZeroConfig, "zero_gradient_feedback_reset")
     zero_quantized_gradients_until_step: int | None = option(
         None, "updates after which gradients are sent exactly, those before a resume included", low=1
     )
-    zero_weight_error_bound: float | None = option(
-        None,
-        "relative rounding error of a bucket's weights (norm of the error / norm) past which they are sent exactly "
-        "from the next step on (default: no bound)",
-        above=0,
+    zero_weight_error_bound: float | None = option_of(
+        ZeroConfig,
+        "zero_weight_error_bound",
+        help="relative rounding error of a bucket's weights (norm of the error / norm) past which they are sent "
+        "exactly from the next step on (default: no bound)",
     )
-    zero_gradient_error_bound: float | None = option(None, "the same for gradients", above=0)
+    zero_gradient_error_bound: float | None = option_of(ZeroConfig, "zero_gradient_error_bound")
     zero_chunk_numel: int | None = option(
         None,
         "elements of a bucket that move together; hops of successive chunks run side by side (default: a quarter of "

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +26,6 @@ from megatron_core_patch.names import (
 )
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.refusals import (
-    bound_problems,
     ddp_problems,
     module_problems,
     optimizer_problems,
@@ -49,6 +48,11 @@ GROUPS = {
     "dense": "intra_dp_cp_group",
     "expert": "intra_expt_dp_group",
 }  # attributes of DistributedDataParallel
+# Ranks that split a kind's parameters: their name in a collection of groups, Megatron's function and its size's name.
+TENSOR_GROUPS = {
+    "dense": ("tp", "get_tensor_model_parallel_group", "tensor_model_parallel_size"),
+    "expert": ("expt_tp", "get_expert_tensor_parallel_group", "expert_tensor_parallel_size"),
+}
 
 
 class Patch:
@@ -65,6 +69,8 @@ class Patch:
         self.tied: WeakKeyDictionary[Any, TwoHops] = WeakKeyDictionary()
         self.tied_link = INTRA  # between these stages
         self.whole_sums = False  # the step's gradients are summed whole on every rank
+        self.largest = 0  # the most elements of a parameter that may be quantised, of all model chunks
+        self.has_effect = False  # what was asked for, as all ranks have agreed
         self.carrier: Carrier | None = None
         self.world: Any = None  # the default process group of the carrier's communicators
         self.teller: Teller | None = None
@@ -109,37 +115,33 @@ class Patch:
 
     def _build(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(original).bind(ddp, *args, **kwargs).arguments
-        config = given["config"]
-        self._refuse(
-            (
-                *ddp_problems(given["ddp_config"], config),
-                *bound_problems(config, self.options),
-                *module_problems(given["module"]),
-            )
-        )
+        self._refuse((*ddp_problems(given["ddp_config"], given["config"]), *module_problems(given["module"])))
         original(ddp, *args, **kwargs)
         exact = exact_parameters(ddp.module, self.options.wire.exact_numel)
         try:
             # The communicators of an earlier default group are gone: Megatron-LM restarts in its process.
             if self.carrier is None or not self._lives:
-                self.carrier, self.world = self._make_carrier(ddp, exact), default_group()
+                self.carrier, self.world = self._make_carrier(ddp), default_group()
                 self.tied.clear()
+                self.largest, self.has_effect = 0, False
                 self.teller = Teller(self.version, self.carrier.codecs, pipeline_of(ddp))
-            for bucket_group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
-                hops = self.carrier.hops_of(collective_group(bucket_group))
-                for bucket in bucket_group.buckets:
-                    tied = is_tied(bucket)
-                    self.carrier.add(bucket, [p for p in bucket.params_list if p in exact], shared=tied)
-                    if tied:
-                        self.tied[bucket] = hops
+            self._add_buckets("dense", ddp.bucket_groups, exact, given)
+            self._add_buckets("expert", ddp.expert_parallel_bucket_groups, exact, given)
         except ValueError as error:
             self._refuse([str(error)])
+        self.largest = max(self.largest, largest_but(exact, ddp.module))
         assert self.teller is not None
         self.teller.tell(self._kinds(ddp))
 
     def _build_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> None:
         config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
         self._refuse(optimizer_problems(config, self.options))
+        if not self.has_effect:  # of this rank's first optimizer: all of its model chunks are there
+            try:
+                refuse_without_effect(self.options, self._carrier.groups.values(), self.largest)
+            except ValueError as error:
+                self._refuse([str(error)])
+            self.has_effect = True
         original(*args, **kwargs)
 
     def _start_param_sync(self, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +209,21 @@ class Patch:
         """Whether the default process group is still the one that the carrier's communicators were made under."""
         return dist.is_initialized() and default_group() is self.world
 
-    def _make_carrier(self, ddp: Any, exact: Collection[Any]) -> Carrier:
+    def _add_buckets(
+        self, kind: str, bucket_groups: Iterable[Any], exact: Collection[Any], given: Mapping[str, Any]
+    ) -> None:
+        """Take the buckets of one kind of a model chunk, whose DistributedDataParallel was given these arguments."""
+        assert self.carrier is not None
+        for bucket_group in bucket_groups:
+            hops = self.carrier.hops_of(collective_group(bucket_group))
+            alike = tensor_group(kind, given) if self.options.bounded else None
+            for bucket in bucket_group.buckets:
+                tied = is_tied(bucket)
+                self.carrier.add(bucket, [p for p in bucket.params_list if p in exact], tied, alike)
+                if tied:
+                    self.tied[bucket] = hops
+
+    def _make_carrier(self, ddp: Any) -> Carrier:
         agree_on(self.options)
         ranks_per_node = node_size(self.options.ranks_per_node)
         device = next(ddp.module.parameters()).device
@@ -218,7 +234,6 @@ class Patch:
         }
         settings = {name: settings_like(group or default_group(), device) for name, group in groups.items()}
         cut = cut_groups(ranks, ranks_per_node, device, settings)
-        refuse_without_effect(self.options, cut.values(), ddp.module, exact)
         stages = [rank // ranks_per_node for rank in pipeline_of(ddp)]
         self.tied_link = INTRA if stages[0] == stages[-1] else INTER
         at_once = device.type == "cpu" and len(stages) > 1
@@ -253,6 +268,31 @@ def exact_parameters(module: torch.nn.Module, numel: int) -> set[torch.nn.Parame
         for name, parameter in module.named_parameters()
         if parameter.numel() <= numel or "router" in name.split(".")
     }
+
+
+def largest_but(exact: Collection[Any], module: torch.nn.Module) -> int:
+    """Return the most elements of a trained parameter that is none of ``exact``, or 0."""
+    return max((p.numel() for p in module.parameters() if p.requires_grad and p not in exact), default=0)
+
+
+def tensor_group(kind: str, given: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """Return the ranks that split parameters of a kind ('dense', 'expert') with this one, or None if there are none.
+
+    given: the arguments of DistributedDataParallel. Raises ValueError where there are some, but no group of them.
+    """
+    name, function, size = TENSOR_GROUPS[kind]
+    given_groups = given.get("pg_collection") or given.get("model_comm_pgs")  # the latter up to 0.14
+    group = getattr(given_groups, name, None)
+    if group is None:
+        group = getattr(importlib.import_module(STATE), function)(check_initialized=False)
+    sizes = [getattr(given["config"], each, None) for each in (size, TENSOR_GROUPS["dense"][2])]
+    if group is None and (sizes[0] or sizes[1] or 1) > 1:
+        raise ValueError(
+            "under --zero-weight-error-bound and --zero-gradient-error-bound tensor-parallel ranks decide alike, but "
+            f"neither the collection of groups ({name}) nor Megatron's parallel_state has their group: give it, or "
+            "leave the bound out"
+        )
+    return group if group is not None and group.size() > 1 else None
 
 
 def step_of(optimizer: Any) -> int:

@@ -6,7 +6,7 @@ survive quantised weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -67,17 +67,6 @@ def records_iterations(model_config: Any) -> bool:
     return any(str(getattr(word, "name", word)).split(".")[-1] == "full_iteration" for word in asked)
 
 
-def bound_problems(model_config: Any, options: PatchOptions) -> Iterator[str]:
-    """Say what is wrong with error bounds under a TransformerConfig."""
-    names = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
-    if options.bounded and max(getattr(model_config, name, None) or 1 for name in names) > 1:
-        yield (
-            "--zero-weight-error-bound and --zero-gradient-error-bound decide by the errors of one data-parallel "
-            "group, but tensor-parallel ranks must send alike what they replicate (position embeddings, for "
-            "example): leave the bound out with tensor parallelism"
-        )
-
-
 def module_problems(module: torch.nn.Module) -> Iterator[str]:
     """Say what is wrong with a model chunk, by what Megatron has noted on its parameters."""
     if any(getattr(p, "is_managed_by_layer_wise_optimizer", False) for p in module.parameters()):
@@ -115,14 +104,11 @@ def optimizer_problems(config: Any, options: PatchOptions) -> Iterator[str]:
         )
 
 
-def refuse_without_effect(
-    options: PatchOptions, groups: Iterable[TwoHops], module: torch.nn.Module, exact: Collection[Any]
-) -> None:
+def refuse_without_effect(options: PatchOptions, groups: Iterable[TwoHops], largest: int) -> None:
     """Raise ConfigError on every rank where something that was asked for would have no effect. Collective.
 
-    groups: of this rank. exact: the module's parameters that are never quantised.
+    groups: of this rank. largest: the most elements of a parameter that may be quantised, of all its model chunks.
     """
-    largest = max((p.numel() for p in module.parameters() if p.requires_grad and p not in exact), default=0)
     every = [(False, 0)] * dist.get_world_size()
     dist.all_gather_object(every, (any(two.intra.size > 1 for two in groups), largest))
     faults = []

@@ -80,6 +80,21 @@ fsdp2_patch/gradients.py
 + self.exact = None
   sums are sent again with the next step's
 
+megatron_core_patch/carrier.py
+- groups = [group, *([held[0].alike] if held[0].alike else [])]
++ groups = [group]
+  tensor-parallel ranks send what they replicate differently
+
+megatron_core_patch/patch.py
+- self.largest = max(self.largest, largest_but(exact, ddp.module))
++ self.largest = largest_but(exact, ddp.module)
+  the last model chunk alone says whether anything is quantised
+
+megazero/patches/two_hops.py
+- return cuts[max(common)][1]
++ pass
+  every enable() makes new communicators
+
 megazero/convert/megatron/legacy.py
 - if gated and ".linear_fc1." in name:
 + if not held:

@@ -12,19 +12,12 @@ from dataclasses import replace
 from megazero.config.layout.outer import EXACT_BITS, averages
 from megazero.config.layout.pipeline_rules import OF_PIPELINES
 from megazero.config.layout.shards import AUTO, resolve_shards
-from megazero.config.layout.wire import (
-    OF_BOTH,
-    OF_FEEDBACK,
-    OF_GRADIENTS,
-    OF_WEIGHTS,
-    quantizes_gradients,
-    quantizes_weights,
-    rounding,
-)
+from megazero.config.layout.wire import quantizes_gradients
+from megazero.config.layout.wire_rules import message_conditions
 from megazero.config.model.published import is_published
 from megazero.config.model.rules import conditions
 from megazero.config.nearest import multiples_around
-from megazero.config.options.fields import fault, without_effect
+from megazero.config.options.fields import Condition, fault, without_effect
 from megazero.config.options.optimizers import optimizer_conditions
 from megazero.config.options.sections import INDUCTOR, OuterConfig, ZeroConfig
 from megazero.config.rules import RULES, batch_multiples
@@ -91,9 +84,6 @@ LAYOUT = {
     *("outer_interval", "outer_replicas"),
 }
 _SAVES = "--save and --save-interval"
-Condition = tuple[
-    Collection[str], bool, str
-]  # options, whether they mean something here, and what that takes
 
 
 def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -163,14 +153,9 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
 def _conditions_of_messages(config: RunConfig) -> Iterator[Condition]:
     """Yield what the options of quantised messages need."""
     planned = config.zero.zero_preset == AUTO and config.planning.loss_policy != "exact"
-    weights, gradients = (f(config.zero) or planned for f in (quantizes_weights, quantizes_gradients))
-    of_weights = [*OF_WEIGHTS, "zero_weight_error_bound"]
-    of_gradients = [*OF_GRADIENTS, "zero_gradient_error_bound", "zero_quantized_gradients_until"]
-    either = "--zero-quantized-weights or --zero-quantized-gradients"
-    yield of_weights, weights, "--zero-quantized-weights"
-    yield of_gradients, gradients, "--zero-quantized-gradients"
-    yield [*OF_FEEDBACK], rounding(config.zero) == "feedback", "--zero-gradient-rounding feedback"
-    yield [*OF_BOTH], weights or gradients, either
+    yield from message_conditions(config.zero, planned)
+    gradients = quantizes_gradients(config.zero) or planned
+    yield ["zero_quantized_gradients_until"], gradients, "--zero-quantized-gradients"
 
 
 def _conditions_of_outer_steps(config: RunConfig) -> Iterator[Condition]:

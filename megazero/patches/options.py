@@ -9,22 +9,20 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
-from megazero.config.layout.wire import (
-    EXACT_NUMEL,
-    OF_BOTH,
-    OF_FEEDBACK,
-    OF_GRADIENTS,
-    OF_WEIGHTS,
-    Wire,
-    asked_for,
+from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients
+from megazero.config.layout.wire_rules import (
+    LEAST_BLOCK,
+    legal_block,
+    message_conditions,
+    unbiased,
+    unquantised_changes,
 )
-from megazero.config.layout.wire_rules import LEAST_BLOCK, unbiased
-from megazero.config.options.fields import fault, option, section_options
-from megazero.config.options.sections import BITS, ROUNDINGS, TRANSFORMS, ZeroConfig
+from megazero.config.options.fields import fault, option, option_of, section_options, without_effect
+from megazero.config.options.sections import BITS, BITS_INTRA_NODE, ROUNDINGS, ParallelConfig, ZeroConfig
 
 BLOCK = 64  # elements: Megatron starts parameters at multiples of it, so that no block holds two parameters
 GRADIENTS = ("none", *(f"int{bits}" for bits in BITS))
-GRADIENTS_INTRA_NODE = ("none", "int8", "int4")
+GRADIENTS_INTRA_NODE = ("none", *(f"int{bits}" for bits in BITS_INTRA_NODE))
 WEIGHTS = (*GRADIENTS, *(f"int{bits}-delta" for bits in BITS))
 
 
@@ -32,57 +30,40 @@ WEIGHTS = (*GRADIENTS, *(f"int{bits}-delta" for bits in BITS))
 class MessageOptions:
     """What is sent how between data-parallel ranks, in megazero's words, and how that is watched."""
 
-    zero_quantized_weights: bool | None = option(
-        None,
-        "send weights quantised where a data-parallel group crosses nodes (Megatron: bf16 and fp16 parameters)",
+    zero_quantized_weights: bool | None = option_of(
+        ZeroConfig,
+        "zero_quantized_weights",
+        help="send weights quantised where a data-parallel group crosses nodes (Megatron: bf16 and fp16 parameters)",
     )
-    zero_weight_bits: int | None = option(
-        None, "bits of a quantised weight (default: 8; 4 for differences)", choices=BITS
+    zero_weight_bits: int | None = option_of(ZeroConfig, "zero_weight_bits")
+    zero_quantized_weights_delta: bool | None = option_of(
+        ZeroConfig,
+        "zero_quantized_weights_delta",
+        help="quantise the weights' change since the last gather instead of the weights: fewer bits at less error, "
+        "for 2 bytes of each parameter of the optimizer's shard. Implies --zero-quantized-weights",
     )
-    zero_quantized_weights_delta: bool | None = option(
-        None,
-        "quantise the weights' change since the last gather instead of the weights: fewer bits at less error, for 2 "
-        "bytes of each parameter of the optimizer's shard. Implies --zero-quantized-weights",
+    zero_quantized_gradients: bool | None = option_of(
+        ZeroConfig, "zero_quantized_gradients", help="send gradients quantised where they cross nodes"
     )
-    zero_quantized_gradients: bool | None = option(None, "send gradients quantised where they cross nodes")
-    zero_gradient_bits: int | None = option(
-        None, "bits of a quantised gradient across nodes (default: 4)", choices=BITS
+    zero_gradient_bits: int | None = option_of(ZeroConfig, "zero_gradient_bits")
+    zero_gradient_bits_intra_node: int | None = option_of(ZeroConfig, "zero_gradient_bits_intra_node")
+    zero_gradient_rounding: str | None = option_of(
+        ZeroConfig,
+        "zero_gradient_rounding",
+        help="how gradients are rounded: to nearest, or at random, without bias (default: nearest)",
+        choices=ROUNDINGS[:2],
     )
-    zero_gradient_bits_intra_node: int | None = option(
-        None, "bits of a quantised gradient inside a node (default: not quantised there)", choices=(8, 4)
+    zero_weight_clip_search: int = option_of(ZeroConfig, "zero_weight_clip_search")
+    zero_gradient_clip_search: int = option_of(ZeroConfig, "zero_gradient_clip_search")
+    zero_weight_transform: str = option_of(ZeroConfig, "zero_weight_transform")
+    zero_gradient_transform: str = option_of(ZeroConfig, "zero_gradient_transform")
+    zero_exact_numel: int | None = option_of(ZeroConfig, "zero_exact_numel")
+    zero_block_size: int | None = option_of(
+        ZeroConfig,
+        "zero_block_size",
+        help=f"elements that share a scale, a power of two from {LEAST_BLOCK} to {BLOCK} (default: {BLOCK})",
     )
-    zero_gradient_rounding: str = option(
-        "nearest", "how gradients are rounded: to nearest, or at random, without bias", choices=ROUNDINGS[:2]
-    )
-    zero_weight_clip_search: int = option(
-        0,
-        "scales tried per block of weights; the one with the least error is sent. 0: the largest value decides",
-        low=0,
-        high=64,
-    )
-    zero_gradient_clip_search: int = option(
-        0, "the same for gradients; not with stochastic rounding", low=0, high=64
-    )
-    zero_weight_transform: str = option(
-        "none",
-        "transform of quantised weights, or of their changes: a randomised Hadamard transform spreads outliers over "
-        "a block before that is encoded",
-        choices=TRANSFORMS,
-    )
-    zero_gradient_transform: str = option("none", "the same of quantised gradients", choices=TRANSFORMS)
-    zero_exact_numel: int | None = option(
-        None,
-        "parameters with at most this many elements on a tensor-parallel rank are sent exactly (default: "
-        f"{EXACT_NUMEL})",
-        low=0,
-    )
-    zero_block_size: int | None = option(
-        None,
-        f"elements that share a scale, a power of two from {LEAST_BLOCK} to {BLOCK} (default: {BLOCK})",
-    )
-    ranks_per_node: int | None = option(
-        None, "override of the node size that the launcher says: one machine can pretend to be several", low=1
-    )
+    ranks_per_node: int | None = option_of(ParallelConfig, "ranks_per_node")
     zero_verify_first_steps: int = option(
         0, "steps in which every message is sent exactly, too, and the differences are printed", low=0
     )
@@ -115,31 +96,17 @@ def check(options: Options) -> Options:
 
 
 def _contradictions(options: MessageOptions) -> Iterator[str]:
-    weights = options.zero_quantized_weights or options.zero_quantized_weights_delta
-    if options.zero_quantized_weights is False and options.zero_quantized_weights_delta:
-        yield (
-            "--zero-quantized-weights-delta sends quantised weights, which --no-zero-quantized-weights switches off; "
-            "leave one out"
-        )
-    coded, feedback = weights or options.zero_quantized_gradients, options.wire.feedback
-    needs = {
-        "--zero-quantized-weights": (weights, (*OF_WEIGHTS, "zero_weight_error_bound")),
-        "--zero-quantized-gradients": (
-            options.zero_quantized_gradients,
-            (*OF_GRADIENTS, "zero_gradient_error_bound", "zero_quantized_gradients_until_step"),
-        ),
-        "--zero-gradient-rounding feedback": (feedback, OF_FEEDBACK),
-        "a quantised format": (coded, OF_BOTH),
-    }
-    usual = {f.name: f.default for f in dataclasses.fields(options)}
-    for needed, (given, names) in needs.items():
-        for name in names:
-            if name in usual and getattr(options, name) != usual[name] and not given:
-                yield f"--{name.replace('_', '-')} has no effect without {needed}: add that, or leave it out"
-    yield from unbiased(options._zero)
-    block = options.zero_block_size
-    if block is not None and (block & (block - 1) or not LEAST_BLOCK <= block <= BLOCK):
-        yield f"--zero-block-size {block} must be a power of two from {LEAST_BLOCK} to {BLOCK}"
+    zero = options._zero
+    own = {opt.name: opt for opt in section_options("patch", type(options))}
+    until = ["zero_quantized_gradients_until_step"], quantizes_gradients(zero), "--zero-quantized-gradients"
+    table = [
+        ([name for name in names if name in own], holds, cure)
+        for names, holds, cure in (*message_conditions(zero), until)
+    ]
+    yield from unquantised_changes(zero)
+    yield from (line for _, line in without_effect(table, own, vars(options), {}))
+    yield from unbiased(zero)
+    yield from legal_block(zero, BLOCK)
 
 
 def read_words(

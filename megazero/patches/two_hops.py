@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -74,23 +76,36 @@ def ranks_on_a_node(ranks: Sequence[int], ranks_per_node: int) -> int:
     return next(iter(counts.values()))
 
 
+# What was cut under a default process group, in order, with all that it was made of. It lives as long as that group,
+# and the next patch takes it again: torch names groups by their number, so one that is destroyed gives its name away.
+_cuts: WeakKeyDictionary[Any, list[tuple[Hashable, dict[tuple[int, ...], TwoHops]]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class NcclOptions:
+    """How a communicator of NCCL is made. A call makes new options of torch's, which torch writes into."""
+
+    timeout: timedelta
+    high_priority: bool
+    config: tuple[tuple[str, Any], ...]
+
+    def __call__(self) -> Any:
+        made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
+        made._timeout = self.timeout
+        for name, value in self.config:
+            setattr(made.config, name, value)
+        return made
+
+
 def settings_like(group: dist.ProcessGroup, device: torch.device) -> GroupSettings:
     """Return how the group's communicator on this device was made: timeout, and NCCL's stream and configuration."""
     given = getattr(group._get_backend(device), "options", None)
     timeout, nccl = getattr(given, "_timeout", None), getattr(dist, "ProcessGroupNCCL", None)
     if given is None or nccl is None or not isinstance(given, nccl.Options):
         return GroupSettings(timeout)
-
-    def options() -> Any:
-        made = nccl.Options(is_high_priority_stream=given.is_high_priority_stream)
-        made._timeout = timeout
-        for name in NCCL_CONFIG:
-            value = getattr(given.config, name, None)
-            if value is not None:
-                setattr(made.config, name, value)
-        return made
-
-    return GroupSettings(timeout, options)
+    config = ((name, getattr(given.config, name, None)) for name in NCCL_CONFIG)
+    said = tuple((name, value) for name, value in config if value is not None)
+    return GroupSettings(timeout, NcclOptions(given._timeout, given.is_high_priority_stream, said))
 
 
 def cut_groups(
@@ -103,18 +118,36 @@ def cut_groups(
 
     groups: name -> ranks, in the group's order; every rank gives the same names in the same order. Groups of the
     same ranks share their axes. settings: how their communicators are made, by name; what has none has torch's
-    defaults. This is collective over all ranks. Raises ValueError on every rank where a group of any rank cannot be
-    cut.
+    defaults. If every rank has cut the same groups before, under this default group, they are the same axes again.
+    This is collective over all ranks. Raises ValueError on every rank where a group of any rank cannot be cut.
     """
+    cuts = _cuts.setdefault(dist.distributed_c10d._get_default_group(), [])
+    wanted = tuple((name, tuple(ranks), settings.get(name)) for name, ranks in groups.items())
+    made_of = wanted, ranks_per_node, device
+    same = {number for number, (other, _) in enumerate(cuts) if other == made_of}
     sizes, problem = dict[str, int](), ""
     try:
         sizes = {name: ranks_on_a_node(ranks, ranks_per_node) for name, ranks in groups.items()}
     except ValueError as error:
         problem = str(error)
-    problems: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        raise ValueError(next(text for text in problems if text))
+    every = [(problem, same)] * dist.get_world_size()
+    dist.all_gather_object(every, every[0])
+    if problem := next((text for text, _ in every if text), ""):
+        raise ValueError(problem)
+    if common := set.intersection(*(numbers for _, numbers in every)):
+        return cuts[max(common)][1]
+    hops = _make_hops(groups, sizes, device, settings)
+    cuts.append((made_of, hops))
+    return hops
+
+
+def _make_hops(
+    groups: Mapping[str, Sequence[int]],
+    sizes: Mapping[str, int],
+    device: torch.device,
+    settings: Mapping[str, GroupSettings],
+) -> dict[tuple[int, ...], TwoHops]:
+    """Make the communicators of groups that have so many ranks on a node, by name. Collective over all ranks."""
     made: dict[tuple[int, ...], str] = {}
     wanted: list[tuple[AxisSpec, Sequence[int], GroupSettings]] = []
     for name, ranks in groups.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from megazero.mesh.mesh import all_gather_flat
+from megazero.mesh.mesh import GroupSettings, all_gather_flat
 from megazero.patches.agreement import agree_on
 from megazero.patches.options import MessageOptions, read_words
 from megazero.patches.two_hops import cut_groups
@@ -54,6 +55,27 @@ def test_all_make_all_groups_in_one_order_under_a_bound_device() -> None:
     assert set(bound[0][0]) == {(0, 1), (2, 3), (0, 1, 2, 3)}
     for found in (local, bound):
         assert [row for _, row in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def cut_again() -> tuple[list[int], list[bool]]:
+    """Cut groups four times, the third time with other settings on rank 3; return how many groups the process has
+    after each, and whether the axes are those of the first.
+    """
+    pair, every = [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1], list(range(4))
+    counts, found = [], []
+    for number in range(4):
+        minutes = 6 if number == 2 and dist.get_rank() == 3 else 5
+        settings = {"a": GroupSettings(timedelta(minutes=minutes))}
+        found.append(cut_groups({"a": pair, "b": every}, 1, torch.device("cpu"), settings))
+        counts.append(len(dist.distributed_c10d._world.pg_names))
+    return counts, [hops is found[0] for hops in found]
+
+
+def test_the_next_patch_takes_the_communicators_of_the_last() -> None:
+    """If all ranks have them: where one lacks them, all make new ones."""
+    for counts, same in run_ranks(4, cut_again):
+        assert counts[0] == counts[1] < counts[2] == counts[3]
+        assert same == [True, True, False, True]
 
 
 def differing() -> str:

@@ -420,29 +420,34 @@ def test_what_is_refused_at_work() -> None:
         assert "the model was given another" in found["hook"]
 
 
-def on_and_off() -> tuple[Run, Run, bool]:
-    """A run that is patched in its middle and then resumed without, beside one that is not."""
+def on_and_off() -> tuple[Run, Run, bool, list[int]]:
+    """A run that is patched twice in its middle and then resumed without, beside one that is not; whether nothing is
+    left of the patch, and how many process groups there are behind each step.
+    """
     plain, job = Job(Case("2d", 2)), Job(Case("2d", 2))
     raws = [module._get_fsdp_state()._fsdp_param_group for module in (*job.model.blocks, job.model)]
     names = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook", "all_reduce_grads")
     state = partial(lambda: [[getattr(raw, name) for name in names] for raw in raws])
-    before = state()
+    before, groups = state(), []
     for step in range(4):
         plain.step(step)
         with patched(job.model, EXACT if step in (1, 2) else None, 2):
             job.step(step)
+        groups.append(len(dist.distributed_c10d._world.pg_names))
     flat = Job(Case())
     raws = [module._get_fsdp_state()._fsdp_param_group for module in (*flat.model.blocks, flat.model)]
     before_flat = state()
     with patched(flat.model, EXACT, 2):
         changed = state() != before_flat
     fsdp2_patch.disable()  # nothing is on: it has no effect
-    return plain.run(), job.run(), changed and state() == before_flat and before is not None
+    return plain.run(), job.run(), changed and state() == before_flat and before is not None, groups
 
 
 def test_it_is_taken_off_without_a_trace() -> None:
-    for plain, run, restored in run_ranks(RANKS, on_and_off):
+    """Communicators stay, which the next ``enable`` takes again."""
+    for plain, run, restored, groups in run_ranks(RANKS, on_and_off):
         assert run == plain and restored
+        assert groups[0] < groups[1] == groups[2] == groups[3]
 
 
 def resumed(folder: str, first: dict[str, Any] | None, then: dict[str, Any] | None) -> Run:

@@ -1,6 +1,6 @@
 """Both ways of turning the patch on, under torchrun: the script's own enable(), and the launcher's word.
 
-Two minutes on 2 cores:
+Three minutes on 2 cores:
 
     python -m pytest tests/megatron/test_launched.py -m slow
 """
@@ -45,6 +45,15 @@ def test_both_ways_are_one(name: str, tmp_path: Path) -> None:
     assert by_word == enabled == again
     assert by_word == run_ranks(case.world, train, case, INT8_INT4, timeout=120)
     assert by_word != run_ranks(case.world, train, case, timeout=120)
+
+
+@pytest.mark.slow
+def test_a_restart_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """What was under way when the first start broke is gone: the second has the bits and bytes of a first. -m slow"""
+    name = "dp4 overlap"
+    words = ["--enable", json.dumps({**INT8_INT4, "ranks_per_node": CASES[name].ranks_per_node})]
+    whole = launch([], words, name, tmp_path / "whole")
+    assert launch([], [*words, "--starts", "2", "--breaks"], name, tmp_path / "broken") == whole
 
 
 def launch(patch: Sequence[str], words: Sequence[str], name: str, folder: Path) -> list[Run]:

@@ -49,6 +49,7 @@ ALWAYS = shlex.split(
     "--log-interval 1 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
     "--attention-dropout 0 --hidden-dropout 0 --lr-decay-iters 5"
 )
+SOME = r", \d+ of \d+ exact, being small or a router's"
 
 pytestmark = [
     pytest.mark.slow,
@@ -74,7 +75,9 @@ def test_the_pages_messages() -> None:
     sent, told = run([*PATCH, *patch, "--zero-exact-numel", "1024"], flags)
     assert sent != plain
     assert [loss for loss, _ in sent] == pytest.approx([loss for loss, _ in plain], rel=0.01)
-    assert "4 data-parallel ranks = 2 nodes x 2: gradients exact fp32 inside a node, int4" in told
+    assert re.search(
+        f"4 data-parallel ranks = 2 nodes x 2{SOME}: gradients exact fp32 inside a node, int4", told
+    )
     assert "weights differences of bf16 as int4" in told
     assert len(re.findall(r"step \d: (?:gradients|weights) differ from exact ones by", told)) == 4
 
@@ -103,7 +106,7 @@ def test_the_pages_two_lines_under_slurm(tmp_path: Path) -> None:
     command = ["bash", str(tmp_path / "page.sh"), *adapted(page_flags()[1])]
     losses, told = finish(command, tmp_path, PATH=path)
     assert len(losses) == int(str(HERE["--train-iters"]))
-    assert "2 data-parallel ranks = 2 nodes x 1: gradients int4" in told
+    assert re.search(f"2 data-parallel ranks = 2 nodes x 1{SOME}: gradients int4", told)
     assert "weights differences of bf16 as int4" in told
 
 

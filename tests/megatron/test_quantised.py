@@ -11,12 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megazero.comm.codec import Blockwise
 from megazero.mesh.grid import INTER, INTRA
+from megazero.patches.rounding import Errors
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Case, Run, replicas_differ, step_losses
 from tests.megatron.cases import CASES, DELTA_INT4, EXACT, INT8_INT4, LARGE, SMALL
@@ -172,6 +174,31 @@ def test_gradients_are_exact_from_a_step_on() -> None:
 def sent_across(case: Case, formats: Formats) -> int:
     """Bytes of gradients that rank 0 sends across nodes in all steps."""
     return run_ranks(case.world, train, case, formats, timeout=120)[0].sent["reduce", INTER]
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_decide_alike_past_an_error_bound() -> None:
+    """One rank's errors alone are too large: both send exactly what they replicate, and the same bits. -m slow"""
+    case = replace(CASES["tp2 sp"], bf16=True)
+    formats = {**INT8_INT4, "exact_numel": 0, "gradient_error_bound": 0.5, "weight_error_bound": 0.5}
+    within = run_ranks(case.world, train, case, formats, timeout=120)
+    past = run_ranks(case.world, train_where_tensor_rank_0_errs, case, formats, timeout=120)
+    assert not replicas_differ(past)
+    for kind in ("reduce", "refresh"):
+        assert len({run.sent[kind, INTER] for run in past}) == 1
+        assert past[0].sent[kind, INTER] > 1.5 * within[0].sent[kind, INTER]
+
+
+def train_where_tensor_rank_0_errs(case: Case, formats: Formats) -> Run:
+    """Train with as large an error of all messages of every first tensor-parallel rank as the messages are."""
+    take, first = Errors.take, torch.distributed.get_rank() % case.tp == 0
+
+    def worse(errors: Errors, device: torch.device) -> torch.Tensor:
+        lost, exact = take(errors, device)
+        return torch.stack([lost + exact if first else lost, exact])
+
+    with mock.patch.object(Errors, "take", worse):
+        return train(case, formats)
 
 
 @pytest.mark.slow

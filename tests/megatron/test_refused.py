@@ -159,7 +159,7 @@ def configured(owner: str, fields: Mapping[str, Any]) -> Iterator[None]:
         mock.patch.object(config, "__post_init__", and_then_set),
         mock.patch.object(cuda_graphs, "CudaGraphManager", lambda *_, **__: None),  # it asks for a GPU's RNG
         mock.patch.object(optimizer, "Adam", adam),
-        mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False, create=True),  # not before 0.15
         mock.patch.object(optimizer, "is_te_min_version", lambda _: True),
         mock.patch.object(optimizer, "HybridDeviceOptimizer", adam),
     ):

@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tools.releases import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 # On PYTHONPATH their .pth files do nothing, and so neither does an editable install of this tree.
@@ -40,9 +43,7 @@ def test_a_bare_checkout_has_its_kernels(inside: bool, tmp_path: Path) -> None:
 
 def test_the_patches_leave_torch_as_it_is_and_need_numpy_beside_it_alone() -> None:
     """Their pages' install lines take no requirements; what only megazero's own trainer needs may be missing."""
-    for page in ("megatron-patch", "fsdp2"):
-        install = (ROOT / "docs" / f"{page}.md").read_text().split("## In ten lines")[1].split("```")[1]
-        assert "pip install --no-deps ." in install
+    assert {install_line(page) for page in ("megatron-patch", "fsdp2")} == {"pip install --no-deps ."}
     others = ("yaml", "rich", "safetensors", "sentencepiece", "tokenizers", "transformers")
     code = f"""
 import sys
@@ -55,6 +56,62 @@ from fsdp2_patch import patch
     assert done.returncode == 0, done.stderr
 
 
+# The oldest of megatron-core 0.13's images with a Python that megazero runs on: NVIDIA's 25.03 has torch 2.7, Python
+# 3.12 and this numpy. The long-term one, 24.01, has Python 3.10.
+IMAGE = ("torch==2.7.0", "numpy==1.26.4", "packaging", "pytest")
+CASES = (
+    "test_exact.py::test_exact_messages_change_nothing[tp2 sp]",
+    "test_quantised.py::test_every_shape[overlap-INT8 + INT4]",
+)
+
+
+@pytest.mark.slow
+def test_the_megatron_pages_install_line_beside_an_images_torch(tmp_path: Path) -> None:
+    """It changes nothing of the image's, and what it installs trains with megatron-core 0.13 there.
+
+    Some 3 GB of torch's CUDA build and ten minutes:
+    PYTHON_3_12=PYTHON python -m pytest tests/unit/test_install.py -m slow
+    """
+    python, source, elsewhere = tmp_path / "image/bin/python", tmp_path / "source", tmp_path / "elsewhere"
+    run = partial(subprocess.run, check=True, timeout=1200)
+    run([interpreter("3.12"), "-m", "venv", tmp_path / "image"])
+    run([python, "-m", "pip", "install", "--quiet", *IMAGE])
+    run([python, "-m", "pip", "install", "--quiet", "--no-deps", "megatron-core==0.13.1"])
+    before = installed(python)
+    checkout(source)
+    run([python, "-m", *install_line("megatron-patch").split()], cwd=source)
+    after = installed(python)
+    assert before < after and {name.partition("==")[0] for name in after - before} == {"megazero"}
+    shutil.copytree(ROOT / "tests", elsewhere / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.cfg", elsewhere)
+    tests = [f"tests/megatron/{name}" for name in CASES]
+    done = run([python, "-m", "pytest", *tests], cwd=elsewhere, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and f"{len(CASES)} passed" in done.stdout, done.stdout
+
+
+def installed(python: Path) -> set[str]:
+    """What an interpreter's environment has, as NAME==VERSION."""
+    command = [python, "-m", "pip", "list", "--format", "freeze"]
+    return set(
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.split()
+    )
+
+
+def install_line(page: str) -> str:
+    """The command of a page's first lines."""
+    lines = (ROOT / "docs" / f"{page}.md").read_text().split("## In ten lines")[1].split("```")[1]
+    (line,) = (line.partition("#")[0].strip() for line in lines.splitlines() if line.startswith("pip"))
+    return line
+
+
+def checkout(target: Path) -> None:
+    """Copy what a wheel is made of."""
+    for name in ("megazero", "kernels", "megatron_core_patch", "fsdp2_patch"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+
+
 @pytest.mark.slow
 def test_a_bare_checkout_runs_the_engine(tmp_path: Path) -> None:
     files = files_of("megazero.zero, megazero.kernels.quantize", tmp_path, ROOT, *PACKAGES)
@@ -64,10 +121,7 @@ def test_a_bare_checkout_runs_the_engine(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_wheel_has_every_package(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    for name in ("megazero", "kernels", "megatron_core_patch", "fsdp2_patch"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    checkout(source)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, source]
     subprocess.run(command, check=True, timeout=300)
     (wheel,) = tmp_path.glob("megazero-*.whl")

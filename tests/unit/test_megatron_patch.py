@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -19,13 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatron_core_patch
 from megatron_core_patch import names, patch
 from megatron_core_patch.__main__ import main, parse, split
-from megatron_core_patch.carrier import Carrier
+from megatron_core_patch.carrier import Carrier, Held
 from megatron_core_patch.chains import BucketRounding, gather_coded, gather_exact, reduce_exact, reduce_rows
 from megatron_core_patch.checks import MessageChecks
 from megatron_core_patch.layout import Columns, cut_bucket
 from megatron_core_patch.options import from_words
 from megatron_core_patch.refusals import (
-    bound_problems,
     ddp_problems,
     module_problems,
     optimizer_problems,
@@ -74,15 +75,15 @@ def test_words_mean_what_flags_mean(words: dict, flags: str) -> None:
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--zero-weight-bits 4", "--zero-weight-bits has no effect without --zero-quantized-weights"),
+        ("--zero-weight-bits 4", "--zero-weight-bits 4 has no effect without --zero-quantized-weights"),
         ("--zero-gradient-bits 3 --zero-quantized-gradients", "is not one of 8, 4, 2"),
-        ("--zero-quantized-weights --zero-block-size 128", "a power of two from 8 to 64"),
+        ("--zero-quantized-weights --zero-block-size 128", "a power of two from 8 to 64; nearest: 64"),
         ("--no-zero-quantized-weights --zero-quantized-weights-delta", "leave one out"),
         ("--bf16", "--bf16 is no flag of megatron_core_patch"),
-        ("--zero-exact-numel 0", "--zero-exact-numel has no effect without a quantised format"),
+        ("--zero-exact-numel 0", "--zero-exact-numel 0 has no effect without --zero-quantized-weights or"),
         (
             "--zero-quantized-gradients --zero-gradient-feedback-beta 0.5",
-            "--zero-gradient-feedback-beta has no effect without --zero-gradient-rounding feedback",
+            "--zero-gradient-feedback-beta 0.5 has no effect without --zero-gradient-rounding feedback",
         ),
         ("--zero-gradient-error-bound 0.1", "no effect without --zero-quantized-gradients"),
         (
@@ -180,14 +181,34 @@ def test_refused_optimizers_and_wrappers() -> None:
     assert list(module_problems(module))
 
 
-def test_error_bounds_are_refused_with_tensor_parallelism() -> None:
-    """Tensor-parallel ranks have other errors in one bucket, and would send what they replicate differently."""
-    bounded = from_words(gradients="int4", gradient_error_bound=0.1)
-    for sizes, refused in (((1, None), False), ((1, 1), False), ((2, 2), True), ((1, 2), True)):
-        names = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
-        config = Config(**dict(zip(names, sizes, strict=True)))
-        assert bool(list(bound_problems(config, bounded))) == refused
-        assert not list(bound_problems(config, from_words(gradients="int4")))
+def test_tensor_parallel_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This rank's errors are within the bound, those of its tensor-parallel peer are not."""
+    monkeypatch.setattr(dist, "all_reduce", lambda squares, group: squares.add_(group.others))
+    group = Config(rank=lambda: 0, others=torch.tensor([[0.0, 1.0]]))
+    peer = Config(rank=lambda: 1, others=torch.tensor([[2.0, 2.0]]))
+    for alike, exceeded in ((None, set()), (peer, {GRADIENTS})):
+        held = Held(0, alike=alike)  # type: ignore[arg-type]
+        held.errors[GRADIENTS] = Errors()
+        held.errors[GRADIENTS].add(torch.tensor([0.1]), torch.tensor([1.0]))
+        options = from_words(gradients="int4", gradient_error_bound=0.5)
+        carrier: Any = Config(
+            options=options, state=lambda _, held=held: held, passing=Config(device=torch.device("cpu"))
+        )
+        Carrier._compare_errors(carrier, [Bucket()], group)  # type: ignore[arg-type]
+        assert held.exceeded == exceeded
+
+
+def test_the_ranks_that_decide_alike() -> None:
+    """By the collection of groups that DistributedDataParallel was given, else by parallel_state, which has none."""
+    pytest.importorskip("megatron.core")
+    two, one = Config(size=lambda: 2), Config(size=lambda: 1)
+    given = {"config": Config(tensor_model_parallel_size=2, expert_tensor_parallel_size=None)}
+    assert patch.tensor_group("dense", {**given, "pg_collection": Config(tp=two)}) is two
+    assert patch.tensor_group("expert", {**given, "model_comm_pgs": Config(tp=two, expt_tp=one)}) is None
+    for kind in ("dense", "expert"):
+        with pytest.raises(ValueError, match="tensor-parallel ranks decide alike, but"):
+            patch.tensor_group(kind, {**given, "pg_collection": Config()})
+        assert patch.tensor_group(kind, {"config": Config()}) is None
 
 
 @pytest.mark.parametrize("version, warned", [("0.16.1", False), ("0.19.2", False), ("0.20.0", True)])
@@ -479,7 +500,7 @@ def test_groups_wait_as_long_as_megatrons(monkeypatch: pytest.MonkeyPatch) -> No
             intra_dp_cp_group=dist.new_group([0], timeout=timedelta(minutes=47)),
             pp_group=dist.group.WORLD,
         )
-        patch.Patch._make_carrier(Config(options=from_words(ranks_per_node=1), traffic=Traffic()), ddp, ())
+        patch.Patch._make_carrier(Config(options=from_words(ranks_per_node=1), traffic=Traffic()), ddp)
     finally:
         dist.destroy_process_group()
     assert given == [timedelta(minutes=47)]
@@ -536,6 +557,17 @@ class Bucket:
         self.params_list = [weight]
 
 
+def built(on: patch.Patch, module: torch.nn.Module, buckets: Sequence[Any]) -> None:
+    """Have a patch see Megatron build its DistributedDataParallel of a module, on one rank."""
+    world = dist.group.WORLD
+    bucket_group = Config(buckets=buckets, intra_distributed_optimizer_instance_group=world)
+    ddp = Config(
+        module=module, intra_dp_cp_group=world, pp_group=world, buffers=[], expert_parallel_buffers=[],
+        bucket_groups=[bucket_group], expert_parallel_bucket_groups=[],
+    )  # fmt: skip
+    on._build(lambda self, config, ddp_config, module: None, ddp, Config(), Config(**GOOD), module)
+
+
 def test_a_restart_in_the_process_renews_what_the_first_start_made() -> None:
     """Megatron-LM's --inprocess-restart destroys all groups and builds everything again in the same process."""
     pytest.importorskip("megatron.core")
@@ -544,25 +576,52 @@ def test_a_restart_in_the_process_renews_what_the_first_start_made() -> None:
     try:
         for _ in range(2):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            world, buckets = dist.group.WORLD, [Bucket(), Bucket()]
-            bucket_group = Config(buckets=buckets, intra_distributed_optimizer_instance_group=world)
-            ddp = Config(
-                module=torch.nn.Linear(1, 1), intra_dp_cp_group=world, pp_group=world, buffers=[],
-                expert_parallel_buffers=[], bucket_groups=[bucket_group], expert_parallel_bucket_groups=[],
-            )  # fmt: skip
-            on._build(
-                lambda self, config, ddp_config, module: None, ddp, Config(), Config(**GOOD), ddp.module
-            )
+            buckets = [Bucket(), Bucket()]
+            built(on, torch.nn.Linear(1, 1), buckets)
             assert set(on.tied) == set(buckets) and all(bucket in on.carrier.held for bucket in buckets)  # type: ignore[union-attr]
             found.append(on.carrier)
             dist.destroy_process_group()
         assert found[0] is not found[1]
-        del buckets, bucket_group, ddp
+        del buckets
         assert not on.tied  # nor is a bucket kept alive
     finally:
         on.remove()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def test_the_next_enable_takes_the_communicators_of_the_last() -> None:
+    """``disable()`` cannot destroy them; a job that turns the patch on and off would gather them."""
+    pytest.importorskip("megatron.core")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = []
+    try:
+        for _ in range(3):
+            on = patch.Patch(from_words(ranks_per_node=1), switch_off=lambda: None)
+            built(on, torch.nn.Linear(1, 1), [Bucket()])
+            on.remove()
+            groups.append(len(dist.distributed_c10d._world.pg_names))
+    finally:
+        dist.destroy_process_group()
+    assert groups[0] > 1 and len(set(groups)) == 1
+
+
+@pytest.mark.parametrize("widths, refused", [((1, 300), False), ((300, 1), False), ((1, 1), True)])
+def test_what_has_an_effect_on_some_model_chunk_is_not_refused(
+    widths: tuple[int, int], refused: bool
+) -> None:
+    """Parameters of width 1 are sent exactly, those of width 300 are not."""
+    pytest.importorskip("megatron.core")
+    on = patch.Patch(from_words(gradients="int4", ranks_per_node=1), switch_off=lambda: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for width in widths:
+            built(on, torch.nn.Linear(width, width), [Bucket()])
+        with pytest.raises(ValueError, match="exact_numel=16384") if refused else nullcontext():
+            on._build_optimizer(lambda self, config: None, Config(), Config())
+    finally:
+        on.remove()
+        dist.destroy_process_group()
 
 
 def test_routers_and_small_parameters_are_exact() -> None:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megazero.config.layout.wire import quantizes_gradients, rounding
+from megazero.config.layout.wire import (
+    OF_BOTH,
+    OF_FEEDBACK,
+    OF_GRADIENTS,
+    OF_WEIGHTS,
+    quantizes_gradients,
+    quantizes_weights,
+    rounding,
+)
 from megazero.config.nearest import nearest_power_of_two
+from megazero.config.options.fields import Condition
 from megazero.config.options.sections import ZeroConfig
 from megazero.config.run import RunConfig
 
@@ -13,14 +22,39 @@ LEAST_BLOCK, LARGEST_BLOCK = 8, 2048  # of kernels/format.py
 ALWAYS_P_IS_OS = ("ddp", "zero3", "mics", "hsdp")
 
 
+def message_conditions(zero: ZeroConfig, planned: bool = False) -> Iterator[Condition]:
+    """Yield what the options of quantised messages need.
+
+    planned: the planner may quantise what is not asked for.
+    """
+    weights, gradients = (f(zero) or planned for f in (quantizes_weights, quantizes_gradients))
+    yield [*OF_WEIGHTS, "zero_weight_error_bound"], weights, "--zero-quantized-weights"
+    yield [*OF_GRADIENTS, "zero_gradient_error_bound"], gradients, "--zero-quantized-gradients"
+    yield [*OF_FEEDBACK], rounding(zero) == "feedback", "--zero-gradient-rounding feedback"
+    either = "--zero-quantized-weights or --zero-quantized-gradients"
+    yield [*OF_BOTH], weights or gradients, either
+
+
 def block_size(config: RunConfig) -> Iterator[str]:
-    block = config.zero.zero_block_size
+    yield from legal_block(config.zero, LARGEST_BLOCK)
+
+
+def legal_block(zero: ZeroConfig, largest: int) -> Iterator[str]:
+    block = zero.zero_block_size
     if block is None:
         return
-    if block < 1 or block & (block - 1) or not LEAST_BLOCK <= block <= LARGEST_BLOCK:
+    if block < 1 or block & (block - 1) or not LEAST_BLOCK <= block <= largest:
         yield (
-            f"--zero-block-size {block} must be a power of two from {LEAST_BLOCK} to {LARGEST_BLOCK}; nearest: "
-            f"{nearest_power_of_two(block, LEAST_BLOCK, LARGEST_BLOCK)}"
+            f"--zero-block-size {block} must be a power of two from {LEAST_BLOCK} to {largest}; nearest: "
+            f"{nearest_power_of_two(block, LEAST_BLOCK, largest)}"
+        )
+
+
+def unquantised_changes(zero: ZeroConfig) -> Iterator[str]:
+    if zero.zero_quantized_weights_delta and zero.zero_quantized_weights is False:
+        yield (
+            "--zero-quantized-weights-delta sends quantised weights, which --no-zero-quantized-weights switches off; "
+            "leave one out"
         )
 
 
@@ -30,8 +64,7 @@ def delta_refresh(config: RunConfig) -> Iterator[str]:
     if not zero.zero_quantized_weights_delta:
         return
     flag, shard = "--zero-quantized-weights-delta", zero.zero_shard
-    if zero.zero_quantized_weights is False:
-        yield f"{flag} sends quantised weights, which --no-zero-quantized-weights switches off; leave one out"
+    yield from unquantised_changes(zero)
     if zero.zero_preset in ALWAYS_P_IS_OS or (shard and shard[0] == shard[-1]):
         what = f"preset {zero.zero_preset}" if zero.zero_preset else f"P = OS = {shard[0] if shard else ''}"
         yield (

@@ -17,6 +17,8 @@ from megazero.config.nearest import misspelt
 from megazero.families import FAMILIES
 
 Section = TypeVar("Section")
+# Names of options, whether they have an effect here, and what would give them one.
+Condition = tuple[Collection[str], bool, str]
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,15 @@ def option(default: Any, help: str, **meta: Any) -> Any:
     ``default``: MISSING if every section has a value that was said or derived; None if a section may have none.
     """
     return field(default=default, metadata={"help": help, **meta})
+
+
+def option_of(section: type, name: str, **other: Any) -> Any:
+    """Return a dataclass field that is an option of another section, but for its ``other`` meta.
+
+    So both sections have one default, one range and, unless ``help`` is given, one text.
+    """
+    (found,) = (f for f in dataclasses.fields(section) if f.name == name)
+    return field(default=found.default, metadata={**found.metadata, **other})
 
 
 KINDS = {"int": "int", "int | str": "int", "float": "float", "bool": "bool", "str": "str"}
@@ -238,7 +249,7 @@ def fault(opt: Option, value: Any) -> str:
 
 
 def without_effect(
-    table: Iterable[tuple[Collection[str], bool, str]],
+    table: Iterable[Condition],
     options: Mapping[str, Option],
     values: Mapping[str, Any],
     defaults: Mapping[str, Any],
@@ -246,7 +257,6 @@ def without_effect(
 ) -> Iterator[tuple[str, str]]:
     """Yield each option that was changed although another option makes it meaningless, with a line that says it.
 
-    Each row of ``table`` has the names, whether they have an effect, and what would give them one.
     ``defaults`` has those that are not the option's own, because a family decides them. ``skip`` has the names that
     were reported already.
     """

@@ -12,6 +12,7 @@ from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
+BITS_INTRA_NODE = (8, 4)
 OUTER_BITS = (32, 16, *BITS)
 OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 ROUNDINGS = ("nearest", "stochastic", "feedback")
@@ -116,7 +117,7 @@ class ZeroConfig:
         None, "send weights quantised where they cross nodes (default: on in preset zeropp, else off)"
     )
     zero_weight_bits: int | None = option(
-        None, "bits of a quantised weight (default: 8; 4 with the delta refresh)", choices=BITS
+        None, "bits of a quantised weight (default: 8; 4 with --zero-quantized-weights-delta)", choices=BITS
     )
     zero_quantized_weights_delta: bool | None = option(
         None,
@@ -131,7 +132,9 @@ class ZeroConfig:
         None, "bits of a quantised gradient across nodes (default: 4)", choices=BITS
     )
     zero_gradient_bits_intra_node: int | None = option(
-        None, "bits of a quantised gradient inside a node (default: not quantised there)", choices=(8, 4)
+        None,
+        "bits of a quantised gradient inside a node (default: not quantised there)",
+        choices=BITS_INTRA_NODE,
     )
     zero_quantized_gradients_until: float | None = option(
         None,
@@ -177,7 +180,9 @@ class ZeroConfig:
         None, "elements that share a scale, a power of two from 8 to 2048 (default: 128 at 8 bits, else 64)"
     )
     zero_exact_numel: int | None = option(
-        None, "parameters with at most this many elements are never quantised (default: 16384)", low=0
+        None,
+        "parameters with at most this many elements on a tensor-parallel rank are never quantised (default: 16384)",
+        low=0,
     )
     zero_weight_error_bound: float | None = option(
         None,
