@@ -49,6 +49,9 @@ megazero/zero/outer.py
 - if self.since >= self.outer.interval:
 + if self.since > self.outer.interval:
   replicas meet a step late
+ - moving = [unit for unit in self.units if unit.trainable]  # what is frozen stays at the anchor
+ + moving = list(self.units)
+   frozen units are sent
 - if odd:
 + if False:
   outer replicas may hold different anchors

@@ -326,19 +326,11 @@ def _loss_chunk(config: RunConfig) -> Iterator[str]:
         yield "--loss-chunk-tokens auto: the planner does not know fp64; give a number of tokens, 1024 say"
 
 
-def _outer_steps(config: RunConfig) -> Iterator[str]:
-    """Report what outer steps are not built for."""
-    if not config.outer.outer_interval:
-        return
-    if config.precision.params_dtype == "fp16":
+def _outer_policy(config: RunConfig) -> Iterator[str]:
+    if config.planning.loss_policy == "outer":
         yield (
-            "--outer-interval does not take --fp16: replicas would have loss scales of their own, so that learning "
-            "rates would differ; nearest: --bf16"
-        )
-    if config.zero.zero_preset == AUTO:
-        yield (
-            "--zero-preset auto does not plan outer steps (--outer-interval); nearest: the preset that megazero plan "
-            "proposes for one replica's ranks"
+            "--loss-policy outer is for megazero plan, which proposes --outer-interval and --outer-replicas; give "
+            "these to a run; nearest: --loss-policy exact"
         )
 
 
@@ -425,7 +417,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (tuple(opt.name for opt in all_options().values() if opt.section == "model"), _exportable),
     (("zero_preset",), _planned),
     (("loss_chunk_tokens", "params_dtype"), _loss_chunk),
-    (("outer_interval", "params_dtype", "zero_preset"), _outer_steps),
+    (("loss_policy",), _outer_policy),
     (("zero_block_size",), wire_rules.block_size),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
     (("zero_gradient_clip_search",), wire_rules.clip_search),

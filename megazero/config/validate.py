@@ -6,9 +6,10 @@ give them and Megatron ignores them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
+from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.layout.outer import EXACT_BITS, averages
 from megazero.config.layout.pipeline_rules import OF_PIPELINES
 from megazero.config.layout.shards import AUTO, resolve_shards
@@ -16,7 +17,6 @@ from megazero.config.layout.wire import quantizes_gradients
 from megazero.config.layout.wire_rules import message_conditions
 from megazero.config.model.published import is_published
 from megazero.config.model.rules import conditions
-from megazero.config.nearest import multiples_around
 from megazero.config.options.fields import Condition, fault, without_effect
 from megazero.config.options.optimizers import optimizer_conditions
 from megazero.config.options.sections import INDUCTOR, OuterConfig, ZeroConfig
@@ -56,12 +56,20 @@ def ignored(config: RunConfig) -> list[str]:
 
 def last_meeting(config: RunConfig) -> list[str]:
     """Return a note if outer replicas do not meet at the run's end: the anchor then lacks the last steps."""
-    steps, interval = config.training.train_iters, config.outer.outer_interval
+    training, interval = config.training, config.outer.outer_interval
+    steps, said = training.train_iters, f"--train-iters {training.train_iters}"
+    length: Callable[[int], int] = int
+    if interval and training.train_samples is not None and config.batch.global_batch_size:
+        sizes = BatchSizeRampup.of(config, 1)
+        steps, length = sizes.iterations_within(training.train_samples), sizes.consumed_after
+        said = f"--train-samples {training.train_samples}, {steps} steps"
     if not interval or not steps or steps % interval == 0:
         return []
+    last = steps - steps % interval
+    nearest = " or ".join(str(length(at)) for at in (last, last + interval) if at)
     return [
-        f"--train-iters {steps}: outer replicas meet last at {steps - steps % interval}, and that anchor is "
-        f"evaluated and exported at the end; nearest: {multiples_around(steps, interval)}"
+        f"{said}: outer replicas meet last at {last}, and that anchor is evaluated and exported at the end; nearest: "
+        f"{nearest}"
     ]
 
 

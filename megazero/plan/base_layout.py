@@ -15,7 +15,7 @@ from megazero.plan import communication
 from megazero.plan.activations import activations, has_loss_chunks, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
-from megazero.plan.seconds import Collectives, Cost
+from megazero.plan.seconds import INTER_SITE, Collectives, Cost
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import (
     SCHEDULES,
@@ -35,10 +35,14 @@ Step = tuple[
 ]  # rank, action, its event, (event, other rank)
 
 
+# All ranks and layouts of a base ask for one schedule: making it anew each time was 3/4 of a search's seconds.
+schedule_of = lru_cache(maxsize=64)(make_schedule)
+
+
 @lru_cache(maxsize=256)
 def ordered_steps(name: str, pp: int, virtual: int, micro_batches: int) -> tuple[Schedule, tuple[Step, ...]]:
     """Return a schedule and all its actions, each after what it needs."""
-    schedule = make_schedule(name, pp, virtual, micro_batches)
+    schedule = schedule_of(name, pp, virtual, micro_batches)
     stages = pp * virtual
     steps = tuple(
         (rank, a, done_by(a), tuple((event, event.stage % pp != rank) for event in needs(a, stages)))
@@ -180,27 +184,38 @@ class BaseLayout:
     @cached_property
     def message_costs(self) -> dict[str, Cost]:
         """Return the cost of an activation's way to the next stage by link, all ranks of a node sending at once."""
-        return {
-            link: self._message_cost(nodes, self.activation.sent) for nodes, link in ((1, INTRA), (2, INTER))
-        }
+        sent = self.activation.sent
+        costs = {link: self._message_cost(nodes, sent) for nodes, link in ((1, INTRA), (2, INTER))}
+        if self.cluster.inter_site is None:
+            return costs
+        ranks, near = self.cluster.site_ranks, costs[INTER]
+        between = self.collectives.site_message(ranks // self._stages_on(ranks), sent)
+        return {**costs, INTER_SITE: Cost(max(between, near.seconds), near.busy)}
 
     @cached_property
     def message_seconds(self) -> dict[str, float]:
         """Return the seconds of a message by link. Of the stages on a node only the last one's ranks send across."""
-        stage = self.grid((1, 1, 1)).axis("pp").index
-        on_node = len({stage(rank) for rank in range(self.config.ranks_per_node(self.world))})
+        on_node = self._stages_on(self.config.ranks_per_node(self.world))
         across, link = self._message_cost(2, self.activation.sent / on_node).seconds, self.cluster.inter_node
         if link.rank_gbits_per_s is not None:
             alone = link.rank_gbits_per_s * link.efficiency * 1e9 / 8
             across = max(across, self.activation.sent / alone)
-        return {INTRA: self.message_costs[INTRA].seconds, INTER: across}
+        costs = self.message_costs
+        between = {INTER_SITE: costs[INTER_SITE].seconds} if INTER_SITE in costs else {}
+        return {INTRA: costs[INTRA].seconds, INTER: across, **between}
+
+    def _stages_on(self, ranks: int) -> int:
+        """Return how many pipeline ranks the first ``ranks`` of the world hold. One of them sends to others."""
+        stage = self.grid((1, 1, 1)).axis("pp").index
+        return len({stage(rank) for rank in range(ranks)})
 
     @cached_property
     def links(self) -> list[list[str]]:
         """Return the link between any two pipeline ranks."""
         grid = self.grid((1, 1, 1))
         first = [grid.rank_of(rank, 0, 0) for rank in range(self.pp)]
-        return [[grid.link(a, b) for b in first] for a in first]
+        site = self.cluster.site_ranks
+        return [[grid.link(a, b) if a // site == b // site else INTER_SITE for b in first] for a in first]
 
     def message_link(self, event: Action, receiver: int) -> str:
         """Return the link from the pipeline rank of an event to another one."""
@@ -242,7 +257,7 @@ class BaseLayout:
     @cached_property
     def other_bytes(self) -> list[Bytes]:
         """Return the bytes between stages and inside layers that one rank of each stage sends in a step."""
-        schedule = make_schedule(self.schedule_name, self.pp, self.virtual, self.micro_batches)
+        schedule = schedule_of(self.schedule_name, self.pp, self.virtual, self.micro_batches)
         grid = self.grid((1, 1, 1))
         again, norms = communication.repeated(self.config, self.activation)
         out = []

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from megazero.config import World, make_config, run_command
 from megazero.files import write_text
+from megazero.plan import slow_links
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.node_order import host_files, lines, place
 from megazero.plan.options import PlanRequest, help_text, read_request, with_stand_ins
 from megazero.plan.report import details, draw, explain, headline, layout_flags, table, write_json
-from megazero.plan.search import CHOICES, Found, Search
+from megazero.plan.search import CHOICES, OUTER, Found, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.shortage import advice
 from megazero.plan.simulate import simulate
@@ -30,7 +31,11 @@ def _plan(request: PlanRequest) -> int:
     values, cluster, options = with_stand_ins(request.values), request.cluster, request.options
     cluster.device.peak(make_config({"micro_batch_size": 1, **values}).precision.params_dtype)
     search = Search(values, cluster, request.loss_policy)
-    best = search.best()
+    compared: slow_links.Answer | None = None
+    if request.loss_policy == OUTER:
+        rates, delays = options.link_rates or slow_links.RATES, options.link_delays or (0.0,)
+        compared = slow_links.answer(values, cluster, rates, delays)
+    best = search.best() if compared is None else compared.best
     if not best:
         print("\n".join(advice(values, cluster, search)), file=sys.stderr)
         return 1
@@ -42,12 +47,15 @@ def _plan(request: PlanRequest) -> int:
             ["", "The first:", *details(first), "flags:", shlex.join(layout_flags(first.layout.config))]
         )
     )
+    if compared is not None:
+        print("\n".join(["", *slow_links.lines(compared, cluster)]))
     if request.explain is not None:
         print("\n".join(["", *_explained(request, best[0])]))
     folder = Path(options.plan_output)
     if request.topology is not None:
         print("\n".join(["", *_placed(request, request.topology, first.layout, folder)]))
-    write_json(folder / "plan.json", cluster, request.loss_policy, request.values, best)
+    rows = slow_links.as_dicts(compared) if compared else []
+    write_json(folder / "plan.json", cluster, request.loss_policy, request.values, best, rows)
     print(f"\n{folder / 'plan.json'}: all of it")
     try:
         draw(best, folder / "plan.png", headline(first.layout.config, cluster))

@@ -149,6 +149,20 @@ class OuterFormat:
         share = d * self.replicas
         return message(self.coding, unit.coded // share, unit.exact // share, self.width, sums)
 
+    def hops(self, unit: UnitShape, grid: Grid, sums: int) -> tuple[HopBytes, ...]:
+        """Return the hops of a meeting in their order: there and back, then to the copies of the OS slice."""
+        axes, axis = grid.data_axes, grid.axis("outer")
+        sent = (self.replicas - 1) * self.message_of(unit, prod(a.size for a in axes), sums)
+        *_, os, every = _levels(axes)
+        parts = [prod(a.size for a in axes[:level]) for level in range(every + 1)]
+        inside = (
+            HopBytes(
+                GATHER, axes[level - 1], (axes[level - 1].size - 1) * (unit.elements // parts[level]) * sums
+            )
+            for level in range(every, os, -1)
+        )
+        return HopBytes(EXCHANGE, axis, sent), HopBytes(GATHER, axis, sent), *inside
+
     def sent(self, units: Iterable[UnitShape], d: int, sums: int) -> int:
         """Return the bytes that a rank of d sends to other replicas in a step that meets: there and back."""
         return 2 * (self.replicas - 1) * sum(self.message_of(unit, d, sums) for unit in units)

@@ -17,14 +17,13 @@ from megazero.mesh.dealing import ROUND_NUMEL, Cut
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan import communication
 from megazero.plan.activations import loss_chunks
-from megazero.plan.base_layout import BaseLayout
+from megazero.plan.base_layout import BaseLayout, schedule_of
 from megazero.plan.communication import Bytes, Formats, OuterFormat
 from megazero.plan.compute import Coder
 from megazero.plan.gathers import Copies
 from megazero.plan.memory import Memory, States, rank_memory
 from megazero.plan.units import Module, RankUnits, layer_matrices, rank_units
 from megazero.pp.partition import StageSpec
-from megazero.pp.schedules import make_schedule
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
 ROUNDS = 3  # of an update of matrices that are under way at once: there, computed, and back
@@ -170,7 +169,7 @@ class Layout:
     def program(self, rank: int, micro_batches: int) -> list[tuple[str, int]]:
         """Return the segments of a rank's step of so many micro-batches, as the engine is given them."""
         base = self.base
-        schedule = make_schedule(base.schedule_name, base.pp, base.virtual, micro_batches)
+        schedule = schedule_of(base.schedule_name, base.pp, base.virtual, micro_batches)
         return [(str(a.kind.value), a.stage // base.pp) for a in schedule[rank]]
 
     def copies(self, rank: int) -> Copies:
@@ -224,6 +223,29 @@ class Layout:
             add=coder.staged(unit, added=True),
         )
 
+    def meeting_chain(self, unit: communication.UnitShape) -> Chain:
+        """Return what an outer step does with a unit: nothing if there is one replica."""
+        outer, sums = self.states.outer, self.formats.sums
+        if outer is None:
+            return ()
+        compute, own = self.base.compute, unit.elements / self.shards.os * sums
+        coder = Coder(
+            compute, replace(self.formats, gradients={INTER: outer.coding}), *self.shards.factors[::2]
+        )
+        there, *back = outer.hops(unit, self.grid, sums)
+        share = unit.elements / self.states.d
+        before, after = coder.exchange(unit, there.axis, share, raw=False)
+        # The difference is taken (3 slices), then the anchor and the master weights are written (4, momentum 2).
+        begin, end = compute.moved(3 * own), compute.moved((4 + 2 * outer.momentum) * own)
+        encoded = before * (1 + outer.feedback)
+        return (
+            *_local(begin + encoded),
+            self._timed_hop(there),
+            *_local(after),
+            *map(self._timed_hop, back),
+            *_local(end),
+        )
+
     @cached_property
     def _matrix_width(self) -> int:
         """Return the bytes of an element of a matrix on its way; 0 if the optimizer is elementwise."""
@@ -275,7 +297,10 @@ class Layout:
         return max(products, messages) + min(products, messages) / rounds
 
     def _timed_hop(self, hop: communication.HopBytes) -> TimedHop:
-        return TimedHop(hop.axis.link, *self.base.collectives.of_axis(hop.operation, hop.axis, hop.sent))
+        collectives = self.base.collectives
+        return TimedHop(
+            collectives.link_of(hop.axis), *collectives.of_axis(hop.operation, hop.axis, hop.sent)
+        )
 
     @cached_property
     def bytes_by_stage(self) -> list[Bytes]:
@@ -311,9 +336,14 @@ class Layout:
 
     @property
     def bytes_across_nodes(self) -> float:
-        """Return the bytes that a node's link carries in a step: the mean over stages, times the ranks of a node."""
+        """Return the bytes that a node's link carries in a step: the mean over stages, times the ranks of a node.
+
+        A meeting's bytes count as those of a step on average.
+        """
         sent = [sum(n for (_, link), n in total.items() if link == INTER) for total in self.bytes_by_stage]
-        return sum(sent) / len(sent) * self.base.cluster.ranks_per_node
+        outer = self.states.outer
+        meeting = 0.0 if outer is None else self.bytes_of_meeting / outer.interval
+        return (sum(sent) / len(sent) + meeting) * self.base.cluster.ranks_per_node
 
 
 def _local(seconds: float) -> tuple[TimedHop, ...]:

@@ -14,6 +14,7 @@ from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
 from megazero.config.read.resolve import complete_megatron, unfused_gelu
 from megazero.config.run import all_options
+from megazero.plan.search import OUTER
 from megazero.plan.topology import Topology, check_nodes, expand, read_topology
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
@@ -37,6 +38,17 @@ class PlanConfig:
 
     nodes: int | None = option(None, "nodes to plan for (default: all of the cluster's)", low=1)
     plan_output: str = option("plan", "folder of plan.json and plan.png")
+    link_rates: tuple[float, ...] | None = option(
+        None,
+        "with --loss-policy outer, rates in Gb/s of the slowest kind of link at which schemes are compared (default: "
+        "400,100,25,10,1,0.1)",
+        above=0,
+    )
+    link_delays: tuple[float, ...] | None = option(
+        None,
+        "with --loss-policy outer, delays in ms that are added to that link's latency (default: 0)",
+        low=0,
+    )
     topology: str | None = option(
         None,
         "which nodes lie under which switch: SLURM's topology.conf, the output of scontrol show topology, or a line "
@@ -114,10 +126,9 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
             )
         values["ranks_per_node"] = cluster.ranks_per_node
     topology, hosts = _topology(options, cluster, errors)
-    if values.get("outer_interval"):
-        errors.append(
-            "--outer-interval: plan searches steps of all ranks; leave it out, with the nodes of one replica"
-        )
+    searched = options.link_rates is not None or options.link_delays is not None
+    if searched and policy != OUTER:
+        errors.append(f"--link-rates and --link-delays have no effect without --loss-policy {OUTER}")
     errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))

@@ -27,6 +27,7 @@ WORDS = {
     "gather": "waits for weights",
     "reduce": "waits for gradients",
     "update": "norm and update",
+    "outer": "meetings of replicas",
 }
 FORMATS = (
     "zero_params_lifetime",
@@ -40,6 +41,7 @@ FORMATS = (
     "zero_weight_transform",
     "zero_gradient_transform",
 )
+OUTER_STEPS = ("outer_interval", "outer_replicas", "outer_bits")
 CHOSEN = (
     *PARALLEL,
     *STAGES,
@@ -48,6 +50,7 @@ CHOSEN = (
     "micro_batch_size",
     *ZERO,
     *FORMATS,
+    *OUTER_STEPS,
 )
 
 
@@ -97,7 +100,15 @@ def describe(layout: Layout) -> str:
     recompute = layout.config.training.recompute_granularity
     words += [f"recompute {recompute}"] * (recompute != "none")
     words += [f"loss of {layout.loss_chunk} tokens at once"] * (layout.loss_chunk is not None)
+    if layout.states.outer is not None:
+        words.append(outer_words(layout.config, layout.states.outer.replicas))
     return ", ".join(words)
+
+
+def outer_words(config: RunConfig, replicas: int) -> str:
+    """Return outer steps in a few words."""
+    bits = config.outer.outer_bits
+    return f"{replicas} replicas, {bits} bits every {config.outer.outer_interval} steps"
 
 
 def table(best: Sequence[Found]) -> list[str]:
@@ -147,9 +158,14 @@ def as_dict(layout: Layout, timing: Timing, formats: str) -> dict[str, Any]:
 
 
 def write_json(
-    path: Path, cluster: Cluster, policy: str, values: Mapping[str, Any], best: Sequence[Found]
+    path: Path,
+    cluster: Cluster,
+    policy: str,
+    values: Mapping[str, Any],
+    best: Sequence[Found],
+    schemes: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write plan.json, which is replaced as a whole."""
+    """Write plan.json, which is replaced as a whole. schemes: the comparison by the slow link's rate."""
     content = {
         "version": 1,
         "cluster": cluster.name,
@@ -158,6 +174,7 @@ def write_json(
         "loss_policy": policy,
         "given": {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()},
         "layouts": [as_dict(found.layout, found.timing, found.formats) for found in best],
+        **({"schemes": list(schemes)} if schemes else {}),
     }
     write_text(path, json.dumps(content, indent=1) + "\n")
 

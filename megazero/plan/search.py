@@ -24,7 +24,7 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Chain, Layout
-from megazero.plan.seconds import Collectives
+from megazero.plan.seconds import INTER_SITE, Collectives
 from megazero.plan.simulate import Timing, simulate
 from megazero.plan.units import WIDTHS
 from megazero.pp.partition import StageSpec
@@ -47,6 +47,7 @@ LIFETIME = "zero_params_lifetime"
 CHOICES = (*PARALLEL, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
 LARGEST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8
+ACROSS = (INTER, INTER_SITE)  # links between nodes
 MODULES_HELD = 4  # from one segment to the next: the last one and the next one, each with a tied table
 
 
@@ -105,9 +106,10 @@ AGGRESSIVE = (
         once=True,
     ),
 )
+OUTER = "outer"  # of the policies: outer steps are proposed (slow_links.py), and messages inside a replica are exact
 # By how much of the loss the planner may touch.
 LOSS_POLICIES: Mapping[str, tuple[FormatChoice, ...]] = MappingProxyType(
-    {"exact": (EXACT,), "zeropp": ZEROPP, "aggressive": AGGRESSIVE}
+    {"exact": (EXACT,), "zeropp": ZEROPP, "aggressive": AGGRESSIVE, OUTER: (EXACT,)}
 )
 
 
@@ -213,7 +215,8 @@ class Search:
         return tp > 1 and int(self.values.get("seq_length") or 1) % tp == 0
 
     def _pipeline_sizes(self, tp: int) -> list[int]:
-        layers, ranks = int(self.values.get("num_layers") or 1), self.cluster.world_size // tp
+        replicas = int(self.values.get("outer_replicas") or 1) if self.values.get("outer_interval") else 1
+        layers, ranks = int(self.values.get("num_layers") or 1), self.cluster.world_size // (replicas * tp)
         return [k for k in _divisors(ranks) if k <= layers]
 
     def _stages(self, pp: int) -> Iterator[dict[str, Any]]:
@@ -248,7 +251,7 @@ class Search:
                 continue
             once = shard[0] > 1 and self.values.get(LIFETIME) is None  # gathered layouts belong to it, too
             for layout, _ in self.layouts(choice, fewest_bits=True):
-                yield choice, least_seconds(layout, (INTER,), once)
+                yield choice, least_seconds(layout, ACROSS, once)
 
     def layouts(self, choice: ShardChoice, fewest_bits: bool = False) -> Iterator[tuple[Layout, str]]:
         """Yield every legal layout of a choice, with the name of its formats; or only one, of the fewest bits."""
@@ -355,7 +358,7 @@ class Search:
         return sorted(best, key=lambda f: f.key)
 
 
-def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, INTER), once: bool = False) -> float:
+def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, *ACROSS), once: bool = False) -> float:
     """Return a lower bound of the layout's step time, from these links.
 
     The first forward cannot end before its weights are refreshed, nor the step before the last micro-batch's

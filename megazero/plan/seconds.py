@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 
+INTER_SITE = "inter_site"  # in place of a link class: some of the messages go from site to site
 Mesh = tuple[str, int, int]  # operation, ranks of a group, nodes that it lies on
 Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor
 
@@ -46,7 +47,36 @@ class Collectives:
 
     def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
         """Return the cost of a collective over a mesh axis; its groups lie in a node, or have a rank on each."""
+        if self.link_of(axis) == INTER_SITE:
+            return self._between_sites(operation, axis, sent)
         return self.cost(operation, axis.size, axis.size if axis.link == INTER else 1, sent)
+
+    def link_of(self, axis: AxisSpec) -> str:
+        """Return the slowest link that the groups of an axis use."""
+        return INTER_SITE if axis.size * axis.stride > self.cluster.site_ranks else axis.link
+
+    def _between_sites(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
+        """Return the cost where groups lie on several sites, all groups of a site at once.
+
+        Of an exchange, each row for another site leaves its site; a ring's pieces leave it once for each group.
+        """
+        ranks = self.cluster.site_ranks
+        here = max(1, ranks // axis.stride)  # of a group, on one site
+        sites = axis.size // here
+        leaving = sent * (axis.size - here) / (axis.size - 1) if operation == "exchange" else sent / here
+        delay = (sites - 1) * self.latency(INTER_SITE) + self.steps(here, min(here, 2))
+        return Cost(delay + max(ranks * leaving / self.site_rate, sent / self.rate(INTER)), 0.0, delay)
+
+    def site_message(self, senders: int, sent: float) -> float:
+        """Return the seconds of messages of ``sent`` bytes from so many ranks of a site at once."""
+        return self.latency(INTER_SITE) + max(senders * sent / self.site_rate, sent / self.rate(INTER))
+
+    @property
+    def site_rate(self) -> float:
+        """The bytes per second from a site to the others."""
+        link = self.cluster.inter_site
+        assert link is not None
+        return link.gbits_per_s * link.efficiency * 1e9 / 8
 
     def seconds(self, operation: str, ranks: int, nodes: int, sent: float) -> float:
         return self.cost(operation, ranks, nodes, sent).seconds
@@ -81,8 +111,9 @@ class Collectives:
         return (ranks - 1) * self.latency(INTER if nodes > 1 else INTRA)
 
     def latency(self, link: str) -> float:
-        inside, across = self.cluster.intra_node, self.cluster.inter_node
-        return (inside.latency_us if link == INTRA else across.latency_us) / 1e6
+        if link == INTRA:
+            return self.cluster.intra_node.latency_us / 1e6
+        return (self.cluster.slow_link if link == INTER_SITE else self.cluster.inter_node).latency_us / 1e6
 
     def rate(self, link: str) -> float:
         """Return the bytes per second of one rank while all ranks of its node send as much."""

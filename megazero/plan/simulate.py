@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megazero.mesh.grid import INTER
+from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.layout import LOCAL, Chain, Layout
 from megazero.plan.rank_step import RankStep, Spent
+from megazero.plan.seconds import INTER_SITE
 from megazero.plan.shared_processors import Machine
 from megazero.pp.schedules import Action, Kind
 
@@ -37,7 +38,7 @@ class Execution:
 
 
 ENGINE = Execution()
-BILL = ("compute", "recompute", "tensor", "pipeline", "gather", "reduce", "update")
+BILL = ("compute", "recompute", "tensor", "pipeline", "gather", "reduce", "update", "outer")
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Timing:
     """The seconds of a step and their bill, as means over the pipeline's ranks.
 
     pipeline: waits for other stages, messages included. gather, reduce: exposed waits for weights and for
-    gradients. update: norm, optimizer and the exchange of scalars.
+    gradients. update: norm, optimizer and the exchange of scalars. outer: a meeting's seconds over the steps to it.
     """
 
     seconds: float
@@ -152,11 +153,30 @@ class _Rank(RankStep):
 
 
 def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
-    """Return the time of one step in the middle of a run."""
+    """Return the time of one step in the middle of a run; with outer replicas the mean of those from one meeting to
+    the next."""
     base = layout.base
     runs = [_run(layout, execution, micro_batches) for micro_batches in base.sampled]
     seconds = base.extrapolated([run.seconds for run in runs])
-    return Timing(seconds, {name: base.extrapolated([run.bill[name] for run in runs]) for name in BILL})
+    bill = {name: base.extrapolated([run.bill[name] for run in runs]) for name in BILL}
+    outer = layout.states.outer
+    bill["outer"] = 0.0 if outer is None else meeting_seconds(layout) / outer.interval
+    return Timing(seconds + bill["outer"], bill)
+
+
+def meeting_seconds(layout: Layout) -> float:
+    """Return the seconds of an outer step (zero/outer.py): all units' chains on one lane, and nothing else."""
+    return max(_meeting(layout, rank) for rank in layout.base.distinct_ranks)
+
+
+def _meeting(layout: Layout, rank: int) -> float:
+    lane, links = _Lane(), dict[str, float]()
+    ends = [
+        lane.run(chain, 0.0, links)
+        for unit, number in layout.units(rank).counts
+        for chain in [layout.meeting_chain(unit)] * number
+    ]
+    return max(ends, default=0.0)
 
 
 def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
@@ -206,20 +226,22 @@ def _update_seconds(layout: Layout) -> float:
     """
     base, collectives = layout.base, layout.base.collectives
     largest = max(layout.units(rank).elements for rank in base.distinct_ranks)
-    across = base.world.world_size > layout.grid.ranks_per_node
-    nodes = base.world.world_size // layout.grid.ranks_per_node
-    scalars = (
-        SCALAR_ROUNDS
-        * collectives.latency("inter_node" if across else "intra_node")
-        * max(nodes, 1).bit_length()
-    )
+    site, world = min(base.cluster.site_ranks, base.world.world_size), base.world.world_size
+    nodes = site // layout.grid.ranks_per_node
+    scalars = collectives.latency(INTER if nodes > 1 else INTRA) * max(nodes, 1).bit_length()
+    if world > site:
+        scalars += collectives.latency(INTER_SITE) * (world // site).bit_length()
+    scalars *= SCALAR_ROUNDS
     matrices = max(layout.matrix_seconds(rank) for rank in base.distinct_ranks)
     return base.compute.update(largest / layout.shards.os) + scalars + matrices + sum(_tied(layout))
 
 
 def _tied(layout: Layout) -> Iterator[float]:
-    nodes = 2 if layout.grid.axis("pp").link == INTER else 1
+    collectives, ends = layout.base.collectives, layout.base.links[0][-1]
     for unit in layout.units(0).shapes:
         if unit.tied:
             sent = unit.elements / layout.shards.os * layout.formats.sums
-            yield layout.base.collectives.seconds("message", 2, nodes, sent)
+            if ends == INTER_SITE:
+                yield collectives.site_message(layout.base.d * layout.base.tp, sent)
+            else:
+                yield collectives.seconds("message", 2, 1 if ends == INTRA else 2, sent)

@@ -39,9 +39,10 @@ RELEASED = (("loss_chunk_tokens",), ZERO, ("recompute_granularity",), ("micro_ba
 class Forecast:
     """The prediction for a run. memory: of the rank that needs most, at the peak of a step.
 
-    seconds: of a step, or None without a cluster file. resident: bytes in use before the model is built, on a CPU
-    without mapped files. copied: bytes of host memory for --async-save's copy on a rank. on_host: whether the ranks
-    compute in host memory, too. meeting: bytes that a rank sends to other outer replicas in an ``interval``-th step.
+    seconds: of a step, without a meeting of outer replicas, or None without a cluster file. resident: bytes in use
+    before the model is built, on a CPU without mapped files. copied: bytes of host memory for --async-save's copy on
+    a rank. on_host: whether the ranks compute in host memory, too. meeting: bytes that a rank sends to other outer
+    replicas in an ``interval``-th step. met: seconds that it takes more.
     """
 
     memory: Memory
@@ -51,6 +52,7 @@ class Forecast:
     on_host: bool = False
     meeting: int = 0
     interval: int = 1
+    met: float = 0.0
 
     def before_the_model(self, device: torch.device) -> Forecast:
         """Return the forecast with the bytes in use now, including what torch loads at its first use."""
@@ -87,9 +89,9 @@ class Forecast:
                 f"predicted bytes between outer replicas: {self.meeting:,} of a rank in every {self.interval}. step, "
                 f"{self.meeting / self.interval:,.0f} on average"
             )
-        apart = ", without outer steps" if self.meeting else ""
+        meets = f", and {self.met:.4g} s more in every {self.interval}." if self.meeting else ""
         return lines + (
-            [] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s{apart}"]
+            [] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s{meets}"]
         )
 
     def beside(self, mesh: Mesh, step_seconds: Sequence[float]) -> str | None:
@@ -146,14 +148,15 @@ def foresee(
     copied, on_host = copied_bytes(layout), device.type == "cpu"
     if config.planning.memory_check and room is not None:
         refuse_too_large(layout, room, copied if on_host else 0.0)
-    seconds = simulate(layout).seconds if name is not None else None
+    timing, interval = simulate(layout) if name is not None else None, config.outer.outer_interval
     forecast = Forecast(
         layout.memory,
-        seconds,
+        timing.seconds - timing.bill["outer"] if timing else None,
         copied=copied,
         on_host=on_host,
         meeting=layout.bytes_of_meeting,
-        interval=config.outer.outer_interval,
+        interval=interval,
+        met=timing.bill["outer"] * interval if timing else 0.0,
     )
     return config, forecast, notes
 

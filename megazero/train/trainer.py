@@ -217,9 +217,8 @@ class Trainer:
         self.profiler.before(reached)
         try:
             info = self._iterate(batches)
-            updated = watching and not info.skips
-            loss = self.progress.losses["lm_loss"]
-            why = self.spikes.observe(reached, loss, info.mean_norm) if updated else None
+            norm, loss = info.updated_norm, self.progress.losses["lm_loss"]
+            why = self.spikes.observe(reached, loss, norm) if watching and norm is not None else None
         except NonFiniteLoss as error:
             if not watching:
                 self._end_save(f"{error}")
@@ -271,7 +270,8 @@ class Trainer:
             sums = self._sums_of_replicas(ranks)
             loss = reduce(add, sums) / reduce(add, step.tokens)
             self._check_finite(iteration, step, info, ranks, loss)
-            self.scaling.update(info.skipped, step.samples)
+            # All outer replicas have one scale and one learning rate, so what one overflows at concerns all.
+            self.scaling.update(info.skips > 0, step.samples, unmoved=info.updated_norm is None)
             self._take_stalls()
         losses = {**self.progress.losses, "lm_loss": loss}
         self.progress = replace(
@@ -409,6 +409,7 @@ class Trainer:
             steps=self.config.training.eval_iters,
             micro_batches=sizes.target // sizes.quantum,
             interrupted=lambda: stoppable and self._asked_to_stop(),
+            replica=self.config.outer.outer_evaluation == "replica" and self.mesh.outer is not None,
         )
 
     def _asked_to_stop(self) -> bool:

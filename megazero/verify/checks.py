@@ -11,10 +11,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megazero.config.layout.wire import Wire
+from megazero.config.options.sections import OuterConfig
 from megazero.verify.expected_bytes import ExpectedBytes, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
 from megazero.verify.recorder import RoundingRecord, UnitSlice, rounded_name
-from megazero.verify.reference import Curve, Reference, Tensors, global_norm, relative_errors
+from megazero.verify.reference import (
+    Curve,
+    OuterReference,
+    Reference,
+    Tensors,
+    global_norm,
+    relative_errors,
+    train_together,
+)
 from megazero.verify.training_run import RankRecord
 from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
@@ -74,12 +83,29 @@ class Evidence:
         return [] if rotary or self.dtype == "fp64" else [n for n in names if n.endswith("k_proj.bias")]
 
 
-def gather_evidence(assembler: Assembler, records: Sequence[RankRecord], data_parallel: int) -> Evidence:
-    """Assemble the exact run and compute one rank's gradients at its masters, step by step."""
-    reference = Reference(assembler.config, data_parallel)
-    steps = len(records[0].steps)
-    seen = Evidence(records, assembler, reference, reference.train(steps))
-    for step in range(steps):
+def gather_evidence(
+    assembler: Assembler, records: Sequence[RankRecord], data_parallel: int
+) -> list[Evidence]:
+    """Assemble the exact run and compute one rank's gradients at its masters, step by step, of each replica."""
+    replicas, steps = by_replica(records), len(records[0].steps)
+    count = len(replicas)
+    references = [Reference(assembler.config, data_parallel, number, count) for number in range(count)]
+    curves = train_together(references, steps)
+    parts = zip(replicas, references, curves, strict=True)
+    return [_evidence(assembler, own, reference, curve) for own, reference, curve in parts]
+
+
+def by_replica(records: Sequence[RankRecord]) -> list[list[RankRecord]]:
+    """Return the records of each outer replica."""
+    numbers = sorted({record.replica for record in records})
+    return [[record for record in records if record.replica == number] for number in numbers]
+
+
+def _evidence(
+    assembler: Assembler, records: Sequence[RankRecord], reference: Reference, curve: Curve
+) -> Evidence:
+    seen = Evidence(records, assembler, reference, curve)
+    for step in range(len(records[0].steps)):
         own = [record.steps[step] for record in records]
         masters = assembler.assemble(_pieces(records, [s.masters for s in own]))
         got = assembler.assemble(_pieces(records, [s.gradients for s in own]))
@@ -103,7 +129,7 @@ def _pieces(records: Sequence[RankRecord], slices: Sequence[Sequence[UnitSlice]]
 
 
 def step_loss(records: Sequence[RankRecord], step: int) -> float:
-    """Return the mean loss of the step's global batch.
+    """Return the mean loss of the step's batch, which is that of one outer replica.
 
     Tensor-parallel ranks hold the same loss, so one of them counts.
     """
@@ -257,6 +283,56 @@ def _rounding_checks(records: Sequence[RankRecord], wire: Wire) -> Iterator[Chec
             f"{relative:.1%} of the norm, {r.elements} elements; bound of an element: half a scale to nearest, a "
             f"scale at random; the scale is the largest of its block / {2 ** (int(form[3]) - 1) - 1}",
         )
+
+
+# -- outer steps -------------------------------------------------------------------------------------------
+
+# Of how far an anchor moves, by --outer-bits: what rounding may change. 32 bits are compared with the anchor itself.
+OUTER_ROUNDING = {16: 0.02, 8: 0.1, 4: 0.8, 2: 2.0}
+
+
+def outer_checks(assembler: Assembler, records: Sequence[RankRecord], outer: OuterConfig) -> list[Check]:
+    """Check that replicas meet when they should, that anchors are the same bits, and the outer optimizer's steps.
+
+    A reference takes each step from the recorded anchor and weights, with a momentum of its own.
+    """
+    replicas, steps = by_replica(records), range(len(records[0].steps))
+    odd, differing, errors = list[str](), list[str](), list[float]()
+    reference: OuterReference | None = None
+    for step in steps:
+        seen = [[one.outer for r in own if (one := r.steps[step]).outer] for own in replicas]
+        updated = [
+            assembler.assemble(_pieces(own, [o.updated for o in each])).whole
+            for own, each in zip(replicas, seen, strict=True)
+        ]
+        every = [o for each in seen for o in each]
+        before, after = (
+            assembler.assemble(_pieces(records, [getattr(o, name) for o in every]))
+            for name in ("before", "after")
+        )
+        differing += [f"{name}, step {step + 1}" for name in after.differing]
+        reference = reference or OuterReference(outer, before.whole)
+        meets = (step + 1) % outer.outer_interval == 0
+        moved = any(not np.array_equal(after.whole[n], w) for n, w in before.whole.items())
+        if moved != meets:
+            odd.append(f"step {step + 1} {'moved' if moved else 'did not move'} the anchor")
+        if meets:
+            want = reference.meet(updated, before.whole)
+            errors.append(max(_off(after.whole[n], want[n], w, outer) for n, w in before.whole.items()))
+    dtype = "fp64" if assembler.config.precision.params_dtype == "fp64" else "fp32"  # of anchors
+    limit = OUTER_ROUNDING.get(outer.outer_bits, GRADIENT[dtype])
+    worst = max((error if error == error else math.inf for error in errors), default=math.inf)
+    return [
+        _none("meetings", odd, "steps: that should (not) have been outer steps"),
+        _none("anchors", differing, "replicas: that differ in a bit"),
+        Check("outer steps", f"{worst:.2e}", f"{limit:g}", worst <= limit, f"{len(errors)} of them"),
+    ]
+
+
+def _off(got: np.ndarray, want: np.ndarray, before: np.ndarray, outer: OuterConfig) -> float:
+    """Return ||got - want||, relative to the anchor if differences are exact, else to how far it moves."""
+    whole = want - before if outer.outer_bits in OUTER_ROUNDING else want
+    return float(np.linalg.norm(got - want) / max(float(np.linalg.norm(whole)), 1e-12))
 
 
 # -- bytes, resume, reshard ------------------------------------------------------------------------------

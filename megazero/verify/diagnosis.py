@@ -71,7 +71,7 @@ def _gradients(seen: Evidence) -> Iterator[str]:
     got, want = seen.got[step], seen.want[step]
     bad = {name for name, error in seen.errors[step].items() if not error <= limit}
     ratio = _ratio(got.whole, want)
-    d = seen.reference.data_parallel
+    d = seen.reference.data_parallel // seen.reference.replicas
     if ratio is not None and abs(ratio - 1) > SAME:
         cause = "the divisor 1/d is missing" if abs(ratio / d - 1) < SAME else "the divisor is wrong"
         yield f"every gradient is {ratio:.6g} times what it is on one rank ({d} data-parallel ranks): {cause}"
@@ -127,7 +127,7 @@ def _swapped(seen: Evidence, step: int) -> str:
     """Name a rank whose slices of the gradient are another rank's."""
     places: dict[tuple[int, int, str], list[tuple[int, np.ndarray, np.ndarray]]] = {}
     local = {tp: seen.assembler.split(seen.want[step], tp) for tp in range(seen.assembler.tp)}
-    for rank, record in enumerate(seen.records):
+    for rank, record in enumerate(seen.records, seen.reference.replica * len(seen.records)):
         for unit in record.steps[step].gradients:
             wanted = np.zeros(len(unit.values))
             for name, low, high, at in unit.ranges:

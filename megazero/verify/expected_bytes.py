@@ -18,7 +18,7 @@ from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid, make_grid
 from megazero.models import Decoder
 from megazero.plan import communication
 from megazero.plan.activations import has_loss_chunks
-from megazero.plan.communication import Activation, Bytes, Formats, UnitShape
+from megazero.plan.communication import Activation, Bytes, Formats, OuterFormat, UnitShape
 from megazero.plan.gathers import Copies
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
@@ -42,7 +42,10 @@ class ExpectedBytes:
             parallel.pipeline_model_parallel_size,
             self.shards.factors,
             parallel.use_tp_pp_dp_mapping,
+            config.outer_replicas(world),
         )
+        sums = max(DTYPES[config.precision.params_dtype].itemsize, 4)
+        self.outer = OuterFormat.of(config.outer, self.grid.outer, sums)
         self._cached = lru_cache(maxsize=None)(self._step)
 
     def bytes_of(self, rank: int, step: int, after_save: bool) -> dict[str, int]:
@@ -50,15 +53,16 @@ class ExpectedBytes:
 
         after_save: the run saved just before this step. Under the delta refresh a save brings every copy up to date.
         """
-        config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.dp)
+        config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.dp * self.grid.outer)
         end = config.quantized_gradients_end
         count = sizes.micro_batches(sizes.consumed_after(step))
-        found = self._cached(rank, count, end is not None and step >= end)
+        meets = self.outer is not None and (step + 1) % self.outer.interval == 0
+        found = self._cached(rank, count, end is not None and step >= end, meets)
         refreshed = after_save and not self.exact and self.wire.delta
         return {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
 
-    def _step(self, rank: int, micro_batches: int, exact_gradients: bool) -> dict[str, int]:
-        """Compute the bytes of one rank in one step. Zeros are left out."""
+    def _step(self, rank: int, micro_batches: int, exact_gradients: bool, meets: bool) -> dict[str, int]:
+        """Compute the bytes of one rank in one step, at whose end outer replicas may meet. Zeros are left out."""
         config, grid = self.config, self.grid
         pp, tp = grid.axis("pp").index(rank), grid.axis("tp").index(rank)
         decoder = self._decoder(pp, tp)
@@ -70,6 +74,10 @@ class ExpectedBytes:
         ends = grid.link(line[0], line[-1]) if decoder.tied_ends() else None
         total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches, ends)
         total += self._updates(laid_out, rank)
+        for hop in (
+            h for unit in units if self.outer and meets for h in self.outer.hops(unit, grid, formats.sums)
+        ):
+            total["outer" if hop.axis.role == "outer" else "reduce", hop.axis.link] += hop.sent
         total += communication.pipeline(schedule, grid, rank, activation)
         again, norms = communication.repeated(config, activation)
         wide = max(activation.width, 4)
@@ -155,12 +163,13 @@ class ExpectedBytes:
             for n in params
         }
         ordered = sorted(params, key=lambda n: repr(traits[n]))
-        axes = self.grid.data_axes
+        cuts = self.grid.data_axes  # outer steps reduce over one level more
+        cuts += (self.grid.axis("outer"),) if self.grid.outer > 1 else ()
         layout = make_layout(
             {n: params[n].shape for n in ordered},
             block=self.block,
-            sizes=[a.size for a in axes],
-            indices=[a.index(rank) for a in axes],
+            sizes=[a.size for a in cuts],
+            indices=[a.index(rank) for a in cuts],
             exact=frozenset(exact),
         )
         return LaidOut(layout, traits, quantises)

@@ -66,10 +66,6 @@ def read_request(argv: Sequence[str]) -> VerifyRequest:
         errors.append(
             "--zero-preset auto is no layout yet: verify the flags that `megazero plan` prints for the same run"
         )
-    if config.outer.outer_interval:
-        errors.append(
-            "--outer-interval: verify proves steps of all ranks; leave it out to verify what a replica does"
-        )
     if errors:
         raise ConfigError(errors)
     return VerifyRequest(config, World(size, config.ranks_per_node(World(size, size))), options)

@@ -60,6 +60,19 @@ class StepRecord:
     read: dict[str, str] = field(default_factory=dict)
     passed: dict[tuple[str, str, int, int], str] = field(default_factory=dict)
     traffic: dict[str, int] = field(default_factory=dict)
+    outer: OuterRecord | None = None
+
+
+@dataclass(frozen=True)
+class OuterRecord:
+    """What an outer replica has at the end of a step.
+
+    updated: the master weights before a meeting that may follow. before, after: the anchors around it.
+    """
+
+    updated: list[UnitSlice]
+    before: list[UnitSlice]
+    after: list[UnitSlice]
 
 
 @dataclass
@@ -91,6 +104,7 @@ class Recorder:
             module.register_forward_pre_hook(lambda m, _: self._note_read(m, names))  # after the engine's own
         self._watch_stages(pipeline)
         self._watch_optimizer()
+        self._watch_outer()
         for unit in engine.units:
             if unit.delta:
                 self._held[unit.name] = used_weights(unit)
@@ -152,6 +166,20 @@ class Recorder:
             scale(factor)
 
         self.engine.optimizer.scale = watched  # type: ignore[method-assign]
+
+    def _watch_outer(self) -> None:
+        engine, outer = self.engine, self.engine.outer
+        if outer is None:
+            return
+        count, anchors = outer.count, outer.anchors
+
+        def watched() -> None:
+            updated = slices(engine, lambda unit: unit.master)
+            before = slices(engine, lambda unit: anchors[unit].value)
+            count()
+            self.step.outer = OuterRecord(updated, before, slices(engine, lambda unit: anchors[unit].value))
+
+        outer.count = watched  # type: ignore[method-assign]
 
     def _note_rounding(self, unit: Unit, codec: Codec, kind: str, exact: Tensor, sent: Tensor) -> None:
         assert isinstance(codec, Blockwise)

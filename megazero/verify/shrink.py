@@ -28,7 +28,8 @@ INIT_STD = 0.03  # well-conditioned in fp32 at these sizes
 # With norms of queries and keys, which are small here, so that their scores would not be: one fp32 rank of OLMo 2 is
 # 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
 QK_NORM_EPSILON = 1e-2
-CARRIED = ("model", "parallel", "zero", "precision", "optimizer", "batch", "training")
+CARRIED = ("model", "parallel", "zero", "outer", "precision", "optimizer", "batch", "training")
+INTERVAL = 2  # steps from one meeting of outer replicas to the next, at most
 # Of the data, what the model computes by.
 OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask")
 # Of no meaning in a run of a few steps of made-up tokens.
@@ -108,6 +109,11 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     if config.optimizer.decoupled_lr is not None:
         values["decoupled_lr"] = rate * config.optimizer.decoupled_lr / config.optimizer.lr
     values |= {name: config.get(name) for name in OF_DOCUMENTS}
+    if layout.replicas > 1:
+        values["outer_interval"] = min(config.outer.outer_interval, INTERVAL)
+        values["outer_replicas"] = layout.replicas
+    elif config.outer.outer_interval:  # one replica is a run without
+        values |= {opt.name: opt.default for opt in all_options().values() if opt.section == "outer"}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
     values["norm_impl"] = "torch"  # apex runs on CUDA alone
     if config.training.optimizer_impl == "apex":

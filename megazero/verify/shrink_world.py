@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megazero.config import RunConfig, World
+from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import data_cuts
 
 
@@ -13,7 +14,7 @@ class SubLayout:
     """The layout that is run.
 
     shards: the factors P, G and OS. notes: what differs from the configuration, in words; it is empty if nothing
-    does.
+    does. replicas: the outer ones.
     """
 
     tp: int
@@ -21,21 +22,25 @@ class SubLayout:
     world: World
     shards: tuple[int, int, int]
     notes: tuple[str, ...] = ()
+    replicas: int = 1
 
 
 def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     """Return the world as it is if it has at most ``most`` ranks, otherwise a smaller one of the same structure.
 
     The smaller one has as many data-parallel cuts (at P, G, OS and the node boundary), in the same order, each the
-    smallest factor apart. Its tensor and pipeline sizes are as large as ``most`` allows.
+    smallest factor apart. Its tensor and pipeline sizes are as large as ``most`` allows. Of outer replicas there are
+    as few as divide theirs, and each is made smaller like that.
 
     Raises ValueError, which names the smallest number of ranks that has the structure.
     """
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    shards = config.shards(world).factors
+    shards, replicas = config.shards(world).factors, config.outer_replicas(world)
     if world.world_size <= most:
-        return SubLayout(tp, pp, world, shards)
+        return SubLayout(tp, pp, world, shards, replicas=replicas)
+    if replicas > 1:
+        return _fewer_replicas(config, world, most, replicas)
     smaller = _smaller_cuts(config, world)
     d, h = smaller[config.data_parallel_size(world)], smaller[config.data_ranks_per_node(world)]
     pairs = [(t, p) for t in range(1, tp + 1) if tp % t == 0 for p in range(1, pp + 1)]
@@ -52,6 +57,15 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     small = World(t * p * d, _node(config, world, t, p, d, h))
     p_, g, os = (smaller[factor] for factor in shards)
     return SubLayout(t, p, small, (p_, g, os), tuple(_notes(config, world, small, (t, p, d, h))))
+
+
+def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -> SubLayout:
+    """Return the sub-layout of one replica, as often as there are replicas left."""
+    few = next(k for k in range(2, replicas + 1) if replicas % k == 0)
+    one = sub_layout(replace(config, outer=OuterConfig()), config.site(world), most // few)
+    small = World(one.world.world_size * few, one.world.ranks_per_node)
+    note = (f"outer replicas {replicas} -> {few}",) if few < replicas else ()
+    return replace(one, world=small, replicas=few, notes=(*note, *one.notes))
 
 
 def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:

@@ -12,6 +12,7 @@ from megazero import zero
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World
 from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.layout.outer import outer_coding
 from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh
@@ -69,6 +70,7 @@ class RankRecord:
     dp: int
     pp: int
     last: bool
+    replica: int = 0
     steps: list[StepRecord] = field(default_factory=list)
     final: list[UnitSlice] = field(default_factory=list)
     rounded: dict[tuple[str, str], RoundingRecord] = field(default_factory=dict)
@@ -92,7 +94,9 @@ def slice_block(config: RunConfig, world: World) -> int:
 
     It is small, so that slices cut parameters, but it is whole blocks of messages and of moments.
     """
-    return max([8, config.optimizer.moment_block, *(coding.block for coding in config.wire(world).codings)])
+    met = outer_coding(config.outer) if config.outer_replicas(world) > 1 else None
+    codings = (*config.wire(world).codings, *([met] if met else []))
+    return max([8, config.optimizer.moment_block, *(coding.block for coding in codings)])
 
 
 def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,7 +129,8 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     policy = make_policy(config, mesh)
     policy = replace(policy, block=slice_block(config, World(mesh.world_size, mesh.grid.ranks_per_node)))
     if run.exact:
-        policy = replace(policy, codecs=zero.Codecs())
+        outer = policy.outer and replace(policy.outer, codec=None, feedback=False)
+        policy = replace(policy, codecs=zero.Codecs(), outer=outer)
     engine = shard_decoder(decoder, config, mesh, policy=policy)
     pipeline = build_pipeline(decoder, engine, config, mesh)
     decoder.train()
@@ -135,9 +140,10 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     origin = find_origin(stored, mesh)
     checkpointing.load(origin)
     assert origin.progress.iteration == run.start, (origin.progress, run)
-    sizes, scaling = BatchSizeRampup.of(config, mesh.dp_size), LossScaling.of(config.precision)
+    sizes, scaling = BatchSizeRampup.of(config, mesh.batch_ranks), LossScaling.of(config.precision)
     consumed = sizes.consumed_after(run.start)
-    record = RankRecord(mesh.tp.index, mesh.dp_rank, mesh.pp.index, pipeline.loss_rank == pipeline.rank)
+    last = pipeline.loss_rank == pipeline.rank
+    record = RankRecord(mesh.tp.index, mesh.dp_rank, mesh.pp.index, last, mesh.replica)
     with run.around(engine, pipeline, config):
         recorder = Recorder(decoder, engine, pipeline)
         for step in range(run.start, run.stop):
@@ -159,16 +165,26 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
 
 
 def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple[list[MicroBatch], float]:
-    """Return this rank's micro-batches and how many tokens of the whole batch count.
+    """Return this rank's micro-batches and how many tokens of its replica's part of the batch count.
 
     The micro-batches are dealt as the sampler deals them.
     """
     tokens, labels, mask = tokens_of(config, step, size)
     micro, dtype = config.batch.micro_batch_size, DTYPES[config.precision.params_dtype]
     batches = []
-    for begin in range(0, size, micro * mesh.dp_size):
-        ids = micro_batch_ids(begin, micro, mesh.dp_rank, mesh.dp_size)
+    for begin in range(0, size, micro * mesh.batch_ranks):
+        ids = micro_batch_ids(begin, micro, mesh.batch_rank, mesh.batch_ranks)
         rows, key = slice(ids.start, ids.stop), dropout_key(config, step, ids.start)
         documents = documents_of(config, tokens[rows])
         batches.append(MicroBatch(tokens[rows], labels[rows], mask[rows].to(dtype), key, **documents))
-    return batches, float(mask.sum())
+    own = replica_rows(size, micro, mesh.batch_ranks, mesh.replica, mesh.grid.outer)
+    return batches, float(mask[own].sum())
+
+
+def replica_rows(size: int, micro: int, ranks: int, replica: int, replicas: int) -> torch.Tensor:
+    """Return which samples of a global batch an outer replica takes, int64: its share of each round of micro-batches.
+
+    ranks: those that share the batch, of all replicas.
+    """
+    round_of = torch.arange(size).view(-1, replicas, micro * ranks // replicas)
+    return round_of[:, replica].reshape(-1)

@@ -15,7 +15,7 @@ from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.mesh.local_ranks import LocalRanks
 from megazero.verify import checks
 from megazero.verify.certificate import Certificate, Section
-from megazero.verify.checks import Evidence
+from megazero.verify.checks import Check, Evidence
 from megazero.verify.diagnosis import diagnose
 from megazero.verify.expected_bytes import ExpectedBytes
 from megazero.verify.full_tensors import Assembler
@@ -87,20 +87,36 @@ class _Runs:
 
     def __init__(self, small: Shrunk, steps: int, around: Around, folder: str, ranks: LocalRanks) -> None:
         self.steps, self.around, self.folder, self.ranks = steps, around, folder, ranks
-        self.world, self.config = small.layout.world, small.config
-        self.exact_config = _exactly(small.config)
-        self.saved = steps // 2 - 1  # the step after which both runs save
+        self.world, self.config, self.replicas = small.layout.world, small.config, small.layout.replicas
+        self.exact_config, self.block = _exactly(small.config), slice_block(self.config, self.world)
+        interval = self.config.outer.outer_interval or 1
+        # The step after which both runs save: one that meets, where all replicas are the model.
+        self.saved = max(steps // 2 // interval, 1) * interval - 1
         self.diagnosis: list[str] = []
 
     def run(self) -> list[Section]:
         exact, configured, resumed, weights = self._run_layout()
         d = self.config.data_parallel_size(self.world)
         seen = checks.gather_evidence(Assembler(self.exact_config), exact, d)
-        first = self._exact_section(seen, exact)
         second = self._configured_section(seen, configured)
+        first = [self._exact_section(each, exact) for each in seen]
         third = self._checkpoint_section(seen, configured, resumed, weights)
-        self.diagnosis = diagnose(seen, first.checks, second.checks)
-        return [first, second, third]
+        for each, section in zip(seen, first, strict=True):
+            self.diagnosis += diagnose(each, section.checks, second.checks)
+        self.diagnosis = list(dict.fromkeys(self.diagnosis))
+        return [*first, *self._outer_section(exact), second, third]
+
+    def _outer_section(self, exact: Sequence[RankRecord]) -> list[Section]:
+        """Return the checks of outer steps between exact replicas; none if there is one replica."""
+        if self.replicas == 1:
+            return []
+        outer = self.exact_config.outer
+        found = checks.outer_checks(Assembler(self.exact_config), exact, outer)
+        title = (
+            f"{self.replicas} replicas meet every {outer.outer_interval} steps, differences exact, against one of "
+            "torch's optimizers in fp64. Outer steps: worst ||difference|| / ||anchor|| of a parameter"
+        )
+        return [Section("Pass 1, outer steps", title, tuple(found))]
 
     def _run_layout(self) -> tuple[list[RankRecord], list[RankRecord], list[RankRecord], str]:
         """Return the records of every rank from three runs, and where the exact run saved.
@@ -132,25 +148,34 @@ class _Runs:
             f"{dtype}, every message exact, {self.steps} steps, against one rank of plain torch in fp64. Gradients: "
             "worst ||difference|| / max(||g||, 1e-6 of the global norm) of a parameter"
         )
-        return Section("Pass 1, exact", title, tuple(found))
+        number, count = seen.reference.replica, seen.reference.replicas
+        name = "Pass 1, exact" + (f", replica {number}" if count > 1 else "")
+        return Section(name, title, tuple(found))
 
-    def _configured_section(self, seen: Evidence, configured: Sequence[RankRecord]) -> Section:
+    def _configured_section(self, seen: Sequence[Evidence], configured: Sequence[RankRecord]) -> Section:
         assembler = Assembler(self.config)
-        wire = self.config.wire(self.world)
-        found = checks.configured_checks(assembler, configured, seen.losses, wire)
-        expected = ExpectedBytes(self.config, self.world, False, slice_block(self.config, self.world))
+        wire, found = self.config.wire(self.world), list[Check]()
+        for each, own in zip(seen, checks.by_replica(configured), strict=True):
+            found += checks.configured_checks(assembler, own, each.losses, wire)
+        if self.replicas > 1:
+            found += checks.outer_checks(assembler, configured, self.config.outer)
+        expected = ExpectedBytes(self.config, self.world, False, self.block)
         found.append(checks.bytes_check("bytes sent", expected, configured, self.saved))
         what = "messages quantised as configured" if wire.codings else "no hop is quantised on this layout"
         dtype = self.config.precision.params_dtype
         return Section("Pass 2, as configured", f"{dtype}, {what}, {self.steps} steps", tuple(found))
 
     def _checkpoint_section(
-        self, seen: Evidence, straight: Sequence[RankRecord], resumed: Sequence[RankRecord], weights: str
+        self,
+        seen: Sequence[Evidence],
+        straight: Sequence[RankRecord],
+        resumed: Sequence[RankRecord],
+        weights: str,
     ) -> Section:
         at = self.saved + 1
         found = [checks.resume_check("resume, same layout", straight, resumed, at)]
-        stayed = seen.losses[at]
-        moved = other_layouts(self.exact_config, self.world, seen.reference.data_parallel)
+        stayed = sum(each.losses[at] * each.reference.share(at) for each in seen)
+        moved = other_layouts(self.exact_config, self.world, seen[0].reference.data_parallel)
         for name, config, world in moved:
             run = TrainingRun(config, True, at, at + 1, load=weights)
             if world.world_size == 1:
@@ -172,7 +197,8 @@ def _exactly(config: RunConfig) -> RunConfig:
     model = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
     optimizer = replace(config.optimizer, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")
     precision = replace(config.precision, params_dtype=dtype)
-    return replace(config, model=model, optimizer=optimizer, precision=precision)
+    outer = replace(config.outer, outer_bits=32, outer_rounding=None)
+    return replace(config, model=model, optimizer=optimizer, precision=precision, outer=outer)
 
 
 def other_layouts(config: RunConfig, world: World, data_parallel: int) -> list[tuple[str, RunConfig, World]]:

@@ -74,6 +74,12 @@ class StepInfo:
         return sum(self.replica_norms) / len(self.replica_norms)
 
     @property
+    def updated_norm(self) -> float | None:
+        """The mean of the norms of those replicas that made an update; None if none did."""
+        finite = [norm for norm in self.replica_norms if math.isfinite(norm)]
+        return sum(finite) / len(finite) if finite else None
+
+    @property
     def skips(self) -> int:
         """How many replicas made no update."""
         return sum(not math.isfinite(norm) for norm in self.replica_norms)
@@ -216,15 +222,15 @@ class Engine:
         self._end_step(updated=False)
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self, anchor: bool = True) -> Iterator[None]:
         """Run forwards without gradient between steps. Training continues bit for bit as without them.
 
-        With outer replicas the parameters are the anchors.
+        anchor: with outer replicas the parameters are the anchors, else each replica's own.
         """
         self._between_steps("evaluation()")
         program = self.gatherer.program
         with (
-            self.outer.evaluated() if self.outer else nullcontext(),
+            self.outer.evaluated() if self.outer and anchor else nullcontext(),
             self.rounding.unmeasured(bool(self.outer)),
         ):
             program.open(())

@@ -179,7 +179,8 @@ class OuterSteps:
         self.since = 0
         self.lane.follow()
         pending: deque[Ticket] = deque()
-        for index, unit in enumerate(self.units):
+        moving = [unit for unit in self.units if unit.trainable]  # what is frozen stays at the anchor
+        for index, unit in enumerate(moving):
             self.context.issued.add(f"o{index}")
             chain = self._chain(unit, self.squares[index])
             pending.append(self.lane.submit(unit.name, self._hop_specs(unit), chain))
@@ -187,7 +188,7 @@ class OuterSteps:
                 self.lane.wait(pending.popleft())
         while pending:
             self.lane.wait(pending.popleft())
-        for unit in self.units:
+        for unit in moving:
             unit.master_version += 1
         self.told[1:3].copy_(self.squares.sum(0))
         self.note_anchors()

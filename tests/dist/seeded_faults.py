@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.config import RunConfig
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.pp.executor import Pipeline
-from megazero.zero import Engine, reduce
+from megazero.zero import Engine, outer, reduce
 from megazero.zero import engine as engine_module
 from megazero.zero.layout import Slice
 from megazero.zero.unit import Unit
@@ -152,6 +152,14 @@ def _wrong_bytes(place: Place) -> None:
     place.replace(reduce, "start_exchange", twice)
 
 
+def _sum_of_replicas(place: Place) -> None:
+    """The outer gradient is the sum over replicas, not their mean."""
+    update, count = outer.outer_update, place.mesh.grid.outer
+    place.replace(
+        outer, "outer_update", lambda anchor, gradient, rule: update(anchor, gradient.mul_(count), rule)
+    )
+
+
 FAULTS: dict[str, Callable[[Place], None]] = {
     "skip-last-reduction": _skip_last_reduction,
     "wrong-norm-group": _wrong_norm_group,
@@ -162,4 +170,5 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "lost-activation": _lost_activation,
     "wrong-noise": _wrong_noise,
     "wrong-bytes": _wrong_bytes,
+    "sum-of-replicas": _sum_of_replicas,
 }

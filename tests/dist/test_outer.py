@@ -148,6 +148,37 @@ def test_what_rounding_loses_is_sent_later_and_bytes_are_those_of_the_formula() 
             assert (lost == 0) == (case[1] == "exact") and lost < 2, (case, lost)
 
 
+def skipping() -> tuple[bool, list[int]]:
+    """Replica 1 overflows in the first of two steps. Whether all then have the mean of what both are, and the units
+    that moved: one is frozen."""
+    mesh = create_mesh(shards=(1, 1, 1), outer=2, ranks_per_node=1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(2)))
+    model[0].requires_grad_(False)
+    weight = model[1].weight.detach().clone()
+    policy = zero.Policy(block=4, outer=zero.Outer(2, 1.0, 0.0, False))
+    engine = zero.shard(model, mesh=mesh, units=[*model], policy=policy, optimizer=sgd_of)
+    grads, sent = [], []
+    for step in range(2):
+        x = torch.full((1, 4), float("inf") if (step, mesh.replica) == (0, 1) else 1.0 + mesh.replica)
+        engine.begin_step()
+        model[1](x).sum().backward()
+        info = engine.step()
+        grads.append(info)
+        sent.append(engine.traffic.take().get("outer_inter_node_bytes", 0))
+    assert grads[0].skips == 1 and grads[0].skipped == (mesh.replica == 1) and grads[1].skips == 0
+    assert grads[0].updated_norm is not None and grads[0].updated_norm > 0
+    # SGD of a sum: every step subtracts 0.1 x; replica 0 took two steps of x = 1, replica 1 one of x = 2.
+    wanted = weight - (0.2 * 1 + 0.1 * 2) / 2
+    with engine.gathered():
+        good = torch.allclose(model[1].weight, wanted, atol=1e-6)
+    return good, sent
+
+
+def sgd_of(groups: list) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)
+
+
 def strangers() -> str:
     """Replicas that start from different weights."""
     mesh = create_mesh(shards=(1, 1, 1), outer=2, ranks_per_node=1)
@@ -163,6 +194,11 @@ def strangers() -> str:
     return "refused"
 
 
+def test_a_replica_that_skips_meets_the_others_and_frozen_units_are_not_sent() -> None:
+    for good, sent in run_ranks(2, skipping):
+        assert good and sent == [0, 2 * 16 // 2 * 4], "one unit of 16, there and back"
+
+
 def test_anchors_that_differ_are_found() -> None:
     assert run_ranks(2, strangers) == ["refused"] * 2
 
@@ -173,9 +209,9 @@ SITES = {"ranks_per_node": 2, "outer_interval": 3, "train_iters": 8}
 
 
 def test_runs_with_outer_replicas(tmp_path: Path) -> None:
-    """Stopped in the middle of an interval they go on bit for bit. Evaluations are of the anchor and change nothing.
-    Each sample comes once, in the order of a run without replicas. One replica is such a run, to the bit. Averaging
-    SGD every step is plain data parallelism."""
+    """Stopped in the middle of an interval they go on bit for bit. Evaluations are of the anchor, or of a replica,
+    and change nothing. Each sample comes once, in the order of a run without replicas. One replica is such a run, to
+    the bit. Averaging SGD every step is plain data parallelism."""
     zero3, four = {"zero_preset": "zero3", "log_dir": str(tmp_path / "logs")}, {"outer_bits": 4}
     straight = {**SITES, **zero3, **four, "save": str(tmp_path / "straight")}
     stopped = {**straight, "save": str(tmp_path / "stopped"), "exit_interval": 4}
@@ -187,6 +223,10 @@ def test_runs_with_outer_replicas(tmp_path: Path) -> None:
         "stopped": (4, stopped),
         "gone on": (4, {**stopped, "load": stopped["save"], "exit_interval": None}),
         "evaluated": (4, {**straight, **evaluated, "save": str(tmp_path / "evaluated")}),
+        "of a replica": (
+            4,
+            {**straight, **evaluated, "outer_evaluation": "replica", "save": str(tmp_path / "of a replica")},
+        ),
         "plain": (4, {**zero3, "train_iters": 8, "ranks_per_node": 2, "save": str(tmp_path / "plain")}),
         "one": (4, {**zero3, **SITES, "outer_replicas": 1, "save": str(tmp_path / "one")}),
         "sgd": (4, sgd),
@@ -206,6 +246,12 @@ def test_runs_with_outer_replicas(tmp_path: Path) -> None:
     assert not differences(wanted, checkpoint_of(tmp_path / "evaluated"))
     losses = seen["evaluated"][0].evaluations
     assert losses[2] == losses[3] == losses[4] != losses[5] and losses[5] == losses[6] == losses[7]
+    assert not differences(wanted, checkpoint_of(tmp_path / "of a replica"))
+    own = seen["of a replica"][0].evaluations
+    apart = [abs(got - loss) / loss for got, loss in zip(own, losses, strict=True)]
+    assert max(apart[2], apart[5]) < 1e-6 < min(apart[at] for at in (0, 1, 3, 4, 6, 7)), (
+        "equal after a meeting"
+    )
     assert samples(seen["straight"]) == samples(seen["plain"])
     assert seen["one"][0].losses == seen["plain"][0].losses != seen["straight"][0].losses
     assert not differences(checkpoint_of(tmp_path / "one"), checkpoint_of(tmp_path / "plain"))
@@ -263,6 +309,10 @@ INSIDE = {
         {"zero_preset": "zero3", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "bf16", "outer_bits": 8},
     ),
     "muon": (4, {"zero_preset": "zero3", "optimizer": "muon"}),
+    "fp16, steps that overflow": (
+        4,
+        {"zero_preset": "zero1", "params_dtype": "fp16", "initial_loss_scale": 2.0**22, "hysteresis": 1},
+    ),
     "asynchronous saves": (
         4,
         {"zero_preset": "ddp", "outer_bits": 8, "async_save": True, "save_interval": 4},

@@ -36,6 +36,12 @@ RANDOM = (
     f"{NODES} --zero-preset ddp --zero-quantized-gradients --zero-gradient-bits-intra-node 8 "
     "--zero-gradient-rounding stochastic"
 )
+OUTER = f"{NODES} --zero-preset zero3 --outer-interval 8"
+EIGHT = LLAMA.replace("--world-size 4", "--world-size 8")
+OUTER_TENSORS = (
+    f"{EIGHT} --ranks-per-node 2 --tensor-model-parallel-size 2 --outer-interval 1 --outer-replicas 2 "
+    "--outer-optimizer sgd --outer-bits 4"
+)
 
 # fault -> (configuration, a check that must fail, words of the likely cause)
 SEEN = {
@@ -52,6 +58,7 @@ SEEN = {
     "lost-activation": (GRID, "Pass 1, exact: activations", "as the activation of micro-batch 1, that of"),
     "wrong-noise": (RANDOM, "Pass 2, as configured: master replicas", "draw different noise"),
     "wrong-bytes": (ZEROPP, "Pass 1, exact: bytes sent", "what is sent is not what"),
+    "sum-of-replicas": (OUTER, "Pass 1, outer steps: outer steps", ""),
 }
 
 
@@ -62,15 +69,21 @@ def certify(words: str, fault: str | None = None) -> Certificate:
 
 @pytest.mark.parametrize(
     "words",
-    [GRID, f"{ZEROPP} {SMALL_MOMENTS}", pytest.param(ZEROPP_FP16, marks=pytest.mark.slow)],
-    ids=["grid", "zeropp", "zeropp, fp16"],
+    [
+        GRID,
+        f"{ZEROPP} {SMALL_MOMENTS}",
+        *(pytest.param(words, marks=pytest.mark.slow) for words in (ZEROPP_FP16, OUTER, OUTER_TENSORS)),
+    ],
+    ids=["grid", "zeropp", "zeropp, fp16", "outer replicas", "outer replicas of two nodes, INT4"],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:
+    """With outer replicas: pytest -m slow tests/dist/test_verify.py -k "outer or replicas"."""
     certificate = certify(words)
     assert certificate.good, (certificate.verdict, certificate.diagnosis)
     names = [check.name for section in certificate.sections for check in section.checks]
     assert names.count("bytes sent") == 2 and len([n for n in names if n.startswith("reshard")]) == 2
-    assert any(n.startswith("rounding of weights, INT4") for n in names) == (words != GRID)
+    assert any(n.startswith("rounding of weights, INT4") for n in names) == (ZEROPP[len(NODES) :] in words)
+    assert names.count("outer steps") == (2 if "--outer-interval" in words else 0)
     assert not certificate.diagnosis
 
 
@@ -78,12 +91,14 @@ def test_every_fault_has_a_test() -> None:
     assert set(SEEN) == set(FAULTS)
 
 
-@pytest.mark.parametrize("fault", SEEN)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] * ("replicas" in name)) for name in SEEN]
+)
 def test_a_fault_is_seen_and_named(fault: str) -> None:
     words, check, cause = SEEN[fault]
     certificate = certify(words, fault)
     assert not certificate.good and check in certificate.failed, certificate.verdict
-    assert cause in certificate.diagnosis[0], certificate.diagnosis
+    assert not cause or cause in certificate.diagnosis[0], certificate.diagnosis
     if fault == "wrong-noise":  # exact messages draw nothing
         assert not [name for name in certificate.failed if name.startswith("Pass 1")]
 

@@ -64,17 +64,12 @@ def test_every_mistake_is_named_at_once() -> None:
                 "outer_optimizer": "average",
                 "outer_lr": 0.5,
                 "outer_rounding": "nearest",
-                "params_dtype": "fp16",
             },
-            [
-                "--outer-lr 0.5 has no effect",
-                "--outer-rounding nearest has no effect",
-                "does not take --fp16",
-            ],
+            ["--outer-lr 0.5 has no effect", "--outer-rounding nearest has no effect"],
         ),
         (
-            {**STEPS, "zero_preset": "auto", "cluster": "a100"},
-            ["--zero-preset auto does not plan outer steps"],
+            {**STEPS, "loss_policy": "outer"},
+            ["--loss-policy outer is for megazero plan"],
         ),
         (
             {**STEPS, "zero_preset": "zeropp", "outer_replicas": 2},
@@ -94,6 +89,12 @@ def test_the_start_says_what_crosses() -> None:
     assert "differences INT4, error feedback" in text
     assert "--train-iters 9: outer replicas meet last at 8" in "\n".join(config(**STEPS, train_iters=9).notes)
     assert "meet last" not in "\n".join(config(**STEPS, train_iters=8).notes)
+    batch = 64
+    samples = {"train_iters": None, "train_samples": 9 * batch + 1, "global_batch_size": batch}
+    said = "\n".join(config(**STEPS, **samples).notes)
+    assert f"{9 * batch + 1}, 9 steps: outer replicas meet last at 8" in said
+    assert f"nearest: {8 * batch} or {12 * batch}" in said
+    assert "of the first replica" in "\n".join(config(**STEPS, outer_evaluation="replica").describe(WORLD))
     assert "none, one replica" in "\n".join(config(**STEPS, outer_replicas=1).describe(WORLD))
     assert "outer steps" not in "\n".join(config().describe(WORLD))
 

@@ -123,7 +123,7 @@ class Run(Trainer):
             assert self.saver._part is not None
             self.saver._part.wait_for_all(None, 60.0)
             self.saver.go_on()
-        return SimpleNamespace(skips=int(not math.isfinite(norm)), mean_norm=norm)
+        return SimpleNamespace(updated_norm=norm if math.isfinite(norm) else None)
 
     def _save(self, saved_at: int) -> int:
         self.saved[self.progress.iteration] = self.updates()

@@ -41,4 +41,5 @@ def outer_summary(outer: OuterConfig, replicas: int, ranks: int) -> str:
     form = {EXACT_BITS: "exact", BF16_BITS: "bf16"}.get(outer.outer_bits, f"INT{outer.outer_bits}")
     form += ", error feedback" if feeds_back(outer) else ""
     every = f"every {outer.outer_interval} steps" if outer.outer_interval > 1 else "every step"
-    return f"outer steps: {replicas} replicas of {ranks} ranks meet {every}: {rule}, differences {form}"
+    said = f"outer steps: {replicas} replicas of {ranks} ranks meet {every}: {rule}, differences {form}"
+    return said + ("; evaluations are of the first replica" if outer.outer_evaluation == "replica" else "")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
-from megazero.config.nearest import did_you_mean
+from megazero.config.nearest import did_you_mean, multiples_around
 from megazero.config.options.fields import convert, fault, option, section_options
 
 CLUSTERS = Path(__file__).parent / "clusters"
@@ -81,6 +81,19 @@ class InterNode:
     rank_gbits_per_s: float | None = option(
         None, "the most that one rank reaches (default: the node's)", above=0
     )
+    latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
+    efficiency: float = option(0.8, "share of the line rate that collectives reach", above=0, high=1)
+
+
+@dataclass(frozen=True)
+class InterSite:
+    """The link of a site, which is some of the nodes, to the other sites: that of all its nodes together.
+
+    Sites are consecutive nodes. Nodes of one site are joined as ``InterNode`` says.
+    """
+
+    gbits_per_s: float = option(MISSING, "rate of a site, in Gb/s", above=0, required=True)
+    sites: int = option(2, "sites that the nodes divide into, in their order", low=2)
     latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
     efficiency: float = option(0.8, "share of the line rate that collectives reach", above=0, high=1)
 
@@ -172,10 +185,41 @@ class Cluster:
     layers: tuple[MeasuredLayer, ...] = ()
     codecs: tuple[MeasuredCodec, ...] = ()
     cores: Cores | None = None
+    inter_site: InterSite | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if nodes do not divide into the sites."""
+        if self.inter_site is not None and self.nodes % self.inter_site.sites:
+            sites = self.inter_site.sites
+            raise ConfigError(
+                [
+                    f"cluster {self.name}: {self.nodes} nodes do not divide into {sites} sites; nearest: "
+                    f"{multiples_around(self.nodes, sites)} nodes"
+                ]
+            )
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def site_ranks(self) -> int:
+        """Return the ranks of a site: all of them if the file says nothing of sites."""
+        return self.world_size // (self.inter_site.sites if self.inter_site else 1)
+
+    @property
+    def slow_link(self) -> InterNode | InterSite:
+        """Return the slowest kind of link that there is: between sites, or else between nodes."""
+        return self.inter_site or self.inter_node
+
+    def with_slow_link(self, gbits_per_s: float, delay_ms: float) -> Cluster:
+        """Return it with another rate of that link, so much more latency, and nothing measured over it."""
+        latency = self.slow_link.latency_us + 1e3 * delay_ms
+        changed: Any = replace(self.slow_link, gbits_per_s=gbits_per_s, latency_us=latency)
+        if self.inter_site is not None:
+            return replace(self, inter_site=changed)
+        inside = tuple(row for row in self.collectives if row.nodes == 1)
+        return replace(self, inter_node=changed, collectives=inside)
 
     @property
     def on_host(self) -> bool:
@@ -202,7 +246,7 @@ class _Top:
 
 
 _PARTS: Mapping[str, type] = {"device": Device, "intra_node": IntraNode, "inter_node": InterNode}
-_OPTIONAL: Mapping[str, type] = {"cores": Cores}
+_OPTIONAL: Mapping[str, type] = {"cores": Cores, "inter_site": InterSite}
 TABLES: Mapping[str, type] = {
     "collectives": MeasuredCollective,
     "layers": MeasuredLayer,

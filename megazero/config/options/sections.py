@@ -227,6 +227,12 @@ class OuterConfig:
         "(nearest) (default: feedback)",
         choices=("feedback", "nearest"),
     )
+    outer_evaluation: str = option(
+        "anchor",
+        "what evaluations take: the weights of the last meeting, which are exported, or those that the first replica "
+        "trains, in as many times the seconds as there are replicas",
+        choices=("anchor", "replica"),
+    )
 
 
 @dataclass(frozen=True)
@@ -499,8 +505,8 @@ class PlanningConfig:
     loss_policy: str = option(
         "exact",
         "what messages that the planner chooses may round: nothing; what ZeRO++ rounds, as measured in docs/loss.md; "
-        "or more than that",
-        choices=("exact", "zeropp", "aggressive"),
+        "or more than that; outer: megazero plan proposes outer steps, and compares them with the others",
+        choices=("exact", "zeropp", "aggressive", "outer"),
     )
     memory_check: bool = option(
         True, "refuse a run whose predicted memory is more than its devices have, before it allocates"

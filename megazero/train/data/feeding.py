@@ -30,13 +30,17 @@ class Feeding:
     loss_rank: int
     masked: bool
 
-    def batches(self, data_set: Dataset, **position: int) -> Batches:
-        """Return this rank's batches, which lie in pinned memory if they go to CUDA: the copy waits otherwise."""
+    def batches(self, data_set: Dataset, alone: bool = False, **position: int) -> Batches:
+        """Return this rank's batches, which lie in pinned memory if they go to CUDA: the copy waits otherwise.
+
+        alone: the ranks of its outer replica have all of the data among them.
+        """
+        mesh = self.mesh
         return Batches(
             data_set,
             micro_batch_size=self.micro_batch_size,
-            rank=self.mesh.batch_rank,
-            size=self.mesh.batch_ranks,
+            rank=mesh.dp_rank if alone else mesh.batch_rank,
+            size=mesh.dp_size if alone else mesh.batch_ranks,
             pin_memory=self.mesh.device.type == "cuda",
             **position,
         )
@@ -79,19 +83,23 @@ def mean_loss(
     steps: int,
     micro_batches: int,
     interrupted: Callable[[], bool],
+    replica: bool = False,
 ) -> float | None:
     """Return the loss over the first ``steps`` global batches of so many micro-batches on each rank. Collective.
 
     The batches are the same each time, so there is no sampling noise. interrupted: asked between two batches on every
-    rank, with the same answer on all. If it says yes, the loss is None.
+    rank, with the same answer on all. If it says yes, the loss is None. replica: the first outer replica evaluates
+    its own weights, on all of the batches, while the others wait.
     """
     mesh = feeding.mesh
+    rounds, waits = micro_batches * (mesh.grid.outer if replica else 1), replica and mesh.replica > 0
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     left = 0
-    with feeding.batches(data_set) as batches, engine.evaluation():
+    with feeding.batches(data_set, replica) as batches, engine.evaluation(anchor=not replica):
         for left in reversed(range(steps)):
-            step = [MicroBatch(**feeding.to_device(batch)) for batch in batches.next_step(micro_batches)]
-            losses = pipeline.evaluate(step)
+            own = () if waits else batches.next_step(rounds)
+            step = [MicroBatch(**feeding.to_device(batch)) for batch in own]
+            losses = pipeline.evaluate(step) if step else None
             if losses is not None:
                 sums[0] += losses.sum()
             sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)

@@ -27,8 +27,8 @@ class LossScaling:
 
     dynamic: the scale moves between ``minimum`` and whatever does not overflow. growth_tracker: the steps since the
     last overflow or growth. hysteresis_tracker: the overflows that are left until the scale falls.
-    skipped_iterations, skipped_samples: these count the steps that overflowed, and their samples; the learning rate
-    does not move on in them.
+    skipped_iterations, skipped_samples: these count the steps in which nothing was updated, and their samples; the
+    learning rate does not move on in them.
     """
 
     scale: float | None = None
@@ -73,14 +73,15 @@ class LossScaling:
             return 1.0, tokens
         return self.scale * ranks / tokens, self.scale * ranks
 
-    def update(self, overflow: bool, samples: int) -> None:
+    def update(self, overflow: bool, samples: int, unmoved: bool | None = None) -> None:
         """Update the scale after a step of so many ``samples``.
 
-        overflow: the step's norm was not finite, so that the step was skipped.
+        overflow: the step's norm was not finite in some outer replica, which skipped it. unmoved: in all of them; by
+        default as ``overflow``.
         """
         if self.scale is None:
             return
-        if overflow:
+        if overflow if unmoved is None else unmoved:
             self.skipped_iterations += 1
             self.skipped_samples += samples
         if not self.dynamic:

@@ -1,0 +1,192 @@
+"""What to run over a slow link: every step exact, every step quantised, or outer steps (--loss-policy outer).
+
+Schemes are compared at rates and delays of the slowest kind of link. What outer steps cost in loss grows with what
+LADDER says, so the planner takes its first rung on which meetings hardly cost time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from megazero.config import ConfigError
+from megazero.config.options.cluster import Cluster
+from megazero.plan.base_layout import BaseLayout
+from megazero.plan.layout import Layout
+from megazero.plan.report import outer_words
+from megazero.plan.search import BEST, OUTER, Found, Search
+from megazero.plan.seconds import Collectives
+from megazero.plan.simulate import simulate
+
+RATES = (400.0, 100.0, 25.0, 10.0, 1.0, 0.1)  # Gb/s
+# (--outer-bits, --outer-interval), the least harm first: exact differences and short intervals, then as published
+# (DiLoCo: 500 steps; Streaming DiLoCo: 4 bits).
+LADDER = ((32, 32), (32, 64), (32, 128), (4, 128), (4, 256), (4, 500))
+MEETINGS = 0.05  # of the time: what meetings may take
+WORTH = 1.1  # times as long as the fastest: what a scheme that costs less in loss may take and still win
+POOLED = 3  # layouts of a scheme that are taken from each search, to be timed at all rates and delays
+EXACT, QUANTISED = "exact", "quantised"  # schemes whose every step crosses
+POLICIES = {EXACT: "exact", QUANTISED: "zeropp", OUTER: OUTER}  # the least cost in loss first
+LOSS = (
+    "loss: docs/loss.md has quantised messages at 1.3M parameters, and no run with outer steps yet. Published, not "
+    "measured here: 500 steps cost little from a warmed-up model (DiLoCo); 4 bits lose nothing (Streaming DiLoCo); "
+    "100 steps in INT8 trained 10B parameters (INTELLECT-1)"
+)
+
+
+class Row(NamedTuple):
+    """The fastest layout of each scheme, None if none fits, at one rate (Gb/s) and delay (ms)."""
+
+    rate: float
+    delay: float
+    found: Mapping[str, Found | None]
+
+    @property
+    def wins(self) -> str:
+        """The scheme that costs the least in loss of those that hardly take longer than the fastest."""
+        seconds = {name: found.timing.seconds for name, found in self.found.items() if found is not None}
+        return next(name for name in POLICIES if seconds.get(name, 1e99) <= WORTH * min(seconds.values()))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """best: the fastest layouts with outer steps on the cluster as it is. rows: by delay, the fastest link first."""
+
+    best: list[Found]
+    rows: list[Row]
+
+
+def replica_counts(values: Mapping[str, Any], cluster: Cluster) -> list[int]:
+    """Return the numbers of outer replicas to try in turn: one for each site; else for each node, then fewer.
+
+    Raises ConfigError if there is nothing to divide.
+    """
+    if values.get("outer_replicas"):
+        return [int(values["outer_replicas"])]
+    if cluster.inter_site is not None:
+        return [cluster.inter_site.sites]
+    counts = [k for k in range(cluster.nodes, 1, -1) if cluster.nodes % k == 0]
+    if not counts:
+        raise ConfigError(
+            [f"--loss-policy {OUTER}: outer replicas are groups of nodes, and there is one node"]
+        )
+    return counts
+
+
+def answer(
+    values: Mapping[str, Any], cluster: Cluster, rates: Sequence[float], delays: Sequence[float]
+) -> Answer:
+    """Find what is fastest with outer steps, and compare the schemes. ``best`` is empty if nothing fits."""
+    rungs = [
+        (bits, interval)
+        for bits, interval in LADDER
+        if values.get("outer_bits") in (None, bits) and values.get("outer_interval") in (None, interval)
+    ]
+    rungs = rungs or [(values.get("outer_bits") or 32, values.get("outer_interval") or LADDER[0][1])]
+    points = [(rate, delay) for delay in delays for rate in sorted(rates, reverse=True)]
+    places = {point: cluster.with_slow_link(*point) for point in points}
+    ends = [cluster, places[points[0]], places[points[-1]]]
+    plain = {name: value for name, value in values.items() if not name.startswith("outer_")}
+    pools = dict(zip((EXACT, QUANTISED), _pools(plain, ends, ("exact", "zeropp"), POOLED), strict=True))
+    best: list[Found] = []
+    for count in replica_counts(values, cluster):
+        bits, interval = rungs[-1]
+        steps = {"outer_replicas": count, "outer_bits": bits, "outer_interval": interval}
+        (pools[OUTER],) = _pools({**values, **steps}, ends, (OUTER,), BEST)
+        best = _on_ladder([_moved(found, cluster) for found in pools[OUTER]], rungs)[:BEST]
+        if best:
+            break
+    rows = []
+    for (rate, delay), place in places.items():
+        found = {name: [_moved(each, place) for each in pool] for name, pool in pools.items()}
+        fastest = {name: min(each, key=lambda f: f.key, default=None) for name, each in found.items()}
+        fastest[OUTER] = next(iter(_on_ladder(found[OUTER], rungs)), None)
+        rows.append(Row(rate, delay, fastest))
+    return Answer(best, [row for row in rows if any(row.found.values())])
+
+
+def _pools(
+    values: Mapping[str, Any], places: Iterable[Cluster], policies: Sequence[str], number: int
+) -> list[list[Found]]:
+    """Return for each policy the layouts that are among the fastest in one of these places."""
+    pools: list[list[Found]] = [[] for _ in policies]
+    bases: list[BaseLayout] = []
+    for place in places:
+        collectives = Collectives(place)
+        # What is legal does not depend on the place: bases are validated once.
+        bases = [BaseLayout(b.config, b.world, place, collectives, b.stages) for b in bases] or list(
+            Search(values, place, "exact").bases()
+        )
+        for pool, policy in zip(pools, policies, strict=True):
+            pool += Search(values, place, policy).best(number, bases)
+    return pools
+
+
+def _moved(found: Found, place: Cluster, **outer: Any) -> Found:
+    """Return a layout in another place, or with other options of outer steps."""
+    base = found.layout.base
+    config = replace(base.config, outer=replace(base.config.outer, **outer))
+    layout = Layout(
+        BaseLayout(config, base.world, place, Collectives(place), base.stages), found.layout.given.zero
+    )
+    return Found(layout, simulate(layout), found.formats)
+
+
+def _on_ladder(found: Sequence[Found], rungs: Sequence[tuple[int, int]]) -> list[Found]:
+    """Return the layouts that fit on the first rung on which the fastest meets cheaply; else on the last one."""
+    stepped: list[Found] = []
+    for bits, interval in rungs:
+        each = [
+            _moved(one, one.layout.base.cluster, outer_bits=bits, outer_interval=interval) for one in found
+        ]
+        fitting = sorted((one for one in each if one.layout.fits), key=lambda one: one.key)
+        stepped = _distinct(fitting) or stepped
+        if fitting and fitting[0].timing.bill["outer"] <= MEETINGS * fitting[0].timing.seconds:
+            break
+    return stepped
+
+
+def _distinct(found: Sequence[Found]) -> list[Found]:
+    """Leave out layouts that came from several searches."""
+    return list({(one.layout.base.config, one.layout.given.zero): one for one in reversed(found)}.values())[
+        ::-1
+    ]
+
+
+def lines(found: Answer, cluster: Cluster) -> Iterator[str]:
+    """Yield the comparison, line by line."""
+    sites = "sites" if cluster.inter_site else "nodes"
+    yield f"Schemes by the link between {sites}: seconds of a step, of the layouts that are fastest here or at an end"
+    yield f"{'Gb/s':>8} {'delay ms':>9} {'exact':>9} {'quantised':>10} {'outer':>9}  wins"
+    for row in found.rows:
+        cells = [f"{one.timing.seconds:.3f}" if one else "no room" for one in row.found.values()]
+        outer = row.found[OUTER]
+        said = f" ({_steps(outer)})" if row.wins == OUTER and outer else ""
+        yield f"{row.rate:>8g} {row.delay:>9g} {cells[0]:>9} {cells[1]:>10} {cells[2]:>9}  {row.wins}{said}"
+    for delay in dict.fromkeys(row.delay for row in found.rows):
+        wins = [(row.rate, row.wins) for row in found.rows if row.delay == delay]
+        least = {scheme: min(rate for rate, one in wins if one == scheme) for _, scheme in wins}
+        words = ", ".join(f"{scheme} from {rate:g} Gb/s" for scheme, rate in least.items())
+        yield f"with {delay:g} ms more delay: {words}"
+    yield f"A scheme wins if it takes at most {WORTH - 1:.0%} longer than the fastest and costs the least in loss."
+    yield LOSS
+
+
+def _steps(found: Found) -> str:
+    outer = found.layout.states.outer
+    assert outer is not None
+    return outer_words(found.layout.config, outer.replicas)
+
+
+def as_dicts(found: Answer) -> list[dict[str, Any]]:
+    """Return the rows as plain JSON values: seconds by scheme, None if nothing fits."""
+    return [
+        {
+            "gbits_per_s": row.rate,
+            "delay_ms": row.delay,
+            "seconds": {name: one and one.timing.seconds for name, one in row.found.items()},
+            "wins": row.wins,
+        }
+        for row in found.rows
+    ]
