@@ -42,7 +42,7 @@ from megazero.config import resolve_shards
 from megazero.config.layout.wire import Wire, asked_for
 from megazero.config.options.sections import ZeroConfig
 from megazero.patches.options import MessageOptions, read_words
-from megazero.train.parallelize import make_codecs
+from megazero.train.codecs import make_codecs
 from megazero.zero import Policy
 
 INT8 = asked_for(

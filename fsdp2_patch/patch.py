@@ -29,7 +29,7 @@ from megazero.patches.hops import Passing
 from megazero.patches.names import Replaced
 from megazero.patches.options import MessageOptions
 from megazero.patches.two_hops import cut_groups, node_size, settings_like
-from megazero.train.parallelize import make_codecs
+from megazero.train.codecs import make_codecs
 
 Reduction = TwoHopReduceScatter | ReplicaAllReduce
 

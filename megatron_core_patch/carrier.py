@@ -39,7 +39,7 @@ from megazero.patches.checks import GRADIENTS, WEIGHTS
 from megazero.patches.hops import Passing, refuse_capture
 from megazero.patches.rounding import Errors, Residual, noise_of
 from megazero.patches.two_hops import TwoHops
-from megazero.train.parallelize import make_codecs
+from megazero.train.codecs import make_codecs
 from megazero.zero.context import hop_spec
 from megazero.zero.policy import Codecs
 

@@ -40,18 +40,33 @@ megazero/zero/outer.py
 - kept.sub_(total)
 + kept.zero_()
   what the sum over outer replicas lost on its way back is forgotten
-- mean = moved.div_(self.axis.size)
-+ mean = moved
+- mean = sums.buffer.div_(self.axis.size)
++ mean = sums.buffer
   the outer gradient is a sum, not a mean
 - gradient.add_(anchor.momentum, alpha=outer.momentum)
 + pass
   the outer optimizer has no Nesterov momentum
-- if self.since >= self.outer.interval:
-+ if self.since > self.outer.interval:
-  replicas meet a step late
- - moving = [unit for unit in self.units if unit.trainable]  # what is frozen stays at the anchor
- + moving = list(self.units)
-   frozen units are sent
+- offsets = [(fragment + 1) * interval // fragments for fragment in range(fragments)]
++ offsets = [(fragment + 1) * interval // fragments - 1 for fragment in range(fragments)]
+  fragments leave a step early
+- clock = min(clock, interval)
++ pass
+  under a shorter interval than before replicas do not meet
+- if self.flight.left <= 0 or fragment is not None:
++ if fragment is not None:
+  a fragment arrives when the next one leaves
+- weights.lerp_(anchor, mixing)
++ weights.copy_(anchor)
+  a replica's own weights are not mixed in
+- anchor.momentum.copy_(here.momentum)
++ pass
+  the outer momentum in host memory stays what it was
+- rows.copy_(own)
++ pass
+  what was on its way is not what arrives
+- return [unit for unit in self.fragments[fragment] if unit.trainable]
++ return list(self.fragments[fragment])
+  frozen units are sent
 - if odd:
 + if False:
   outer replicas may hold different anchors

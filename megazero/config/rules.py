@@ -11,6 +11,7 @@ from typing import Any
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout import pipeline_rules, wire_rules
+from megazero.config.layout.outer import spacing
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
@@ -334,6 +335,30 @@ def _outer_policy(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _fragments(config: RunConfig) -> Iterator[str]:
+    """Report fragments that have no module or no step of their own, and what would be on its way for too long."""
+    outer, modules = config.outer, config.model.num_layers + 2  # the embedding and the head
+    if not outer.outer_interval:
+        return
+    most = min(modules, outer.outer_interval)
+    if outer.outer_fragments > modules:
+        yield (
+            f"--outer-fragments {outer.outer_fragments}: the model has {modules} modules to deal (embedding, "
+            f"{config.model.num_layers} layers, head); nearest: {most}"
+        )
+    elif outer.outer_fragments > most:
+        yield (
+            f"--outer-fragments {outer.outer_fragments}: each takes a step of its own of --outer-interval "
+            f"{outer.outer_interval}; nearest: {most}"
+        )
+    elif outer.outer_delay >= spacing(outer) and outer.outer_delay:
+        yield (
+            f"--outer-delay {outer.outer_delay}: a fragment arrives before the next one leaves, {spacing(outer)} "
+            f"steps later (--outer-interval {outer.outer_interval} / --outer-fragments {outer.outer_fragments}); "
+            f"nearest: {spacing(outer) - 1}"
+        )
+
+
 _LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))
 
 
@@ -418,6 +443,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("zero_preset",), _planned),
     (("loss_chunk_tokens", "params_dtype"), _loss_chunk),
     (("loss_policy",), _outer_policy),
+    (("outer_interval", "outer_fragments", "outer_delay", "num_layers"), _fragments),
     (("zero_block_size",), wire_rules.block_size),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
     (("zero_gradient_clip_search",), wire_rules.clip_search),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.layout.outer import EXACT_BITS, averages
+from megazero.config.layout.outer import EXACT_BITS, averages, last_arrival
 from megazero.config.layout.pipeline_rules import OF_PIPELINES
 from megazero.config.layout.shards import AUTO, resolve_shards
 from megazero.config.layout.wire import quantizes_gradients
@@ -56,17 +56,20 @@ def ignored(config: RunConfig) -> list[str]:
 
 def last_meeting(config: RunConfig) -> list[str]:
     """Return a note if outer replicas do not meet at the run's end: the anchor then lacks the last steps."""
-    training, interval = config.training, config.outer.outer_interval
+    training, outer = config.training, config.outer
     steps, said = training.train_iters, f"--train-iters {training.train_iters}"
     length: Callable[[int], int] = int
-    if interval and training.train_samples is not None and config.batch.global_batch_size:
+    if outer.outer_interval and training.train_samples is not None and config.batch.global_batch_size:
         sizes = BatchSizeRampup.of(config, 1)
         steps, length = sizes.iterations_within(training.train_samples), sizes.consumed_after
         said = f"--train-samples {training.train_samples}, {steps} steps"
-    if not interval or not steps or steps % interval == 0:
+    if not outer.outer_interval or not steps:
         return []
-    last = steps - steps % interval
-    nearest = " or ".join(str(length(at)) for at in (last, last + interval) if at)
+    last = last_arrival(steps, outer)
+    if last == steps:
+        return []
+    following = last_arrival(steps + outer.outer_interval, outer)
+    nearest = " or ".join(str(length(at)) for at in (last, following) if at)
     return [
         f"{said}: outer replicas meet last at {last}, and that anchor is evaluated and exported at the end; nearest: "
         f"{nearest}"
@@ -177,6 +180,7 @@ def _conditions_of_outer_steps(config: RunConfig) -> Iterator[Condition]:
         optimizer = not averages(config.outer)
         yield ["outer_lr", "outer_momentum"], optimizer, "--outer-optimizer nesterov or sgd"
         yield ["outer_rounding"], config.outer.outer_bits < EXACT_BITS, f"--outer-bits below {EXACT_BITS}"
+        yield ["outer_fragment_pattern"], config.outer.outer_fragments > 1, "--outer-fragments above 1"
 
 
 def _shard_chain(zero: ZeroConfig, shard: tuple[int, ...]) -> Iterator[str]:
@@ -219,9 +223,8 @@ def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterato
     yield from uneven
     if uneven:
         return
-    if config.knows_nodes(world) and not {
-        opt.name for opt in all_options().values() if opt.section == "zero"
-    } & set(broken):
+    of_slices = {opt.name for opt in all_options().values() if opt.section in ("zero", "optimizer")}
+    if config.knows_nodes(world) and not of_slices & set(broken):
         try:
             if config.wire(world).delta and config.outer_replicas(world) > 1:
                 yield (

@@ -31,7 +31,7 @@ def _plan(request: PlanRequest) -> int:
     values, cluster, options = with_stand_ins(request.values), request.cluster, request.options
     cluster.device.peak(make_config({"micro_batch_size": 1, **values}).precision.params_dtype)
     search = Search(values, cluster, request.loss_policy)
-    compared: slow_links.Answer | None = None
+    compared: slow_links.Proposal | None = None
     if request.loss_policy == OUTER:
         rates, delays = options.link_rates or slow_links.RATES, options.link_delays or (0.0,)
         compared = slow_links.answer(values, cluster, rates, delays)

@@ -126,11 +126,11 @@ def _coding(unit: UnitShape, formats: Formats, link: str) -> Coding | None:
 class OuterFormat:
     """What outer steps keep and send.
 
-    coding: the format of what crosses; without one an element has ``width`` bytes.
+    config: the options. coding: the format of what crosses; without one an element has ``width`` bytes.
     """
 
+    config: OuterConfig
     replicas: int
-    interval: int
     momentum: bool
     feedback: bool
     coding: Coding | None
@@ -142,7 +142,7 @@ class OuterFormat:
         if replicas == 1:
             return None
         momentum, width = keeps_momentum(outer), sums if outer.outer_bits == EXACT_BITS else 2
-        return cls(replicas, outer.outer_interval, momentum, feeds_back(outer), outer_coding(outer), width)
+        return cls(outer, replicas, momentum, feeds_back(outer), outer_coding(outer), width)
 
     def message_of(self, unit: UnitShape, d: int, sums: int) -> int:
         """Return the bytes of one rank's message to another replica, of d ranks in each."""

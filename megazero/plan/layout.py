@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megazero.config import RunConfig
+from megazero.config.layout.outer import bytes_of_steps
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import OPTIMIZERS
@@ -326,13 +327,39 @@ class Layout:
         return out
 
     @property
-    def bytes_of_meeting(self) -> int:
-        """Return the bytes that a rank sends to other outer replicas in a step that meets: most of any stage."""
-        outer = self.states.outer
-        if outer is None:
-            return 0
-        units = (self.units(rank).shapes for rank in range(self.base.pp))
-        return max(outer.sent(each, self.base.d, self.formats.sums) for each in units)
+    def bytes_of_meetings(self) -> tuple[float, float]:
+        """Return the bytes that a rank sends to other outer replicas in a step, on average and at most: most of any
+        stage."""
+        if self.states.outer is None:
+            return 0.0, 0.0
+        stages = [
+            bytes_of_steps(self._meetings_of_modules(rank), self.config.outer) for rank in range(self.base.pp)
+        ]
+        return max(mean for mean, _ in stages), max(most for _, most in stages)
+
+    def _meetings_of_modules(self, rank: int) -> list[int]:
+        """Return the bytes that a rank sends when a module meets: of the embedding, each layer and the head."""
+        outer, units, config = self.states.outer, self.units(rank), self.config
+        assert outer is not None
+        out = [0] * (config.model.num_layers + 2)
+        numbers = [
+            number
+            for stage in config.stages()
+            if stage.rank == rank
+            for number in (
+                *[0] * stage.embedding,
+                *(1 + layer for layer in stage.layers),
+                *[len(out) - 1] * stage.head,
+            )
+        ]
+        counted = set[int]()
+        for number, module in zip(numbers, (m for part in units.parts for m in part), strict=True):
+            for unit in set(module.units) - counted:
+                shape = units.shapes[unit]
+                at = 0 if shape.tied else number  # the head's table is the embedding's at the other end
+                out[at] += outer.sent([shape], self.base.d, self.formats.sums)
+            counted.update(module.units)
+        return out
 
     @property
     def bytes_across_nodes(self) -> float:
@@ -341,9 +368,7 @@ class Layout:
         A meeting's bytes count as those of a step on average.
         """
         sent = [sum(n for (_, link), n in total.items() if link == INTER) for total in self.bytes_by_stage]
-        outer = self.states.outer
-        meeting = 0.0 if outer is None else self.bytes_of_meeting / outer.interval
-        return (sum(sent) / len(sent) + meeting) * self.base.cluster.ranks_per_node
+        return (sum(sent) / len(sent) + self.bytes_of_meetings[0]) * self.base.cluster.ranks_per_node
 
 
 def _local(seconds: float) -> tuple[TimedHop, ...]:

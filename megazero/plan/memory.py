@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from itertools import cycle, islice
 from math import prod
 
+from megazero.config.layout.outer import fragments
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.model.parameters import parameter_count
@@ -72,7 +73,9 @@ class States:
     @property
     def anchors(self) -> int:
         """How many values outer steps keep beside a master weight: the anchor and the outer momentum."""
-        return 0 if self.outer is None else 1 + self.outer.momentum
+        if self.outer is None or (self.outer.config.outer_offload and not self.on_host):
+            return 0
+        return 1 + self.outer.momentum
 
     @property
     def g(self) -> int:
@@ -182,8 +185,11 @@ def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -
     if states.feedback:
         crossing = _crossing(states.grid)
         residuals = sum(n * u.elements for u, n in units.counts if u.quantised) * sums / crossing
-    if states.outer is not None and states.outer.feedback:
-        residuals += elements / states.d * sums
+    if states.outer is not None:
+        kept = states.outer.feedback * elements
+        if states.outer.config.outer_delay:
+            kept += max(map(sum, fragments(units.elements_by_module, states.outer.config)))
+        residuals += kept / states.d * sums
     moments = optimizer.moment_bytes(master, units.matrices / elements)
     return {
         "parameters": sum(n * states.copy_bytes(u) for u, n in units.counts),

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.layout import LOCAL, Chain, Layout
 from megazero.plan.rank_step import RankStep, Spent
@@ -160,8 +161,15 @@ def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
     seconds = base.extrapolated([run.seconds for run in runs])
     bill = {name: base.extrapolated([run.bill[name] for run in runs]) for name in BILL}
     outer = layout.states.outer
-    bill["outer"] = 0.0 if outer is None else meeting_seconds(layout) / outer.interval
+    bill["outer"] = 0.0 if outer is None else _outer_seconds(layout, outer.config, seconds)
     return Timing(seconds + bill["outer"], bill)
+
+
+def _outer_seconds(layout: Layout, outer: OuterConfig, step: float) -> float:
+    """Return the seconds that outer steps add to a step of ``step`` seconds: what a delay does not hide."""
+    of_fragment = meeting_seconds(layout) / outer.outer_fragments
+    shown = max(of_fragment - outer.outer_delay * step, 0.0)
+    return shown * outer.outer_fragments / outer.outer_interval
 
 
 def meeting_seconds(layout: Layout) -> float:

@@ -17,7 +17,7 @@ from megazero.plan.layout import Layout
 from megazero.plan.report import outer_words
 from megazero.plan.search import BEST, OUTER, Found, Search
 from megazero.plan.seconds import Collectives
-from megazero.plan.simulate import simulate
+from megazero.plan.simulate import Timing, simulate
 
 RATES = (400.0, 100.0, 25.0, 10.0, 1.0, 0.1)  # Gb/s
 # (--outer-bits, --outer-interval), the least harm first: exact differences and short intervals, then as published
@@ -35,7 +35,7 @@ LOSS = (
 )
 
 
-class Row(NamedTuple):
+class Compared(NamedTuple):
     """The fastest layout of each scheme, None if none fits, at one rate (Gb/s) and delay (ms)."""
 
     rate: float
@@ -50,11 +50,11 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Proposal:
     """best: the fastest layouts with outer steps on the cluster as it is. rows: by delay, the fastest link first."""
 
     best: list[Found]
-    rows: list[Row]
+    rows: list[Compared]
 
 
 def replica_counts(values: Mapping[str, Any], cluster: Cluster) -> list[int]:
@@ -76,7 +76,7 @@ def replica_counts(values: Mapping[str, Any], cluster: Cluster) -> list[int]:
 
 def answer(
     values: Mapping[str, Any], cluster: Cluster, rates: Sequence[float], delays: Sequence[float]
-) -> Answer:
+) -> Proposal:
     """Find what is fastest with outer steps, and compare the schemes. ``best`` is empty if nothing fits."""
     rungs = [
         (bits, interval)
@@ -94,23 +94,23 @@ def answer(
         bits, interval = rungs[-1]
         steps = {"outer_replicas": count, "outer_bits": bits, "outer_interval": interval}
         (pools[OUTER],) = _pools({**values, **steps}, ends, (OUTER,), BEST)
-        best = _on_ladder([_moved(found, cluster) for found in pools[OUTER]], rungs)[:BEST]
+        best = _on_ladder(pools[OUTER], cluster, rungs)[:BEST]
         if best:
             break
     rows = []
     for (rate, delay), place in places.items():
-        found = {name: [_moved(each, place) for each in pool] for name, pool in pools.items()}
-        fastest = {name: min(each, key=lambda f: f.key, default=None) for name, each in found.items()}
-        fastest[OUTER] = next(iter(_on_ladder(found[OUTER], rungs)), None)
-        rows.append(Row(rate, delay, fastest))
-    return Answer(best, [row for row in rows if any(row.found.values())])
+        moved = {name: [_moved(one, place) for one in pools[name]] for name in (EXACT, QUANTISED)}
+        moved[OUTER] = _on_ladder(pools[OUTER], place, rungs)
+        fastest = {name: min(pool, key=lambda one: one.key, default=None) for name, pool in moved.items()}
+        rows.append(Compared(rate, delay, fastest))
+    return Proposal(best, [row for row in rows if any(row.found.values())])
 
 
 def _pools(
     values: Mapping[str, Any], places: Iterable[Cluster], policies: Sequence[str], number: int
 ) -> list[list[Found]]:
     """Return for each policy the layouts that are among the fastest in one of these places."""
-    pools: list[list[Found]] = [[] for _ in policies]
+    pools: list[dict[Any, Found]] = [{} for _ in policies]
     bases: list[BaseLayout] = []
     for place in places:
         collectives = Collectives(place)
@@ -119,42 +119,48 @@ def _pools(
             Search(values, place, "exact").bases()
         )
         for pool, policy in zip(pools, policies, strict=True):
-            pool += Search(values, place, policy).best(number, bases)
-    return pools
+            best = Search(values, place, policy).best(number, bases)
+            pool.update({(one.layout.base.config, one.layout.given.zero): one for one in best})
+            number = POOLED
+    return [list(pool.values()) for pool in pools]
+
+
+def _layout(of: Layout, place: Cluster, **outer: Any) -> Layout:
+    """Return a layout in another place, with other options of outer steps."""
+    config = replace(of.base.config, outer=replace(of.base.config.outer, **outer))
+    return Layout(BaseLayout(config, of.base.world, place, Collectives(place), of.base.stages), of.given.zero)
 
 
 def _moved(found: Found, place: Cluster, **outer: Any) -> Found:
-    """Return a layout in another place, or with other options of outer steps."""
-    base = found.layout.base
-    config = replace(base.config, outer=replace(base.config.outer, **outer))
-    layout = Layout(
-        BaseLayout(config, base.world, place, Collectives(place), base.stages), found.layout.given.zero
-    )
+    layout = _layout(found.layout, place, **outer)
     return Found(layout, simulate(layout), found.formats)
 
 
-def _on_ladder(found: Sequence[Found], rungs: Sequence[tuple[int, int]]) -> list[Found]:
-    """Return the layouts that fit on the first rung on which the fastest meets cheaply; else on the last one."""
+def _on_ladder(found: Sequence[Found], place: Cluster, rungs: Sequence[tuple[int, int]]) -> list[Found]:
+    """Return the layouts that fit, the fastest first, on the first rung on which that one meets cheaply.
+
+    If it does on none, this is the last rung.
+    """
     stepped: list[Found] = []
-    for bits, interval in rungs:
-        each = [
-            _moved(one, one.layout.base.cluster, outer_bits=bits, outer_interval=interval) for one in found
-        ]
-        fitting = sorted((one for one in each if one.layout.fits), key=lambda one: one.key)
-        stepped = _distinct(fitting) or stepped
-        if fitting and fitting[0].timing.bill["outer"] <= MEETINGS * fitting[0].timing.seconds:
-            break
+    for bits in dict.fromkeys(bits for bits, _ in rungs):
+        each = [_moved(one, place, outer_bits=bits, outer_interval=1) for one in found]
+        fitting = [one for one in each if one.layout.fits]
+        for interval in (interval for other, interval in rungs if other == bits and fitting):
+            stepped = sorted((_every(one, interval) for one in fitting), key=lambda one: one.key)
+            if stepped[0].timing.bill["outer"] <= MEETINGS * stepped[0].timing.seconds:
+                return stepped
     return stepped
 
 
-def _distinct(found: Sequence[Found]) -> list[Found]:
-    """Leave out layouts that came from several searches."""
-    return list({(one.layout.base.config, one.layout.given.zero): one for one in reversed(found)}.values())[
-        ::-1
-    ]
+def _every(found: Found, interval: int) -> Found:
+    """Return a layout that meets in every step as one that meets in every so many."""
+    layout = _layout(found.layout, found.layout.base.cluster, outer_interval=interval)
+    seconds, meeting = found.timing.seconds, found.timing.bill["outer"]
+    bill = {**found.timing.bill, "outer": meeting / interval}
+    return Found(layout, Timing(seconds - meeting + bill["outer"], bill), found.formats)
 
 
-def lines(found: Answer, cluster: Cluster) -> Iterator[str]:
+def lines(found: Proposal, cluster: Cluster) -> Iterator[str]:
     """Yield the comparison, line by line."""
     sites = "sites" if cluster.inter_site else "nodes"
     yield f"Schemes by the link between {sites}: seconds of a step, of the layouts that are fastest here or at an end"
@@ -179,7 +185,7 @@ def _steps(found: Found) -> str:
     return outer_words(found.layout.config, outer.replicas)
 
 
-def as_dicts(found: Answer) -> list[dict[str, Any]]:
+def as_dicts(found: Proposal) -> list[dict[str, Any]]:
     """Return the rows as plain JSON values: seconds by scheme, None if nothing fits."""
     return [
         {

@@ -78,6 +78,13 @@ class RankUnits:
             sizes[HEAD] += self._made[EMBEDDING].shapes[table].elements
         return sizes
 
+    @property
+    def elements_by_module(self) -> list[int]:
+        """Return the elements of the units that each module is the first to use, in the order of the model."""
+        sizes = {kind: sum(shape.elements for shape in made.shapes) for kind, made in self._made.items()}
+        numbers = _modules(self._stages)
+        return [sizes[kind] for kind in (EMBEDDING, LAYER, HEAD) for _ in range(numbers.get(kind, 0))]
+
     def reduced(self, layers: int) -> tuple[UnitShape, ...]:
         """Return the units in the order of a backward's reductions, of each stage ``layers`` layers at most."""
         kinds = [

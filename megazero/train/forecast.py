@@ -42,7 +42,8 @@ class Forecast:
     seconds: of a step, without a meeting of outer replicas, or None without a cluster file. resident: bytes in use
     before the model is built, on a CPU without mapped files. copied: bytes of host memory for --async-save's copy on
     a rank. on_host: whether the ranks compute in host memory, too. meeting: bytes that a rank sends to other outer
-    replicas in an ``interval``-th step. met: seconds that it takes more.
+    replicas, on average and at most, in a step; with one fragment the most is that of an ``interval``-th step. met:
+    seconds that the meetings of ``interval`` steps take more.
     """
 
     memory: Memory
@@ -50,7 +51,7 @@ class Forecast:
     resident: int = 0
     copied: float = 0.0
     on_host: bool = False
-    meeting: int = 0
+    meeting: tuple[float, float] = (0.0, 0.0)
     interval: int = 1
     met: float = 0.0
 
@@ -84,12 +85,13 @@ class Forecast:
             lines.append(
                 f"--async-save's copy in host memory: {self.copied / GIB:.2f} GiB on the fullest rank"
             )
-        if self.meeting:
+        mean, most = self.meeting
+        if most:
+            when = f"in every {self.interval}. step" if mean * self.interval == most else "at most in a step"
             lines.append(
-                f"predicted bytes between outer replicas: {self.meeting:,} of a rank in every {self.interval}. step, "
-                f"{self.meeting / self.interval:,.0f} on average"
+                f"predicted bytes between outer replicas: {most:,.0f} of a rank {when}, {mean:,.0f} on average"
             )
-        meets = f", and {self.met:.4g} s more in every {self.interval}." if self.meeting else ""
+        meets = f", and {self.met:.4g} s more in every {self.interval}." if most else ""
         return lines + (
             [] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s{meets}"]
         )
@@ -154,7 +156,7 @@ def foresee(
         timing.seconds - timing.bill["outer"] if timing else None,
         copied=copied,
         on_host=on_host,
-        meeting=layout.bytes_of_meeting,
+        meeting=layout.bytes_of_meetings,
         interval=interval,
         met=timing.bill["outer"] * interval if timing else 0.0,
     )

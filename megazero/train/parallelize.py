@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from megazero import zero
-from megazero.comm.codec import Blockwise, Hadamard, Identity
+from megazero.comm.codec import Identity
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
-from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, outer_coding
-from megazero.config.layout.wire import Coding, Wire
+from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, fragments, outer_coding
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import OuterConfig
 from megazero.mesh.mesh import Mesh
@@ -41,6 +40,7 @@ from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
+from megazero.train.codecs import make_codec, make_codecs
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
 from megazero.zero.by_matrix import MATRIX
 from megazero.zero.optimizer import OptimizerFactory
@@ -115,13 +115,18 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         seed=config.training.seed,
         weight_error_bound=config.zero.zero_weight_error_bound,
         gradient_error_bound=config.zero.zero_gradient_error_bound,
-        outer=make_outer(config.outer) if config.outer_replicas(world) > 1 else None,
+        outer=make_outer(config.outer, config.model.num_layers) if config.outer_replicas(world) > 1 else None,
     )
 
 
-def make_outer(outer: OuterConfig) -> zero.Outer:
+def make_outer(outer: OuterConfig, num_layers: int) -> zero.Outer:
     """Return how the configuration's outer replicas meet."""
-    average, coding = averages(outer), _codec(outer_coding(outer))
+    average, coding = averages(outer), make_codec(outer_coding(outer))
+    modules = [
+        "embedding",
+        *(f"layers.{index}" for index in range(num_layers)),
+        "head",
+    ]  # names in Decoder.parts
     return zero.Outer(
         interval=outer.outer_interval,
         lr=1.0 if average else outer.outer_lr,
@@ -129,27 +134,11 @@ def make_outer(outer: OuterConfig) -> zero.Outer:
         nesterov=outer.outer_optimizer == "nesterov",
         codec=Identity(torch.bfloat16) if outer.outer_bits == BF16_BITS else coding,
         feedback=feeds_back(outer),
+        fragments=fragments(modules, outer) if outer.outer_fragments > 1 else (),
+        delay=outer.outer_delay,
+        mixing=outer.outer_mixing,
+        offload=outer.outer_offload,
     )
-
-
-def make_codecs(wire: Wire, seed: int = 0) -> zero.Codecs:
-    """Return the codecs of the configuration's formats. seed: that of the signs of transforms."""
-    return zero.Codecs(
-        weights=_codec(wire.weights, seed),
-        gradients_intra=_codec(wire.gradients_intra, seed),
-        gradients_inter=_codec(wire.gradients_inter, seed),
-        delta=wire.delta,
-        feedback=wire.feedback,
-        feedback_beta=wire.feedback_beta,
-        feedback_reset=wire.feedback_reset,
-    )
-
-
-def _codec(coding: Coding | None, seed: int = 0) -> Blockwise | None:
-    if coding is None:
-        return None
-    transform = Hadamard(coding.hadamard, seed) if coding.hadamard else None
-    return Blockwise(coding.bits, coding.block, coding.stochastic, coding.clip, transform=transform)
 
 
 def _refuse_all_exact(decoder: Decoder, mesh: Mesh, policy: zero.Policy, replicated: Collection[str]) -> None:

@@ -9,7 +9,7 @@ while no trace is recorded.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils.hooks import RemovableHandle
 
+from megazero.comm.lane import Lane
 from megazero.comm.timing import no_label
 from megazero.config import RunConfig
 from megazero.log.line_file import NO_ROOM
@@ -44,7 +45,7 @@ class Profiler:
     ) -> None:
         self.options, self.rank, self.device = config.profiling, engine.mesh.rank, engine.mesh.device
         self.folder = Path(config.logging.log_dir) / "profile"
-        self.labelled = (engine.gathers, engine.reductions, pipeline, bill)
+        self.labelled: Sequence[Lane | Pipeline | TimeBill] = (*engine.hooks.lanes, pipeline, bill)
         names = {module: name for name, module in decoder.named_modules()}
         self.units = [(names[module], module) for unit in decoder.units() for module in unit]
         self.say = say

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megazero.checkpoint.errors import CheckpointError
+from megazero.comm.lane import Lane
+from megazero.comm.timing import Waits
 from megazero.config.layout.sequence_lengths import SequenceLengths
 from megazero.config.model.parameters import training_flops
 from megazero.config.options.skipping import due, iteration_ranges
@@ -145,7 +147,8 @@ class Trainer:
             len(RankScalars._fields), dtype=torch.float64, device=self.mesh.device
         )  # sent with the norm of each step
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
-        self.timed = (self.engine.gathers, self.engine.reductions, self.engine.waits, self.decoder.tp.waits)
+        waits = (self.engine.waits, self.decoder.tp.waits)
+        self.timed: Sequence[Lane | Waits] = (*self.engine.hooks.lanes, *waits)
         self.compile_time: CompileTime | None = None
         if self.config.training.compile:
             self.compile_time = CompileTime()
@@ -179,6 +182,7 @@ class Trainer:
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish()
+        self.engine.settle()
         self._compare()
         made_up = evaluation_was_pending and not self.progress.evaluation_pending
         self._save(-1 if made_up and self.progress.iteration == began else saved_at)

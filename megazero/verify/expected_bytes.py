@@ -56,7 +56,7 @@ class ExpectedBytes:
         config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.dp * self.grid.outer)
         end = config.quantized_gradients_end
         count = sizes.micro_batches(sizes.consumed_after(step))
-        meets = self.outer is not None and (step + 1) % self.outer.interval == 0
+        meets = self.outer is not None and (step + 1) % self.outer.config.outer_interval == 0
         found = self._cached(rank, count, end is not None and step >= end, meets)
         refreshed = after_save and not self.exact and self.wire.delta
         return {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}

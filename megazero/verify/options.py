@@ -66,6 +66,13 @@ def read_request(argv: Sequence[str]) -> VerifyRequest:
         errors.append(
             "--zero-preset auto is no layout yet: verify the flags that `megazero plan` prints for the same run"
         )
+    outer = config.outer
+    streams = outer.outer_fragments > 1 or outer.outer_delay or outer.outer_mixing < 1
+    if outer.outer_interval and streams:
+        errors.append(
+            f"--outer-fragments {outer.outer_fragments} --outer-delay {outer.outer_delay} --outer-mixing "
+            f"{outer.outer_mixing:g}: verify takes outer steps of the whole model at once; nearest: 1, 0 and 1"
+        )
     if errors:
         raise ConfigError(errors)
     return VerifyRequest(config, World(size, config.ranks_per_node(World(size, size))), options)

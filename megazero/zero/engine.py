@@ -125,7 +125,9 @@ class Engine:
         self.outer: OuterSteps | None = None
         if policy.outer is not None:
             counted = [] if mesh.is_replica else self.optimizer.counted(*self._counts)
-            self.outer = OuterSteps(self.units, policy.outer, mesh, context, self.reductions, counted)
+            self.outer = OuterSteps(self.units, policy.outer, mesh, context, self.reductions, counted, timed)
+            self.outer.away.overdue = self.agreement.check
+            self.hooks.lanes.append(self.outer.away)
         self.divisor = 1.0
 
     # -- the user's verbs ------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class Engine:
     def poll(self) -> bool:
         """Advance the chains in flight while the caller waits for something else. True if some remain."""
         self.hooks.poll()
-        return self.gathers.busy or self.reductions.busy
+        return any(lane.busy for lane in self.hooks.lanes)
 
     def step(self, scalars: torch.Tensor | None = None) -> StepInfo:
         """Finish the reductions, take the global norm, clip, and update the master weights.
@@ -312,20 +314,29 @@ class Engine:
                 self.gatherer.ensure(unit)
                 self.gatherer.drop_all()  # one unit's full parameters at a time
 
+    def settle(self) -> None:
+        """Wait for what is on its way between outer replicas, which arrives in its step all the same.
+
+        Call this before the process group ends, if ``Outer.delay`` is above 0. It is collective, between steps.
+        """
+        if self.outer is not None:
+            self.outer.settle()
+
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint's state, in JSON types: counters for noise, and the units that fell
         back."""
-        since = {} if self.outer is None else {"since_outer_step": self.outer.since}
-        return {"updates": self.rounding.updates, "fallen_back": self.fallen, **since}
+        outer = {} if self.outer is None else {"outer": self.outer.state()}
+        return {"updates": self.rounding.updates, "fallen_back": self.fallen, **outer}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state`` after the weights were loaded. Names of units that are not here are ignored."""
+        """Restore ``state`` after the weights were loaded. Names of units that are not here are ignored.
+
+        The outer steps' part is restored before (``OuterSteps.load_state``).
+        """
         self.rounding.updates = int(state["updates"])
         for name, kinds in state["fallen_back"].items():
             for kind in kinds:
                 self._send_exactly(name, kind)
-        if self.outer is not None:
-            self.outer.since = int(state.get("since_outer_step", 0))
 
     @property
     def _counts(self) -> tuple[tuple[int, int], bool]:

@@ -36,6 +36,7 @@ class Hooks:
 
     def __init__(self, module: nn.Module, plan: UnitPlan, gatherer: Gatherer, reducer: Reducer) -> None:
         self.units, self.gatherer, self.reducer = plan.units, gatherer, reducer
+        self.lanes = [gatherer.lane, reducer.lane]  # by priority; an engine adds others
         self.program = gatherer.program
         self.micro_batches = 0
         self.parts = [[u for u in plan.units if u.part == part] for part in range(plan.parts)]
@@ -340,8 +341,8 @@ class Hooks:
 
     def poll(self) -> None:
         """Advance the chains in flight (on gloo they advance only when polled)."""
-        self.gatherer.lane.poll()
-        self.reducer.lane.poll()
+        for lane in self.lanes:
+            lane.poll()
 
 
 def register(module: nn.Module, plan: UnitPlan, hooks: Hooks) -> None:

@@ -11,29 +11,43 @@ Delta is reduced as a gradient is, by the chain of reduce.py with one more level
 and every rank, the owner too, decodes the same bytes. So anchors are the same bits in all replicas; each step
 compares their hashes.
 
+The units may be dealt to F fragments (Streaming DiLoCo, arXiv 2501.18512). Fragment f, from 0, meets in step
+(f + 1) H // F of every H, so that fewer bytes cross at a time. With a delay of T steps a fragment is on its way while
+the training goes on: Delta is that of the step in which it left, and T steps later
+
+    theta <- outer optimizer(theta, Delta), theta_i <- (1 - mixing) theta_i + mixing theta
+
+In that step it is waited for, so results do not depend on how fast it was. Only hops between replicas are under way
+meanwhile. They have communicators and a lane of their own, which is polled after the others. The way back inside a
+replica is taken on arrival, in the lane of reductions.
+
 Glossary (n: elements of the unit; all of at least fp32)
 --------
 anchor    Compact [n/OS]. What all replicas share since the last outer step: the model that is evaluated and exported.
-momentum  Compact [n/OS]. The outer optimizer's.
+momentum  Compact [n/OS]. The outer optimizer's. Anchor and momentum may lie in host memory (``Outer.offload``): then
+          chains take them to the device for as long as they need them.
 residual  Compact [n/d], of the level of all axes. What this rank's messages of the last outer step lost: of other
           ranks' rows as they were sent, of its own row as the sum was returned. The next outer step adds it to what
           this rank contributes (error feedback, as MuLoCo has it, arXiv 2505.23725).
+sums      Compact [n/d], of the same level. This rank's part of a unit that is on its way: what it sends, then the sum
+          over the replicas, the same bits in all of them. It is there until the fragment has arrived.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megazero.comm.codec import Blockwise, Codec, Identity, decoded, encoded
 from megazero.comm.lane import Chain, HopSpec, Lane, Ticket
-from megazero.kernels.arena import Frame
+from megazero.comm.timing import no_timing
+from megazero.kernels.arena import Arena, Frame
 from megazero.mesh.mesh import Mesh
 from megazero.zero.access import fingerprint
 from megazero.zero.context import Context
@@ -70,10 +84,32 @@ class Anchor:
     residual: torch.Tensor | None
 
 
+@dataclass
+class Flight:
+    """A fragment on its way. sums: by unit (glossary above). left: steps until it arrives. tickets: of its chains."""
+
+    fragment: int
+    sums: Mapping[Unit, torch.Tensor]
+    left: int
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+def leaving(clock: int, interval: int, fragments: int) -> int | None:
+    """Return the fragment that leaves in this step of a round, counted from 1, or None.
+
+    Steps beyond the round's end are its last one: after a load the round may be shorter than it was.
+    """
+    offsets = [(fragment + 1) * interval // fragments for fragment in range(fragments)]
+    clock = min(clock, interval)
+    return offsets.index(clock) if clock in offsets else None
+
+
 class OuterSteps:
     """Takes the outer steps of one engine.
 
-    since: steps since the last one. told: what this rank tells all others in the next step, fp64 [TOLD].
+    clock: steps of the round, of ``interval`` steps, in which each fragment leaves once. since: of each fragment,
+    steps since it was last taken up. flight: what is on its way. told: what this rank tells all others in the next
+    step, fp64 [TOLD]. squares, hashes: of each unit, fp64 [2] (``_difference``, ``_take_up``) and int64.
     """
 
     def __init__(
@@ -84,26 +120,43 @@ class OuterSteps:
         context: Context,
         lane: Lane,
         runs: Sequence[Run],
+        timed: Callable[[str], Any] = no_timing,
     ) -> None:
-        """runs: those whose elements this rank counts, for norms over unique slices."""
+        """lane: of reductions. runs: those whose elements this rank counts, for norms over unique slices."""
         assert mesh.outer is not None
         self.units, self.outer, self.axis, self.lane = units, outer, mesh.outer, lane
+        self.away = Lane("outer", mesh.device, mesh.rank, timed)  # of what is on its way between steps
+        self.index = {unit: index for index, unit in enumerate(units)}
+        self.fragments: list[list[Unit]] = [[] for _ in range(outer.count)]
+        for unit in units:
+            self.fragments[outer.fragment_of(unit.name)].append(unit)
         self.runs = {unit: [run for run in runs if run.unit is unit] for unit in units}
         # Rounding here is not measured: no unit is the sample.
-        rounding = Rounding(context.policy.seed, mesh.rank, mesh.device, context.arena)
-        self.context = replace(context, axes=(*context.axes, mesh.outer), rounding=rounding)
+        arena = Arena() if outer.delay else context.arena  # what flies holds buffers while steps take theirs
+        rounding = Rounding(context.policy.seed, mesh.rank, mesh.device, arena)
+        axes = (*context.axes, mesh.outer)
+        self.context = replace(context, axes=axes, rounding=rounding, arena=arena)
         self.anchors = {unit: self._begin(unit) for unit in units}
-        self.since = 0
+        self.clock, self.since = 0, [0] * outer.count
+        self.flight: Flight | None = None
         self.told = torch.zeros(TOLD, dtype=torch.float64, device=mesh.device)
         self.squares = torch.zeros(len(units), 2, dtype=torch.float64, device=mesh.device)
+        self.hashes = torch.zeros(len(units), dtype=torch.int64, device=mesh.device)
         self.note_anchors()
 
     def _begin(self, unit: Unit) -> Anchor:
-        momentum = torch.zeros_like(unit.master) if self.outer.momentum else None
+        value = self._room(unit.master).copy_(unit.master)
+        momentum = self._room(unit.master).zero_() if self.outer.momentum else None
         residual = None
         if self.outer.feedback:
             residual = unit.master.new_zeros(unit.layout.level_numel(unit.levels.all))
-        return Anchor(unit.master.clone(), momentum, residual)
+        return Anchor(value, momentum, residual)
+
+    def _room(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for an anchor or a momentum: the device's, or pages of the host that the device can read."""
+        if not self.outer.offload:
+            return torch.empty_like(like)
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
     def begin(
         self,
@@ -114,6 +167,8 @@ class OuterSteps:
 
         anchors: [n/OS] by unit, by default the master weights. momentum: [n/OS], by default zeros.
         """
+        self.settle()
+        self.flight = None
         for unit, anchor in self.anchors.items():
             anchor.value.copy_(anchors.get(unit, unit.master))
             if anchor.momentum is not None:
@@ -122,19 +177,48 @@ class OuterSteps:
                     anchor.momentum.copy_(momentum[unit])
             if anchor.residual is not None:
                 anchor.residual.zero_()
-        self.since = 0
+        self.clock, self.since = 0, [0] * self.outer.count
         self.told.zero_()
         self.note_anchors()
 
     def count(self) -> None:
-        """Note that all replicas have ended a step, also where its update was skipped. The H-th one meets.
+        """Note that all replicas have ended a step, also where its update was skipped. A fragment may arrive, and one
+        may leave.
 
-        After a load there may be more steps since the last meeting than H, which was larger then.
+        A fragment arrives before the next one leaves, also after a load, when its delay may have been longer.
         """
-        self.since += 1
+        self.clock += 1
+        self.since = [steps + 1 for steps in self.since]
         self.told[1:3].zero_()
-        if self.since >= self.outer.interval:
-            self._take()
+        fragment = leaving(self.clock, self.outer.interval, self.outer.count)
+        if self.flight is not None:
+            self.flight.left -= 1
+            if self.flight.left <= 0 or fragment is not None:
+                self._land()
+        if fragment is not None:
+            self._meet(fragment)
+        if self.clock >= self.outer.interval:
+            self.clock = 0
+
+    def settle(self) -> None:
+        """Wait for what is on its way. It still arrives in its step."""
+        for ticket in self.flight.tickets if self.flight else ():
+            self.away.wait(ticket)
+
+    def state(self) -> dict[str, Any]:
+        """Return the counters of a checkpoint, in JSON types."""
+        flight = None if self.flight is None else [self.flight.fragment, self.flight.left]
+        return {"clock": self.clock, "since": self.since, "flight": flight}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state``, before anchors, momentum, residuals and the sums of the flight are loaded."""
+        self.settle()
+        self.clock, self.since, self.flight = int(state["clock"]), list(state["since"]), None
+        self.squares.zero_()
+        if state["flight"] is not None:
+            fragment, left = state["flight"]
+            sums = {unit: new_sums(unit) for unit in self._moving(fragment)}
+            self.flight = Flight(fragment, sums, left)
 
     def read(self, rows: Rows) -> tuple[Met, Rows]:
         """Take what ranks told off the rows of their scalars. Raises RuntimeError if their anchors differ."""
@@ -169,66 +253,166 @@ class OuterSteps:
             unit.master_version += 1
 
     def note_anchors(self) -> None:
-        """Hash the anchors into ``told``: 32 bits, which fp64 holds exactly."""
-        hashes = torch.stack([fingerprint(anchor.value) for anchor in self.anchors.values()])
-        self.told[0].copy_(fingerprint(hashes) & 0xFFFFFFFF)
+        """Hash the anchors into ``told``."""
+        for unit, anchor in self.anchors.items():
+            self.hashes[self.index[unit]].copy_(fingerprint(anchor.value))
+        self._tell_hash()
 
-    # -- the step ----------------------------------------------------------------------------------
+    def _tell_hash(self) -> None:
+        """Hash the hashes into ``told``: 32 bits, which fp64 holds exactly."""
+        self.told[0].copy_(fingerprint(self.hashes) & 0xFFFFFFFF)
 
-    def _take(self) -> None:
-        self.since = 0
+    # -- meeting -----------------------------------------------------------------------------------
+
+    def _meet(self, fragment: int) -> None:
+        """Let the replicas meet in a fragment: now, or after the delay."""
+        units = self._moving(fragment)
+        if self.outer.delay:
+            self.flight = Flight(fragment, {unit: self._pack(unit) for unit in units}, self.outer.delay)
+            self.away.follow()
+            for unit, sums in self.flight.sums.items():
+                self._issue(unit)
+                chain = self._cross(unit, Slice(unit.layout, sums, unit.levels.all))
+                self.flight.tickets.append(self.away.submit(unit.name, self._across(unit), chain))
+            return
+        self._run(units, lambda unit: self._across(unit) + self._inside(unit), self._meeting)
+        self._end(fragment, units)
+
+    def _land(self) -> None:
+        """Take up the fragment on its way."""
+        assert self.flight is not None
+        self.settle()
+        units = list(self.flight.sums)
+        self._run(units, self._inside, self._arrival)
+        self._end(self.flight.fragment, units)
+        self.flight = None
+
+    def _run(
+        self,
+        units: Sequence[Unit],
+        hop_specs: Callable[[Unit], tuple[HopSpec, ...]],
+        chain: Callable[[Unit], Chain],
+    ) -> None:
+        """Run the units' chains in the lane of reductions, and wait for them."""
         self.lane.follow()
         pending: deque[Ticket] = deque()
-        moving = [unit for unit in self.units if unit.trainable]  # what is frozen stays at the anchor
-        for index, unit in enumerate(moving):
-            self.context.issued.add(f"o{index}")
-            chain = self._chain(unit, self.squares[index])
-            pending.append(self.lane.submit(unit.name, self._hop_specs(unit), chain))
+        for unit in units:
+            self._issue(unit)
+            pending.append(self.lane.submit(unit.name, hop_specs(unit), chain(unit)))
             while len(pending) > self.context.policy.pending_reductions:  # the bound is on transient memory
                 self.lane.wait(pending.popleft())
         while pending:
             self.lane.wait(pending.popleft())
-        for unit in moving:
+
+    def _issue(self, unit: Unit) -> None:
+        self.context.issued.add(f"o{self.index[unit]}")
+
+    def _moving(self, fragment: int) -> list[Unit]:
+        """Return the fragment's units that are trained: what is frozen stays at the anchor."""
+        return [unit for unit in self.fragments[fragment] if unit.trainable]
+
+    def _end(self, fragment: int, units: Sequence[Unit]) -> None:
+        """Note that the replicas have met in these units of a fragment."""
+        self.since[fragment] = 0
+        for unit in units:
             unit.master_version += 1
-        self.told[1:3].copy_(self.squares.sum(0))
-        self.note_anchors()
+        self.told[1:3].add_(self.squares[[self.index[unit] for unit in units]].sum(0))
+        self._tell_hash()
 
-    def _hop_specs(self, unit: Unit) -> tuple[HopSpec, ...]:
-        """Return the collectives of ``_chain``, in their order."""
-        outermost = unit.levels.all + 1
-        return self.context.hop_specs("reduce", [outermost, *range(outermost, unit.levels.os, -1)])
+    def _across(self, unit: Unit) -> tuple[HopSpec, ...]:
+        """Return the collectives of ``_cross``."""
+        return self.context.hop_specs("reduce", [unit.levels.all + 1] * 2)
 
-    def _chain(self, unit: Unit, squares: torch.Tensor) -> Chain:
-        """Reduce the unit's outer gradient, then update its anchor and master weights.
+    def _inside(self, unit: Unit) -> tuple[HopSpec, ...]:
+        """Return the collectives of ``_take_up``, in their order."""
+        return self.context.hop_specs("reduce", range(unit.levels.all, unit.levels.os, -1))
 
-        squares: fp64 [2], to which ||theta - theta_i||^2 and ||Delta||^2 of what this rank counts are written.
-        """
-        levels, anchor = unit.levels, self.anchors[unit]
+    def _meeting(self, unit: Unit) -> Chain:
+        """Reduce the unit's outer gradient, then update its anchor and master weights."""
+        with self.context.frame() as frame:
+            sums = self._difference(unit, frame)
+            yield from self._cross(unit, sums)
+            yield from self._take_up(unit, sums)
+
+    def _pack(self, unit: Unit) -> torch.Tensor:
+        """Return the part of the unit's outer gradient that this rank sends, in memory of its own."""
+        with self.context.frame() as frame:
+            rows = self._difference(unit, frame).rows(unit.levels.all, 1)
+            return torch.cat([each.view(-1) for each in rows], out=new_sums(unit))
+
+    def _arrival(self, unit: Unit) -> Chain:
+        """Take up the sums of a unit that was on its way."""
+        assert self.flight is not None
+        layout, levels = unit.layout, unit.levels
+        arrived = Slice(layout, self.flight.sums[unit], levels.all)
+        with self.context.frame() as frame:
+            sums = Slice(layout, frame.take(layout.level_numel(levels.os), unit.sum_dtype), levels.os)
+            for rows, own in zip(sums.rows(levels.all, 1), arrived.rows(levels.all, 1), strict=True):
+                rows.copy_(own)
+            yield from self._take_up(unit, sums)
+
+    def _difference(self, unit: Unit, frame: Frame) -> Slice:
+        """Return theta - theta_i, in the frame. Of what this rank counts, its square is the first of ``squares``."""
+        moved = frame.take(unit.layout.level_numel(unit.levels.os), unit.sum_dtype)
+        anchor = self.anchors[unit].value
+        if self.outer.offload:
+            anchor = moved.copy_(anchor, non_blocking=True)
+        torch.sub(anchor, unit.master, out=moved)
+        self._write_square(unit, moved, self.squares[self.index[unit]][0])
+        return Slice(unit.layout, moved, unit.levels.os)
+
+    def _cross(self, unit: Unit, sums: Slice) -> Chain:
+        """Sum over the replicas what this rank takes across: in place, and every replica gets the same bits."""
+        level = unit.levels.all
         reduction = Reduction(unit, MicroBatchIndex(0, True), self.context)
-        exact = Identity(unit.sum_dtype)
-        codec: Codec = self.outer.codec or exact
+        codec: Codec = self.outer.codec or Identity(unit.sum_dtype)
         if isinstance(codec, Blockwise):
             codec = replace(codec, exact_dtype=unit.sum_dtype)
-        outermost = Hop(self.axis, levels.all + 1, codec)
+        outermost = Hop(self.axis, level + 1, codec)
         with self.context.frame() as frame:
-            numel = unit.layout.level_numel(levels.os)
-            moved = torch.sub(anchor.value, unit.master, out=frame.take(numel, unit.sum_dtype))
-            self._write_square(unit, moved, squares[0])
-            sums = Slice(unit.layout, moved, levels.os)
             lost = self._feed_back(unit, sums, codec, frame)
             yield from reduction.descend([outermost], sums, sums)
-            totals = [rows[self.axis.index] for rows in sums.rows(levels.all, self.axis.size)]
+            totals = [rows[self.axis.index] for rows in sums.rows(level, self.axis.size)]
             for kept, total in zip(lost, totals, strict=False):
                 kept.copy_(total)
             yield from reduction.share_back(outermost, sums)
             for kept, total in zip(lost, totals, strict=False):
                 kept.sub_(total)
-            for level in range(levels.all, levels.os, -1):
-                yield from reduction.share_back(Hop(self.context.axis(level), level, exact), sums)
-            mean = moved.div_(self.axis.size)
-            self._write_square(unit, mean, squares[1])
-            outer_update(anchor, mean, self.outer)
-            unit.master.copy_(anchor.value)
+
+    def _take_up(self, unit: Unit, sums: Slice) -> Chain:
+        """Bring the sums of all ranks of the replica together, then update the unit's anchor and master weights.
+
+        sums: of the OS level, with this rank's own part in it. They are overwritten. Of what this rank counts,
+        ||Delta||^2 is the second of ``squares``.
+        """
+        levels, anchor, index = unit.levels, self.anchors[unit], self.index[unit]
+        reduction = Reduction(unit, MicroBatchIndex(0, True), self.context)
+        for level in range(levels.all, levels.os, -1):
+            hop = Hop(self.context.axis(level), level, Identity(unit.sum_dtype))
+            yield from reduction.share_back(hop, sums)
+        mean = sums.buffer.div_(self.axis.size)
+        self._write_square(unit, mean, self.squares[index][1])
+        with self.context.frame() as frame:
+            here = self._on_device(anchor, frame)
+            outer_update(here, mean, self.outer)
+            mix(unit.master, here.value, self.outer.mixing)
+            self.hashes[index].copy_(fingerprint(here.value))
+            if self.outer.offload:  # the host waits, so that others may read what it has
+                anchor.value.copy_(here.value)
+                if anchor.momentum is not None and here.momentum is not None:
+                    anchor.momentum.copy_(here.momentum)
+
+    def _on_device(self, anchor: Anchor, frame: Frame) -> Anchor:
+        """Return the anchor in memory of the device: a copy in the frame if it is elsewhere."""
+        if not self.outer.offload:
+            return anchor
+
+        def copied(held: torch.Tensor) -> torch.Tensor:
+            return frame.take(held.numel(), held.dtype).copy_(held, non_blocking=True)
+
+        return Anchor(
+            copied(anchor.value), None if anchor.momentum is None else copied(anchor.momentum), None
+        )
 
     def _feed_back(self, unit: Unit, sums: Slice, codec: Codec, frame: Frame) -> list[torch.Tensor]:
         """Add the residual to what is sent, and keep what the new messages to other ranks will lose.
@@ -252,6 +436,19 @@ class OuterSteps:
         out.zero_()
         for run in self.runs[unit]:
             out.add_(torch.linalg.vector_norm(values[run.start : run.stop], dtype=torch.float64).square())
+
+
+def new_sums(unit: Unit) -> torch.Tensor:
+    """Return memory for what this rank has of a unit on its way, [n/d]."""
+    return unit.master.new_empty(unit.layout.level_numel(unit.levels.all))
+
+
+def mix(weights: torch.Tensor, anchor: torch.Tensor, mixing: float) -> None:
+    """Let a replica's weights, of which this share becomes the anchor's, go on."""
+    if mixing == 1:
+        weights.copy_(anchor)
+    else:
+        weights.lerp_(anchor, mixing)
 
 
 def outer_update(anchor: Anchor, gradient: torch.Tensor, outer: Outer) -> None:

@@ -29,6 +29,7 @@ from megazero.zero.unit import Unit
 
 WEIGHTS, MASTER, RESIDUAL, ERRORS = "weights", "master", "residual", "rounding errors"
 MOMENTUM, LOST, MOVED = "outer momentum", "outer residual", "outer squares"
+SUMS, LEFT = "outer sums", "outer squares under way"  # of a fragment on its way between replicas
 NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL, LOST)
 
 
@@ -77,9 +78,11 @@ def save_replica_records(
 ) -> list[SliceRecord]:
     """Return what this rank saves where there are outer replicas: its replica's own state, and the anchor's slices.
 
-    The first replica writes the anchor and the outer momentum. This is collective under error feedback.
+    The first replica writes the anchor, the outer momentum, and the sums of a fragment that is on its way, which is
+    waited for. This is collective.
     """
     assert engine.outer is not None
+    engine.outer.settle()
     own = [_master_in_full(record) for record in save_records(engine, placements)]
     records = in_replica([*own, *_lost_records(engine, placements)], engine.mesh.replica)
     for unit, anchor in engine.outer.anchors.items():
@@ -88,7 +91,11 @@ def save_replica_records(
             tensors[MASTER] = anchor.value
         if anchor.momentum is not None:
             tensors[MOMENTUM] = anchor.momentum
-        for record in slice_records(engine, placements, unit, unit.levels.os, tensors):
+        shared = slice_records(engine, placements, unit, unit.levels.os, tensors)
+        if engine.outer.flight is not None and unit in engine.outer.flight.sums:
+            sums = {SUMS: engine.outer.flight.sums[unit]}
+            shared += slice_records(engine, placements, unit, unit.levels.all, sums)
+        for record in shared:
             records.append(replace(record, owner=record.owner and engine.mesh.replica == 0))
     return records
 
@@ -123,7 +130,8 @@ def load_replica_records(
 ) -> list[SliceRecord]:
     """Return where a load writes that continues with the same outer replicas: all of this rank's state.
 
-    residual: as in ``load_records``. Call ``engine.invalidate(anchored=True)`` after it.
+    residual: as in ``load_records``. Call ``engine.outer.load_state`` before it, which makes room for the sums of a
+    fragment on its way, and ``engine.invalidate(anchored=True)`` after it.
     """
     assert engine.outer is not None
     own = [*load_records(engine, placements, True, residual), *_lost_records(engine, placements)]
@@ -131,6 +139,8 @@ def load_replica_records(
     for unit, anchor in engine.outer.anchors.items():
         tensors = {MASTER: anchor.value} | ({} if anchor.momentum is None else {MOMENTUM: anchor.momentum})
         records += slice_records(engine, placements, unit, unit.levels.os, tensors)
+    for unit, sums in engine.outer.flight.sums.items() if engine.outer.flight else ():
+        records += slice_records(engine, placements, unit, unit.levels.all, {SUMS: sums})
     return records
 
 
@@ -286,6 +296,8 @@ def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
         held |= {f"{ERRORS} {kind}": sums for kind, sums in engine.rounding.sums.items()}
     if engine.outer is not None:
         held[MOVED] = engine.outer.told[1:3]
+        if engine.outer.flight is not None:
+            held[LEFT] = engine.outer.squares[:, 0].clone()
     return held
 
 
@@ -301,6 +313,8 @@ def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> No
             engine.rounding.sums[kind] = tensors[f"{ERRORS} {kind}"].to(engine.mesh.device)
     if engine.outer is not None and MOVED in tensors:
         engine.outer.told[1:3].copy_(tensors[MOVED])
+        if LEFT in tensors:
+            engine.outer.squares[:, 0].copy_(tensors[LEFT])
 
 
 def optimizer_kinds(engine: Engine) -> list[str]:
@@ -358,7 +372,10 @@ def held_bytes(engine: Engine) -> dict[str, int]:
             optimizer += unit.master.nbytes
     for state in engine.optimizer.torch.state.values():
         optimizer += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
-    for anchor in engine.outer.anchors.values() if engine.outer else ():
-        optimizer += anchor.value.nbytes + (0 if anchor.momentum is None else anchor.momentum.nbytes)
+    for unit, anchor in engine.outer.anchors.items() if engine.outer else ():
+        here = [t for t in (anchor.value, anchor.momentum) if t is not None and t.device == unit.device]
+        optimizer += sum(t.nbytes for t in here)
         gradients += 0 if anchor.residual is None else anchor.residual.nbytes
+    if engine.outer is not None and engine.outer.flight is not None:
+        gradients += sum(sums.nbytes for sums in engine.outer.flight.sums.values())
     return {"parameters": total, "gradients": gradients, "optimizer": optimizer}

@@ -44,6 +44,7 @@ class OuterCase:
     per_node: int = 2
     dtype: str = "fp64"
     steps: int = 5
+    skips: tuple[int, int] | None = None  # a step in which the gradients of a replica are not finite
 
     def config(self, **others: Any) -> RunConfig:
         values = {**MODEL, "params_dtype": self.dtype, **self.values, **others}
@@ -90,12 +91,15 @@ def _run(case: OuterCase, config: RunConfig) -> Seen:
             slice(i * mesh.batch_ranks + mesh.batch_rank, i * mesh.batch_ranks + mesh.batch_rank + 1)
             for i in range(count)
         ]
+        if case.skips == (step, mesh.replica):
+            mask = mask * float("inf")
         batches = [MicroBatch(tokens[r], labels[r], mask[r].to(DTYPES[case.dtype])) for r in own]
         losses.append(pipeline.step(batches).item())
         info = engine.step()
         norms.append(info.replica_norms)
         drifts.append(None if info.outer_norm is None else (info.outer_norm, info.outer_drift))
         sent.append(engine.traffic.take())
+    engine.settle()
     masters = local_slices(engine, lambda unit, a, b: unit.master[a:b])
     anchors = local_slices(engine, lambda unit, a, b: engine.outer.anchors[unit].value[a:b])
     slices = [[(n, low, v.numpy()) for n, low, v in each] for each in (masters, anchors)]
@@ -132,7 +136,7 @@ class Plain:
 
 
 def plain(case: OuterCase) -> Plain:
-    """DiLoCo as the paper has it (arXiv 2311.08105, algorithm 1), in one process."""
+    """DiLoCo as the papers have it (arXiv 2311.08105, algorithm 1; 2501.18512, algorithm 2), in one process."""
     config = case.config()
     replicas = [_Replica(config, DTYPES[case.dtype]) for _ in range(case.replicas)]
     anchor = [p.detach().clone().requires_grad_() for p in replicas[0].params]
@@ -144,7 +148,9 @@ def plain(case: OuterCase) -> Plain:
     }
     if outer.outer_optimizer == "average":
         rule = {"lr": 1.0}
-    sgd = torch.optim.SGD(anchor, **rule)
+    parts = _fragments(config, replicas[0].names)
+    optimizers = [torch.optim.SGD([anchor[i] for i in part], **rule) for part in parts]
+    under_way: list[tuple[int, int, _Sent]] = []
     inner = case.world // (case.replicas * tp * config.parallel.pipeline_model_parallel_size)
     norms: list[list[float]] = []
     drifts: list[tuple[float, float] | None] = [None]
@@ -152,31 +158,69 @@ def plain(case: OuterCase) -> Plain:
         batch = samples(config, step)
         norms.append(
             [
-                each.step(config, batch, list(_rows(case.replicas, i, inner)))
+                each.step(config, batch, list(_rows(case.replicas, i, inner)), case.skips == (step, i))
                 for i, each in enumerate(replicas)
             ]
         )
         drifts.append(None)
-        if (step + 1) % outer.outer_interval == 0:
-            drifts[-1] = _meet(anchor, replicas, sgd)
+        for number, part in enumerate(parts):
+            if (step + 1 - (number + 1) * outer.outer_interval // len(parts)) % outer.outer_interval == 0:
+                under_way.append((step + outer.outer_delay, number, _send(anchor, replicas, part)))
+        while under_way and under_way[0][0] == step:
+            _, number, sent = under_way.pop(0)
+            drifts[-1] = sent.moved, sent.apart
+            _take_up(anchor, replicas, parts[number], sent, optimizers[number], outer.outer_mixing)
     return Plain(_named(replicas[0], anchor), [_named(r, r.params) for r in replicas], norms, drifts[:-1])
 
 
-def _meet(
-    anchor: list[torch.Tensor], replicas: list[_Replica], sgd: torch.optim.Optimizer
-) -> tuple[float, float]:
-    moved, apart = 0.0, 0.0
-    for i, theta in enumerate(anchor):
+def _fragments(config: RunConfig, names: Sequence[str]) -> list[list[int]]:
+    """Numbers of the parameters of each fragment: modules in turn, or as many modules in a row."""
+    count, layers = config.outer.outer_fragments, config.model.num_layers
+
+    def module(name: str) -> int:
+        first, second, *_ = name.split(".")
+        return {"embedding": 0, "head": layers + 1}[first] if first != "layers" else 1 + int(second)
+
+    if config.outer.outer_fragment_pattern == "strided":
+        fragment = [number % count for number in range(layers + 2)]
+    else:
+        low = [number * (layers + 2) // count for number in range(count)]
+        fragment = [sum(number >= start for start in low) - 1 for number in range(layers + 2)]
+    return [[i for i, name in enumerate(names) if fragment[module(name)] == f] for f in range(count)]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    gradients: list[torch.Tensor]
+    moved: float
+    apart: float
+
+
+def _send(anchor: list[torch.Tensor], replicas: list[_Replica], part: list[int]) -> _Sent:
+    gradients, apart = [], 0.0
+    for i in part:
         every = torch.stack([each.params[i].detach() for each in replicas])
-        theta.grad = theta.detach() - every.mean(0)
-        moved += theta.grad.square().sum().item()
+        gradients.append(anchor[i].detach() - every.mean(0))
         apart += (every - every.mean(0)).square().sum().item() / len(replicas)
+    moved = sum(gradient.square().sum().item() for gradient in gradients)
+    return _Sent(gradients, moved**0.5, apart**0.5)
+
+
+def _take_up(
+    anchor: list[torch.Tensor],
+    replicas: list[_Replica],
+    part: list[int],
+    sent: _Sent,
+    sgd: torch.optim.Optimizer,
+    mixing: float,
+) -> None:
+    for i, gradient in zip(part, sent.gradients, strict=True):
+        anchor[i].grad = gradient
     sgd.step()
     with torch.no_grad():
         for each in replicas:
-            for theta, param in zip(anchor, each.params, strict=True):
-                param.copy_(theta)
-    return moved**0.5, apart**0.5
+            for i in part:
+                each.params[i].copy_((1 - mixing) * each.params[i] + mixing * anchor[i])
 
 
 class _Replica:
@@ -197,7 +241,11 @@ class _Replica:
             )
         self.clip = o.clip_grad
 
-    def step(self, config: RunConfig, batch: Sequence[torch.Tensor], rows: Sequence[slice]) -> float:
+    def step(
+        self, config: RunConfig, batch: Sequence[torch.Tensor], rows: Sequence[slice], skipped: bool
+    ) -> float:
+        if skipped:
+            return float("nan")
         self.optimizer.zero_grad()
         own = [torch.cat([each[r] for r in rows]) for each in batch]
         (loss_sum(self.decoder, own) / own[2].sum().item()).backward()

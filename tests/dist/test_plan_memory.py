@@ -38,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "muon": {"zero_preset": "zero3", "optimizer": "muon", "params_dtype": "bf16"},
     "tied ends": {"zero_preset": "zero2", "model_family": "gpt", "pipeline_model_parallel_size": 2},
 }
-MODEL = {**TINY, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 192, "train_iters": 2}
+MODEL = {**TINY, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 192, "train_iters": 3}
 MODEL |= {"vocab_size": 1000, "ranks_per_node": 2}
 
 

@@ -38,7 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     from tokenizers import ByteLevelBPETokenizer
 
     root, end = tmp_path_factory.mktemp("published"), "<|endoftext|>"
-    sources = stdlib_sources()[::72]
+    sources = stdlib_sources()[::48]
     texts = [path.read_text("utf-8")[:30000] for path in sources]
     documents = [text[at : at + 2000] for text in texts for at in range(0, len(text), 2000)]
     bpe = ByteLevelBPETokenizer()

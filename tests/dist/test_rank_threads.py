@@ -28,7 +28,7 @@ def by_gloo(folder: Path, cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
 
 
 def test_threads_train_to_gloos_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_data, "sources", lambda name: stdlib_sources()[:40])
+    monkeypatch.setattr(loss_data, "sources", lambda name: stdlib_sources()[:12])
     folder = loss_data.prepare(tmp_path, "stdlib", TINY.vocabulary)
     same = ("loss", "curve", "errors", "digest", "sent", "skipped")
     for (name, node), gloo in zip(

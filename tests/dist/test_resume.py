@@ -49,6 +49,7 @@ SAME = {
         {
             "zero_preset": "mics",
             **NODES,
+            "global_batch_size": 8,
             "train_iters": None,
             "train_samples": 48,
             "lr_warmup_iters": None,
@@ -86,7 +87,7 @@ SAME = {
     "interleaved x hpz, outermost dp, bf16, tied": (
         8,
         pipeline(2, 2, zero_preset="hpz", params_dtype="bf16", use_tp_pp_dp_mapping=True, **TIED)
-        | {"ranks_per_node": 4},
+        | {"ranks_per_node": 4, "global_batch_size": 8},
     ),
     "zb-h1 x tp 2, bf16, sequence parallel, recompute, masked": (
         4,

@@ -26,6 +26,14 @@ LAYOUTS = {
     4: {"zero_preset": "zeropp", "ranks_per_node": 2, "params_dtype": "bf16", "zero_exact_numel": 40}
     | {"zero_gradient_rounding": "feedback"},
 }
+# In the iterations 10 and 14, from which and to which it goes back, a fragment has just left.
+STREAMED = {
+    "outer_interval": 4,
+    "outer_fragments": 2,
+    "outer_delay": 1,
+    "outer_mixing": 0.5,
+    "ranks_per_node": 2,
+}
 BASE = {"train_iters": 18, "lr": 2e-2, "lr_warmup_iters": 0, "save_interval": 5, "save_keep_last": 2}
 WATCH = {"rollback_on_spike": True, "spike_window": 4, "spike_iterations": 2, "spike_loss_bound": 0.4}
 WRONG = range(12 * 8, 15 * 8)  # the samples of the iterations 13 to 15
@@ -81,13 +89,15 @@ def seen_or_error(job: Values) -> Seen | str:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
-def test_going_back_is_leaving_out(tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(
+    "world, layout", [*LAYOUTS.items(), pytest.param(4, STREAMED, marks=pytest.mark.slow)]
+)
+def test_going_back_is_leaving_out(tmp_path: Path, world: int, layout: Values) -> None:
     """Of the wrong samples two steps are seen: back to iteration 10, and on with 15, one step that is no spike.
 
     The evaluation that was due at 12 comes after the iterations that are left out.
     """
-    base = {**BASE, **LAYOUTS[world], "eval_interval": 12, "eval_iters": 1}
+    base = {**BASE, **layout, "eval_interval": 12, "eval_iters": 1}
     run = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "log_dir": str(tmp_path / "logs")}
     told = {"skip_train_iteration_range": ("11-14",), "save": str(tmp_path / "told")}
     jobs = [

@@ -30,6 +30,7 @@ pytest.importorskip("megatron.core")
 # Class of megatron-core's configuration -> what its fields are set to, and what the patch says of it.
 DDP, MODEL, ADAM = "DistributedDataParallelConfig", "TransformerConfig", "OptimizerConfig"
 REMAINDERS = {"use_precision_aware_optimizer": True, "store_param_remainders": True}
+OLDER = {"use_megatron_fsdp": "use_custom_fsdp"}  # fields, and what they were called up to 0.13
 GRAPHS = "graphs of a full iteration"  # in the words of this version: ``graphs``
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no distributed optimizer": (
@@ -149,8 +150,9 @@ def configured(owner: str, fields: Mapping[str, Any]) -> Iterator[None]:
             vars(self).update(graphs(config, older))
         check(self)
         for name, value in fields.items() if older is None else ():
-            assert hasattr(self, name), name
-            setattr(self, name, value)
+            known = name if hasattr(self, name) else OLDER.get(name, name)
+            assert hasattr(self, known), name
+            setattr(self, known, value)
 
     def adam(params: Any, **_: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params)

@@ -109,13 +109,26 @@ class Soak:
     def _freeze(self, nodes: list[int]) -> str:
         every = range(len(self.slurm.lab.members) - 1)
 
-        def freeze() -> None:  # those, too, that SLURM starts anywhere because it had just lost the ones before
+        def freeze() -> (
+            None
+        ):  # those, too, that SLURM starts anywhere because it had just lost the ones before
             for node in every:
                 self._inside(node, "pkill", "-STOP", "-f", "pausing.py")
 
-        self._await("silent", "hanging", meanwhile=freeze)  # the second, of ranks that have not begun
-        for node in every:
-            self._inside(node, "pkill", "-CONT", "-f", "pausing.py")
+        def thaw() -> None:
+            at = iterations(self.run)
+            for node in every:
+                self._inside(node, "pkill", "-CONT", "-f", "pausing.py")
+            # Until then the iteration in which they were frozen still lasts, and is rightly said to hang.
+            until(
+                lambda: iterations(self.run) > at or self.state() != "RUNNING",
+                300,
+                lambda: "the job did not go on",
+            )
+
+        self._await(
+            "silent", "hanging", meanwhile=freeze, cure=thaw
+        )  # the second, of ranks that have not begun
         return "all ranks frozen"
 
     def _end(self, nodes: list[int]) -> str:
@@ -140,7 +153,13 @@ class Soak:
         self.number = self.submit()
         return "a mistake in the flags"
 
-    def _await(self, *states: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def _await(
+        self,
+        *states: str,
+        meanwhile: Callable[[], None] = lambda: None,
+        cure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait for an alert of one of ``states``, calling ``meanwhile`` all the time, then cure what it tells of."""
         assert self.watcher is not None
         watcher = self.watcher
 
@@ -153,6 +172,7 @@ class Soak:
             until(told, 300, lambda: f"no alert of {states}")
         except TimeoutError as error:
             watcher.problems.append(f"missed: {error}")
+        cure()
         watcher.seen, watcher.expected = len(watcher.alerts), ()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megazero.kernels import arena as arena_module
@@ -32,7 +34,9 @@ def test_steady_steps_allocate_nothing(name: str) -> None:
 
 def test_steady_steps_with_small_moments_allocate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     small = zero.default_adamw(lr=1e-3, exp_avg_dtype="int8", exp_avg_sq_dtype="bf16")
+    whole = {name: (form, replace(policy, block=128)) for name, (form, policy) in loops.policies().items()}
     monkeypatch.setattr(loops, "ADAMW", small)
+    monkeypatch.setattr(loops, "policies", lambda: whole)
     assert steady("zeropp") == {}
 
 

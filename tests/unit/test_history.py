@@ -30,10 +30,10 @@ def killed_after(iteration: int) -> Callable[[Trainer], None]:
     def watch(trainer: Trainer) -> None:
         step = trainer._iterate
 
-        def iterate(batches: Any) -> None:
+        def iterate(batches: Any) -> Any:
             if trainer.progress.iteration == iteration:
                 raise Killed
-            step(batches)
+            return step(batches)
 
         trainer._iterate = iterate  # type: ignore[method-assign]
 

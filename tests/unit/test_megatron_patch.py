@@ -45,7 +45,7 @@ from megazero.patches.hops import Passing
 from megazero.patches.names import lookup
 from megazero.patches.rounding import Errors, Residual
 from megazero.patches.two_hops import TwoHops, cut_groups, ranks_on_a_node, settings_like
-from megazero.train.parallelize import make_codecs
+from megazero.train.codecs import make_codecs
 from megazero.zero.policy import Codecs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,8 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import World, make_config
 from megazero.train.state.origin import _changed_replicas
-from megazero.zero.outer import OuterSteps
+from megazero.zero import Outer
+from megazero.zero.outer import Flight, OuterSteps, leaving
 from megazero.zero.records import in_replica
 from tests.sizes import SMALL
 
@@ -25,20 +26,60 @@ def test_coded_moments_of_a_replica_are_made_by_their_own_name() -> None:
     assert own.make is not None and own.make("replica 1 exp_avg") == "made"
 
 
-@pytest.mark.parametrize("since, meets", [(0, [4, 8]), (3, [1, 5]), (4, [1, 5]), (30, [1, 5])])
-def test_replicas_meet_also_under_a_shorter_interval_than_before(since: int, meets: list[int]) -> None:
-    """since: steps since the last meeting when the checkpoint was saved."""
-    steps: Any = SimpleNamespace(since=since, told=torch.zeros(4), outer=SimpleNamespace(interval=4))
-    found: list[int] = []
-    for step in range(1, 9):
+def meetings(clock: int, outer: Outer, steps: int, left: int | None = None) -> list[tuple[int, str]]:
+    """What happens in the steps after ``clock`` of a round: (step, 'leaves' or 'arrives' and which).
 
-        def take(step: int = step) -> None:
-            steps.since = 0
-            found.append(step)
+    left: steps until the last fragment arrives, which is on its way.
+    """
+    flight = None if left is None else Flight(outer.count - 1, {}, left)
+    found: list[tuple[int, str]] = []
+    begun: Any = SimpleNamespace(
+        clock=clock, since=[0] * outer.count, told=torch.zeros(4), outer=outer, flight=flight
+    )
 
-        steps._take = take
-        OuterSteps.count(steps)
-    assert found == meets
+    def meet(fragment: int) -> None:
+        found.append((begun.step, f"leaves {fragment}"))
+        begun.flight = Flight(fragment, {}, outer.delay) if outer.delay else None
+
+    def land() -> None:
+        found.append((begun.step, f"arrives {begun.flight.fragment}"))
+        begun.flight = None
+
+    begun._meet, begun._land = meet, land
+    for begun.step in range(1, steps + 1):
+        OuterSteps.count(begun)
+    return found
+
+
+@pytest.mark.parametrize("clock, meets", [(0, [4, 8]), (3, [1, 5]), (4, [1, 5]), (30, [1, 5])])
+def test_replicas_meet_also_under_a_shorter_interval_than_before(clock: int, meets: list[int]) -> None:
+    """clock: steps since the last meeting when the checkpoint was saved."""
+    assert meetings(clock, Outer(4), 8) == [(step, "leaves 0") for step in meets]
+
+
+def test_fragments_leave_one_after_the_other_and_arrive_in_their_step() -> None:
+    three = Outer(8, fragments=(("a",), ("b",), ("c",)), delay=1)
+    found = meetings(0, three, 13)
+    assert [step for step, what in found if what.startswith("leaves")] == [2, 5, 8, 10, 13]
+    assert found[:4] == [(2, "leaves 0"), (3, "arrives 0"), (5, "leaves 1"), (6, "arrives 1")]
+    # What was longer on its way in the run before arrives when the next one leaves, at the latest.
+    assert meetings(0, three, 3, left=9) == [(2, "arrives 2"), (2, "leaves 0"), (3, "arrives 0")]
+    assert [leaving(clock, 3, 3) for clock in range(1, 5)] == [0, 1, 2, 2]
+
+
+def test_fragments_are_of_modules_by_name() -> None:
+    two = Outer(4, fragments=(("embedding", "layers.1"), ("layers.10", "head")))
+    names = ["embedding.word_embeddings.weight", "layers.1", "layers.1[2]", "layers.10", "head[0]"]
+    assert [two.fragment_of(name) for name in names] == [0, 0, 0, 1, 1]
+    with pytest.raises(ValueError, match="unit 'layers.11' is of no module"):
+        two.fragment_of("layers.11")
+    for wrong, said in (
+        ({"fragments": (("a",),) * 5}, "5 fragments do not each have a step of their own in interval=4"),
+        ({"fragments": (("a",), ("b",)), "delay": 2}, "delay=2 must be from 0 to 1"),
+        ({"mixing": 0.0}, "mixing=0.0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Outer(4, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +89,8 @@ def test_replicas_meet_also_under_a_shorter_interval_than_before(since: int, mee
         (2, {"outer_interval": 9, "outer_lr": 0.5, "outer_bits": 8, "outer_rounding": "nearest"}, None),
         (2, {"outer_bits": 8}, "other outer momentum or feedback"),
         (2, {"outer_optimizer": "average"}, "other outer momentum or feedback"),
+        (2, {"outer_delay": 1, "outer_mixing": 0.5, "outer_offload": True}, None),
+        (2, {"outer_fragments": 2}, "other fragments"),
         (4, {}, "2 outer replicas and this run 4"),
     ],
 )

@@ -104,7 +104,7 @@ class Run(Trainer):
         self.outputs: Any = SimpleNamespace(console=console, went_back=self.went_back, saved=self.check)
         self.saver = Saver(self.checkpointing, console, self._saved, 60.0)  # type: ignore[arg-type]
         self.profiler: Any = SimpleNamespace(before=int, finish=int)
-        self.engine: Any = SimpleNamespace(traffic=SimpleNamespace(take=dict))
+        self.engine: Any = SimpleNamespace(traffic=SimpleNamespace(take=dict), settle=lambda: None)
         self.data: Any = SimpleNamespace(train=None, valid={}, test={})
         batches = SimpleNamespace(seek=int)
         self.feeding: Any = SimpleNamespace(batches=lambda *_, **__: nullcontext(batches))

@@ -179,10 +179,10 @@ def before(iteration: int, act: Callable[[], object]) -> Callable[[Trainer], Non
     def watch(trainer: Trainer) -> None:
         step = trainer._iterate
 
-        def iterate(batches: Any) -> None:
+        def iterate(batches: Any) -> Any:
             if trainer.progress.iteration + 1 == iteration:
                 act()
-            step(batches)
+            return step(batches)
 
         trainer._iterate = iterate  # type: ignore[method-assign]
 

@@ -461,9 +461,9 @@ def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch
     made: list[bool] = []
     plain = Feeding.batches
 
-    def note(self: Feeding, data_set: Dataset, **position: int) -> Any:
+    def note(self: Feeding, data_set: Dataset, *whole: bool, **position: int) -> Any:
         made.append("consumed" in position)
-        return plain(self, data_set, **position)
+        return plain(self, data_set, *whole, **position)
 
     monkeypatch.setattr(Feeding, "batches", note)
     run(

@@ -1,15 +1,20 @@
-"""Outer steps: which replicas there are, what their outer optimizer is, and what crosses between them.
+"""Outer steps: which replicas there are, what their outer optimizer is, and what crosses between them, and when.
 
-DiLoCo (arXiv 2311.08105) has the steps and the defaults; MuLoCo (arXiv 2505.23725) feeds back what rounding lost.
-zero/outer.py takes the steps.
+DiLoCo (arXiv 2311.08105) has the steps and the defaults; Streaming DiLoCo (arXiv 2501.18512) fragments and delay;
+MuLoCo (arXiv 2505.23725) feeds back what rounding lost. zero/outer.py takes the steps.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
 
 from megazero.config.layout.wire import LEAST_BLOCK, Coding
 from megazero.config.options.sections import OuterConfig
 
 EXACT_BITS, BF16_BITS = 32, 16
+Item = TypeVar("Item")
 
 
 def averages(outer: OuterConfig) -> bool:
@@ -31,6 +36,36 @@ def outer_coding(outer: OuterConfig) -> Coding | None:
     return Coding(outer.outer_bits, LEAST_BLOCK) if outer.outer_bits < BF16_BITS else None
 
 
+def fragments(modules: Sequence[Item], outer: OuterConfig) -> tuple[tuple[Item, ...], ...]:
+    """Deal the embedding, the layers and the head, in this order, to the fragments. The same in every layout."""
+    count = outer.outer_fragments
+    if outer.outer_fragment_pattern == "strided":
+        return tuple(tuple(modules[first::count]) for first in range(count))
+    cuts = [len(modules) * cut // count for cut in range(count + 1)]
+    return tuple(tuple(modules[low:high]) for low, high in pairwise(cuts))
+
+
+def bytes_of_steps(meeting: Sequence[float], outer: OuterConfig) -> tuple[float, float]:
+    """Return how many bytes a rank sends to other replicas in a step: the mean, and the most.
+
+    meeting: the bytes of each module's meeting, there and back, 0 of those that other ranks hold. A fragment's go out
+    in one step, or with a delay in those until it arrives: then the most is a bound.
+    """
+    peak = max(sum(fragment) for fragment in fragments(meeting, outer))
+    return sum(meeting) / outer.outer_interval, peak
+
+
+def spacing(outer: OuterConfig) -> int:
+    """Return the least number of steps between two fragments."""
+    return outer.outer_interval // outer.outer_fragments
+
+
+def last_arrival(steps: int, outer: OuterConfig) -> int:
+    """Return the last of so many steps after which all fragments have arrived that left in a round; 0 if none is."""
+    interval, delay = outer.outer_interval, outer.outer_delay
+    return (steps - delay) // interval * interval + delay if steps >= interval + delay else 0
+
+
 def outer_summary(outer: OuterConfig, replicas: int, ranks: int) -> str:
     """Describe the outer steps of ``replicas`` of so many ranks each."""
     if replicas == 1:
@@ -41,5 +76,14 @@ def outer_summary(outer: OuterConfig, replicas: int, ranks: int) -> str:
     form = {EXACT_BITS: "exact", BF16_BITS: "bf16"}.get(outer.outer_bits, f"INT{outer.outer_bits}")
     form += ", error feedback" if feeds_back(outer) else ""
     every = f"every {outer.outer_interval} steps" if outer.outer_interval > 1 else "every step"
-    said = f"outer steps: {replicas} replicas of {ranks} ranks meet {every}: {rule}, differences {form}"
-    return said + ("; evaluations are of the first replica" if outer.outer_evaluation == "replica" else "")
+    if outer.outer_fragments > 1:
+        every += f" in {outer.outer_fragments} fragments ({outer.outer_fragment_pattern})"
+    if outer.outer_delay:
+        form += f", {outer.outer_delay} step{'s' if outer.outer_delay > 1 else ''} on its way"
+    if outer.outer_mixing < 1:
+        form += f", mixing {outer.outer_mixing:g}"
+    if outer.outer_offload:
+        form += "; anchors in host memory"
+    if outer.outer_evaluation == "replica":
+        form += "; evaluations are of the first replica"
+    return f"outer steps: {replicas} replicas of {ranks} ranks meet {every}: {rule}, differences {form}"

@@ -18,7 +18,7 @@ from megazero.checkpoint.errors import agree, agree_local, error_number
 from megazero.checkpoint.manifest import check_sizes
 from megazero.checkpoint.reading import open_manifest
 from megazero.config import RunConfig
-from megazero.config.layout.outer import feeds_back, keeps_momentum
+from megazero.config.layout.outer import feeds_back, fragments, keeps_momentum
 from megazero.config.model.loaded import Chosen, checkpoint_to_load
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
 from megazero.config.options.fields import section_of
@@ -302,10 +302,13 @@ def _changed_replicas(config: RunConfig, now: int, origin: Origin) -> Iterator[s
     assert origin.manifest is not None
     saved = section_of(OuterConfig, origin.manifest.configuration["outer"])
     kept = [(keeps_momentum(outer), feeds_back(outer)) for outer in (saved, config.outer)]
+    modules = range(config.model.num_layers + 2)
     if now != before:
         change = f"{before} outer replicas and this run {now}"
     elif kept[0] != kept[1]:
         change = "other outer momentum or feedback than this run"
+    elif fragments(modules, saved) != fragments(modules, config.outer):
+        change = "other fragments than this run"
     else:
         return
     yield (

@@ -1,9 +1,10 @@
 """How a checkpoint of outer replicas is loaded.
 
 The same replicas go on where they were, on the same layout bit for bit. Others (another number of them, none, other
-kinds of outer state) go on from one model. If the replicas had trained since they last met, the outer step that is
-due is taken first, with its residuals; else these go into the inner weights, so that the next outer gradient has
-them. Anchor and outer momentum are exact; inner moments and residuals are means over the replicas.
+kinds of outer state, other fragments) go on from one model. A fragment that was on its way is taken up. Where the
+replicas had trained since they last met, the outer step that is due is taken then, with its residuals; else these go
+into the inner weights, so that the next outer gradient has them. Anchor and outer momentum are exact; inner moments
+and residuals are means over the replicas.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from megazero.config.options.fields import section_of
 from megazero.config.options.sections import OuterConfig
 from megazero.train.parallelize import make_outer
 from megazero.train.state.origin import world_group
-from megazero.zero import Engine
-from megazero.zero.outer import Anchor, outer_update
+from megazero.zero import Engine, Outer
+from megazero.zero.outer import Anchor, mix, outer_update
 from megazero.zero.records import (
     LOST,
     MASTER,
     MOMENTUM,
     RESIDUAL,
+    SUMS,
     WEIGHTS,
     in_replica,
     load_kinds,
@@ -59,12 +61,25 @@ class ReplicaCheckpoint:
         """What it holds of each replica."""
         return replica_kinds(self.manifest.kinds, 0)
 
+    @property
+    def counters(self) -> Mapping[str, Any]:
+        """The counters of its outer steps, the same in all replicas."""
+        return self.state["replicas"][0]["engine"]["outer"]
+
+    @property
+    def outer(self) -> Outer:
+        """How its replicas met."""
+        saved = self.manifest.configuration
+        return make_outer(section_of(OuterConfig, saved["outer"]), saved["model"]["num_layers"])
+
     def continues(self, engine: Engine) -> bool:
-        """Whether the engine's replicas are those of the checkpoint, with the same kinds of outer state."""
+        """Whether the engine's replicas are those of the checkpoint, with the same fragments and kinds of outer
+        state."""
         outer = engine.outer
         return (
             outer is not None
             and engine.mesh.grid.outer == self.count
+            and outer.outer.fragments == self.outer.fragments
             and outer.outer.feedback == (LOST in self.kinds)
             and bool(outer.outer.momentum) == (MOMENTUM in self.manifest.kinds)
         )
@@ -88,7 +103,9 @@ def load_replicas(
     anchor = MASTER if MASTER in saved.manifest.kinds else WEIGHTS
     if not saved.continues(engine):
         return _merge(saved, engine, placements)
-    kinds = {MASTER: anchor} | ({MOMENTUM: MOMENTUM} if MOMENTUM in saved.manifest.kinds else {})
+    kinds = {MASTER: anchor} | {kind: kind for kind in (MOMENTUM, SUMS) if kind in saved.manifest.kinds}
+    assert engine.outer is not None
+    engine.outer.load_state(saved.counters)
     every = [of_replica(kind, replica) for kind in saved.kinds for replica in range(saved.count)]
     records = load_replica_records(engine, placements, RESIDUAL in saved.kinds)
     loaded = saved.fill(records, kinds | {kind: kind for kind in every})
@@ -110,21 +127,36 @@ def _merge(
         momentum = {unit: torch.zeros_like(unit.master) for unit in engine.units}
         saved.fill(_records_of(engine, placements, MOMENTUM, momentum), {MOMENTUM: MOMENTUM})
     lost = _load_means(saved, engine, placements)
-    states = saved.state["replicas"]
-    due = states[0]["engine"]["since_outer_step"] > 0  # the same in all
-    rule = make_outer(section_of(OuterConfig, saved.manifest.configuration["outer"]))
+    arrived = _load_flight(saved, engine, placements)
+    rule, since = saved.outer, saved.counters["since"]
     for unit, value in anchors.items():
-        if due:
-            gradient = torch.sub(value, unit.master).add_(lost[unit])
-            outer_update(Anchor(value, momentum.get(unit), None), gradient, rule)
-            unit.master.copy_(value)
-        else:
+        anchor, met = Anchor(value, momentum.get(unit), None), since[rule.fragment_of(unit.name)] == 0
+        if unit in arrived:
+            outer_update(anchor, arrived[unit].div_(saved.count), rule)
+            mix(unit.master, value, rule.mixing)
+            met = True
+        if met and rule.mixing == 1:
             torch.sub(value, lost[unit], out=unit.master)
+        else:
+            outer_update(anchor, torch.sub(value, unit.master).add_(lost[unit]), rule)
+            unit.master.copy_(value)
     engine.invalidate()
     if engine.outer is not None:
         engine.outer.begin(anchors, momentum)
-    first = states[0]
-    return {**first, "engine": {**first["engine"], "since_outer_step": 0}}, loaded
+    return saved.state["replicas"][0], loaded
+
+
+def _load_flight(
+    saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Placement]
+) -> dict[Unit, torch.Tensor]:
+    """Return what was on its way between the replicas: its sum over them, [n/OS] by unit."""
+    if SUMS not in saved.manifest.kinds:
+        return {}
+    fragment, _ = saved.counters["flight"]
+    units = [unit for unit in engine.units if saved.outer.fragment_of(unit.name) == fragment]
+    sums = {unit: torch.zeros_like(unit.master) for unit in units}
+    saved.fill(_records_of(engine, placements, SUMS, sums), {SUMS: SUMS})
+    return sums
 
 
 def _load_means(
