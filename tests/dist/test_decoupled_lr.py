@@ -92,10 +92,10 @@ def test_a_run_that_is_killed_saves_and_the_next_one_does_not_begin(
         trainer = prepare(*arguments)
         iterate = trainer._iterate
 
-        def watched(batches: Any) -> None:
+        def watched(batches: Any) -> Any:
             if trainer.progress.iteration == 1:
                 path.touch()
-            iterate(batches)
+            return iterate(batches)
 
         trainer._iterate = watched  # type: ignore[method-assign]
         return trainer

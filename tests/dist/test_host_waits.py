@@ -68,14 +68,14 @@ def waits(values: dict[str, Any], and_in_forward: bool = False) -> list[int]:
     found: list[int] = []
     iterate, run_stage = Trainer._iterate, Decoder.run_stage
 
-    def watched(trainer: Trainer, batches: Any) -> None:
+    def watched(trainer: Trainer, batches: Any) -> Any:
         if trainer.progress.iteration < STEADY:
-            iterate(trainer, batches)
-            return
+            return iterate(trainer, batches)
         seen: list[str] = []
         with forbidden(seen):
-            iterate(trainer, batches)
+            info = iterate(trainer, batches)
         found.append(len(seen))
+        return info
 
     def asking(decoder: Decoder, *arguments: Any) -> torch.Tensor:
         out = run_stage(decoder, *arguments)

@@ -60,7 +60,7 @@ def told():
             logging.getLogger("a.library").warning("a line of %s", words[2])
             self.outputs.event("note", text=" ".join(words))
             raise RuntimeError(f"cannot log in as {words} with {sys.argv}")
-        step(self, batches)
+        return step(self, batches)
     trainer.Trainer._iterate = iterate
 run = pretrain_gpt.run
 pretrain_gpt.run = lambda *arguments: (told(), run(*arguments))[1]
