@@ -401,6 +401,7 @@ STREAMED_RUNS = {
         {
             "zero_preset": "zeropp",
             "zero_quantized_weights_delta": False,
+            "zero_exact_numel": 64,
             "outer_replicas": 2,
             "outer_bits": 8,
         },
