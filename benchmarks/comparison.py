@@ -4,20 +4,22 @@
     python benchmarks/comparison.py --rates 1gbit 1gbit+20ms 1gbit+100ms --micro-batches 4 --out /tmp/long
 
 Everyone trains the same Llama (8 layers, hidden 256, ffn 688, vocabulary 4096, sequence 128, micro-batch 1) with bf16
-parameters and an fp32 master. Within one run of a lab the contestants take turns; bytes are what the kernel counted
+parameters and an fp32 master. Within a heat the contestants take turns; bytes are what the kernel counted
 at the interface of a node around a contestant's steps, everything included. Writes comparison.json, comparison.md and
-comparison.png into --out; a run replaces its rates and micro-batches there and leaves the others, so parts can be run
-one by one.
+comparison.png into --out; a run replaces its rates, micro-batches and heats there and leaves the others, so parts can
+be run one by one.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.comparison_report import chart, page
 from benchmarks.contestants import Shape, decoder
-from benchmarks.peers import CONTESTANTS, Running, absent
+from benchmarks.peers import CONTESTANTS, HEATS, Running, absent
 from benchmarks.volume import Case
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.mesh.grid import INTER
@@ -50,6 +52,8 @@ class Record:
 
     def turn(self, ranks_per_node: int) -> None:
         traffic = self.running.traffic
+        if self.steps > 1:  # a short step's first repetition would pay for what others left in the caches
+            self.losses.append(self.running.step())
         before = traffic.total(INTER) if traffic else 0
         seconds, sent = harness.measure(lambda: self.losses.append(self.running.step()), self.steps)
         counted = (traffic.total(INTER) - before) // self.steps if traffic else 0
@@ -91,6 +95,8 @@ def compare(names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict
     for record, each in zip(records.values(), took.tolist(), strict=True):
         record.settle(max(1, round(asked["turn_seconds"] / each)))
         whole += record.steps * each
+    gc.collect()
+    gc.freeze()  # a collection would walk the models of all contestants in one's turn
     harness.take_turns(
         turns, max(asked["rounds"], min(asked["most_rounds"], round(asked["seconds"] / whole))), 0
     )
@@ -111,7 +117,7 @@ def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
 
 
 def merge(stored: dict[str, Any], facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """``stored`` with one more result, which replaces the one of its rate and micro-batches.
+    """``stored`` with one more result, which replaces the one of its rate, micro-batches and heat.
 
     Raises ValueError if ``stored`` is of other facts (another lab): they would not be one comparison.
     """
@@ -121,12 +127,12 @@ def merge(stored: dict[str, Any], facts: dict[str, Any], result: dict[str, Any])
         raise ValueError(
             f"the stored results have {key} {stored[key]!r}, this run has {facts[key]!r}: give another --out"
         )
-    new = (result["rate"], result["micro_batches"])
-    kept = [r for r in stored.get("results", ()) if (r["rate"], r["micro_batches"]) != new]
 
-    def slow_first(one: dict[str, Any]) -> tuple[float, float, int]:
+    def slow_first(one: dict[str, Any]) -> tuple[float, float, int, int]:
         bits, delay_ms = parse_link(one["rate"])
-        return bits or math.inf, delay_ms, one["micro_batches"]
+        return bits or math.inf, delay_ms, one["micro_batches"], [*HEATS].index(one["heat"])
+
+    kept = [r for r in stored.get("results", ()) if slow_first(r) != slow_first(result)]
 
     return {**facts, "results": sorted([*kept, result], key=slow_first)}
 
@@ -145,6 +151,7 @@ def main() -> int:
         turn_seconds=(1.0, "a turn has as many steps, at least one"),
         verbose=(False, "show what the ranks print"),
     )
+    parser.add_argument("--heats", nargs="+", choices=HEATS, default=list(HEATS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     options = parser.parse_args()
     if not 1 <= options.rounds <= options.most_rounds:
@@ -154,7 +161,8 @@ def main() -> int:
     missing = {name: reason for name in options.contestants if (reason := absent(name))}
     for name, reason in missing.items():
         print(f"{name} does not take part: {reason}")
-    names = [name for name in options.contestants if name not in missing]
+    asked_for = set(options.contestants) - set(missing)
+    heats = {heat: [name for name in HEATS[heat] if name in asked_for] for heat in options.heats}
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "comparison.json"
     facts = {"nodes": options.nodes, "ranks_per_node": options.ranks_per_node, "cores": os.cpu_count()}
@@ -164,12 +172,13 @@ def main() -> int:
     how = {"ranks": options.ranks_per_node, "echo": options.verbose, "environ": {"DS_ACCELERATOR": "cpu"}}
     try:
         for lab in harness.labs_at(options.rates, options.nodes):
-            for micro_batches in options.micro_batches:
+            for micro_batches, (heat, names) in product(options.micro_batches, heats.items()):
                 began = time.monotonic()
                 found = harness.run(compare, names, micro_batches, asked, lab=lab, **how)
-                stored = merge(stored, facts, {"rate": lab.rate, "micro_batches": micro_batches, **found})
+                key = {"rate": lab.rate, "micro_batches": micro_batches, "heat": heat}
+                stored = merge(stored, facts, {**key, **found})
                 file.write_text(json.dumps(stored, indent=1) + "\n")
-                print(f"{lab.rate}, {micro_batches}: {time.monotonic() - began:.0f} s", flush=True)
+                print(f"{', '.join(map(str, key.values()))}: {time.monotonic() - began:.0f} s", flush=True)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

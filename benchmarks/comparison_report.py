@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.peers import CONTESTANTS
 
-Result = Mapping[str, Any]  # of one rate and number of micro-batches
+Result = Mapping[str, Any]  # of one rate, number of micro-batches and heat
 BASELINE = "FSDP2"
 ZEROPP = ("megazero zeropp INT8", "megazero zeropp")
 REPLICAS = ("megazero 1,1,d INT8", "megazero 1,1,d delta")
@@ -36,8 +36,22 @@ def _slow(one: float, four: float) -> dict[tuple[str, int], float | None]:
     return {("200mbit", 1): one, ("200mbit", 4): four}
 
 
-def _fast(least: float | None) -> dict[tuple[str, int], float | None]:
-    return {(rate, count): least for rate in ("1gbit", "none") for count in (1, 4, 8)}
+def _fast(gigabit: float | None, unshaped: float | None) -> dict[tuple[str, int], float | None]:
+    rates = {"1gbit": gigabit, "none": unshaped}
+    return {(rate, count): least for rate, least in rates.items() for count in (1, 4, 8)}
+
+
+def _unshaped(least: float) -> dict[tuple[str, int], float | None]:
+    return {("none", count): least for count in (1, 4)}
+
+
+def _is(rival: str) -> Callable[[str], bool]:
+    return lambda name: name == rival
+
+
+def joined(name: str) -> tuple[str, str]:
+    """A preset's contestants: with four layers in a unit (--zero-unit-layers 4), and with each in its own."""
+    return (f"megazero {name} joined", f"megazero {name}")
 
 
 def _plain(name: str) -> bool:
@@ -49,12 +63,18 @@ def _shards(name: str) -> bool:
 
 
 CLAIMS = (
-    Claim(ZEROPP, "FSDP2", lambda name: name == "FSDP2", _slow(4.5, 6)),
+    Claim(ZEROPP, "FSDP2", _is("FSDP2"), _slow(4.5, 6)),
     Claim(ZEROPP, "the fastest peer that shards, in any form", _shards, _slow(1.8, 1.3)),
-    Claim(ZEROPP, "the fastest of its memory class", _plain, _fast(1.0)),
-    Claim(REPLICAS, "FSDP2", lambda name: name == "FSDP2", _slow(5, 9)),
+    Claim(ZEROPP, "the fastest of its memory class", _plain, _fast(1.0, 1.2)),
+    Claim(REPLICAS, "FSDP2", _is("FSDP2"), _slow(5, 9)),
     Claim(REPLICAS, "the fastest peer of any kind", lambda name: CONTESTANTS[name].peer, _slow(2.2, 2)),
-    Claim(REPLICAS, "the fastest form of DDP", lambda name: name.startswith("DDP"), _fast(None)),
+    Claim(REPLICAS, "the fastest form of DDP", lambda name: name.startswith("DDP"), _fast(None, None)),
+    Claim(joined("zero1"), "DDP once", _is("DDP once"), _unshaped(0.97)),
+    Claim(joined("ddp"), "DDP", _is("DDP"), _unshaped(1 / 1.02)),
+    Claim(("HSDP patched INT4",), "FSDP2", _is("FSDP2"), _slow(3, 5)),
+    Claim(("HSDP patched INT4",), "HSDP once", _is("HSDP once"), _slow(1.3, 1.3)),
+    Claim(("HSDP patched INT4",), "HSDP", _is("HSDP"), _unshaped(1 / 1.1)),
+    Claim(("FSDP2 patched INT8", "FSDP2 patched delta"), "FSDP2", _is("FSDP2"), _slow(2.5, 3.5)),
 )  # fmt: skip
 
 
@@ -100,10 +120,12 @@ def speed_rows(claim: Claim, results: Sequence[Result]) -> list[list[str]]:
     lines = []
     for result in results:
         rival = fastest(result, claim.rivals)
+        if not any(form in result["seconds"] for form in claim.forms):
+            continue
         if rival is None or result["rate"] not in {rate for rate, _ in claim.least}:
             continue
         least = claim.least.get((result["rate"], result["micro_batches"]))
-        line = [result["rate"], str(result["micro_batches"]), rival, f"{least:.1f}" if least else "-"]
+        line = [result["rate"], str(result["micro_batches"]), rival, f"{least:.2g}" if least else "-"]
         for form in claim.forms:
             speeds = ratios(result, form, rival) if form in result["seconds"] else []
             judged = f", {verdict(statistics.median(speeds) >= least)}" if speeds and least else ""
@@ -141,9 +163,8 @@ def summary(results: Sequence[Result]) -> str:
     for claim in CLAIMS:
         lines = speed_rows(claim, results)
         if lines:
-            title = f"{claim.forms[0].removesuffix(' quantised')} against {claim.against}"
             head = ["rate", "micro-batches", "that is", "at least", *claim.forms]
-            text += ["", f"### {title}", "", harness.table(head, lines)]
+            text += ["", f"### {claim.forms[0]} against {claim.against}", "", harness.table(head, lines)]
     return "\n".join(text)
 
 
@@ -177,7 +198,8 @@ writes this page, comparison.json and the chart. {nodes} nodes of {ranks_per_nod
 cores, gloo, torch {torch}, DeepSpeed {deepspeed}). Each node is a network namespace, joined to the others by links
 of the given rate (`tests/netlab`). Every contestant trains the same decoder (8 layers, hidden 256, ffn 688,
 vocabulary 4096, 8.4M parameters) on the same tokens, sequence 128, micro-batch 1, in bf16 with an fp32 master and
-AdamW. Contestants take turns. Ratios are taken round by round within one run: median (least to most).
+AdamW. The contestants of a heat take turns in the same processes. Ratios are taken round by round within a heat:
+median (least to most).
 
 Bytes are the kernel's count at a node's interface around the steps, everything included, for the node that sent
 most, relative to 2N, the model in bf16. *of formula*: relative to benchmarks/volume.py. *of counters*: relative to
@@ -187,11 +209,17 @@ kB a step and node, whatever the format). *loss*: of the same step for all.
 Peers run as most people write the loop, with communication in every micro-batch, and in two further forms. *once*:
 across nodes once per step as far as their switches allow. *kept*: gathered parameters stay for the step.
 DeepSpeed's ZeRO-1 always communicates once; its ZeRO-3 cannot. `1,1,d` shards only the optimizer. zeropp's memory
-class is the peers that hold neither parameters nor gradients whole: FSDP2, HSDP, DeepSpeed ZeRO-3.
+class is the peers that hold neither parameters nor gradients whole: FSDP2, HSDP, DeepSpeed ZeRO-3. *joined*:
+`--zero-unit-layers 4`, as DDP joins gradients into buckets of 25 MB; a layer has 1.6 MB here. *patched*: FSDP2 with
+fsdp2_patch.
 
 On gloo, FSDP2's reduce-scatter costs the bytes of an all-reduce. NCCL would send half of that: 2.1 instead of 2.8 x
 2N per micro-batch. {sharing:g} ranks share a core here, so compute weighs more than on a cluster.
 """
+
+
+def title(result: Result) -> str:
+    return f"{result['rate']}, {result['micro_batches']} micro-batch(es), {result['heat']}"
 
 
 def page(stored: Mapping[str, Any]) -> str:
@@ -208,7 +236,7 @@ def page(stored: Mapping[str, Any]) -> str:
         "## Results",
     ]
     for result in results:
-        text += ["", f"### {result['rate']}, {result['micro_batches']} micro-batch(es)", "", table(result)]
+        text += ["", f"### {title(result)}", "", table(result)]
     return "\n".join(text) + "\n"
 
 
@@ -216,18 +244,20 @@ def page(stored: Mapping[str, Any]) -> str:
 
 
 def chart(results: Sequence[Result], file: Path) -> None:
-    """Bars of seconds per step with the bytes beside them; a row of panels per rate, a column per micro-batches."""
+    """Bars of seconds per step with the bytes beside them; a row of panels per rate and heat, a column per
+    micro-batches."""
     from matplotlib.figure import Figure
 
-    rates = list(dict.fromkeys(r["rate"] for r in results))
+    rows = list(dict.fromkeys((r["rate"], r["heat"]) for r in results))
     counts = sorted({r["micro_batches"] for r in results})
     bars = max(len(r["seconds"]) for r in results)
-    figure = Figure(figsize=(5.5 * len(counts), (1 + 0.23 * bars) * len(rates)), layout="constrained")
-    panels = figure.subplots(len(rates), len(counts), squeeze=False)
+    figure = Figure(figsize=(5.5 * len(counts), (1 + 0.23 * bars) * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), len(counts), squeeze=False)
     for panel in panels.flat:
         panel.set_axis_off()
     for result in results:
-        _draw(panels[rates.index(result["rate"])][counts.index(result["micro_batches"])], result)
+        panel = panels[rows.index((result["rate"], result["heat"]))][counts.index(result["micro_batches"])]
+        _draw(panel, result)
     figure.savefig(file, dpi=110)
 
 
@@ -248,5 +278,5 @@ def _draw(panel: Any, result: Result) -> None:
         panel.annotate(text, (max(seconds[name]), y), (4, 0), textcoords="offset points", va="center", size=7)
     panel.tick_params(axis="y", labelsize=7)
     panel.margins(x=0.3, y=0.01)
-    panel.set_title(f"{result['rate']}, {result['micro_batches']} micro-batch(es)", size=10)
+    panel.set_title(title(result), size=10)
     panel.set_xlabel("s per step; bytes sent per step by a node", size=8)

@@ -113,8 +113,9 @@ def ours(
     ranks_per_node: int,
     device: torch.device,
     policy: zero.Policy | None = None,
+    joined: int = 1,
 ) -> tuple[Step, zero.Engine]:
-    """A megazero step of a preset or of (P, G, OS); the engine for its byte counts."""
+    """A megazero step of a preset or of (P, G, OS), with so many layers in a unit; the engine for its byte counts."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     factors = resolve_shards(shards, world, min(world, ranks_per_node)).factors
     mesh = shared_mesh(factors, ranks_per_node, device)
@@ -123,7 +124,7 @@ def ours(
         model,
         mesh=mesh,
         policy=policy,
-        units=model.units(),
+        units=model.units(joined),
         optimizer=ADAMW,
         clip_norm=CLIP,
         init=initializer(model, 1),

@@ -357,6 +357,11 @@ def _fragments(config: RunConfig) -> Iterator[str]:
             f"steps later (--outer-interval {outer.outer_interval} / --outer-fragments {outer.outer_fragments}); "
             f"nearest: {spacing(outer) - 1}"
         )
+    if outer.outer_fragments > 1 and config.zero.zero_unit_layers > 1:
+        yield (
+            f"--zero-unit-layers {config.zero.zero_unit_layers}: --outer-fragments deals layers one by one, so "
+            "each is gathered and reduced by itself; nearest: --zero-unit-layers 1"
+        )
 
 
 _LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))

@@ -271,9 +271,20 @@ class Decoder(nn.Module):
             local = parts.permute(2, 1, 0)
         return local[..., : self.config.vocabulary]
 
-    def units(self) -> list[tuple[nn.Module, ...]]:
-        """Return the modules whose parameters are gathered together, in order of use."""
-        return [(module,) for part in self.parts() for module in part]
+    def units(self, joined: int = 1) -> list[tuple[nn.Module, ...]]:
+        """Return the modules whose parameters are gathered together, in order of use: ``joined`` layers, or one
+        other module."""
+        return [unit for part in self.units_of_parts(joined) for unit in part]
+
+    def units_of_parts(self, joined: int) -> list[list[tuple[nn.Module, ...]]]:
+        """Return ``units`` of each of ``stages``. Where its layers do not divide, the last of them are fewer."""
+        parts = []
+        for stage, modules in zip(self.stages, self.parts(), strict=True):
+            first = int(stage.embedding)
+            last = first + len(stage.layers)
+            runs = [tuple(modules[i : min(i + joined, last)]) for i in range(first, last, joined)]
+            parts.append([*((m,) for m in modules[:first]), *runs, *((m,) for m in modules[last:])])
+        return parts
 
     def parts(self) -> list[list[nn.Module]]:
         """Return the modules of each of ``stages``, in order of use."""

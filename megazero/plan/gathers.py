@@ -93,7 +93,8 @@ class _Rule:
     def __init__(self, copies: Copies, sizes: Sequence[float]) -> None:
         self.copies, self.sizes = copies, sizes
         self.known: dict[object, tuple[Sequence[ModuleUse], GatheredUnits]] = {}  # what happened in a segment
-        self.window = 2 * len(sizes)  # uses that are looked at
+        # Uses that are looked at, as in zero/gather.py.
+        self.window = 2 * max(len(sizes), sum(len(modules) for modules in copies.uses))
         self.part_of: dict[int, int] = {}  # the first part that uses the unit
         for part, modules in enumerate(copies.uses):
             for units in modules:

@@ -115,6 +115,7 @@ class Layout:
             base.tp,
             config.parallel.sequence_parallel,
             self.wire,
+            config.zero.zero_unit_layers,
             config.zero.zero_chunk_numel,
             base.d * self.grid.outer,  # slices are cut once more by outer steps
             self.shards.os,

@@ -19,6 +19,7 @@ from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+Joined = tuple[str, int]  # modules of one kind whose parameters are gathered together, and how many they are
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
 
 
@@ -53,11 +54,15 @@ class RankUnits:
     """
 
     def __init__(
-        self, stages: Sequence[StageSpec], made: Mapping[str, ModuleUnits], layer_matrices: int = 0
+        self,
+        stages: Sequence[StageSpec],
+        joined: int,
+        made: Mapping[Joined, ModuleUnits],
+        layer_matrices: int,
     ) -> None:
-        """layer_matrices: the elements of one layer's."""
-        self._stages, self._made = stages, made
-        self.layers = _modules(stages)[LAYER]
+        """joined: how many layers are gathered together. layer_matrices: the elements of one layer's."""
+        self._stages, self._joined, self._made = stages, joined, made
+        self.layers = sum(len(s.layers) for s in stages)
         self.matrices = self.layers * layer_matrices
         self.counts = self._counts(stages)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
@@ -68,38 +73,41 @@ class RankUnits:
 
         Tied to an embedding that is here, too, the head needs the unit of the table.
         """
-        sizes = {
-            kind: sum(shape.elements for shape in self._made[kind].shapes)
-            for kind, number in _modules(self._stages).items()
-            if number
-        }
-        table = self._made[EMBEDDING].table
-        if table is not None:
-            sizes[HEAD] += self._made[EMBEDDING].shapes[table].elements
+        sizes: dict[str, int] = {}
+        for stage in self._stages:
+            for kind, number in _units(stage, self._joined):
+                elements = sum(shape.elements for shape in self._made[kind, number].shapes)
+                sizes[kind] = max(sizes.get(kind, 0), elements)
+        if self._table is not None:
+            sizes[HEAD] += self._made[EMBEDDING, 1].shapes[self._table].elements
         return sizes
+
+    @property
+    def _table(self) -> int | None:
+        embedding = self._made.get((EMBEDDING, 1))
+        return embedding.table if embedding else None
 
     @property
     def elements_by_module(self) -> list[int]:
         """Return the elements of the units that each module is the first to use, in the order of the model."""
-        sizes = {kind: sum(shape.elements for shape in made.shapes) for kind, made in self._made.items()}
-        numbers = _modules(self._stages)
-        return [sizes[kind] for kind in (EMBEDDING, LAYER, HEAD) for _ in range(numbers.get(kind, 0))]
-
-    def reduced(self, layers: int) -> tuple[UnitShape, ...]:
-        """Return the units in the order of a backward's reductions, of each stage ``layers`` layers at most."""
-        kinds = [
-            kind
-            for s in reversed(self._stages)
-            for kind in [HEAD] * s.head + [LAYER] * min(len(s.layers), layers) + [EMBEDDING] * s.embedding
+        return [
+            sum(shape.elements for shape in self._made[unit].shapes) if first else 0
+            for stage in self._stages
+            for unit in _units(stage, self._joined)
+            for first in [True] + [False] * (unit[1] - 1)
         ]
-        return tuple(shape for kind in kinds for shape in reversed(self._made[kind].shapes))
+
+    def reduced(self, most: int) -> tuple[UnitShape, ...]:
+        """Return the units in the order of a backward's reductions, of each stage ``most`` of its layers' at most."""
+        order: list[Joined] = []
+        for stage in reversed(self._stages):
+            layers = [unit for unit in _units(stage, self._joined) if unit[0] == LAYER]
+            order += [(HEAD, 1)] * stage.head + layers[::-1][:most] + [(EMBEDDING, 1)] * stage.embedding
+        return tuple(shape for unit in order for shape in reversed(self._made[unit].shapes))
 
     def _counts(self, stages: Sequence[StageSpec]) -> tuple[tuple[UnitShape, int], ...]:
-        out: Counter[UnitShape] = Counter()
-        for kind, modules in _modules(stages).items():
-            for shape in self._made[kind].shapes if modules else ():
-                out[shape] += modules
-        return tuple(out.items())
+        units = (unit for stage in stages for unit in _units(stage, self._joined))
+        return tuple(Counter(shape for unit in units for shape in self._made[unit].shapes).items())
 
     def counts_of(self, part: int) -> tuple[tuple[UnitShape, int], ...]:
         """Return how many units of each shape a part is the first to use."""
@@ -111,13 +119,12 @@ class RankUnits:
         parts: list[tuple[Module, ...]] = []
         for stage in self._stages:
             modules: list[Module] = []
-            for kind in [EMBEDDING] * stage.embedding + [LAYER] * len(stage.layers) + [HEAD] * stage.head:
-                own = list(range(len(shapes), len(shapes) + len(self._made[kind].shapes)))
-                shapes += self._made[kind].shapes
-                table = self._made[EMBEDDING].table
-                if kind == HEAD and table is not None:
-                    own.insert(0, table)  # the embedding is the first module of the rank
-                modules.append(Module(kind, tuple(own)))
+            for kind, number in _units(stage, self._joined):
+                own = list(range(len(shapes), len(shapes) + len(self._made[kind, number].shapes)))
+                shapes += self._made[kind, number].shapes
+                if kind == HEAD and self._table is not None:
+                    own.insert(0, self._table)  # the embedding is the first module of the rank
+                modules += [Module(kind, tuple(own))] * number
             parts.append(tuple(modules))
         return tuple(shapes), tuple(parts)
 
@@ -130,12 +137,11 @@ class RankUnits:
         return self._laid_out[1]
 
 
-def _modules(stages: Sequence[StageSpec]) -> dict[str, int]:
-    return {
-        EMBEDDING: sum(s.embedding for s in stages),
-        LAYER: sum(len(s.layers) for s in stages),
-        HEAD: sum(s.head for s in stages),
-    }
+def _units(stage: StageSpec, joined: int) -> list[Joined]:
+    """Return what is gathered together, in order of use, as models/decoder.py: units_of_parts."""
+    layers = len(stage.layers)
+    runs = [(LAYER, min(joined, layers - i)) for i in range(0, layers, joined)]
+    return [(EMBEDDING, 1)] * stage.embedding + runs + [(HEAD, 1)] * stage.head
 
 
 @lru_cache(maxsize=64)
@@ -185,25 +191,28 @@ def rank_units(
     tp: int,
     sequence_parallel: bool,
     wire: Wire,
+    joined: int,
     chunk_numel: int,
     data_ranks: int,
     os: int,
 ) -> RankUnits:
     """Return the units of the rank that holds ``stages``.
 
-    data_ranks: d, whose slices are whole blocks. os: how many ranks share the optimizer states.
+    joined: layers that are gathered together. data_ranks: d, whose slices are whole blocks. os: how many ranks share
+    the optimizer states.
     """
     whole = any(s.embedding for s in stages) and any(s.head for s in stages)
     made = {
-        kind: _module_units(model, kind, tp, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
-        for kind in (EMBEDDING, LAYER, HEAD)
+        unit: _module_units(model, unit, tp, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
+        for unit in dict.fromkeys(unit for stage in stages for unit in _units(stage, joined))
     }
-    return RankUnits(stages, made, sum(p.numel for p in module_parameters(model, tp)[LAYER] if p.matrix))
+    matrices = sum(p.numel for p in module_parameters(model, tp)[LAYER] if p.matrix)
+    return RankUnits(stages, joined, made, matrices)
 
 
 @dataclass(frozen=True)
 class ModuleUnits:
-    """The units of one module. table: the number of the unit whose weight is the head's, too, on this rank."""
+    """The units of joined modules. table: the number of the unit whose weight is the head's, too, on this rank."""
 
     shapes: tuple[UnitShape, ...]
     table: int | None = None
@@ -212,7 +221,7 @@ class ModuleUnits:
 @lru_cache(maxsize=4096)
 def _module_units(
     model: ModelConfig,
-    kind: str,
+    unit: Joined,
     tp: int,
     sequence_parallel: bool,
     wire: Wire,
@@ -222,7 +231,8 @@ def _module_units(
     whole: bool,
 ) -> ModuleUnits:
     """whole: the rank holds the embedding and the head."""
-    parameters = module_parameters(model, tp)[kind]
+    kind, number = unit
+    parameters = module_parameters(model, tp)[kind] * number
     if kind == HEAD and whole:
         parameters = tuple(p for p in parameters if not p.tied)
     groups = _chunks(parameters, chunk_numel, apart=not whole)

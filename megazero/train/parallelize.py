@@ -195,7 +195,7 @@ def shard_decoder(
         decoder,
         mesh=mesh,
         policy=policy,
-        units=decoder.units(),
+        units=decoder.units(config.zero.zero_unit_layers),
         optimizer=optimizer,
         clip_norm=config.optimizer.clip_grad or None,
         traits=traits,

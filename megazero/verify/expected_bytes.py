@@ -115,15 +115,17 @@ class ExpectedBytes:
         units, laid_out = list[UnitShape](), list[LaidOut]()
         names = {id(p): name for name, p in decoder.named_parameters()}
         uses: list[list[list[int]]] = []
-        for part in decoder.parts():
+        for part in decoder.units_of_parts(self.config.zero.zero_unit_layers):
             uses.append([])
-            for module in part:
-                fresh = {names[id(p)]: p for p in module.parameters() if id(p) not in owner}
+            for modules in part:
+                held = (p for module in modules for p in module.parameters())
+                fresh = {names[id(p)]: p for p in held if id(p) not in owner}
                 for group, is_tied in self._groups(fresh, tied):
                     owner.update({id(fresh[name]): len(units) for name in group})
                     laid_out.append(self._laid_out(decoder, {n: fresh[n] for n in group}, rank))
                     units.append(self._shape(laid_out[-1], is_tied))
-                uses[-1].append(list(dict.fromkeys(owner[id(p)] for p in module.parameters())))
+                for module in modules:
+                    uses[-1].append(list(dict.fromkeys(owner[id(p)] for p in module.parameters())))
         shards, ahead = self.shards, self.config.zero.zero_prefetch_bytes
         return units, Copies(uses, shards.keep_gathered, ahead, shards.whole_gradients), laid_out
 

@@ -288,6 +288,7 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
         out["zero_shard"] = layout.shards
     if zero.zero_hpz_partition_size is not None:
         out["zero_hpz_partition_size"] = layout.shards[0]
+    out["zero_unit_layers"] = min(zero.zero_unit_layers, 2)
     full = _layer_numel(vars(config.model)) // config.parallel.tensor_model_parallel_size
     small = _layer_numel(values) // layout.tp
     if full > zero.zero_chunk_numel:  # as many chunks as there are

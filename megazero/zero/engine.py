@@ -118,7 +118,8 @@ class Engine:
         self.fallen: dict[str, list[str]] = {}  # units of all stages that send exactly, and which kinds
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
         context = Context(mesh.data_axes, policy, self.rounding, traffic, self.issued, self.arena)
-        self.gatherer = Gatherer(self.units, context, self.gathers)
+        needing = sum(bool(units) for _, units in plan.needs)
+        self.gatherer = Gatherer(self.units, needing, context, self.gathers)
         self.reducer = Reducer(self.units, context, self.reductions)
         self.matrices = MatrixUpdates(self.units, traits, optimizer, mesh.tp, context, self.reductions)
         self.hooks = Hooks(module, plan, self.gatherer, self.reducer)

@@ -44,8 +44,11 @@ from megazero.zero.unit import Unit
 class Gatherer:
     """Keeps the units in use gathered, and starts the gathers of the next ones."""
 
-    def __init__(self, units: Sequence[Unit], context: Context, lane: Lane) -> None:
+    def __init__(self, units: Sequence[Unit], modules: int, context: Context, lane: Lane) -> None:
+        """modules: how many need units. Joined ones need the same."""
         self.units, self.context, self.lane = units, context, lane
+        # Uses that are looked at: up to a unit's next one. A long evaluation is one segment of many forwards.
+        self.window = 2 * max(len(units), modules)
         self.program = Program()
         self.index = {u: i for i, u in enumerate(units)}
         self.whole = not any(u.levels.p for u in units)  # nothing is released
@@ -86,8 +89,7 @@ class Gatherer:
         """
         if self.whole and all(u.ticket is not None or u.ready for u in self.units):
             return
-        # Bounded in uses, too: a long evaluation is one segment of many forwards.
-        modules = islice(self.program.upcoming(), 2 * len(self.units))
+        modules = islice(self.program.upcoming(), self.window)
         needed = ([self.units[i] for i in needs] for needs in modules)
         self.coming.clear()
         following: list[Unit] = []

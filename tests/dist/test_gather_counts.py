@@ -109,6 +109,13 @@ def test_a_unit_is_gathered_once_for_a_forward_and_once_for_a_backward(preset, l
     check([case(preset, layout, bound, 4, "full") for bound in BOUNDS])
 
 
+@pytest.mark.parametrize("preset, layout", [("zeropp", "one stage"), ("zero3", "zb-h1")])
+def test_joined_layers_are_gathered_together(preset, layout):
+    """The second of two layers needs what the first has gathered; of three of a stage, the last is alone."""
+    joined = {"zero_unit_layers": 2, "zero_chunk_numel": 1 << 27, "num_layers": 6}
+    check([{**case(preset, layout, bound, m, None), **joined} for bound in BOUNDS for m in (1, 4)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("preset", PRESETS)

@@ -30,6 +30,7 @@ GRID = (
 TENSORS = f"{LLAMA} --tensor-model-parallel-size 2"
 NODES = f"{LLAMA} --ranks-per-node 2"
 ZEROPP = f"{NODES} --zero-preset zeropp"
+JOINED = "--zero-unit-layers 2"
 SMALL_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype int8"
 ZEROPP_FP16 = ZEROPP.replace("--bf16", "--fp16")
 RANDOM = (
@@ -71,10 +72,20 @@ def certify(words: str, fault: str | None = None) -> Certificate:
     "words",
     [
         GRID,
-        f"{ZEROPP} {SMALL_MOMENTS}",
-        *(pytest.param(words, marks=pytest.mark.slow) for words in (ZEROPP_FP16, OUTER, OUTER_TENSORS)),
+        f"{ZEROPP} {SMALL_MOMENTS} {JOINED}",
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (f"{GRID} {JOINED}", ZEROPP_FP16, OUTER, OUTER_TENSORS)
+        ),
     ],
-    ids=["grid", "zeropp", "zeropp, fp16", "outer replicas", "outer replicas of two nodes, INT4"],
+    ids=[
+        "grid",
+        "zeropp",
+        "grid, joined layers",
+        "zeropp, fp16",
+        "outer replicas",
+        "outer replicas of two nodes, INT4",
+    ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:
     """With outer replicas: pytest -m slow tests/dist/test_verify.py -k "outer or replicas"."""

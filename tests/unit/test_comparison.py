@@ -19,7 +19,7 @@ from benchmarks.comparison_report import (
     table,
 )
 from benchmarks.contestants import Shape
-from benchmarks.peers import CONTESTANTS
+from benchmarks.peers import CONTESTANTS, HEATS
 from megazero.comm.codec import Blockwise
 from megazero.zero import Codecs
 
@@ -101,6 +101,7 @@ def result(rate: str, micro_batches: int, seconds: dict[str, list[float]], share
     return {
         "rate": rate,
         "micro_batches": micro_batches,
+        "heat": "sharded",
         "elements": N,
         "loss_step": 5,
         "loss": dict.fromkeys(seconds, 7.0),
@@ -145,7 +146,9 @@ def test_page_has_every_result_and_contestant() -> None:
     results = [result(rate, 4, seconds) for rate in ("200mbit", "none")]
     text = page({**FACTS, "results": results})
     assert all(text.count(f"| {name} |") >= 2 for name in CONTESTANTS)
-    assert "### 200mbit, 4 micro-batch(es)" in text and "### none, 4 micro-batch(es)" in text
+    assert (
+        "### 200mbit, 4 micro-batch(es), sharded" in text and "### none, 4 micro-batch(es), sharded" in text
+    )
     assert (
         table(results[0]).splitlines()[2].startswith("| megazero zeropp INT8 | 0.300 | 1.000 | 1.030 | 1.500")
     )
@@ -153,10 +156,25 @@ def test_page_has_every_result_and_contestant() -> None:
 
 def test_results_replace_their_own_rate_and_micro_batches() -> None:
     stored: dict = {}
+    first = {"heat": "sharded"}
     for rate, count in (("none", 1), ("200mbit", 4), ("200mbit", 1)):
-        stored = merge(stored, FACTS, {"rate": rate, "micro_batches": count, "old": True})
-    stored = merge(stored, FACTS, {"rate": "200mbit", "micro_batches": 4})
-    keys = [(r["rate"], r["micro_batches"], r.get("old", False)) for r in stored["results"]]
-    assert keys == [("200mbit", 1, True), ("200mbit", 4, False), ("none", 1, True)]
+        stored = merge(stored, FACTS, {"rate": rate, "micro_batches": count, **first, "old": True})
+    stored = merge(stored, FACTS, {"rate": "200mbit", "micro_batches": 1, "heat": "patched"})
+    stored = merge(stored, FACTS, {"rate": "200mbit", "micro_batches": 4, **first})
+    keys = [(r["rate"], r["micro_batches"], r["heat"], r.get("old", False)) for r in stored["results"]]
+    assert keys == [
+        ("200mbit", 1, "sharded", True),
+        ("200mbit", 1, "patched", False),
+        ("200mbit", 4, "sharded", False),
+        ("none", 1, "sharded", True),
+    ]
     with pytest.raises(ValueError, match="ranks_per_node 2, this run has 4"):
-        merge(stored, {**FACTS, "ranks_per_node": 4}, {"rate": "none", "micro_batches": 1})
+        merge(stored, {**FACTS, "ranks_per_node": 4}, {"rate": "none", "micro_batches": 1, **first})
+
+
+def test_every_contestant_has_a_heat_with_what_it_is_compared_with() -> None:
+    assert set().union(*HEATS.values()) == set(CONTESTANTS)
+    assert all("FSDP2" in names for names in HEATS.values())
+    for claim in CLAIMS:
+        for form in claim.forms:
+            assert any(form in names and any(map(claim.rivals, names)) for names in HEATS.values())

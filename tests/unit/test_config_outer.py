@@ -88,6 +88,13 @@ def test_every_mistake_is_named_at_once() -> None:
             {"outer_interval": 9, "outer_fragments": 2, "outer_delay": 4},
             ["--outer-delay 4: a fragment arrives before the next one leaves, 4 steps later", "nearest: 3"],
         ),
+        (
+            {**STEPS, "outer_fragments": 2, "zero_unit_layers": 2},
+            [
+                "--zero-unit-layers 2: --outer-fragments deals layers one by one",
+                "nearest: --zero-unit-layers 1",
+            ],
+        ),
         ({**STEPS, "outer_mixing": 0.0}, ["--outer-mixing 0 must be above 0; the default is 1"]),
         (
             {"outer_delay": 1, "outer_offload": True},

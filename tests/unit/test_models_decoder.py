@@ -272,6 +272,9 @@ def test_names_units_and_sets(family, tied):
     assert {id(p) for p in in_units} == {id(p) for p in parameters.values()}
     assert (decoder.head.weight is decoder.embedding.tokens.weight) == tied
     assert [u[0] for u in decoder.units()] == [decoder.embedding, *decoder.layers.values(), decoder.head]
+    layers = tuple(decoder.layers.values())
+    assert decoder.units(joined=len(layers)) == [(decoder.embedding,), layers, (decoder.head,)]
+    assert decoder.units(joined=len(layers) - 1)[1:3] == [layers[:-1], layers[-1:]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

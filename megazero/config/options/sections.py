@@ -113,6 +113,12 @@ class ZeroConfig:
         "elements of a module's parameters that move together; hops of successive chunks run side by side",
         low=1,
     )
+    zero_unit_layers: int = option(
+        1,
+        "layers of a stage that are gathered and reduced together: fewer messages, where one of a layer is so short "
+        "that its delay is what it costs, for the memory of as many layers gathered",
+        low=1,
+    )
     zero_quantized_weights: bool | None = option(
         None, "send weights quantised where they cross nodes (default: on in preset zeropp, else off)"
     )

@@ -97,6 +97,7 @@ class Checkpointing:
             "block": policy.block,
             "exact_numel": policy.exact_numel,
             "chunk_numel": policy.chunk_numel,
+            **({"unit_layers": joined} if (joined := self.config.zero.zero_unit_layers) > 1 else {}),
             # In a unit, matrices that are stepped alike lie together.
             **(
                 {"matrices": self.config.optimizer.muon_tp_mode} if self.engine.optimizer.has_matrices else {}
