@@ -22,11 +22,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from fsdp2_patch.group import Group
 from fsdp2_patch.torch_parts import COLLECTIVES
+from megazero.comm.codec import at_least_fp32
 from megazero.mesh.mesh import reduce_scatter_flat
 from megazero.patches.checks import GRADIENTS
 from megazero.patches.hops import gather_over, refuse_capture, run_through
 from megazero.patches.names import replaced
-from megazero.zero.unit import at_least_fp32
 
 
 class TwoHopReduceScatter(ReduceScatter):
@@ -132,10 +132,8 @@ class TwoHopReduceScatter(ReduceScatter):
         with group.passing.frame() as frame:
             regions = [sums] if packing is None else packing.pack(sums, frame.take)
             totals = yield from group.sum_over(group.hops.inter, codec, regions)
-        for total in totals:
-            total.div_(
-                self.divisor
-            )  # before it is rounded to the reduction's dtype, in which it may overflow
+        for total in totals:  # before they are rounded to the reduction's dtype, in which they may overflow
+            total.div_(self.divisor)
         if packing is None:
             output.copy_(totals[0])
         else:

@@ -41,9 +41,8 @@ class KeptAllGather(AllGather):
         self.kept: torch.Tensor | None = None
         self.whole = True
         self.noted: torch.Tensor | None = None
-        self.used: torch.cuda.Event | None = (
-            None  # behind the last use of ``kept``, on whichever stream that was
-        )
+        # Behind the last use of ``kept``, on whichever stream that was.
+        self.used: torch.cuda.Event | None = None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -78,9 +77,7 @@ class KeptAllGather(AllGather):
         if on_cuda and self.used is not None:
             torch.cuda.current_stream().wait_event(self.used)
         exact = torch.empty_like(output_tensor) if sent and self.group.verifies else None
-        if (
-            exact is not None
-        ):  # before the input, which is a part of the output, is replaced by what was sent of it
+        if exact is not None:  # before what is sent replaces the input, which is a part of the output
             all_gather_flat(exact, input_tensor.clone(), group=group)
         run_through(self._gather(output_tensor, input_tensor))
         if on_cuda:

@@ -83,9 +83,8 @@ class Unpacking:
             digits.view(payload.shape).copy_(payload)
             return
         shifted, digit = (x[: payload.numel()].view(payload.shape) for x in self.bytes)
-        torch.add(
-            payload, (form.bias ^ 0x80) - 0x80, out=shifted
-        )  # int8 wraps: the bits are those of byte + bias
+        # int8 wraps: the bits are those of byte + bias.
+        torch.add(payload, (form.bias ^ 0x80) - 0x80, out=shifted)
         parts = digits.view(-1, form.pack, form.part)
         mask = (1 << form.bits) - 1
         for p in range(form.pack):

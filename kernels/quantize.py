@@ -34,12 +34,7 @@ from typing import NamedTuple
 import torch
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
-from megazero.kernels.format import (
-    ERROR_LIMIT,
-    ERROR_UNIT,
-    NAN_SCALE,
-    Format,
-)
+from megazero.kernels.format import ERROR_LIMIT, ERROR_UNIT, NAN_SCALE, Format
 from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
 from megazero.kernels.noise import (
     NOISE_UNIT,

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from megazero.kernels.arena import Take
 
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact
-from megazero.comm.codec import Blockwise, Codec, Identity, Noise
+from megazero.comm.codec import Blockwise, Codec, Identity, Noise, at_least_fp32
 from megazero.comm.lane import Chain
 from megazero.mesh.mesh import Axis
 from megazero.patches.hops import Passing, Watch, exchange_uneven, gather_over, sum_over
 from megazero.patches.rounding import Errors, Residual, lost_of
 from megazero.zero.policy import Codecs
-from megazero.zero.unit import at_least_fp32
 
 
 @dataclass(frozen=True)

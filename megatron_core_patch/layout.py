@@ -59,9 +59,7 @@ def exact_ranges(bucket: Any, exact: Iterable[Any]) -> list[Range]:
     """
     found = []
     for parameter in exact:
-        grad = getattr(
-            parameter, "main_grad_copy_in_grad_buffer", None
-        )  # where sums have a copy of their own
+        grad = getattr(parameter, "main_grad_copy_in_grad_buffer", None)  # where sums have their own copy
         grad = parameter.main_grad if grad is None else grad
         begin = grad.storage_offset() - bucket.grad_data.storage_offset()
         found.append((begin // BLOCK * BLOCK, -(-(begin + grad.numel()) // BLOCK) * BLOCK))

@@ -15,15 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core_patch.carrier import Carrier, Sync, collective_group
-from megatron_core_patch.names import (
-    BASE,
-    BUFFER,
-    DDP,
-    FINALIZE,
-    OPTIMIZER,
-    STATE,
-    check_names,
-)
+from megatron_core_patch.names import BASE, BUFFER, DDP, FINALIZE, OPTIMIZER, STATE, check_names
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.refusals import (
     ddp_problems,

@@ -345,7 +345,7 @@ megazero/comm/codec.py
 - accumulate = accumulate or bool(own)
 + accumulate = accumulate
   the own row is overwritten by the others' sum
-- frame.take(exact, _sum_dtype(self.exact_dtype))
+- frame.take(exact, at_least_fp32(self.exact_dtype))
 + frame.take(exact, torch.float32)
   fp64 sums pass through fp32 between two hops
 -         out[:, self.form.coded_bytes(n) : start].zero_()
@@ -623,10 +623,12 @@ megazero/families/config_json/rotary_fields.py
 + implied = "factor" in rope
   Phi-3's factor is asked for, and no published file has it
 
-megazero/models/attention.py
+megazero/models/masking.py
 - distance <= -self.window
 + distance < -self.window
   a window has a token more
+
+megazero/models/attention_pieces.py
 - max(first, query - back + 1)
 + max(first, query - back + 2)
   the first query of a band misses the oldest key of its window
@@ -636,6 +638,8 @@ megazero/models/attention.py
 - 1 - bounded.square_()
 + 1 - bounded
   capped scores have another gradient
+
+megazero/models/attention.py
 - clear = -(-first[:, last] // FLEX_BLOCK)
 + clear = first[:, last] // FLEX_BLOCK
   flex attention sees hidden keys of blocks in which a document or window begins

@@ -1,4 +1,4 @@
-"""This draws timelines of pipelines as a picture (needs matplotlib), or writes a trace for Perfetto."""
+"""Draws timelines of pipelines as a picture (needs matplotlib), or writes a trace for Perfetto."""
 
 from __future__ import annotations
 

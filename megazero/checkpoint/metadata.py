@@ -99,9 +99,8 @@ def _encoding_by_name(owner: Any, name: Any) -> int:
 
 
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-_ENCODING = _Call(
-    lambda value: _MEM_FORMAT_ENCODING(value).value
-)  # a member could be written to, a number cannot
+# A member could be written to, a number cannot.
+_ENCODING = _Call(lambda value: _MEM_FORMAT_ENCODING(value).value)
 _PATH = _Call(lambda *parts: os.path.join(*parts))
 
 

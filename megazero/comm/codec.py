@@ -306,7 +306,7 @@ class Blockwise:
         dequantize_sum_quantize(messages, n, self.form, out, next_codec.form, next_codec._drawn(noise))
         if exact:
             with SCRATCH.frame(messages.device) as frame:
-                sums = frame.take(exact, _sum_dtype(self.exact_dtype))
+                sums = frame.take(exact, at_least_fp32(self.exact_dtype))
                 sum_rows(self.exact(messages, n, exact), sums, accumulate=False)
                 next_codec.exact(out, n // rows, exact // rows).copy_(sums.view(rows, -1))
         return out
@@ -375,7 +375,8 @@ def decoded(
     return out
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums of values of a float dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,17 +82,25 @@ def start_route(
     own: torch.Tensor,
     received: Sequence[int],
     sent: Sequence[int],
+    kind: str,
     traffic: Traffic,
 ) -> dist.Work:
     """Start an all-to-all of parts of any sizes over one axis.
 
     Of ``own`` (1-D) the first sent[0] elements go to index 0, and so on; the first received[0] of ``out`` come from
     there. Both have the same dtype.
+    kind: the hop's kind for the counters. "refresh" takes the communicator of gathers, others that of reductions.
     """
-    traffic.add("update", axis.link, (sum(sent) - sent[axis.index]) * own.element_size())
-    return dist.all_to_all_single(
-        out, own, list(received), list(sent), group=axis.reduce_group, async_op=True
-    )
+    traffic.add(kind, axis.link, (sum(sent) - sent[axis.index]) * own.element_size())
+    group = axis.gather_group if kind == "refresh" else axis.reduce_group
+    return dist.all_to_all_single(out, own, list(received), list(sent), group=group, async_op=True)
+
+
+def other_rows(axis: Axis, own: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows [size, ...] but ``own``, in two runs at most, each with its rows of messages [size - 1, m]."""
+    for first, last, to in ((0, own, 0), (own + 1, axis.size, own)):
+        if last > first:
+            yield slice(first, last), slice(to, to + last - first)
 
 
 def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> dist.Work:

@@ -1,4 +1,4 @@
-"""This package holds the configuration: frozen dataclasses, flags and files made from them, one validation pass.
+"""The configuration: frozen dataclasses, flags and files made from them, one validation pass.
 
 It imports neither torch nor numpy.
 """

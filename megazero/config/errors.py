@@ -1,4 +1,4 @@
-"""This module has the one exception for everything that is wrong with a configuration."""
+"""The one exception for everything that is wrong with a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module finds the nearest legal choice, for error lines."""
+"""Finds the nearest legal choice, for error lines."""
 
 from __future__ import annotations
 

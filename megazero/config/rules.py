@@ -1,4 +1,4 @@
-"""These are rules between options that hold whatever the size of the world.
+"""Rules between options that hold whatever the size of the world.
 
 Each rule yields error lines with the nearest legal choice.
 """
@@ -20,7 +20,7 @@ from megazero.config.model.published import is_published
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
 from megazero.config.options.fields import show, typed
-from megazero.config.options.optimizers import OPTIMIZERS, SMALL_MOMENTS, of_schedule
+from megazero.config.options.optimizers import OPTIMIZERS, QUINTIC_SETS, SMALL_MOMENTS, of_schedule
 from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, World, all_options
 
@@ -84,11 +84,8 @@ def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
     Of a ramp-up only the batch in use must be whole (train/schedule/run_length.py). It is known here if nothing is
     loaded.
     """
-    micro, batch, ramp = (
-        config.batch.micro_batch_size,
-        config.batch.global_batch_size,
-        config.batch.rampup_batch_size,
-    )
+    sizes = config.batch
+    micro, batch, ramp = sizes.micro_batch_size, sizes.global_batch_size, sizes.rampup_batch_size
     if batch is None:
         return
     d, group = config.data_parallel_size(world), config.micro_batch_multiple
@@ -167,7 +164,7 @@ def _weight_decay(config: RunConfig) -> Iterator[str]:
 
 def _newton_schulz(config: RunConfig) -> Iterator[str]:
     """Report iterations that end in the middle of a set of coefficients, as Megatron's optimizers do."""
-    opt, sets = config.optimizer, 5
+    opt, sets = config.optimizer, QUINTIC_SETS
     if opt.optimizer == "muon" and opt.muon_coefficient_type == "quintic" and opt.muon_num_ns_steps % sets:
         near = multiples_around(opt.muon_num_ns_steps, sets)
         yield (

@@ -1,4 +1,4 @@
-"""This is the whole configuration of a run. It answers the questions that need the size of the world."""
+"""The whole configuration of a run. It answers the questions that need the size of the world."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ REMOVED = {
 
 @dataclass(frozen=True)
 class World:
-    """This says how many ranks there are in all, and how many on one node as the launcher says.
+    """How many ranks there are in all, and how many on one node as the launcher says.
 
     --ranks-per-node overrides the latter. ``ranks_per_node`` is 0 where the launcher does not say it and the ranks
     have not exchanged their host names yet.
@@ -65,7 +65,7 @@ class World:
 
 @dataclass(frozen=True)
 class ScheduleLengths:
-    """This has the lengths of the learning-rate schedule. All are in ``unit``, which is 'iterations' or 'samples'.
+    """The lengths of the learning-rate schedule. All are in ``unit``, which is 'iterations' or 'samples'.
 
     ``warmup`` need not be whole, as in Megatron: it may be a fraction of ``decay``. ``batch``: the samples of one of
     the run's own units, 1 where the lengths are in that unit.

@@ -1,4 +1,4 @@
-"""This module writes two lines: what the model is; and what is active on which hop, and why."""
+"""Writes two lines: what the model is; and what is active on which hop, and why."""
 
 from __future__ import annotations
 

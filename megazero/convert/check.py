@@ -1,5 +1,4 @@
-"""Checks that a checkpoint and a Hugging Face folder are the same model: every bit, the logits, token ids of
-texts."""
+"""Checks that a checkpoint and a Hugging Face folder are one model: every bit, the logits, token ids of texts."""
 
 from __future__ import annotations
 
@@ -29,9 +28,7 @@ from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.models import Decoder
 
 LIMIT = 1e-5  # relative difference of logits in fp32
-WHOLE_NUMEL = (
-    1 << 28
-)  # larger models are cut to their first layers for the logits: 2 GiB of fp32 on both sides
+WHOLE_NUMEL = 1 << 28  # 2 GiB of fp32 on both sides: of larger models the first layers' logits are compared
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BATCH, _LENGTH = 2, 64
 

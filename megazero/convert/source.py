@@ -43,9 +43,10 @@ class Source:
         if self.weights == "master" and "master" in kinds:
             kind = "master"
         elif self.weights == "master" and set(kinds["weights"]) & {"bfloat16", "float16"}:
+            # A run in fp32 needs none: its weights are the master weights.
             raise CheckpointError(
                 f"'{self.path}' holds no master weights, only {', '.join(kinds)}; leave out --weights master"
-            )  # of a run in fp32 the weights are the master weights
+            )
         return StoredKind.open(self.path, kind)
 
     @property

@@ -187,11 +187,11 @@ def generation_config(run: RunTokenizer) -> bytes:
     return run.files.get(GENERATION) or (json.dumps(ids, indent=2) + "\n").encode()
 
 
-def sample_texts(tokenizer: Tokenizer, count: int = 200) -> list[str]:
-    """Return SAMPLES and texts of tokens drawn at random, so that every kind of token comes next to every other."""
+def sample_texts(tokenizer: Tokenizer) -> list[str]:
+    """Return SAMPLES and 200 texts of tokens drawn at random: every kind of token comes next to every other."""
     draw = random.Random(0)
     size = tokenizer.info.vocab_size
-    made = (tokenizer.decode([draw.randrange(size) for _ in range(30)]) for _ in range(count))
+    made = (tokenizer.decode([draw.randrange(size) for _ in range(30)]) for _ in range(200))
     return [*SAMPLES, *made]
 
 

@@ -106,9 +106,7 @@ class HuggingFaceTokenizer:
                 f"{path}: no end of document, {named or ' '.join(KNOWN_EOD)!r} not in the vocabulary; "
                 f'put {{"eos_token": "..."}} in special_tokens_map.json beside it'
             )
-        digest = hashlib.sha256(
-            raw
-        )  # alone where nothing else decides, as it was before anything else was read
+        digest = hashlib.sha256(raw)  # alone where nothing else decides, as in older checkpoints
         if changed:
             digest.update(json.dumps(changed, sort_keys=True).encode())
         self.info = TokenizerInfo(digest.hexdigest(), size, eod)

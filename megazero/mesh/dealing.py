@@ -190,14 +190,6 @@ class Dealing:
         """Return what the rank at ``place`` does in each round."""
         return [route(self.pieces(items), place, self.sizes) for items in self.rounds]
 
-    def costs(self) -> list[float]:
-        """Return what each rank has to do, by the number of its place."""
-        load = [0.0] * len(self.places)
-        for matrix, owners in zip(self.matrices, self.owners, strict=True):
-            for number in owners:
-                load[number] += matrix.cost
-        return load
-
 
 def route(pieces: Sequence[MatrixPiece], place: Place, sizes: Sequence[int]) -> Route:
     """Return what the rank at ``place`` sends and receives. ``pieces`` are those of all ranks, in one order."""

@@ -224,9 +224,7 @@ def _read(env: Mapping[str, str]) -> Launch:
         return _read_slurm(env, tasks) if tasks > 1 else Launch()
     if _is_set(env, PMI):
         return _read_variables(env, "PMI", PMI)
-    if (
-        "SLURM_PROCID" in env and tasks > 1
-    ):  # a batch script itself, which has the variables of its first task
+    if "SLURM_PROCID" in env and tasks > 1:  # a batch script itself, with its first task's variables
         raise ValueError(
             f"SLURM gives this job {tasks} tasks, and this process is none of them (SLURM_STEP_ID is not set): start "
             "it with srun, torchrun or mpirun, or with srun --ntasks=1 for one process alone"

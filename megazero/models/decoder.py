@@ -311,8 +311,7 @@ class Decoder(nn.Module):
                 parameter.copy_(value(name))
 
     def placements(self) -> dict[str, Placement]:
-        """Map each parameter held here to its place in the family's Hugging Face tensors. Tied weights appear
-        once."""
+        """Map each parameter held here to its place in the family's Hugging Face tensors, tied weights once."""
         whole = decoder_placements(self.config, self.tp)
         tied = self.tied_ends()
         return {name: whole[tied.get(name, name)] for name, _ in self.named_parameters()}
@@ -322,8 +321,7 @@ class Decoder(nn.Module):
         return replicated_names(self.config, self.tp.size)
 
     def replica_span(self, name: str) -> int:
-        """Return how many consecutive ranks hold the same part of a replicated parameter. 0 means all of the tp
-        axis."""
+        """Return how many consecutive ranks hold the same part of a replicated parameter; 0: all of the tp axis."""
         copies = head_copies(self.config, name, self.tp.size)
         return copies if copies > 1 else 0
 

@@ -10,7 +10,9 @@ Forward of [8192, 512] on one CPU thread takes 17 ms in fp32, F.dropout 20 ms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -77,3 +79,27 @@ def keyed_dropout(x: Tensor, probability: float, words: Tensor | None) -> Tensor
     below = round(probability * 2**32) - 2**31  # as hashes are signed
     dropped = hash_words(counters, words[1]) < below
     return x.masked_fill(dropped.view(x.shape), 0).mul_(1 / (1 - probability))
+
+
+@contextmanager
+def keyed_randomness(device: torch.device, key: Key | None) -> Iterator[None]:
+    """Seed the device's default generator from ``key`` inside the block, and put its state back after.
+
+    For torch's kernels, which draw their masks themselves. Without a key do nothing.
+    """
+    if key is None:
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        generator = torch.cuda.default_generators[index]
+    else:
+        generator = torch.default_generator
+    state = generator.get_state()
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    try:
+        yield
+    finally:
+        generator.set_state(state)

@@ -88,9 +88,8 @@ class LayerNorm(nn.LayerNorm):
             return super().forward(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = self.bias.to(wide)
-        return F.layer_norm(x.to(wide), self.normalized_shape, one_plus(self.weight), bias, self.eps).to(
-            x.dtype
-        )
+        out = F.layer_norm(x.to(wide), self.normalized_shape, one_plus(self.weight), bias, self.eps)
+        return out.to(x.dtype)
 
 
 def use_apex(module: nn.Module) -> None:

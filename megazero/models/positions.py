@@ -17,7 +17,8 @@ from torch import Tensor
 from megazero.config.model.attention import ALIBI, wants_of
 from megazero.config.model.section import ModelConfig
 from megazero.families.layer_kinds import LayerKind
-from megazero.models.attention import AttentionTables, Masking, choose, make_tables
+from megazero.models.attention import choose, make_tables
+from megazero.models.masking import AttentionTables, Masking
 from megazero.models.rotary import channel_cosines, rotary_tables
 from megazero.tp import TensorParallel
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
@@ -20,9 +20,7 @@ from megazero.log.exit_status import ExitStatus
 if TYPE_CHECKING:
     from megazero.config.options.sections import TrainingConfig
 
-SAME_S = (
-    1.0  # within which a second signal is the first one again: from the terminal, and handed on by torchrun
-)
+SAME_S = 1.0  # within which a second signal is the first one again: the terminal's, handed on by torchrun
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -42,16 +40,15 @@ class StopSignals:
     than SAME_S seconds later, raises KeyboardInterrupt at once; other signals that follow change nothing.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+    def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._signals = tuple(signals)
         self._before: dict[signal.Signals, Any] = {}
         self._held, self._at = False, 0.0
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("signal handlers can only be installed in the main thread")
-        for number in self._signals:
+        for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from megazero.log.exit_status import ExitStatus
 
@@ -134,15 +133,13 @@ def readable_failures(
     host: str,
     timeout_s: float,
     phase: Callable[[], str],
-    hosts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[None]:
     """Turn the exception of a failed collective into a RankFailure. Other exceptions pass unchanged.
 
     The RankFailure names the rank, the host, the phase, the time-out, the cure, and the peer if the message has its
     address.
 
-    phase() returns what this rank was doing ("backward of iteration 12"). hosts maps an address to a name with ranks
-    ("10.0.0.2" -> "node2, ranks 8-15").
+    phase() returns what this rank was doing ("backward of iteration 12").
     """
     try:
         yield
@@ -151,8 +148,7 @@ def readable_failures(
         if meaning is None:
             raise
         peer = _PEER.search(str(error))
-        address = peer.group(1) if peer else None
-        who = f"the peer at {hosts.get(address, address)}" if address else "another rank"
+        who = f"the peer at {peer.group(1)}" if peer else "another rank"
         raise RankFailure(
             f"in {phase()}: a collective failed because of {who}: {meaning}, as rank {rank} on {host} sees it "
             f"(time-out {timeout_s:g} s). The first error in that rank's log is the cause; if no rank reports "

@@ -35,13 +35,12 @@ from megazero.ops.health_probes import (
     probe_folder,
 )
 from megazero.plan.communication import OuterFormat
-from megazero.plan.memory import checkpoint_bytes
+from megazero.plan.memory import GIB, checkpoint_bytes
 from megazero.plan.units import WIDTHS
 
 BAD_NODES_FILE = "bad_nodes"  # beside exit_status: the names to exclude, one a line, for the batch script
 CLOCK_BOUND_S = 2.0  # that a node's clock may differ from the median
 LEAST_MEMORY = 0.7  # of what is free on the median node
-GIB = 2**30
 
 
 @dataclass(frozen=True)

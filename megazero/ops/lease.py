@@ -243,9 +243,8 @@ class Lease:
         note: called with a sentence before a wait of up to SILENT_S. Raises FolderInUse if another run holds a
         folder, and OSError if a lease cannot be written.
         """
-        looks: dict[
-            Place, tuple[_Look, float]
-        ] = {}  # at all folders now: one wait is enough for one dead run
+        looks: dict[Place, tuple[_Look, float]] = {}
+        # All folders are looked at now: one wait is enough for one dead run.
         for place in self.places:
             with suppress(OSError):
                 looks[place] = _newest(self._files, place.folder), self._clock()

@@ -298,9 +298,8 @@ def _slowest(run: Vitals) -> str:
     rows = [line["rank_times"] for line in run.latest if "slowest_rank" in line.get("rank_times", {})]
     if not rows:
         return ""
-    (rank, host), count = Counter((row["slowest_rank"], row.get("slowest_host")) for row in rows).most_common(
-        1
-    )[0]
+    slowest = Counter((row["slowest_rank"], row.get("slowest_host")) for row in rows)
+    (((rank, host), count),) = slowest.most_common(1)
     most, least = mean(row["most_s"] for row in rows), mean(row["least_s"] for row in rows)
     where = f" on {host}" if host else ""
     works = f"the slowest works {most:.3g} s of an iteration, the fastest {least:.3g} s"

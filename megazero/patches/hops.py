@@ -12,11 +12,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megazero.comm.codec import Codec, Identity, Noise
-from megazero.comm.hops import Traffic, start_exchange, start_gather
+from megazero.comm.codec import Codec, Identity, Noise, at_least_fp32
+from megazero.comm.hops import Traffic, other_rows, start_exchange, start_gather, start_route
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.mesh.mesh import Axis
-from megazero.zero.unit import at_least_fp32
 
 T = TypeVar("T")
 # (rows [k, ...] of each region, their messages [k, m], the place of the first among all messages)
@@ -70,19 +69,17 @@ def sum_over(
     with passing.frame() as frame:
         m = codec.message_numel(*(region[0].numel() for region in regions))
         messages = frame.take((axis.size - 1) * m, codec.wire_dtype).view(-1, m)
-        for first, last, to in ((0, own, 0), (own + 1, axis.size, own)):
-            rows, out = [region[first:last] for region in regions], messages[to : to + last - first]
-            if first == last:
-                continue
+        for at, to in other_rows(axis, own):
+            rows, out = [region[at] for region in regions], messages[to]
             if isinstance(codec, Identity):  # of one region, which may lie in pieces
                 out.view(rows[0].shape).copy_(rows[0])
                 continue
             n = rows[0][0].numel()
             codec.encode(
-                *(row.reshape(len(out), -1) for row in rows), noise=noise and noise.at(to * n), out=out
+                *(row.reshape(len(out), -1) for row in rows), noise=noise and noise.at(to.start * n), out=out
             )
             if watch is not None:
-                watch(rows, out, to)
+                watch(rows, out, to.start)
         sums = [
             take(region[own].numel(), at_least_fp32(region.dtype)).view(region[own].shape)
             for region in regions
@@ -107,10 +104,7 @@ def exchange_uneven(
     kind: the hop's kind for the counters. The result lies in a buffer from ``take``.
     """
     out = take(sum(received), messages.dtype)
-    others = sum(sent) - sent[axis.index]
-    passing.traffic.add(kind, axis.link, others * messages.element_size())
-    group = axis.reduce_group if kind == "reduce" else axis.gather_group
-    yield dist.all_to_all_single(out, messages, list(received), list(sent), group=group, async_op=True)
+    yield start_route(axis, out, messages, received, sent, kind, passing.traffic)
     return out
 
 

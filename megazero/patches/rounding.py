@@ -49,9 +49,8 @@ class Errors:
     """Squares of what messages lost, and of what they were, since the last look."""
 
     def __init__(self) -> None:
-        self.squares: list[
-            torch.Tensor
-        ] = []  # fp64 [2] each: chains on several streams add none to another's
+        # fp64 [2] each: chains on several streams add none to another's.
+        self.squares: list[torch.Tensor] = []
 
     def add(self, lost: torch.Tensor, exact: torch.Tensor) -> None:
         self.squares.append(torch.stack([x.square().sum(dtype=torch.float64) for x in (lost, exact)]))

@@ -151,9 +151,8 @@ def _make_hops(
     made: dict[tuple[int, ...], str] = {}
     wanted: list[tuple[AxisSpec, Sequence[int], GroupSettings]] = []
     for name, ranks in groups.items():
-        twin = (
-            made.setdefault(tuple(ranks), name) != name
-        )  # its axes are there: places of one rank keep the count
+        # Of a twin the axes are there: places of one rank keep the count.
+        twin = made.setdefault(tuple(ranks), name) != name
         how = settings.get(name, GroupSettings())
         wanted += [
             (spec, inside, how)

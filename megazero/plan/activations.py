@@ -112,9 +112,7 @@ def activations(
     if config.parallel.pipeline_model_parallel_size > 1:
         always += 4 * stream  # messages under way, both directions
     if needs_mask(model, _backend(config, width, on_host), config.data.reset_attention_mask):
-        if (
-            config.data.reset_attention_mask
-        ):  # masks are of one micro-batch, whose layers of a stage share them
+        if config.data.reset_attention_mask:  # masks of one micro-batch, which a stage's layers share
             one += width * sum(mask_elements(config, s.layers) for s in stages) / len(stages)
         else:
             always += width * mask_elements(config, [i for s in stages for i in s.layers])

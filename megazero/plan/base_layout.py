@@ -30,9 +30,8 @@ from megazero.pp.schedules import (
 )
 
 SAMPLED = 8  # micro-batches, about, that are run on a clock where a step has many more
-Step = tuple[
-    int, Action, Action, tuple[tuple[Action, bool], ...]
-]  # rank, action, its event, (event, other rank)
+# Rank, action, its event, (event, other rank).
+Step = tuple[int, Action, Action, tuple[tuple[Action, bool], ...]]
 
 
 # All ranks and layouts of a base ask for one schedule: making it anew each time was 3/4 of a search's seconds.
@@ -99,8 +98,7 @@ class BaseLayout:
 
     @cached_property
     def least_seconds(self) -> float:
-        """Return a lower bound of the step time of this base's layouts: each rank's compute after its unavoidable
-        waits."""
+        """Return a lower bound of these layouts' step time: each rank's compute after its unavoidable waits."""
         seconds, best, before = self.stage_seconds, 0.0, 0.0
         split = SCHEDULES[self.schedule_name].splits_backward and self.pp > 1
         back = Kind.INPUT if split else Kind.BACKWARD

@@ -22,7 +22,7 @@ from megazero.mesh.grid import INTRA, AxisSpec
 from megazero.plan.activations import has_loss_chunks
 from megazero.plan.communication import Activation, Formats, UnitShape, repeated, tensor_parallel
 from megazero.plan.seconds import Collectives
-from megazero.plan.units import EMBEDDING, HEAD, LAYER, WIDTHS, Module
+from megazero.plan.units import EMBEDDING, HEAD, LAYER, WIDTHS
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind
 
@@ -95,9 +95,6 @@ class Compute:
         )
         self.sizes = {EMBEDDING: self._embedding(), LAYER: self._layer(), HEAD: self._head()}
         self.times = {kind: self._module(kind, sizes) for kind, sizes in self.sizes.items()}
-
-    def of_modules(self, modules: Sequence[Module], kind: Kind) -> float:
-        return sum(self.times[module.kind].of(kind) for module in modules)
 
     def update(self, elements: float) -> float:
         """Return the seconds of the norm and the optimizer's update of this many elements."""
@@ -206,12 +203,11 @@ class Compute:
         each = share if self.sharded else 2 * share
         operation = "gather" if self.sharded else "sum"
         one, busy, _ = self.collectives.cost(operation, self.tp, 1, each)
-        forward, backward = (
-            tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, wide, norms, chunks)[
-                "tp", INTRA
-            ]
+        sent = (
+            tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, wide, norms, chunks)
             for k in (Kind.FORWARD, Kind.BACKWARD)
         )
+        forward, backward = (each_way["tp", INTRA] for each_way in sent)
         return forward / each * one, backward / each * one, busy / one
 
 

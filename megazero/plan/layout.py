@@ -177,9 +177,7 @@ class Layout:
     def copies(self, rank: int) -> Copies:
         uses = [[list(module.units) for module in part] for part in self.units(rank).parts]
         shards = self.shards
-        kept = (
-            shards.keep_gathered or shards.p == 1
-        )  # with P = 1 whole parameters are there after the refresh
+        kept = shards.keep_gathered or shards.p == 1  # P = 1: the refresh leaves whole parameters
         return Copies(uses, kept, self.states.prefetch_bytes, shards.whole_gradients)
 
     def modules(self, rank: int, part: int) -> tuple[Module, ...]:

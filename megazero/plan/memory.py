@@ -88,9 +88,8 @@ class States:
         coded = self.formats.weights is not None and unit.quantised and not self.formats.delta
         if not coded:
             own = self.formats.sums == self.formats.width and (p == os or self.shards.lifetime == "resident")
-            inside = (
-                unit.elements / os if own and not self.formats.delta else 0.0
-            )  # the master is a part of it
+            # The master is a part of the copy.
+            inside = unit.elements / os if own and not self.formats.delta else 0.0
             return (unit.elements / p - inside) * self.formats.width
         if p == 1:
             return unit.elements * self.formats.width  # decoded at once
@@ -133,9 +132,7 @@ class States:
             if hop.operation != EXCHANGE:
                 break
             coded = unit.quantised and bool((self.formats.gradients or {}).get(hop.axis.link))
-            own = hop.sent / (
-                hop.axis.size - 1
-            )  # exact rows are sent from where they lie, the own one with them
+            own = hop.sent / (hop.axis.size - 1)  # exact rows are sent from where they lie, with the own one
             passing = 2 * hop.sent if coded else hop.sent + (own if hop.axis.size > 2 else 0.0)
             left /= hop.axis.size
             goes_on = hop.every and at + 1 < len(hops) and hops[at + 1].every
@@ -232,7 +229,7 @@ def _crossing(grid: Grid) -> int:
     return prod(inside)
 
 
-STREAMS = 2  # of each lane (comm/lane.py)
+STREAMS = 2  # of each lane (comm/lane.py): chains that are under way at once
 SQUARE = 8  # bytes of an element's error, squared
 
 

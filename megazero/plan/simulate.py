@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.layout import LOCAL, Chain, Layout
+from megazero.plan.memory import STREAMS
 from megazero.plan.rank_step import RankStep, Spent
 from megazero.plan.seconds import INTER_SITE
 from megazero.plan.shared_processors import Machine
 from megazero.pp.schedules import Action, Kind
 
-STREAMS = 2  # of a lane: chains that are under way at once
 SCALAR_ROUNDS = 2  # of the exchange of norms and hashes, in latencies of the slowest link
 
 

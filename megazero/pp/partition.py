@@ -82,9 +82,7 @@ def _spread(num_layers: int, stages: int, costs: Costs, first: int | None, last:
     fixed = {0: first, stages - 1: last}
     counts = [fixed.get(i) or 1 for i in range(stages)]
     extra = [costs.embedding * (i == 0) + costs.head * (i == stages - 1) for i in range(stages)]
-    free = [
-        i for i in reversed(range(stages)) if fixed.get(i) is None
-    ]  # min() takes the first: the later stage
+    free = [i for i in reversed(range(stages)) if fixed.get(i) is None]  # min() takes the later stage
     for _ in range(num_layers - sum(counts)):
         counts[min(free, key=lambda i: costs.layer * (counts[i] + 1) + extra[i])] += 1
     return counts

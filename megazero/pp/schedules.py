@@ -126,8 +126,7 @@ def make_schedule(name: str, pp: int, virtual: int, micro_batches: int) -> Sched
 
 
 def make_evaluation(pp: int, virtual: int, micro_batches: int) -> Schedule:
-    """Return forwards, stage by stage over groups of as many micro-batches as ranks. So all ranks are busy, and few
-    messages wait."""
+    """Return forwards, stage by stage over groups of as many micro-batches as ranks: all busy, few messages wait."""
     groups = [range(i, min(i + pp, micro_batches)) for i in range(0, micro_batches, pp)]
     return tuple(
         tuple(

@@ -69,9 +69,8 @@ def measure_modules(
         for kind, call in calls.items()
     }
     stretch = 1.0
-    if not _lacking(
-        lambda: _with_backward(whole, decoder)(), clock.device
-    ):  # the whole takes more than its parts
+    # The whole takes more time than its parts.
+    if not _lacking(lambda: _with_backward(whole, decoder)(), clock.device):
         together = clock(_with_backward(whole, decoder), slowest=False)
         stretch = together.median / sum(both.median for _, both in times.values())
     for kind, (forward, both) in times.items():

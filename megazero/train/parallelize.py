@@ -122,11 +122,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
 def make_outer(outer: OuterConfig, num_layers: int) -> zero.Outer:
     """Return how the configuration's outer replicas meet."""
     average, coding = averages(outer), make_codec(outer_coding(outer))
-    modules = [
-        "embedding",
-        *(f"layers.{index}" for index in range(num_layers)),
-        "head",
-    ]  # names in Decoder.parts
+    modules = ["embedding", *(f"layers.{index}" for index in range(num_layers)), "head"]  # of Decoder.parts
     return zero.Outer(
         interval=outer.outer_interval,
         lr=1.0 if average else outer.outer_lr,

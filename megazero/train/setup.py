@@ -20,13 +20,7 @@ from megazero.comm.hops import Traffic
 from megazero.config import RunConfig
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
-from megazero.log.exit_status import (
-    ExitStatus,
-    end_folder,
-    forget_status,
-    record_status,
-    status_of,
-)
+from megazero.log.exit_status import ExitStatus, end_folder, forget_status, record_status, status_of
 from megazero.log.time_bill import TimeBill
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
@@ -207,8 +201,7 @@ def _join(
     limit = timedelta(minutes=config.training.distributed_timeout_minutes)
     timeout = limit + timedelta(seconds=judging_s(launch.world_size))
     # First of all the ranks join: from then on they notice when one of them fails alone (a file that its node does
-    # not see).
-    # The first rank may have to wait for a folder's lease.
+    # not see). The first rank may have to wait for a folder's lease.
     lease = supervisor.lease
     held = launch.rank != 0 and any(lease.taker(f"{place.folder}") is not None for place in lease.places)
     patience = 2 * (SILENT_S + BEAT_S) if held else 0.0

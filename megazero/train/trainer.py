@@ -143,15 +143,12 @@ class Trainer:
         self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, self.pipeline.loss_rank, masked)
         limit_s = self.config.training.distributed_timeout_minutes * 60
         self.saver = Saver(checkpointing, self.outputs.console, self._saved, limit_s)
-        self.scalars = torch.zeros(
-            len(RankScalars._fields), dtype=torch.float64, device=self.mesh.device
-        )  # sent with the norm of each step
+        # Sent with the norm of each step.
+        self.scalars = torch.zeros(len(RankScalars._fields), dtype=torch.float64, device=self.mesh.device)
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         waits = (self.engine.waits, self.decoder.tp.waits)
         self.timed: Sequence[Lane | Waits] = (*self.engine.hooks.lanes, *waits)
-        self.compile_time: CompileTime | None = None
-        if self.config.training.compile:
-            self.compile_time = CompileTime()
+        self.compile_time = CompileTime() if self.config.training.compile else None
         self.codec_costs = CodecCosts(self.engine)
         self.exit_reason: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
@@ -325,10 +322,8 @@ class Trainer:
 
     def _sums_of_replicas(self, ranks: Sequence[RankScalars]) -> list[float]:
         """Return the summed token losses of each outer replica, in nats, from the ranks that compute them."""
-        losses, d = (
-            [float(ranks[r].loss) for r in self.mesh.stage_ranks(self.pipeline.loss_rank)],
-            self.mesh.dp_size,
-        )
+        losses = [float(ranks[r].loss) for r in self.mesh.stage_ranks(self.pipeline.loss_rank)]
+        d = self.mesh.dp_size
         return [reduce(add, losses[begin : begin + d]) for begin in range(0, len(losses), d)]
 
     def _check_finite(

@@ -180,10 +180,8 @@ def _model(config: RunConfig, tp: int, pp: int) -> dict[str, Any]:
     groups = tp * like(m.num_query_groups // full_tp, max(2, most // tp))
     if m.num_query_groups < full_tp:  # ranks share them
         groups = max(1, m.num_query_groups * tp // full_tp)
-    units, full_units = (
-        max(groups, tp),
-        max(m.num_query_groups, full_tp),
-    )  # ranks share query heads evenly, too
+    # Ranks share query heads evenly, too.
+    units, full_units = max(groups, tp), max(m.num_query_groups, full_tp)
     heads = units * like(m.num_attention_heads // full_units, max(3, 8 // units))
     width = _head_width(config)
     hidden = heads * width

@@ -9,13 +9,13 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from megazero.comm.codec import Blockwise, Codec
+from megazero.comm.codec import Blockwise, Codec, at_least_fp32
 from megazero.mesh.mesh import Mesh
 from megazero.zero.admission import refuse_unfit
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
 from megazero.zero.policy import Codecs, Levels, Policy
-from megazero.zero.unit import Unit, at_least_fp32
+from megazero.zero.unit import Unit
 
 Init = Callable[[str], torch.Tensor]
 UnitSpec = nn.Module | Sequence[nn.Module]
@@ -80,10 +80,8 @@ def build_units(
     # Parameters read outside every listed module, shared ones (a tied head, say) included.
     outside = (p for m in module.modules() if id(m) not in inside for p in m.parameters(recurse=False))
     rest = _unique(owner[id(p)] for p in outside)
-    if rest or module not in [
-        m for m, _ in needs
-    ]:  # in its forward released parameters are gathered when read
-        needs.append((module, rest))
+    if rest or all(m is not module for m, _ in needs):
+        needs.append((module, rest))  # in its forward released parameters are gathered when read
     for m, used in needs:
         held = {unit.part for unit in used}
         if len(held | {part_of.get(id(m), part) for part in held}) > 1:
@@ -182,8 +180,7 @@ def _make_unit(
 
 
 def _unit_codecs(codecs: Codecs, dtype: torch.dtype) -> Codecs:
-    """Return the policy's codecs, with exact regions of weights in the parameters' dtype, of gradients in the
-    sums'."""
+    """Return the policy's codecs; exact regions of weights have the parameters' dtype, of gradients the sums'."""
 
     def holding(codec: Codec | None, exact: torch.dtype) -> Codec | None:
         return replace(codec, exact_dtype=exact) if isinstance(codec, Blockwise) else codec

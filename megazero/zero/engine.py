@@ -324,8 +324,7 @@ class Engine:
             self.outer.settle()
 
     def state(self) -> dict[str, Any]:
-        """Return the rest of a checkpoint's state, in JSON types: counters for noise, and the units that fell
-        back."""
+        """Return the rest of a checkpoint's state, in JSON types: counters for noise, units that fell back."""
         outer = {} if self.outer is None else {"outer": self.outer.state()}
         return {"updates": self.rounding.updates, "fallen_back": self.fallen, **outer}
 

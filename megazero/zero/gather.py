@@ -212,9 +212,7 @@ def _refresh(unit: Unit, context: Context) -> Chain:
                 unit.refresh_codec.decode_add(messages.view(rows, -1), *regions)
             else:
                 unit.refresh_codec.decode(messages.view(rows, -1), *regions)
-            if (
-                unit.codecs.mixes
-            ):  # also for R, to which the next difference is taken and which a checkpoint holds
+            if unit.codecs.mixes:  # R, too: the next difference is taken to it, and a checkpoint holds it
                 Slice(unit.layout, unit.copy, unit.levels.p).clear_padding()
     unit.copy_version = unit.master_version
     used = partial(used_weights, unit)

@@ -212,7 +212,7 @@ class _Transit:
         """Move the pieces to their owners: from ``message`` to ``arrived``."""
         for i, hop in enumerate(self.route.hops):
             out, given = self.received[i], self.sent[i]
-            yield start_route(self.axes[i], out, given, hop.received, hop.sent, self.traffic)
+            yield start_route(self.axes[i], out, given, hop.received, hop.sent, "update", self.traffic)
             if i + 1 < len(self.sent):
                 _copy(*self._ordered(i))
 
@@ -222,7 +222,7 @@ class _Transit:
             if i + 1 < len(self.sent):
                 _copy(*reversed(self._ordered(i)))
             out, given = self.sent[i], self.received[i]
-            yield start_route(self.axes[i], out, given, hop.sent, hop.received, self.traffic)
+            yield start_route(self.axes[i], out, given, hop.sent, hop.received, "update", self.traffic)
 
     def _ordered(self, i: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the parts of the message of hop i + 1, and where they lie in what hop i received."""

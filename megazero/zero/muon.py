@@ -87,12 +87,8 @@ class Muon(ByMatrix):
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.momentum, self.nesterov, self.steps = momentum, nesterov, steps
-        self.coefficients, self.scale, self.extra_scale = (
-            COEFFICIENTS[coefficients],
-            SCALES[scale],
-            extra_scale,
-        )
-        self.precision = precision
+        self.coefficients, self.scale = COEFFICIENTS[coefficients], SCALES[scale]
+        self.extra_scale, self.precision = extra_scale, precision
         others = [group for group in self.param_groups if not group.get(MATRIX)]  # the same objects: one rate
         self.rest = adamw(others or [{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.rest.state = self.state

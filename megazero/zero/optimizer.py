@@ -61,8 +61,7 @@ class Traits:
         return 1 if self.split is None else size // max(self.span, 1)
 
     def holders(self, rank: int, size: int) -> range:
-        """Return the tensor-parallel ranks of ``size`` that hold what ``rank`` holds; the first counts and saves
-        it."""
+        """Return the tensor-parallel ranks of ``size`` that hold what ``rank`` does. The first counts and saves."""
         span = (self.span or size) if self.replicated else 1
         first = rank // span * span
         return range(first, first + span)

@@ -338,9 +338,8 @@ def _record(
     """Return a record. unique: no other data-parallel rank holds the range, whatever the shards."""
     placement = (placements or {}).get(slot.name) or _own_placement(slot)
     tp = engine.mesh.tp
-    twin = engine.traits[slot.name].holders(tp.index, tp.size).start != tp.index or is_second_end(
-        engine, unit
-    )
+    holders = engine.traits[slot.name].holders(tp.index, tp.size)
+    twin = holders.start != tp.index or is_second_end(engine, unit)
     owner = not (twin or engine.mesh.is_replica and not unique)
     return SliceRecord(placement, *bounds, tensors, owner, stored={WEIGHTS: unit.dtype})
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise, decoded, encoded
-from megazero.comm.hops import start_exchange, start_gather
+from megazero.comm.hops import other_rows, start_exchange, start_gather
 from megazero.comm.lane import Chain, HopSpec, Lane, Ticket
 from megazero.kernels.arena import Take
 from megazero.mesh.grid import INTER
@@ -198,11 +198,10 @@ class Reduction:
         with self.context.frame() as frame:
             messages = encoded(hop.codec, share, frame.take, noise)
             self._measure(hop, share, messages)
-            received, *rest = regions = sums.rows(hop.level - 1, hop.axis.size)
+            size = hop.axis.size
+            received, *rest = regions = sums.rows(hop.level - 1, size)
             if rest or messages.dtype != sums.buffer.dtype:  # else it lands in place
-                received = frame.take(hop.axis.size * messages.numel(), messages.dtype).view(
-                    hop.axis.size, -1
-                )
+                received = frame.take(size * messages.numel(), messages.dtype).view(size, -1)
             yield start_gather(hop.axis, received.view(-1), messages.view(-1), "reduce", self.context.traffic)
             hop.codec.decode(received, *regions)  # nothing where it landed in place
 
@@ -296,15 +295,13 @@ class Reduction:
     def _others(
         self, hop: Hop, source: Slice, act: Callable[[list[torch.Tensor], slice, slice], Any]
     ) -> None:
-        """Call ``act(rows, their place, their messages' place)`` for every rank but this one, in two runs at most."""
-        regions, own = source.rows(hop.level - 1, hop.axis.size), hop.axis.index
-        for first, last, to in ((0, own, 0), (own + 1, hop.axis.size, own)):
-            if last > first:
-                act([r[first:last] for r in regions], slice(first, last), slice(to, to + last - first))
+        """Call ``act(rows, their place, their messages' place)`` for the ranks but this one (``other_rows``)."""
+        regions = source.rows(hop.level - 1, hop.axis.size)
+        for at, to in other_rows(hop.axis, hop.axis.index):
+            act([region[at] for region in regions], at, to)
 
     def _measure(self, hop: Hop, rows: Sequence[torch.Tensor], messages: torch.Tensor) -> None:
-        """Measure the rounding error of messages [k, m] against rows [k, -1] per region, if the unit is the step's
-        sample."""
+        """Measure the rounding of messages [k, m] against rows [k, -1] per region, if this unit is the sample."""
         rounding, dtype = self.context.rounding, self.unit.sum_dtype
 
         def sent(take: Take) -> torch.Tensor:

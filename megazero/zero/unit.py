@@ -45,7 +45,7 @@ from math import prod
 import torch
 from torch import nn
 
-from megazero.comm.codec import Codec, Identity
+from megazero.comm.codec import Codec, Identity, at_least_fp32
 from megazero.comm.lane import Ticket
 from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.adamw import NOTHING, Refresh
@@ -56,10 +56,6 @@ from megazero.zero.policy import Codecs, Levels
 from megazero.zero.released import Read, Released, hide, refuse_read, released_class
 
 EXACT = Codecs()
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Unit:
@@ -272,8 +268,7 @@ class Unit:
 
     @property
     def ready(self) -> bool:
-        """Whether full parameters of the current version are present. A ``gathered`` block's parameters are
-        current."""
+        """Whether full parameters of the current version are present. In a ``gathered`` block they are current."""
         return self.full_present and (self.pinned > 0 or not self.stale) and self.ticket is None
 
     # -- gradients -------------------------------------------------------------------------------
@@ -323,8 +318,7 @@ class Unit:
         return self.staged.take(self.layout.numel, self.dtype)
 
     def _fill_missing(self) -> None:
-        """Let parameters without a gradient contribute zeros: to staging in every micro-batch, to grad in the
-        last."""
+        """Let parameters without a gradient add zeros: to staging in every micro-batch, to grad in the last."""
         if self.levels.g:
             if self.staging is None:
                 self.staging = self._new_staging().zero_()

@@ -13,7 +13,9 @@ import torch
 from megazero.config import ConfigError, World, make_config
 from megazero.config.model.attention import BACKENDS, BAND, DROPOUT, ODD_HEADS, TORCH, pick, refusal
 from megazero.models import attention
-from megazero.models.attention import FLEX_BLOCK, AttentionTables, Masking, attend, make_tables
+from megazero.models.attention import FLEX_BLOCK, attend, make_tables
+from megazero.models.attention_pieces import CAUSAL, MIXED, cut
+from megazero.models.masking import AttentionTables, Masking
 from tests.unit.test_plan import MODEL
 
 LENGTH, SAMPLES, HEADS = 2 * BAND + 88, 2, 4
@@ -85,16 +87,14 @@ def test_narrow_dtypes_round_as_much_as_one_kernel_does(dtype):
 
 def test_pieces_follow_documents_and_bands():
     documents = Masking(1.0, starts=STARTS)
-    rows = [row for row in attention.cut(documents, "flash", LENGTH, torch.zeros(()))[0].tolist() if row[2]]
+    rows = [row for row in cut(documents, "flash", LENGTH, torch.zeros(()))[0].tolist() if row[2]]
     assert [row[:4] for row in rows if row[0] == 0] == [
         [0, 0, 120, 0],  # two documents share a piece
         [0, 120, LENGTH - 40, 120],
         [0, LENGTH - 40, LENGTH, LENGTH - 40],
     ]
-    assert [row[4] for row in rows] == [attention.MIXED, attention.CAUSAL, attention.MIXED] + 3 * [
-        attention.CAUSAL
-    ]
-    windows = attention.cut(Masking(1.0, window=9), "flash", LENGTH, torch.zeros(()))[0].tolist()
+    assert [row[4] for row in rows] == [MIXED, CAUSAL, MIXED] + 3 * [CAUSAL]
+    windows = cut(Masking(1.0, window=9), "flash", LENGTH, torch.zeros(()))[0].tolist()
     assert [row[1:4] for row in windows if row[2]] == [
         [0, BAND, 0],
         [BAND, 2 * BAND, BAND - 8],

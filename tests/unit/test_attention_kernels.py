@@ -8,7 +8,8 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megazero.models import Decoder, attention
-from megazero.models.attention import AttentionTables, Masking, attend, attention_note, fused
+from megazero.models.attention import attend, attention_note, fused
+from megazero.models.masking import AttentionTables, Masking
 from megazero.tp import TensorParallel
 from tests.unit.test_models_decoder import batch, make
 

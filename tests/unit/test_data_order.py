@@ -20,7 +20,7 @@ from megazero.data.build import build_dataset, split_bounds
 from megazero.data.gpt import sample_starts
 from megazero.data.indexed import IndexedWriter
 from megazero.data.tokenizer import TokenizerInfo, write_meta
-from megazero.models.attention import Masking
+from megazero.models.masking import Masking
 
 VOCAB, EOD = 997, 7
 TOKENIZER = TokenizerInfo("f" * 64, VOCAB, EOD)

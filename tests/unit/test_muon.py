@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from megazero import zero
+from megazero.config.options.optimizers import QUINTIC_SETS
+from megazero.config.run import all_options
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.by_matrix import MATRIX
 from megazero.zero.elementwise import refuse_unless_elementwise
@@ -39,6 +41,13 @@ def test_newton_schulz_is_its_polynomials_of_the_singular_values(shape, dtype, l
     got = newton_schulz(matrix.to(dtype), 5, COEFFICIENTS[name]).double()
     assert got.shape == shape and torch.equal(matrix, kept)
     assert (got - orthogonalised(matrix, POLYNOMIALS[name])).norm() / got.norm() < limit
+
+
+def test_the_configuration_offers_what_there_is():
+    offered = all_options()
+    assert set(offered["muon_coefficient_type"].choices) == set(COEFFICIENTS)
+    assert set(offered["muon_scale_mode"].choices) == set(SCALES)
+    assert len(COEFFICIENTS["quintic"]) == QUINTIC_SETS
 
 
 def test_a_matrix_of_zeros_has_no_direction():

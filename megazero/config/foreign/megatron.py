@@ -1,4 +1,4 @@
-"""This module takes Megatron's flags into a layer: what each one sets, one note on what changes nothing, errors.
+"""Takes Megatron's flags into a layer: what each one sets, one note on what changes nothing, errors.
 
 megatron.tsv says what they mean.
 """

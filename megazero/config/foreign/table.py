@@ -1,4 +1,4 @@
-"""This module reads the tables of other programs' words. The head of megatron.tsv says how they are written."""
+"""Reads the tables of other programs' words. The head of megatron.tsv says how they are written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOOLEANS = {"true": True, "false": False}
 
 
 class Row(NamedTuple):
-    """This is one line: a name, what follows it, the options of its last column, and the heading that it is under."""
+    """One line: a name, what follows it, the options of its last column, and the heading that it is under."""
 
     name: str
     value: str

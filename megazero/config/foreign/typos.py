@@ -1,4 +1,4 @@
-"""This module says what was probably meant by a name that does not exist.
+"""What was probably meant by a name that does not exist.
 
 That is an option, a flag of Megatron or a key of DeepSpeed, with what it is here.
 """

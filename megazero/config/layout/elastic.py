@@ -105,11 +105,8 @@ def _layouts(config: RunConfig, world: World) -> list[ParallelConfig]:
     """Return the layouts whose ranks divide the world: as many tensor-parallel ranks as possible, then the number of
     stages nearest in ratio, the larger one of two."""
     given = config.parallel
-    tp, pp, layers = (
-        given.tensor_model_parallel_size,
-        given.pipeline_model_parallel_size,
-        config.model.num_layers,
-    )
+    tp, pp = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
+    layers = config.model.num_layers
     found = [
         (t, p)
         for t in range(tp, 0, -1)
@@ -152,10 +149,8 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
 
 def _with_micro_batch(config: RunConfig, world: World, sizes: Sequence[int]) -> RunConfig | None:
     """Return the configuration with the largest micro-batch, up to its own, that divides all batches, or None."""
-    micro, groups = (
-        config.batch.micro_batch_size,
-        config.data_parallel_size(world) * config.micro_batch_multiple,
-    )
+    micro = config.batch.micro_batch_size
+    groups = config.data_parallel_size(world) * config.micro_batch_multiple
     whole = gcd(*sizes)
     legal = [size for size in range(1, micro + 1) if whole % (size * groups) == 0]
     return replace(config, batch=replace(config.batch, micro_batch_size=legal[-1])) if legal else None

@@ -1,4 +1,4 @@
-"""This module describes the pipeline of a run: stages per rank, their layers, and the order in which they compute."""
+"""The pipeline of a run: stages per rank, their layers, and the order in which they compute."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from megazero.mesh.grid import copy_lifetime, shard_problem
 
 
 class Preset(NamedTuple):
-    """This is one preset. ``p``, ``g`` and ``os`` are '1', 'h' or 'd'.
+    """One preset. ``p``, ``g`` and ``os`` are '1', 'h' or 'd'.
 
     ``stage`` is DeepSpeed's number for it. With ``partitioned``, P may be chosen. With ``quantised``, changes of
     weights and gradients are sent quantised across nodes where nothing else is said.
@@ -59,7 +59,7 @@ GRADIENT_LIFETIMES = ("micro-batch", "step")  # of whole gradients
 
 @dataclass(frozen=True)
 class Shards:
-    """This has the resolved factors, and how long the P copy lives.
+    """The resolved factors, and how long the P copy lives.
 
     The copy lives for a 'use', for a 'step' (to the last backward), or it is 'resident'. With ``keep_gathered``,
     full parameters live from their first use in a step to its end. With ``whole_gradients``, gradients are

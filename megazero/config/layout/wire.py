@@ -1,4 +1,4 @@
-"""This module says what the hops send: the quantised formats of a run on its world.
+"""What the hops send: the quantised formats of a run on its world.
 
 They follow ZeRO++ (Wang et al. 2023, sections 3.1 and 3.3). Weights are encoded once per step, by their owner, and
 travel as they were encoded. So they have one format for every hop, which is in use where some hop crosses nodes.
@@ -31,7 +31,7 @@ LEAST_BLOCK = 64  # elements that parameters are aligned to where nothing is qua
 
 @dataclass(frozen=True)
 class Coding:
-    """This is a quantised format, in which ``block`` elements share a scale.
+    """A quantised format, in which ``block`` elements share a scale.
 
     ``clip`` is the number of scales that are tried per block; with 0, absmax decides. ``hadamard`` is the number of
     elements that a Hadamard transform mixes before they are encoded; with 0, none does.
@@ -46,7 +46,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class Wire:
-    """This has the formats by hop. None means that the hop is exact.
+    """The formats by hop. None means that the hop is exact.
 
     With ``delta``, ``weights`` codes the change since the last refresh. With ``feedback``, what rounding across
     nodes lost is added to the next step's gradient: as an average with ``feedback_beta``, dropped every

@@ -1,4 +1,4 @@
-"""These are rules between the options of quantised messages. They hold whatever the size of the world."""
+"""Rules between the options of quantised messages. They hold whatever the size of the world."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megazero.config.model.section import ModelConfig
 
 DENSE_TOKENS = 2048  # the longest sample for which a mask [b, heads or 1, s, s] is made
-BAND = 256  # queries of a piece that has a matrix of scores or a bias (models/attention.py)
+BAND = 256  # queries of a piece that has a matrix of scores or a bias (models/attention_pieces.py)
 DOCUMENTS, WINDOWS, ALIBI, SCALED_ALIBI = "documents", "windows", "ALiBi", "scaled ALiBi"
 CAPS, DROPOUT = "capped scores", "dropout"
 ODD_HEADS = "heads whose width is no multiple of 8 or above 256"

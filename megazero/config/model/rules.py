@@ -1,4 +1,4 @@
-"""These are rules between the options of a model, and over tensor-parallel ranks. The decoder calls them, too."""
+"""Rules between the options of a model, and over tensor-parallel ranks. The decoder calls them, too."""
 
 from __future__ import annotations
 

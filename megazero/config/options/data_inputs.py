@@ -1,7 +1,4 @@
-"""This module alone reads the words of --data-path and its kin, --split and --tokenizer-type.
-
-It needs no numpy.
-"""
+"""Reads the words of --data-path and its kin, --split and --tokenizer-type; nothing else parses them. No numpy."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Condition = tuple[Collection[str], bool, str]
 
 @dataclass(frozen=True)
 class Option:
-    """This is one configuration field, seen as an option.
+    """One configuration field, seen as an option.
 
     ``kind`` is 'int', 'float', 'bool', 'str', or 'ints', 'floats' or 'strs', which take one or more values (MANY).
     ``needed``: its section always has a value, and no default. A user says it (``required``), or it is derived.

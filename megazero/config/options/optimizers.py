@@ -1,4 +1,4 @@
-"""This module lists the optimizers and the shapes of the learning rate, with everything that is known of each.
+"""The optimizers and the shapes of the learning rate, with everything that is known of each.
 
 An optimizer is an entry of OPTIMIZERS. The engine gives it slices of the weights, so it is elementwise, which
 zero/elementwise.py runs it to see, or by matrix (zero/by_matrix.py). A shape is an entry of FALLING.
@@ -17,7 +17,7 @@ from megazero.config.options.fields import option
 
 @dataclass(frozen=True)
 class Optimizer:
-    """This is one optimizer.
+    """What is known of one optimizer.
 
     ``factories`` maps --optimizer-impl to 'module:name', which is imported when the optimizer is built.
     ``arguments`` are those of every factory, by name; each is an option, or a tuple of options.
@@ -111,12 +111,13 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
     }
 )
 IMPLEMENTATIONS = tuple(OPTIMIZERS["adamw"].factories)
+QUINTIC_SETS = 5  # of coefficients, of zero/muon.py, which needs torch; a test keeps the two equal
 SMALL_MOMENTS = ("auto", "triton")  # the implementations that keep moments in fewer bits
 
 
 @dataclass(frozen=True)
 class MomentDtype:
-    """This is what a moment of an element takes, in bytes: in memory, and in a checkpoint. None: as a master weight.
+    """What a moment of an element takes, in bytes: in memory, and in a checkpoint. None: as a master weight.
 
     block: how many elements share a scale. kernels/moments.py has the formats: INT8 has a scale of 2 bytes a block.
     """
@@ -268,10 +269,8 @@ class OptimizerConfig:
 
     def _bytes_of(self, master: int, widths: Sequence[float | None], matrices: float) -> float:
         """Return the mean bytes of moments of these widths; None is the master's, which matrices' moments have."""
-        others, of_matrices = (
-            sum(master if w is None else w for w in widths),
-            OPTIMIZERS[self.optimizer].matrix_moments,
-        )
+        others = sum(master if width is None else width for width in widths)
+        of_matrices = OPTIMIZERS[self.optimizer].matrix_moments
         return others if of_matrices is None else (1 - matrices) * others + matrices * of_matrices * master
 
     @property

@@ -1,4 +1,4 @@
-"""This module turns a command line into a layer, and prints --help. It does not use argparse, and this is why.
+"""Turns a command line into a layer, and prints --help. It does not use argparse, and this is why.
 
 argparse, tyro (import 0.14 s) and jsonargparse (0.21 s) stop at the first fault, so a script with three misspelt
 flags takes three submissions to repair. They also cannot name the nearest flag. Megatron's syntax is small: `--name
@@ -28,7 +28,7 @@ FILES = {
 
 @dataclass
 class Flags:
-    """This is a command line after reading: the layer of its values, the files it names, whether it asks for help."""
+    """A command line after reading: the layer of its values, the files it names, whether it asks for help."""
 
     layer: Layer = field(default_factory=lambda: Layer("flags"))
     files: dict[str, str] = field(default_factory=dict)

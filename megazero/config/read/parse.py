@@ -1,4 +1,4 @@
-"""This module makes a RunConfig from argv. Every fault is reported at once.
+"""Makes a RunConfig from argv. Every fault is reported at once.
 
 Flags override the YAML file, which overrides the DeepSpeed JSON file, which overrides the defaults.
 """

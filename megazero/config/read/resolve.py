@@ -1,4 +1,4 @@
-"""This module completes a RunConfig from what the user said.
+"""Completes a RunConfig from what the user said.
 
 It fills in family defaults, derived sizes, the ZeRO preset and the notes.
 """

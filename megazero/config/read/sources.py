@@ -31,7 +31,7 @@ REPLACES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Switch:
-    """This is a name that may follow '--' or stand in YAML.
+    """A name that may follow '--' or stand in YAML.
 
     ``sets`` is the value that it means, or None if a value follows.
     """
@@ -60,7 +60,7 @@ def switches(options: Iterable[Option]) -> Mapping[str, Switch]:
 
 
 class Unknown(NamedTuple):
-    """This is a name that is no option. ``prefix`` is what stood before it: dashes, or where in a file it stands.
+    """A name that is no option. ``prefix`` is what stood before it: dashes, or where in a file it stands.
 
     ``said`` are the words after it; False and None are YAML's, for what is off and what is left unset.
     ``others`` are names that are legal in the same place beside those of options.
@@ -74,7 +74,7 @@ class Unknown(NamedTuple):
 
 @dataclass
 class Layer:
-    """This is what one source says: values by field name, errors and notes.
+    """What one source says: values by field name, errors and notes.
 
     ``final`` has the values that stronger sources do not override, by field name, each with the reason.
     ``unknown`` are the words that are no options here, which parse.py settles. ``facts`` are the flags of Megatron

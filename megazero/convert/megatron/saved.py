@@ -81,9 +81,7 @@ def read_saved(file: Path, data: bytes | None = None) -> dict[str, Any]:
 def arguments(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the run by name, or nothing where it saved none."""
     told = saved.get("args")
-    if isinstance(
-        told, argparse.Namespace
-    ):  # a program that imports megatron-core has allowed torch to make it
+    if isinstance(told, argparse.Namespace):  # a program that imports megatron-core has let torch make it
         told = vars(told)
     state = told.state if isinstance(told, StandIn) else told
     return dict(state) if isinstance(state, dict) else {}
