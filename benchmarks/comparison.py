@@ -2,12 +2,14 @@
 
     python benchmarks/comparison.py --rates 200mbit 1gbit none --micro-batches 1 4 8 --out docs
     python benchmarks/comparison.py --rates 1gbit 1gbit+20ms 1gbit+100ms --micro-batches 4 --out /tmp/long
+    python benchmarks/comparison.py --heats outer --rates 50mbit 200mbit --micro-batches 1 --out runs/outer
 
 Everyone trains the same Llama (8 layers, hidden 256, ffn 688, vocabulary 4096, sequence 128, micro-batch 1) with bf16
 parameters and an fp32 master. Within a heat the contestants take turns; bytes are what the kernel counted
-at the interface of a node around a contestant's steps, everything included. Writes comparison.json, comparison.md and
-comparison.png into --out; a run replaces its rates, micro-batches and heats there and leaves the others, so parts can
-be run one by one.
+at the interface of a node around a contestant's steps, everything included. A turn of those that meet every few steps
+has whole intervals; one more interval, whose steps are measured one by one, has the most bytes of a step. Writes
+comparison.json, comparison.md and comparison.png into --out; a run replaces its rates, micro-batches and heats there
+and leaves the others, so parts can be run one by one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.comparison_report import chart, page
 from benchmarks.contestants import Shape, decoder
-from benchmarks.peers import CONTESTANTS, HEATS, Running, absent
+from benchmarks.peers import CONTESTANTS, HEATS, PAGE_HEATS, Running, absent
 from benchmarks.volume import Case
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.mesh.grid import INTER
@@ -44,6 +46,7 @@ class Record:
     interface and of the engine's counters (0 for peers). losses: of every step, of this rank."""
 
     running: Running
+    interval: int  # a turn begins with one and has whole ones
     steps: int = 1  # of a turn
     seconds: list[float] = field(default_factory=list)
     sent: list[list[int]] = field(default_factory=list)
@@ -52,10 +55,12 @@ class Record:
 
     def turn(self, ranks_per_node: int) -> None:
         traffic = self.running.traffic
-        if self.steps > 1:  # a short step's first repetition would pay for what others left in the caches
-            self.losses.append(self.running.step())
+        if (
+            self.steps > self.interval == 1
+        ):  # a short step's first repetition pays for what others left in the caches
+            self.step()
         before = traffic.total(INTER) if traffic else 0
-        seconds, sent = harness.measure(lambda: self.losses.append(self.running.step()), self.steps)
+        seconds, sent = harness.measure(self.step, self.steps)
         counted = (traffic.total(INTER) - before) // self.steps if traffic else 0
         rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.int64)
         rows[dist.get_rank()] = torch.tensor([sent, counted])
@@ -71,6 +76,13 @@ class Record:
         for each in (self.seconds, self.sent, self.counted):
             each.clear()
 
+    def step(self) -> None:
+        self.losses.append(self.running.step())
+
+    def most(self, steps: int) -> int:
+        """Bytes that a node has sent in one of so many steps, at most; nobody begins a step before all have ended."""
+        return max(harness.measure_most(self.step)[1] for _ in range(steps))
+
 
 def losses(records: dict[str, Record]) -> tuple[int, dict[str, float]]:
     """The last step that all have taken, and everyone's loss per token in it, averaged over ranks."""
@@ -83,8 +95,14 @@ def losses(records: dict[str, Record]) -> tuple[int, dict[str, float]]:
 def compare(names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict[str, Any]:
     """asked: least and most rounds, seconds of them all and of a turn."""
     node = harness.ranks_per_node()
-    shape = Shape(sequence=128, micro_batch=1, micro_batches=micro_batches, dtype=torch.bfloat16)
-    records = {name: Record(CONTESTANTS[name].build(shape, node)) for name in names}
+    shape = shape_of(micro_batches)
+    chosen = {name: CONTESTANTS[name] for name in names}
+    records = {
+        name: Record(each.build(shape, node), each.interval, each.interval) for name, each in chosen.items()
+    }
+    for name, each in chosen.items():
+        for _ in range(each.lead):
+            records[name].step()
     turns = {name: lambda record=record: record.turn(node) for name, record in records.items()}
     harness.take_turns(
         turns, 2, warm_up=0
@@ -92,28 +110,35 @@ def compare(names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict
     took = torch.tensor([record.seconds[-1] for record in records.values()])
     dist.broadcast(took, 0)
     whole = 0.0
-    for record, each in zip(records.values(), took.tolist(), strict=True):
-        record.settle(max(1, round(asked["turn_seconds"] / each)))
-        whole += record.steps * each
+    for (name, record), seconds in zip(records.items(), took.tolist(), strict=True):
+        interval = chosen[name].interval
+        record.settle(interval * max(1, round(asked["turn_seconds"] / (interval * seconds))))
+        whole += record.steps * seconds
     gc.collect()
     gc.freeze()  # a collection would walk the models of all contestants in one's turn
     harness.take_turns(
         turns, max(asked["rounds"], min(asked["most_rounds"], round(asked["seconds"] / whole))), 0
     )
+    most = {name: records[name].most(each.interval) for name, each in chosen.items() if each.most}
     step, loss = losses(records)
     case = case_of(shape, dist.get_world_size() // node, node)
-    facts = {"elements": case.elements, "loss_step": step, "loss": loss}
-    facts["formula"] = {name: CONTESTANTS[name].sent(case) for name in records}
+    facts = {"elements": case.elements, "loss_step": step, "loss": loss, "most": most}
+    facts["formula"] = {name: each.sent(case) for name, each in chosen.items()}
+    facts["most_formula"] = {name: each.most(case) for name, each in chosen.items() if each.most}
     for what in ("steps", "seconds", "sent", "counted"):
         facts[what] = {name: getattr(record, what) for name, record in records.items()}
     return facts
+
+
+def shape_of(micro_batches: int) -> Shape:
+    return Shape(sequence=128, micro_batch=1, micro_batches=micro_batches, dtype=torch.bfloat16)
 
 
 def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
     model = decoder(shape, "meta")
     sizes = [sum(p.numel() for module in unit for p in module.parameters()) for unit in model.units()]
     small = sum(p.numel() for p in model.parameters() if p.numel() <= EXACT_NUMEL)
-    return Case(sum(sizes), sizes[0], sizes[-1], shape.micro_batches, nodes, ranks_per_node, small)
+    return Case(tuple(sizes), shape.micro_batches, nodes, ranks_per_node, small)
 
 
 def merge(stored: dict[str, Any], facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +176,7 @@ def main() -> int:
         turn_seconds=(1.0, "a turn has as many steps, at least one"),
         verbose=(False, "show what the ranks print"),
     )
-    parser.add_argument("--heats", nargs="+", choices=HEATS, default=list(HEATS))
+    parser.add_argument("--heats", nargs="+", choices=HEATS, default=list(PAGE_HEATS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     options = parser.parse_args()
     if not 1 <= options.rounds <= options.most_rounds:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.peers import CONTESTANTS
+from benchmarks.peers import CONTESTANTS, INTERVAL
 
 Result = Mapping[str, Any]  # of one rate, number of micro-batches and heat
 BASELINE = "FSDP2"
@@ -171,6 +171,8 @@ def summary(results: Sequence[Result]) -> str:
 def table(result: Result) -> str:
     """Fastest first."""
     header = ["", "bytes / 2N", "of formula", "of counters", "s per step", f"times {BASELINE}", "loss"]
+    most = result.get("most")  # there is none in results from before outer steps
+    header += ["most bytes / 2N", "of formula"] if most else []
     lines = []
     seconds = result["seconds"]
     for name in sorted(seconds, key=lambda name: statistics.median(seconds[name])):
@@ -184,9 +186,18 @@ def table(result: Result) -> str:
                 harness.spread(seconds[name]),
                 harness.spread(ratios(result, name, BASELINE), 2) if BASELINE in seconds else "-",
                 f"{result['loss'][name]:.4f}",
+                *(most_cells(result, name) if most else []),
             ]
         )
     return harness.table(header, lines)
+
+
+def most_cells(result: Result, name: str) -> list[str]:
+    """The most bytes of a step, over 2N and over a meeting of the largest fragment by its formula."""
+    if name not in result["most"]:
+        return ["-", "-"]
+    most = result["most"][name]
+    return [f"{most / (2 * result['elements']):.3f}", f"{most / result['most_formula'][name]:.3f}"]
 
 
 INTRODUCTION = """\
@@ -222,10 +233,18 @@ def title(result: Result) -> str:
     return f"{result['rate']}, {result['micro_batches']} micro-batch(es), {result['heat']}"
 
 
+MEETINGS = f"""\
+Outer steps and DiLoCo: a node is a replica, and replicas meet every {INTERVAL} steps. Bytes and seconds are means
+over whole intervals, *most bytes* are those of one step. DiLoCo is DDP inside the node and an all-reduce by the first
+rank of each, in fp32 or bf16. *streamed*: in two fragments, each three steps on its way.
+"""
+
+
 def page(stored: Mapping[str, Any]) -> str:
     results = stored["results"]
     sharing = stored["nodes"] * stored["ranks_per_node"] / stored["cores"]
     text = [INTRODUCTION.format(**stored, sharing=sharing)]
+    text += [MEETINGS] if any(result.get("most") for result in results) else []
     text += [
         "![Seconds and bytes per step](comparison.png)",
         "",

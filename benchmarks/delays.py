@@ -119,7 +119,7 @@ def main() -> None:
     ]
     head = ["link", "interfaces", *(f"{number} at once, ms" for number in AT_ONCE), "Mb/s", "delay.py"]
     print(f"{harness.setting()}\n\n{harness.table(head, rows)}")
-    names = [name for name, contestant in CONTESTANTS.items() if name.startswith("megazero")]
+    names = [name for name, each in CONTESTANTS.items() if name.startswith("megazero") and each.interval == 1]
     delays = sorted({parse_link(rate).delay_ms for rate in options.rates} - {0.0})
     head = ["", "refresh", "gather", "reduce", "scalar", *(f"least s at {delay:g} ms" for delay in delays)]
     for micro_batches in options.micro_batches:

@@ -13,6 +13,11 @@ added until the 95% bounds of each variant with a target are on one side of it. 
 
 is the study over sizes (loss_ladder.py): what it will run and cost, and nine minutes of it. Its runs are lines of
 OUT/loss_at_size.jsonl; a run that --minutes ends goes on from WORK. Writes loss_at_size.md and loss_at_size.png.
+
+    python benchmarks/loss.py --outer --minutes 60
+
+is an hour of the study of outer steps (loss_outer.py), whose runs are lines of OUT/loss_outer.jsonl. Writes its
+section of loss.md. --plan says what it will run and cost.
 """
 
 from __future__ import annotations
@@ -32,12 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks import loss_ladder
+from benchmarks import harness, loss_ladder, loss_outer
 from benchmarks.harness import Store
 from benchmarks.loss_codecs import compare_codecs
 from benchmarks.loss_data import contents, differing, prepare
 from benchmarks.loss_ladder import LADDER, RUNGS, Rung
 from benchmarks.loss_ladder_report import LadderReport, known, with_known
+from benchmarks.loss_outer import OuterStudy
 from benchmarks.loss_plan import Plan, Results, Runs
 from benchmarks.loss_report import Report
 from benchmarks.loss_run import RANKS, Run, Settings, trace_file, traced, train
@@ -115,6 +121,9 @@ class Ladder:
                 "another --out"
             )
 
+    def plan(self) -> str:
+        return loss_ladder.plan(self.rungs, self.store)
+
     def report(self, out: Path, command: str) -> None:
         """Write loss_at_size.md and loss_at_size.png, and the first paragraph of loss.md."""
         report = ladder_report(out)
@@ -122,7 +131,7 @@ class Ladder:
         report.chart(out / "loss_at_size.png")
         if (page := out / "loss.md").exists():
             page.write_text(with_known(page.read_text(), known(report)))
-        print(loss_ladder.plan(self.rungs, self.store))
+        print(self.plan())
 
 
 def ladder_report(out: Path) -> LadderReport:
@@ -134,6 +143,30 @@ def ladder_report(out: Path) -> LadderReport:
         json.loads(text.read_text()) if text.exists() else [],
         Store(out / "loss_at_size_noise.jsonl").records(),
     )
+
+
+class OuterRuns:
+    """The study of outer steps. Its runs lie in ``out``."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.study = outer_study(options.out, options.outer)
+        self.trainer = Trainer(options.work, self.study.store, options.minutes)
+
+    def run(self) -> None:
+        while not self.trainer.late and (left := self.study.left()):
+            self.trainer(*left[0])
+
+    def plan(self) -> str:
+        return self.study.plan()
+
+    def report(self, out: Path, command: str) -> None:
+        """Write the section of loss.md."""
+        harness.write_section(out / "loss.md", loss_outer.TITLE, self.study.section())
+        print(self.study.section())
+
+
+def outer_study(out: Path, steps: int = loss_outer.STEPS) -> OuterStudy:
+    return OuterStudy(Runs(out / "loss_outer.jsonl"), steps)
 
 
 class Comparison:
@@ -215,6 +248,7 @@ class Comparison:
         )
         out.mkdir(parents=True, exist_ok=True)
         text = with_known(report.markdown(command), known(ladder_report(out)))
+        text += f"\n## {loss_outer.TITLE}\n\n{outer_study(out).section()}"
         (out / "loss.md").write_text(text)
         report.chart(out / "loss.png")
         print(text)
@@ -245,7 +279,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--ladder", nargs="*", choices=RUNGS, metavar="RUNG",
         help=f"the study over sizes, some rungs of it (default: {', '.join(r.name for r in LADDER)}; "
              f"more: {', '.join(repr(name) for name in RUNGS if RUNGS[name] not in LADDER)})")  # fmt: skip
-    add("--plan", action="store_true", help="of --ladder: print what there is to run and its hours, and end")
+    add("--outer", type=int, nargs="?", const=loss_outer.STEPS, metavar="STEPS",
+        help="the study of outer steps, its runs of so many steps (default: %(const)s)")  # fmt: skip
+    add(
+        "--plan",
+        action="store_true",
+        help="of --ladder and --outer: print what is to run and its hours, and end",
+    )
     add(
         "--tune",
         type=float,
@@ -269,8 +309,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(options.runs, options.baseline_runs, options.most_runs) < 1:
         parser.error("--runs, --baseline-runs and --most-runs are at least 1")
-    if options.plan and options.ladder is None:
-        parser.error("--plan is of --ladder")
+    if options.plan and options.ladder is None and options.outer is None:
+        parser.error("--plan is of --ladder and of --outer")
+    if options.ladder is not None and options.outer is not None:
+        parser.error("--ladder and --outer are two studies: give one")
     if len(set(options.seeds)) < len(options.seeds):
         parser.error(f"--seeds {options.seeds} has one twice: more runs of a seed differ by a nudge")
     return options
@@ -281,9 +323,12 @@ def main() -> int:
     command = f"python benchmarks/loss.py {shlex.join(sys.argv[1:])}".rstrip()
     torch.set_num_threads(1)
     try:
-        comparison = Comparison(options) if options.ladder is None else Ladder(options)
-        if options.plan and isinstance(comparison, Ladder):
-            print(loss_ladder.plan(comparison.rungs, comparison.store))
+        if options.outer is not None:
+            comparison: Comparison | Ladder | OuterRuns = OuterRuns(options)
+        else:
+            comparison = Comparison(options) if options.ladder is None else Ladder(options)
+        if options.plan and not isinstance(comparison, Comparison):
+            print(comparison.plan())
             return 0
         if not options.report:
             comparison.run()

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from benchmarks.contestants import llama
 from benchmarks.loss_data import TEXTS, evaluation_samples, train_samples
 from benchmarks.loss_snapshot import Snapshot
-from benchmarks.loss_variants import VARIANTS, Variant
+from benchmarks.loss_variants import EVERY, Variant
 from benchmarks.rank_threads import MeshOf
 from megazero import zero
 from megazero.comm.codec import Blockwise
@@ -25,7 +26,7 @@ from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
-from megazero.train.parallelize import DTYPES
+from megazero.train.parallelize import DTYPES, make_outer
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.zero.build import Init
@@ -34,6 +35,8 @@ RANKS = 4
 NUDGE = 0.001
 CHUNK = 32  # samples of one forward of an evaluation
 TRACE = 8  # steps before a traced one whose master weights are kept, too
+# Nesterov's momentum, and updates of AdamW's size, so that its rates are near AdamW's.
+MUON_OPTIONS = {"momentum": 0.95, "nesterov": True, "extra_scale": 0.2}
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,9 @@ def shard(
 ) -> tuple[Decoder, zero.Engine]:
     """The decoder under an engine of its own mesh. init: by default that of ``seed``. options: of ``zero.shard``."""
     node = settings.node
-    mesh = mesh_of(shards=variant.factors(RANKS, node), ranks_per_node=node, device=settings.device)
+    replicas = RANKS // node if variant.outer else 1
+    shards = variant.factors(RANKS // replicas, node)
+    mesh = mesh_of(shards=shards, ranks_per_node=node, device=settings.device, outer=replicas)
     model = settings.decoder()
     codecs = variant.codecs
     coded = [
@@ -132,8 +137,13 @@ def shard(
         exact_numel=settings.exact if variant.quantised else 0,
         seed=seed,
         loss_scaled=settings.dtype == "fp16",
+        outer=make_outer(variant.outer, settings.layers) if variant.outer and replicas > 1 else None,
     )
     adamw = {"lr": settings.peak, "betas": (0.9, 0.95), "weight_decay": 0.1, **variant.adamw}
+    own: dict[str, Any] = {"optimizer": zero.default_adamw(**adamw)}
+    if variant.muon:
+        own["optimizer"] = partial(zero.Muon, **adamw, **MUON_OPTIONS)
+        own["traits"] = partial(traits, model.matrices())
     engine = zero.shard(
         model,
         mesh=mesh,
@@ -141,9 +151,13 @@ def shard(
         units=model.units(),
         clip_norm=1.0,
         init=init or initializer(model, seed),
-        **{"optimizer": zero.default_adamw(**adamw), **options},
+        **{**own, **options},
     )
     return model, engine
+
+
+def traits(matrices: Mapping[str, int | None], name: str, param: torch.nn.Parameter) -> zero.Traits:
+    return zero.Traits((("weight_decay", 0.0),) if param.ndim < 2 else (), matrix=name in matrices)
 
 
 def nudged(init: Init, model: Decoder, nudge: int) -> Init:
@@ -175,11 +189,12 @@ class Evaluation:
             tokens, labels = evaluation_samples(folder, settings.sequence, numbers)
             self.parts[count] = tokens.to(mesh.device), labels.to(mesh.device)
 
-    def __call__(self, model: Decoder, engine: zero.Engine, count: int) -> float:
-        """Mean loss in nats per token over the first ``count`` samples, equal on all ranks."""
+    def __call__(self, model: Decoder, engine: zero.Engine, count: int, anchor: bool = True) -> float:
+        """Mean loss in nats per token over the first ``count`` samples, equal on all ranks. anchor: with outer
+        replicas, of what they share; else each takes its ranks' samples."""
         tokens, labels = self.parts[count]
         total = torch.zeros((), dtype=torch.float64, device=tokens.device)
-        with engine.evaluation():
+        with engine.evaluation(anchor):
             for x, y in zip(tokens.split(CHUNK), labels.split(CHUNK), strict=True):
                 total += model(x, y).double().sum()
         (whole,) = sum_over_ranks(self.mesh, [total.item()])
@@ -193,7 +208,7 @@ class Training:
         self.settings, self.run = settings, run
         meta = settings.decoder()
         init = nudged(initializer(meta, run.seed), meta, run.nudge)
-        self.model, self.engine = shard(mesh_of, settings, VARIANTS[run.variant], init, run.seed)
+        self.model, self.engine = shard(mesh_of, settings, EVERY[run.variant], init, run.seed)
         self.mesh = self.engine.mesh
         self.evaluate = Evaluation(folder, settings, self.mesh)
         self.scaling = LossScaling.of(PrecisionConfig(params_dtype=settings.dtype))
@@ -206,6 +221,8 @@ class Training:
         self.step += 1
         self.engine.traffic.take()
         info = one_step(self.settings, self.model, self.engine, batches, self.step, self.scaling)
+        if self.wants_point:
+            self.engine.settle()  # what is on its way counts here, not in the evaluation
         self.skipped += info.skipped
         for kind, error in info.errors.items():
             self.errors.setdefault(kind, []).append(error)
@@ -220,11 +237,13 @@ class Training:
         return self.step % self.settings.interval == 0 or self.step == self.settings.steps
 
     def record(self) -> dict[str, Any]:
-        settings = self.settings
+        settings, outer = self.settings, self.engine.outer
         (sent,) = sum_over_ranks(self.mesh, [self.sent])
+        evaluate = partial(self.evaluate, self.model, self.engine, settings.evaluation)
         return {
             **asdict(self.run),
-            "loss": self.evaluate(self.model, self.engine, settings.evaluation),
+            "loss": evaluate(),
+            **({"replicas": evaluate(anchor=False)} if outer else {}),
             "curve": self.curve,
             "skipped": self.skipped,
             "sent": sent / (RANKS // settings.node) / settings.steps,
@@ -243,9 +262,10 @@ def train(
     trace: Path | None = None,
     snapshot: Snapshot | None = None,
 ) -> dict[str, Any] | None:
-    """Train and evaluate; collective. Returns what is kept of a run: ``loss`` over the whole evaluation set, the
-    ``curve`` [step, loss] over its first part, ``sent`` bytes per step from one node, mean relative rounding
-    ``errors``, the final master's ``digest``, and seconds, of the CPU time those of this process.
+    """Train and evaluate; collective. Returns what is kept of a run: ``loss`` over the whole evaluation set, with
+    outer replicas that of the anchor beside ``replicas``, the mean of theirs; the ``curve`` [step, loss] over its
+    first part, ``sent`` bytes per step from one node, mean relative rounding ``errors``, the final master's
+    ``digest``, and seconds, of the CPU time those of this process.
 
     trace: folder for the master weights of TRACE + 1 consecutive steps at half way and at the end. snapshot: the run
     goes on from it if it is there; when its time is over, the run is left there and None returned.
@@ -261,7 +281,7 @@ def train(
     with Batches(
         data,
         micro_batch_size=settings.micro_batch,
-        rank=training.mesh.dp_rank,
+        rank=training.mesh.batch_rank,
         size=RANKS,
         consumed=training.step * stride,
     ) as batches:
@@ -295,8 +315,9 @@ def one_step(
     for group in engine.optimizer.torch.param_groups:
         group["lr"] = rate(step - 1 - scaling.skipped(by_samples=False))
     (batch,) = batches.next_step(1)
-    tokens, labels = (batch[key].to(engine.mesh.device) for key in ("tokens", "labels"))
-    factor, divisor = scaling.factors(settings.tokens, RANKS)
+    mesh = engine.mesh
+    tokens, labels = (batch[key].to(mesh.device) for key in ("tokens", "labels"))
+    factor, divisor = scaling.factors(settings.tokens / mesh.grid.outer, mesh.dp_size)
     engine.begin_step(1, divisor=divisor)
     (model(tokens, labels).sum() * factor).backward()
     info = engine.step()
@@ -340,14 +361,15 @@ def trace_file(folder: Path, step: int) -> Path:
 
 
 def whole_master(engine: zero.Engine) -> dict[str, torch.Tensor]:
-    """The master weights by parameter, fp32, on every rank's CPU. Slices do not overlap: adding zeros is exact."""
+    """The master weights of the first outer replica by parameter, fp32, on every rank's CPU. Slices do not overlap:
+    adding zeros is exact."""
     assert all(unit.levels.os == unit.levels.all for unit in engine.units), "replicas would be added up"
     whole = {slot.name: torch.zeros(slot.shape) for unit in engine.units for slot in unit.layout.slots}
     for name, low, high, values in own_slices(engine):
         whole[name].view(-1)[low:high] = values
     for tensor in whole.values():
         rows = engine.mesh.gather_rows(tensor.view(-1).to(engine.mesh.device))
-        tensor.view(-1).copy_(rows.sum(0))
+        tensor.view(-1).copy_(rows[: engine.mesh.grid.site_size].sum(0))
     return whole
 
 

@@ -64,13 +64,24 @@ class Snapshot:
 def held(engine: Engine) -> dict[str, Any]:
     """What this rank's engine goes on from."""
     engine.refresh()
+    engine.settle()
     return {
         "masters": [unit.master for unit in engine.units],
         "copies": [unit.copy if unit.delta else None for unit in engine.units],
-        "optimizer": engine.optimizer.torch.state_dict(),
+        "optimizer": [dict(engine.optimizer.torch.state[run.leaf]) for run in engine.optimizer.runs],
         "own": rank_tensors(engine),
+        "outer": outer_tensors(engine),
         "state": engine.state(),
     }
+
+
+def outer_tensors(engine: Engine) -> list[torch.Tensor]:
+    """What outer steps keep, and what is on its way."""
+    if engine.outer is None:
+        return []
+    every = [t for a in engine.outer.anchors.values() for t in (a.value, a.momentum, a.residual)]
+    flying = engine.outer.flight.sums.values() if engine.outer.flight else ()
+    return [*(t for t in every if t is not None), *flying]
 
 
 def restore(engine: Engine, state: dict[str, Any]) -> None:
@@ -78,7 +89,14 @@ def restore(engine: Engine, state: dict[str, Any]) -> None:
         unit.master.copy_(master)
         if unit.delta:
             unit.copy.copy_(copy)
-    engine.optimizer.torch.load_state_dict(state["optimizer"])
-    engine.invalidate()
+    engine.optimizer.ensure_state()
+    for run, kept in zip(engine.optimizer.runs, state["optimizer"], strict=True):
+        for name, value in engine.optimizer.torch.state[run.leaf].items():
+            value.copy_(kept[name])
+    if engine.outer is not None:
+        engine.outer.load_state(state["state"]["outer"])
+        for tensor, kept in zip(outer_tensors(engine), state["outer"], strict=True):
+            tensor.copy_(kept)
+    engine.invalidate(anchored=True)
     load_rank_tensors(engine, state["own"])
     engine.load_state(state["state"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megazero.comm.codec import Blockwise, Codec, Hadamard
+from megazero.config.options.sections import OuterConfig
 from megazero.zero import Codecs
 
 BASELINE = "zero3"
@@ -14,16 +15,19 @@ BASELINE = "zero3"
 
 @dataclass(frozen=True)
 class Variant:
-    """shards: P, G, OS as letters, d for all data-parallel ranks and h for those of a node.
+    """shards: P, G, OS as letters, d for all data-parallel ranks (of an outer replica) and h for those of a node.
 
     target: the most by which the mean loss may lie above the baseline's, in percent, at the upper 95% bound; 0: bit
-    for bit the same weights; None: reported only. adamw: options of AdamW that are not the rig's.
+    for bit the same weights; None: reported only. adamw: options of AdamW that are not the rig's. muon: matrices are
+    updated by Muon. outer: each node is an outer replica.
     """
 
     shards: str
     codecs: Codecs
     target: float | None = None
     adamw: Mapping[str, Any] = field(default_factory=dict)
+    muon: bool = False
+    outer: OuterConfig | None = None
 
     def factors(self, ranks: int, node: int) -> tuple[int, int, int]:
         p, g, os = ({"d": ranks, "h": node}[letter] for letter in self.shards)
@@ -98,6 +102,44 @@ VARIANTS: dict[str, Variant] = {
     ),
 }
 DEFAULT = (BASELINE, "hpz", "qwz", "qgz", "zeropp-int8", "zeropp")
+
+# Outer steps (loss_outer.py has the study): intervals, rates of the outer optimizer, and forms.
+INTERVALS = (8, 32, 128)
+RATES = (0.4, 0.7, 1.0)
+MUON = "muon"
+# As Streaming DiLoCo has it: half of the new anchor in the weights, on its way for 5% of the interval (here 6%).
+STREAMED = {"outer_fragments": 2, "outer_mixing": 0.5}
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "4bit": {"outer_bits": 4},
+    "2bit": {"outer_bits": 2},
+    "streamed": STREAMED,
+    MUON: {},
+}
+
+
+def outer_name(interval: int, rate: float, form: str = "") -> str:
+    return "-".join(["outer", str(interval), f"{rate:g}", *([form] if form else [])])
+
+
+def _outer(interval: int, rate: float, form: str) -> Variant:
+    delay = {"outer_delay": max(1, interval // 16)} if FORMS[form] is STREAMED else {}
+    config = OuterConfig(outer_interval=interval, outer_lr=rate, **FORMS[form], **delay)
+    return Variant("ddd", Codecs(), muon=form == MUON, outer=config)
+
+
+OUTER_VARIANTS = {
+    outer_name(interval, rate, form): _outer(interval, rate, form)
+    for interval in INTERVALS
+    for rate in RATES
+    for form in FORMS
+}
+BY_MUON = {MUON: BASELINE, "zeropp-muon": "zeropp"}
+EVERY = {
+    **VARIANTS,
+    **OUTER_VARIANTS,
+    **{name: replace(VARIANTS[plain], muon=True) for name, plain in BY_MUON.items()},
+}
 
 # Refresh of one trained master, for the table that is free of run noise.
 WEIGHT_CODECS: dict[str, Codecs] = {

@@ -4,7 +4,7 @@ rank's gradient is already a sum. All start from the same fp32 weights but DeepS
 bf16 ones (0.007 of the loss after 4 steps, measured; the others agree to 0.0001).
 
 Peers stand in two forms: as most people write the loop (everything after every micro-batch), and "once", which
-crosses the nodes once per step as far as the peer's own switches allow.
+crosses the nodes once per step as far as the peer's own switches allow. Those of OUTER cross every INTERVAL steps.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
 
 from benchmarks import volume
 from benchmarks.contestants import (
@@ -40,9 +42,10 @@ from fsdp2_patch.patch import Fsdp2Patch
 from megazero.comm.hops import Traffic
 from megazero.config import resolve_shards
 from megazero.config.layout.wire import Wire, asked_for
-from megazero.config.options.sections import ZeroConfig
+from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.patches.options import MessageOptions, read_words
 from megazero.train.codecs import make_codecs
+from megazero.train.parallelize import make_outer
 from megazero.zero import Policy
 
 INT8 = asked_for(
@@ -53,6 +56,7 @@ MIXED = ZeroConfig(zero_preset="zeropp", zero_gradient_transform="hadamard")
 TWO_BITS = replace(
     MIXED, zero_gradient_bits=2, zero_gradient_rounding="feedback", zero_gradient_clip_search=8
 )
+INTERVAL = 8  # steps from one meeting of outer replicas to the next
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class Contestant:
 
     peer: not megazero. shards: holds parameters in parts between steps, in whichever form. plain: and in the form
     that most people write, so that gradients and parameters are never whole: zeropp's class of memory.
+    interval: steps in which all fragments meet once: a turn has whole ones. lead: steps before the first, so that
+    nothing is on its way when a turn ends. most: formula, the bytes of a meeting of the largest fragment.
     """
 
     build: Callable[[Shape, int], Running]
@@ -76,6 +82,9 @@ class Contestant:
     peer: bool = True
     shards: bool = False
     plain: bool = False
+    interval: int = 1
+    lead: int = 0
+    most: Callable[[volume.Case], float] | None = None
 
 
 def policy_of(wire: Wire) -> Policy:
@@ -103,16 +112,83 @@ def megazero(shards: str, wire: Wire | None = None, joined: int = 1) -> Contesta
     return Contestant(build, sent, peer=False)
 
 
+def outer_steps(**options: Any) -> Contestant:
+    """A replica on each node, inside which only the optimizer is sharded. options: of OuterConfig."""
+    config = OuterConfig(outer_interval=INTERVAL, **options)
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        policy = Policy(outer=make_outer(config, shape.layers))
+        step, engine = ours((1, 1, ranks_per_node), shape, ranks_per_node, device(), policy)
+        return Running(step, engine.traffic)
+
+    return Contestant(
+        build,
+        lambda case: volume.outer(config, case)[0],
+        peer=False,
+        interval=INTERVAL,
+        lead=config.outer_delay,
+        most=lambda case: volume.outer(config, case)[1],
+    )
+
+
+def replicated(shape: Shape, once: bool, group: dist.ProcessGroup | None = None) -> tuple[Step, AdamW]:
+    """A step of DDP over ``group``, by default all ranks, and its optimizer."""
+    where = device()
+    exact = decoder(replace(shape, dtype=torch.float32)).to(where)
+    optimizer = AdamW(exact.parameters(), shape.dtype != torch.float32)
+    model = DistributedDataParallel(exact.to(shape.dtype), process_group=group, gradient_as_bucket_view=True)
+    quiet = lambda last: model.no_sync() if once and not last else nullcontext()  # noqa: E731
+    return torch_step(model, optimizer, shape, where, quiet), optimizer
+
+
 def ddp(*, once: bool = False) -> Contestant:
     def build(shape: Shape, ranks_per_node: int) -> Running:
-        where = device()
-        exact = decoder(replace(shape, dtype=torch.float32)).to(where)
-        optimizer = AdamW(exact.parameters(), shape.dtype != torch.float32)
-        model = DistributedDataParallel(exact.to(shape.dtype), gradient_as_bucket_view=True)
-        quiet = lambda last: model.no_sync() if once and not last else nullcontext()  # noqa: E731
-        return Running(torch_step(model, optimizer, shape, where, quiet))
+        return Running(replicated(shape, once)[0])
 
     return Contestant(build, partial(volume.ddp, once=once))
+
+
+def diloco(dtype: torch.dtype = torch.float32) -> Contestant:
+    """DiLoCo (arXiv 2311.08105, algorithm 1) with torch's collectives: DDP inside a node, and the outer step by the
+    first rank of each, which then tells its node.
+
+    dtype: of the outer gradients that cross.
+    """
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        nodes = dist.get_world_size() // ranks_per_node
+        mesh = _kept_mesh(world_group(), device().type, (nodes, ranks_per_node))
+        across, inside = mesh.get_group("replicate"), mesh.get_group("shard")
+        inner, optimizer = replicated(shape, True, inside)
+        anchor = parameters_to_vector(optimizer.held).detach().clone()
+        outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
+
+        @torch.no_grad()
+        def meet() -> None:
+            if dist.get_rank(inside) == 0:
+                moved = (anchor - parameters_to_vector(optimizer.held)).to(dtype)
+                dist.all_reduce(moved, group=across)
+                anchor.grad = moved.to(anchor.dtype) / nodes
+                outer.step()
+            dist.broadcast(anchor, group=inside, group_src=0)
+            values = anchor.split([p.numel() for p in optimizer.held])
+            torch._foreach_copy_(
+                optimizer.held, [v.view_as(p) for v, p in zip(values, optimizer.held, strict=True)]
+            )
+            torch._foreach_copy_(optimizer.parameters, optimizer.held)
+
+        steps = count(1)
+
+        def step() -> torch.Tensor:
+            loss = inner()
+            if next(steps) % INTERVAL == 0:
+                meet()
+            return loss
+
+        return Running(step)
+
+    meeting = partial(volume.diloco, width=float(dtype.itemsize))
+    return Contestant(build, lambda case: meeting(case) / INTERVAL, interval=INTERVAL, most=meeting)
 
 
 @cache
@@ -247,6 +323,11 @@ CONTESTANTS: dict[str, Contestant] = {
     "DDP once": ddp(once=True),
     "DeepSpeed ZeRO-1": deepspeed_zero(1),
     "DeepSpeed ZeRO-3": deepspeed_zero(3),
+    "megazero outer": outer_steps(),
+    "megazero outer INT4": outer_steps(outer_bits=4),
+    "megazero outer INT4 streamed": outer_steps(outer_bits=4, outer_fragments=2, outer_delay=3),
+    "DiLoCo": diloco(),
+    "DiLoCo bf16": diloco(torch.bfloat16),
 }
 
 # Who takes turns with whom, in processes of their own: every communicator of gloo has a thread that wakes 100 times a
@@ -270,7 +351,12 @@ HEATS = {
         *("HSDP patched INT4", "FSDP2 patched INT8", "FSDP2 patched delta", "megazero zeropp"),
         *("FSDP2", "HSDP", "HSDP once"),
     ),
+    "outer": (
+        *("megazero outer", "megazero outer INT4", "megazero outer INT4 streamed", "DiLoCo", "DiLoCo bf16"),
+        *("megazero zero1", "megazero zeropp", "HSDP once", "DDP once"),
+    ),
 }
+PAGE_HEATS = tuple(heat for heat in HEATS if heat != "outer")  # those of docs/comparison.md
 
 
 def absent(name: str) -> str | None:

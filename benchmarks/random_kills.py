@@ -8,6 +8,8 @@ the n-th operation on the folder of checkpoints, shortly after it perhaps. Every
 complete checkpoint. In the end losses, gradient norms and all tensors have the bits of the uninterrupted run, and
 metrics.jsonl has every iteration once. Every second trial saves behind its training (--async-save).
 
+With --outer the runs have outer replicas, so a kill comes in the middle of an interval, or of a fragment on its way.
+
 With --faults three random calls of each rank on the folder of checkpoints fail or hang, too (benchmarks/
 storage_faults.py), in every start but the last, of ranks that are forked. Such a start may end by itself.
 
@@ -45,13 +47,30 @@ from megazero.log.metrics import read_metrics
 from tests.dist.runs import Processes, checkpoint_of, differences, free_port
 from tests.sizes import TINY, words
 
-LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+Layouts = Mapping[str, tuple[int, Mapping[str, Any]]]  # by name: ranks and options
+PLAIN: Layouts = {
     "zero3": (2, {"zero_preset": "zero3"}),
     "zero1, bf16": (2, {"zero_preset": "zero1", "params_dtype": "bf16"}),
     "pp 2": (2, {"pipeline_model_parallel_size": 2}),
     "hpz, bf16": (4, {"zero_preset": "hpz", "params_dtype": "bf16", "ranks_per_node": 2}),
     "tp 2 x zero2": (4, {"tensor_model_parallel_size": 2, "zero_preset": "zero2"}),
 }
+# Saves of every second step see the five steps of an interval at all their ends. A fragment leaves in the second and
+# the fifth, and is on its way at one save of two.
+ALONE, PAIRS = {"ranks_per_node": 1, "outer_interval": 5}, {"ranks_per_node": 2, "outer_interval": 5}
+STREAMED = {"outer_fragments": 2, "outer_delay": 1}
+OUTER: Layouts = {
+    "outer": (2, ALONE),
+    "outer, 4 bits, bf16": (2, {**ALONE, "outer_bits": 4, "params_dtype": "bf16"}),
+    "outer, late, zero3": (4, {**PAIRS, "outer_delay": 3, "zero_preset": "zero3"}),
+    "streamed, zero1": (4, {**PAIRS, **STREAMED, "zero_preset": "zero1"}),
+    "streamed, 2 bits, mixed, on the host": (
+        2,
+        {**ALONE, **STREAMED, "outer_bits": 2, "outer_mixing": 0.5, "outer_offload": True},
+    ),
+    "streamed, 8 bits, tp 2": (4, {**PAIRS, **STREAMED, "outer_bits": 8, "tensor_model_parallel_size": 2}),
+}
+LAYOUTS: Layouts = {**PLAIN, **OUTER}
 RUN = {
     "train_iters": 12,
     "save_interval": 2,
@@ -60,7 +79,13 @@ RUN = {
     "eval_interval": 5,
     "eval_iters": 1,
 }
-KEYS = ("lm_loss", "grad_norm", "learning_rate", "consumed_samples")
+KEYS = (
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "consumed_samples",
+    "outer",
+)  # the last in lines after a meeting
 HIDDEN = re.compile(r"\.iter_\d+\.(partial|replaced|removed)-")
 PRELOADED = ["megazero.train.setup", "megazero.train.entry_point", "tests.dist.runs"]
 LAUNCHER_S = 15.0
@@ -224,7 +249,7 @@ def problems(
     for kind in ("lm_loss", "eval_lm_loss"):
         keys = ("iteration", *(KEYS if kind == "lm_loss" else (kind,)))
         rows, wanted = (
-            [[line[k] for k in keys] for line in lines if kind in line] for lines in (ours, theirs)
+            [[line.get(k) for k in keys] for line in lines if kind in line] for lines in (ours, theirs)
         )
         if rows != wanted:
             yield f"metrics ({kind}): {rows} instead of {wanted}"
@@ -255,12 +280,12 @@ def trial(
     seed: int,
     references: Path,
     kills: Sequence[Kill] = (),
-    layout: str | None = None,
+    layouts: Sequence[str] = tuple(PLAIN),
     faults: bool = False,
 ) -> dict[str, Any]:
-    """One run. kills, layout: instead of random ones. faults: calls on files fail, too."""
+    """One run. kills: instead of random ones. layouts: one of them is drawn. faults: calls on files fail, too."""
     random = Random(f"{seed}/{number}")
-    layout, behind = layout or random.choice(list(LAYOUTS)), number % 2 == 1
+    layout, behind = random.choice(layouts), number % 2 == 1
     ranks = LAYOUTS[layout][0]
     drawn = list(kills) if kills else [draw(random, ranks) for _ in range(random.randint(1, 3))]
     began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="kills-"))
@@ -303,17 +328,18 @@ def main() -> int:
         out=(Path, "file of results, a line of JSON each"),
         jobs=(2, "trials at a time"),
         seconds=(1e9, "begin no trial after these"),
+        outer=(False, "of runs with outer replicas"),
         faults=(False, "let calls on the checkpoints' files fail, too"),
     ).parse_args()
     if options.faults:
         storage_faults.preload()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
-    store = harness.Store(options.out)
-    rows = store.records()
-    done = {row["trial"] for row in rows if row["seed"] == options.seed}
+    store, layouts = harness.Store(options.out), tuple(OUTER if options.outer else PLAIN)
+    rows = [row for row in store.records() if row["seed"] == options.seed and row["layout"] in layouts]
+    done = {row["trial"] for row in rows}
     references, began = options.out.with_suffix(".references"), time.monotonic()
-    for layout in LAYOUTS:
+    for layout in layouts:
         reference_of(layout, references)
     missing, lock = iter(sorted(set(range(options.trials)) - done)), threading.Lock()
 
@@ -323,7 +349,7 @@ def main() -> int:
                 number = next(missing, None)
             if number is None:
                 return
-            row = trial(number, options.seed, references, faults=options.faults)
+            row = trial(number, options.seed, references, layouts=layouts, faults=options.faults)
             with lock:
                 rows.append(row)
                 store.append(row)
@@ -332,7 +358,7 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         for each in [pool.submit(work) for _ in range(options.jobs)]:
             each.result()
-    print(summary([row for row in rows if row["seed"] == options.seed]))
+    print(summary(rows))
     return int(any(row["problems"] for row in rows))
 
 

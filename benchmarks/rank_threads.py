@@ -3,7 +3,7 @@
     losses = run_threads(4, train, settings)  # calls train(mesh_of, settings) on every rank
 
 Threads take turns, and a rank's turn ends where it waits for another one. So ranks cost what they compute, and share
-one core or one card. ``mesh_of`` is ``create_mesh`` of such a rank: it takes shards, ranks_per_node and device.
+one core or one card. ``mesh_of`` is ``create_mesh`` of such a rank: it takes shards, ranks_per_node, device, outer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ PATIENCE_S = 600.0  # a rank that waits so long waits for one that has ended
 
 
 class MeshOf(Protocol):
-    """What ``create_mesh`` is to a program that needs shard factors alone."""
+    """What ``create_mesh`` is to a program that needs shard factors and outer replicas alone."""
 
     def __call__(
-        self, *, shards: tuple[int, int, int], ranks_per_node: int, device: torch.device | str = "cpu"
+        self,
+        *,
+        shards: tuple[int, int, int],
+        ranks_per_node: int,
+        device: torch.device | str = "cpu",
+        outer: int = 1,
     ) -> Mesh: ...
 
 
@@ -47,9 +52,10 @@ class Threads:
         shards: tuple[int, int, int],
         ranks_per_node: int,
         device: torch.device | str = "cpu",
+        outer: int = 1,
     ) -> Mesh:
         """``rank``'s mesh; ``made`` are those before it. All ranks make as many, in one order."""
-        grid, number = make_grid(self.size, ranks_per_node, shards=shards), len(made)
+        grid, number = make_grid(self.size, ranks_per_node, shards=shards, outer=outer), len(made)
 
         def member(spec: AxisSpec, purpose: str) -> Member:
             ranks = spec.ranks(rank)

@@ -8,10 +8,13 @@ for an all-reduce. gloo makes a reduce-scatter out of an all-reduce; NCCL's woul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megazero.comm.codec import Codec
-from megazero.plan.communication import SCALARS
+from megazero.config.layout.outer import BF16_BITS, bytes_of_steps, outer_coding
+from megazero.config.options.sections import OuterConfig
+from megazero.plan.communication import OUTER_SCALARS, SCALARS
+from megazero.train.codecs import make_codec
 from megazero.zero import Codecs
 
 BF16, FP32 = 2.0, 4.0  # bytes
@@ -19,16 +22,23 @@ BF16, FP32 = 2.0, 4.0  # bytes
 
 @dataclass(frozen=True)
 class Case:
-    """elements: of the model; first, last: of its first and last unit, which stay gathered between two uses in a
-    row; small: of parameters that quantised messages leave exact."""
+    """modules: elements of the embedding, each layer and the head. small: of parameters that quantised messages leave
+    exact."""
 
-    elements: int
-    first: int
-    last: int
+    modules: tuple[int, ...]
     micro_batches: int
     nodes: int
     ranks_per_node: int
     small: int = 0
+
+    @property
+    def elements(self) -> int:
+        return sum(self.modules)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Of the first and the last module, which stay gathered between two uses in a row."""
+        return self.modules[0], self.modules[-1]
 
     @property
     def hop(self) -> float:
@@ -49,10 +59,10 @@ def bytes_per_element(codec: Codec | None, exact: float, case: Case) -> float:
     return coded + (exact - coded) * case.small / case.elements
 
 
-def scalars(case: Case) -> int:
-    """What ranks tell each other of a step, as megazero counts it: on several nodes all of it."""
+def scalars(case: Case, told: int = SCALARS) -> int:
+    """What ranks tell each other of a step, each ``told`` bytes, as megazero counts it: on several nodes all."""
     ranks = case.nodes * case.ranks_per_node
-    return case.ranks_per_node * (ranks - 1) * SCALARS
+    return case.ranks_per_node * (ranks - 1) * told
 
 
 def megazero(shards: tuple[int, int, int], codecs: Codecs, case: Case) -> float:
@@ -61,15 +71,28 @@ def megazero(shards: tuple[int, int, int], codecs: Codecs, case: Case) -> float:
     p, g, os = (factor > case.ranks_per_node for factor in shards)  # crosses nodes
     weights = bytes_per_element(codecs.weights, BF16, case)
     gradients = bytes_per_element(codecs.gradients_inter, FP32, case)
-    n, m = case.elements, case.micro_batches
-    gathered = 2 * m * n - m * case.last - (m - 1) * case.first if p else n if os else 0
+    n, m, (first, last) = case.elements, case.micro_batches, case.ends
+    gathered = 2 * m * n - m * last - (m - 1) * first if p else n if os else 0
     reduced = m * n if g else n if os else 2 * n
     return case.hop * (gathered * weights + reduced * gradients) + scalars(case)
 
 
+def outer(config: OuterConfig, case: Case) -> tuple[float, float]:
+    """Of outer steps with a replica on each node: the mean, and what the largest fragment sends in its meeting."""
+    exact = BF16 if config.outer_bits == BF16_BITS else FP32
+    width = bytes_per_element(make_codec(outer_coding(config)), exact, replace(case, small=0))
+    mean, most = bytes_of_steps([2 * case.hop * elements * width for elements in case.modules], config)
+    return mean + scalars(case, SCALARS + OUTER_SCALARS), most
+
+
+def diloco(case: Case, width: float) -> float:
+    """Of a meeting: one rank of each node takes part in an all-reduce of the model, ``width`` bytes an element."""
+    return 2 * case.hop * case.elements * width
+
+
 def fsdp2(case: Case, once: bool, keep: bool) -> float:
     """The root's unit, first and last layer, stays gathered from forward to backward."""
-    root, m = case.first + case.last, case.micro_batches
+    root, m = sum(case.ends), case.micro_batches
     gathered = case.elements if keep else m * (2 * case.elements - root)
     return case.ring * BF16 * (gathered + 2 * case.elements * (1 if once else m))
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from random import Random
 
 from benchmarks import random_kills as kills
-from megazero.log.metrics import METRICS_FILE
+from megazero.log.metrics import METRICS_FILE, read_metrics
 
 
 def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Behind the training: one rank in the second save, then all of them a moment after."""
     (layout,) = {"zero3"} & set(kills.LAYOUTS)
     moments = [kills.Kill((1,), False, 0.0, 12), kills.Kill((0, 1), False, 0.01, 50)]
-    row = kills.trial(1, 0, tmp_path, moments, layout)
+    row = kills.trial(1, 0, tmp_path, moments, [layout])
     assert row["async_save"] and not row["problems"], row
     assert json.loads(json.dumps(row)) == row | {"kills": json.loads(json.dumps(row["kills"]))}
     assert "2 of them" not in kills.summary([row]) and "wrong: none" in kills.summary([row])
@@ -30,6 +30,17 @@ def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> No
     lines = (reference / "logs" / METRICS_FILE).read_text().splitlines()
     (changed / "logs" / METRICS_FILE).write_text("\n".join(lines[:3] + lines[2:]) + "\n")
     assert "metrics" in next(kills.problems(values, changed, [right]))
+
+
+def test_a_run_that_is_killed_with_a_fragment_on_its_way_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """In the first save, then in the second: a fragment is on its way at one of two."""
+    (layout,) = {"streamed, 2 bits, mixed, on the host"} & set(kills.OUTER)
+    moments = [kills.Kill((1,), False, 0.0, 12), kills.Kill((0,), False, 0.01, 50)]
+    row = kills.trial(0, 0, tmp_path, moments, [layout])
+    assert not row["problems"] and row["attempts"][-1]["from"], row
+    values = kills.make_values(layout, kills.reference_of(layout, tmp_path), False)
+    lines = read_metrics(values["log_dir"])
+    assert [line["iteration"] for line in lines if "outer" in line] == [4, 7, 9, 12], "what is compared"
 
 
 def test_kills_are_drawn_from_the_seed() -> None:

@@ -20,19 +20,25 @@ TINY = Settings(
     curve=128, evaluation=128, exact=256,
 )  # fmt: skip
 # Gathers and quantised hops inside nodes too; residuals and differences; one rank a node; all that is exact.
-CASES = [("sdp4bit", 2), ("zeropp-0.20", 1), ("zero3", 2), ("hpz", 2)]
+CASES = [("sdp4bit", 2, 3), ("zeropp-0.20", 1, 3), ("zero3", 2, 3), ("hpz", 2, 3)]
+# Outer replicas of two ranks, which meet in fragments, and of one.
+CASES += [("outer-8-0.7-streamed", 2, 9), ("outer-8-1-2bit", 1, 8), ("outer-8-1-muon", 2, 8)]
 
 
-def by_gloo(folder: Path, cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
-    return [train(create_mesh, folder, replace(TINY, node=node), Run(name, 1)) or {} for name, node in cases]
+def settings(node: int, steps: int) -> Settings:
+    return replace(TINY, node=node, steps=steps)
+
+
+def by_gloo(folder: Path, cases: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
+    return [train(create_mesh, folder, settings(node, steps), Run(name, 1)) or {} for name, node, steps in cases]
 
 
 def test_threads_train_to_gloos_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_data, "sources", lambda name: stdlib_sources()[:12])
     folder = loss_data.prepare(tmp_path, "stdlib", TINY.vocabulary)
     same = ("loss", "curve", "errors", "digest", "sent", "skipped")
-    for (name, node), gloo in zip(
+    for (name, node, steps), gloo in zip(
         CASES, run_ranks(RANKS, by_gloo, folder, CASES, timeout=300)[0], strict=True
     ):
-        here = run_threads(RANKS, train, folder, replace(TINY, node=node), Run(name, 1))[0]
+        here = run_threads(RANKS, train, folder, settings(node, steps), Run(name, 1))[0]
         assert {key: here[key] for key in same} == {key: gloo[key] for key in same}, name

@@ -1,6 +1,7 @@
 """The comparison's pure parts: formulas of bytes, claims, merging of results."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from benchmarks.comparison_report import (
     table,
 )
 from benchmarks.contestants import Shape
-from benchmarks.peers import CONTESTANTS, HEATS
+from benchmarks.peers import CONTESTANTS, HEATS, PAGE_HEATS
 from megazero.comm.codec import Blockwise
+from megazero.config.options.sections import OuterConfig
+from megazero.plan.communication import OUTER_SCALARS, SCALARS
 from megazero.zero import Codecs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +33,7 @@ FACTS = {"nodes": 2, "ranks_per_node": 2, "cores": 2, "torch": "2", "deepspeed":
 
 
 def case(micro_batches: int, nodes: int = 2, ranks_per_node: int = 2) -> volume.Case:
-    return volume.Case(N, N // 8, N // 8, micro_batches, nodes, ranks_per_node)
+    return volume.Case((N // 8,) * 8, micro_batches, nodes, ranks_per_node)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,12 @@ def case(micro_batches: int, nodes: int = 2, ranks_per_node: int = 2) -> volume.
         ("DDP once", 1.5, 1.5),
         ("DeepSpeed ZeRO-1", 2.25, 2.25),
         ("DeepSpeed ZeRO-3", 2.25, 9.0),
+        # Every 8 steps.
+        ("megazero outer", 2 / 8, 2 / 8),
+        ("megazero outer INT4", 0.265625 / 8, 0.265625 / 8),
+        ("megazero outer INT4 streamed", 0.265625 / 8, 0.265625 / 8),
+        ("DiLoCo", 2 / 8, 2 / 8),
+        ("DiLoCo bf16", 1 / 8, 1 / 8),
     ],
 )
 def test_formulas(name: str, one: float, four: float) -> None:
@@ -70,6 +79,20 @@ def test_zero3_keeps_first_and_last_units() -> None:
     exact = volume.megazero((4, 4, 4), Codecs(), case(3)) - volume.scalars(case(3))
     # 3 forwards and backwards; the last layer stays between them, the first between micro-batches.
     assert exact == 0.5 * (2 * (6 * N - 3 * N / 8 - 2 * N / 8) + 4 * 3 * N)
+
+
+def test_the_largest_fragment_has_the_most_bytes() -> None:
+    """Embedding, three layers and the head in two fragments in turn, there and back between two nodes."""
+    three, each = volume.Case((500, 100, 200, 300, 600), 1, 2, 2), OuterConfig(outer_interval=8)
+    mean, most = volume.outer(replace(each, outer_fragments=2), three)
+    assert most == 4 * (500 + 200 + 600) and volume.outer(each, three) == (mean, 4 * 1700)
+    assert mean - volume.scalars(three, SCALARS + OUTER_SCALARS) == 4 * 1700 / 8
+
+
+def test_contestants_of_the_page_meet_in_every_step() -> None:
+    names = {name for heat in PAGE_HEATS for name in HEATS[heat]}
+    assert {CONTESTANTS[name].interval for name in names} == {1}
+    assert not any(CONTESTANTS[name].most for name in names)
 
 
 def test_three_nodes_send_two_thirds_per_hop() -> None:
@@ -154,6 +177,17 @@ def test_page_has_every_result_and_contestant() -> None:
     )
 
 
+def test_the_most_bytes_of_a_step_have_columns_where_some_meet_now_and_then() -> None:
+    streamed, other = "megazero outer INT4 streamed", "DDP once"
+    one = result("50mbit", 1, {streamed: [1.0], other: [4.0]})
+    one |= {"most": {streamed: 2 * N // 4}, "most_formula": {streamed: N / 2 / 1.05}}
+    head, _, first, second = table(one).splitlines()
+    assert head.endswith("| most bytes / 2N | of formula |")
+    assert first.endswith("| 0.250 | 1.050 |") and second.endswith("| - | - |")
+    assert "replicas meet every 8 steps" in page({**FACTS, "results": [one]})
+    assert not any(speed_rows(claim, [one]) for claim in CLAIMS), "nobody of a claim took part"
+
+
 def test_results_replace_their_own_rate_and_micro_batches() -> None:
     stored: dict = {}
     first = {"heat": "sharded"}
@@ -174,7 +208,7 @@ def test_results_replace_their_own_rate_and_micro_batches() -> None:
 
 def test_every_contestant_has_a_heat_with_what_it_is_compared_with() -> None:
     assert set().union(*HEATS.values()) == set(CONTESTANTS)
-    assert all("FSDP2" in names for names in HEATS.values())
+    assert all("FSDP2" in HEATS[heat] for heat in PAGE_HEATS)
     for claim in CLAIMS:
         for form in claim.forms:
             assert any(form in names and any(map(claim.rivals, names)) for names in HEATS.values())

@@ -1,0 +1,217 @@
+"""The study of outer steps of loss.py: its runs, what they cost, and its section of loss.md."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import NamedTuple
+
+from benchmarks import harness, loss_ladder
+from benchmarks.loss_ladder import NO_RUNS, parameters
+from benchmarks.loss_plan import Results, Runs
+from benchmarks.loss_run import RANKS, Run, Settings
+from benchmarks.loss_statistics import Difference, effects
+from benchmarks.loss_variants import BASELINE, EVERY, INTERVALS, MUON, RATES, outer_name
+from megazero.config.layout.outer import outer_summary
+from megazero.config.nearest import multiples_around
+
+TITLE = "Outer steps"
+STEPS = 1536  # the longest interval divides it: at the end all replicas have met
+PEAKS = (2e-3, 4e-3)  # of the learning rate, AdamW's and Muon's
+PUBLISHED = 0.7  # of RATES: DiLoCo's
+SEARCHED = (32, 128)  # intervals whose rate is searched; shorter ones take the first's
+INTERVAL = 32  # of the formats, of streaming and of Muon
+SEEDS = 3
+Piece = tuple[Settings, Run]
+TEXT = """\
+`python benchmarks/loss.py --outer` writes this section; each run is a line of [loss_outer.jsonl](loss_outer.jsonl).
+
+{setting}
+
+{table}
+
+{explanation}
+
+### What was searched
+
+{searched}
+
+{plan}
+"""
+
+
+class StudyRow(NamedTuple):
+    """A line of the table: runs of one variant, one of each seed."""
+
+    label: str
+    settings: Settings
+    variant: str
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Runs of seed 1 that differ in one number, of which the best is taken; ``default`` until all are done."""
+
+    label: str
+    tried: Mapping[float, Piece]
+    default: float
+
+    def losses(self, store: Runs) -> dict[float, float]:
+        found = {
+            value: store.results(settings).runs.get(run) for value, (settings, run) in self.tried.items()
+        }
+        return {value: record["loss"] for value, record in found.items() if record is not None}
+
+    def best(self, store: Runs) -> float:
+        losses = self.losses(store)
+        return (
+            min(losses, key=lambda value: losses[value]) if len(losses) == len(self.tried) else self.default
+        )
+
+
+class OuterStudy:
+    """Runs at every step beside runs with outer steps, all of so many steps. Raises ValueError if replicas would not
+    meet at the end."""
+
+    def __init__(self, store: Runs, steps: int = STEPS) -> None:
+        longest = max(INTERVALS)
+        if steps < 1 or steps % longest:
+            raise ValueError(
+                f"--outer {steps}: replicas that meet every {longest} steps do not meet at the end; nearest: "
+                f"{multiples_around(steps, longest)}"
+            )
+        self.store = store
+        self.first = Settings(steps=steps, warmup=max(1, steps // 10), interval=-(-steps // 6), peak=PEAKS[0])
+
+    # -- the runs --------------------------------------------------------------------------------
+
+    def peaks(self, variant: str) -> Trials:
+        """As DiLoCo has it: the rate of the inner optimizer is that of runs that meet in every step."""
+        tried = {peak: (replace(self.first, peak=peak), Run(variant, 1)) for peak in PEAKS}
+        return Trials(f"peak learning rate, {'Muon' if variant == MUON else 'AdamW'}", tried, PEAKS[0])
+
+    def rates(self, interval: int) -> Trials:
+        """The rate of the outer optimizer."""
+        settings = self._tuned(BASELINE)
+        tried = {rate: (settings, Run(outer_name(interval, rate), 1)) for rate in RATES}
+        return Trials(f"outer learning rate, every {interval} steps", tried, PUBLISHED)
+
+    def searches(self) -> list[Trials]:
+        """In an order in which each needs those before it."""
+        return [self.peaks(BASELINE), self.peaks(MUON), *map(self.rates, SEARCHED)]
+
+    def rows(self) -> list[StudyRow]:
+        adamw, muon = self._tuned(BASELINE), self._tuned(MUON)
+        rate = {interval: self.rates(max(interval, SEARCHED[0])).best(self.store) for interval in INTERVALS}
+
+        def outer(label: str, settings: Settings, form: str) -> StudyRow:
+            return StudyRow(label, settings, outer_name(INTERVAL, rate[INTERVAL], form))
+
+        return [
+            StudyRow("AdamW, zero3", adamw, BASELINE),
+            StudyRow("AdamW, zeropp", adamw, "zeropp"),
+            *(StudyRow("AdamW", adamw, outer_name(interval, rate[interval])) for interval in INTERVALS),
+            *(outer("AdamW", adamw, form) for form in ("4bit", "2bit", "streamed")),
+            StudyRow("Muon, zero3", muon, MUON),
+            outer("Muon", muon, MUON),
+        ]
+
+    def pieces(self) -> list[Piece]:
+        """All runs in their order. What a search has not found yet is its default."""
+        trials = [piece for search in self.searches() for piece in search.tried.values()]
+        seeds = range(1, SEEDS + 1)
+        return list(
+            dict.fromkeys(
+                [*trials, *((row.settings, Run(row.variant, seed)) for seed in seeds for row in self.rows())]
+            )
+        )
+
+    def left(self) -> list[Piece]:
+        return [(s, run) for s, run in self.pieces() if run not in self.store.results(s).runs]
+
+    def _tuned(self, variant: str) -> Settings:
+        return replace(self.first, peak=self.peaks(variant).best(self.store))
+
+    # -- text ------------------------------------------------------------------------------------
+
+    def plan(self) -> str:
+        every, left = self.pieces(), self.left()
+        hours, missing = (sum(map(self._seconds, pieces)) / 3600 for pieces in (every, left))
+        return _filled(f"""
+            {len(every) - len(left)} of {len(every)} runs are done; {missing:.1f} of {hours:.1f} hours of one core are
+            left, of what runs took or, where there is none yet, by their operations (Muon's own not counted).""")
+
+    def _seconds(self, piece: Piece) -> float:
+        settings, run = piece
+        taken = [record["cpu_seconds"] for record in self.store.results(settings).of(run.variant)]
+        return fmean(taken) if taken else loss_ladder.seconds(settings, NO_RUNS)
+
+    def section(self) -> str:
+        s = self.first
+        return TEXT.format(
+            setting=_filled(f"""
+                The model, text and ranks of this page, {s.steps:,} steps of {s.tokens:,} tokens, with {s.warmup} of
+                warm-up: {RANKS // s.node} nodes of {s.node} ranks, and with outer steps each node is a replica, zero3
+                inside."""),
+            table=self._table(),
+            explanation=_filled(f"""
+                *loss* is that of the anchor, *of replicas* the mean of those that train. Gaps are from the first
+                line, at equal tokens; bounds are least squares over lines and {SEEDS} seeds with one deviation for
+                all, each with 95%. Runs of Muon are to be compared with Muon's own. A streamed fragment that has
+                left in the last step has not arrived. Bytes: sent by one node."""),
+            searched=harness.table(
+                ["", "tried: loss", "taken"], [self._searched(t) for t in self.searches()]
+            ),
+            plan=self.plan(),
+        )
+
+    def _table(self) -> str:
+        rows = self.rows()
+        results = {row: self.store.results(row.settings) for row in rows}
+        losses = {
+            row.variant: results[row].losses(row.variant) for row in rows if results[row].of(row.variant)
+        }
+        gaps = effects(losses, BASELINE) if BASELINE in losses else {}
+        head = [
+            "inside",
+            "crosses",
+            "bytes per step / 2N",
+            "runs",
+            "loss",
+            "gap %",
+            "95% bounds %",
+            "of replicas",
+        ]
+        return harness.table(head, [self._row(row, results[row], gaps.get(row.variant)) for row in rows])
+
+    def _row(self, row: StudyRow, results: Results, gap: Difference | None) -> list[str]:
+        outer, records = EVERY[row.variant].outer, results.of(row.variant)
+        replicas, node = RANKS // row.settings.node, row.settings.node
+        said = outer_summary(outer, replicas, node).partition(" meet ")[2] if outer else "every step"
+        if not records:
+            return [row.label, said, "", "not run", *[""] * 4]
+        sent = fmean(record["sent"] for record in records) / (2 * parameters(row.settings))
+        cells = [row.label, said, f"{sent:.3f}", str(len(records)), f"{_mean(records, 'loss'):.4f}"]
+        cells += [f"{gap.percent:+.2f}", _bounds(gap)] if gap else ["-", "-"]
+        return [*cells, f"{_mean(records, 'replicas'):.4f}" if outer else "-"]
+
+    def _searched(self, trials: Trials) -> list[str]:
+        losses = trials.losses(self.store)
+        tried = (f"{v:g}: {f'{losses[v]:.4f}' if v in losses else 'not run'}" for v in trials.tried)
+        whole = len(losses) == len(trials.tried)
+        return [trials.label, "; ".join(tried), f"{trials.best(self.store):g}" if whole else "-"]
+
+
+def _mean(records: Sequence[Mapping[str, float]], name: str) -> float:
+    return fmean(record[name] for record in records)
+
+
+def _bounds(found: Difference) -> str:
+    return f"{found.lower:+.2f} to {found.upper:+.2f}" if math.isfinite(found.upper) else "-"
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 118, break_on_hyphens=False)
