@@ -119,7 +119,7 @@ def ours(
     policy: zero.Policy | None = None,
     joined: int = 1,
 ) -> tuple[Step, zero.Engine]:
-    """A megazero step of a preset or of (P, G, OS), with so many layers in a unit; the engine for its byte counts. Nodes
+    """A megazero step of a preset or of (P, G, OS), with so many layers in a unit; the engine for its bytes. Nodes
     are the outer replicas, if the policy has some."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     replicas = world // ranks_per_node if policy and policy.outer else 1

@@ -126,7 +126,8 @@ def state_bytes(engine: Any) -> int:
     )
     anchors = engine.outer.anchors.values() if engine.outer else ()
     kept = (each for a in anchors for each in (a.value, a.momentum, a.residual))
-    for tensor in (*moments, *kept, *(each for four in buffers for each in four)):
+    flight = engine.outer.flight.sums.values() if engine.outer and engine.outer.flight else ()
+    for tensor in (*moments, *kept, *flight, *(each for four in buffers for each in four)):
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(storages.values())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megazero.comm.codec import Codec
-from megazero.config.layout.outer import BF16_BITS, bytes_of_steps, outer_coding
+from megazero.config.layout.outer import BF16_BITS, fragments, outer_coding
 from megazero.config.options.sections import OuterConfig
 from megazero.plan.communication import OUTER_SCALARS, SCALARS
 from megazero.train.codecs import make_codec
@@ -81,8 +81,8 @@ def outer(config: OuterConfig, case: Case) -> tuple[float, float]:
     """Of outer steps with a replica on each node: the mean, and what the largest fragment sends in its meeting."""
     exact = BF16 if config.outer_bits == BF16_BITS else FP32
     width = bytes_per_element(make_codec(outer_coding(config)), exact, replace(case, small=0))
-    mean, most = bytes_of_steps([2 * case.hop * elements * width for elements in case.modules], config)
-    return mean + scalars(case, SCALARS + OUTER_SCALARS), most
+    meetings = [2 * case.hop * sum(each) * width for each in fragments(case.modules, config)]
+    return sum(meetings) / config.outer_interval + scalars(case, SCALARS + OUTER_SCALARS), max(meetings)
 
 
 def diloco(case: Case, width: float) -> float:

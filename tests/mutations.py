@@ -545,6 +545,9 @@ megazero/plan/memory.py
 - return held + (following if copied else 0.0)
 + return held
   what gloo gathers into takes no memory
+- return step + outer if states.outer is not None and states.outer.config.outer_delay else max(step, outer)
++ return max(step, outer)
+  what is on its way between replicas takes a step's buffers
 
 megazero/plan/communication.py
 - 2 * coded // coding.block
@@ -563,6 +566,24 @@ megazero/plan/simulate.py
 - refresh = () if unit in self.here or self
 + refresh = () if self
   every gather refreshes
+- max(seconds - outer.outer_delay * step, 0.0)
++ seconds
+  a delay hides nothing
+
+megazero/plan/slow_links.py
+- interval is None and i >= least
++ interval is None
+  intervals are proposed in which fragments have no room
+
+megazero/verify/reference.py
+- theta.grad = gradients.get(name)
++ theta.grad = gradients.get(name, torch.zeros_like(theta))
+  the momentum of a fragment that is not there moves its anchor
+
+megazero/verify/checks.py
+- if bool(moved) != bool(arrived) or moved - arrived.keys():
++ if bool(moved) != bool(arrived):
+  any fragment may move in a step
 
 megazero/plan/search.py
 - max(0.0, refresh - forward)

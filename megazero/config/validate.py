@@ -54,7 +54,19 @@ def ignored(config: RunConfig) -> list[str]:
     return [line.split("; leave it out")[0] for name, line in _without_effect(config, ()) if not _own(name)]
 
 
-def last_meeting(config: RunConfig) -> list[str]:
+def on_outer_steps(config: RunConfig) -> list[str]:
+    """Return notes on what outer steps leave out: of the run's end, and of what replicas learn."""
+    outer = config.outer
+    notes = _last_meeting(config)
+    if outer.outer_interval and outer.outer_delay and outer.outer_mixing == 1:
+        notes.append(
+            f"--outer-mixing 1 with --outer-delay {outer.outer_delay}: what replicas learn while a fragment is on "
+            "its way is dropped when it arrives; published: --outer-mixing 0.5"
+        )
+    return notes
+
+
+def _last_meeting(config: RunConfig) -> list[str]:
     """Return a note if outer replicas do not meet at the run's end: the anchor then lacks the last steps."""
     training, outer = config.training, config.outer
     steps, said = training.train_iters, f"--train-iters {training.train_iters}"

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megazero.config import RunConfig
-from megazero.config.layout.outer import bytes_of_steps
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import OPTIMIZERS
@@ -328,37 +327,16 @@ class Layout:
     @property
     def bytes_of_meetings(self) -> tuple[float, float]:
         """Return the bytes that a rank sends to other outer replicas in a step, on average and at most: most of any
-        stage."""
-        if self.states.outer is None:
-            return 0.0, 0.0
-        stages = [
-            bytes_of_steps(self._meetings_of_modules(rank), self.config.outer) for rank in range(self.base.pp)
-        ]
-        return max(mean for mean, _ in stages), max(most for _, most in stages)
+        stage.
 
-    def _meetings_of_modules(self, rank: int) -> list[int]:
-        """Return the bytes that a rank sends when a module meets: of the embedding, each layer and the head."""
-        outer, units, config = self.states.outer, self.units(rank), self.config
-        assert outer is not None
-        out = [0] * (config.model.num_layers + 2)
-        numbers = [
-            number
-            for stage in config.stages()
-            if stage.rank == rank
-            for number in (
-                *[0] * stage.embedding,
-                *(1 + layer for layer in stage.layers),
-                *[len(out) - 1] * stage.head,
-            )
-        ]
-        counted = set[int]()
-        for number, module in zip(numbers, (m for part in units.parts for m in part), strict=True):
-            for unit in set(module.units) - counted:
-                shape = units.shapes[unit]
-                at = 0 if shape.tied else number  # the head's table is the embedding's at the other end
-                out[at] += outer.sent([shape], self.base.d, self.formats.sums)
-            counted.update(module.units)
-        return out
+        A fragment's go out in one step, or with a delay in those until it arrives: then the most is a bound.
+        """
+        outer, d, sums = self.states.outer, self.base.d, self.formats.sums
+        if outer is None:
+            return 0.0, 0.0
+        ranks = [self.units(rank).by_fragment(outer.config) for rank in range(self.base.pp)]
+        sent = [[outer.sent(units, d, sums) for units in fragments] for fragments in ranks]
+        return max(map(sum, sent)) / outer.config.outer_interval, max(map(max, sent))
 
     @property
     def bytes_across_nodes(self) -> float:

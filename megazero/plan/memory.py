@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from itertools import cycle, islice
 from math import prod
 
-from megazero.config.layout.outer import fragments
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.model.parameters import parameter_count
@@ -185,7 +184,8 @@ def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -
     if states.outer is not None:
         kept = states.outer.feedback * elements
         if states.outer.config.outer_delay:
-            kept += max(map(sum, fragments(units.elements_by_module, states.outer.config)))
+            fragments = units.by_fragment(states.outer.config)
+            kept += max(sum(shape.elements for shape in fragment) for fragment in fragments)
         residuals += kept / states.d * sums
     moments = optimizer.moment_bytes(master, units.matrices / elements)
     return {
@@ -256,7 +256,9 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
 
 def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = False) -> float:
     """Return the bytes of the pool of transient buffers: what a step takes of it, or an outer step after it."""
-    return max(_step_pool(units, states, micro_batches, sure), _outer_pool(units, states))
+    step, outer = _step_pool(units, states, micro_batches, sure), _outer_pool(units, states)
+    # What is on its way has buffers of its own beside a step's.
+    return step + outer if states.outer is not None and states.outer.config.outer_delay else max(step, outer)
 
 
 def _outer_pool(units: RankUnits, states: States) -> float:
@@ -269,7 +271,9 @@ def _outer_pool(units: RankUnits, states: States) -> float:
     for unit in set(order):
         row = outer.message_of(unit, states.d, sums)
         fed_back = outer.feedback * (unit.elements / states.d * sums + outer.replicas * row)
-        sizes[unit] = unit.elements / states.shards.os * sums + fed_back + 2 * outer.replicas * row
+        # The difference; of what lies in host memory, the anchor and the outer momentum.
+        slices = 1 + outer.config.outer_offload * (1 + outer.momentum)
+        sizes[unit] = slices * unit.elements / states.shards.os * sums + fed_back + 2 * outer.replicas * row
     return _window(order, 1 + states.pending_reductions, sizes)
 
 

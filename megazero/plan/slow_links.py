@@ -82,12 +82,7 @@ def answer(
     values: Mapping[str, Any], cluster: Cluster, rates: Sequence[float], delays: Sequence[float]
 ) -> Proposal:
     """Find what is fastest with outer steps, and compare the schemes. ``best`` is empty if nothing fits."""
-    rungs = [
-        (bits, interval)
-        for bits, interval in LADDER
-        if values.get("outer_bits") in (None, bits) and values.get("outer_interval") in (None, interval)
-    ]
-    rungs = rungs or [(values.get("outer_bits") or 32, values.get("outer_interval") or LADDER[0][1])]
+    rungs = _rungs(values)
     points = [(rate, delay) for delay in delays for rate in sorted(rates, reverse=True)]
     places = {point: cluster.with_slow_link(*point) for point in points}
     ends = [cluster, places[points[0]], places[points[-1]]]
@@ -108,6 +103,16 @@ def answer(
         fastest = {name: min(pool, key=lambda one: one.key, default=None) for name, pool in moved.items()}
         rows.append(Compared(rate, delay, fastest))
     return Proposal(best, [row for row in rows if any(row.found.values())])
+
+
+def _rungs(values: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the rungs that agree with what is given, or one of what is given."""
+    bits, interval = values.get("outer_bits"), values.get("outer_interval")
+    least = (values.get("outer_fragments") or 1) * ((values.get("outer_delay") or 0) + 1)
+    agreeing = [
+        (b, i) for b, i in LADDER if bits in (None, b) and (interval == i or interval is None and i >= least)
+    ]
+    return agreeing or [(bits or 32, interval or max(LADDER[0][1], least))]
 
 
 def _pools(

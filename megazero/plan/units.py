@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
+from megazero.config.layout.outer import fragments
 from megazero.config.layout.wire import Wire
 from megazero.config.model.parameters import ParameterRole, head_copies, of_own_heads, parameter_roles
 from megazero.config.model.section import ModelConfig
+from megazero.config.options.sections import OuterConfig
 from megazero.mesh.dealing import Cut
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
@@ -58,10 +60,12 @@ class RankUnits:
         stages: Sequence[StageSpec],
         joined: int,
         made: Mapping[Joined, ModuleUnits],
-        layer_matrices: int,
+        num_layers: int,
+        layer_matrices: int = 0,
     ) -> None:
-        """joined: how many layers are gathered together. layer_matrices: the elements of one layer's."""
-        self._stages, self._joined, self._made = stages, joined, made
+        """joined: how many layers are gathered together. num_layers: of the whole model. layer_matrices: the elements
+        of one layer's."""
+        self._stages, self._joined, self._made, self._num_layers = stages, joined, made, num_layers
         self.layers = sum(len(s.layers) for s in stages)
         self.matrices = self.layers * layer_matrices
         self.counts = self._counts(stages)
@@ -87,15 +91,18 @@ class RankUnits:
         embedding = self._made.get((EMBEDDING, 1))
         return embedding.table if embedding else None
 
-    @property
-    def elements_by_module(self) -> list[int]:
-        """Return the elements of the units that each module is the first to use, in the order of the model."""
-        return [
-            sum(shape.elements for shape in self._made[unit].shapes) if first else 0
-            for stage in self._stages
-            for unit in _units(stage, self._joined)
-            for first in [True] + [False] * (unit[1] - 1)
-        ]
+    def by_fragment(self, outer: OuterConfig) -> list[list[UnitShape]]:
+        """Return the units of each fragment of outer steps, in which a rank may have none. Several fragments deal
+        layers one by one, so none are joined then."""
+        held: list[list[UnitShape]] = [[] for _ in range(self._num_layers + 2)]
+        for stage in self._stages:
+            layers = stage.layers[:: self._joined]
+            numbers = [0] * stage.embedding + [1 + i for i in layers] + [len(held) - 1] * stage.head
+            for unit, number in zip(_units(stage, self._joined), numbers, strict=True):
+                for shape in self._made[unit].shapes:
+                    # A table that the pipeline's two ends hold is the embedding's at both.
+                    held[0 if shape.tied else number].append(shape)
+        return [[shape for module in each for shape in module] for each in fragments(held, outer)]
 
     def reduced(self, most: int) -> tuple[UnitShape, ...]:
         """Return the units in the order of a backward's reductions, of each stage ``most`` of its layers' at most."""
@@ -207,7 +214,7 @@ def rank_units(
         for unit in dict.fromkeys(unit for stage in stages for unit in _units(stage, joined))
     }
     matrices = sum(p.numel for p in module_parameters(model, tp)[LAYER] if p.matrix)
-    return RankUnits(stages, joined, made, matrices)
+    return RankUnits(stages, joined, made, model.num_layers, matrices)
 
 
 @dataclass(frozen=True)

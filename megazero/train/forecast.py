@@ -87,7 +87,8 @@ class Forecast:
             )
         mean, most = self.meeting
         if most:
-            when = f"in every {self.interval}. step" if mean * self.interval == most else "at most in a step"
+            every = round(mean * self.interval) == most
+            when = f"in every {self.interval}. step" if every else "at most in a step"
             lines.append(
                 f"predicted bytes between outer replicas: {most:,.0f} of a rank {when}, {mean:,.0f} on average"
             )
@@ -170,7 +171,8 @@ def copied_bytes(layout: Layout) -> float:
         return 0.0
     states = layout.states
     # The first outer replica writes anchors besides its own state.
-    anchors = 0 if states.outer is None else (states.anchors + states.outer.feedback) * states.formats.sums
+    outer, sums = states.outer, states.formats.sums
+    anchors = 0 if outer is None else (1 + outer.momentum + outer.feedback) * sums
 
     def saved(elements: int, matrices: float) -> float:
         width = saved_width(config.precision.params_dtype, config.optimizer, layout.wire, matrices / elements)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
 from megazero.config.layout.wire import Wire
-from megazero.config.options.sections import OuterConfig
-from megazero.verify.expected_bytes import ExpectedBytes, mismatches
+from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
 from megazero.verify.recorder import RoundingRecord, UnitSlice, rounded_name
 from megazero.verify.reference import (
@@ -21,6 +21,7 @@ from megazero.verify.reference import (
     Reference,
     Tensors,
     global_norm,
+    mixed,
     relative_errors,
     train_together,
 )
@@ -291,47 +292,85 @@ def _rounding_checks(records: Sequence[RankRecord], wire: Wire) -> Iterator[Chec
 OUTER_ROUNDING = {16: 0.02, 8: 0.1, 4: 0.8, 2: 2.0}
 
 
-def outer_checks(assembler: Assembler, records: Sequence[RankRecord], outer: OuterConfig) -> list[Check]:
-    """Check that replicas meet when they should, that anchors are the same bits, and the outer optimizer's steps.
+@dataclass(frozen=True)
+class OuterEnd:
+    """The end of a step with outer replicas: what ``OuterRecord`` has, assembled; of ``after`` also what differs."""
+
+    updated: list[Tensors]
+    before: Tensors
+    after: FullTensors
+    gone_on: list[Tensors]
+
+
+def outer_ends(assembler: Assembler, records: Sequence[RankRecord]) -> Iterator[OuterEnd]:
+    """Yield the end of each step."""
+
+    def assembled(ranks: Sequence[RankRecord], step: int, name: str) -> FullTensors:
+        seen = [record.steps[step].outer for record in ranks]
+        return assembler.assemble(_pieces(ranks, [getattr(each, name) for each in seen]))
+
+    replicas = by_replica(records)
+    for step in range(len(records[0].steps)):
+        yield OuterEnd(
+            [assembled(own, step, "updated").whole for own in replicas],
+            assembled(records, step, "before").whole,
+            assembled(records, step, "after"),
+            [assembled(own, step, "gone_on").whole for own in replicas],
+        )
+
+
+def outer_checks(assembler: Assembler, records: Sequence[RankRecord]) -> list[Check]:
+    """Check that replicas meet when and in what they should, that anchors are the same bits, the outer optimizer's
+    steps, and the weights that replicas go on with.
 
     A reference takes each step from the recorded anchor and weights, with a momentum of its own.
     """
-    replicas, steps = by_replica(records), range(len(records[0].steps))
-    odd, differing, errors = list[str](), list[str](), list[float]()
+    config, outer = assembler.config, assembler.config.outer
+    rounds = outer.outer_bits in OUTER_ROUNDING
+    odd, differing, errors, mixing = list[str](), list[str](), list[float](), list[float]()
     reference: OuterReference | None = None
-    for step in steps:
-        seen = [[one.outer for r in own if (one := r.steps[step]).outer] for own in replicas]
-        updated = [
-            assembler.assemble(_pieces(own, [o.updated for o in each])).whole
-            for own, each in zip(replicas, seen, strict=True)
-        ]
-        every = [o for each in seen for o in each]
-        before, after = (
-            assembler.assemble(_pieces(records, [getattr(o, name) for o in every]))
-            for name in ("before", "after")
-        )
-        differing += [f"{name}, step {step + 1}" for name in after.differing]
-        reference = reference or OuterReference(outer, before.whole)
-        meets = (step + 1) % outer.outer_interval == 0
-        moved = any(not np.array_equal(after.whole[n], w) for n, w in before.whole.items())
-        if moved != meets:
-            odd.append(f"step {step + 1} {'moved' if moved else 'did not move'} the anchor")
-        if meets:
-            want = reference.meet(updated, before.whole)
-            errors.append(max(_off(after.whole[n], want[n], w, outer) for n, w in before.whole.items()))
-    dtype = "fp64" if assembler.config.precision.params_dtype == "fp64" else "fp32"  # of anchors
+    for step, end in enumerate(outer_ends(assembler, records)):
+        after = end.after.whole
+        differing += [f"{name}, step {step + 1}" for name in end.after.differing]
+        reference = reference or OuterReference(config, end.before)
+        arrived = reference.meet(step, end.updated, end.before)
+        moved = {name for name, w in end.before.items() if not np.array_equal(after[name], w)}
+        if bool(moved) != bool(arrived) or moved - arrived.keys():
+            what = f"moved the anchor of {min(moved)}" if moved else "did not move the anchor"
+            odd.append(f"step {step + 1} {what}")
+        if arrived:
+            moves = {n: w - end.before[n] if rounds else w for n, w in arrived.items()}
+            errors.append(max(_off(after[n], w, moves[n]) for n, w in arrived.items()))
+        now = {name: after[name] for name in arrived}
+        for got, weights in zip(end.gone_on, end.updated, strict=True):
+            wanted = mixed(weights, now, outer.outer_mixing)
+            mixing.append(max(_off(got[name], w, w) for name, w in wanted.items()))
+    dtype = "fp64" if config.precision.params_dtype == "fp64" else "fp32"  # of anchors
     limit = OUTER_ROUNDING.get(outer.outer_bits, GRADIENT[dtype])
-    worst = max((error if error == error else math.inf for error in errors), default=math.inf)
     return [
         _none("meetings", odd, "steps: that should (not) have been outer steps"),
         _none("anchors", differing, "replicas: that differ in a bit"),
-        Check("outer steps", f"{worst:.2e}", f"{limit:g}", worst <= limit, f"{len(errors)} of them"),
+        _most("outer steps", errors, limit),
+        _most("weights after outer steps", mixing, GRADIENT[dtype]),
     ]
 
 
-def _off(got: np.ndarray, want: np.ndarray, before: np.ndarray, outer: OuterConfig) -> float:
-    """Return ||got - want||, relative to the anchor if differences are exact, else to how far it moves."""
-    whole = want - before if outer.outer_bits in OUTER_ROUNDING else want
+def merged_model(assembler: Assembler, records: Sequence[RankRecord], saved: int) -> Tensors:
+    """Return the one model that the replicas become of whom a checkpoint was saved after step ``saved``."""
+    ends = list(islice(outer_ends(assembler, records), saved + 1))
+    reference = OuterReference(assembler.config, ends[0].before)
+    for step, end in enumerate(ends):
+        reference.meet(step, end.updated, end.before)
+    return reference.merge(ends[-1].gone_on, ends[-1].after.whole)
+
+
+def _most(name: str, errors: Sequence[float], limit: float) -> Check:
+    worst = max((error if error == error else math.inf for error in errors), default=math.inf)
+    return Check(name, f"{worst:.2e}", f"{limit:g}", worst <= limit, f"{len(errors)} of them")
+
+
+def _off(got: np.ndarray, want: np.ndarray, whole: np.ndarray) -> float:
+    """Return ||got - want|| / ||whole||."""
     return float(np.linalg.norm(got - want) / max(float(np.linalg.norm(whole)), 1e-12))
 
 
@@ -342,14 +381,21 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
     """Compare the byte counters of every hop kind and link with the formula, on every rank, from the second step on.
 
     The first step is left out: it records the order of use, and gathers more. saved: the step after which the run
-    saved.
+    saved. When a fragment is on its way between outer replicas, the steps share its bytes as it happens: they are
+    compared in the step in which it arrives, or is waited for, as at a save and at the run's end.
     """
     wrong, counted = list[str](), 0
     for rank, record in enumerate(records):
+        under_way, last = 0, len(record.steps) - 1
         for step in range(1, len(record.steps)):
-            want = expected.bytes_of(rank, step, after_save=step == saved + 1)
-            counted += sum(want.values())
-            for key, (formula, counter) in mismatches(want, record.steps[step].traffic).items():
+            want = Counter(expected.bytes_of(rank, step, after_save=step == saved + 1))
+            got = Counter(record.steps[step].traffic)
+            counted += want.total()
+            want[BETWEEN] += under_way
+            under_way = 0
+            if expected.under_way(step) and step not in (saved, last):
+                under_way = want.pop(BETWEEN) - got.pop(BETWEEN, 0)
+            for key, (formula, counter) in mismatches(want, got).items():
                 hop = key.removesuffix("_bytes")
                 wrong.append(f"rank {rank}, step {step + 1}: {hop} counted {counter}, formula {formula}")
     where = "; ".join(wrong[:3]) or f"off the formula; {counted} bytes in all"

@@ -23,9 +23,12 @@ from megazero.plan.gathers import Copies
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES, matrix_traits
+from megazero.verify.reference import arriving, fragment_of, leaving
 from megazero.zero.layout import UnitLayout, make_layout
 from megazero.zero.matrix_updates import deal_matrices
 from megazero.zero.optimizer import Traits
+
+BETWEEN = "outer_inter_node_bytes"  # between outer replicas
 
 
 class ExpectedBytes:
@@ -51,18 +54,27 @@ class ExpectedBytes:
     def bytes_of(self, rank: int, step: int, after_save: bool) -> dict[str, int]:
         """Return 'kind_link_bytes' -> bytes of a rank in a step, which is counted from 0 and is not the run's first.
 
-        after_save: the run saved just before this step. Under the delta refresh a save brings every copy up to date.
+        What is on its way between outer replicas counts in the step in which it leaves. after_save: the run saved
+        just before this step. Under the delta refresh a save brings every copy up to date.
         """
         config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.dp * self.grid.outer)
         end = config.quantized_gradients_end
         count = sizes.micro_batches(sizes.consumed_after(step))
-        meets = self.outer is not None and (step + 1) % self.outer.config.outer_interval == 0
-        found = self._cached(rank, count, end is not None and step >= end, meets)
+        moving = [each(config.outer, step) if self.outer else None for each in (leaving, arriving)]
+        found = self._cached(rank, count, end is not None and step >= end, *moving)
         refreshed = after_save and not self.exact and self.wire.delta
         return {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
 
-    def _step(self, rank: int, micro_batches: int, exact_gradients: bool, meets: bool) -> dict[str, int]:
-        """Compute the bytes of one rank in one step, at whose end outer replicas may meet. Zeros are left out."""
+    def under_way(self, step: int) -> bool:
+        """Tell whether a fragment is on its way between outer replicas after a step."""
+        outer = self.config.outer
+        latest = range(step - outer.outer_delay + 1, step + 1) if self.outer is not None else ()
+        return any(leaving(outer, each) is not None for each in latest)
+
+    def _step(
+        self, rank: int, micro_batches: int, exact_gradients: bool, leaves: int | None, arrives: int | None
+    ) -> dict[str, int]:
+        """Compute the bytes of one rank in one step, at whose end fragments leave and arrive. Zeros are left out."""
         config, grid = self.config, self.grid
         pp, tp = grid.axis("pp").index(rank), grid.axis("tp").index(rank)
         decoder = self._decoder(pp, tp)
@@ -74,10 +86,7 @@ class ExpectedBytes:
         ends = grid.link(line[0], line[-1]) if decoder.tied_ends() else None
         total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches, ends)
         total += self._updates(laid_out, rank)
-        for hop in (
-            h for unit in units if self.outer and meets for h in self.outer.hops(unit, grid, formats.sums)
-        ):
-            total["outer" if hop.axis.role == "outer" else "reduce", hop.axis.link] += hop.sent
+        total += self._meetings(units, laid_out, leaves, arrives)
         total += communication.pipeline(schedule, grid, rank, activation)
         again, norms = communication.repeated(config, activation)
         wide = max(activation.width, 4)
@@ -86,6 +95,20 @@ class ExpectedBytes:
             decoder.stages, schedule[pp], activation, again, wide, norms, chunks
         )
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
+
+    def _meetings(
+        self, units: Sequence[UnitShape], laid_out: Sequence[LaidOut], leaves: int | None, arrives: int | None
+    ) -> Bytes:
+        """Return the bytes of fragments: of one that leaves those between replicas, of one that arrives the rest."""
+        out, sums = Bytes(), self._formats(True).sums
+        for unit, (_, traits, _) in zip(units, laid_out, strict=True):
+            # A table that the pipeline's two ends hold is the embedding's at both.
+            fragment = 0 if unit.tied else fragment_of(next(iter(traits)), self.config)
+            for hop in self.outer.hops(unit, self.grid, sums) if self.outer else ():
+                across = hop.axis.role == "outer"
+                if fragment == (leaves if across else arrives):
+                    out["outer" if across else "reduce", hop.axis.link] += hop.sent
+        return out
 
     def _decoder(self, pp: int, tp: int) -> Decoder:
         context = TensorParallel(None, tp, self.grid.tp, self.config.parallel.sequence_parallel)

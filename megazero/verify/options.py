@@ -27,7 +27,12 @@ class VerifyConfig:
         None, "ranks of the training (default: tensor x pipeline parallel size x 2)", low=1
     )
     verify_output: str = option("certificate", "folder of the certificate")
-    verify_steps: int = option(4, "optimizer steps of each run, 4 to 100", low=4, high=100)
+    verify_steps: int = option(
+        4,
+        "optimizer steps of each run, 4 to 100; with outer replicas at least until every fragment has arrived twice",
+        low=4,
+        high=100,
+    )
     verify_ranks: int = option(
         16, "local ranks at most, up to 256; a larger world is run in a sub-layout", low=1, high=256
     )
@@ -65,13 +70,6 @@ def read_request(argv: Sequence[str]) -> VerifyRequest:
     if config.zero.zero_preset == AUTO:
         errors.append(
             "--zero-preset auto is no layout yet: verify the flags that `megazero plan` prints for the same run"
-        )
-    outer = config.outer
-    streams = outer.outer_fragments > 1 or outer.outer_delay or outer.outer_mixing < 1
-    if outer.outer_interval and streams:
-        errors.append(
-            f"--outer-fragments {outer.outer_fragments} --outer-delay {outer.outer_delay} --outer-mixing "
-            f"{outer.outer_mixing:g}: verify takes outer steps of the whole model at once; nearest: 1, 0 and 1"
         )
     if errors:
         raise ConfigError(errors)

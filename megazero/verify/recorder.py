@@ -67,12 +67,14 @@ class StepRecord:
 class OuterRecord:
     """What an outer replica has at the end of a step.
 
-    updated: the master weights before a meeting that may follow. before, after: the anchors around it.
+    updated: the master weights before a meeting that may follow, or before a fragment arrives. before, after: the
+    anchors around that. gone_on: the master weights after it.
     """
 
     updated: list[UnitSlice]
     before: list[UnitSlice]
     after: list[UnitSlice]
+    gone_on: list[UnitSlice]
 
 
 @dataclass
@@ -173,11 +175,14 @@ class Recorder:
             return
         count, anchors = outer.count, outer.anchors
 
+        def both() -> list[list[UnitSlice]]:
+            return [slices(engine, each) for each in (lambda u: u.master, lambda u: anchors[u].value)]
+
         def watched() -> None:
-            updated = slices(engine, lambda unit: unit.master)
-            before = slices(engine, lambda unit: anchors[unit].value)
+            updated, before = both()
             count()
-            self.step.outer = OuterRecord(updated, before, slices(engine, lambda unit: anchors[unit].value))
+            gone_on, after = both()
+            self.step.outer = OuterRecord(updated, before, after, gone_on)
 
         outer.count = watched  # type: ignore[method-assign]
 

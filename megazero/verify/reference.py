@@ -84,6 +84,11 @@ class Reference:
             for name, p in named.items()
         ]
 
+    def loss(self, weights: Mapping[str, np.ndarray], step: int) -> float:
+        """Return the mean loss of a step at these weights."""
+        self.load(weights)
+        return self._backward(step)
+
     def gradients(self, weights: Mapping[str, np.ndarray], step: int, without_last: bool = False) -> Tensors:
         """Return the gradients (fp64) of a step's mean loss at these weights.
 
@@ -112,51 +117,109 @@ class Reference:
         micro = self.config.batch.micro_batch_size
         return replica_rows(self._sizes[step], micro, self.data_parallel, self.replica, self.replicas)
 
-    def share(self, step: int) -> float:
-        """Return the share of the step's tokens that this replica has."""
-        mask = tokens_of(self.config, step, self._sizes[step])[2]
-        return float(mask[self._rows(step)].sum() / mask.sum())
-
 
 class OuterReference:
-    """The outer optimizer, one of torch's over whole parameters (DiLoCo, arXiv 2311.08105, algorithm 1)."""
+    """The outer optimizer, one of torch's over whole parameters (DiLoCo, arXiv 2311.08105, algorithm 1).
 
-    def __init__(self, outer: OuterConfig, anchor: Tensors) -> None:
+    Fragments leave one after the other, and may be on their way for some steps (Streaming DiLoCo, arXiv 2501.18512,
+    algorithm 2). under_way: outer gradients by parameter, by the step in which they arrive.
+    """
+
+    def __init__(self, config: RunConfig, anchor: Tensors) -> None:
         """Begin with these weights, fp64."""
+        self.config, self.outer = config, config.outer
         self.anchor = {name: torch.from_numpy(w.copy()).requires_grad_() for name, w in anchor.items()}
-        momentum = outer.outer_momentum
-        rule: dict[str, Any] = {"lr": outer.outer_lr, "momentum": momentum}
-        rule["nesterov"] = outer.outer_optimizer == "nesterov" and momentum > 0
-        if outer.outer_optimizer == "average":
+        momentum = self.outer.outer_momentum
+        rule: dict[str, Any] = {"lr": self.outer.outer_lr, "momentum": momentum}
+        rule["nesterov"] = self.outer.outer_optimizer == "nesterov" and momentum > 0
+        if self.outer.outer_optimizer == "average":
             rule = {"lr": 1.0}
         self.optimizer = torch.optim.SGD(self.anchor.values(), **rule)
+        self.under_way: dict[int, dict[str, torch.Tensor]] = {}
 
-    def meet(self, replicas: Sequence[Tensors], anchor: Tensors | None = None) -> Tensors:
-        """Take the outer step of replicas with these weights. Returns the new anchor, fp64.
+    def meet(self, step: int, replicas: Sequence[Tensors], anchor: Tensors | None = None) -> Tensors:
+        """Let what is due leave and arrive at the end of a step of replicas with these weights.
 
-        anchor: the old one, by default that of the last call.
+        Returns the new anchor, fp64, of the parameters that arrive. anchor: the old one, by default that of the last
+        call.
         """
-        for name, theta in self.anchor.items():
-            if anchor is not None:
-                theta.detach().copy_(torch.from_numpy(anchor[name]))
-            every = torch.stack([torch.from_numpy(weights[name]) for weights in replicas])
-            theta.grad = theta.detach() - every.mean(0)
-        self.optimizer.step()
+        self._begin(anchor)
+        fragment = leaving(self.outer, step)
+        if fragment is not None:
+            names = [name for name in self.anchor if fragment_of(name, self.config) == fragment]
+            self.under_way[step + self.outer.outer_delay] = self._gradients(names, replicas)
+        return self._take_up(self.under_way.pop(step, {}))
+
+    def merge(self, replicas: Sequence[Tensors], anchor: Tensors) -> Tensors:
+        """Return the one model that a checkpoint of these weights and this anchor, saved now, becomes.
+
+        What is on its way arrives. Where replicas have trained since they met, they meet (docs/checkpoints.md).
+        """
+        self._begin(anchor)
+        for gradients in self.under_way.values():
+            arrived = self._take_up(gradients)
+            replicas = [mixed(weights, arrived, self.outer.outer_mixing) for weights in replicas]
+        now = _arrays(self.anchor)
+        apart = [name for name, w in now.items() if any((each[name] != w).any() for each in replicas)]
+        self._take_up(self._gradients(apart, replicas))
         return _arrays(self.anchor)
+
+    def _begin(self, anchor: Tensors | None) -> None:
+        for name, w in anchor.items() if anchor is not None else ():
+            self.anchor[name].detach().copy_(torch.from_numpy(w))
+
+    def _gradients(self, names: Sequence[str], replicas: Sequence[Tensors]) -> dict[str, torch.Tensor]:
+        every = {name: torch.stack([torch.from_numpy(each[name]) for each in replicas]) for name in names}
+        return {name: self.anchor[name].detach() - stacked.mean(0) for name, stacked in every.items()}
+
+    def _take_up(self, gradients: Mapping[str, torch.Tensor]) -> Tensors:
+        for name, theta in self.anchor.items():
+            theta.grad = gradients.get(name)  # those without are left as they are, with their momentum
+        self.optimizer.step()
+        return _arrays({name: self.anchor[name] for name in gradients})
+
+
+def leaving(outer: OuterConfig, step: int) -> int | None:
+    """Return the fragment that leaves at the end of a step, which is counted from 0; None if none does."""
+    count, interval = outer.outer_fragments, outer.outer_interval
+    ends = [(fragment + 1) * interval // count for fragment in range(count)]
+    into = step % interval + 1
+    return ends.index(into) if step >= 0 and into in ends else None
+
+
+def arriving(outer: OuterConfig, step: int) -> int | None:
+    """Return the fragment that arrives at the end of a step."""
+    return leaving(outer, step - outer.outer_delay)
+
+
+def fragment_of(name: str, config: RunConfig) -> int:
+    """Return the fragment of a parameter of the whole model: that of its module."""
+    outer, modules = config.outer, config.model.num_layers + 2
+    first, second, *_ = name.split(".")
+    module = {"embedding": 0, "head": modules - 1}[first] if first != "layers" else 1 + int(second)
+    if outer.outer_fragment_pattern == "strided":
+        return module % outer.outer_fragments
+    return sum(module >= modules * cut // outer.outer_fragments for cut in range(1, outer.outer_fragments))
+
+
+def mixed(weights: Tensors, arrived: Tensors, share: float) -> Tensors:
+    """Return the weights that a replica goes on with, of which ``share`` is the anchor's where that has arrived."""
+    return {n: (1 - share) * w + share * arrived[n] if n in arrived else w for n, w in weights.items()}
 
 
 def train_together(references: Sequence[Reference], steps: int) -> list[Curve]:
     """Train replicas that meet as their configuration says. Returns the curve of each."""
-    outer, initial = references[0].config.outer, [each.weights for each in references]
-    together, running = OuterReference(outer, initial[0]), [each.train(steps) for each in references]
+    config, initial = references[0].config, [each.weights for each in references]
+    together, running = OuterReference(config, initial[0]), [each.train(steps) for each in references]
     losses: list[list[float]] = [[] for _ in references]
     for step in range(steps):
         for own, run in zip(losses, running, strict=True):
             own.append(next(run))
-        if len(references) > 1 and (step + 1) % outer.outer_interval == 0:
-            anchor = together.meet([each.weights for each in references])
-            for each in references:
-                each.load(anchor)
+        if len(references) > 1:
+            weights = [each.weights for each in references]
+            arrived = together.meet(step, weights)
+            for each, own_weights in zip(references, weights, strict=True):
+                each.load(mixed(own_weights, arrived, config.outer.outer_mixing))
     return [Curve(own, weights) for own, weights in zip(losses, initial, strict=True)]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.optimizers import OPTIMIZERS
+from megazero.config.options.sections import OuterConfig
 from megazero.config.run import all_options
 from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.verify.shrink_world import SubLayout, sub_layout
@@ -29,7 +30,8 @@ INIT_STD = 0.03  # well-conditioned in fp32 at these sizes
 # 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
 QK_NORM_EPSILON = 1e-2
 CARRIED = ("model", "parallel", "zero", "outer", "precision", "optimizer", "batch", "training")
-INTERVAL = 2  # steps from one meeting of outer replicas to the next, at most
+# Of outer steps, at most: steps from one meeting of all to the next, if it may be so few; fragments; steps of delay.
+INTERVAL, FRAGMENTS, DELAY = 2, 2, 1
 # Of the data, what the model computes by.
 OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask")
 # Of no meaning in a run of a few steps of made-up tokens.
@@ -85,7 +87,10 @@ class Shrunk:
 
 
 def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
-    """Choose sizes for a run of ``steps`` steps on at most ``most`` ranks. Raises ValueError as sub_layout does."""
+    """Choose sizes for a run on at most ``most`` ranks. Raises ValueError as sub_layout does.
+
+    The run has ``steps`` steps, with outer replicas as many more as take every fragment to arrive twice.
+    """
     layout = sub_layout(config, world, most)
     values = {
         name: config.get(name) if name not in RESET else option.default
@@ -101,7 +106,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     values |= _zero(config, world, layout, values)
     values["loss_chunk_tokens"] = _loss_chunk(config, values)
     rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
-    values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
+    values |= {"lr": rate, "lr_decay_style": "constant"}
     if OPTIMIZERS[
         config.optimizer.optimizer
     ].by_matrix:  # one rank in fp64 is the judge, and has matrices whole
@@ -110,11 +115,12 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         values["decoupled_lr"] = rate * config.optimizer.decoupled_lr / config.optimizer.lr
     values |= {name: config.get(name) for name in OF_DOCUMENTS}
     if layout.replicas > 1:
-        values["outer_interval"] = min(config.outer.outer_interval, INTERVAL)
-        values["outer_replicas"] = layout.replicas
+        values |= _outer(config.outer, layout.replicas)
+        steps = max(steps, 2 * values["outer_interval"] + values["outer_delay"])
     elif config.outer.outer_interval:  # one replica is a run without
         values |= {opt.name: opt.default for opt in all_options().values() if opt.section == "outer"}
-    values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
+    values |= {"train_iters": steps, "eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD}
+    values["mock_data"] = True
     values["norm_impl"] = "torch"  # apex runs on CUDA alone
     if config.training.optimizer_impl == "apex":
         values["optimizer_impl"] = "auto"
@@ -129,6 +135,17 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     run = make_config(values, layout.world)
     changes = {name: (config.get(name), run.get(name)) for name in kept if config.get(name) != run.get(name)}
     return Shrunk(run, layout, changes, (*layout.notes, *_notes(config, world)))
+
+
+def _outer(outer: OuterConfig, replicas: int) -> dict[str, Any]:
+    """Keep whether there are fragments and a delay, with no more steps than these take."""
+    count, delay = min(outer.outer_fragments, FRAGMENTS), min(outer.outer_delay, DELAY)
+    return {
+        "outer_interval": min(outer.outer_interval, max(INTERVAL, count * (delay + 1))),
+        "outer_fragments": count,
+        "outer_delay": delay,
+        "outer_replicas": replicas,
+    }
 
 
 def like(size: int, most: int) -> int:

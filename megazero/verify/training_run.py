@@ -155,9 +155,12 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
             factor, scaled_divisor = scaling.factors(divisor, mesh.dp_size)
             engine.begin_step(len(batches), scaled_divisor, pipeline.program(len(batches)))
             loss = pipeline.step(batches, factor).item()
-            record.steps.append(recorder.close(loss / divisor, engine.step().grad_norm))
+            norm, saves = engine.step().grad_norm, run.save is not None and run.save[0] == step
+            if saves or step == run.stop - 1:
+                engine.settle()  # as a save does, and the next run must find the mesh idle
+            record.steps.append(recorder.close(loss / divisor, norm))
             consumed += size
-            if run.save and run.save[0] == step:
+            if saves:
                 checkpointing.save(Progress(step + 1, consumed, "verify"))
                 engine.traffic.take()  # of no step
     record.final, record.rounded = slices(engine, lambda unit: unit.master), recorder.rounded

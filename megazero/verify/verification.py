@@ -20,6 +20,7 @@ from megazero.verify.diagnosis import diagnose
 from megazero.verify.expected_bytes import ExpectedBytes
 from megazero.verify.full_tensors import Assembler
 from megazero.verify.options import VerifyRequest
+from megazero.verify.reference import Reference, leaving
 from megazero.verify.shrink import OF_DOCUMENTS, Shrunk, shrink
 from megazero.verify.training_run import (
     Around,
@@ -39,8 +40,9 @@ def verify(request: VerifyRequest, ranks: LocalRanks, around: Around = nothing_a
     around: the same as TrainingRun's, for all runs on the layout. Raises ValueError for a configuration that cannot
     be run, and RanksFailed when a rank raises, dies or hangs.
     """
-    began, steps = time.monotonic(), request.options.verify_steps
-    small = shrink(request.config, request.world, request.options.verify_ranks, steps)
+    began, options = time.monotonic(), request.options
+    small = shrink(request.config, request.world, options.verify_ranks, options.verify_steps)
+    steps = small.config.training.train_iters or 0
     with tempfile.TemporaryDirectory(prefix="megazero-certificate-") as folder:
         runs = _Runs(small, steps, around, folder, ranks)
         sections = runs.run()
@@ -89,10 +91,14 @@ class _Runs:
         self.steps, self.around, self.folder, self.ranks = steps, around, folder, ranks
         self.world, self.config, self.replicas = small.layout.world, small.config, small.layout.replicas
         self.exact_config, self.block = _exactly(small.config), slice_block(self.config, self.world)
-        interval = self.config.outer.outer_interval or 1
-        # The step after which both runs save: one that meets, where all replicas are the model.
-        self.saved = max(steps // 2 // interval, 1) * interval - 1
+        self.saved = self._save_after()  # of both runs
         self.diagnosis: list[str] = []
+
+    def _save_after(self) -> int:
+        """Return the step after which runs save. Outer replicas are apart then; with a delay a fragment leaves."""
+        middle, outer = self.steps // 2 - 1, self.config.outer
+        late, later = outer.outer_delay > 0, range(middle, self.steps - 1 if self.replicas > 1 else 0)
+        return next((step for step in later if (leaving(outer, step) is not None) == late), middle)
 
     def run(self) -> list[Section]:
         exact, configured, resumed, weights = self._run_layout()
@@ -100,7 +106,7 @@ class _Runs:
         seen = checks.gather_evidence(Assembler(self.exact_config), exact, d)
         second = self._configured_section(seen, configured)
         first = [self._exact_section(each, exact) for each in seen]
-        third = self._checkpoint_section(seen, configured, resumed, weights)
+        third = self._checkpoint_section(self._loss_after_save(seen, exact), configured, resumed, weights)
         for each, section in zip(seen, first, strict=True):
             self.diagnosis += diagnose(each, section.checks, second.checks)
         self.diagnosis = list(dict.fromkeys(self.diagnosis))
@@ -111,10 +117,13 @@ class _Runs:
         if self.replicas == 1:
             return []
         outer = self.exact_config.outer
-        found = checks.outer_checks(Assembler(self.exact_config), exact, outer)
+        found = checks.outer_checks(Assembler(self.exact_config), exact)
+        every = f"every {outer.outer_interval} steps"
+        every += f" in {outer.outer_fragments} fragments" if outer.outer_fragments > 1 else ""
+        every += f" that take {outer.outer_delay} more" if outer.outer_delay else ""
         title = (
-            f"{self.replicas} replicas meet every {outer.outer_interval} steps, differences exact, against one of "
-            "torch's optimizers in fp64. Outer steps: worst ||difference|| / ||anchor|| of a parameter"
+            f"{self.replicas} replicas meet {every}, differences exact, against one of torch's optimizers in fp64. "
+            "Outer steps: worst ||difference|| / ||anchor|| of a parameter"
         )
         return [Section("Pass 1, outer steps", title, tuple(found))]
 
@@ -158,24 +167,32 @@ class _Runs:
         for each, own in zip(seen, checks.by_replica(configured), strict=True):
             found += checks.configured_checks(assembler, own, each.losses, wire)
         if self.replicas > 1:
-            found += checks.outer_checks(assembler, configured, self.config.outer)
+            found += checks.outer_checks(assembler, configured)
         expected = ExpectedBytes(self.config, self.world, False, self.block)
         found.append(checks.bytes_check("bytes sent", expected, configured, self.saved))
         what = "messages quantised as configured" if wire.codings else "no hop is quantised on this layout"
         dtype = self.config.precision.params_dtype
         return Section("Pass 2, as configured", f"{dtype}, {what}, {self.steps} steps", tuple(found))
 
+    def _loss_after_save(self, seen: Sequence[Evidence], exact: Sequence[RankRecord]) -> float:
+        """Return the loss of the step after the exact run's save, on any layout: that of one model."""
+        if self.replicas == 1:
+            return seen[0].losses[self.saved + 1]
+        model = checks.merged_model(Assembler(self.exact_config), exact, self.saved)
+        reference = Reference(self.exact_config, self.config.data_parallel_size(self.world))
+        return reference.loss(model, self.saved + 1)
+
     def _checkpoint_section(
         self,
-        seen: Sequence[Evidence],
+        stayed: float,
         straight: Sequence[RankRecord],
         resumed: Sequence[RankRecord],
         weights: str,
     ) -> Section:
         at = self.saved + 1
         found = [checks.resume_check("resume, same layout", straight, resumed, at)]
-        stayed = sum(each.losses[at] * each.reference.share(at) for each in seen)
-        moved = other_layouts(self.exact_config, self.world, seen[0].reference.data_parallel)
+        data_parallel = self.config.data_parallel_size(self.world)
+        moved = other_layouts(self.exact_config, self.world, data_parallel)
         for name, config, world in moved:
             run = TrainingRun(config, True, at, at + 1, load=weights)
             if world.world_size == 1:

@@ -160,6 +160,12 @@ def _sum_of_replicas(place: Place) -> None:
     )
 
 
+def _unmixed_replicas(place: Place) -> None:
+    """Replicas go on from the anchor alone, whatever their share of it."""
+    mix = outer.mix
+    place.replace(outer, "mix", lambda weights, anchor, share: mix(weights, anchor, 1.0))
+
+
 FAULTS: dict[str, Callable[[Place], None]] = {
     "skip-last-reduction": _skip_last_reduction,
     "wrong-norm-group": _wrong_norm_group,
@@ -171,4 +177,5 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "wrong-noise": _wrong_noise,
     "wrong-bytes": _wrong_bytes,
     "sum-of-replicas": _sum_of_replicas,
+    "unmixed-replicas": _unmixed_replicas,
 }

@@ -35,6 +35,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "joined layers": {"zero_preset": "zeropp", "params_dtype": "bf16", "zero_unit_layers": 3},
     "small moments": {"zero_preset": "zero2", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "int8"},
     "outer replicas": {"zero_preset": "ddp", "outer_interval": 2, "outer_bits": 4},
+    "streamed replicas": {
+        **{"zero_preset": "zero2", "outer_interval": 4, "outer_fragments": 2, "outer_delay": 1},
+        "outer_mixing": 0.5,
+    },
     "tensor parallel": {"zero_preset": "zero3", "tensor_model_parallel_size": 2},
     "muon": {"zero_preset": "zero3", "optimizer": "muon", "params_dtype": "bf16"},
     "tied ends": {"zero_preset": "zero2", "model_family": "gpt", "pipeline_model_parallel_size": 2},
@@ -62,7 +66,9 @@ def hold(layouts: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float, fl
         on = replace(on, cores=Cores(2, 2), device=replace(on.device, fp32_tflops=1.0))
         said = Layout(BaseLayout(run.config, World(4, 2), on, Collectives(on)), run.config.zero)
         memory = said.memory_of(run.mesh.pp.index, said.loss_chunk)
-        out.append((states[-1], run.engine.arena.peak, memory.model_states, memory.staging + memory.margin))
+        arenas = {run.engine.arena} | ({run.engine.outer.context.arena} if run.engine.outer else set())
+        peak = sum(arena.peak for arena in arenas)
+        out.append((states[-1], peak, memory.model_states, memory.staging + memory.margin))
     return out
 
 

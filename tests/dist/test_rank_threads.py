@@ -30,7 +30,9 @@ def settings(node: int, steps: int) -> Settings:
 
 
 def by_gloo(folder: Path, cases: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
-    return [train(create_mesh, folder, settings(node, steps), Run(name, 1)) or {} for name, node, steps in cases]
+    return [
+        train(create_mesh, folder, settings(node, steps), Run(name, 1)) or {} for name, node, steps in cases
+    ]
 
 
 def test_threads_train_to_gloos_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

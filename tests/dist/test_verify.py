@@ -43,6 +43,16 @@ OUTER_TENSORS = (
     f"{EIGHT} --ranks-per-node 2 --tensor-model-parallel-size 2 --outer-interval 1 --outer-replicas 2 "
     "--outer-optimizer sgd --outer-bits 4"
 )
+STREAMED = (
+    f"{LLAMA} --world-size 2 --ranks-per-node 1 --outer-interval 64 --outer-fragments 4 --outer-delay 3 "
+    "--outer-mixing 0.5"
+)
+# What replicas learn while a fragment is on its way is dropped: mixing is 1.
+STREAMED_GRID = (
+    f"{GRID} --world-size 8 --ranks-per-node 4 --outer-interval 9 --outer-fragments 2 --outer-delay 2 "
+    "--outer-fragment-pattern sequential --outer-offload --outer-bits 8"
+)
+MIXED = f"{NODES} --zero-preset zero3 --outer-interval 8 --outer-fragments 3 --outer-mixing 0.5"
 
 # fault -> (configuration, a check that must fail, words of the likely cause)
 SEEN = {
@@ -60,6 +70,7 @@ SEEN = {
     "wrong-noise": (RANDOM, "Pass 2, as configured: master replicas", "draw different noise"),
     "wrong-bytes": (ZEROPP, "Pass 1, exact: bytes sent", "what is sent is not what"),
     "sum-of-replicas": (OUTER, "Pass 1, outer steps: outer steps", ""),
+    "unmixed-replicas": (STREAMED, "Pass 1, outer steps: weights after outer steps", ""),
 }
 
 
@@ -73,22 +84,20 @@ def certify(words: str, fault: str | None = None) -> Certificate:
     [
         GRID,
         f"{ZEROPP} {SMALL_MOMENTS} {JOINED}",
+        STREAMED,
         *(
             pytest.param(words, marks=pytest.mark.slow)
-            for words in (f"{GRID} {JOINED}", ZEROPP_FP16, OUTER, OUTER_TENSORS)
+            for words in (f"{GRID} {JOINED}", ZEROPP_FP16, OUTER, OUTER_TENSORS, STREAMED_GRID, MIXED)
         ),
     ],
     ids=[
-        "grid",
-        "zeropp",
-        "grid, joined layers",
-        "zeropp, fp16",
-        "outer replicas",
-        "outer replicas of two nodes, INT4",
+        *("grid", "zeropp", "streamed replicas", "grid, joined layers", "zeropp, fp16"),
+        *("outer replicas", "outer replicas of two nodes, INT4"),
+        *("streamed replicas of stages, INT8", "mixed replicas"),
     ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:
-    """With outer replicas: pytest -m slow tests/dist/test_verify.py -k "outer or replicas"."""
+    """More with outer replicas: pytest -m slow tests/dist/test_verify.py -k replicas."""
     certificate = certify(words)
     assert certificate.good, (certificate.verdict, certificate.diagnosis)
     names = [check.name for section in certificate.sections for check in section.checks]

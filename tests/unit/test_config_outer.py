@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megazero.config import ConfigError, World, make_config
-from megazero.config.layout.outer import bytes_of_steps, feeds_back, fragments, outer_coding
+from megazero.config.layout.outer import feeds_back, fragments, outer_coding
 from megazero.mesh.grid import INTER, make_grid
 from megazero.plan.communication import OuterFormat, UnitShape
 from tests.sizes import SMALL
@@ -128,7 +128,9 @@ def test_the_start_says_what_crosses() -> None:
     assert "meet every 4 steps in 2 fragments (strided): nesterov" in text
     assert "differences exact, 1 step on its way, mixing 0.5; anchors in host memory" in text
     assert "meet last at 5, and that anchor is evaluated and exported at the end; nearest: 5" in text
-    assert "meet last" not in "\n".join(config(**late, train_iters=9).notes)
+    mixes, drops = ("\n".join(config(**{**late, "outer_mixing": x}, train_iters=9).notes) for x in (0.5, 1.0))
+    assert "meet last" not in mixes and "is dropped" not in mixes
+    assert "--outer-mixing 1 with --outer-delay 1: what replicas learn" in drops
     assert "none, one replica" in "\n".join(config(**STEPS, outer_replicas=1).describe(WORLD))
     assert "outer steps" not in "\n".join(config().describe(WORLD))
 
@@ -146,19 +148,14 @@ def test_bytes_of_a_meeting(bits: int, width: float) -> None:
     assert form.sent([UnitShape(n, 0, False)], d, sums=4) == 2 * 3 / 4 * width * n / d
 
 
-def test_bytes_of_steps_with_fragments() -> None:
-    """All is sent once per interval; a step sends the largest fragment at most."""
-    sent = [50.0, 10.0, 10.0, 10.0, 10.0, 30.0]
-    for values, dealt, peak in (
-        ({}, [(0, 1, 2, 3, 4, 5)], 120),
-        ({"outer_fragments": 2}, [(0, 2, 4), (1, 3, 5)], 70),
-        ({"outer_fragments": 4}, [(0, 4), (1, 5), (2,), (3,)], 60),
+def test_modules_are_dealt_to_fragments() -> None:
+    for values, dealt in (
+        ({}, [(0, 1, 2, 3, 4, 5)]),
+        ({"outer_fragments": 2}, [(0, 2, 4), (1, 3, 5)]),
+        ({"outer_fragments": 4}, [(0, 4), (1, 5), (2,), (3,)]),
         (
             {"outer_fragments": 4, "outer_fragment_pattern": "sequential"},
             [(0,), (1, 2), (3,), (4, 5)],
-            50,
         ),
     ):
-        outer = config(**STEPS, **values).outer
-        assert list(fragments(range(6), outer)) == dealt
-        assert bytes_of_steps(sent, outer) == (30, peak)
+        assert list(fragments(range(6), config(**STEPS, **values).outer)) == dealt

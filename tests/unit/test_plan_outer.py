@@ -14,6 +14,7 @@ from megazero.mesh.grid import INTER, AxisSpec
 from megazero.plan import slow_links
 from megazero.plan.command import main
 from megazero.plan.communication import UnitShape
+from megazero.plan.memory import _outer_pool, _step_pool
 from megazero.plan.options import with_stand_ins
 from megazero.plan.report import layout_flags
 from megazero.plan.search import OUTER, Search
@@ -44,17 +45,17 @@ def test_a_meeting_takes_the_bytes_and_delays_of_its_hops() -> None:
     units = apart.units(0).shapes
     sent = sum(2 * unit.elements // (4 * 2) * 4 for unit in units)
     assert apart.bytes_of_meetings == (sent / 10, sent)
-    seconds = meeting_seconds(apart)
+    (seconds,) = meeting_seconds(apart)
     by_hand = sent * on.ranks_per_node / (0.01e9 / 8 * on.inter_node.efficiency)
     assert seconds == pytest.approx(by_hand, rel=0.01)
     later = layout(STEPS, on.with_slow_link(0.01, 20.0))
-    assert meeting_seconds(later) - seconds == pytest.approx(2 * len(units) * 0.02, rel=0.01)
+    assert meeting_seconds(later)[0] - seconds == pytest.approx(2 * len(units) * 0.02, rel=0.01)
     timing, rare = simulate(apart), simulate(layout({**STEPS, "outer_interval": 100}, on))
     assert timing.bill["outer"] == pytest.approx(seconds / 10)
     assert timing.seconds - rare.seconds == pytest.approx(seconds * (1 / 10 - 1 / 100))
     assert simulate(layout({"zero_preset": "zero3"}, on)).bill["outer"] == 0
     four = layout({**STEPS, "outer_bits": 4}, on)
-    assert meeting_seconds(four) < seconds / 6
+    assert meeting_seconds(four)[0] < seconds / 6
     assert apart.bytes_across_nodes > rare.bill["outer"], "a meeting's bytes count on average"
 
 
@@ -65,6 +66,57 @@ def test_sums_go_back_to_copies_inside_a_replica() -> None:
     there, back, *inside = ddp.states.outer.hops(unit, ddp.grid, 4)
     assert there.sent == back.sent == unit.elements // 8 * 4 and there.axis.role == "outer"
     assert sum(hop.sent for hop in inside) == 3 * (unit.elements // 4) * 4
+
+
+SEQUENTIAL = {"outer_fragments": 2, "outer_fragment_pattern": "sequential"}
+
+
+def test_fragments_are_what_each_stage_has_of_them() -> None:
+    """Two stages: dealt in runs each has one fragment, whole; dealt in turn half of each."""
+    on = cluster(2, 4, gbits=0.01)
+    two = {**STEPS, "pipeline_model_parallel_size": 2}
+    runs, turns = (layout({**two, **how}, on) for how in (SEQUENTIAL, {"outer_fragments": 2}))
+    assert runs.states.outer is not None
+    by_rank = [runs.units(rank).by_fragment(runs.config.outer) for rank in range(2)]
+    assert [[bool(units) for units in each] for each in by_rank] == [[True, False], [False, True]]
+    whole = [runs.states.outer.sent(runs.units(rank).shapes, runs.base.d, 4) for rank in range(2)]
+    assert runs.bytes_of_meetings == (max(whole) / 10, max(whole))
+    assert turns.bytes_of_meetings[0] == runs.bytes_of_meetings[0]
+    assert turns.bytes_of_meetings[1] < 0.7 * max(whole), "the largest fragment of a stage"
+    # On its way a stage's part of the largest fragment is kept: of the runs all that the stage has.
+    for rank in range(2):
+        kept = []
+        for how in (SEQUENTIAL, {"outer_fragments": 2}):
+            late, now = (layout({**two, **how, "outer_delay": delay}, on) for delay in (1, 0))
+            kept.append(late.memory_of(rank, None).residuals - now.memory_of(rank, None).residuals)
+        assert kept[0] == runs.units(rank).elements / runs.base.d * 4 > 1.5 * kept[1] > 0
+
+
+def test_a_delay_hides_what_is_short_and_shows_the_rest_of_what_is_long() -> None:
+    """Fragments are not alike: the embedding and the head are larger than layers."""
+    on, large = cluster(2, 4, gbits=5.0), {**STEPS, **SEQUENTIAL, "outer_fragments": 5, "vocab_size": 20000}
+    at_once, late = (layout({**large, "outer_delay": delay}, on) for delay in (0, 1))
+    seconds, alone = meeting_seconds(at_once), simulate(at_once)
+    step = alone.seconds - alone.bill["outer"]
+    assert len(seconds) == 5 and min(seconds) < step < max(seconds)
+    assert alone.bill["outer"] == pytest.approx(sum(seconds) / 10)
+    shown = sum(max(each - step, 0.0) for each in seconds)
+    assert simulate(late).bill["outer"] == pytest.approx(shown / 10)
+
+
+def test_what_is_on_its_way_has_buffers_of_its_own() -> None:
+    on = cluster(2, 4)
+    now, late, offloaded = (
+        layout({**STEPS, "zero_preset": "ddp", **more}, on)
+        for more in ({}, {"outer_delay": 1}, {"outer_offload": True})
+    )
+    units, states = now.units(0), now.states
+    pools = [_step_pool(units, states, now.base.micro_batches, True), _outer_pool(units, states)]
+    assert now.memory.staging == max(pools) < late.memory.staging == sum(pools)
+    anchors = 2 * now.units(0).elements * 4
+    assert now.memory.optimizer - offloaded.memory.optimizer == pytest.approx(anchors)
+    # A difference with 4 rows of an eighth of it that are sent and received, then an anchor and a momentum, too.
+    assert _outer_pool(units, offloaded.states) == pytest.approx(pools[1] * 3.5 / 1.5)
 
 
 def test_a_site_is_left_once_by_a_ring_and_by_every_row_of_an_exchange() -> None:
@@ -112,6 +164,8 @@ def test_the_slower_the_link_the_rarer_the_meetings_and_the_likelier_that_outer_
     assert "--outer-interval" in flags and "--outer-replicas 2" in flags
     text = "\n".join(slow_links.lines(found, on))
     assert "exact from" in text and "outer from 0.01 Gb/s" in text and "no run with outer steps" in text
+    late = slow_links.answer(question(on, outer_fragments=4, outer_delay=10), on, (1.0,), (0.0,)).best[0]
+    assert late.layout.config.outer.outer_interval // 4 > 10, "a fragment arrives before the next one leaves"
     given = slow_links.answer(question(on, outer_interval=7, outer_bits=8), on, (0.01,), (0.0,)).best[0]
     assert (given.layout.config.outer.outer_bits, given.layout.config.outer.outer_interval) == (8, 7)
 

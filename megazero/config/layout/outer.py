@@ -45,16 +45,6 @@ def fragments(modules: Sequence[Item], outer: OuterConfig) -> tuple[tuple[Item, 
     return tuple(tuple(modules[low:high]) for low, high in pairwise(cuts))
 
 
-def bytes_of_steps(meeting: Sequence[float], outer: OuterConfig) -> tuple[float, float]:
-    """Return how many bytes a rank sends to other replicas in a step: the mean, and the most.
-
-    meeting: the bytes of each module's meeting, there and back, 0 of those that other ranks hold. A fragment's go out
-    in one step, or with a delay in those until it arrives: then the most is a bound.
-    """
-    peak = max(sum(fragment) for fragment in fragments(meeting, outer))
-    return sum(meeting) / outer.outer_interval, peak
-
-
 def spacing(outer: OuterConfig) -> int:
     """Return the least number of steps between two fragments."""
     return outer.outer_interval // outer.outer_fragments
