@@ -236,7 +236,8 @@ def title(result: Result) -> str:
 MEETINGS = f"""\
 Outer steps and DiLoCo: a node is a replica, and replicas meet every {INTERVAL} steps. Bytes and seconds are means
 over whole intervals, *most bytes* are those of one step. DiLoCo is DDP inside the node and an all-reduce by the first
-rank of each, in fp32 or bf16. *streamed*: in two fragments, each three steps on its way.
+rank of each, in fp32 or bf16. *streamed*: in two fragments, each three steps on its way. Their *loss* is that of
+replicas on their own tokens.
 """
 
 

@@ -36,7 +36,7 @@ NUDGE = 0.001
 CHUNK = 32  # samples of one forward of an evaluation
 TRACE = 8  # steps before a traced one whose master weights are kept, too
 # Nesterov's momentum, and updates of AdamW's size, so that its rates are near AdamW's.
-MUON_OPTIONS = {"momentum": 0.95, "nesterov": True, "extra_scale": 0.2}
+MUON_OPTIONS: Mapping[str, Any] = {"momentum": 0.95, "nesterov": True, "extra_scale": 0.2}
 
 
 @dataclass(frozen=True)

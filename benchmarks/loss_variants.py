@@ -123,9 +123,10 @@ def outer_name(interval: int, rate: float, form: str = "") -> str:
 
 
 def _outer(interval: int, rate: float, form: str) -> Variant:
-    delay = {"outer_delay": max(1, interval // 16)} if FORMS[form] is STREAMED else {}
-    config = OuterConfig(outer_interval=interval, outer_lr=rate, **FORMS[form], **delay)
-    return Variant("ddd", Codecs(), muon=form == MUON, outer=config)
+    outer = OuterConfig(outer_interval=interval, outer_lr=rate, **FORMS[form])
+    if FORMS[form] is STREAMED:
+        outer = replace(outer, outer_delay=max(1, interval // 16))
+    return Variant("ddd", Codecs(), muon=form == MUON, outer=outer)
 
 
 OUTER_VARIANTS = {

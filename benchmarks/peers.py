@@ -172,10 +172,9 @@ def diloco(dtype: torch.dtype = torch.float32) -> Contestant:
                 outer.step()
             dist.broadcast(anchor, group=inside, group_src=0)
             values = anchor.split([p.numel() for p in optimizer.held])
-            torch._foreach_copy_(
-                optimizer.held, [v.view_as(p) for v, p in zip(values, optimizer.held, strict=True)]
-            )
-            torch._foreach_copy_(optimizer.parameters, optimizer.held)
+            for own, p, value in zip(optimizer.held, optimizer.parameters, values, strict=True):
+                own.copy_(value.view_as(own))
+                p.copy_(own)
 
         steps = count(1)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from types import FrameType
 
 from megazero.mesh.launch import allocator_settings, computes_on_host, rank_variables
@@ -48,7 +50,7 @@ def start_ranks(
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's: the ranks ignore it, too
             signal.signal(number, hear)
     ours = {"OMP_NUM_THREADS": "1", **(allocator_settings(os.environ) if computes_on_host(device) else {})}
-    port, ranks = _free_port(), list[subprocess.Popen[bytes]]()
+    port, ranks = free_port(), list[subprocess.Popen[bytes]]()
     try:
         for rank in range(count):
             environ = {**ours, **os.environ, **rank_variables(rank, count, port)}
@@ -97,7 +99,12 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
         process.send_signal(number)  # nothing happens to one that has ended
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """Return a port that nothing listens on. It lies below those that systems give to connections (from 32768), so
+    none takes it before the ranks meet there."""
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(20000, 32768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

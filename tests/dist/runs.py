@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import socket
 import sys
 import time
 import zlib
@@ -24,6 +23,7 @@ from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config, parse
 from megazero.data import IndexedWriter
 from megazero.mesh.launch import Launch, read_launch
+from megazero.mesh.starter import free_port
 from megazero.train import entry_point, setup
 from megazero.train.data import feeding
 from tests.dist.pool import RankError, run_ranks
@@ -198,12 +198,6 @@ def write_data(prefix: Path, documents: int = 40, seed: int = 0, top: int = 50) 
 
 
 # -- processes of their own, for what is about processes ---------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _process(rank: int, world: int, port: int, values: Values, log: str, prepare: Callable | None) -> None:

@@ -116,7 +116,7 @@ def test_a_failed_write_is_an_error_when_the_time_to_try_is_over(tmp_path: Path,
     """Of a disk that is full, or stands still for the time limit: on every rank alike, naming the one that has it."""
     values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "log_dir": str(tmp_path / "logs")}
     values |= {"save_interval": 2, "train_iters": 20, "save_retry_minutes": 0}
-    values |= {"distributed_timeout_minutes": 0.02}
+    values |= {"distributed_timeout_minutes": 0.05}
     answers = run_ranks(2, with_writes, values, fault, timeout=300)
     ((text, status),) = set(answers)
     what = "No space left" if fault is full_from_the_second else "has not got on for"

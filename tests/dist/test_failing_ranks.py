@@ -19,10 +19,11 @@ from megazero.checkpoint import store
 from megazero.checkpoint.directory import TRIAL
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, write_meta
 from megazero.log.exit_status import ExitStatus, read_status
+from megazero.mesh.starter import free_port
 from megazero.train import distributed as start
 from megazero.train import setup
 from tests.dist.pool import run_ranks
-from tests.dist.runs import Processes, digest, free_port, train_all, write_data
+from tests.dist.runs import Processes, digest, train_all, write_data
 from tests.sizes import TINY
 
 ROOT = Path(__file__).resolve().parents[2]

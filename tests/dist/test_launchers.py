@@ -16,7 +16,7 @@ import yaml
 
 from megazero.config.run import stored_values
 from megazero.log.exit_status import ExitStatus, read_status
-from tests.dist.runs import free_port
+from megazero.mesh.starter import free_port
 from tests.sizes import LEAST
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megazero.log.exit_status import ExitStatus
 from megazero.mesh.launch import Launch
 from megazero.mesh.rendezvous import meet
+from megazero.mesh.starter import free_port
 from megazero.ops.watchdog import INTERVAL, REQUEST, Limit, Watchdog, connect
-from tests.dist.runs import free_port
 
 WORLD, LIMIT, HANGS_AT = 3, 2.0, 5
 

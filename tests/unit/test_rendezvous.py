@@ -17,14 +17,9 @@ import pytest
 
 from megazero.mesh.launch import Launch
 from megazero.mesh.rendezvous import RanksMissing, in_ranges, meet, missing_ranks
+from megazero.mesh.starter import free_port
 
 HERE = socket.gethostname()
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def come(world: int, ranks: Sequence[int], seconds: float = 1.0, **launch: Any) -> list[Any]:
