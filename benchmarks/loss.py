@@ -149,6 +149,7 @@ class OuterRuns:
     """The study of outer steps. Its runs lie in ``out``."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        options.out.mkdir(parents=True, exist_ok=True)
         self.study = outer_study(options.out, options.outer)
         self.trainer = Trainer(options.work, self.study.store, options.minutes)
 
