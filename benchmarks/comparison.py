@@ -55,9 +55,8 @@ class Record:
 
     def turn(self, ranks_per_node: int) -> None:
         traffic = self.running.traffic
-        if (
-            self.steps > self.interval == 1
-        ):  # a short step's first repetition pays for what others left in the caches
+        # A short step's first repetition pays for what others left in the caches.
+        if self.steps > self.interval == 1:
             self.step()
         before = traffic.total(INTER) if traffic else 0
         seconds, sent = harness.measure(self.step, self.steps)
@@ -187,7 +186,10 @@ def main() -> int:
     for name, reason in missing.items():
         print(f"{name} does not take part: {reason}")
     asked_for = set(options.contestants) - set(missing)
-    heats = {heat: [name for name in HEATS[heat] if name in asked_for] for heat in options.heats}
+    drawn = {heat: [name for name in HEATS[heat] if name in asked_for] for heat in options.heats}
+    heats = {heat: names for heat, names in drawn.items() if names}
+    if not heats:
+        parser.error(f"none of --contestants is in --heats {' '.join(options.heats)}")
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "comparison.json"
     facts = {"nodes": options.nodes, "ranks_per_node": options.ranks_per_node, "cores": os.cpu_count()}
