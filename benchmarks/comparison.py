@@ -140,17 +140,18 @@ def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
     return Case(tuple(sizes), shape.micro_batches, nodes, ranks_per_node, small)
 
 
-def merge(stored: dict[str, Any], facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """``stored`` with one more result, which replaces the one of its rate, micro-batches and heat.
-
-    Raises ValueError if ``stored`` is of other facts (another lab): they would not be one comparison.
-    """
+def refuse_others(stored: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Raise ValueError if ``stored`` is of other facts (another lab): they would not be one comparison."""
     differ = [key for key in facts if key in stored and stored[key] != facts[key]]
     if differ:
         key = differ[0]
         raise ValueError(
             f"the stored results have {key} {stored[key]!r}, this run has {facts[key]!r}: give another --out"
         )
+
+
+def merge(stored: dict[str, Any], facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """``stored`` with one more result, which replaces the one of its rate, micro-batches and heat."""
 
     def slow_first(one: dict[str, Any]) -> tuple[float, float, int, int]:
         bits, delay_ms = parse_link(one["rate"])
@@ -198,6 +199,7 @@ def main() -> int:
     asked = {name: getattr(options, name) for name in ("rounds", "most_rounds", "seconds", "turn_seconds")}
     how = {"ranks": options.ranks_per_node, "echo": options.verbose, "environ": {"DS_ACCELERATOR": "cpu"}}
     try:
+        refuse_others(stored, facts)
         for lab in harness.labs_at(options.rates, options.nodes):
             for micro_batches, (heat, names) in product(options.micro_batches, heats.items()):
                 began = time.monotonic()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import volume
-from benchmarks.comparison import case_of, merge
+from benchmarks.comparison import case_of, merge, refuse_others
 from benchmarks.comparison_report import (
     CLAIMS,
     REPLICAS,
@@ -153,6 +153,7 @@ def test_claims_compare_within_rounds_and_with_the_fastest_rival() -> None:
     assert to_class == []  # claimed at other rates only
     (line,) = speed_rows(CLAIMS[0], [result("200mbit", 8, SECONDS)])
     assert line[3:] == ["-", "4.80 (4.50 to 5.00)", "-"]
+    assert not speed_rows(CLAIMS[0], [result("200mbit", 1, SECONDS) | {"heat": "formats"}]), "few rivals"
 
 
 def test_claims_of_bytes_and_counters() -> None:
@@ -203,7 +204,7 @@ def test_results_replace_their_own_rate_and_micro_batches() -> None:
         ("none", 1, "sharded", True),
     ]
     with pytest.raises(ValueError, match="ranks_per_node 2, this run has 4"):
-        merge(stored, {**FACTS, "ranks_per_node": 4}, {"rate": "none", "micro_batches": 1, **first})
+        refuse_others(stored, {**FACTS, "ranks_per_node": 4})
 
 
 def test_every_contestant_has_a_heat_with_what_it_is_compared_with() -> None:
@@ -211,4 +212,4 @@ def test_every_contestant_has_a_heat_with_what_it_is_compared_with() -> None:
     assert all("FSDP2" in HEATS[heat] for heat in PAGE_HEATS)
     for claim in CLAIMS:
         for form in claim.forms:
-            assert any(form in names and any(map(claim.rivals, names)) for names in HEATS.values())
+            assert form in HEATS[claim.heat] and any(map(claim.rivals, HEATS[claim.heat]))
