@@ -571,8 +571,8 @@ megazero/plan/simulate.py
   a delay hides nothing
 
 megazero/plan/slow_links.py
-- interval is None and i >= least
-+ interval is None
+- [rung for rung in rungs if rung.has_room] or [least]
++ rungs
   intervals are proposed in which fragments have no room
 
 megazero/verify/reference.py

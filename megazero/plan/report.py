@@ -41,7 +41,14 @@ FORMATS = (
     "zero_weight_transform",
     "zero_gradient_transform",
 )
-OUTER_STEPS = ("outer_interval", "outer_replicas", "outer_bits")
+OUTER_STEPS = (
+    "outer_interval",
+    "outer_replicas",
+    "outer_bits",
+    "outer_fragments",
+    "outer_delay",
+    "outer_mixing",
+)
 CHOSEN = (
     *PARALLEL,
     *STAGES,
@@ -107,8 +114,10 @@ def describe(layout: Layout) -> str:
 
 def outer_words(config: RunConfig, replicas: int) -> str:
     """Return outer steps in a few words."""
-    bits = config.outer.outer_bits
-    return f"{replicas} replicas, {bits} bits every {config.outer.outer_interval} steps"
+    outer = config.outer
+    words = f"{replicas} replicas, {outer.outer_bits} bits every {outer.outer_interval} steps"
+    words += f" in {outer.outer_fragments} fragments" if outer.outer_fragments > 1 else ""
+    return words + (f", {outer.outer_delay} on their way" if outer.outer_delay else "")
 
 
 def table(best: Sequence[Found]) -> list[str]:

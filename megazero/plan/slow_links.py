@@ -1,16 +1,17 @@
 """What to run over a slow link: every step exact, every step quantised, or outer steps (--loss-policy outer).
 
-Schemes are compared at rates and delays of the slowest kind of link. What outer steps cost in loss grows with what
-LADDER says, so the planner takes its first rung on which meetings hardly cost time.
+Schemes are compared at rates and delays of the slowest kind of link. What outer steps cost in loss grows from rung to
+rung of LADDER, so the planner takes the first on which meetings hardly cost time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
-from megazero.config import ConfigError
+from megazero.config import ConfigError, make_config
 from megazero.config.options.cluster import Cluster
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
@@ -20,9 +21,29 @@ from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
 
 RATES = (400.0, 100.0, 25.0, 10.0, 1.0, 0.1)  # Gb/s
-# (--outer-bits, --outer-interval), the least harm first: exact differences and short intervals, then as published
-# (DiLoCo: 500 steps; Streaming DiLoCo: 4 bits).
-LADDER = ((32, 32), (32, 64), (32, 128), (4, 128), (4, 256), (4, 500))
+
+
+class Steps(NamedTuple):
+    """Outer steps as --outer-bits, --outer-interval, --outer-fragments and --outer-delay give them."""
+
+    bits: int
+    interval: int
+    fragments: int = 1
+    delay: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a fragment arrives before the next one leaves (config/rules.py)."""
+        return self.delay < self.interval // self.fragments
+
+
+# The least harm first: exact differences and short intervals, then as published. DiLoCo: 500 steps; Streaming DiLoCo:
+# 4 bits, fragments (a peak of an eighth) that cross while the training goes on, half mixed in when they arrive.
+LADDER = (
+    *(Steps(32, 32), Steps(32, 64), Steps(32, 128), Steps(4, 128)),
+    *(Steps(4, 128, 8, 1), Steps(4, 128, 8, 5), Steps(4, 256, 8, 5), Steps(4, 500, 8, 5)),
+)
+MIXING = 0.5  # --outer-mixing where fragments take steps to cross
 MEETINGS = 0.05  # of the time: what meetings may take
 WORTH = 1.1  # times as long as the fastest: what a scheme that costs less in loss may take and still win
 POOLED = 3  # layouts of a scheme that are taken from each search, to be timed at all rates and delays
@@ -89,30 +110,42 @@ def answer(
     plain = {name: value for name, value in values.items() if not name.startswith("outer_")}
     pools = dict(zip((EXACT, QUANTISED), _pools(plain, ends, ("exact", "zeropp"), POOLED), strict=True))
     best: list[Found] = []
-    for count in replica_counts(values, cluster):
-        bits, interval = rungs[-1]
-        steps = {"outer_replicas": count, "outer_bits": bits, "outer_interval": interval}
+    # On the last rung residuals of what was rounded and buffers of what crosses take memory that the first has left.
+    for count, rung in product(replica_counts(values, cluster), dict.fromkeys((rungs[-1], rungs[0]))):
+        steps = {**_options(rung, values), "outer_replicas": count}
         (pools[OUTER],) = _pools({**values, **steps}, ends, (OUTER,), BEST)
-        best = _on_ladder(pools[OUTER], cluster, rungs)[:BEST]
+        best = _on_ladder(pools[OUTER], cluster, rungs, values)[:BEST]
         if best:
             break
     rows = []
     for (rate, delay), place in places.items():
         moved = {name: [_moved(one, place) for one in pools[name]] for name in (EXACT, QUANTISED)}
-        moved[OUTER] = _on_ladder(pools[OUTER], place, rungs)
+        moved[OUTER] = _on_ladder(pools[OUTER], place, rungs, values)
         fastest = {name: min(pool, key=lambda one: one.key, default=None) for name, pool in moved.items()}
         rows.append(Compared(rate, delay, fastest))
     return Proposal(best, [row for row in rows if any(row.found.values())])
 
 
-def _rungs(values: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return the rungs that agree with what is given, or one of what is given."""
-    bits, interval = values.get("outer_bits"), values.get("outer_interval")
-    least = (values.get("outer_fragments") or 1) * ((values.get("outer_delay") or 0) + 1)
-    agreeing = [
-        (b, i) for b, i in LADDER if bits in (None, b) and (interval == i or interval is None and i >= least)
-    ]
-    return agreeing or [(bits or 32, interval or max(LADDER[0][1], least))]
+def _rungs(values: Mapping[str, Any]) -> list[Steps]:
+    """Return the rungs with what is given instead of theirs, as far as fragments have room in an interval."""
+    given = {
+        name: values["outer_" + name] for name in Steps._fields if values.get("outer_" + name) is not None
+    }
+    apart = {name: value for name, value in values.items() if not name.startswith("outer_")}
+    config = make_config({"micro_batch_size": 1, **apart})
+    # A fragment has whole modules: the embedding, a layer or the head, and no layers that are joined.
+    modules = 1 if config.zero.zero_unit_layers > 1 else config.model.num_layers + 2
+    bounded = (rung._replace(fragments=min(rung.fragments, modules)) for rung in LADDER)
+    rungs = [*dict.fromkeys(rung._replace(**given) for rung in bounded)]
+    first = rungs[0]
+    least = first._replace(interval=max(first.interval, first.fragments * (first.delay + 1)))
+    return [rung for rung in rungs if rung.has_room] or [least]
+
+
+def _options(steps: Steps, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a rung."""
+    mixing = {"outer_mixing": MIXING} if steps.delay and values.get("outer_mixing") is None else {}
+    return {**{"outer_" + name: value for name, value in steps._asdict().items()}, **mixing}
 
 
 def _pools(
@@ -145,17 +178,19 @@ def _moved(found: Found, place: Cluster, **outer: Any) -> Found:
     return Found(layout, simulate(layout), found.formats)
 
 
-def _on_ladder(found: Sequence[Found], place: Cluster, rungs: Sequence[tuple[int, int]]) -> list[Found]:
+def _on_ladder(
+    found: Sequence[Found], place: Cluster, rungs: Sequence[Steps], values: Mapping[str, Any]
+) -> list[Found]:
     """Return the layouts that fit, the fastest first, on the first rung on which that one meets cheaply.
 
-    If it does on none, this is the last rung.
+    If it does on none, this is the last rung on which one fits.
     """
     stepped: list[Found] = []
-    for bits in dict.fromkeys(bits for bits, _ in rungs):
-        each = [_moved(one, place, outer_bits=bits, outer_interval=1) for one in found]
+    for form, group in groupby(rungs, lambda rung: rung._replace(interval=1)):
+        each = [_moved(one, place, **_options(form, values)) for one in found]
         fitting = [one for one in each if one.layout.fits]
-        for interval in (interval for other, interval in rungs if other == bits and fitting):
-            stepped = sorted((_every(one, interval) for one in fitting), key=lambda one: one.key)
+        for rung in group if fitting else ():
+            stepped = sorted((_every(one, rung.interval) for one in fitting), key=lambda one: one.key)
             if stepped[0].timing.bill["outer"] <= MEETINGS * stepped[0].timing.seconds:
                 return stepped
     return stepped

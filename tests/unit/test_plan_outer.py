@@ -10,6 +10,7 @@ import pytest
 
 from megazero.config import ConfigError
 from megazero.config.options.cluster import Cluster, InterSite
+from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import INTER, AxisSpec
 from megazero.plan import slow_links
 from megazero.plan.command import main
@@ -36,6 +37,10 @@ def question(on: Cluster, **values: object) -> dict[str, object]:
     given = {name: value for name, value in PLANNED.items() if name not in ("lr", "train_iters", "mock_data")}
     asked = {**given, **CHOSEN, "params_dtype": "bf16", "ranks_per_node": on.ranks_per_node, **values}
     return with_stand_ins(asked)
+
+
+def steps_of(outer: OuterConfig) -> slow_links.Steps:
+    return slow_links.Steps(outer.outer_bits, outer.outer_interval, outer.outer_fragments, outer.outer_delay)
 
 
 def test_a_meeting_takes_the_bytes_and_delays_of_its_hops() -> None:
@@ -150,7 +155,7 @@ def test_the_slower_the_link_the_rarer_the_meetings_and_the_likelier_that_outer_
         fastest = row.found[OUTER]
         assert fastest is not None and fastest.timing.seconds > 0
         chosen = fastest.layout.config.outer
-        rungs.append(slow_links.LADDER.index((chosen.outer_bits, chosen.outer_interval)))
+        rungs.append(slow_links.LADDER.index(steps_of(chosen)))
     assert rungs == sorted(rungs) and rungs[0] == 0 and rungs[2] > 0
     assert all(
         later.found["exact"].timing.seconds > row.found["exact"].timing.seconds
@@ -164,10 +169,37 @@ def test_the_slower_the_link_the_rarer_the_meetings_and_the_likelier_that_outer_
     assert "--outer-interval" in flags and "--outer-replicas 2" in flags
     text = "\n".join(slow_links.lines(found, on))
     assert "exact from" in text and "outer from 0.01 Gb/s" in text and "no run with outer steps" in text
-    late = slow_links.answer(question(on, outer_fragments=4, outer_delay=10), on, (1.0,), (0.0,)).best[0]
-    assert late.layout.config.outer.outer_interval // 4 > 10, "a fragment arrives before the next one leaves"
-    given = slow_links.answer(question(on, outer_interval=7, outer_bits=8), on, (0.01,), (0.0,)).best[0]
-    assert (given.layout.config.outer.outer_bits, given.layout.config.outer.outer_interval) == (8, 7)
+
+
+def test_given_outer_steps_stay_and_fragments_have_room() -> None:
+    on = cluster(2, 4, gbits=1.0)
+
+    def proposed(rate: float = 0.01, **given: object) -> OuterConfig:
+        return slow_links.answer(question(on, **given), on, (rate,), (0.0,)).best[0].layout.config.outer
+
+    late = proposed(outer_fragments=4, outer_delay=10)
+    assert (late.outer_fragments, late.outer_delay) == (4, 10)
+    assert late.outer_interval // 4 > 10, "a fragment arrives before the next one leaves"
+    given = proposed(outer_interval=7, outer_bits=8)
+    assert steps_of(given) == (8, 7, 1, 0)
+    assert proposed(outer_interval=7, outer_bits=8, outer_fragments=7, outer_delay=0).outer_fragments == 7
+
+
+def test_fragments_cross_behind_the_training_where_waiting_costs_too_much() -> None:
+    slow = cluster(2, 4, gbits=0.01)
+    layers = PLANNED["num_layers"]
+    best = slow_links.answer(question(slow), slow, (0.01,), (0.0,)).best[0]
+    chosen = best.layout.config.outer
+    assert chosen.outer_fragments == min(8, layers + 2) and chosen.outer_delay and chosen.outer_mixing == 0.5
+    assert best.timing.seconds == pytest.approx(simulate(best.layout).seconds, rel=1e-9)
+    waited = slow_links._layout(best.layout, slow, outer_fragments=1, outer_delay=0)
+    assert best.timing.bill["outer"] < simulate(waited).bill["outer"]
+    flags = " ".join(layout_flags(best.layout.config))
+    assert f"--outer-fragments {chosen.outer_fragments}" in flags and "--outer-mixing 0.5" in flags
+    joined = slow_links.answer(question(slow, zero_unit_layers=2), slow, (0.01,), (0.0,)).best[0]
+    assert joined.layout.config.outer.outer_fragments == 1, "layers that are joined are not dealt"
+    mixed = slow_links.answer(question(slow, outer_mixing=0.8), slow, (0.01,), (0.0,)).best[0]
+    assert mixed.layout.config.outer.outer_mixing == 0.8
 
 
 def test_replicas_are_sites_or_nodes_or_as_given() -> None:
