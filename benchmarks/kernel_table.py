@@ -104,19 +104,15 @@ def spills(found: list[dict[str, Any]]) -> str:
 
 
 def kernels() -> Iterator[tuple[str, int, str, Callable[[], object]]]:
-    """Name, bits, rounding, launch: those that the report on a GPU measures, and the two others."""
+    """Name, bits, rounding, launch: those that the report on a GPU measures, and one more."""
     import torch
 
     for bits in BITS:
         for name, rounding, _, launch in operations(BLOCKS * 128, bits, torch.device("cpu")):
             yield name, bits, rounding, launch
-    others = kernel_compile.launches(kernel_compile.ROWS, BLOCKS, 3)
+    others = kernel_compile.launches(kernel_compile.ROWS, BLOCKS)
     drawn = kernel_compile.DRAWN[0]
-    for name, told_as in (
-        ("quantize with clip", "encode fp16, searched clip"),
-        ("reorder_quantize", "reorder-encode bf16"),
-    ):
-        yield told_as, 4, "stochastic", lambda name=name: others[name](drawn)
+    yield "encode fp16, searched clip", 4, "stochastic", lambda: others["quantize with clip"](drawn)
 
 
 def accesses(sass: str) -> dict[str, Counter[int]]:

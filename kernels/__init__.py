@@ -1,7 +1,7 @@
 """Kernels that quantise messages. Each operation has one file, with its Triton kernel beside its torch reference.
 
 dispatch.py chooses between the two. The operations are quantize, dequantize, dequantize_accumulate,
-dequantize_sum_quantize and reorder_quantize. format.py lays out the message and bounds its error, noise.py draws the
+dequantize_sum_quantize, sum_rows and adamw. format.py lays out the message and bounds its error, noise.py draws the
 numbers for stochastic rounding. arena.py lends transient buffers, to the references and to the packages above;
 accumulate.py adds values of a narrower dtype without a copy of them.
 

@@ -80,13 +80,10 @@ def encode_rows(
     n: int,
     form: Format,
     noise: Noise | None,
-    origin: Callable[[int], int] | None = None,
 ) -> None:
     """Encode every row of ``messages``, uint8 [k, m], in chunks.
 
     load(row, low, high, out) returns the fp32 values [high - low] of the row's elements, in ``out`` or elsewhere.
-    origin(row) returns the position of the row's element 0 among the elements that noise counts. It is row * n by
-    default.
     """
     payload, scales = form.payload(messages, n), form.scales(messages, n).view(torch.int16)
     size = min(n, max(CHUNK, form.block))
@@ -96,14 +93,13 @@ def encode_rows(
         draws = Draws(noise, size, take) if noise is not None else None
         mixing = Mixing(form.transform, size, take) if form.transform is not None else None
         for row in range(len(messages)):
-            base = row * n if origin is None else origin(row)
             for low in range(0, n, size):
                 high = min(n, low + size)
                 count = high - low
                 values = load(row, low, high, buffer[:count])
                 if mixing is not None:
                     values = mixing.forward(values)
-                drawn = draws(base + low, count) if draws is not None else None
+                drawn = draws(row * n + low, count) if draws is not None else None
                 first, last = low // form.block, high // form.block
                 found = encode_blocks(
                     values.view(-1, form.block),

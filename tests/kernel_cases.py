@@ -16,7 +16,6 @@ from megazero.kernels import (
     dispatch,
     moments,
     quantize,
-    reorder_quantize,
     sum_rows,
 )
 from megazero.kernels.format import Format
@@ -81,18 +80,16 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
     form, next_form, noise = case.form, case.next_form, case.noise
     x = values(case, rows, device)
     n = x.shape[1]
-    order = reorder_quantize.Order(2, rows, case.blocks // 2)
-    flat = x.flatten().repeat(2)
     results = []
     for where, run in ((device, True), ("cpu", False)):
-        messages, reordered = buffer(form, rows, n, where), buffer(form, order.pieces, form.block * 2, where)
+        messages = buffer(form, rows, n, where)
         summed = buffer(next_form, 2, n // 2, where)
         decoded = torch.zeros(rows, n, dtype=case.dtype, device=where)
         added = x.roll(form.block + 5).to(where).repeat(1, 2)  # only its middle is added to
         part = added[:, 1 : n + 1]
         sums = torch.ones(n, device=where)
         rows_sums = [sums.clone() for _ in range(4)]
-        here, there = x.to(where), flat.to(where)[: order.pieces * form.block * 2]
+        here = x.to(where)
         fused = dequantize_sum_quantize
         if run:
             assert dispatch.use_kernel(messages, x), "the kernels do not run here"
@@ -101,7 +98,6 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
             dequantize.dequantize(messages, part, form, add=True)
             dequantize_accumulate.dequantize_accumulate(messages, sums, form, True)
             fused.dequantize_sum_quantize(messages, n, form, summed, next_form, noise)
-            reorder_quantize.reorder_quantize(there, reordered, form, order, noise)
             add_rows = sum_rows.sum_rows
         else:
             quantize.reference(here, messages, form, noise)
@@ -109,13 +105,12 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
             dequantize.reference(messages, part, form, add=True)
             dequantize_accumulate.reference(messages, sums, form, True)
             fused.reference(messages, n, form, summed, next_form, noise)
-            reorder_quantize.reference(there, reordered, form, order, noise)
             add_rows = sum_rows.reference
         ways = [(accumulate, own) for accumulate in (False, True) for own in (None, here[0].float())]
         for out, (accumulate, own) in zip(rows_sums, ways, strict=True):
             add_rows(here[:, 1:], out[: n - 1], accumulate, None if own is None else own[1:])
-        results.append((messages, decoded, added, sums, summed, reordered, torch.cat(rows_sums)))
-    names = ("quantize", "dequantize", "add", "accumulate", "sum_quantize", "reorder_quantize", "sum_rows")
+        results.append((messages, decoded, added, sums, summed, torch.cat(rows_sums)))
+    names = ("quantize", "dequantize", "add", "accumulate", "sum_quantize", "sum_rows")
     return [name for name, a, b in zip(names, *results, strict=True) if not same(a.cpu(), b)]
 
 

@@ -26,13 +26,11 @@ from megazero.kernels import (  # noqa: E402
     dispatch,
     moments,
     quantize,
-    reorder_quantize,
     sum_rows,
 )
 from megazero.kernels.format import Format  # noqa: E402
 from megazero.kernels.hadamard import Hadamard  # noqa: E402
 from megazero.kernels.noise import Noise  # noqa: E402
-from megazero.kernels.reorder_quantize import Order  # noqa: E402
 
 from tests.kernel_cases import buffer  # noqa: E402
 
@@ -82,7 +80,7 @@ def capture() -> list[Any]:
     return compiled
 
 
-def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], None]]:
+def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
     """Every operation as a function of its noise; tensors of ``rows`` rows of ``blocks`` blocks."""
     eight, four, clipped = Format(8, 128), Format(4, 64), Format(4, 64, 4)
 
@@ -91,12 +89,6 @@ def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], 
 
     def values(form: Format, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(rows, blocks * form.block, dtype=dtype)
-
-    def reorder(noise: Noise) -> None:
-        order = Order(ranks, ranks, ranks)
-        n = blocks * four.block
-        x = torch.zeros(order.pieces * n, dtype=torch.bfloat16)
-        reorder_quantize.reorder_quantize(x, buffer(four, order.pieces, n, "cpu"), four, order, noise)
 
     def sum_quantize(noise: Noise) -> None:
         n = blocks * eight.block
@@ -123,7 +115,6 @@ def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], 
         "quantize with clip": lambda noise: quantize.quantize(
             values(clipped, torch.float16), encoded(clipped), clipped, noise
         ),
-        "reorder_quantize": reorder,
         "quantize and mix": lambda noise: quantize.quantize(
             values(four, torch.float32), encoded(four), mixed(noise)
         ),
@@ -180,8 +171,8 @@ def summary(compiled: list[Any]) -> dict[str, Any]:
 def main() -> None:
     compiled = capture()
     made = {}
-    for size, (rows, blocks, ranks) in {"": (ROWS, BLOCKS, 3), " of one block": (1, 1, 1)}.items():
-        for name, launch in launches(rows, blocks, ranks).items():
+    for size, (rows, blocks) in {"": (ROWS, BLOCKS), " of one block": (1, 1)}.items():
+        for name, launch in launches(rows, blocks).items():
             compiled.clear()
             for noise in DRAWN:
                 launch(noise)

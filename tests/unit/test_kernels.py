@@ -1,4 +1,4 @@
-"""Every Triton kernel equals its torch reference bit for bit, in Triton's interpreter; the reordering's order."""
+"""Every Triton kernel equals its torch reference bit for bit, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from megazero.kernels import adamw, dispatch
-from megazero.kernels.format import Format
 from megazero.kernels.noise import Draws, Noise
-from megazero.kernels.quantize import quantize
-from megazero.kernels.reorder_quantize import Order, reorder_quantize
 
 from tests import kernel_cases
 
@@ -95,7 +90,7 @@ def test_offsets_reach_beyond_31_bits(interpreted: dict[str, list[str]]) -> None
 
 def test_without_cuda_the_reference_runs_and_triton_stays_out() -> None:
     code = (
-        "import sys, megazero.kernels.reorder_quantize, megazero.kernels.dequantize_sum_quantize, torch\n"
+        "import sys, megazero.kernels.dequantize_sum_quantize, torch\n"
         "print(torch.version.cuda is not None or 'triton' not in sys.modules)"
     )
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -116,55 +111,6 @@ def test_cuda_without_triton_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
         assert not dispatch.use_kernel(x, x)
         assert not dispatch.use_kernel(x, x.double())  # has no kernel anywhere
     assert len(warned) == 1
-
-
-def test_paper_order_of_slices() -> None:
-    order = Order(nodes=3, node_size=2)
-    assert [order.source(m) for m in range(6)] == [0, 2, 4, 1, 3, 5]  # 0, X, 2X, 1, X+1, 2X+1
-
-
-@given(nodes=st.integers(1, 4), node_size=st.integers(1, 4), stages=st.integers(1, 3))
-def test_two_hops_end_on_the_right_rank(nodes: int, node_size: int, stages: int) -> None:
-    """Follow the messages of one sender through both all-to-alls: rank r is left with the pieces of slice r."""
-    order = Order(nodes, node_size, stages)
-    pieces = range(order.pieces)
-    assert [order.source(order.target(p)) for p in pieces] == list(pieces)
-    for stage in range(stages):
-        messages = [order.source(m) for m in pieces][stage * nodes * node_size :][: nodes * node_size]
-        for local in range(node_size):
-            first_hop = messages[local * nodes :][:nodes]  # what the sender gives its node's rank ``local``
-            for node in range(nodes):
-                rank = node * node_size + local
-                assert first_hop[node] == rank * stages + stage
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    nodes=st.integers(1, 3),
-    node_size=st.integers(1, 3),
-    stages=st.integers(1, 3),
-    blocks=st.integers(1, 3),
-    noisy=st.booleans(),
-)
-def test_reordering_moves_whole_messages(
-    nodes: int, node_size: int, stages: int, blocks: int, noisy: bool
-) -> None:
-    """Reorder + quantise is quantise, then the messages in another order: noise goes with the element."""
-    form, order = Format(4, 16), Order(nodes, node_size, stages)
-    n, noise = blocks * 16, Noise(1, 2, 3, 64) if noisy else None
-    x = torch.randn(order.pieces * n)
-    plain = kernel_cases.buffer(form, order.pieces, n, "cpu")
-    moved = torch.zeros_like(plain)
-    quantize(x.view(order.pieces, n), plain, form, noise)
-    reorder_quantize(x, moved, form, order, noise)
-    assert torch.equal(moved, plain[[order.source(m) for m in range(order.pieces)]])
-
-
-def test_reordering_refuses_what_does_not_cut() -> None:
-    with pytest.raises(ValueError, match="10 elements do not cut into 4 pieces: pad them to 12"):
-        reorder_quantize(torch.zeros(10), torch.zeros(0), Format(4, 8), Order(2, 2))
-    with pytest.raises(ValueError, match="stages 0"):
-        Order(2, 2, 0)
 
 
 def draws(noise: Noise, n: int, at: int = 0) -> torch.Tensor:

@@ -18,7 +18,7 @@ from benchmarks.gpu_report.kernels import BITS, operations
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
-    "quantize", "quantize with clip", "reorder_quantize", "dequantize", "dequantize and add", "accumulate",
+    "quantize", "quantize with clip", "dequantize", "dequantize and add", "accumulate",
     "sum_quantize", "sum_rows", "adamw", "adamw with copy", "adamw with difference",
     "sum_quantize", "sum_rows", "quantize and mix", "dequantize and mix", "accumulate and mix", "adamw in bf16",
     "adamw in int8",
