@@ -22,7 +22,8 @@ from megazero.convert.check import Line, compare, compare_tensors
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
 from megazero.convert.megatron.weights import MegatronWeights
-from megazero.convert.source import DTYPES, Source
+from megazero.convert.source import Source
+from megazero.models.dtypes import DTYPES
 
 ARGUMENTS_FILE = "run.yaml"
 

@@ -25,9 +25,8 @@ from megazero.config.run import to_store
 from megazero.config.secrets import redact
 from megazero.convert.folder import Folder
 from megazero.data.tokenizer_files import load_run_tokenizer, read_tokenizer_files, tokenizer_options
+from megazero.models.dtypes import PRECISIONS
 from megazero.models.hf_weights import match_names, tied_head
-
-PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 class Weights(Protocol):

@@ -19,7 +19,6 @@ from megazero.config.run import stored_values
 from megazero.convert.shards import Plain
 from megazero.models.placements import stored_tensors
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WEIGHTS = ("trained", "master")
 
 

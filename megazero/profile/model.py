@@ -17,6 +17,7 @@ from megazero.config import RunConfig, World, make_config
 from megazero.config.options.cluster import Cluster
 from megazero.mesh.mesh import create_mesh
 from megazero.models import Decoder
+from megazero.models.dtypes import DTYPES
 from megazero.ops.health import gather
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
@@ -25,7 +26,6 @@ from megazero.pp.partition import StageSpec
 from megazero.profile.points import Modules
 from megazero.profile.timing import Clock
 from megazero.tp import TensorParallel
-from megazero.train.parallelize import DTYPES
 
 # Layers that are measured one after the other, with their activations kept: one layer again and again would find its
 # weights and activations in the processor's caches, as a step does not.

@@ -16,11 +16,12 @@ from torch import nn
 
 from megazero.comm.codec import Blockwise, Codec, Hadamard, Identity
 from megazero.config import RunConfig
+from megazero.models.dtypes import DTYPES
 from megazero.ops.health import gather
 from megazero.plan.compute import UPDATE_BYTES
 from megazero.profile.points import CODED_BITS
 from megazero.profile.timing import Clock
-from megazero.train.parallelize import DTYPES, optimizer_factory
+from megazero.train.parallelize import optimizer_factory
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of what is coded and updated
 MATRIX = {"cpu": 1024, "cuda": 8192}

@@ -14,6 +14,7 @@ from megazero.config import ConfigError, RunConfig, make_config
 from megazero.config.options.cluster import Cluster, parse_cluster
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import discover_ranks_per_node
+from megazero.models.dtypes import DTYPES
 from megazero.profile.collectives import measure_wire
 from megazero.profile.model import DoesNotFit, measure_modules
 from megazero.profile.options import ProfileRequest
@@ -22,7 +23,6 @@ from megazero.profile.rates import find_host, measure_codecs, measure_device
 from megazero.profile.record import Measurements, Rows, cluster_text, draw, links, write_cluster
 from megazero.profile.timing import Clock
 from megazero.train.distributed import start_rank
-from megazero.train.parallelize import DTYPES
 
 TIMEOUT = timedelta(minutes=10)
 METHOD = 2  # counts the ways of measuring: what another one measured is not gone on with

@@ -22,8 +22,8 @@ from megazero.config.run import stored_values
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_files import load_run_tokenizer
 from megazero.models import Decoder
+from megazero.models.dtypes import DTYPES
 from megazero.models.hf_weights import load_hf_state_dict
-from megazero.train.parallelize import DTYPES
 
 FilePath = str | Path
 

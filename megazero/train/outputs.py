@@ -28,7 +28,7 @@ from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention import attention_note
-from megazero.train.parallelize import DTYPES
+from megazero.models.dtypes import DTYPES
 from megazero.train.state.progress import LeftOut, Progress
 from megazero.zero import StepInfo
 

@@ -33,6 +33,7 @@ from megazero.config.options.sections import OuterConfig
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.models.compilation import compile_layers
+from megazero.models.dtypes import DTYPES
 from megazero.models.norm import use_apex
 from megazero.models.positions import Documents
 from megazero.pp.executor import Pipeline
@@ -44,8 +45,6 @@ from megazero.train.codecs import make_codec, make_codecs
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
 from megazero.zero.by_matrix import MATRIX
 from megazero.zero.optimizer import OptimizerFactory
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def build_decoder(

@@ -16,13 +16,14 @@ from megazero.config import RunConfig, World
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid, make_grid
 from megazero.models import Decoder
+from megazero.models.dtypes import DTYPES
 from megazero.plan import communication
 from megazero.plan.activations import has_loss_chunks
 from megazero.plan.communication import Activation, Bytes, Formats, OuterFormat, UnitShape
 from megazero.plan.gathers import Copies
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
-from megazero.train.parallelize import DTYPES, matrix_traits
+from megazero.train.parallelize import matrix_traits
 from megazero.verify.reference import arriving, fragment_of, leaving
 from megazero.zero.layout import UnitLayout, make_layout
 from megazero.zero.matrix_updates import deal_matrices

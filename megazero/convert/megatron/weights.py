@@ -19,7 +19,6 @@ from megazero.config.model.section import ModelConfig, complete
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import DataConfig
-from megazero.convert.importing import PRECISIONS
 from megazero.convert.megatron.arguments import Arguments, read_arguments
 from megazero.convert.megatron.legacy import Legacy, is_legacy
 from megazero.convert.megatron.names import EMBEDDING, HEAD, NAMES, names_of
@@ -27,6 +26,7 @@ from megazero.convert.megatron.saved import Stored, arguments, find_iteration
 from megazero.convert.megatron.torch_dist import TorchDist, is_other_dcp, is_torch_dist
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
+from megazero.models.dtypes import PRECISIONS
 from megazero.models.hf_weights import stored_boxes
 from megazero.models.placements import decoder_placements, stored_tensors
 from megazero.tp import TensorParallel

@@ -32,7 +32,7 @@ from megazero.convert.source import Source
 from megazero.convert.tokenizer import RunTokenizer, hub_tokenizer
 from megazero.data.tokenizer_files import load_run_tokenizer, tokenizer_options
 from megazero.mesh.mesh import Mesh
-from megazero.train.parallelize import DTYPES
+from megazero.models.dtypes import DTYPES
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state.origin import Origin, world_group
