@@ -33,6 +33,10 @@ PAGE = """\
 writes this page and needs no GPU. Triton {triton} compiles every kernel for compute capability 9.0 (H100, H200),
 and its cuobjdump reads the machine code.
 
+- *kernel*: sum (`kernels/sum_rows.py`), update (`adamw.py`), encode (`quantize.py`), decode and decode-add
+  (`dequantize.py`), decode-sum (`dequantize_accumulate.py`), decode-sum-encode (`dequantize_sum_quantize.py`),
+  reorder-encode (`reorder_quantize.py`).
+- *bits*: of an element of a message, exact at 32 and 16; of an update's parameters.
 - *registers*: per thread; a program has 128 threads. *spilled*: bytes of a thread's stack, used when registers run
   out.
 - *rounding*: how values are rounded; *Hadamard* also transforms each block, to nearest.
@@ -40,7 +44,7 @@ and its cuobjdump reads the machine code.
   between loads and stores.
 - *warps*: how many a multiprocessor holds at once, of 64, as registers and shared memory allow.
 - *loads*, *stores*: instructions on global memory in the machine code, by width in bits and count; 128 is the
-  widest. 16-bit ones are scales, one per block; 32- and 64-bit ones are the payload of a thread that has no more.
+  widest. 16-bit ones are scales, one per block; 64-bit ones are the payload of a thread that has no more.
 
 Accesses narrower than 128 bits cost no extra bandwidth here, because neighbouring threads access neighbouring bytes
 and a warp's accesses are combined into 32-byte sectors. Measuring bandwidth takes a card: `make gpu-report`.
@@ -63,8 +67,8 @@ them in both. With 1B parameters a rank that holds 1/8 of the optimizer's states
 of zeropp, 0.6 ms less at the 4.8 TB/s of an H200's data sheet. No time has been measured: `make gpu-report` has the
 piece `update`.
 
-`make test` also compiles the kernels and checks registers, spills, access widths and exactly rounded arithmetic
-(`tests/unit/test_kernels_compile.py`).
+`make test` compiles the kernels too: it checks spills, access widths, that arithmetic is exactly rounded, and that
+one compilation serves all noise (`tests/unit/test_kernels_compile.py`).
 """
 
 

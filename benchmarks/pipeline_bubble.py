@@ -31,9 +31,10 @@ HEADER = [
 TEXT = """    python benchmarks/pipeline_bubble.py
 
 Stages sleep instead of computing, {times} ms for one micro-batch ({micro_batches} micro-batches), and run through
-the real executor and its messages. *Theory*: idle share with equal stages and free messages
-(`timeline.ideal_bubble`). *Simulated*: the schedule with the measured time of every action and free messages
-(`timeline.simulate`); the rest of the measured bubble is messages and the executor. *Activations*: the most
+the real executor and its messages. F is a forward, I and W are the halves of a backward: gradients of the stage's
+input and of its weights. *Theory*: idle share with equal stages and free messages
+(`pp/timeline.py: ideal_bubble`). *Simulated*: the schedule with the measured time of every action and free messages
+(`pp/timeline.py: simulate`); the rest of the measured bubble is messages and the executor. *Activations*: the most
 forwards a rank held at once, rank 0 first, measured by counting what autograd and the deferred gradients keep
 alive. {rounds} rounds, the schedules in turn; {setting}.
 

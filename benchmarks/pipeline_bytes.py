@@ -47,7 +47,8 @@ kB that a node sends to the other in one step (the node that sends most), 2 pipe
   micro-batch: `micro-batches x tokens x hidden x 2` bytes each way per pipeline, whatever TP. Tied embeddings add
   one exchange of their sums.
 - *over 2N*: relative to the whole model in bf16, {elements:.1f}M parameters. *of formula*: counters without scalars
-  over `pipeline_bytes.formula`.
+  over `benchmarks/pipeline_bytes.py: formula`. *interface / counters*: what left the node's network interface,
+  with headers and acknowledgements, over the counters.
 
 zeropp needs two data-parallel ranks per node. With one, its factors are those of zero1, so zero1 with its formats
 represents it. {setting}.

@@ -60,7 +60,8 @@ TEXT = """    python benchmarks/plan_step_time.py --keep FOLDER {command}
 profile` measures the first shape. Then {layouts} layouts of each of two shapes are drawn by the seed and measured;
 the second shape was not profiled. {batch} samples per step; medians (least to most) of the quietest {rounds} of up
 to {most_rounds} rounds. Other programs took {foreign} of the machine's processors (median; at most {most});
-predictions are for what they left. [planning_steps.tsv](planning_steps.tsv) has every layout.
+predictions are for what they left. *The choice*: the layout that is predicted to be the fastest, as measured; *the
+best*: the one that was. [planning_steps.tsv](planning_steps.tsv) has every layout.
 
 - profiled: `{profiled}`
 - other: `{other}`

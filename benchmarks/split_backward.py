@@ -50,7 +50,9 @@ HEADER = [
 TEXT = """    python benchmarks/split_backward.py
 
 {layers} layers of hidden {hidden} (ffn {ffn}, {heads} heads), {sequence} x {batch} tokens, fp32, one thread.
-A forward of the stack precedes every backward and is not counted.
+B is a whole backward, I and W are its halves: gradients of the input and of the weights. torch's are
+`stage_backward_input` and `stage_backward_weight` of its pipelining; ours defers the linears' weight gradients
+(`tp/deferred.py`). A forward of the stack precedes every backward and is not counted.
 
 - *Runs*: how often the backward computes a layer, and its attention alone, per layer. torch's W walks the graph
   once for each of a layer's nine parameters.
