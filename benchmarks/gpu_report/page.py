@@ -18,10 +18,11 @@ REHEARSAL = """\
 HEAD = """\
 # On a GPU
 
-    make gpu-report          # or, from a plain checkout with torch: python tools/gpu_report.py
+    make gpu-report          # or, from a plain checkout with torch and numpy: python tools/gpu_report.py
 
-writes this page, gpu.json and the charts. Each piece runs in its own process with a time limit; a failure is a
-row with its reason. Started again, it runs only the missing and failed pieces (`--help`).
+With a card it writes this page, gpu.json and the charts, in at most 8 minutes (`--minutes`). Without one it rehearses
+on the CPU and writes them to `runs/gpu-rehearsal` alone. Each piece runs in its own process with a time limit; a
+failure is a row with its reason. Started again, it runs only the missing and failed pieces (`--help` has the flags).
 """
 
 

@@ -19,8 +19,9 @@ rm -rf "$RUN/.end-$SLURM_JOB_ID".*        # of an earlier start of this job
 echo "$(date -Is) job $job: RUN=$RUN"
 series=$job                               # whose restarts are counted together
 restarts=0
-# What every run is given besides its own flags.
-ALWAYS=(--save "$RUN" --load "$RUN" --log-dir "$RUN/logs" --exit-signal-handler)
+# What every run is given besides its own flags: before them what they may replace, behind them what they may not.
+FIRST=(--load "$RUN")
+ALWAYS=(--save "$RUN" --log-dir "$RUN/logs" --exit-signal-handler)
 # One that is lost takes the step with it, and none is waited for.
 SRUN=(srun --kill-on-bad-exit=1 --wait=60)
 # Threads that spin on a node's cores take them from the ranks.

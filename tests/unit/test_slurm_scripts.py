@@ -230,12 +230,12 @@ def test_a_signal_to_the_script_goes_on_to_the_ranks(scripts, script) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_flags_arrive_as_they_are_with_the_scripts_own_behind(scripts, script) -> None:
+def test_flags_arrive_as_they_are_and_may_replace_where_the_run_begins(scripts, script) -> None:
     scripts.end(script, ends=0)
     (call,) = [line for line in scripts.calls if "pretrain_gpt.py" in line]
     assert call.startswith("srun --kill-on-bad-exit=1 --wait=60 ")
-    own = f"--save {scripts.run} --load {scripts.run} --log-dir {scripts.run}/logs --exit-signal-handler"
-    assert call.endswith(f"pretrain/pretrain_gpt.py --lr 1 e {own}")
+    own = f"--save {scripts.run} --log-dir {scripts.run}/logs --exit-signal-handler"
+    assert call.endswith(f"pretrain/pretrain_gpt.py --load {scripts.run} --lr 1 e {own}")
 
 
 @pytest.mark.parametrize(
