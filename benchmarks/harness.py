@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megazero.files import replacing
+from megazero.files import exclusive, replacing
 from tests.netlab.lab import Lab, LabUnavailable, interface_bytes, parse_link
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -220,11 +221,29 @@ class Store:
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        self._lock = file.with_name(f".{file.name}.lock")
+        self._held: ExitStack | None = None
+
+    def claim(self) -> None:
+        """Keep other processes from adding to the file until this one ends: they would do the same pieces. Raises
+        ValueError if there is one already."""
+        if self._held is not None:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        held = ExitStack()
+        try:
+            held.enter_context(exclusive(self._lock, wait=False))
+        except BlockingIOError:
+            raise ValueError(
+                f"{self.file}: another process adds to it; wait for its end, or name another file"
+            ) from None
+        self._held = held
 
     def append(self, record: Mapping[str, Any]) -> None:
-        before = self.file.read_bytes() if self.file.exists() else b""
-        with replacing(self.file) as file:  # never a line that is half there
-            file.write(before + json.dumps(record).encode() + b"\n")
+        with nullcontext() if self._held else exclusive(self._lock):
+            before = self.file.read_bytes() if self.file.exists() else b""
+            with replacing(self.file) as file:  # never a line that is half there
+                file.write(before + json.dumps(record).encode() + b"\n")
 
     def records(self) -> list[dict[str, Any]]:
         text = self.file.read_text() if self.file.exists() else ""

@@ -40,7 +40,7 @@ import torch
 from benchmarks import harness, loss_ladder, loss_outer
 from benchmarks.harness import Store
 from benchmarks.loss_codecs import compare_codecs
-from benchmarks.loss_data import contents, differing, prepare
+from benchmarks.loss_data import corpus, note
 from benchmarks.loss_ladder import LADDER, RUNGS, Rung
 from benchmarks.loss_ladder_report import LadderReport, known, with_known
 from benchmarks.loss_outer import OuterStudy
@@ -73,8 +73,8 @@ class Trainer:
         """Do it unless it is done, and say how it went."""
         if run in self.store.results(settings).runs:
             return
-        data = prepare(self.work, settings.text, settings.vocabulary)
-        snapshot = Snapshot(self.work / f"snapshot-{name_of(settings, run)}", self.until)
+        data = self.store.data(self.work, settings)
+        snapshot = Snapshot(self.work / f"snapshot-{name_of(settings, run)}-{corpus(data)}", self.until)
         record = run_threads(RANKS, train, data, settings, run, trace, snapshot)[0]
         if record is None:
             print(
@@ -106,20 +106,15 @@ class Ladder:
         self.trainer = Trainer(options.work, self.store, options.minutes)
 
     def run(self) -> None:
-        self._check_text()
+        self._note_text()
         while not self.trainer.late and (piece := loss_ladder.following(self.rungs, self.store)):
             self.trainer(*piece)
 
-    def _check_text(self) -> None:
-        """Raise ValueError if runs that are there were of another text."""
-        file, here = self.options.out / "loss_at_size_text.json", contents(loss_ladder.BASE.text)
+    def _note_text(self) -> None:
+        """Keep what the text of the first run consists of."""
         if not self.store.records():
-            file.write_text(json.dumps(here, indent=1) + "\n")
-        elif other := differing(here, json.loads(file.read_text())):
-            raise ValueError(
-                f"{self.store.file} has runs of another text: {'; '.join(other)}. Install those versions, or give "
-                "another --out"
-            )
+            rows = note(self.store.data(self.options.work, loss_ladder.BASE))["contents"]
+            (self.options.out / "loss_at_size_text.json").write_text(json.dumps(rows, indent=1) + "\n")
 
     def plan(self) -> str:
         return loss_ladder.plan(self.rungs, self.store)
@@ -149,7 +144,6 @@ class OuterRuns:
     """The study of outer steps. Its runs lie in ``out``."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        options.out.mkdir(parents=True, exist_ok=True)
         self.study = outer_study(options.out, options.outer)
         self.trainer = Trainer(options.work, self.study.store, options.minutes)
 
@@ -186,7 +180,7 @@ class Comparison:
 
     def run(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        data = prepare(self.options.work, self.settings.text, self.settings.vocabulary)
+        data = self.store.data(self.options.work, self.settings)
         for peak in self.options.tune:
             self._train(replace(self.settings, peak=peak), self._first)
         while not self.trainer.late and (run := self.plan.next(self.results)):
@@ -259,6 +253,10 @@ class Comparison:
         return json.loads(file.read_text()) if file.exists() else default
 
 
+# What a study leaves to the command line.
+OF_STUDIES = ("--ladder", "--outer", "--work", "--out", "--minutes", "--plan", "--report")
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -314,6 +312,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--plan is of --ladder and of --outer")
     if options.ladder is not None and options.outer is not None:
         parser.error("--ladder and --outer are two studies: give one")
+    study = "--ladder" if options.ladder is not None else "--outer" if options.outer is not None else None
+    given = [word.partition("=")[0] for word in (sys.argv[1:] if arguments is None else arguments)]
+    own = [word for word in given if word.startswith("--") and word not in OF_STUDIES]
+    if study and own:
+        parser.error(f"{', '.join(own)}: not with {study}, which says its own")
     if len(set(options.seeds)) < len(options.seeds):
         parser.error(f"--seeds {options.seeds} has one twice: more runs of a seed differ by a nudge")
     return options
@@ -332,6 +335,7 @@ def main() -> int:
             print(comparison.plan())
             return 0
         if not options.report:
+            comparison.trainer.store.claim()
             comparison.run()
         comparison.report(options.out, command)
     except (ValueError, RuntimeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import stdlib_sources, text_sources
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_training import sample_lines, train_tokenizer
+from megazero.files import write_text
 
 KIND = "SentencePieceTokenizer"
 SPLIT = "95,5,0"  # 5% of the standard library are about 200,000 tokens, of files that training does not see
@@ -29,6 +31,7 @@ PACKAGES = {
     "tensorboard": "tensorboard", "hypothesis": "hypothesis", "mpmath": "mpmath", "triton": "triton",
 }  # fmt: skip
 TEXTS: Mapping[str, tuple[str, ...]] = {"stdlib": (STDLIB,), "packages": (STDLIB, *PACKAGES)}
+NOTE = "text.json"  # of a prepared text, written last
 Row = dict[str, Any]
 
 
@@ -62,23 +65,16 @@ def contents(text: str) -> list[Row]:
     return rows
 
 
-def differing(here: list[Row], there: list[Row]) -> list[str]:
-    """In words, what differs between two texts."""
-    known = {row["name"]: row for row in there}
-    return [
-        f"{own['name']} {own['version']} of {own['bytes']:,} bytes here, "
-        f"{other['version']} of {other['bytes']:,} there"
-        for own in here
-        if (other := known.get(own["name"], {"version": "none", "bytes": 0})) != own
-    ]
-
-
 def prepare(work: Path, text: str, vocabulary: int) -> Path:
     """Write tokenizer and indexed tokens into a folder of ``work`` unless they are there (5 s for the standard
-    library, a minute or two for all); return the folder."""
+    library, a minute or two for all); return the folder. Raises ValueError if the tokens there are not those that
+    were written."""
     folder = work / (f"data-{vocabulary}" if text == "stdlib" else f"data-{text}-{vocabulary}")
-    model = _tokenizer(folder)
-    if _prefix(folder).with_suffix(".idx").exists():
+    if (folder / NOTE).exists():
+        if _digest(folder) != corpus(folder):
+            raise ValueError(
+                f"{folder} has other tokens than were written there: delete it, and it is made anew"
+            )
         return folder
     # An order without meaning, since the last documents are what is evaluated on.
     files = sorted(
@@ -86,11 +82,32 @@ def prepare(work: Path, text: str, vocabulary: int) -> Path:
         key=lambda path: hashlib.sha256("/".join(path.parts[-3:]).encode()).digest(),
     )
     print(f"{len(files)} files into {folder}", file=sys.stderr, flush=True)
+    model = _tokenizer(folder)
     if not model.exists():
         train_tokenizer(sample_lines(map(str, files)), model, vocab_size=vocabulary)
     job = Job(tuple(map(str, files)), ("text",), KIND, str(model), None, True, False)
     preprocess(job, folder / "corpus", workers=2)
+    said = {"corpus": _digest(folder), "contents": contents(text)}
+    write_text(folder / NOTE, json.dumps(said, indent=1) + "\n")
     return folder
+
+
+def note(folder: Path) -> dict[str, Any]:
+    """Of a prepared text: "corpus", a digest of its tokens, and "contents", what they were made of."""
+    return json.loads((folder / NOTE).read_text())
+
+
+def corpus(folder: Path) -> str:
+    """What tells the tokens of one prepared text from another's."""
+    return note(folder)["corpus"]
+
+
+def _digest(folder: Path) -> str:
+    """Of the tokens and of where documents begin."""
+    total = hashlib.sha256()
+    for suffix in (".idx", ".bin"):
+        total.update(_prefix(folder).with_suffix(suffix).read_bytes())
+    return total.hexdigest()[:16]
 
 
 def train_samples(folder: Path, sequence: int, seed: int, count: int) -> Dataset:

@@ -217,18 +217,18 @@ def noise_section(rows: Sequence[Row]) -> str:
     head = ["noise", *(f"{codec}: {what}" for codec in CODECS for what in ("error", "noise +%", "bias"))]
     least = {rung: min(r["tokens"] for r in rows if r["rung"] == rung) for rung in {r["rung"] for r in rows}}
     whole = [
-        [r["rung"], f"{r['step']} of {r['steps']}", f"{r['tokens']:,}", *_noise_cells(r)]
+        [r["rung"], f"{r['peak']:g}", f"{r['step']} of {r['steps']}", f"{r['tokens']:,}", *_noise_cells(r)]
         for r in rows
         if r["kind"] == ALL
     ]
     layers = [
-        [r["rung"], r["kind"], *_noise_cells(r)]
+        [r["rung"], f"{r['peak']:g}", r["kind"], *_noise_cells(r)]
         for r in rows
         if r["step"] == r["steps"] and r["tokens"] == least[r["rung"]]
     ]
     tables = [
-        harness.table(["rung", "step", "tokens of a node", *head], whole),
-        harness.table(["rung", "layer", *head], layers),
+        harness.table(["rung", "peak", "step", "tokens of a node", *head], whole),
+        harness.table(["rung", "peak", "layer", *head], layers),
     ]
     return "\n\n".join([NOISE, tables[0], "By layer, at the last step and the smallest batch:", tables[1]])
 

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks import harness, loss_ladder
-from benchmarks.loss_ladder import NO_RUNS, parameters
-from benchmarks.loss_plan import Results, Runs
+from benchmarks.loss_ladder import NO_RUNS, PEAKS, parameters
+from benchmarks.loss_plan import Results, Runs, taken
 from benchmarks.loss_run import RANKS, Run, Settings
 from benchmarks.loss_statistics import Difference, effects
 from benchmarks.loss_variants import BASELINE, EVERY, INTERVALS, MUON, RATES, outer_name
@@ -20,7 +20,6 @@ from megazero.config.nearest import multiples_around
 
 TITLE = "Outer steps"
 STEPS = 1536  # the longest interval divides it: at the end all replicas have met
-PEAKS = (2e-3, 4e-3)  # of the learning rate, AdamW's and Muon's
 PUBLISHED = 0.7  # of RATES: DiLoCo's
 SEARCHED = (32, 128)  # intervals whose rate is searched; shorter ones take the first's
 INTERVAL = 32  # of the formats, of streaming and of Muon
@@ -44,11 +43,12 @@ TEXT = """\
 
 
 class StudyRow(NamedTuple):
-    """A line of the table: runs of one variant, one of each seed."""
+    """A line of the table: runs of one variant, one of each seed. beside: the variant that its gap is from."""
 
     label: str
     settings: Settings
     variant: str
+    beside: str = BASELINE
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,15 @@ class OuterStudy:
     # -- the runs --------------------------------------------------------------------------------
 
     def peaks(self, variant: str) -> Trials:
-        """As DiLoCo has it: the rate of the inner optimizer is that of runs that meet in every step."""
-        tried = {peak: (replace(self.first, peak=peak), Run(variant, 1)) for peak in PEAKS}
-        return Trials(f"peak learning rate, {'Muon' if variant == MUON else 'AdamW'}", tried, PEAKS[0])
+        """As DiLoCo has it: the rate of the inner optimizer is that of runs that meet in every step. Two of PEAKS are
+        tried, then the next one while the highest is the best."""
+        label = f"peak learning rate, {'Muon' if variant == MUON else 'AdamW'}"
+        every = {peak: (replace(self.first, peak=peak), Run(variant, 1)) for peak in PEAKS}
+        for count in range(2, len(PEAKS) + 1):
+            trials = Trials(label, {peak: every[peak] for peak in PEAKS[:count]}, PEAKS[count - 2])
+            if trials.best(self.store) < PEAKS[count - 1]:
+                break
+        return trials
 
     def rates(self, interval: int) -> Trials:
         """The rate of the outer optimizer."""
@@ -107,8 +113,8 @@ class OuterStudy:
         adamw, muon = self._tuned(BASELINE), self._tuned(MUON)
         rate = {interval: self.rates(max(interval, SEARCHED[0])).best(self.store) for interval in INTERVALS}
 
-        def outer(label: str, settings: Settings, form: str) -> StudyRow:
-            return StudyRow(label, settings, outer_name(INTERVAL, rate[INTERVAL], form))
+        def outer(label: str, settings: Settings, form: str, beside: str = BASELINE) -> StudyRow:
+            return StudyRow(label, settings, outer_name(INTERVAL, rate[INTERVAL], form), beside)
 
         return [
             StudyRow("AdamW, zero3", adamw, BASELINE),
@@ -116,16 +122,16 @@ class OuterStudy:
             *(StudyRow("AdamW", adamw, outer_name(interval, rate[interval])) for interval in INTERVALS),
             *(outer("AdamW", adamw, form) for form in ("4bit", "2bit", "streamed")),
             StudyRow("Muon, zero3", muon, MUON),
-            outer("Muon", muon, MUON),
+            outer("Muon", muon, MUON, beside=MUON),
         ]
 
     def pieces(self) -> list[Piece]:
         """All runs in their order. What a search has not found yet is its default."""
         trials = [piece for search in self.searches() for piece in search.tried.values()]
-        seeds = range(1, SEEDS + 1)
+        seeds, rows = range(1, SEEDS + 1), self.rows()
         return list(
             dict.fromkeys(
-                [*trials, *((row.settings, Run(row.variant, seed)) for seed in seeds for row in self.rows())]
+                [*trials, *((row.settings, Run(row.variant, seed)) for seed in seeds for row in rows)]
             )
         )
 
@@ -158,10 +164,12 @@ class OuterStudy:
                 inside."""),
             table=self._table(),
             explanation=_filled(f"""
-                *loss* is that of the anchor, *of replicas* the mean of those that train. Gaps are from the first
-                line, at equal tokens; bounds are least squares over lines and {SEEDS} seeds with one deviation for
-                all, each with 95%. Runs of Muon are to be compared with Muon's own. A streamed fragment that has
-                left in the last step has not arrived. Bytes: sent by one node."""),
+                *loss* is that of the anchor, *of replicas* the mean of those that train. Gaps are at equal tokens,
+                from the first line, and for Muon's outer steps from Muon's own zero3; bounds are least squares over
+                lines and {SEEDS} seeds with one deviation for all, each with 95%. Runs of seed 1 chose the rates and
+                count here, too. The outer rate of runs every {INTERVALS[0]} steps, of few bits, of fragments and of
+                Muon is the one found for AdamW's exact differences every {SEARCHED[0]} steps. A streamed fragment
+                that has left in the last step has not arrived. Bytes: sent by one node."""),
             searched=harness.table(
                 ["", "tried: loss", "taken"], [self._searched(t) for t in self.searches()]
             ),
@@ -174,7 +182,7 @@ class OuterStudy:
         losses = {
             row.variant: results[row].losses(row.variant) for row in rows if results[row].of(row.variant)
         }
-        gaps = effects(losses, BASELINE) if BASELINE in losses else {}
+        gaps = {base: effects(losses, base) for base in (BASELINE, MUON) if base in losses}
         head = [
             "inside",
             "crosses",
@@ -185,7 +193,10 @@ class OuterStudy:
             "95% bounds %",
             "of replicas",
         ]
-        return harness.table(head, [self._row(row, results[row], gaps.get(row.variant)) for row in rows])
+        found = [gaps.get(row.beside, {}).get(row.variant) for row in rows]
+        return harness.table(
+            head, [self._row(r, results[r], gap) for r, gap in zip(rows, found, strict=True)]
+        )
 
     def _row(self, row: StudyRow, results: Results, gap: Difference | None) -> list[str]:
         outer, records = EVERY[row.variant].outer, results.of(row.variant)
@@ -202,7 +213,7 @@ class OuterStudy:
         losses = trials.losses(self.store)
         tried = (f"{v:g}: {f'{losses[v]:.4f}' if v in losses else 'not run'}" for v in trials.tried)
         whole = len(losses) == len(trials.tried)
-        return [trials.label, "; ".join(tried), f"{trials.best(self.store):g}" if whole else "-"]
+        return [trials.label, "; ".join(tried), taken(trials.best(self.store), losses) if whole else "-"]
 
 
 def _mean(records: Sequence[Mapping[str, float]], name: str) -> float:

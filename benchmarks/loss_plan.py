@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Store
+from benchmarks.loss_data import corpus, prepare
 from benchmarks.loss_run import Run, Settings
 from benchmarks.loss_statistics import Difference, difference
 from benchmarks.loss_variants import BASELINE, VARIANTS
@@ -23,7 +25,21 @@ class Runs(Store):
         self.append({**record, "settings": asdict(settings)})
 
     def results(self, settings: Settings) -> Results:
-        return Results([r for r in self.records() if r["settings"] == asdict(settings)])
+        wanted = asdict(settings)
+        return Results([r for r in self.records() if r["settings"] == wanted])
+
+    def data(self, work: Path, settings: Settings) -> Path:
+        """Prepare the text of these settings in ``work``; return its folder. Raises ValueError if runs that are there
+        were of other tokens."""
+        folder, text = prepare(work, settings.text, settings.vocabulary), (settings.text, settings.vocabulary)
+        records = [r for r in self.records() if (r["settings"]["text"], r["settings"]["vocabulary"]) == text]
+        here = corpus(folder)
+        if others := sorted({str(r.get("corpus")) for r in records} - {here}):
+            raise ValueError(
+                f"{self.file} has runs of another text: tokens {', '.join(others)}, {here} in {folder}. Delete this "
+                "folder and use the Python and packages of those runs, or name another file for these (--out, --work)"
+            )
+        return folder
 
 
 class Results:
@@ -109,3 +125,10 @@ class Plan:
 
     def _run(self, name: str, number: int) -> Run:
         return Run(name, self.seeds[number % len(self.seeds)], number // len(self.seeds))
+
+
+def taken(best: float, tried: Iterable[float]) -> str:
+    """In words, the best of several. Beyond an edge of them there may be a better one."""
+    values = list(tried)
+    edges = {min(values): ", the lowest tried", max(values): ", the highest tried"}
+    return f"{best:g}{edges.get(best, '')}"

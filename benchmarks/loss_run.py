@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.contestants import llama
-from benchmarks.loss_data import TEXTS, evaluation_samples, train_samples
+from benchmarks.loss_data import TEXTS, corpus, evaluation_samples, train_samples
 from benchmarks.loss_snapshot import Snapshot
 from benchmarks.loss_variants import EVERY, Variant
 from benchmarks.rank_threads import MeshOf
@@ -229,8 +229,12 @@ class Training:
         self.sent += self.engine.traffic.total(INTER)
 
     def measure(self) -> None:
-        """Add a point to the curve."""
+        """Add a point to the curve. The weights that it brings up to date across nodes are the next step's, which
+        sends them no more, so they count; the last step has no next."""
+        self.engine.traffic.take()
         self.curve.append((self.step, self.evaluate(self.model, self.engine, self.settings.curve)))
+        if self.step < self.settings.steps:
+            self.sent += self.engine.traffic.bytes["refresh", INTER]
 
     @property
     def wants_point(self) -> bool:
@@ -265,7 +269,7 @@ def train(
     """Train and evaluate; collective. Returns what is kept of a run: ``loss`` over the whole evaluation set, with
     outer replicas that of the anchor beside ``replicas``, the mean of theirs; the ``curve`` [step, loss] over its
     first part, ``sent`` bytes per step from one node, mean relative rounding ``errors``, the final master's
-    ``digest``, and seconds, of the CPU time those of this process.
+    ``digest``, the ``corpus`` of the text, and seconds, of the CPU time those of this process.
 
     trace: folder for the master weights of TRACE + 1 consecutive steps at half way and at the end. snapshot: the run
     goes on from it if it is there; when its time is over, the run is left there and None returned.
@@ -296,7 +300,7 @@ def train(
                 if snapshot and training.step < settings.steps and snapshot.due(training.mesh):
                     snapshot.save(training)
                     return None
-    record = training.record()
+    record = training.record() | {"corpus": corpus(folder)}
     record |= {"seconds": before[0] + time.perf_counter() - began}
     return record | {"cpu_seconds": before[1] + time.process_time() - cpu}
 

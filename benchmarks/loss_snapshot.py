@@ -100,3 +100,4 @@ def restore(engine: Engine, state: dict[str, Any]) -> None:
     engine.invalidate(anchored=True)
     load_rank_tensors(engine, state["own"])
     engine.load_state(state["state"])
+    engine.refresh()  # as `held` did: its bytes were counted before

@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import harness
-from benchmarks.loss_data import prepare
-from benchmarks.loss_plan import Record, Runs
+from benchmarks.loss_plan import Record, Runs, taken
 from benchmarks.loss_run import RANKS, Run, Settings, train
 from benchmarks.loss_variants import BY_MUON
 from benchmarks.rank_threads import run_threads
@@ -32,10 +31,10 @@ def main() -> None:
         __doc__, work=Path, steps=300, seeds=[1, 2], peaks=([1e-3, 2e-3, 4e-3], "of the learning rate")
     ).parse_args()
     torch.set_num_threads(1)
-    options.work.mkdir(parents=True, exist_ok=True)
     store = Runs(options.work / "muon.jsonl")
+    store.claim()
     first = Settings(steps=options.steps, warmup=max(options.steps // 10, 1))
-    data = prepare(options.work, first.text, first.vocabulary)
+    data = store.data(options.work, first)
 
     def run(name: str, peak: float, seed: int) -> Record:
         settings, one = replace(first, peak=peak), Run(name, seed)
@@ -52,7 +51,7 @@ def main() -> None:
         tuned = ", ".join(f"{loss:.4f} at {peak:g}" for peak, loss in by_peak.items())
         sent = statistics.fmean(record["sent"] for record in runs) / 1e6
         losses = harness.spread([record["loss"] for record in runs], 4)
-        rows.append([name, tuned, f"{best:g}", losses, f"{sent:.2f}"])
+        rows.append([name, tuned, taken(best, options.peaks), losses, f"{sent:.2f}"])
     header = ["variant", "first seed", "best peak", "loss (range over seeds)", "MB a step and node"]
     print(harness.table(header, rows))
 

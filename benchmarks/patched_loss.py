@@ -34,8 +34,8 @@ def main(doc: str | None, plain: str, contestants: Mapping[str, Any], case: Any,
         parser.error(
             f"a loss is the mean of {LAST} steps, and noise needs a nudged run: more steps or nudges"
         )
-    options.work.mkdir(parents=True, exist_ok=True)
     store, began = harness.Store(options.work / "runs.jsonl"), time.monotonic()
+    store.claim()
     found: dict[str, dict[int, list[float]]] = {name: {} for name in contestants}
     for nudge in range(options.nudges + 1):
         for seed in range(1, options.seeds + 1):

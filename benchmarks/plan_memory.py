@@ -204,6 +204,7 @@ def main() -> int:
     ).parse_args()
     until = time.monotonic() + options.seconds
     store = harness.Store(options.keep)
+    store.claim()
     kept = {record["layout"]: record for record in store.records()}
     cases = [(seed, values) for seed in options.seeds for values in draw(seed, options.layouts)]
     how = {"ranks": RANKS, "world": False, "environ": {"MALLOC_MMAP_THRESHOLD_": "65536"}, "timeout": 400}

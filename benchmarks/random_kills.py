@@ -297,9 +297,19 @@ def trial(
     whole = [path.name for path in Path(values["save"]).iterdir() if complete(path)]
     if not wrong:
         shutil.rmtree(folder)
-    said = {"seed": seed, "trial": number, "layout": layout, "async_save": behind, "kept": sorted(whole)}
+    said: dict[str, Any] = {"seed": seed, "trial": number, "faults": faults, "layout": layout}
+    said |= {"async_save": behind, "kept": sorted(whole)}
     said |= {"kills": [asdict(kill) for kill in drawn], "attempts": attempts, "problems": wrong}
     return {**said, "folder": str(folder) if wrong else None, "seconds": time.monotonic() - began}
+
+
+def asked_for(
+    rows: Sequence[Mapping[str, Any]], seed: int, layouts: Sequence[str], faults: bool
+) -> list[Mapping[str, Any]]:
+    """Return the rows of one command line's trials: with faults the same number is another trial."""
+    return [
+        row for row in rows if (row["seed"], row.get("faults")) == (seed, faults) and row["layout"] in layouts
+    ]
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -336,7 +346,8 @@ def main() -> int:
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
     store, layouts = harness.Store(options.out), tuple(OUTER if options.outer else PLAIN)
-    rows = [row for row in store.records() if row["seed"] == options.seed and row["layout"] in layouts]
+    store.claim()
+    rows = asked_for(store.records(), options.seed, layouts, options.faults)
     done = {row["trial"] for row in rows}
     references, began = options.out.with_suffix(".references"), time.monotonic()
     for layout in layouts:

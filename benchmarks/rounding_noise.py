@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from benchmarks.loss_data import prepare, train_samples
+from benchmarks.loss_data import train_samples
 from benchmarks.loss_ladder import RUNGS
 from benchmarks.loss_plan import Runs
 from benchmarks.loss_run import RANKS, Settings
@@ -112,11 +112,18 @@ def rows(rung: str, folder: Path, settings: Settings) -> Iterator[dict]:
                     "rung": rung,
                     "step": step,
                     "steps": settings.steps,
+                    "peak": settings.peak,
                     "tokens": size * settings.micro_batch * settings.sequence,
                     "kind": kind,
                     "noise": spread / mean if mean > 0 else None,
                     **{name: asdict(compare(found, GRADIENTS[name])) for name in CODECS},
                 }
+
+
+def measured(store: harness.Store, rung: str, settings: Settings) -> bool:
+    """Whether the rung's last step is there, at this peak: that which the ladder takes may change."""
+    key = (rung, settings.steps, settings.peak)
+    return any((row["rung"], row["step"], row["peak"]) == key for row in store.records())
 
 
 def main() -> None:
@@ -128,12 +135,12 @@ def main() -> None:
         Runs(options.out / "loss_at_size.jsonl"),
         harness.Store(options.out / "loss_at_size_noise.jsonl"),
     )
+    store.claim()
     for name in options.rungs:
         settings = RUNGS[name].tuned_settings(runs) or RUNGS[name].settings()
-        done = {(row["rung"], row["step"]) for row in store.records()}
-        if (name, settings.steps) in done:
+        if measured(store, name, settings):
             continue
-        folder = prepare(options.work, settings.text, settings.vocabulary)
+        folder = runs.data(options.work, settings)
         for row in list(rows(name, folder, settings)):
             store.append(row)
         print(name, flush=True)

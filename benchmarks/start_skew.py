@@ -202,6 +202,7 @@ def main() -> int:
     ).parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     store, began = harness.Store(options.out), time.monotonic()
+    store.claim()
     rows = store.records()
     done = {row["trial"] for row in rows if row["seed"] == options.seed}
     for number in sorted(set(range(options.trials)) - done):

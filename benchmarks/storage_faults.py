@@ -218,6 +218,7 @@ def main() -> int:
     ).parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     folder, results = Path(tempfile.mkdtemp(prefix="faults-")), harness.Store(options.out)
+    results.claim()
     done = {(each["fault"], each["async_save"], each["at"]) for each in results.records()}
     counted, reference, bad = [folder / "at-once", folder / "behind"], folder / "reference", 0
     for behind, place in enumerate(counted):

@@ -184,6 +184,7 @@ def main() -> int:
         faster=(20.0, "by which the seconds of a lease are divided"),
     ).parse_args()
     store = harness.Store(options.out)
+    store.claim()
     rows = store.records()
     done = {row["trial"] for row in rows if row["seed"] == options.seed}
     for number in sorted(set(range(options.trials)) - done):

@@ -44,8 +44,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold an advisory lock on ``path`` (created when absent). It is released when the process dies, too."""
+def exclusive(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold an advisory lock on ``path`` (created when absent). It is released when the process dies, too.
+
+    wait: for another process that holds it; else BlockingIOError is raised."""
     with open(path, "ab") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -15,7 +15,7 @@ def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> No
     (layout,) = {"zero3"} & set(kills.LAYOUTS)
     moments = [kills.Kill((1,), False, 0.0, 12), kills.Kill((0, 1), False, 0.01, 50)]
     row = kills.trial(1, 0, tmp_path, moments, [layout])
-    assert row["async_save"] and not row["problems"], row
+    assert row["async_save"] and row["faults"] is False and not row["problems"], row
     assert json.loads(json.dumps(row)) == row | {"kills": json.loads(json.dumps(row["kills"]))}
     assert "2 of them" not in kills.summary([row]) and "wrong: none" in kills.summary([row])
     # What it must see: another loss, and an older checkpoint that a start went on from.
@@ -53,3 +53,10 @@ def test_kills_are_drawn_from_the_seed() -> None:
         3,
     }
     assert 40 < sum(kill.real for kill in drawn) < 110 < sum(kill.operation is not None for kill in drawn)
+
+
+def test_a_trial_without_faults_is_not_one_with_them() -> None:
+    rows = [{"seed": 1, "faults": faults, "layout": "zero3"} for faults in (False, True)]
+    assert kills.asked_for(rows, 1, ["zero3"], False) == rows[:1]
+    assert kills.asked_for(rows, 1, ["zero3"], True) == rows[1:]
+    assert not kills.asked_for(rows, 2, ["zero3"], True) and not kills.asked_for(rows, 1, ["pp 2"], True)

@@ -32,6 +32,19 @@ def test_turns_rotate_and_rounds_that_warm_up_are_left_out() -> None:
     assert taken == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
 
 
+def test_one_process_at_a_time_adds_to_a_file(tmp_path: Path) -> None:
+    """A lock is an open file's, so two stores of this process are as two processes."""
+    first, second = (harness.Store(tmp_path / "new" / "runs.jsonl") for _ in range(2))
+    first.claim()
+    with pytest.raises(ValueError, match="another process adds to it"):
+        second.claim()
+    first.append({"run": 1})
+    del first
+    second.claim()
+    second.append({"run": 2})
+    assert second.records() == [{"run": 1}, {"run": 2}]
+
+
 def test_ratios_are_round_by_round() -> None:
     own, other = [1.0, 4.0, 3.0], [1.0, 2.0, 4.0]
     assert harness.ratios(own, other) == [1.0, 2.0, 0.75]

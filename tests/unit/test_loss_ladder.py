@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import loss_data, loss_ladder, rounding_noise
-from benchmarks.harness import DOCS
-from benchmarks.loss import ladder_report
-from benchmarks.loss_data import differing, prepare, train_samples
+from benchmarks.harness import DOCS, Store
+from benchmarks.loss import Trainer, ladder_report
+from benchmarks.loss_data import corpus, prepare, train_samples
 from benchmarks.loss_ladder import FIRST, NO_RUNS, Rung, following, halve
-from benchmarks.loss_ladder_report import HALF, LadderReport, known, with_known
+from benchmarks.loss_ladder_report import HALF, LadderReport, known, noise_section, with_known
 from benchmarks.loss_plan import Runs
 from benchmarks.loss_run import RANKS, Run, Settings, train
 from benchmarks.loss_snapshot import Snapshot
@@ -76,9 +76,19 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(variant: str, folder: Path, t
     ) is None:
         pieces += 1
     assert pieces == 2
-    same = ("loss", "curve", "errors", "digest")  # bytes not: the order of gathers is learned anew
+    same = ("loss", "curve", "errors", "digest", "corpus")  # bytes not: the order of gathers is learned anew
     assert {key: record[key] for key in same} == {key: whole[key] for key in same}
     assert whole["loss"] < whole["curve"][0][1]
+
+
+def test_bytes_of_a_run_do_not_depend_on_its_curve(folder: Path, tmp_path: Path) -> None:
+    """Of which each point brings the weights up to date across nodes, as a run that goes on does."""
+    run = Run("hpz", 1)
+    settings = [replace(TINY, interval=interval) for interval in (1, 2, TINY.steps)]
+    sent = [run_threads(RANKS, train, folder, each, run)[0]["sent"] for each in settings]
+    while (record := run_threads(RANKS, train, folder, TINY, run, None, Snapshot(tmp_path, 0.0))[0]) is None:
+        pass
+    assert {*sent, record["sent"]} == {sent[0]}
 
 
 def test_half_a_snapshot_is_none(folder: Path, tmp_path: Path) -> None:
@@ -94,11 +104,27 @@ def test_a_text_is_not_repeated(folder: Path) -> None:
         train_samples(folder, TINY.sequence, 1, 10**9)
 
 
-def test_texts_that_differ_are_named() -> None:
-    row: dict[str, Any] = {"name": "torch", "version": "2", "files": 1, "bytes": 10, "digest": "a"}
-    assert differing([row], [row]) == []
-    assert differing([row], [{**row, "version": "3"}]) == ["torch 2 of 10 bytes here, 3 of 10 there"]
-    assert differing([row], []) == ["torch 2 of 10 bytes here, none of 0 there"]
+def test_runs_of_another_text_are_refused(folder: Path, tmp_path: Path) -> None:
+    store, other = Runs(tmp_path / "runs"), Runs(tmp_path / "others")
+    store.add(TINY, {"corpus": corpus(folder)})
+    store.add(replace(TINY, vocabulary=1024), {"corpus": "another"})
+    assert store.data(folder.parent, TINY) == folder
+    other.add(TINY, {"corpus": "another"})
+    with pytest.raises(
+        ValueError, match=f"others has runs of another text: tokens another, {corpus(folder)} in"
+    ):
+        Trainer(folder.parent, other, 1)(replace(TINY, steps=8), FIRST)
+    assert not list(folder.parent.glob("snapshot-*"))
+
+
+def test_tokens_that_have_changed_are_refused(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    assert prepare(tmp_path, TINY.text, TINY.vocabulary) == copy
+    with open(next(copy.glob("*.bin")), "r+b") as file:
+        file.write(b"\xff\xff")
+    with pytest.raises(ValueError, match="other tokens than were written there"):
+        prepare(tmp_path, TINY.text, TINY.vocabulary)
 
 
 # -- the order of runs -----------------------------------------------------------------------------------
@@ -220,3 +246,14 @@ def test_rounding_of_one_gradient_is_bias() -> None:
 def test_grouped_gradients_are_means() -> None:
     draws = {"a": torch.arange(8.0).view(4, 2)}
     assert rounding_noise.grouped(draws, 2)["a"].tolist() == [[1.0, 2.0], [5.0, 6.0]]
+
+
+def test_noise_at_another_peak_is_measured_again(tmp_path: Path) -> None:
+    store, settings = Store(tmp_path / "noise"), RUNG.settings()
+    found = {"error": 0.1, "added": 0.01, "bias": 0.0}
+    step = {"rung": RUNG.name, "step": settings.steps, "steps": settings.steps, "peak": settings.peak}
+    codecs = dict.fromkeys(rounding_noise.CODECS, found)
+    store.append({**step, "tokens": 256, "kind": rounding_noise.ALL, "noise": 20.0, **codecs})
+    assert rounding_noise.measured(store, RUNG.name, settings)
+    assert not rounding_noise.measured(store, RUNG.name, replace(settings, peak=4e-3))
+    assert f"| {RUNG.name} | 0.001 | 308 of 308 | 256 | 20.0 |" in noise_section(store.records())

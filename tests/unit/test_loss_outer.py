@@ -10,19 +10,20 @@ import pytest
 
 from benchmarks.harness import DOCS, section
 from benchmarks.loss import outer_study, parse
-from benchmarks.loss_outer import INTERVAL, PEAKS, SEEDS, TITLE, OuterStudy, Piece
+from benchmarks.loss_ladder import PEAKS
+from benchmarks.loss_outer import INTERVAL, SEEDS, TITLE, OuterStudy, Piece
 from benchmarks.loss_plan import Runs
 from benchmarks.loss_run import Run
 from benchmarks.loss_variants import BASELINE, EVERY, INTERVALS, MUON, RATES, outer_name
 
 
-def filled(study: OuterStudy, count: int = 10**9) -> list[Piece]:
-    """Do ``count`` runs, as the program does: the last peak and an outer rate of 1 are the best."""
+def filled(study: OuterStudy, count: int = 10**9, peak: float = PEAKS[1]) -> list[Piece]:
+    """Do ``count`` runs, as the program does: ``peak`` and an outer rate of 1 are the best."""
     done: list[Piece] = []
     while len(done) < count and (left := study.left()):
         settings, run = left[0]
         outer = EVERY[run.variant].outer
-        loss = 3 + abs(settings.peak - PEAKS[-1]) + 0.1 * run.seed
+        loss = 3 + abs(settings.peak - peak) + 0.1 * run.seed + 0.2 * EVERY[run.variant].muon
         loss += 0.01 * abs(outer.outer_lr - 1) + outer.outer_interval / 1e4 if outer else 0.0
         found = {"loss": loss, "replicas": loss + 0.5, "sent": 1e6, "cpu_seconds": 360.0}
         study.store.add(settings, {**asdict(run), **found})
@@ -33,11 +34,11 @@ def filled(study: OuterStudy, count: int = 10**9) -> list[Piece]:
 def test_what_is_searched_comes_first_and_its_runs_count(tmp_path: Path) -> None:
     study = OuterStudy(Runs(tmp_path / "runs"))
     done = filled(study)
-    assert [(s.peak, run) for s, run in done[:4]] == [(p, Run(v, 1)) for v in (BASELINE, MUON) for p in PEAKS]
-    best = replace(study.first, peak=PEAKS[-1])
+    assert [(s.peak, run) for s, run in done[:6]] == [(p, Run(v, 1)) for v in (BASELINE, MUON) for p in PEAKS]
+    best = replace(study.first, peak=PEAKS[1])
     rates = [(best, Run(outer_name(interval, rate), 1)) for interval in INTERVALS[1:] for rate in RATES]
-    assert done[4:10] == rates
-    assert len(done) == len(set(done)) == 36 and {settings for settings, _ in done[10:]} == {best}
+    assert done[6:12] == rates
+    assert len(done) == len(set(done)) == 38 and {settings for settings, _ in done[12:]} == {best}
     names = [row.variant for row in study.rows()]
     assert names[2:5] == [outer_name(interval, 1) for interval in INTERVALS], (
         "the shortest has the next one's rate"
@@ -47,14 +48,22 @@ def test_what_is_searched_comes_first_and_its_runs_count(tmp_path: Path) -> None
         assert runs == set(range(1, SEEDS + 1)), name
 
 
+def test_a_higher_peak_is_tried_only_beyond_the_best(tmp_path: Path) -> None:
+    low, high = (OuterStudy(Runs(tmp_path / name)) for name in ("low", "high"))
+    tried = [{settings.peak for settings, _ in filled(low, peak=PEAKS[0])}]
+    tried.append({settings.peak for settings, _ in filled(high, peak=PEAKS[2])})
+    assert tried == [set(PEAKS[:2]), set(PEAKS)]
+    assert "| 0.002, the lowest tried |" in low.section() and "| 0.008, the highest tried |" in high.section()
+
+
 def test_the_study_is_planned_within_four_hours(tmp_path: Path) -> None:
     study = OuterStudy(Runs(tmp_path / "runs"))
     (hours,) = re.findall(r"of ([\d.]+) hours", study.plan())
     assert 1 < float(hours) <= 4
     filled(study, 9)
-    assert study.plan().startswith("9 of 36 runs are done")
+    assert study.plan().startswith("9 of 38 runs are done")
     filled(study)
-    assert "0.0 of 3.6 hours" in study.plan()
+    assert "0.0 of 3.8 hours" in study.plan()
 
 
 @pytest.mark.parametrize("steps", [0, 100, 1500])
@@ -67,9 +76,10 @@ def test_steps_after_which_replicas_have_not_met_are_refused(steps: int, tmp_pat
 def test_the_section_says_what_was_not_run(tmp_path: Path) -> None:
     study = OuterStudy(Runs(tmp_path / "runs"))
     assert study.section().count("| not run |") == 10 and "0.7: not run" in study.section()
-    filled(study, 10)
+    filled(study, 12)
     text = study.section()
-    assert "| outer learning rate, every 32 steps | 0.4: 3.1092; 0.7: 3.1062; 1: 3.1032 | 1 |" in text
+    assert "every 32 steps | 0.4: 3.1092; 0.7: 3.1062; 1: 3.1032 | 1, the highest tried |" in text
+    assert "| peak learning rate, AdamW | 0.002: 3.1020; 0.004: 3.1000; 0.008: 3.1040 | 0.004 |" in text
     assert text.count("| not run |") == 6
     filled(study)
     base = 3 + 0.1 * 2
@@ -77,6 +87,9 @@ def test_the_section_says_what_was_not_run(tmp_path: Path) -> None:
               and "differences INT4, error feedback |" in line]  # fmt: skip
     assert f"| 3 | {base + 0.0032:.4f} | {100 * 0.0032 / base:+.2f} |" in row
     assert row.endswith(f"| {base + 0.0032 + 0.5:.4f} |")
+    (row,) = [line for line in study.section().splitlines() if line.startswith("| Muon | every")]
+    gap = 100 * 0.0032 / (base + 0.2)
+    assert f"| {base + 0.2032:.4f} | {gap:+.2f} | {gap:+.2f} to {gap:+.2f} |" in row, "from Muon's own"
 
 
 def test_the_section_of_loss_md_is_of_the_runs() -> None:
@@ -87,3 +100,12 @@ def test_two_studies_at_once_are_refused() -> None:
     assert parse(["--outer"]).outer == 1536 and parse(["--outer", "128", "--plan"]).plan
     with pytest.raises(SystemExit):
         parse(["--outer", "--ladder"])
+
+
+@pytest.mark.parametrize("study", ["--outer", "--ladder"])
+def test_what_a_study_says_itself_is_refused(study: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if it is said as it would be."""
+    assert parse([study, "--minutes", "1", "--work", "w", "--out", "o", "--report"]).report
+    with pytest.raises(SystemExit):
+        parse([study, "--lr", "2e-3", "--seeds", "1", "2", "--text=stdlib", "--variants", "hpz"])
+    assert f"--lr, --seeds, --text, --variants: not with {study}" in capsys.readouterr().err
