@@ -7,7 +7,7 @@ rung of LADDER, so the planner takes the first on which meetings hardly cost tim
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from megazero.plan.simulate import Timing, simulate
 RATES = (400.0, 100.0, 25.0, 10.0, 1.0, 0.1)  # Gb/s
 
 
-class Steps(NamedTuple):
+@dataclass(frozen=True)
+class Steps:
     """Outer steps as --outer-bits, --outer-interval, --outer-fragments and --outer-delay give them."""
 
     bits: int
@@ -128,24 +129,23 @@ def answer(
 
 def _rungs(values: Mapping[str, Any]) -> list[Steps]:
     """Return the rungs with what is given instead of theirs, as far as fragments have room in an interval."""
-    given = {
-        name: values["outer_" + name] for name in Steps._fields if values.get("outer_" + name) is not None
-    }
+    options = {field.name: values.get("outer_" + field.name) for field in fields(Steps)}
+    given = {name: value for name, value in options.items() if value is not None}
     apart = {name: value for name, value in values.items() if not name.startswith("outer_")}
     config = make_config({"micro_batch_size": 1, **apart})
     # A fragment has whole modules: the embedding, a layer or the head, and no layers that are joined.
     modules = 1 if config.zero.zero_unit_layers > 1 else config.model.num_layers + 2
-    bounded = (rung._replace(fragments=min(rung.fragments, modules)) for rung in LADDER)
-    rungs = [*dict.fromkeys(rung._replace(**given) for rung in bounded)]
+    bounded = (replace(rung, fragments=min(rung.fragments, modules)) for rung in LADDER)
+    rungs = [*dict.fromkeys(replace(rung, **given) for rung in bounded)]
     first = rungs[0]
-    least = first._replace(interval=max(first.interval, first.fragments * (first.delay + 1)))
+    least = replace(first, interval=max(first.interval, first.fragments * (first.delay + 1)))
     return [rung for rung in rungs if rung.has_room] or [least]
 
 
 def _options(steps: Steps, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a rung."""
     mixing = {"outer_mixing": MIXING} if steps.delay and values.get("outer_mixing") is None else {}
-    return {**{"outer_" + name: value for name, value in steps._asdict().items()}, **mixing}
+    return {**{"outer_" + name: value for name, value in asdict(steps).items()}, **mixing}
 
 
 def _pools(
@@ -186,7 +186,7 @@ def _on_ladder(
     If it does on none, this is the last rung on which one fits.
     """
     stepped: list[Found] = []
-    for form, group in groupby(rungs, lambda rung: rung._replace(interval=1)):
+    for form, group in groupby(rungs, lambda rung: replace(rung, interval=1)):
         each = [_moved(one, place, **_options(form, values)) for one in found]
         fitting = [one for one in each if one.layout.fits]
         for rung in group if fitting else ():

@@ -181,7 +181,7 @@ def test_given_outer_steps_stay_and_fragments_have_room() -> None:
     assert (late.outer_fragments, late.outer_delay) == (4, 10)
     assert late.outer_interval // 4 > 10, "a fragment arrives before the next one leaves"
     given = proposed(outer_interval=7, outer_bits=8)
-    assert steps_of(given) == (8, 7, 1, 0)
+    assert steps_of(given) == slow_links.Steps(8, 7)
     assert proposed(outer_interval=7, outer_bits=8, outer_fragments=7, outer_delay=0).outer_fragments == 7
 
 
