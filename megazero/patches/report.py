@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from megazero.comm.codec import Blockwise, Codec
-from megazero.models.dtypes import PRECISIONS
 from megazero.patches.two_hops import TwoHops
 from megazero.zero.policy import Codecs
 
@@ -35,5 +34,5 @@ def format_words(codec: Codec | None, raw: str) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
-    words = {**PRECISIONS, torch.uint8: "fp8"}
-    return words.get(dtype, str(dtype).removeprefix("torch."))
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "fp8"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
