@@ -139,7 +139,7 @@ def gather_coded(
             part.load_all(params, rows)
             rows[part.place(), : held.numel()].copy_(held)
             codec.decode_add(messages, rows)
-        part.store_all(rows, params)
+        part.store_all(rows, params, frame.take)
 
 
 def reduce_exact(part: Exact, grads: torch.Tensor, factor: float, passing: Passing) -> Chain:

@@ -156,12 +156,12 @@ class CodedBlocks:
 
     def load_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
         """Copy every row out of the tensor into ``gathered`` [d, width], by local index and node."""
-        rows = _grid(tensor).index_select(0, self._received.index())
-        _grid(gathered).index_copy_(0, self._places.index(), rows)
+        torch.index_select(_grid(tensor), 0, self._taken.index(), out=_grid(gathered))
 
-    def store_all(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy ``gathered`` [d, width] back."""
-        rows = _grid(gathered).index_select(0, self._places.index())
+    def store_all(self, gathered: torch.Tensor, tensor: torch.Tensor, take: Take) -> None:
+        """Copy ``gathered`` [d, width] back, without what fills its rows up."""
+        rows = _grid(take(self._received.total * BLOCK, tensor.dtype))
+        torch.index_select(_grid(gathered), 0, self._places.index(), out=rows)
         _grid(tensor).index_copy_(0, self._received.index(), rows)
 
     # -- positions in the grid --------------------------------------------------------------------
@@ -173,11 +173,19 @@ class CodedBlocks:
     def _ranges(self, ranges: Iterable[Range]) -> Ranges:
         return Ranges.of(ranges, self.device)
 
+    def _filled(self, locals_: Iterable[int]) -> Ranges:
+        """Return the blocks of rows in this order, each filled up with blocks that nobody reads."""
+        width = self.width // BLOCK
+        return self._ranges(part for row in self._order(locals_) for part in (*row, (0, width - count(row))))
+
     @cached_property
     def _sent(self) -> Ranges:
-        own, width = self.hops.intra.index, self.width // BLOCK
-        rows = self._order([*(i for i in range(self.hops.intra.size) if i != own), own])
-        return self._ranges(part for row in rows for part in (*row, (0, width - count(row))))
+        own = self.hops.intra.index
+        return self._filled([*(i for i in range(self.hops.intra.size) if i != own), own])
+
+    @cached_property
+    def _taken(self) -> Ranges:
+        return self._filled(range(self.hops.intra.size))
 
     @cached_property
     def _own(self) -> Ranges:

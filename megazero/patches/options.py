@@ -24,6 +24,15 @@ BLOCK = 64  # elements: Megatron starts parameters at multiples of it, so that n
 GRADIENTS = ("none", *(f"int{bits}" for bits in BITS))
 GRADIENTS_INTRA_NODE = ("none", *(f"int{bits}" for bits in BITS_INTRA_NODE))
 WEIGHTS = (*GRADIENTS, *(f"int{bits}-delta" for bits in BITS))
+# What read_words calls the flags that it does not take by their names.
+WORDS = {
+    "zero_quantized_weights": "weights='int8'",
+    "zero_quantized_weights_delta": "weights='int4-delta'",
+    "zero_quantized_gradients": "gradients='int4'",
+    "zero_weight_bits": "weights",
+    "zero_gradient_bits": "gradients",
+    "zero_gradient_bits_intra_node": "gradients_intra_node",
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,7 @@ def read_words(
 
     weights: 'none', or 'int8', 'int4', 'int2', each also with '-delta' for differences. gradients: 'none', 'int8',
     'int4' or 'int2' across nodes. gradients_intra_node: 'none', 'int8' or 'int4'. The others are the flags of
-    their names, with --zero- before them.
+    their names, with --zero- before them. Errors name the words, not the flags.
     """
     errors = [
         f"{name}={word!r} is no format; {name} takes {', '.join(map(repr, legal))}"
@@ -145,7 +154,14 @@ def read_words(
     names = {f.name.removeprefix("zero_"): f.name for f in dataclasses.fields(kind) if f.name not in coded}
     for name in others.keys() - names.keys():
         raise TypeError(f"unexpected keyword {name!r}; nearest: one of {', '.join(sorted(names))}")
-    return check(kind(**coded, **{names[name]: value for name, value in others.items()}))
+    try:
+        return check(kind(**coded, **{names[name]: value for name, value in others.items()}))
+    except ConfigError as error:
+        said = WORDS | {field: name for name, field in names.items()}
+        words = {f"--{field.replace('_', '-')}": name for field, name in said.items()}
+        raise ConfigError(
+            [re.sub(r"--[a-z-]+", lambda m: words.get(m[0], m[0]), line) for line in error.errors]
+        ) from None
 
 
 def _bits(word: str) -> int | None:

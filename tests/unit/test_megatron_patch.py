@@ -383,7 +383,7 @@ def test_pieces_are_packed_and_put_back(local: int, node: int) -> None:
         gathered = take(6 * piece.width, values.dtype).view(6, -1)
         piece.load_all(values, gathered)
         assert torch.equal(gathered[piece.place()][: piece.own(values).numel()], piece.own(values))
-        piece.store_all(gathered, back)
+        piece.store_all(gathered, back, take)
     assert beside is not None
     for whole, ranges in ((back, beside.all), (own, beside.own)):
         whole.index_copy_(0, ranges.index(), values[ranges.index()])
