@@ -30,7 +30,9 @@ def test_words() -> None:
         read_words(MessageOptions, "int8", weight_bits=4)
     with pytest.raises(ValueError, match="- exact_numel -1"):  # by the word, not the flag
         read_words(MessageOptions, exact_numel=-1)
-    with pytest.raises(ValueError, match="exact_numel 0 has no effect without weights='int8' or gradients='int4'"):
+    with pytest.raises(
+        ValueError, match="exact_numel 0 has no effect without weights='int8' or gradients='int4'"
+    ):
         read_words(MessageOptions, exact_numel=0)
 
 
