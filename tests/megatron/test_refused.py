@@ -139,7 +139,7 @@ def configured(owner: str, fields: Mapping[str, Any]) -> Iterator[None]:
     from megatron.core import optimizer
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig, cuda_graphs
+    from megatron.core.transformer import TransformerConfig, cuda_graphs, transformer_layer
 
     config = {DDP: DistributedDataParallelConfig, MODEL: TransformerConfig, ADAM: OptimizerConfig}[owner]
     check = config.__post_init__
@@ -154,12 +154,16 @@ def configured(owner: str, fields: Mapping[str, Any]) -> Iterator[None]:
             assert hasattr(self, known), name
             setattr(self, known, value)
 
+    def no_manager(*_: Any, **__: Any) -> None:
+        """Stand for a CudaGraphManager, which asks for a GPU's random numbers."""
+
     def adam(params: Any, **_: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params)
 
     with (
         mock.patch.object(config, "__post_init__", and_then_set),
-        mock.patch.object(cuda_graphs, "CudaGraphManager", lambda *_, **__: None),  # it asks for a GPU's RNG
+        mock.patch.object(cuda_graphs, "CudaGraphManager", no_manager),
+        mock.patch.object(transformer_layer, "CudaGraphManager", no_manager, create=True),  # up to 0.14
         mock.patch.object(optimizer, "Adam", adam),
         mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False, create=True),  # not before 0.15
         mock.patch.object(optimizer, "is_te_min_version", lambda _: True),
