@@ -61,10 +61,10 @@ def test_torchtitans_trainer(replicas: int, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")
     plain = titan(tmp_path, "plain", None, steps=3, replicas=replicas)
     close(titan(tmp_path, "exact", "", steps=3, replicas=replicas), plain, 1e-5)
-    # At 4 bits small gradients of a block round to 0, and AdamW does not move their elements in its first steps; on a
-    # mesh with replicas sums are rounded a second time on their way back. Measured after step 3: 1.4%; with a Hadamard
+    # At 4 bits small gradients of a block round to 0, and AdamW does not move their elements in its first steps. On a
+    # mesh with replicas sums are rounded once more on their way back. After step 3: 1.4%; with a Hadamard
     # transform 0.5%; with 8 bits 0.01%.
-    wide, bound = ("weights=\"int8\", ", 1e-2) if replicas == 1 else ("", 2e-2)
+    wide, bound = ('weights="int8", ', 1e-2) if replicas == 1 else ("", 2e-2)
     for bits, rel in (("int8", 1e-3), ("int4", bound)):
         words = f'{wide}gradients="{bits}", exact_numel=0, '
         close(titan(tmp_path, bits, words, steps=3, replicas=replicas), plain, rel)
