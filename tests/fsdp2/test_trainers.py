@@ -64,10 +64,9 @@ def test_torchtitans_trainer(replicas: int, tmp_path: Path) -> None:
     # At 4 bits small gradients of a block round to 0, and AdamW does not move their elements in its first steps. On a
     # mesh with replicas sums are rounded once more on their way back. After step 3: 1.4%; with a Hadamard
     # transform 0.5%; with 8 bits 0.01%.
-    wide, bound = ('weights="int8", ', 1e-2) if replicas == 1 else ("", 2e-2)
-    for bits, rel in (("int8", 1e-3), ("int4", bound)):
-        words = f'{wide}gradients="{bits}", exact_numel=0, '
-        close(titan(tmp_path, bits, words, steps=3, replicas=replicas), plain, rel)
+    int4, bound = (QUANTISED, 1e-2) if replicas == 1 else ('gradients="int4"', 2e-2)
+    for name, words, rel in (("int8", 'gradients="int8"', 1e-3), ("int4", int4, bound)):
+        close(titan(tmp_path, name, words + ", exact_numel=0, ", steps=3, replicas=replicas), plain, rel)
 
 
 def test_torchtitans_checkpoints(tmp_path: Path) -> None:
