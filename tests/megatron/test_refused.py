@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_core_patch
 from megatron_core_patch.names import NEEDED
@@ -106,6 +107,7 @@ def refusal(case: Case, formats: Formats, owner: str, fields: Mapping[str, Any])
         finally:
             is_off = all(a is b for a, b in zip(own, meanings(), strict=True))
             megatron_core_patch.disable()
+        dist.barrier()  # a rank that refuses early would drop groups that others still connect
         return message, was_on, is_off
 
 
