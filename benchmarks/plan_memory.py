@@ -7,7 +7,8 @@ the most bytes resident above those before the model was made, and the bytes of 
 the most counts. glibc is told to return what is freed at once (MALLOC_MMAP_THRESHOLD_): by default, memory that
 it keeps doubles the resident size of some layouts. FILE keeps every measurement; a call begins no layout after
 so many seconds, and the next one goes on. The call that has them all writes the section of docs/planning.md
-(--page: another file).
+(--page: another file). With --moments the layouts are those of docs/training.md, whose moments are kept in fewer
+bits, and nothing is written.
 """
 
 from __future__ import annotations
@@ -61,6 +62,19 @@ CHOICES: dict[str, list[Any]] = {
     "recompute_granularity": ["none", "selective", "full"],
     "micro_batch_size": [1, 2],
 }
+# No seed draws these.
+MOMENTS: list[dict[str, Any]] = [
+    {
+        **{name: choices[0] for name, choices in CHOICES.items()},
+        "params_dtype": "bf16",
+        "zero_preset": preset,
+        "zero_prefetch_bytes": 2**25,
+        "exp_avg_dtype": dtype,
+        "exp_avg_sq_dtype": dtype,
+    }
+    for preset in ("ddp", "zero1", "zero3", "zeropp")
+    for dtype in ("fp32", "bf16", "int8")
+]
 
 
 def draw(seed: int, number: int) -> list[dict[str, Any]]:
@@ -150,6 +164,7 @@ def words_of(values: dict[str, Any]) -> str:
     said += [f"parameters {values['zero_params_lifetime']}"] * bool(values["zero_params_lifetime"])
     said.append(f"prefetch {values['zero_prefetch_bytes'] >> 20} MiB")
     said += [f"recompute {values['recompute_granularity']}"] * (values["recompute_granularity"] != "none")
+    said += [f"moments {values['exp_avg_dtype']}"] * ("exp_avg_dtype" in values)
     return ", ".join([*said, f"micro-batch {values['micro_batch_size']}"])
 
 
@@ -201,12 +216,15 @@ def main() -> int:
         layouts=(20, "of each seed"),
         seconds=(1e9, "of this call"),
         page=harness.DOCS / "planning.md",
+        moments=(False, "measure those of docs/training.md instead"),
     ).parse_args()
     until = time.monotonic() + options.seconds
     store = harness.Store(options.keep)
     store.claim()
     kept = {record["layout"]: record for record in store.records()}
     cases = [(seed, values) for seed in options.seeds for values in draw(seed, options.layouts)]
+    if options.moments:
+        cases = [(0, values) for values in MOMENTS]
     how = {"ranks": RANKS, "world": False, "environ": {"MALLOC_MMAP_THRESHOLD_": "65536"}, "timeout": 400}
     for _, values in cases:
         if (key := key_of(values)) not in kept and time.monotonic() < until:
@@ -222,6 +240,8 @@ def main() -> int:
     print(lines)
     if len(rows) < len(cases):
         return 1
+    if options.moments:
+        return 0
     said = harness.section(options.page, TITLE).partition("\n- seed ")[0].rstrip()
     harness.write_section(options.page, TITLE, f"{said}\n\n{lines}")
     return 0
