@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from megazero.models import Decoder
+from megazero.models.hf_weights import stored_boxes
 
 SIZES = {
     "vocab_size": 51,
@@ -91,3 +95,22 @@ def weights_digest(folder: Path) -> dict[str, str]:
     """sha256 of what says the model: config.json, the index and the files of weights."""
     files = [*folder.glob("*.safetensors"), *folder.glob("*.index.json"), folder / "config.json"]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+
+
+@torch.no_grad()
+def to_hf_state_dict(decoder: Decoder, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return the family's Hugging Face tensors, in the parameters' dtype, on the CPU.
+
+    This rank's slices are written over ``into`` (missing tensors start as zeros). So it is filled by passing the same
+    dict with the decoder of each tp rank in turn. On one rank the result is complete. Tied weights appear once, under
+    the embedding's name.
+    """
+    tensors = {} if into is None else into
+    placements = decoder.placements()
+    for name, parameter in decoder.named_parameters():
+        placement = placements[name]
+        if placement.name not in tensors:
+            tensors[placement.name] = torch.zeros(placement.shape, dtype=parameter.dtype, device="cpu")
+        for ours, theirs in stored_boxes(placement, parameter.detach(), tensors[placement.name]):
+            theirs.copy_(ours)
+    return tensors

@@ -4,17 +4,14 @@ It imports neither torch nor numpy.
 """
 
 from megazero.config.errors import ConfigError
-from megazero.config.layout.shards import LIFETIMES, PRESETS, Shards, resolve_shards
+from megazero.config.layout.shards import PRESETS, resolve_shards
 from megazero.config.read.parse import make_config, parse, parse_or_exit, run_command
-from megazero.config.run import RunConfig, ScheduleLengths, World
+from megazero.config.run import RunConfig, World
 
 __all__ = [
-    "LIFETIMES",
     "PRESETS",
     "ConfigError",
     "RunConfig",
-    "ScheduleLengths",
-    "Shards",
     "World",
     "make_config",
     "parse",

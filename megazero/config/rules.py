@@ -5,6 +5,7 @@ Each rule yields error lines with the nearest legal choice.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -61,7 +62,7 @@ def _lengths(config: RunConfig) -> Iterator[str]:
             f"--rampup-seq-length {show(ramp)} must have MULTIPLE <= START <= END: the first length is START rounded "
             "down to a multiple"
         )
-    elif steps and (len(steps) % 2 == 0 or min(steps) < 1 or any(map(_falls, steps, steps[2:]))):
+    elif steps and (len(steps) % 2 == 0 or min(steps) < 1 or any(map(operator.ge, steps, steps[2:]))):
         yield (
             f"--seq-length-steps {show(steps)} must be LENGTH LAST_ITERATION ... LENGTH, with lengths and iterations "
             "that grow"
@@ -72,10 +73,6 @@ def _lengths(config: RunConfig) -> Iterator[str]:
         odd = next((each for each in lengths if each % tp), None)
         if odd is not None:
             yield f"{odd} tokens of a sample do not divide by tensor-parallel size {tp}, as --sequence-parallel needs"
-
-
-def _falls(one: int, next_one: int) -> bool:
-    return next_one <= one
 
 
 def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
@@ -446,8 +443,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("loss_chunk_tokens", "params_dtype"), _loss_chunk),
     (("loss_policy",), _outer_policy),
     (("outer_interval", "outer_fragments", "outer_delay", "num_layers"), _fragments),
-    (("zero_block_size",), wire_rules.block_size),
+    (("zero_block_size",), lambda c: wire_rules.legal_block(c.zero)),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
-    (("zero_gradient_clip_search",), wire_rules.clip_search),
+    (("zero_gradient_clip_search",), lambda c: wire_rules.unbiased(c.zero)),
     (("zero_quantized_gradients_until",), wire_rules.until),
 )

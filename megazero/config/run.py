@@ -293,15 +293,14 @@ class RunConfig:
         wire = self.wire(world)
         tp, pp = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         replicas = self.outer_replicas(world)
-        outer = f"{replicas} outer replicas x " if replicas > 1 else ""
-        ranks = f"{tp} tensor-parallel"
+        apart = f"{replicas} outer replicas x " if replicas > 1 else ""
         data = f"{d} data-parallel, {h} of them on one node"
         if pp > 1:
             data, pipeline = f"{d} data-parallel ({h} of them on one node)", f"{pp} pipeline"
             inner, outer = (pipeline, data) if self.parallel.use_tp_pp_dp_mapping else (data, pipeline)
             data = f"{inner} x {outer}, innermost first"
         return [
-            f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: {outer}{ranks} x {data}",
+            f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: {apart}{tp} tensor-parallel x {data}",
             *(
                 [outer_summary(self.outer, replicas, world.world_size // replicas)]
                 if self.outer.outer_interval

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megazero.families.bloom import BLOOM
-from megazero.families.config_json.huggingface import HuggingFace
 from megazero.families.falcon import FALCON
 from megazero.families.family import Family, TensorNames, fused_row
 from megazero.families.gemma import GEMMA2, GEMMA3
@@ -57,4 +56,4 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 # Llama's names can express every mixture of choices: what another family's names cannot is stored under them.
 GENERAL_NAMES = LLAMA.names
 
-__all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "HuggingFace", "TensorNames", "fused_row"]
+__all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "TensorNames", "fused_row"]

@@ -5,33 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megazero.families import bloom
 from megazero.families.config_json.field_groups import gelu
 from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
 from megazero.families.config_json.rotary_fields import ROTARY
-from megazero.families.family import FILLING_HEADS, Family, TensorNames
+from megazero.families.family import FILLING_HEADS, Family
 
 CHOICES = {"normalization": "LayerNorm", "swiglu": False}
 SEQUENTIAL, ONE_NORM, TWO_NORMS = "sequential", "parallel", "parallel-two-norms"
-LAYER: dict[str, str | tuple[str, int]] = {
-    "attention.q_proj": ("self_attention.query_key_value", 0),
-    "attention.k_proj": ("self_attention.query_key_value", 1),
-    "attention.v_proj": ("self_attention.query_key_value", 2),
-    "attention.o_proj": "self_attention.dense",
-    "mlp.up_proj": "mlp.dense_h_to_4h",
-    "mlp.down_proj": "mlp.dense_4h_to_h",
-}
-NEEDS = {**CHOICES, "squared_relu": False, "embed_layernorm": False, "qk_norm": "none"}
-NAMES = TensorNames(
-    model={
-        "embedding.tokens": "transformer.word_embeddings",
-        "head.norm": "transformer.ln_f",
-        "head": "lm_head",
-    },
-    layer_prefix="transformer.h.",
-    layer={**LAYER, "input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
-    fused="groups",
+NAMES = replace(
+    bloom.NAMES,
     needs={
-        **NEEDS,
+        **CHOICES,
+        "squared_relu": False,
+        "embed_layernorm": False,
+        "qk_norm": "none",
         "position_embedding_type": ("rope", "alibi"),
         "transformer_block_type": (SEQUENTIAL, ONE_NORM),
     },
@@ -39,7 +27,7 @@ NAMES = TensorNames(
 )
 NAMES_OF_TWO_NORMS = replace(
     NAMES,
-    layer={**LAYER, "input_norm": "ln_attn", "mlp_norm": "ln_mlp"},
+    layer={**NAMES.layer, "input_norm": "ln_attn", "mlp_norm": "ln_mlp"},
     needs={**NAMES.needs, "transformer_block_type": TWO_NORMS},
 )
 

@@ -37,8 +37,6 @@ class TrainConsole:
         enabled: bool = True,
         stream: TextIO | None = None,
     ) -> None:
-        if log_interval < 1:
-            raise ValueError(f"--log-interval {log_interval} must be at least 1")
         self._total, self._begin, self._log_interval = total, begin, log_interval
         self._enabled = enabled
         self._stream = stream if stream is not None else sys.stdout

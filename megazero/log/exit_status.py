@@ -18,6 +18,7 @@ from pathlib import Path
 from megazero.checkpoint.errors import SaveError, error_number
 from megazero.config.secrets import redact
 from megazero.files import replacing
+from megazero.log.line_file import NO_ROOM
 from megazero.mesh.launch import torchrun_error_file
 
 # Holds the number when a start has ended: launchers report others (torchrun always 1, srun the signal with which it
@@ -28,9 +29,8 @@ STATUS_FILE = "exit_status"
 END_FOLDER = "MEGAZERO_END_FOLDER"
 TELLING_S = 5.0  # that a rank has to print why the run ends, once it has begun to record that
 
-# Errors of the operating system that are not about what the user wrote. The first take a person; a later start, on
-# another node perhaps, may not meet the second.
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+# Errors of the operating system that are not about what the user wrote: a later start, on another node perhaps, may
+# not meet them. NO_ROOM takes a person.
 _LOST = {
     *(errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.ETIMEDOUT),
     *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
@@ -70,7 +70,7 @@ def status_of(error: BaseException) -> ExitStatus:
     if isinstance(stated, ExitStatus):
         return stated
     number, saving = error_number(error), isinstance(error, SaveError)
-    if number in _FULL or saving and number in _FORBIDDEN:
+    if number in NO_ROOM or saving and number in _FORBIDDEN:
         return ExitStatus.STORAGE
     if number in _LOST or saving:
         return ExitStatus.RANK_LOST
@@ -138,7 +138,7 @@ def _claim(path: Path, status: ExitStatus) -> bool:
 def _wait_for(path: Path) -> ExitStatus | None:
     """Return the status in a file once its rank has printed why; None if it never does."""
     deadline = time.monotonic() + TELLING_S
-    while (status := _read(path)) is None and time.monotonic() < deadline:
+    while (status := read_status(path)) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     return status
 
@@ -151,12 +151,8 @@ def forget_status(log_dir: str, attempt: int) -> None:
             (folder / STATUS_FILE).unlink(missing_ok=True)
 
 
-def read_status(log_dir: str) -> ExitStatus | None:
-    """Return the status in LOG_DIR/exit_status, or None if it has none: a run is under way, or END_FOLDER has it."""
-    return _read(Path(log_dir) / STATUS_FILE)
-
-
-def _read(path: Path) -> ExitStatus | None:
+def read_status(path: Path) -> ExitStatus | None:
+    """Return the status in a STATUS_FILE, or None if it has none yet."""
     try:
         return ExitStatus(int(path.read_text()))
     except (OSError, ValueError):

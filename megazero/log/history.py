@@ -97,7 +97,7 @@ def _of_folder(file: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def event_line(event: str, values: Mapping[str, Any]) -> bytes:
-    return encode({"event": event, "time": now(), **values}).encode("ascii") + b"\n"
+    return encode({"event": event, "time": now(), **values})
 
 
 def read_events(log_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from megazero.config.options.skipping import range_around
 from megazero.config.secrets import redact
+from megazero.files import replacing
 from megazero.log.line_file import LineFile
 
 METRICS_FILE = "metrics.jsonl"
@@ -148,7 +149,7 @@ class MetricsWriter:
         return line
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.append(encode({**line, "time": now()}).encode("ascii") + b"\n")
+        self._file.append(encode({**line, "time": now()}))
 
     def close(self) -> None:
         self._file.close()
@@ -164,9 +165,9 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if not loss > 709.0 else math.inf
 
 
-def encode(line: Mapping[str, Any]) -> str:
-    """Return one line of strict JSON, without the newline."""
-    return json.dumps(_encodable(redact(line)), allow_nan=False)
+def encode(line: Mapping[str, Any]) -> bytes:
+    """Return one line of strict JSON, with its newline."""
+    return json.dumps(_encodable(redact(line)), allow_nan=False).encode("ascii") + b"\n"
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
@@ -223,25 +224,21 @@ def _supersede(path: Path, iteration: int, undone: Sequence[tuple[int, int]]) ->
         at = line.get("iteration", 0)
         found = range_around(undone, at)
         superseded = found is not None and ("lm_loss" in line or at < found[1])
-        (move if at > iteration or superseded else keep).append(raw)
-    move += [encode({"torn": raw.decode("utf-8", "replace")}).encode("ascii") for raw in torn]
-    kept = b"".join(raw + b"\n" for raw in keep)
+        (move if at > iteration or superseded else keep).append(raw + b"\n")
+    move += [encode({"torn": raw.decode("utf-8", "replace")}) for raw in torn]
+    kept = b"".join(keep)
     if kept == data:
         return
     if move:
-        moved = b"".join(raw + b"\n" for raw in move)
+        moved = b"".join(move)
         with open(path.with_name(SUPERSEDED_FILE), "a+b") as side:
             side.seek(max(0, side.tell() - len(moved)))
             if side.read() != moved:
                 side.write(moved)
             side.flush()
             os.fsync(side.fileno())
-    beside = path.with_name(path.name + ".tmp")
-    with open(beside, "wb") as file:
+    with replacing(path) as file:
         file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 def _encodable(value: Any) -> Any:

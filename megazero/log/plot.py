@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.charts import new_figure, save
-from megazero.log.metrics import read_metrics
+from megazero.log.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,4 +66,4 @@ def _names(metrics: Sequence[str | os.PathLike[str]]) -> list[str]:
     if len(metrics) == 1:
         return [""]
     paths = [Path(item) for item in metrics]
-    return [p.parent.name if p.name == "metrics.jsonl" else p.stem for p in paths]
+    return [p.parent.name if p.name == METRICS_FILE else p.stem for p in paths]

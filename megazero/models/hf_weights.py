@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face state dicts through the placements."""
+"""Reads Hugging Face state dicts through the placements."""
 
 from __future__ import annotations
 
@@ -84,22 +84,3 @@ def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> d
             f"these weights are not of this model (family {config.model_family}):\n  " + "\n  ".join(errors)
         )
     return {name: ours[name] for name in wanted}
-
-
-@torch.no_grad()
-def to_hf_state_dict(decoder: Decoder, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the family's Hugging Face tensors, in the parameters' dtype, on the CPU.
-
-    This rank's slices are written over ``into`` (missing tensors start as zeros). So it is filled by passing the same
-    dict with the decoder of each tp rank in turn. On one rank the result is complete. Tied weights appear once, under
-    the embedding's name.
-    """
-    tensors = {} if into is None else into
-    placements = decoder.placements()
-    for name, parameter in decoder.named_parameters():
-        placement = placements[name]
-        if placement.name not in tensors:
-            tensors[placement.name] = torch.zeros(placement.shape, dtype=parameter.dtype, device="cpu")
-        for ours, theirs in stored_boxes(placement, parameter.detach(), tensors[placement.name]):
-            theirs.copy_(ours)
-    return tensors

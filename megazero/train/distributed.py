@@ -22,11 +22,11 @@ from megazero.mesh.launch import Launch, allocator_notes, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
 from megazero.mesh.rendezvous import RanksMissing, meet
 from megazero.ops.failures import RankFailure
-from megazero.ops.health import refuse_missing_gpus
+from megazero.ops.health import gather, refuse_missing_gpus
 from megazero.ops.health_probes import missing_gpus
 
 # Options that may differ between ranks: what only the first rank uses, and where files lie on a node.
-OWN_OPTIONS = {"data_cache_path", "tokenizer_model"}
+OWN_OPTIONS = {"data_cache_path", "tokenizer_model", "vocab_file", "merge_file"}
 OWN_SECTIONS = {"logging"}
 
 
@@ -104,8 +104,7 @@ def find_world(config: RunConfig, launch: Launch) -> tuple[RunConfig, World]:
     Also returns the configuration: --elastic may have to know the nodes first. Raises ValueError, the same on all
     ranks, if they were started with different options or if the nodes differ.
     """
-    if launch.world_size > 1:
-        _refuse_different_options(config, launch.world_size)  # before ranks form groups by their own options
+    _refuse_different_options(config)  # before ranks form groups by their own options
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
     if launch.local_world_size is None:  # what the first check of the flags could not ask yet
         config, errors = fit(config, world)
@@ -132,18 +131,15 @@ def make_mesh(
     )
 
 
-def _refuse_different_options(config: RunConfig, world_size: int) -> None:
+def _refuse_different_options(config: RunConfig) -> None:
     own = {
         name: config.get(name)
         for name, option in all_options().items()
         if name not in OWN_OPTIONS and option.section not in OWN_SECTIONS
     }
-    digests: list[Any] = [None] * world_size
-    dist.all_gather_object(digests, hashlib.sha256(json.dumps(own).encode()).hexdigest())
+    digests = gather(hashlib.sha256(json.dumps(own).encode()).hexdigest())
     if len(set(digests)) > 1:  # only now the values: they are large, the digests are not
-        every: list[Any] = [None] * world_size
-        dist.all_gather_object(every, own)
-        raise ValueError(_odd_ranks(every, digests))
+        raise ValueError(_odd_ranks(gather(own), digests))
 
 
 def _odd_ranks(every: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from megazero.config.layout.shards import AUTO
 from megazero.config.options.cluster import Cluster, Cores, Device, InterNode, IntraNode, cluster_of_run
 from megazero.config.run import all_options
 from megazero.mesh.mesh import Mesh
+from megazero.ops.health import gather
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory, saved_width
@@ -187,22 +188,21 @@ def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:
 
     Only the ZeRO section changes. The first rank chooses: the others' files may differ.
     """
-    found: list[Any] = [None]
+    found: Any = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         search = Search(given_values(config), base.cluster, config.planning.loss_policy)
         best = search.best(bases=[base])
         if best:
-            found = [(best[0].layout.config.zero, table(best))]
+            found = best[0].layout.config.zero, table(best)
         else:
             smallest, room = smallest_layout(given_values(config), base.cluster), base.cluster.device.room
-            found = [
+            found = (
                 _too_large(smallest, room) if smallest else "--zero-preset auto: no sharding is legal here"
-            ]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], str):
-        raise ValueError(found[0])
-    zero, lines = found[0]
+            )
+    found = gather(found)[0]
+    if isinstance(found, str):
+        raise ValueError(found)
+    zero, lines = found
     config = replace(config, zero=zero)
     flags = " ".join(layout_flags(config))
     return config, [f"--zero-preset auto chose the first of these by {base.cluster.name}: {flags}", *lines]
@@ -281,12 +281,7 @@ def room_of(device: torch.device, local_ranks: int) -> float | None:
     else:
         available = _meminfo().get("MemAvailable")
         own = None if available is None else available / local_ranks
-    every: list[float | None] = [own]
-    if dist.is_initialized():
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-    known = [room for room in every if room is not None]
-    return min(known, default=None)
+    return min((room for room in gather(own) if room is not None), default=None)
 
 
 def _meminfo() -> Mapping[str, int]:

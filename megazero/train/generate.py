@@ -73,8 +73,9 @@ def load_text_model(
     or tokenizer that is absent, is damaged or belongs to another.
     """
     path = store.find_checkpoint(folder, step)
-    values = stored_values(store.read_manifest(path).configuration)
-    held = held_tokenizer(values["tokenizer_type"], path, store.read_manifest(path).files)
+    manifest = store.read_manifest(path)
+    values = stored_values(manifest.configuration)
+    held = held_tokenizer(values["tokenizer_type"], path, manifest.files)
     given = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
     tokenizer = load_run_tokenizer(values, held, given)
     trained_with = store.load(path, records=(), kinds=()).state["tokenizer"]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 
 from megazero.config import RunConfig, World
@@ -29,6 +28,7 @@ from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention import attention_note
 from megazero.models.dtypes import DTYPES
+from megazero.ops.health import gather
 from megazero.train.state.progress import LeftOut, Progress
 from megazero.zero import StepInfo
 
@@ -91,15 +91,11 @@ class Outputs:
 
 def agree_on_start(config: RunConfig, launch: Launch, progress: Progress) -> Start:
     """Return which run this is a start of, and on which hosts, the same on all ranks. Collective."""
-    own: list[Any] = [None]
+    own: Start | None = None
     if launch.rank == 0:
-        own = [identify(config.checkpoint.save, config.logging.log_dir, progress.run_id, launch)]
-    hosts: list[Any] = [socket.gethostname()]
-    if dist.is_initialized():
-        dist.broadcast_object_list(own, src=0)
-        hosts *= dist.get_world_size()
-        dist.all_gather_object(hosts, hosts[0])
-    return replace(own[0], hosts=tuple(hosts), iteration=progress.iteration)
+        own = identify(config.checkpoint.save, config.logging.log_dir, progress.run_id, launch)
+    starts, hosts = zip(*gather((own, socket.gethostname())), strict=True)
+    return replace(starts[0], hosts=hosts, iteration=progress.iteration)
 
 
 def open_outputs(

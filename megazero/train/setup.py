@@ -27,7 +27,7 @@ from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
 from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
 from megazero.ops.failures import NonFiniteLoss, RankFailure, readable_failures
-from megazero.ops.health import Unhealthy, healthy_mesh, record_bad_nodes
+from megazero.ops.health import Unhealthy, gather, healthy_mesh, record_bad_nodes
 from megazero.ops.lease import BEAT_S, SILENT_S, FolderInUse, Lease
 from megazero.ops.stragglers import Stragglers
 from megazero.ops.watchdog import judging_s
@@ -146,10 +146,7 @@ def _take_folders(config: RunConfig, supervisor: Supervisor) -> None:
 def _share_lease(supervisor: Supervisor) -> None:
     """Tell all ranks what the first one holds. Collective. Raises NotStarted on every rank if another run has it."""
     lease = supervisor.lease
-    told = [(supervisor.refused, lease.holder.owner, lease.numbers)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    refused, owner, numbers = told[0]
+    refused, owner, numbers = gather((supervisor.refused, lease.holder.owner, lease.numbers))[0]
     if refused is not None:
         raise NotStarted(refused, ExitStatus.IN_USE)
     lease.adopt(owner, numbers)
@@ -179,12 +176,7 @@ def _first_to_report(text: str) -> bool:
 
 def _look_for_kill_switch(path: str | None) -> None:
     """Raise NotStarted on every rank if any rank sees the file. Collective."""
-    if path is None:
-        return
-    seen = [os.path.exists(path)] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
-        dist.all_gather_object(seen, seen[0])
-    if any(seen):
+    if path is not None and any(gather(os.path.exists(path))):
         raise NotStarted(
             f"--kill-switch-path {path} is there: the run does not begin; remove the file to start it"
         )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megazero.checkpoint.errors import CheckpointError
 from megazero.comm.lane import Lane
@@ -30,6 +29,7 @@ from megazero.models import Decoder
 from megazero.models.compilation import CompileTime
 from megazero.ops.exit_conditions import ExitConditions
 from megazero.ops.failures import LocalStep, NonFiniteGuard, NonFiniteLoss
+from megazero.ops.health import gather
 from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.pp.executor import Pipeline
 from megazero.train.codec_costs import CodecCosts
@@ -332,8 +332,8 @@ class Trainer:
         samples = tuple(sample for row in step.ids for sample in row)
         own = LocalStep(self.mesh.rank, float(ranks[self.mesh.rank].loss), samples)
         if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
-            self.guard.check_loss(iteration, loss, own, self._gather)
-        self.guard.check_norm(iteration, info.mean_norm, own, self._gather, self.scaling.can_fall)
+            self.guard.check_loss(iteration, loss, own, gather)
+        self.guard.check_norm(iteration, info.mean_norm, own, gather, self.scaling.can_fall)
 
     def _take_stalls(self) -> None:
         """Add to the bill what the compute stream waited, on CUDA."""
@@ -440,13 +440,6 @@ class Trainer:
         self.saver.export(self.progress.iteration, folder)
 
     # -- small parts -----------------------------------------------------------------------------
-
-    def _gather(self, own: LocalStep) -> list[LocalStep]:
-        if self.mesh.world_size == 1:
-            return [own]
-        every: list[LocalStep | None] = [None] * self.mesh.world_size
-        dist.all_gather_object(every, own)
-        return [each for each in every if each is not None]
 
     def _log(
         self,

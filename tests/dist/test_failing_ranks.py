@@ -18,7 +18,7 @@ import pytest
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import TRIAL
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, write_meta
-from megazero.log.exit_status import ExitStatus, read_status
+from megazero.log.exit_status import STATUS_FILE, ExitStatus, read_status
 from megazero.mesh.starter import free_port
 from megazero.train import distributed as start
 from megazero.train import setup
@@ -117,7 +117,7 @@ def test_a_rank_that_is_missing_at_the_start_is_named_within_its_own_limit(
         assert f"1 of 3 ranks did not come: rank 1 on {socket.gethostname()}" in words
     else:
         assert "missing: rank 1 on " in words and "in the start: no answer" in words
-    assert read_status(str(tmp_path / "logs")) == ExitStatus.RANK_LOST
+    assert read_status(tmp_path / "logs" / STATUS_FILE) == ExitStatus.RANK_LOST
 
 
 def be_signalled_while_leaving(rank: int) -> None:
@@ -138,7 +138,7 @@ def test_a_signal_does_not_change_the_status_of_a_start_that_failed(tmp_path: Pa
     values |= {"load": str(tmp_path / "run"), "exit_on_missing_checkpoint": True}
     started = Processes.start(2, values, tmp_path, prepare=be_signalled_while_leaving)
     assert started.statuses(60) == [ExitStatus.MISTAKE] * 2, started.texts()
-    assert read_status(str(tmp_path / "logs")) == ExitStatus.MISTAKE
+    assert read_status(tmp_path / "logs" / STATUS_FILE) == ExitStatus.MISTAKE
 
 
 def die_at_the_second_sync(rank: int) -> None:

@@ -22,13 +22,14 @@ import torch
 from megazero.config import World
 from megazero.config.model.architecture import from_hf_config
 from megazero.models import Decoder
-from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
+from megazero.models.hf_weights import load_hf_state_dict
 from megazero.train import parallelize
 from megazero.train.distributed import make_mesh
 from tests.dist import parity
 from tests.dist.parity_cases import SIZES, Case, Model
 from tests.dist.pool import run_ranks
 from tests.family_models import VARIANTS, make
+from tests.hugging_face import to_hf_state_dict
 from tests.oracle import in_fp64
 
 Arrays = Mapping[str, np.ndarray]  # Hugging Face name -> values

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from megazero.config.run import stored_values
-from megazero.log.exit_status import ExitStatus, read_status
+from megazero.log.exit_status import STATUS_FILE, ExitStatus, read_status
 from megazero.mesh.starter import free_port
 from tests.sizes import LEAST
 
@@ -97,7 +97,7 @@ def test_a_planned_stop_shows_no_trace(tmp_path: Path, words: list[str], status:
     assert "Traceback" not in text and "exitcode" not in text, text
     lines = text.splitlines()
     assert lines[-1].startswith(" ended at iteration 2/9"), text
-    assert read_status(str(tmp_path)) == ExitStatus.STOPPED
+    assert read_status(tmp_path / STATUS_FILE) == ExitStatus.STOPPED
     first = next(i for i, line in enumerate(lines) if line.startswith(" iteration"))
     assert first <= 25, text
     kept = (tmp_path / "config.yaml").read_text()
@@ -122,7 +122,7 @@ def test_ctrl_c_shows_no_trace(tmp_path: Path, handler: bool, status: ExitStatus
         seen.append(run.stdout.readline())
     os.killpg(run.pid, signal.SIGINT)
     text = "".join(seen) + run.communicate(timeout=300)[0]
-    assert run.returncode == status and read_status(str(tmp_path)) == status, text
+    assert run.returncode == status and read_status(tmp_path / STATUS_FILE) == status, text
     assert "Traceback" not in text and "RankFailure" not in text, text
     last = text.splitlines()[-1]
     # The signal reaches ranks one by one: the first rank may learn of it from another.

@@ -15,7 +15,7 @@ from megazero.kernels import moments
 from megazero import zero
 from megazero.checkpoint import store
 from megazero.config import World, make_config
-from megazero.config.layout.wire import LEAST_BLOCK
+from megazero.config.layout.wire import ALIGNMENT
 from megazero.zero.layout import make_layout
 from megazero.zero.one_pass import OnePassAdamW
 from megazero.zero.records import load_records, save_records
@@ -130,7 +130,7 @@ def test_layouts_are_one_rank_and_a_checkpoint_goes_on_in_any(
     The units are such that slices of whole blocks of 64 would cut blocks of 128.
     """
     shapes = {str(i): shape for i, shape in enumerate(UNITS[0])}
-    (least,) = make_layout(shapes, block=LEAST_BLOCK, sizes=[world], indices=[1]).pieces(1)
+    (least,) = make_layout(shapes, block=ALIGNMENT, sizes=[world], indices=[1]).pieces(1)
     assert least.start % moments.BLOCK
     jobs = [(letters, kept) for kept in kinds for letters in layouts]
     alone = dict(zip(kinds, run_ranks(1, all_trained, [("111", kept) for kept in kinds])[0], strict=True))

@@ -12,7 +12,6 @@ from megazero.comm.hops import Traffic
 from megazero.data.gpt import document_fields
 from megazero.mesh.grid import INTRA
 from megazero.models import Decoder, ModelConfig, make_model
-from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.positions import Documents
 from megazero.tp import (
     ColumnParallelLinear,
@@ -23,6 +22,7 @@ from megazero.tp import (
     vocab_parallel_cross_entropy,
 )
 from tests.dist.pool import RankError, run_ranks
+from tests.hugging_face import to_hf_state_dict
 from tests.sizes import DECODER
 
 GPT, BLOOM = ({**DECODER, "num_query_groups": 8, "model_family": family} for family in ("gpt", "bloom"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.log.exit_status import END_FOLDER, ExitStatus, read_status
+from megazero.log.exit_status import END_FOLDER, STATUS_FILE, ExitStatus, read_status
 from megazero.log.metrics import read_metrics
 from megazero.ops import lease
 from tests.dist.runs import Processes, digest
@@ -74,7 +74,7 @@ def test_a_second_run_on_a_folder_ends_and_the_first_goes_on(folder) -> None:
         f"--save {folder}/run is in use: a run on {os.uname().nodename} (process {first.ranks[0].pid})"
         in line
     )
-    assert "Traceback" not in text and read_status(str(folder / "logs")) is None
+    assert "Traceback" not in text and read_status(folder / "logs" / STATUS_FILE) is None
     steps = [row["iteration"] for row in read_metrics(folder / "logs") if "lm_loss" in row]
     assert steps == list(range(1, len(steps) + 1))
     assert [path.name.split(".")[0] for path in (folder / "logs").glob("events*")] == ["events"]

@@ -133,6 +133,8 @@ def test_the_start_says_what_crosses() -> None:
     assert "--outer-mixing 1 with --outer-delay 1: what replicas learn" in drops
     assert "none, one replica" in "\n".join(config(**STEPS, outer_replicas=1).describe(WORLD))
     assert "outer steps" not in "\n".join(config().describe(WORLD))
+    piped = config(**STEPS, outer_replicas=2, pipeline_model_parallel_size=2)
+    assert "2 outer replicas x 1 tensor-parallel x 2 data-parallel" in "\n".join(piped.describe(WORLD))
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_describe_says_order_schedule_and_stages():
     config = legal(num_virtual_stages_per_pipeline_rank=2, global_batch_size=32)
     text = "\n".join(config.describe(WORLD))
     for part in (
-        "1 tensor-parallel x 4 data-parallel (4 of them on one node) x 2 pipeline, innermost first",
+        "per node: 1 tensor-parallel x 4 data-parallel (4 of them on one node) x 2 pipeline, innermost first",
         "2 stages per rank, schedule interleaved: idle 11.1% with equal stages",
         "activations of up to 5,3 forwards on ranks 0 to 1",
         "stage  rank  layers",
@@ -190,7 +190,7 @@ def test_describe_says_order_schedule_and_stages():
     ):
         assert part in text, part
     text = "\n".join(legal(use_tp_pp_dp_mapping=True).describe(WORLD))
-    assert "1 tensor-parallel x 2 pipeline x 4 data-parallel (2 of them on one node), innermost first" in text
+    assert "per node: 1 tensor-parallel x 2 pipeline x 4 data-parallel (2 of them on one node), inner" in text
     assert "pipeline:" not in "\n".join(legal(pipeline_model_parallel_size=1).describe(WORLD))
     unread = legal(vocab_size=None, tokenizer_type="HuggingFaceTokenizer", tokenizer_model="x")
     text = "\n".join(unread.describe(WORLD))

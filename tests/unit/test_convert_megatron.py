@@ -27,7 +27,8 @@ from megazero.convert.megatron.arguments import read_arguments
 from megazero.convert.megatron.weights import MegatronWeights
 from megazero.families.layer_kinds import layer_kinds
 from megazero.models import Decoder
-from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
+from megazero.models.hf_weights import load_hf_state_dict
+from tests.hugging_face import to_hf_state_dict
 
 LAYERS, ROWS, WORDS = 4, 64, 51  # of the embedding with its padding, and of the vocabulary
 COMMON = {

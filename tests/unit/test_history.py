@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megazero.log.exit_status import ExitStatus, read_status
+from megazero.log.exit_status import STATUS_FILE, ExitStatus, read_status
 from megazero.log.history import RUN_FILE, Start, identify, read_events
 from megazero.log.metrics import read_metrics
 from megazero.log.units import duration
@@ -124,7 +124,7 @@ def test_the_end_of_a_run_is_one_line_with_the_reason(tmp_path: Path, capsys: An
     )
     assert event["consumed_tokens"] == 3 * SMALL["global_batch_size"] * SMALL["seq_length"]
     assert event["checkpoint"].endswith("iter_0000003")
-    assert read_status(str(tmp_path / "logs")) == ExitStatus.STOPPED
+    assert read_status(tmp_path / "logs" / STATUS_FILE) == ExitStatus.STOPPED
     supervisor[0].report_end(ExitStatus.RANK_LOST, "what others see of it")  # counts no more
     assert [event["event"] for event in read_events(tmp_path / "logs")] == ["start", "save", "end"]
 
@@ -145,7 +145,7 @@ def test_the_first_end_counts_but_a_loss_gives_way_to_a_ranks_own_account(tmp_pa
         (first, ExitStatus.RANK_LOST, ExitStatus.STORAGE),
     ):
         supervisor.report_end(status, status.name)
-        assert read_status(str(tmp_path / "logs")) == stays
+        assert read_status(tmp_path / "logs" / STATUS_FILE) == stays
     assert [e["why"] for e in read_events(tmp_path / "logs") if e["event"] == "end"] == [
         "RANK_LOST",
         "STORAGE",

@@ -15,12 +15,12 @@ from megazero.families import FAMILIES
 from megazero.families.layer_kinds import frequency_of, layer_kind
 from megazero.models import Decoder, ModelConfig, initializer, layer, make_model
 from megazero.models.dropout import key_words, keyed_dropout
-from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.layer import FeedForward
 from megazero.models.norm import RMSNorm
 from megazero.models.positions import Documents, Positions
 from megazero.models.rotary import Rotate, rotary_frequencies, rotary_tables
 from megazero.tp import TensorParallel
+from tests.hugging_face import to_hf_state_dict
 
 SIZES = {
     "attention_dropout": 0.0,

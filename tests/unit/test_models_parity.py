@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megazero.models import Decoder, architecture_of, from_hf_config, make_model
-from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
+from megazero.models.hf_weights import load_hf_state_dict
 from megazero.models.placements import stored_tensors
 from tests.family_models import LLAMA, VARIANTS, make, perturb
+from tests.hugging_face import to_hf_state_dict
 from tests.oracle import in_fp64
 
 transformers = pytest.importorskip("transformers")

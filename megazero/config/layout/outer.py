@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-from megazero.config.layout.wire import LEAST_BLOCK, Coding
+from megazero.config.layout.wire import ALIGNMENT, Coding
 from megazero.config.options.sections import OuterConfig
 
 EXACT_BITS, BF16_BITS = 32, 16
@@ -33,7 +33,7 @@ def feeds_back(outer: OuterConfig) -> bool:
 
 def outer_coding(outer: OuterConfig) -> Coding | None:
     """Return the quantised format of outer gradients, or None where they are bf16 or exact."""
-    return Coding(outer.outer_bits, LEAST_BLOCK) if outer.outer_bits < BF16_BITS else None
+    return Coding(outer.outer_bits, ALIGNMENT) if outer.outer_bits < BF16_BITS else None
 
 
 def fragments(modules: Sequence[Item], outer: OuterConfig) -> tuple[tuple[Item, ...], ...]:

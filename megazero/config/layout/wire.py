@@ -26,7 +26,7 @@ WEIGHT_BITS, DELTA_BITS, GRADIENT_BITS = 8, 4, 4
 ROUNDING = "nearest"
 EXACT_NUMEL = 16384
 MIXED = 128  # the most elements that a Hadamard transform mixes, of kernels/hadamard.py
-LEAST_BLOCK = 64  # elements that parameters are aligned to where nothing is quantised
+ALIGNMENT = 64  # elements that parameters are aligned to where nothing is quantised
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Wire:
     exact_numel: int
     feedback_beta: float = 0.0
     feedback_reset: int = 0
-    least_block: int = LEAST_BLOCK
+    least_block: int = ALIGNMENT
 
     @property
     def codings(self) -> list[Coding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megazero.config.layout.shards import PRESETS
 from megazero.config.layout.wire import (
     OF_BOTH,
     OF_FEEDBACK,
@@ -19,7 +20,7 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.config.run import RunConfig
 
 LEAST_BLOCK, LARGEST_BLOCK = 8, 2048  # of kernels/format.py
-ALWAYS_P_IS_OS = ("ddp", "zero3", "mics", "hsdp")
+ALWAYS_P_IS_OS = tuple(name for name, preset in PRESETS.items() if preset.p == preset.os)
 
 
 def message_conditions(zero: ZeroConfig, planned: bool = False) -> Iterator[Condition]:
@@ -35,11 +36,7 @@ def message_conditions(zero: ZeroConfig, planned: bool = False) -> Iterator[Cond
     yield [*OF_BOTH], weights or gradients, either
 
 
-def block_size(config: RunConfig) -> Iterator[str]:
-    yield from legal_block(config.zero, LARGEST_BLOCK)
-
-
-def legal_block(zero: ZeroConfig, largest: int) -> Iterator[str]:
+def legal_block(zero: ZeroConfig, largest: int = LARGEST_BLOCK) -> Iterator[str]:
     block = zero.zero_block_size
     if block is None:
         return
@@ -76,10 +73,6 @@ def delta_refresh(config: RunConfig) -> Iterator[str]:
             f"{flag} needs the parameter shards of the last step, but --zero-params-lifetime "
             f"{zero.zero_params_lifetime} drops them; nearest: resident"
         )
-
-
-def clip_search(config: RunConfig) -> Iterator[str]:
-    yield from unbiased(config.zero)
 
 
 def unbiased(zero: ZeroConfig) -> Iterator[str]:

@@ -12,9 +12,8 @@ from megazero.families import FAMILIES, Family
 from megazero.families.config_json.missing import missing
 from megazero.families.layer_kinds import some_layers
 
-# They are not part of the function that a model computes.
-_NOT_COMPARED = (
-    "model_family",
+# Options of the model that decide neither which parameters there are nor what is computed of them.
+_FREE = (
     "seq_length",
     "attention_dropout",
     "hidden_dropout",
@@ -22,6 +21,14 @@ _NOT_COMPARED = (
     "make_vocab_size_divisible_by",
     "pad_vocab_size_to",
 )
+
+
+def is_architecture(name: str, positions: str | None) -> bool:
+    """Tell whether an option decides which parameters a model has, or what it computes of them.
+
+    ``positions`` is its position_embedding_type: learned ones are parameters, others go as far as they are asked to.
+    """
+    return name not in _FREE and (name != "max_position_embeddings" or positions == "learned_absolute")
 
 
 def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **options: Any) -> ModelConfig:
@@ -89,10 +96,9 @@ def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
         yield str(error)
         return
     idle = {name for names, holds, _ in conditions(options) if not holds for name in names}
-    if options.position_embedding_type != "learned_absolute":  # others go as far as they are asked to
-        idle.add("max_position_embeddings")
+    idle |= {"model_family", "vocab_size"}
     for option in section_options("model", ModelConfig):
-        if option.name not in (*_NOT_COMPARED, *idle, "vocab_size"):
+        if option.name not in idle and is_architecture(option.name, options.position_embedding_type):
             value = _value(options, option)
             if value != _value(back, option):
                 yield f"{option.flag} {show(value)}"

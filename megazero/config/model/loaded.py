@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megazero.checkpoint.directory import Look, described, latest, named
 from megazero.checkpoint.manifest import Manifest, read_manifest, to_json
-from megazero.config.model.architecture import from_hf_config
+from megazero.config.model.architecture import from_hf_config, is_architecture
 from megazero.config.model.published import (
     CONFIG_FILE,
     find_tokenizer,
@@ -25,17 +25,6 @@ from megazero.config.read.files import read_json
 from megazero.config.run import all_options
 from megazero.config.secrets import redact
 
-# Options of the model that decide neither which parameters there are nor what is computed of them. All others are
-# its architecture. Learned positions are parameters, others go as far as they are asked to.
-FREE = (
-    "seq_length",
-    "max_position_embeddings",
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "make_vocab_size_divisible_by",
-    "pad_vocab_size_to",
-)
 # Parameters have the same shapes whatever these say: a new run from the weights (--finetune) may change them.
 SHAPELESS = ("rotary_", "yarn_", "norm_epsilon")
 _FRESH = (
@@ -180,13 +169,13 @@ def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     return defaults | complete(as_trained(known)) if known else {}
 
 
-def batch_to_keep(said: Mapping[str, Any]) -> int | None:
-    """Return the global batch of the checkpoint that the run continues, if it does, else None."""
+def continued_configuration(said: Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any]]:
+    """Return the checkpoint whose run goes on, and its configuration; None and {} where a new one begins."""
     try:
         path = continued(said)
-        return read_manifest(path).configuration.get("batch", {}).get("global_batch_size") if path else None
+        return path, read_manifest(path).configuration if path else {}
     except ValueError:  # as take_architecture has said
-        return None
+        return None, {}
 
 
 def _published(said: Mapping[str, Any]) -> Loaded:
@@ -201,11 +190,9 @@ def _published(said: Mapping[str, Any]) -> Loaded:
 
 def _architecture(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a model section is architecture and known here."""
-    learned = model.get("position_embedding_type") == "learned_absolute"
+    positions = model.get("position_embedding_type")
     return {
         name: value
         for name, value in model.items()
-        if value is not None
-        and name in all_options()
-        and (name not in FREE or (learned and name == "max_position_embeddings"))
+        if value is not None and name in all_options() and is_architecture(name, positions)
     }

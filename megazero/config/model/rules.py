@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megazero.config.errors import ConfigError
 from megazero.config.model.section import ACTIVATIONS, ModelConfig, has_gelu
 from megazero.config.nearest import around, common_divisors, multiples_around
-from megazero.config.options.fields import fault, section_options, show, without_effect
+from megazero.config.options.fields import Condition, fault, section_options, show, without_effect
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import MARKS
 
@@ -189,7 +189,7 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
             )
 
 
-def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]]:
+def conditions(model: ModelConfig) -> Iterator[Condition]:
     """Yield options, whether they have an effect in this model, and what would give them one."""
     rope = model.position_embedding_type == "rope"
     yield ("openai_gelu",), has_gelu(vars(model)), "GELU (--no-swiglu, and no --squared-relu)"

@@ -28,15 +28,12 @@ def tokenizer_type(said: str | None, given: Collection[str]) -> str | None:
     return said or (GPT2BPE if set(given) & set(TOKENIZERS[GPT2BPE]) else None)
 
 
-NULL = "NullTokenizer"
-
-
 def run_vocabulary(kind: str | None, size: int | None) -> int | None:
     """Return the vocabulary of a run with --tokenizer-type ``kind`` and --vocab-size ``size``, if it is known.
 
     A null tokenizer has the end of document beyond it, as in Megatron. Other tokenizers have at most ``size``.
     """
-    return size + 1 if kind == NULL and size is not None else size
+    return size + 1 if kind == "NullTokenizer" and size is not None else size
 
 
 SPLITS = ("train", "valid", "test")

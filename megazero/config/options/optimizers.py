@@ -7,12 +7,12 @@ zero/elementwise.py runs it to see, or by matrix (zero/by_matrix.py). A shape is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.options.fields import option
+from megazero.config.options.fields import Condition, option
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class OptimizerConfig:
         return said + [MomentDtype()] * (own.moments - len(said))
 
 
-def optimizer_conditions(chosen: str) -> Iterator[tuple[Collection[str], bool, str]]:
+def optimizer_conditions(chosen: str) -> Iterator[Condition]:
     """Yield the options that not every optimizer reads.
 
     Each comes with whether ``chosen`` reads it, and with which optimizers do.

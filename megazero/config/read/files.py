@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def _load(layer: Layer, path: str) -> Any:
     except WRONG_PATH as error:
         layer.errors.append(f"--config {path} cannot be read: {error.strerror or error}")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        layer.errors.append(f"--config {path} is not YAML: {re.sub(chr(10), ' ', str(error))}")
+        layer.errors.append(f"--config {path} is not YAML: {str(error).replace(chr(10), ' ')}")
     return None
 
 

@@ -9,12 +9,11 @@ from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megazero.checkpoint.manifest import read_manifest
 from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_derived
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.layout.wire import format_options
-from megazero.config.model.loaded import batch_to_keep, continued, take_architecture
+from megazero.config.model.loaded import continued_configuration, take_architecture
 from megazero.config.model.section import ModelConfig, complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import section_of, show, stand_in, typed
@@ -89,11 +88,7 @@ def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: li
         return [
             f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"
         ]
-    try:
-        path = continued(values)
-        stored = read_manifest(path).configuration if path else {}
-    except ValueError:  # as take_architecture has said
-        return []
+    path, stored = continued_configuration(values)
     before, now = (_schedule(flat) for flat in (ChainMap(*stored.values()), values))
     changed = [name for name in now if before[name] != now[name]]
     if before["lr"] is None or not changed:  # nothing is continued, or what was imported
@@ -117,11 +112,8 @@ def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: li
 
 def _complete_formats(values: dict[str, Any], notes: list[str]) -> None:
     """At a resume, code messages as the checkpoint's run did, where the options do not say how."""
-    try:
-        path = continued(values)
-        stored = read_manifest(path).configuration.get("zero", {}) if path else {}
-    except ValueError:  # as take_architecture has said
-        return
+    path, configuration = continued_configuration(values)
+    stored = configuration.get("zero", {})
     options, said = all_options(), {name: value for name, value in values.items() if value is not None}
     rounded = {"zero_gradient_rounding": stored.get("zero_gradient_rounding")}
     names = (name for name in format_options(section_of(ZeroConfig, rounded | said)) if name not in said)
@@ -270,7 +262,7 @@ def _complete_batch(
     """
     elastic, kept = values.get("elastic"), None
     if values.get("global_batch_size") is None:
-        kept = batch_to_keep(values)
+        kept = continued_configuration(values)[1].get("batch", {}).get("global_batch_size")
         if kept and elastic:
             values["global_batch_size"] = kept
             notes.append(f"--elastic: the global batch is {kept}, as in the checkpoint")
