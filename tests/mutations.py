@@ -420,7 +420,7 @@ megazero/checkpoint/reading.py
 megazero/checkpoint/store.py
 -     same = same and to_json(layout, "layout") == manifest.layout
   another layout takes over ranks' own tensors
-- ours.keys() | there.keys() if strict else ours.keys() & there.keys()
+- ours.keys() | there.keys()
 + ours.keys() & there.keys()
   tensors that a model lacks are passed over
 
@@ -536,7 +536,7 @@ megazero/train/trainer.py
   exact gradients begin an iteration late
 
 megazero/plan/memory.py
-- return messages + unit.elements / os * (width + self.formats.sums)
+- return messages + difference
 + return messages
   the difference of a delta refresh takes no memory
 - * sums / crossing
@@ -757,8 +757,8 @@ megazero/tp/chunked_loss.py
   the loss scale counts twice
 
 megazero/plan/communication.py
-- total += unit * stage.head * (1 + (0 if loss_chunks else wire)) + layers * norms[1]
-+ total += unit * stage.head * (1 + wire) + layers * norms[1]
+- head = 1 if has_loss_chunks(config) else 1 + wire
++ head = 1 + wire
   the head's input is gathered again for a loss in chunks
 
 megazero/config/nearest.py

@@ -32,6 +32,7 @@ from megazero.checkpoint.manifest import (
     STATE_FILE,
     Manifest,
     check_sizes,
+    open_manifest,
     read_manifest,
     write_manifest,
 )
@@ -87,11 +88,9 @@ def described(path: Path) -> Manifest | None:
 def complete(path: Path) -> Manifest | None:
     """Return the manifest of ``path`` if its files are all there with their sizes, else None. No tensor is read."""
     try:
-        manifest = read_manifest(path)
-        check_sizes(path, manifest)
+        return open_manifest(path)
     except CheckpointError:
         return None
-    return manifest
 
 
 def checkpoints(root: str | os.PathLike, before: float = inf, look: Look = complete) -> list[Path]:

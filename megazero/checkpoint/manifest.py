@@ -99,6 +99,13 @@ def _parse(body: dict[str, Any]) -> Manifest:
     return Manifest(**body, kinds=kinds, files=files)
 
 
+def open_manifest(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint whose files are all there, with their sizes."""
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    return manifest
+
+
 def check_sizes(path: Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless every file of the manifest is there with its size."""
     for name, entry in manifest.files.items():

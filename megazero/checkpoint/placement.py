@@ -53,13 +53,12 @@ class Placement:
         shape: Sequence[int],
         local_shape: Sequence[int] | None = None,
         offset0: int = 0,
-        offset1: int = 0,
     ) -> Placement:
-        """Make one box: local row i is stored row ``offset0 + i``, cut off at the stored tensor's end.
+        """Make one box of whole rows: local row i is stored row ``offset0 + i``, cut off at the stored tensor's end.
 
-        A scalar (shape ``()``) is stored whole. More than two dims are cut along the first two only.
+        A scalar (shape ``()``) is stored whole.
         """
         local = tuple(local_shape if local_shape is not None else shape)
         rows = max(0, min(local[0], shape[0] - offset0)) if local else 0
         segments = (RowRange(0, rows, offset0),) if rows else ()
-        return Placement(name, tuple(shape), local, segments, offset1)
+        return Placement(name, tuple(shape), local, segments)

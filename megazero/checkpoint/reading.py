@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.manifest import STATE_FILE, Manifest, check_checksum, check_sizes, read_manifest
+from megazero.checkpoint.manifest import STATE_FILE, Manifest, check_checksum, open_manifest, read_manifest
 from megazero.checkpoint.metadata import read_metadata
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import SliceLoadPlanner, stored_tensors
@@ -27,13 +27,6 @@ PIECE_ELEMENTS = 1 << 24  # as large as a stored chunk: smaller pieces would rea
 def rank_file(rank: int) -> str:
     """Return the name of the file of a rank's own tensors."""
     return f"rank_{rank:05d}.safetensors"
-
-
-def open_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint whose files are all there, with their sizes."""
-    manifest = read_manifest(path)
-    check_sizes(path, manifest)
-    return manifest
 
 
 def check_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
@@ -86,10 +79,10 @@ def verify(path: str | os.PathLike) -> Manifest:
     return manifest
 
 
-def pieces(shape: Sequence[int], limit: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Yield (first row, rows) of the pieces of a tensor. A piece has at most ``limit`` elements, or one row."""
+def pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first row, rows) of the pieces of a tensor: of at most PIECE_ELEMENTS, or one row."""
     rows = shape[0] if shape else 1
-    step = max(1, limit // max(1, prod(shape[1:])))
+    step = max(1, PIECE_ELEMENTS // max(1, prod(shape[1:])))
     for first in range(0, rows, step):
         yield first, min(step, rows - first)
 

@@ -194,28 +194,11 @@ def save(
     snapshot: Snapshot,
     *,
     group: dist.ProcessGroup | None = None,
-    retention: Retention | None = None,
-    overwrite: bool = False,
-    staging: Staging | None = None,
-    guard: Callable[[], None] = lambda: None,
     limit_s: float = inf,
+    **how: Any,
 ) -> Path:
-    """Write ``root/iter_<step>`` from every rank's snapshot and return its path. An error on one rank (a full
-    disk, say) raises CheckpointError on every rank. After an error or a kill the older checkpoints are as they were.
-    An existing directory of the same step is kept and is an error, unless ``overwrite``. ``root`` must be the same
-    directory for every rank, and no other job may save into it. With ``staging`` what is written is a copy there, as
-    when a run saves behind its training. A disk that does not move for ``limit_s`` seconds is an error. ``guard`` is
-    called on the first rank before it changes the root; it ends the process if another job has taken that."""
-    parts = saving(
-        root,
-        snapshot,
-        group=group,
-        retention=retention,
-        overwrite=overwrite,
-        staging=staging,
-        guard=guard,
-    )
-    return completed(parts, group, limit_s)
+    """Do all of ``saving``, which takes ``how``. A disk that does not move for ``limit_s`` seconds is an error."""
+    return completed(saving(root, snapshot, group=group, **how), group, limit_s)
 
 
 def completed(
@@ -242,8 +225,13 @@ def saving(
     guard: Callable[[], None] = lambda: None,
     retry: Retry | None = None,
 ) -> Generator[Part, None, Path]:
-    """Do as ``save`` does, but yield what is this rank's own work. Go on when the parts of all ranks have ended.
+    """Write ``root/iter_<step>`` from every rank's snapshot and return its path. It yields what is this rank's own
+    work: go on when the parts of all ranks have ended.
 
+    An error on one rank (a full disk, say) raises CheckpointError on every rank. After an error or a kill the older
+    checkpoints are as they were. An existing directory of the same step is kept and is an error, unless
+    ``overwrite``. ``root`` must be the same directory for every rank, and no other job may save into it. ``guard`` is
+    called on the first rank before it changes the root; it ends the process if another job has taken that.
     With ``staging`` the snapshot is copied there before the first part, and may change from then on. Without, its
     tensors must stay as they are until the end. What the storage refuses is tried again as ``retry`` says; then
     SaveError is raised.

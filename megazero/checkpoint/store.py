@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoint, latest
 from megazero.checkpoint.errors import CheckpointError, agree, agree_local
 from megazero.checkpoint.image import Staging
-from megazero.checkpoint.manifest import STATE_FILE, Manifest, read_manifest, to_json
+from megazero.checkpoint.manifest import STATE_FILE, Manifest, open_manifest, read_manifest, to_json
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import stored_tensors
 from megazero.checkpoint.reading import (
     StoredKind,
     check_files,
-    open_manifest,
     open_metadata,
     rank_file,
     read_file,
@@ -84,21 +83,18 @@ def load(
     group: dist.ProcessGroup | None = None,
     kinds: Sequence[str] | Mapping[str, str] = ("weights",),
     layout: Mapping[str, Any] | None = None,
-    strict: bool = True,
-    convert: bool = False,
     checked: bool = False,
 ) -> LoadedState:
     """Fill the records' tensors in place from the checkpoint directory ``path``, after checking it whole.
 
+    The ranks' records together must name exactly the checkpoint's tensors. The dtype is converted to theirs.
+
     kinds: those to fill; other kinds of the records are left alone. A mapping goes from the records' kind to the
         checkpoint's. ``read_manifest(path).kinds`` says what is there.
     layout: If it equals the saved one, and there are as many ranks, ``rank_tensors`` are returned.
-    strict: The ranks' records together must name exactly the checkpoint's tensors. Otherwise the common ones are
-        filled. Shapes must agree in any case.
-    convert: A record's dtype may differ from the stored one.
     checked: ``check_bytes`` has compared the checksums.
     Raises CheckpointError on every rank if the checkpoint is absent, incomplete, damaged, malicious or of another
-    model, or if kinds or dtypes do not match. Nothing is filled before all checks have passed."""
+    model, or lacks a kind. Nothing is filled before all checks have passed."""
     path = Path(path)
     rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     chosen = dict(kinds) if isinstance(kinds, Mapping) else {kind: kind for kind in kinds}
@@ -108,9 +104,7 @@ def load(
         check_bytes(path, manifest, group)
     metadata = agree_local(group, doing, partial(open_metadata, path, manifest))
     shapes = agree(group, doing, partial(_record_shapes, records, chosen))
-    agree_local(group, doing, partial(_check_model, metadata, shapes, chosen, strict))
-    if not convert:
-        agree_local(group, doing, partial(_check_dtypes, metadata, records, chosen))
+    agree_local(group, doing, partial(_check_model, metadata, shapes, chosen))
     agree_local(group, doing, partial(read_records, path, metadata, records, chosen))
     same = world_size == manifest.world_size and layout is not None
     same = same and to_json(layout, "layout") == manifest.layout
@@ -161,7 +155,6 @@ def _check_model(
     metadata: Metadata,
     wanted: Sequence[Mapping[str, Mapping[str, tuple[int, ...]]]],
     kinds: Mapping[str, str],
-    strict: bool,
 ) -> None:
     stored = stored_tensors(metadata)
     for kind in dict.fromkeys(kinds.values()):
@@ -171,7 +164,7 @@ def _check_model(
             )
         there = {name: tuple(tensor.size) for name, tensor in stored[kind].items()}
         ours = {name: shape for rank in wanted for name, shape in rank[kind].items()}
-        names = sorted(ours.keys() | there.keys() if strict else ours.keys() & there.keys())
+        names = sorted(ours.keys() | there.keys())
         different = [name for name in names if ours.get(name) != there.get(name)]
         if different:
             lines = [
@@ -183,19 +176,6 @@ def _check_model(
                 f"{'; '.join(lines)}{'; ...' if len(different) > _SHOWN else ''}. Start with the model sizes "
                 "the checkpoint was written with (its manifest has the configuration)"
             )
-
-
-def _check_dtypes(metadata: Metadata, records: Sequence[SliceRecord], kinds: Mapping[str, str]) -> None:
-    stored = stored_tensors(metadata)
-    for record in records:
-        for kind in [kind for kind in record.tensors if kind in kinds]:
-            tensor = stored[kinds[kind]].get(record.placement.name)
-            if tensor is not None and tensor.properties.dtype != record.tensors[kind].dtype:
-                raise CheckpointError(
-                    f"'{record.placement.name}': '{kind}' is {record.tensors[kind].dtype} here and "
-                    f"'{kinds[kind]}' is stored as {tensor.properties.dtype}; use the stored dtype or ask for "
-                    "conversion"
-                )
 
 
 def _read_local(

@@ -15,7 +15,7 @@ from megazero.checkpoint.manifest import FileEntry
 from megazero.config.model.architecture import from_hf_config
 from megazero.config.model.published import CONFIG_FILE, find_tokenizer
 from megazero.config.options.data_inputs import FILE_OPTIONS
-from megazero.config.options.fields import Option, show
+from megazero.config.options.fields import typed
 from megazero.config.read.files import read_json
 from megazero.config.run import all_options
 from megazero.convert.source import Source
@@ -109,7 +109,7 @@ def by_section(options: Mapping[str, object]) -> str:
 
 def flag_lines(family: str, values: Mapping[str, object]) -> list[str]:
     """Return options by name as they are typed, one a line: the family, and what differs from its defaults."""
-    return [_typed(all_options()[name], value) for name, value in changed(family, values).items()]
+    return [typed(all_options()[name], value) for name, value in changed(family, values).items()]
 
 
 def changed(family: str, values: Mapping[str, object]) -> dict[str, object]:
@@ -121,9 +121,3 @@ def changed(family: str, values: Mapping[str, object]) -> dict[str, object]:
         if name == "model_family"
         or (value is not None and value != defaults.get(name, all_options()[name].default))
     }
-
-
-def _typed(option: Option, value: object) -> str:
-    if isinstance(value, bool):
-        return option.flag if value else f"--{option.negative_key}"
-    return f"{option.flag} {show(value)}"

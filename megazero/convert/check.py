@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -176,20 +177,18 @@ def _dtype_key(version: str) -> str:
     return "dtype" if (major, minor) >= (4, 56) else "torch_dtype"
 
 
-class _quiet:
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
     """Keep transformers from writing of layers that are left out, and of its progress."""
-
-    def __init__(self, transformers: Any) -> None:
-        self.log = transformers.utils.logging
-
-    def __enter__(self) -> None:
-        self.level = self.log.get_verbosity()
-        self.log.set_verbosity(logging.ERROR)
-        self.log.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        self.log.set_verbosity(self.level)
-        self.log.enable_progress_bar()
+    log = transformers.utils.logging
+    level = log.get_verbosity()
+    log.set_verbosity(logging.ERROR)
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        log.enable_progress_bar()
 
 
 def compare_tokens(source: Source, folder: Path, named: Path | None = None) -> Iterator[Line]:

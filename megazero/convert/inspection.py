@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.manifest import STATE_FILE, check_checksum
-from megazero.checkpoint.reading import StoredKind, open_manifest, pieces
+from megazero.checkpoint.manifest import STATE_FILE, check_checksum, open_manifest
+from megazero.checkpoint.reading import StoredKind, pieces
 
 
 def describe(path: Path, tensors: bool = False, check: bool = True) -> Iterator[str]:

@@ -152,7 +152,7 @@ def forget_status(log_dir: str, attempt: int) -> None:
 
 
 def read_status(path: Path) -> ExitStatus | None:
-    """Return the status in a STATUS_FILE, or None if it has none yet."""
+    """Return the status in a STATUS_FILE, or None if it has none: a run is under way, or END_FOLDER has it."""
     try:
         return ExitStatus(int(path.read_text()))
     except (OSError, ValueError):

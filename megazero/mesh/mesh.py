@@ -333,6 +333,15 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta, s
     )
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """Return the value of every rank of the world, by rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
     """Return the ranks per node by exchanging host names, or return the override.
 
@@ -344,9 +353,7 @@ def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
         return 1
     if override is not None:
         return override
-    names: list[str | None] = [None] * launch.world_size
-    dist.all_gather_object(names, socket.gethostname())
-    return check_hosts([str(n) for n in names], launch.local_world_size)
+    return check_hosts(gather_objects(socket.gethostname()), launch.local_world_size)
 
 
 def check_hosts(names: Sequence[str], local_world_size: int | None) -> int:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from megazero.log.exit_status import ExitStatus
 
+MOST_SKIPS = 10  # steps in a row
+
 
 class NonFiniteLoss(RuntimeError):
     """The loss, or the gradient norm of too many steps in a row, was NaN or infinite."""
@@ -33,7 +35,7 @@ class LocalStep:
 class NonFiniteGuard:
     """Stops the run at non-finite losses, and skips steps with a non-finite gradient norm.
 
-    A non-finite loss is an error at once. A non-finite gradient norm skips the step, and `max_skips` skipped steps in
+    A non-finite loss is an error at once. A non-finite gradient norm skips the step, and MOST_SKIPS skipped steps in
     a row are an error. Steps whose loss scale can still fall do not count.
 
     Both checks take values that are equal on all ranks (the reduced loss, the global norm), so all ranks decide
@@ -41,10 +43,7 @@ class NonFiniteGuard:
     only when the run is about to stop.
     """
 
-    def __init__(self, max_skips: int = 10) -> None:
-        if max_skips < 1:
-            raise ValueError(f"{max_skips} skipped steps in a row as the limit; give at least 1")
-        self.max_skips = max_skips
+    def __init__(self) -> None:
         self.skipped_in_a_row = 0
 
     def check_loss(
@@ -66,7 +65,7 @@ class NonFiniteGuard:
         gather: Callable[[LocalStep], list[LocalStep]],
         scale_can_fall: bool = False,
     ) -> bool:
-        """Return True if the step is to be skipped. Raises NonFiniteLoss after `max_skips` skipped steps in a row.
+        """Return True if the step is to be skipped. Raises NonFiniteLoss after MOST_SKIPS skipped steps in a row.
 
         scale_can_fall: the step's loss scale was above its minimum, so that a lower one may cure it.
         """
@@ -74,7 +73,7 @@ class NonFiniteGuard:
             self.skipped_in_a_row = 0
             return not math.isfinite(norm)
         self.skipped_in_a_row += 1
-        if self.skipped_in_a_row >= self.max_skips:
+        if self.skipped_in_a_row >= MOST_SKIPS:
             raise NonFiniteLoss(
                 f"iteration {iteration}: the gradient norm is {norm}, and so {self.skipped_in_a_row} steps in a "
                 f"row were skipped; {_culprits(gather(local))}. Resume from the last checkpoint with a lower "

@@ -6,7 +6,6 @@ for checkpoints, a slow node. Notes tell what may be harmless: clocks that diffe
 
 from __future__ import annotations
 
-import errno
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +20,9 @@ import torch.distributed as dist
 from megazero.config import RunConfig, World
 from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus, end_folder, status_of
+from megazero.log.line_file import NO_ROOM
 from megazero.mesh.launch import Launch
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, gather_objects
 from megazero.ops import health_links
 from megazero.ops.health_probes import (
     Facts,
@@ -82,15 +81,6 @@ class Storage:
         return f"{self.checkpoint_bytes / GIB:.3g} GiB"
 
 
-def gather(value: Any) -> list:
-    """Return the value of every rank, by rank. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 class HealthCheck:
     """Tests the nodes of a run in parts. Every part is collective, and raises the same Unhealthy on every rank.
 
@@ -105,7 +95,7 @@ class HealthCheck:
     def check_ranks(self, device: torch.device) -> None:
         """Test each rank's device, memory and clock. It needs no groups: ranks may differ in their devices."""
         with self._timed():
-            every: list[Facts] = gather(find_facts(self.node, device, gather))
+            every: list[Facts] = gather_objects(find_facts(self.node, device, gather_objects))
             self.nodes = [facts.node for facts in every]
             _refuse(device_faults(every))
             self._notes += differences(every)
@@ -114,9 +104,11 @@ class HealthCheck:
         """Test whether all ranks share the folder of --save, and whether checkpoints fit."""
         with self._timed():
             rank = dist.get_rank() if dist.is_initialized() else 0
-            _refuse(folder_faults(probe_folder(save.folder, rank, gather), self.nodes))
+            _refuse(folder_faults(probe_folder(save.folder, rank, gather_objects), self.nodes))
             if save.checkpoint_bytes:
-                room = gather(look_for_room(save) if rank == 0 else None)[0]  # as the first rank sees it
+                room = gather_objects(look_for_room(save) if rank == 0 else None)[
+                    0
+                ]  # as the first rank sees it
                 if isinstance(room, OSError):
                     text = f"rank 0 cannot tell how much room {save.folder} has: {room}"
                     raise Unhealthy([Fault(self.nodes[0], text, status_of(room))])
@@ -131,7 +123,7 @@ class HealthCheck:
         if mesh.world_size == 1:
             return
         with self._timed():
-            rates = health_links.measure(mesh, self.nodes, gather)
+            rates = health_links.measure(mesh, self.nodes, gather_objects)
             slow = health_links.slow_links(rates, self.nodes)
             _refuse([Fault(each.node, each.text, ExitStatus.RANK_LOST) for each in slow if each.node])
             self._notes += [f"slow: {each.text}" for each in slow]
@@ -181,7 +173,7 @@ def refuse_missing_gpus(wanted: str, node: str) -> None:
     wanted: --device; 'cpu' needs none. The run's first collective: a run must not go to the CPU unnoticed.
     """
     mine = None if wanted == "cpu" else missing_gpus()
-    every = gather((node, mine, has_cuda()))
+    every = gather_objects((node, mine, has_cuda()))
     bad = {node: (text, built) for node, text, built in every if text is not None}
     if not bad:
         return
@@ -251,7 +243,7 @@ def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -
         text = f"rank {rank} {problem}"
         if isinstance(problem, OSError):
             text = f"rank {rank} cannot write: {problem}"
-            if rank == 0 or problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            if rank == 0 or problem.errno in NO_ROOM:
                 status = status_of(problem)
         faults.append(Fault(nodes[rank], text, status))
     return faults

@@ -24,9 +24,7 @@ from contextlib import ExitStack
 from statistics import median_low
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, gather_objects
 from megazero.ops.tcp import LinkMeter
 
 SLOWER = 0.1
@@ -76,9 +74,7 @@ class Stragglers:
 
         host: this rank's. stack: ends the link meter, which runs if there are several hosts.
         """
-        hosts: list[Any] = [host] * mesh.world_size
-        if mesh.world_size > 1:
-            dist.all_gather_object(hosts, host)
+        hosts = gather_objects(host)
         stage = mesh.grid.axis("pp").index
         stages = [[rank for rank in range(mesh.world_size) if stage(rank) == s] for s in range(mesh.pp.size)]
         meter = LinkMeter()

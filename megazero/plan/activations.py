@@ -79,12 +79,6 @@ def loss_chunks(config: RunConfig) -> tuple[int | None, ...]:
     return (None, *reversed(found))
 
 
-def has_loss_chunks(config: RunConfig) -> bool:
-    """Return whether a micro-batch's loss takes several chunks. Where the planner is still to choose, it does not."""
-    size = config.training.loss_chunk_tokens
-    return isinstance(size, int) and size < config.batch.micro_batch_size * config.model.seq_length
-
-
 def activations(
     config: RunConfig,
     width: int,

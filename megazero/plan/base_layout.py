@@ -12,7 +12,7 @@ from megazero.config import RunConfig, World
 from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
-from megazero.plan.activations import activations, has_loss_chunks, loss_chunks
+from megazero.plan.activations import activations, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import INTER_SITE, Collectives, Cost
@@ -257,15 +257,11 @@ class BaseLayout:
         """Return the bytes between stages and inside layers that one rank of each stage sends in a step."""
         schedule = schedule_of(self.schedule_name, self.pp, self.virtual, self.micro_batches)
         grid = self.grid((1, 1, 1))
-        again, norms = communication.repeated(self.config, self.activation)
         out = []
         for rank, own in enumerate(self.of_rank):
             world_rank = grid.rank_of(rank, 0, 0)
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
-            wide = max(self.compute.width, 4)
-            total += communication.tensor_parallel(
-                own, schedule[rank], self.activation, again, wide, norms, has_loss_chunks(self.config)
-            )
+            total += communication.tensor_parallel(self.config, own, schedule[rank], self.activation)
             out.append(total)
         return out
 

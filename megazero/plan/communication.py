@@ -8,16 +8,17 @@ Level l is the slice that is left after axes 1..l. ``formats`` give the bits and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from megazero.config import RunConfig
 from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum, outer_coding
-from megazero.config.layout.wire import Coding
+from megazero.config.layout.wire import Coding, Wire
 from megazero.config.model.section import LAYER_NORMS
+from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
-from megazero.mesh.grid import INTRA, AxisSpec, Grid
+from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
@@ -62,6 +63,12 @@ class Formats:
     gradients: Mapping[str, Coding | None] | None = None  # by link
     delta: bool = False
 
+    @classmethod
+    def of(cls, wire: Wire, width: int, sums: int | None = None) -> Formats:
+        """Return those of a run, whose sums have at least 4 bytes if nothing else is said."""
+        by_link = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
+        return cls(width, sums or max(width, 4), wire.weights, by_link, wire.delta)
+
 
 def message(coding: Coding | None, coded: int, exact: int, width: int, exact_width: int) -> int:
     """Return the bytes of a slice.
@@ -93,10 +100,9 @@ def model_state(
     """
     axes, levels = grid.data_axes, _levels(grid.data_axes)
     out: Bytes = Counter()
-    gathered = gathers(copies, program, [unit.elements * formats.width for unit in units])
-    for index, unit in enumerate(units):
-        out += _weights(unit, axes, formats, gathered[index])
-        out += _gradients(unit, axes, formats, micro_batches, copies.whole_gradients)
+    for kind, hop, times in step_hops(units, axes, formats, copies, program, micro_batches):
+        out[kind, hop.axis.link] += times * hop.sent
+    for unit in units:
         if unit.tied and ends_link is not None:
             coding = _coding(unit, formats, ends_link)
             parts = prod(a.size for a in axes[: levels[2]])
@@ -235,6 +241,11 @@ def gradient_hops(
     return (*descent, *reversed(back))
 
 
+def matrix_width(optimizer: OptimizerConfig, width: int) -> int:
+    """Return the bytes of an element of a matrix on its way to its owner; ``width``: of a parameter's."""
+    return 2 if optimizer.muon_fp32_matmul_prec == "medium" else max(width, 4)
+
+
 def update_hops(elements: float, grid: Grid, width: int, shared: bool) -> tuple[HopBytes, ...]:
     """Return the hops of matrices with so many elements on a rank to their owners; their updates take as many back.
 
@@ -248,23 +259,22 @@ def update_hops(elements: float, grid: Grid, width: int, shared: bool) -> tuple[
     return tuple(HopBytes(EXCHANGE, a, int(held * width * (a.size - 1) / a.size)) for a in axes)
 
 
-def _weights(unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, gathered: int) -> Bytes:
-    out: Bytes = Counter()
-    refresh, gather = weight_hops(unit, axes, formats)
-    for hop in refresh:
-        out["refresh", hop.axis.link] += hop.sent
-    for hop in gather:
-        out["gather", hop.axis.link] += gathered * hop.sent
-    return out
-
-
-def _gradients(
-    unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, micro_batches: int, whole: bool
-) -> Bytes:
-    out: Bytes = Counter()
-    for hop in gradient_hops(unit, axes, formats, micro_batches, whole):
-        out["reduce", hop.axis.link] += hop.sent * (micro_batches if hop.every else 1)
-    return out
+def step_hops(
+    units: Sequence[UnitShape],
+    axes: Sequence[AxisSpec],
+    formats: Formats,
+    copies: Copies,
+    program: Sequence[tuple[str, int]],
+    micro_batches: int,
+) -> Iterator[tuple[str, HopBytes, int]]:
+    """Yield the hops of a step's refreshes, gathers and reductions: the kind, the hop, and how often it is taken."""
+    gathered = gathers(copies, program, [unit.elements * formats.width for unit in units])
+    for index, unit in enumerate(units):
+        refresh, gather = weight_hops(unit, axes, formats)
+        reduction = gradient_hops(unit, axes, formats, micro_batches, copies.whole_gradients)
+        yield from (("refresh", hop, 1) for hop in refresh)
+        yield from (("gather", hop, gathered[index]) for hop in gather)
+        yield from (("reduce", hop, micro_batches if hop.every else 1) for hop in reduction)
 
 
 # -- activations ---------------------------------------------------------------------------------------
@@ -281,6 +291,14 @@ class Activation:
     tp: int = 1
     sequence_parallel: bool = False
 
+    @classmethod
+    def of(cls, config: RunConfig, width: int) -> Activation:
+        """Return that of a run."""
+        model, size = config.model, config.batch.micro_batch_size
+        tp = config.parallel.tensor_model_parallel_size
+        sharded = config.parallel.sequence_parallel and tp > 1
+        return cls(model.seq_length, size, model.hidden_size, width, tp, sharded)
+
     @property
     def whole(self) -> int:
         return self.length * self.samples * self.hidden * self.width
@@ -290,6 +308,14 @@ class Activation:
         """The bytes of a message between stages. Where it can be cut, this is one tensor-parallel rank's part."""
         elements = self.whole // self.width
         return elements // self.tp * self.width if elements % self.tp == 0 else self.whole
+
+    @property
+    def summed(self) -> int:
+        """The bytes that a rank sends in a sum over tensor-parallel ranks: a ring's all-reduce, or with sequence
+        parallel one half of it.
+        """
+        share = (self.tp - 1) * self.whole // self.tp
+        return share if self.sequence_parallel else 2 * share
 
 
 def pipeline(schedule: Schedule, grid: Grid, rank: int, activation: Activation) -> Bytes:
@@ -308,31 +334,20 @@ def pipeline(schedule: Schedule, grid: Grid, rank: int, activation: Activation) 
 
 
 def tensor_parallel(
-    stages: Sequence[StageSpec],
-    actions: Sequence[Action],
-    activation: Activation,
-    again: int,
-    wide: int,
-    norms: tuple[int, int] = (0, 0),
-    loss_chunks: bool = False,
+    config: RunConfig, stages: Sequence[StageSpec], actions: Sequence[Action], activation: Activation
 ) -> Bytes:
     """Return the bytes of collectives inside layers.
-
-    again: how many collectives of a layer's forward run again in its backward (see ``recomputed``). wide: the bytes
-    of an element of the loss. norms: the bytes of a layer's norms of queries and keys, in its forward and in its
-    backward (see ``split_norms``). loss_chunks: the head's gradients are computed in its forward, which has the
-    gathered input already.
 
     A layer has two pairs of linears; in each, a column linear comes before a row linear. The forward sums the row's
     output; under sequence parallel it first gathers the column's input, and scatters the sum. The backward does the
     same with the gradients, and under sequence parallel gathers the column's input once more.
     """
-    tp = activation.tp
-    share = (tp - 1) * activation.whole // tp
-    # a sum is a ring's all-reduce, or with sequence parallel one half of it
-    unit = share if activation.sequence_parallel else 2 * share
+    tp, unit = activation.tp, activation.summed
+    again, norms = _again(config), _split_norms(config, activation)
     wire = 1 if activation.sequence_parallel else 0
-    loss = (tp - 1) * 2 * activation.length * activation.samples * wide
+    # Chunks compute the head's gradients in its forward, which has the gathered input already.
+    head = 1 if has_loss_chunks(config) else 1 + wire
+    loss = (tp - 1) * 2 * activation.length * activation.samples * max(activation.width, 4)
     by_index = {stage.index: stage for stage in stages}
     total = 0
     for action in actions:
@@ -343,35 +358,36 @@ def tensor_parallel(
             total += loss * stage.head + layers * norms[0]
         elif action.kind in (Kind.BACKWARD, Kind.INPUT):
             total += unit * (stage.embedding * wire + layers * (2 * (1 + 2 * wire) + again))
-            total += unit * stage.head * (1 + (0 if loss_chunks else wire)) + layers * norms[1]
+            total += unit * stage.head * head + layers * norms[1]
     return Counter({("tp", INTRA): total} if tp > 1 else {})
 
 
-def repeated(config: RunConfig, activation: Activation) -> tuple[int, tuple[int, int]]:
-    """Return ``again`` and ``norms`` of a configuration's layers, as ``tensor_parallel`` takes them."""
-    model, granularity = config.model, config.training.recompute_granularity
-    after = model.hidden_dropout > 0 or "attention_output_norm" in LAYER_NORMS[model.transformer_block_type]
-    again = recomputed(granularity, activation.sequence_parallel, after)
-    split = model.qk_norm == "all-heads"
-    return again, split_norms(granularity, activation, max(activation.width, 4)) if split else (0, 0)
+def has_loss_chunks(config: RunConfig) -> bool:
+    """Return whether a micro-batch's loss takes several chunks. Where the planner is still to choose, it does not."""
+    size = config.training.loss_chunk_tokens
+    return isinstance(size, int) and size < config.batch.micro_batch_size * config.model.seq_length
 
 
-def split_norms(granularity: str, activation: Activation, wide: int) -> tuple[int, int]:
+def _split_norms(config: RunConfig, activation: Activation) -> tuple[int, int]:
     """Return the bytes of norms over all heads of queries and keys, in a layer's forward and in its backward.
 
-    Each is an all-reduce of two sums for each position, of ``wide`` bytes. A full recompute repeats the forward's.
+    Each is an all-reduce of two sums for each position. A full recompute repeats the forward's.
     """
-    tp = activation.tp
-    once = 2 * (tp - 1) * (2 * activation.length * activation.samples * wide) // tp
-    return once, once * (2 if granularity == "full" else 1)
+    if config.model.qk_norm != "all-heads":
+        return 0, 0
+    tp, sums = activation.tp, 2 * activation.length * activation.samples * max(activation.width, 4)
+    once = 2 * (tp - 1) * sums // tp
+    return once, once * (2 if config.training.recompute_granularity == "full" else 1)
 
 
-def recomputed(granularity: str, sequence_parallel: bool, after: bool) -> int:
-    """Return how many collectives of a layer's forward a recompute repeats.
+def _again(config: RunConfig) -> int:
+    """Return how many collectives of a layer's forward run again in its backward.
 
-    It repeats all but the last sum, unless something needs it: ``after`` says that dropout or a norm follows. Where
-    attention alone is recomputed, it repeats none.
+    A full recompute repeats all but the last sum, unless dropout or a norm after it needs it. One of attention
+    alone repeats none.
     """
-    if granularity != "full":
+    model = config.model
+    if config.training.recompute_granularity != "full":
         return 0
-    return (4 if sequence_parallel else 2) - (0 if after else 1)
+    after = model.hidden_dropout > 0 or "attention_output_norm" in LAYER_NORMS[model.transformer_block_type]
+    return (4 if config.parallel.sequence_parallel else 2) - (0 if after else 1)

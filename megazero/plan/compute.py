@@ -19,8 +19,7 @@ from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTRA, AxisSpec
-from megazero.plan.activations import has_loss_chunks
-from megazero.plan.communication import Activation, Formats, UnitShape, repeated, tensor_parallel
+from megazero.plan.communication import Activation, Formats, UnitShape, has_loss_chunks, tensor_parallel
 from megazero.plan.seconds import Collectives
 from megazero.plan.units import EMBEDDING, HEAD, LAYER, WIDTHS
 from megazero.pp.partition import StageSpec
@@ -86,13 +85,9 @@ class Compute:
         self.matrix_rate = device.peak(dtype) * device.matmul_efficiency
         self.memory_rate = device.memory_gbytes_per_s * 1e9
         self.codec_rate = (device.codec_gbytes_per_s or device.memory_gbytes_per_s * CODEC_SHARE) * 1e9
-        parallel, model, size = config.parallel, config.model, config.batch.micro_batch_size
-        self.tp = parallel.tensor_model_parallel_size
-        self.sharded = parallel.sequence_parallel and self.tp > 1
-        self.tokens = size * model.seq_length
-        self.activation = Activation(
-            model.seq_length, size, model.hidden_size, self.width, self.tp, self.sharded
-        )
+        self.activation = Activation.of(config, self.width)
+        self.tp, self.sharded = self.activation.tp, self.activation.sequence_parallel
+        self.tokens = config.batch.micro_batch_size * config.model.seq_length
         self.sizes = {EMBEDDING: self._embedding(), LAYER: self._layer(), HEAD: self._head()}
         self.times = {kind: self._module(kind, sizes) for kind, sizes in self.sizes.items()}
 
@@ -196,15 +191,12 @@ class Compute:
         """
         if self.tp == 1:
             return 0.0, 0.0, 0.0
-        again, norms = repeated(self.config, self.activation)
         only = StageSpec(0, 0, range(1 if kind == LAYER else 0), kind == EMBEDDING, kind == HEAD)
-        wide, chunks = max(self.width, 4), has_loss_chunks(self.config)
-        share = (self.tp - 1) * self.activation.whole // self.tp
-        each = share if self.sharded else 2 * share
+        each = self.activation.summed
         operation = "gather" if self.sharded else "sum"
         one, busy, _ = self.collectives.cost(operation, self.tp, 1, each)
         sent = (
-            tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, wide, norms, chunks)
+            tensor_parallel(self.config, [only], [Action(k, 0, 0)], self.activation)
             for k in (Kind.FORWARD, Kind.BACKWARD)
         )
         forward, backward = (each_way["tp", INTRA] for each_way in sent)

@@ -14,7 +14,7 @@ from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.dealing import ROUND_NUMEL, Cut
-from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.grid import INTER
 from megazero.plan import communication
 from megazero.plan.activations import loss_chunks
 from megazero.plan.base_layout import BaseLayout, schedule_of
@@ -77,9 +77,7 @@ class Layout:
         self.shards: Shards = self.given.shards(base.world)
         self.wire: Wire = self.given.wire(base.world)
         self.grid = base.grid(self.shards.factors)
-        width, wire = base.compute.width, self.wire
-        by_link = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
-        self.formats = Formats(width, sums or max(width, 4), wire.weights, by_link, wire.delta)
+        self.formats = Formats.of(self.wire, base.compute.width, sums)
         self._units_of: dict[int, RankUnits] = {}
         # All that a unit's chains depend on beside its shape and the cluster: base layouts share them.
         self._chains_key = (
@@ -87,7 +85,7 @@ class Layout:
             (
                 self.shards.factors,
                 self.shards.whole_gradients,
-                wire,
+                self.wire,
                 self.formats.width,
                 self.formats.sums,
                 all_reduce,
@@ -98,7 +96,7 @@ class Layout:
             self.grid,
             self.shards,
             self.formats,
-            wire.feedback,
+            self.wire.feedback,
             zero.zero_prefetch_bytes,
             base.cluster.on_host,
             outer=OuterFormat.of(
@@ -251,7 +249,7 @@ class Layout:
         optimizer = self.given.optimizer
         if not OPTIMIZERS[optimizer.optimizer].by_matrix:
             return 0
-        return 2 if optimizer.muon_fp32_matmul_prec == "medium" else max(self.formats.width, 4)
+        return communication.matrix_width(optimizer, self.formats.width)
 
     @property
     def _shares_matrices(self) -> bool:

@@ -61,7 +61,6 @@ class States:
     feedback: bool
     prefetch_bytes: int
     on_host: bool = False  # the ranks compute on processors, in their hosts' memory
-    pending_reductions: int = 2
     outer: OuterFormat | None = None
 
     @property
@@ -92,8 +91,12 @@ class States:
             return (unit.elements / p - inside) * self.formats.width
         if p == 1:
             return unit.elements * self.formats.width  # decoded at once
-        width = self.formats.width
-        return os / p * message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
+        return os / p * self._own_message(unit)
+
+    def _own_message(self, unit: UnitShape) -> int:
+        """Return the bytes of a rank's message in a refresh: of its OS slice."""
+        os, width = self.shards.os, self.formats.width
+        return message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
 
     def full_bytes(self, unit: UnitShape) -> float:
         return unit.elements * self.formats.width
@@ -104,8 +107,7 @@ class States:
             return self.full_bytes(unit)
         if self.formats.weights is None or not unit.quantised:
             return 0.0
-        width, os = self.formats.width, self.shards.os
-        return os * message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
+        return self.shards.os * self._own_message(unit)
 
     def gather_messages(self, unit: UnitShape) -> float:
         """Return the bytes of transient messages of a refresh and gather: none if they are the parameters."""
@@ -113,13 +115,11 @@ class States:
             return 0.0
         p, _, os = self.shards.factors
         parts = p if self.formats.delta and p < os else 1  # with differences, a gather's are the parameters
-        width = self.formats.width
-        messages = (
-            os / parts * message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
-        )
+        messages = os / parts * self._own_message(unit)
         if not (self.formats.delta and p < os):
             return messages
-        return messages + unit.elements / os * (width + self.formats.sums)  # the difference that is encoded
+        difference = unit.elements / os * (self.formats.width + self.formats.sums)  # that is encoded
+        return messages + difference
 
     def reduction_messages(self, unit: UnitShape, micro_batches: int) -> float:
         """Return the most bytes that a reduction's hop has at once: sent, received, and their sum for the next."""
@@ -230,6 +230,7 @@ def _crossing(grid: Grid) -> int:
 
 
 STREAMS = 2  # of each lane (comm/lane.py): chains that are under way at once
+PENDING_REDUCTIONS = 2  # units whose reductions may be in flight before a backward waits (zero/policy.py)
 SQUARE = 8  # bytes of an element's error, squared
 
 
@@ -266,7 +267,7 @@ def _outer_pool(units: RankUnits, states: States) -> float:
     outer, sums = states.outer, states.formats.sums
     if outer is None:
         return 0.0
-    order = units.reduced(1 + states.pending_reductions)
+    order = units.reduced(1 + PENDING_REDUCTIONS)
     sizes: dict[UnitShape, float] = {}
     for unit in set(order):
         row = outer.message_of(unit, states.d, sums)
@@ -274,7 +275,7 @@ def _outer_pool(units: RankUnits, states: States) -> float:
         # The difference; of what lies in host memory, the anchor and the outer momentum.
         slices = 1 + outer.config.outer_offload * (1 + outer.momentum)
         sizes[unit] = slices * unit.elements / states.shards.os * sums + fed_back + 2 * outer.replicas * row
-    return _window(order, 1 + states.pending_reductions, sizes)
+    return _window(order, 1 + PENDING_REDUCTIONS, sizes)
 
 
 def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool) -> float:
@@ -287,7 +288,7 @@ def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool)
 
     sure: count two chains of a lane if only the ranks' timing bounds how many are in flight.
     """
-    waiting = 1 + states.pending_reductions
+    waiting = 1 + PENDING_REDUCTIONS
     order = units.reduced(waiting)
     chains = {u: states.chain_bytes(u, micro_batches) for u in set(order)}
     staged = {u: u.elements * states.formats.width if states.g > 1 else 0.0 for u in chains}

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from megazero.mesh.grid import INTER
-from megazero.plan import communication
-from megazero.plan.gathers import gathers
+from megazero.plan.communication import step_hops
 from megazero.plan.layout import Layout
 from megazero.plan.topology import Topology
 
@@ -88,18 +87,10 @@ def axis_bytes(layout: Layout) -> Counter[str]:
     base, axes = layout.base, layout.grid.data_axes
     out: Counter[str] = Counter()
     for rank in range(base.pp):
-        units, copies = layout.units(rank).shapes, layout.copies(rank)
-        sizes = [unit.elements * layout.formats.width for unit in units]
-        often = gathers(copies, layout.program(rank, base.micro_batches), sizes)
-        for index, unit in enumerate(units):
-            refresh, gather = communication.weight_hops(unit, axes, layout.formats)
-            summed = communication.gradient_hops(
-                unit, axes, layout.formats, base.micro_batches, layout.shards.whole_gradients
-            )
-            for hops, times in ((refresh, 1), (gather, often[index]), (summed, 1)):
-                for hop in hops:
-                    again = base.micro_batches if hop.every else times
-                    out[hop.axis.name] += hop.sent * again
+        units, program = layout.units(rank).shapes, layout.program(rank, base.micro_batches)
+        hops = step_hops(units, axes, layout.formats, layout.copies(rank), program, base.micro_batches)
+        for _, hop, times in hops:
+            out[hop.axis.name] += hop.sent * times
         out["pp"] += base.other_bytes[rank]["pp", INTER]
     return Counter({name: sent / base.pp for name, sent in out.items()})
 

@@ -28,8 +28,6 @@ command line or the cluster file is wrong.
 Clusters that come with it: {", ".join(known_clusters())}.
 """
 EXPLAIN = "--explain"
-# What stands in for options that a plan does not depend on.
-STAND_INS = {"lr": 1e-4, "train_iters": 1, "mock_data": True}
 
 
 @dataclass(frozen=True)
@@ -169,8 +167,8 @@ def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:
     done["mock_data"] = True  # a plan reads no data
     done["vocab_size"] = run_vocabulary(values.get("tokenizer_type"), values.get("vocab_size"))
     if done.get("train_samples") is None:
-        done.setdefault("train_iters", STAND_INS["train_iters"])
-    done.setdefault("lr", STAND_INS["lr"])
+        done.setdefault("train_iters", 1)
+    done.setdefault("lr", 1e-4)
     return done
 
 

@@ -11,7 +11,7 @@ from megazero.charts import new_figure, save, stacked_bars
 from megazero.config import RunConfig
 from megazero.config.model.parameters import parameter_count, training_flops
 from megazero.config.options.cluster import Cluster
-from megazero.config.options.fields import show
+from megazero.config.options.fields import typed
 from megazero.config.run import all_options
 from megazero.files import write_text
 from megazero.plan.layout import Layout
@@ -73,10 +73,7 @@ def layout_flags(config: RunConfig) -> list[str]:
             and value in ("1f1b", "interleaved")
         ):
             continue
-        if opt.kind == "bool":
-            words.append(opt.flag if value else f"--{opt.negative_key}")
-        else:
-            words += [opt.flag, show(value)]
+        words += typed(opt, value).split(" ", 1)
     return words
 
 

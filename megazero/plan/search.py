@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.layout.shards import QUANTISED
+from megazero.config.nearest import common_divisors
 from megazero.config.options.cluster import Cluster
 from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
@@ -134,16 +135,6 @@ class ShardChoice(NamedTuple):
     shard: tuple[int, int, int] | None
 
 
-@dataclass
-class SearchCounts:
-    """How many base layouts and layouts were legal, how many fitted, and how many were simulated."""
-
-    bases: int = 0
-    layouts: int = 0
-    fitting: int = 0
-    simulated: int = 0
-
-
 class Search:
     """A search over the layouts of one model on one cluster.
 
@@ -154,7 +145,6 @@ class Search:
         self.values, self.cluster, self.policy = dict(values), cluster, LOSS_POLICIES[loss_policy]
         self.world = World(cluster.world_size, cluster.ranks_per_node)
         self.collectives = Collectives(cluster)
-        self.counts = SearchCounts()
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
         self._partitions: dict[tuple[int, int, str], tuple[StageSpec, ...]] = {}
 
@@ -170,7 +160,6 @@ class Search:
                 for line in error.errors:
                     self.errors[line] = self.errors.get(line, 0) + 1
                 continue
-            self.counts.bases += 1
             yield base
 
     def _stages_of(self, config: RunConfig) -> tuple[StageSpec, ...]:
@@ -191,7 +180,7 @@ class Search:
     def _choices(self) -> Iterator[dict[str, Any]]:
         """Yield the options of every base that sizes allow."""
         tensor, pipeline, mapping, sequence = PARALLEL
-        for tp in self._free(tensor, _divisors(self.cluster.ranks_per_node)):
+        for tp in self._free(tensor, common_divisors(self.cluster.ranks_per_node)):
             for pp in self._free(pipeline, self._pipeline_sizes(tp)):
                 for order in self._free(
                     mapping, [False, True] if pp > 1 and tp * pp < self.cluster.world_size else [False]
@@ -217,7 +206,7 @@ class Search:
     def _pipeline_sizes(self, tp: int) -> list[int]:
         replicas = int(self.values.get("outer_replicas") or 1) if self.values.get("outer_interval") else 1
         layers, ranks = int(self.values.get("num_layers") or 1), self.cluster.world_size // (replicas * tp)
-        return [k for k in _divisors(ranks) if k <= layers]
+        return [k for k in common_divisors(ranks) if k <= layers]
 
     def _stages(self, pp: int) -> Iterator[dict[str, Any]]:
         given = {name: self.values[name] for name in STAGES if self.values.get(name) is not None}
@@ -234,7 +223,7 @@ class Search:
         batch, d = self.values.get("global_batch_size"), self.cluster.world_size // ranks
         if not batch or batch % d:
             return [1] if not batch else []
-        return [size for size in _divisors(batch // d) if size <= LARGEST_MICRO_BATCH]
+        return [size for size in common_divisors(batch // d) if size <= LARGEST_MICRO_BATCH]
 
     # -- layouts ---------------------------------------------------------------------------------
 
@@ -261,7 +250,6 @@ class Search:
             except ValueError as error:
                 self.errors[str(error)] = self.errors.get(str(error), 0) + 1
                 continue
-            self.counts.layouts += not fewest_bits
             yield layout, name
             if fewest_bits:
                 return
@@ -303,7 +291,7 @@ class Search:
         sums = max(width, 4)
         updated = sums + base.config.optimizer.moment_bytes(sums, 1.0)  # at least: all are matrices
         room = self.cluster.device.room - base.least_activations
-        legal = [k for k in _divisors(base.d) if base.h % k == 0 or k % base.h == 0]
+        legal = [k for k in common_divisors(base.d) if base.h % k == 0 or k % base.h == 0]
         for os in legal:
             for g in (k for k in legal if os % k == 0):
                 for p in (k for k in legal if g % k == 0):
@@ -339,13 +327,11 @@ class Search:
             if isinstance(item, Found):
                 best.append(item)
             elif isinstance(item, Layout):
-                self.counts.simulated += 1
                 found = Found(item, simulate(item), name)
                 put(found.timing.seconds, item.memory.total, found)
             elif isinstance(item, ShardChoice):
                 for layout, formats in self.layouts(item):
                     if layout.fits:
-                        self.counts.fitting += 1
                         put(max(bound, least_seconds(layout)), layout.memory.total, layout, formats)
             elif item.least_activations > self.cluster.device.room:
                 continue
@@ -414,7 +400,3 @@ def _has_effect(formats: FormatChoice, shard: tuple[int, int, int], base: BaseLa
     weights = os > base.h and (not formats.delta or p < os)
     gradients = base.d > base.h and (not formats.once or g <= base.h)
     return (weights or not formats.weights) and (gradients or not formats.gradients)
-
-
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from megazero.mesh.grid import INTRA
 from megazero.plan.layout import LOCAL, Chain, Layout, TimedHop
+from megazero.plan.memory import PENDING_REDUCTIONS
 from megazero.plan.rank_step import RankStep
 from megazero.pp.schedules import Action, Kind
 
@@ -187,7 +188,7 @@ class Process(RankStep):
             self.reductions.append(running)
             self.pending.append(running)
             yield from self._poll((self.reductions,))
-            while self.staged and len(self.pending) > self.layout.states.pending_reductions:
+            while self.staged and len(self.pending) > PENDING_REDUCTIONS:
                 oldest = self.pending.popleft()
                 yield from self._wait(lambda t=oldest: t.done, "reduce", (self.reductions,))  # type: ignore[misc]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.layout import LOCAL, Chain, Layout
-from megazero.plan.memory import STREAMS
+from megazero.plan.memory import PENDING_REDUCTIONS, STREAMS
 from megazero.plan.rank_step import RankStep, Spent
 from megazero.plan.seconds import INTER_SITE
 from megazero.plan.shared_processors import Machine
@@ -145,7 +145,7 @@ class _Rank(RankStep):
             if not chain:
                 continue
             self.pending.append(self.reductions.run(chain, self.now, self.links))
-            allowed = self.layout.states.pending_reductions if self.staged else len(self.pending)
+            allowed = PENDING_REDUCTIONS if self.staged else len(self.pending)
             while len(self.pending) > (allowed if self.execution.behind else 0):
                 self.wait_until(self.pending.popleft(), "reduce")
 

@@ -6,7 +6,7 @@ rung of LADDER, so the planner takes the first on which meetings hardly cost tim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby, product
 from typing import Any, NamedTuple
@@ -49,7 +49,8 @@ MEETINGS = 0.05  # of the time: what meetings may take
 WORTH = 1.1  # times as long as the fastest: what a scheme that costs less in loss may take and still win
 POOLED = 3  # layouts of a scheme that are taken from each search, to be timed at all rates and delays
 EXACT, QUANTISED = "exact", "quantised"  # schemes whose every step crosses
-POLICIES = {EXACT: "exact", QUANTISED: "zeropp", OUTER: OUTER}  # the least cost in loss first
+POLICIES = {EXACT: "exact", QUANTISED: "zeropp"}  # of --loss-policy, for layouts without outer steps
+SCHEMES = (*POLICIES, OUTER)  # the least cost in loss first
 LOSS = (
     "loss: docs/loss.md has quantised messages at 1.3M parameters, and no run with outer steps yet. Published, not "
     "measured here: 500 steps cost little from a warmed-up model (DiLoCo); 4 bits lose nothing (Streaming DiLoCo); "
@@ -72,7 +73,7 @@ class Compared(NamedTuple):
 
 def winner(seconds: Mapping[str, float]) -> str:
     """Return the scheme that costs the least in loss of those that hardly take longer than the fastest."""
-    return next(name for name in POLICIES if seconds.get(name, 1e99) <= WORTH * min(seconds.values()))
+    return next(name for name in SCHEMES if seconds.get(name, 1e99) <= WORTH * min(seconds.values()))
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def answer(
     places = {point: cluster.with_slow_link(*point) for point in points}
     ends = [cluster, places[points[0]], places[points[-1]]]
     plain = {name: value for name, value in values.items() if not name.startswith("outer_")}
-    pools = dict(zip((EXACT, QUANTISED), _pools(plain, ends, ("exact", "zeropp"), POOLED), strict=True))
+    pools = dict(zip(POLICIES, _pools(plain, ends, POLICIES.values(), POOLED), strict=True))
     best: list[Found] = []
     # On the last rung residuals of what was rounded and buffers of what crosses take memory that the first has left.
     for count, rung in product(replica_counts(values, cluster), dict.fromkeys((rungs[-1], rungs[0]))):
@@ -120,7 +121,7 @@ def answer(
             break
     rows = []
     for (rate, delay), place in places.items():
-        moved = {name: [_moved(one, place) for one in pools[name]] for name in (EXACT, QUANTISED)}
+        moved = {name: [_moved(one, place) for one in pools[name]] for name in POLICIES}
         moved[OUTER] = _on_ladder(pools[OUTER], place, rungs, values)
         fastest = {name: min(pool, key=lambda one: one.key, default=None) for name, pool in moved.items()}
         rows.append(Compared(rate, delay, fastest))
@@ -149,7 +150,7 @@ def _options(steps: Steps, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pools(
-    values: Mapping[str, Any], places: Iterable[Cluster], policies: Sequence[str], number: int
+    values: Mapping[str, Any], places: Iterable[Cluster], policies: Collection[str], number: int
 ) -> list[list[Found]]:
     """Return for each policy the layouts that are among the fastest in one of these places."""
     pools: list[dict[Any, Found]] = [{} for _ in policies]

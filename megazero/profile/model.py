@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from megazero.config import RunConfig, World, make_config
 from megazero.config.options.cluster import Cluster
-from megazero.mesh.mesh import create_mesh
+from megazero.mesh.mesh import create_mesh, gather_objects
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
-from megazero.ops.health import gather
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
 from megazero.plan.units import EMBEDDING, HEAD, LAYER
@@ -128,7 +127,7 @@ def _lacking(attempt: Callable[[], None], device: torch.device) -> str:
             torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         lacks = f"{error}".partition("\n")[0] or "out of memory"
-    every = gather(lacks)
+    every = gather_objects(lacks)
     rank = next((rank for rank, text in enumerate(every) if text), None)
     if rank is None:
         return ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from megazero.config.nearest import common_divisors
+
 SMALLEST = 4096  # bytes of a message; below, latency is all there is
 STEP = 4  # from one size to the next
 CODED_BITS = (8, 4, 2)
@@ -33,8 +35,8 @@ class Modules(NamedTuple):
 
 def wires(nodes: int, per_node: int) -> Iterator[CollectivePoint]:
     """Yield the collectives that a step can have: over axes inside a node, and over one rank of each node."""
-    inside = [size for size in divisors(per_node) if size > 1]
-    across = [size for size in divisors(nodes) if size > 1]
+    inside = [size for size in common_divisors(per_node) if size > 1]
+    across = [size for size in common_divisors(nodes) if size > 1]
     for operation in ("gather", "exchange"):
         yield from (CollectivePoint(operation, size, 1) for size in inside)
         yield from (CollectivePoint(operation, size, size) for size in across)
@@ -48,7 +50,7 @@ def wires(nodes: int, per_node: int) -> Iterator[CollectivePoint]:
 
 def modules(per_node: int, micro_batches: Sequence[int]) -> Iterator[Modules]:
     """Yield the sizes at which the modules are measured."""
-    for tp in divisors(per_node):
+    for tp in common_divisors(per_node):
         yield from (Modules(tp, size) for size in micro_batches)
 
 
@@ -58,7 +60,3 @@ def sizes(largest: int) -> list[int]:
     while out[-1] * STEP <= largest:
         out.append(out[-1] * STEP)
     return out
-
-
-def divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]

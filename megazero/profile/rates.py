@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megazero.comm.codec import Blockwise, Codec, Hadamard, Identity
 from megazero.config import RunConfig
+from megazero.mesh.mesh import gather_objects
 from megazero.models.dtypes import DTYPES
-from megazero.ops.health import gather
 from megazero.plan.compute import UPDATE_BYTES
 from megazero.profile.points import CODED_BITS
 from megazero.profile.timing import Clock
@@ -77,7 +76,7 @@ def measure_share(operation: Callable[[], Any], clock: Clock, host: Mapping[str,
     took, after = time.perf_counter() - began, _idle()
     share = 1.0 - (after - before) / (took * len(os.sched_getaffinity(0)))
     known = host["ranks"] > host["count"] and after > before
-    return statistics.mean(gather(min(1.0, max(0.1, share)) if known else 1.0))
+    return statistics.mean(gather_objects(min(1.0, max(0.1, share)) if known else 1.0))
 
 
 def _idle() -> float:
@@ -134,10 +133,6 @@ def measure_codecs(config: RunConfig, clock: Clock) -> Iterator[dict[str, Any]]:
 def find_host() -> dict[str, int]:
     """Return how many processors this rank's host has for its ranks, and how many ranks that are."""
     own = (BOOT.read_text() if BOOT.exists() else "", sorted(os.sched_getaffinity(0)))
-    every: list[Any] = [own]
-    if dist.is_initialized():
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-    mine = [cores for boot, cores in every if boot == own[0]]
+    mine = [cores for boot, cores in gather_objects(own) if boot == own[0]]
     processors = len({core for cores in mine for core in cores})
     return {"count": max(1, processors // torch.get_num_threads()), "ranks": len(mine)}

@@ -19,10 +19,10 @@ from megazero.config.options.fields import show
 from megazero.config.options.sections import TrainingConfig
 from megazero.config.run import all_options
 from megazero.mesh.launch import Launch, allocator_notes, prepare_cuda
-from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
+from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, gather_objects, init_distributed
 from megazero.mesh.rendezvous import RanksMissing, meet
 from megazero.ops.failures import RankFailure
-from megazero.ops.health import gather, refuse_missing_gpus
+from megazero.ops.health import refuse_missing_gpus
 from megazero.ops.health_probes import missing_gpus
 
 # Options that may differ between ranks: what only the first rank uses, and where files lie on a node.
@@ -137,9 +137,9 @@ def _refuse_different_options(config: RunConfig) -> None:
         for name, option in all_options().items()
         if name not in OWN_OPTIONS and option.section not in OWN_SECTIONS
     }
-    digests = gather(hashlib.sha256(json.dumps(own).encode()).hexdigest())
+    digests = gather_objects(hashlib.sha256(json.dumps(own).encode()).hexdigest())
     if len(set(digests)) > 1:  # only now the values: they are large, the digests are not
-        raise ValueError(_odd_ranks(gather(own), digests))
+        raise ValueError(_odd_ranks(gather_objects(own), digests))
 
 
 def _odd_ranks(every: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> str:

@@ -20,8 +20,7 @@ from megazero.config import RunConfig, World
 from megazero.config.layout.shards import AUTO
 from megazero.config.options.cluster import Cluster, Cores, Device, InterNode, IntraNode, cluster_of_run
 from megazero.config.run import all_options
-from megazero.mesh.mesh import Mesh
-from megazero.ops.health import gather
+from megazero.mesh.mesh import Mesh, gather_objects
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory, saved_width
@@ -199,7 +198,7 @@ def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:
             found = (
                 _too_large(smallest, room) if smallest else "--zero-preset auto: no sharding is legal here"
             )
-    found = gather(found)[0]
+    found = gather_objects(found)[0]
     if isinstance(found, str):
         raise ValueError(found)
     zero, lines = found
@@ -281,7 +280,7 @@ def room_of(device: torch.device, local_ranks: int) -> float | None:
     else:
         available = _meminfo().get("MemAvailable")
         own = None if available is None else available / local_ranks
-    return min((room for room in gather(own) if room is not None), default=None)
+    return min((room for room in gather_objects(own) if room is not None), default=None)
 
 
 def _meminfo() -> Mapping[str, int]:

@@ -23,11 +23,11 @@ from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_option
 from megazero.log.exit_status import ExitStatus, end_folder, forget_status, record_status, status_of
 from megazero.log.time_bill import TimeBill
 from megazero.mesh.launch import Launch
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, gather_objects
 from megazero.models import Decoder
 from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
 from megazero.ops.failures import NonFiniteLoss, RankFailure, readable_failures
-from megazero.ops.health import Unhealthy, gather, healthy_mesh, record_bad_nodes
+from megazero.ops.health import Unhealthy, healthy_mesh, record_bad_nodes
 from megazero.ops.lease import BEAT_S, SILENT_S, FolderInUse, Lease
 from megazero.ops.stragglers import Stragglers
 from megazero.ops.watchdog import judging_s
@@ -146,7 +146,7 @@ def _take_folders(config: RunConfig, supervisor: Supervisor) -> None:
 def _share_lease(supervisor: Supervisor) -> None:
     """Tell all ranks what the first one holds. Collective. Raises NotStarted on every rank if another run has it."""
     lease = supervisor.lease
-    refused, owner, numbers = gather((supervisor.refused, lease.holder.owner, lease.numbers))[0]
+    refused, owner, numbers = gather_objects((supervisor.refused, lease.holder.owner, lease.numbers))[0]
     if refused is not None:
         raise NotStarted(refused, ExitStatus.IN_USE)
     lease.adopt(owner, numbers)
@@ -176,7 +176,7 @@ def _first_to_report(text: str) -> bool:
 
 def _look_for_kill_switch(path: str | None) -> None:
     """Raise NotStarted on every rank if any rank sees the file. Collective."""
-    if path is not None and any(gather(os.path.exists(path))):
+    if path is not None and any(gather_objects(os.path.exists(path))):
         raise NotStarted(
             f"--kill-switch-path {path} is there: the run does not begin; remove the file to start it"
         )

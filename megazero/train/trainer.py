@@ -25,11 +25,11 @@ from megazero.data.sampler import Batches
 from megazero.log.exit_status import ExitStatus
 from megazero.log.metrics import IterationMetrics
 from megazero.log.time_bill import TimeBill
+from megazero.mesh.mesh import gather_objects
 from megazero.models import Decoder
 from megazero.models.compilation import CompileTime
 from megazero.ops.exit_conditions import ExitConditions
 from megazero.ops.failures import LocalStep, NonFiniteGuard, NonFiniteLoss
-from megazero.ops.health import gather
 from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.pp.executor import Pipeline
 from megazero.train.codec_costs import CodecCosts
@@ -332,8 +332,8 @@ class Trainer:
         samples = tuple(sample for row in step.ids for sample in row)
         own = LocalStep(self.mesh.rank, float(ranks[self.mesh.rank].loss), samples)
         if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
-            self.guard.check_loss(iteration, loss, own, gather)
-        self.guard.check_norm(iteration, info.mean_norm, own, gather, self.scaling.can_fall)
+            self.guard.check_loss(iteration, loss, own, gather_objects)
+        self.guard.check_norm(iteration, info.mean_norm, own, gather_objects, self.scaling.can_fall)
 
     def _take_stalls(self) -> None:
         """Add to the bill what the compute stream waited, on CUDA."""

@@ -7,6 +7,7 @@ plan/communication.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid, make_grid
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
 from megazero.plan import communication
-from megazero.plan.activations import has_loss_chunks
 from megazero.plan.communication import Activation, Bytes, Formats, OuterFormat, UnitShape
 from megazero.plan.gathers import Copies
 from megazero.pp.schedules import make_schedule
@@ -48,8 +48,8 @@ class ExpectedBytes:
             parallel.use_tp_pp_dp_mapping,
             config.outer_replicas(world),
         )
-        sums = max(DTYPES[config.precision.params_dtype].itemsize, 4)
-        self.outer = OuterFormat.of(config.outer, self.grid.outer, sums)
+        self.width = DTYPES[config.precision.params_dtype].itemsize
+        self.outer = OuterFormat.of(config.outer, self.grid.outer, self._formats(True).sums)
         self._cached = lru_cache(maxsize=None)(self._step)
 
     def bytes_of(self, rank: int, step: int, after_save: bool) -> dict[str, int]:
@@ -82,19 +82,14 @@ class ExpectedBytes:
         schedule = make_schedule(config.pipeline_schedule, grid.pp, config.virtual_stages, micro_batches)
         program = [(str(a.kind.value), a.stage // grid.pp) for a in schedule[pp]]
         units, copies, laid_out = self._units(decoder, rank)
-        formats, activation = self._formats(exact_gradients), self._activation()
+        formats, activation = self._formats(exact_gradients), Activation.of(config, self.width)
         line = grid.axis("pp").ranks(rank)
         ends = grid.link(line[0], line[-1]) if decoder.tied_ends() else None
         total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches, ends)
         total += self._updates(laid_out, rank)
         total += self._meetings(units, laid_out, leaves, arrives)
         total += communication.pipeline(schedule, grid, rank, activation)
-        again, norms = communication.repeated(config, activation)
-        wide = max(activation.width, 4)
-        chunks = has_loss_chunks(config)
-        total += communication.tensor_parallel(
-            decoder.stages, schedule[pp], activation, again, wide, norms, chunks
-        )
+        total += communication.tensor_parallel(config, decoder.stages, schedule[pp], activation)
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
 
     def _meetings(
@@ -117,18 +112,10 @@ class ExpectedBytes:
         return Decoder(self.config.model, context, stages=own, device="meta")
 
     def _formats(self, exact_gradients: bool) -> Formats:
-        width = DTYPES[self.config.precision.params_dtype].itemsize
         if self.exact:
-            return Formats(width, max(width, 4))
-        wire = self.wire
-        gradients = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
-        return Formats(width, max(width, 4), wire.weights, None if exact_gradients else gradients, wire.delta)
-
-    def _activation(self) -> Activation:
-        model, size = self.config.model, self.config.batch.micro_batch_size
-        width = DTYPES[self.config.precision.params_dtype].itemsize
-        sharded = self.config.parallel.sequence_parallel and self.grid.tp > 1
-        return Activation(model.seq_length, size, model.hidden_size, width, self.grid.tp, sharded)
+            return Formats(self.width, max(self.width, 4))
+        formats = Formats.of(self.wire, self.width)
+        return replace(formats, gradients=None) if exact_gradients else formats
 
     def _units(self, decoder: Decoder, rank: int) -> tuple[list[UnitShape], Copies, list[LaidOut]]:
         """Return the units in the order of use, which modules need which units, and how they are laid out.
@@ -221,8 +208,7 @@ class ExpectedBytes:
         cuts = [(axis.size, axis.link) for axis in axes]
         dealing, _ = deal_matrices([unit.layout for unit in units], traits, cuts, self.grid.tp)
         axes = [*axes, self.grid.axis("tp")][: len(dealing.sizes)]
-        width = DTYPES[self.config.precision.params_dtype].itemsize
-        width = 2 if self.config.optimizer.muon_fp32_matmul_prec == "medium" else max(width, 4)
+        width = communication.matrix_width(self.config.optimizer, self.width)
         for route in dealing.routes(tuple(axis.index(rank) for axis in axes)):
             for axis, hop in zip(axes, route.hops, strict=True):
                 own = axis.index(rank)

@@ -43,7 +43,7 @@ def placements(tp, rank):
     return [
         Placement.plain("embed", SHAPES["embed"], (rows, HIDDEN), rank * rows),
         Placement("qkv", SHAPES["qkv"], (3 * part, HIDDEN), segments, transposed=True),
-        Placement.plain("out", SHAPES["out"], (HIDDEN, part), offset1=rank * part),
+        Placement("out", SHAPES["out"], (HIDDEN, part), (RowRange(0, HIDDEN, 0),), offset1=rank * part),
         Placement.plain("norm", SHAPES["norm"]),
         Placement.plain("scale", SHAPES["scale"]),
     ]

@@ -106,7 +106,6 @@ def resume(case: Case, path):
         group=dist.group.WORLD,
         kinds=load_kinds(engine, list(manifest.kinds), ["exp_avg", "exp_avg_sq"], True),
         layout={"case": case.letters, "per_node": case.per_node},
-        convert=True,
     )
     engine.invalidate()
     engine.optimizer.load_scalars(loaded.state["optimizer"])

@@ -96,7 +96,7 @@ def continued(letters: str, kept: str, path: Path) -> dict[str, torch.Tensor]:
     model, engine = engine_of(of, kept)
     kinds = {"master": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
     records = load_records(engine)
-    loaded = store.load(path, records=records, group=dist.group.WORLD, kinds=kinds, convert=True)
+    loaded = store.load(path, records=records, group=dist.group.WORLD, kinds=kinds)
     engine.invalidate()
     engine.optimizer.load_scalars(loaded.state["optimizer"])
     engine.load_state(json.loads(json.dumps(loaded.state["engine"])))

@@ -47,8 +47,9 @@ def column_parallel(rows, columns, tp, padded=None):
 
 
 def row_parallel(rows, columns, tp):
+    whole = (RowRange(0, rows, 0),)
     return [
-        Placement.plain("w", (rows, columns * tp), (rows, columns), offset1=r * columns) for r in range(tp)
+        Placement("w", (rows, columns * tp), (rows, columns), whole, offset1=r * columns) for r in range(tp)
     ]
 
 

@@ -118,16 +118,14 @@ def test_fused_transposed_and_padded_reload_in_another_form(tmp_path):
     assert torch.equal(target.tensors["weights"], expected)
 
 
-def test_masters_from_weights_and_conversion_only_when_asked(tmp_path):
+def test_masters_from_weights_and_in_another_dtype(tmp_path):
     path = saved(tmp_path)
     targets = [record("embed", (7, 4), 0.0, ("weights", "master")), record("norm", (4,), 0.0)]
-    store.load(path, records=targets, kinds={"weights": "weights", "master": "weights"}, strict=False)
+    store.load(path, records=targets, kinds={"weights": "weights", "master": "weights"})
     assert torch.equal(targets[0].tensors["master"], model()[0].tensors["weights"])
     assert torch.equal(targets[0].tensors["weights"], model()[0].tensors["weights"])
     half = model(0.0, dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError, match="torch.bfloat16 here and 'weights' is stored as torch.float32"):
-        store.load(path, records=half)
-    store.load(path, records=half, convert=True)
+    store.load(path, records=half)
     assert torch.equal(half[0].tensors["weights"], model()[0].tensors["weights"].bfloat16())
     with pytest.raises(CheckpointError, match="it holds no 'exp_avg', only 'weights'"):
         store.load(path, records=model(), kinds=("exp_avg",))
@@ -157,7 +155,7 @@ def test_tensors_converted_as_they_are_written_give_the_same_files(tmp_path, mon
 
 
 def test_what_two_checkpoints_differ_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(inspection, "pieces", lambda shape: reading.pieces(shape, limit=2))
+    monkeypatch.setattr(reading, "PIECE_ELEMENTS", 2)
     w, moved = (
         torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]]),
         torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.5]]),
@@ -203,9 +201,6 @@ def test_another_model_is_named_tensor_by_tensor(tmp_path):
     assert "'embed': model (9, 4), checkpoint (7, 4)" in text
     assert "'head': model (2,), checkpoint absent" in text and "'norm': model absent" in text
     assert (others[0].tensors["weights"] == 0).all()
-    with pytest.raises(CheckpointError, match="1 of 1 tensors"):
-        store.load(path, records=others, strict=False)
-    store.load(path, records=others[1:], strict=False)
 
 
 def test_saved_elements_need_exactly_one_owner(tmp_path):

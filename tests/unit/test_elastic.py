@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.checkpoint import directory, store
+from megazero.checkpoint import directory, manifest, store
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import ConfigError, RunConfig, World, make_config
@@ -131,12 +131,12 @@ def test_a_ramp_up_takes_what_divides_every_size_to_come(tmp_path: Path) -> None
 def test_where_a_ramp_up_goes_on_is_read_from_one_state_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "check_sizes", lambda *_: pytest.fail("it looked at every file"))
+    monkeypatch.setattr(manifest, "check_sizes", lambda *_: pytest.fail("it looked at every file"))
     assert directory.latest(tmp_path, look=directory.described) is None
     monkeypatch.undo()
     saved(tmp_path, consumed=0, batch=16, step=120)
     saved(tmp_path, consumed=32, batch=16, step=90)  # since: the run was taken back
-    monkeypatch.setattr(directory, "check_sizes", lambda *_: pytest.fail("it looked at every file"))
+    monkeypatch.setattr(manifest, "check_sizes", lambda *_: pytest.fail("it looked at every file"))
     newest = directory.latest(tmp_path, look=directory.described)
     assert newest is not None and directory.stated(newest) == {"consumed_samples": 32}
     (tmp_path / "iter_0000090" / "state.json").write_text("{")

@@ -226,7 +226,7 @@ def test_a_node_without_the_gpus_that_it_was_given_is_named(
         (f"n{n}", "8 GPUs were given, and torch sees 7" if f"n{n}" in lacking else None, built)
         for n in range(nodes)
     ]
-    monkeypatch.setattr("megazero.ops.health.gather", lambda _: said)
+    monkeypatch.setattr("megazero.ops.health.gather_objects", lambda _: said)
     with pytest.raises(Unhealthy, match=r"n\d: 8 GPUs were given.*--device cpu trains without") as caught:
         refuse_missing_gpus("auto", "n0")
     assert (caught.value.exit_status, caught.value.nodes) == (status, left_out)

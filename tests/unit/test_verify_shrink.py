@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from megazero.cli import COMMANDS, main
-from megazero.config import ConfigError
+from megazero.config import ConfigError, make_config
 from megazero.config.layout.wire import Coding
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import data_cuts, make_grid
 from megazero.plan import communication
 from megazero.plan.communication import Activation, Formats, UnitShape
 from megazero.plan.gathers import Copies, gathers
+from megazero.plan.options import with_stand_ins
 from megazero.pp.partition import partition
 from megazero.pp.schedules import make_schedule
 from megazero.verify.options import VerifyConfig, read_request
@@ -344,18 +345,26 @@ def test_boundaries_of_a_pipeline() -> None:
 def test_tensor_parallel_sums() -> None:
     (stage,) = partition(3, 1)
     actions = make_schedule("1f1b", 1, 1, 2)[0]
-    activation = Activation(8, 1, 16, 4, tp=2)
-    sent = communication.tensor_parallel([stage], actions, activation, 0, 4)["tp", "intra_node"]
+
+    def sent(**options) -> int:
+        values = {
+            "num_layers": 3,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "vocab_size": 32,
+            "seq_length": 8,
+        }
+        values |= {"tensor_model_parallel_size": 2, "micro_batch_size": 1, "hidden_dropout": 0.0}
+        config = make_config(with_stand_ins(values | options))
+        return communication.tensor_parallel(config, [stage], actions, Activation.of(config, 4))[
+            "tp", "intra_node"
+        ]
+
     ring, loss = 8 * 16 * 4, 2 * 8 * 4
     # a micro-batch: the embedding's sum, two forward and two backward in each layer, the head's backward, the loss
-    assert sent == 2 * (ring * (1 + 3 * 4 + 1) + loss)
-    cut = replace(activation, sequence_parallel=True)
-    whole, chunks = (
-        communication.tensor_parallel([stage], actions, cut, 0, 4, loss_chunks=several)["tp", "intra_node"]
-        for several in (False, True)
-    )
-    assert whole - chunks == 2 * ring / 2, "each backward gathers the head's input once less"
-    assert (
-        communication.recomputed("full", False, False) == 1
-        and communication.recomputed("selective", True, False) == 0
-    )
+    whole = 2 * (ring * (1 + 3 * 4 + 1) + loss)
+    assert sent() == sent(recompute_granularity="selective") == whole
+    assert sent(recompute_granularity="full") == whole + 2 * 3 * ring, "each layer's first sum runs again"
+    cut = {"sequence_parallel": True}
+    saved = sent(**cut) - sent(**cut, loss_chunk_tokens=4)
+    assert saved == 2 * ring / 2, "each backward gathers the head's input once less"

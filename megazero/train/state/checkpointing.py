@@ -235,7 +235,6 @@ class Checkpointing:
             kinds=load_kinds(self.engine, list(manifest.kinds), moments, residual),
             layout=self._layout,
             checked=True,  # train/state/origin.py has, before anything was allocated
-            convert=True,  # every destination is the master or a moment, at least as precise as what is stored
         )
         self.engine.invalidate()
         if options.finetune:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import Look, complete, in_the_way, supersede
 from megazero.checkpoint.errors import agree, agree_local, error_number
-from megazero.checkpoint.manifest import check_sizes
-from megazero.checkpoint.reading import open_manifest
+from megazero.checkpoint.manifest import open_manifest
 from megazero.config import RunConfig
 from megazero.config.layout.outer import feeds_back, fragments, keeps_momentum
 from megazero.config.model.loaded import Chosen, checkpoint_to_load
@@ -339,7 +338,7 @@ def _incomplete(root: Path, after: int = -1) -> Iterator[str]:
         step = path.name.removeprefix("iter_")
         if step.isdecimal() and int(step) > after:
             try:
-                check_sizes(path, store.read_manifest(path))
+                open_manifest(path)
             except (store.CheckpointError, OSError) as error:
                 yield f"{path.name} was left out: {error}"
 

@@ -92,7 +92,6 @@ class ReplicaCheckpoint:
             kinds=kinds,
             layout=self.layout,
             checked=True,
-            convert=True,
         )
 
 
