@@ -1,4 +1,4 @@
-"""Another commit's code beside this working tree's, for programs that run both, each by its own scripts. No torch."""
+"""Another commit's code beside this working tree's, for programs that run both, each by its own scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.harness import ROOT
 
 
 @dataclass(frozen=True)

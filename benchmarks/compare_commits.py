@@ -10,7 +10,6 @@ anything differs or a run fails, 2 if the command line is wrong. Takes about a m
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -28,6 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import harness
 from benchmarks.commit_trees import Tree, TreeRanks, two_trees
 from megazero.checkpoint import store
 from megazero.log.metrics import read_metrics
@@ -99,7 +99,7 @@ CASES = {
 }
 
 
-# -- results of two trees ------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,6 @@ class Row:
     @property
     def equal(self) -> bool:
         return not self.failed and not self.differences
-
-
-# -- results ---------------------------------------------------------------------------------------------
 
 
 def read_result(folder: Path, after: int = 0) -> dict[str, Tensor]:
@@ -256,9 +253,7 @@ def row(name: str, iterations: int, one: Path, two: Path, wrong: str) -> Row:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--against", default="HEAD~1", metavar="REF", help="a commit of this checkout")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE")

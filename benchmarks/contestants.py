@@ -6,40 +6,24 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megazero import zero
-from megazero.config import resolve_shards
+from megazero.config import RunConfig, resolve_shards
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, ModelConfig, initializer, make_model
+from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
 from megazero.zero.records import held_bytes
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
 CLIP = 1.0
 
 
-class Sizes(Protocol):
-    """What a shape says of its model; sequence is the longest, in tokens."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def ffn(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def vocabulary(self) -> int: ...
-    @property
-    def sequence(self) -> int: ...
-
-
-def llama(sizes: Sizes) -> ModelConfig:
-    """Return the model section of a Llama of these sizes."""
+def llama(sizes: Any) -> ModelConfig:
+    """The model section of a Llama. sizes: has layers, hidden, ffn, heads, vocabulary and sequence, the longest."""
     return make_model(
         model_family="llama",
         num_layers=sizes.layers,
@@ -49,6 +33,19 @@ def llama(sizes: Sizes) -> ModelConfig:
         vocab_size=sizes.vocabulary,
         max_position_embeddings=sizes.sequence,
     )
+
+
+def options_of(sizes: Any) -> dict[str, Any]:
+    """The options of a run that say so, its sequences as long as the longest."""
+    return {
+        "model_family": "llama",
+        "num_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": sizes.ffn,
+        "num_attention_heads": sizes.heads,
+        "vocab_size": sizes.vocabulary,
+        "seq_length": sizes.sequence,
+    }
 
 
 @dataclass(frozen=True)
@@ -149,6 +146,24 @@ def ours(
         return total / shape.tokens
 
     return step, engine
+
+
+def pipelined(config: RunConfig, mesh: Mesh, tokens: torch.Tensor, micro_batches: int) -> Step:
+    """A step of this rank's stages on its tokens [all samples, sequence], which are the labels, too. It returns the
+    summed loss, 0 without the last stage."""
+    decoder = build_decoder(config, mesh)
+    engine = shard_decoder(decoder, config, mesh)
+    pipeline = build_pipeline(decoder, engine, config, mesh)
+    data = [MicroBatch(t, t, torch.ones(t.shape)) for t in tokens.chunk(micro_batches)]
+    program, total = pipeline.program(micro_batches), tokens.numel() * mesh.dp_size
+
+    def step() -> torch.Tensor:
+        engine.begin_step(micro_batches, total, program)
+        loss = pipeline.step(data)
+        engine.step()
+        return loss
+
+    return step
 
 
 class AdamW:

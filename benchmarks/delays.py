@@ -24,7 +24,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from benchmarks.contestants import Shape
+from benchmarks.comparison import shape_of
 from benchmarks.peers import CONTESTANTS
 from megazero.comm.hops import Traffic, start_exchange
 from megazero.mesh.grid import INTER
@@ -80,8 +80,7 @@ def link_row(lab: Lab, interfaces: int, rounds: int) -> list[str]:
 
 def messages(names: list[str], micro_batches: int) -> dict[str, dict[str, int]]:
     """By contestant and kind of hop, the messages that this rank sends across nodes in its second step."""
-    shape = Shape(sequence=128, micro_batch=1, micro_batches=micro_batches, dtype=torch.bfloat16)
-    found = {}
+    shape, found = shape_of(micro_batches), {}
     for name in names:
         running = CONTESTANTS[name].build(shape, harness.ranks_per_node() // 2)  # two nodes, here on one
         assert running.traffic is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from benchmarks.gpu_report.setting import wait
+from benchmarks.gpu_report.setting import own_seconds, peak_bytes
 from megazero.models import Decoder, make_model
 from megazero.models.positions import Documents
 
@@ -54,25 +54,12 @@ def step(decoder: Decoder, tokens: torch.Tensor, documents: Documents | None) ->
     decoder(tokens, tokens, documents=documents).sum().backward()
 
 
-def step_seconds(decoder: Decoder, tokens: torch.Tensor, documents: Documents | None) -> float:
-    """On a CPU seconds of this process, so that others on the machine do not count."""
-    clock = time.perf_counter if tokens.is_cuda else time.process_time
-    wait(tokens.device)
-    began = clock()
-    step(decoder, tokens, documents)
-    wait(tokens.device)
-    return clock() - began
-
-
-def peak_bytes(decoder: Decoder, tokens: torch.Tensor, documents: Documents | None) -> int:
+def most_bytes(run: Callable[[], object], device: torch.device) -> int:
     """The most bytes that a step holds above those before it."""
-    if tokens.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step(decoder, tokens, documents)
-        return torch.cuda.max_memory_allocated() - before
+    if device.type == "cuda":
+        return peak_bytes(run)
     with torch.profiler.profile(profile_memory=True) as profile:
-        step(decoder, tokens, documents)
+        run()
     held = most = 0
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
@@ -105,7 +92,7 @@ def main() -> None:
             made.initialize(0)
             return made.to(device)
 
-        turns = {"plain causal": partial(step_seconds, decoder(0, "auto"), tokens, None)}
+        steps = {"plain causal": partial(step, decoder(0, "auto"), tokens, None)}
         for backend in options.backends:
             for window in options.windows:
                 model = decoder(window, backend)
@@ -113,11 +100,12 @@ def main() -> None:
                 for document in (0, *options.documents) if window else options.documents:
                     packed = documents_of(length, batch, document, device) if document else None
                     name = f"{backend}: {within}{f'documents of {document}' if document else 'no documents'}"
-                    turns[name] = partial(step_seconds, model, tokens, packed)
+                    steps[name] = partial(step, model, tokens, packed)
+        turns = {name: partial(own_seconds, each, device) for name, each in steps.items()}
         found = harness.take_turns(turns, options.rounds)
-        peaks = {name: peak_bytes(*turn.args) for name, turn in turns.items()}
+        peaks = {name: most_bytes(each, device) for name, each in steps.items()}
         print(f"{batch} x {length} tokens, {device.type}, recompute {options.recompute}")
-        plain = next(iter(turns))
+        plain = next(iter(steps))
         for name, seconds in found.items():
             ratio = harness.spread(harness.ratios(seconds, found[plain]), 2)
             print(

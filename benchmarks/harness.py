@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -280,10 +281,27 @@ def of_medians(own: Sequence[float], other: Sequence[float], digits: int = 2) ->
 # -- pages -----------------------------------------------------------------------------------------------
 
 
+def turn_rows(turns: Mapping[str, Sequence[tuple[float, int]]]) -> list[list[str]]:
+    """Of each contestant's turns of ``measure_most``: its name, ms, MB sent, and its ratio to the first."""
+    rows: list[list[str]] = []
+    base = [seconds for seconds, _ in next(iter(turns.values()))]
+    for name, taken in turns.items():
+        seconds = [took for took, _ in taken]
+        sent = statistics.median(count for _, count in taken) / 1e6
+        ratio = spread(ratios(seconds, base), 2) if rows else ""
+        rows.append([name, spread([t * 1e3 for t in seconds], 1), f"{sent:.2f}", ratio])
+    return rows
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown."""
     head, *lines = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
     return "\n".join([head, "|" + "---|" * len(header), *lines])
+
+
+def filled(text: str) -> str:
+    """A paragraph in lines of a page's width."""
+    return textwrap.fill(" ".join(text.split()), 118, break_on_hyphens=False)
 
 
 def setting() -> str:

@@ -10,7 +10,6 @@ flat. Within a case the contestants take turns; bytes are what the kernel counte
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from benchmarks.contestants import Shape, Step, ours
+from benchmarks.comparison import shape_of
+from benchmarks.contestants import Step, ours
 from megazero.comm.codec import Identity
 from megazero.comm.hops import Traffic, start_exchange, start_gather
 from megazero.mesh.mesh import Axis, Mesh, create_mesh, reduce_scatter_flat
@@ -99,7 +99,7 @@ def reductions(n: int, nested: Mesh, flat: Axis, across: Identity) -> Case:
 
 def steps(ranks_per_node: int) -> Case:
     """A step of the comparison's decoder under zero3."""
-    shape = Shape(sequence=128, micro_batch=1, dtype=torch.bfloat16)
+    shape = shape_of(1)
 
     def step(node: int) -> Step:
         return ours("zero3", shape, node, torch.device("cpu"))[0]
@@ -126,18 +126,6 @@ def compare(millions: list[int], rounds: int, repeats: int) -> dict[str, Any]:
     return found
 
 
-def rows(rate: str, case: str, turns: dict[str, list[tuple[float, int]]]) -> list[list[str]]:
-    """A case's first contestant takes two hops; the others' ratios are to it, round by round."""
-    out = []
-    base = [seconds for seconds, _ in next(iter(turns.values()))]
-    for name, taken in turns.items():
-        seconds = [took for took, _ in taken]
-        sent = statistics.median(count for _, count in taken) / 1e6
-        ratio = harness.spread(harness.ratios(seconds, base), 2) if out else ""
-        out.append([rate, case, name, harness.spread([t * 1e3 for t in seconds], 1), f"{sent:.2f}", ratio])
-    return out
-
-
 def main() -> None:
     parser = harness.parser(
         __doc__,
@@ -156,10 +144,10 @@ def main() -> None:
         found[str(lab.rate)] = harness.run(compare, *asked, ranks=options.ranks_per_node, lab=lab)
     header = ["rate", "case", "contestant", "ms (range)", "MB sent by a node", "flat / two hops (range)"]
     every = [
-        row
+        [rate, name, *row]
         for rate, cases in found.items()
         for name, turns in cases.items()
-        for row in rows(rate, name, turns)
+        for row in harness.turn_rows(turns)
     ]
     print(harness.table(header, every))
     if options.json:

@@ -212,15 +212,13 @@ class Comparison:
         return self.folder / f"master-of-seed-{self.plan.seeds[0]}"
 
     def _compare_codecs(self, data: Path) -> None:
-        file = self.folder / "codecs.json"
-        known = json.loads(file.read_text()) if file.exists() else []
-        if {row["codec"] for row in known} == set(WEIGHT_CODECS):
+        if {row["codec"] for row in self._kept("codecs", [])} == set(WEIGHT_CODECS):
             return
         if not all(trace_file(self._trace, step).exists() for step in traced(self.settings.steps)):
             # That run was made as one of --tune, or with other seeds first.
             run_threads(RANKS, train, data, self.settings, self._first, self._trace)
         rows = run_threads(RANKS, compare_codecs, data, self.settings, self._trace)[0]
-        file.write_text(json.dumps(rows))
+        (self.folder / "codecs.json").write_text(json.dumps(rows))
 
     def report(self, out: Path, command: str) -> None:
         """Write loss.md and loss.png of what there is by now."""

@@ -12,7 +12,6 @@ told to return what is freed at once, as in plan_memory.py. Writes the table of 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from benchmarks.gpu_report.setting import wait
+from benchmarks.gpu_report.setting import own_seconds
 from megazero.config import RunConfig, World, make_config
 from megazero.models.decoder import Head
 from megazero.plan.activations import activations
@@ -81,11 +80,7 @@ def make_step(sizes: Sizes, chunk: int, device: torch.device) -> Callable[[], fl
         return F.linear_cross_entropy(rows, head.weight, target, reduction="sum", options=automatic)
 
     def step() -> float:
-        clock = time.perf_counter if device.type == "cuda" else time.process_time
-        began = clock()
-        loss().backward()
-        wait(device)
-        seconds = clock() - began
+        seconds = own_seconds(lambda: loss().backward(), device)
         x.grad = head.weight.grad = None
         return seconds
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.harness import filled
 from benchmarks.loss_ladder import LADDER, MORE, Rung, halve, parameters, plan
 from benchmarks.loss_plan import Runs
 from benchmarks.loss_report import describe
@@ -125,7 +125,7 @@ class LadderReport:
         return effects(losses, BASELINE) if BASELINE in losses else {}
 
     def _setting(self) -> str:
-        return _filled("""
+        return filled("""
             A Llama learns Python sources, tokenized to a vocabulary of 1,024, in sequences of 128: 4 ranks as 4 nodes
             of 1, bf16 parameters, fp32 master, AdamW (0.9, 0.95), weight decay 0.1, clipping at 1, a tenth of the
             steps of warm-up to the peak, then linearly to 0. "1.3M x 4" are 4 training tokens a parameter.""")
@@ -141,13 +141,13 @@ class LadderReport:
                 errors = [run["errors"]["gradients"] for run in runs]
                 count = str(len(runs)) if runs else "-"
                 error = f"{fmean(errors):.3f}" if errors else "-"
-                rows.append([*shared, label(name), count, f"{found.percent:+.2f}", _bounds(found), error])
+                rows.append([*shared, label(name), count, f"{found.percent:+.2f}", found.bounds, error])
                 shared = [""] * len(shared)
         head = ["rung", "peak", "exact loss (runs)", "noise floor", "gradients; weights", "runs"]
         return harness.table([*head, "gap %", "95% bounds %", "gradients' rounding error"], rows)
 
     def _explanation(self) -> str:
-        return _filled("""
+        return filled("""
             The noise floor is the deviation of exact runs of one seed that differ in one weight, which starts 0.001
             higher. Gaps and bounds are least squares over variants and seeds with one deviation, which is judged from
             all runs of the rung; each bound holds with 95%. The rounding error is quantization_error_gradients, the
@@ -202,7 +202,7 @@ def known(report: LadderReport) -> str:
             parts.append(f"{rung.size} parameters at {tokens} each {gap.lower:+.2f} to {gap.upper:+.2f}%")
     largest = max(parameters(each) for each in (LOSS_PAGE, *report.settings.values()))
     measured = "; ".join(parts) or "no run yet"
-    return _filled(f"""
+    return filled(f"""
         {KNOWN} zeropp's loss at {size_name(parameters(LOSS_PAGE))} parameters is in [loss.md](loss.md). Over sizes
         ([loss_at_size.md](loss_at_size.md)), INT4 gradients across nodes against exact ones, 95% bounds: {measured}.
         **What is not known:** any model of more than {size_name(largest)} parameters, so nothing shows that zeropp's
@@ -262,11 +262,3 @@ def with_known(page: str, paragraph: str) -> str:
 
 def label(name: str) -> str:
     return HALF if name == HALF else "; ".join(reversed(describe(VARIANTS[name])))
-
-
-def _bounds(found: Difference) -> str:
-    return f"{found.lower:+.2f} to {found.upper:+.2f}" if math.isfinite(found.upper) else "-"
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 118, break_on_hyphens=False)

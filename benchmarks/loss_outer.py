@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks import harness, loss_ladder
+from benchmarks.harness import filled
 from benchmarks.loss_ladder import NO_RUNS, PEAKS, parameters
 from benchmarks.loss_plan import Results, Runs, taken
 from benchmarks.loss_run import RANKS, Run, Settings
@@ -146,7 +145,7 @@ class OuterStudy:
     def plan(self) -> str:
         every, left = self.pieces(), self.left()
         hours, missing = (sum(map(self._seconds, pieces)) / 3600 for pieces in (every, left))
-        return _filled(f"""
+        return filled(f"""
             {len(every) - len(left)} of {len(every)} runs are done; {missing:.1f} of {hours:.1f} hours of one core are
             left, of what runs took or, where there is none yet, by their operations (Muon's own not counted).""")
 
@@ -158,12 +157,12 @@ class OuterStudy:
     def section(self) -> str:
         s = self.first
         return TEXT.format(
-            setting=_filled(f"""
+            setting=filled(f"""
                 The model, text and ranks of this page, {s.steps:,} steps of {s.tokens:,} tokens, with {s.warmup} of
                 warm-up: {RANKS // s.node} nodes of {s.node} ranks, and with outer steps each node is a replica, zero3
                 inside."""),
             table=self._table(),
-            explanation=_filled(f"""
+            explanation=filled(f"""
                 *loss* is that of the anchor, *of replicas* the mean of those that train. Gaps are at equal tokens,
                 from the first line, and for Muon's outer steps from Muon's own zero3; bounds are least squares over
                 lines and {SEEDS} seeds with one deviation for all, each with 95%. Runs of seed 1 chose the rates and
@@ -206,7 +205,7 @@ class OuterStudy:
             return [row.label, said, "", "not run", *[""] * 4]
         sent = fmean(record["sent"] for record in records) / (2 * parameters(row.settings))
         cells = [row.label, said, f"{sent:.3f}", str(len(records)), f"{_mean(records, 'loss'):.4f}"]
-        cells += [f"{gap.percent:+.2f}", _bounds(gap)] if gap else ["-", "-"]
+        cells += [f"{gap.percent:+.2f}", gap.bounds] if gap else ["-", "-"]
         return [*cells, f"{_mean(records, 'replicas'):.4f}" if outer else "-"]
 
     def _searched(self, trials: Trials) -> list[str]:
@@ -218,11 +217,3 @@ class OuterStudy:
 
 def _mean(records: Sequence[Mapping[str, float]], name: str) -> float:
     return fmean(record[name] for record in records)
-
-
-def _bounds(found: Difference) -> str:
-    return f"{found.lower:+.2f} to {found.upper:+.2f}" if math.isfinite(found.upper) else "-"
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 118, break_on_hyphens=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import platform
 import statistics
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from megazero.kernels.format import DEFAULT_BLOCK
 
 from benchmarks import harness
+from benchmarks.harness import filled
 from benchmarks.loss_plan import Record, Results
 from benchmarks.loss_run import NUDGE, RANKS, TRACE, Settings
-from benchmarks.loss_statistics import Difference, Estimate, estimate
+from benchmarks.loss_statistics import Estimate, estimate
 from benchmarks.loss_variants import BASELINE, DEFAULT, VARIANTS, Variant
 from megazero.comm.codec import Blockwise, Codec
 
@@ -72,7 +72,7 @@ class Report:
             per token over {s.evaluation * s.sequence:,} tokens of held-out files, the same for every run, with the
             decoded weights that the engine computes with."""
         title = "# Loss with quantised communication"
-        return f"{title}\n\nWritten by `{command}`.\n\n![loss](loss.png)\n\n{_filled(text)}"
+        return f"{title}\n\nWritten by `{command}`.\n\n![loss](loss.png)\n\n{filled(text)}"
 
     def _variants(self) -> str:
         head = "variant|P,G,OS|weights across nodes|gradients across nodes|bytes per step / 2N|runs"
@@ -96,13 +96,13 @@ class Report:
             equal, pairs = self.results.equal(name)
             return [*row, "-", "-", "same bits", f"{equal} of {pairs} runs"]
         target = "-" if variant.target is None else f"{variant.target:g}"
-        return [*row, f"{found.percent:+.2f}", _bounds(found), target, self.results.verdict(name) or "-"]
+        return [*row, f"{found.percent:+.2f}", found.bounds, target, self.results.verdict(name) or "-"]
 
     def _explanation(self) -> str:
         seeds = ", ".join(map(str, sorted(self.results.losses(BASELINE))))
         added = "Runs were added until the bounds decided, so verdicts err slightly more often."
         added = added if self.until_decided else ""
-        return _filled(f"""
+        return filled(f"""
             Seeds ({seeds}) differ in the order of the data and in the initial weights. Runs of one seed differ in one
             weight, which starts {NUDGE:g} higher. The deviation is that of a run within its seed. The bounds are
             Welch's with seeds as blocks, each one-sided at 95%: the verdict is "met" if the upper bound is at most
@@ -128,7 +128,7 @@ class Report:
         ]
         if errors:
             lines.append(f"Mean relative rounding errors, sampled in training: {'; '.join(errors)}.")
-        return "\n\n".join(map(_filled, lines))
+        return "\n\n".join(map(filled, lines))
 
     def _wall_time(self, wall: dict[str, Any]) -> str:
         seconds = wall["seconds"]
@@ -158,7 +158,7 @@ class Report:
         text = f"""
             Without run noise: one zero3 run's master weights, halfway and at the end, refreshed through each codec.
             Delta codecs follow the master over the {TRACE} steps before, starting from its bf16 values."""
-        return f"## One master under each weight codec\n\n{_filled(text)}\n\n{_table(head, rows)}"
+        return f"## One master under each weight codec\n\n{filled(text)}\n\n{_table(head, rows)}"
 
     def _tuning(self) -> str:
         rows = [
@@ -269,13 +269,5 @@ def _name(codec: Codec | None, exact: str) -> str:
     return name + (f", Hadamard of {codec.transform.size}" if codec.transform else "")
 
 
-def _bounds(found: Difference) -> str:
-    return f"{found.lower:+.2f} to {found.upper:+.2f}" if math.isfinite(found.upper) else "-"
-
-
 def _table(head: str, rows: Rows) -> str:
     return harness.table(head.split("|"), list(rows))
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 118, break_on_hyphens=False)

@@ -52,6 +52,11 @@ class Difference:
     lower: float
     upper: float
 
+    @property
+    def bounds(self) -> str:
+        """In a table."""
+        return f"{self.lower:+.2f} to {self.upper:+.2f}" if math.isfinite(self.upper) else "-"
+
     def verdict(self, target: float) -> str:
         """'met': at most the target even at the upper bound; 'missed': above it at the lower one; else 'open'."""
         if self.upper <= target:

@@ -9,7 +9,6 @@ the kernel counted at a node's interface. On ranks that share processors what al
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -103,13 +102,7 @@ def main() -> None:
     for lab in harness.labs_at(options.rates, options.nodes):
         asked = (options.hidden, options.layers, options.rounds, options.repeats)
         found = harness.run(compare, *asked, ranks=options.ranks_per_node, lab=lab)
-        base = [seconds for seconds, _ in found["dealt"]]
-        for name, turns in found.items():
-            seconds = [took for took, _ in turns]
-            sent = statistics.median(count for _, count in turns) / 1e6
-            ratio = harness.spread(harness.ratios(seconds, base), 2) if name != "dealt" else ""
-            ms = harness.spread([t * 1e3 for t in seconds], 1)
-            rows.append([str(lab.rate), name, ms, f"{sent:.2f}", ratio])
+        rows += [[str(lab.rate), *row] for row in harness.turn_rows(found)]
     print(harness.table(header, rows))
 
 

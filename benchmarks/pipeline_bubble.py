@@ -44,10 +44,6 @@ alive. {rounds} rounds, the schedules in turn; {setting}.
 """
 
 
-def measured_times(run: Run, pp: int) -> Timeline:
-    return Timeline(pp, run.spans)
-
-
 def replayed(case: Case, run: Run) -> Timeline:
     """The schedule with the times that each action took."""
     took = {span.action: span.stop - span.start for span in run.spans}
@@ -61,7 +57,7 @@ def percent(values: list[float]) -> str:
 
 def row(case: Case, runs: list[Run]) -> list[str]:
     theory = ideal_bubble(case.schedule, case.pp, case.virtual, case.micro_batches, case.of_stage)
-    measured = [measured_times(run, case.pp).bubble for run in runs]
+    measured = [Timeline(case.pp, run.spans).bubble for run in runs]
     free = statistics.median(replayed(case, run).bubble for run in runs)
     peaks = peak_activations(case.schedule, case.pp, case.virtual, case.micro_batches)
     held = [max(of_rank) for of_rank in zip(*(run.held for run in runs), strict=True)]
@@ -74,7 +70,7 @@ def row(case: Case, runs: list[Run]) -> list[str]:
 
 def typical(case: Case, runs: list[Run]) -> Timeline:
     """The run whose bubble is the median."""
-    timelines = sorted((measured_times(run, case.pp) for run in runs), key=lambda timeline: timeline.bubble)
+    timelines = sorted((Timeline(case.pp, run.spans) for run in runs), key=lambda timeline: timeline.bubble)
     return timelines[len(timelines) // 2]
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
+from benchmarks.contestants import Shape, options_of
 from megazero.comm.codec import Identity
 from megazero.config import RunConfig, World, make_config
 from megazero.mesh.grid import INTER
@@ -57,7 +58,7 @@ represents it. {setting}.
 """
 
 
-NODES, SEQUENCE, HIDDEN, VOCABULARY = 2, 64, 256, 4096
+NODES, SEQUENCE, HIDDEN, VOCABULARY = 2, 64, Shape.hidden, Shape.vocabulary
 # zeropp's behaviour where one data-parallel rank is on each node: its factors are then those of zero1.
 ZEROPP_AT_ONE = {
     "zero_preset": "zero1",
@@ -80,15 +81,9 @@ class Case:
         ranks = NODES * self.ranks_per_node
         dp = ranks // (2 * self.tp)
         values = {
-            "num_layers": 4,
-            "hidden_size": HIDDEN,
-            "ffn_hidden_size": 688,
-            "num_attention_heads": 4,
-            "vocab_size": VOCABULARY,
-            "model_family": "llama",
+            **options_of(Shape(layers=4, sequence=SEQUENCE)),
             "untie_embeddings_and_output_weights": True,
             "params_dtype": "bf16",
-            "seq_length": SEQUENCE,
             "micro_batch_size": 1,
             "global_batch_size": micro_batches * dp,
             "lr": 1e-4,

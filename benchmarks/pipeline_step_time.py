@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +26,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
+from benchmarks.contestants import Shape, Step, options_of, pipelined
 from benchmarks.pipeline_bytes import ZEROPP_AT_ONE
 from megazero.config import RunConfig, World, make_config
 from megazero.models import Decoder
 from megazero.pp.partition import StageSpec
 from megazero.tp import vocab_parallel_cross_entropy
 from megazero.train.distributed import make_mesh
-from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
 
 CPU, PP, LR = torch.device("cpu"), 2, 1e-4
 ACROSS, INSIDE = "stages across nodes", "stages inside nodes"
@@ -79,66 +77,35 @@ in turn; {setting}. All losses of a step agree within {agree:.1e}, except with q
 """
 
 
-Step = Callable[[], Tensor]  # a summed loss over this rank's tokens, 0 without the last stage
+def config_of(shape: Shape, who: str, order: str, per_node: int) -> RunConfig:
+    values = {
+        **options_of(shape),
+        "untie_embeddings_and_output_weights": True,
+        "micro_batch_size": shape.micro_batch,
+        "global_batch_size": shape.micro_batches * shape.micro_batch * dist.get_world_size() // PP,
+        "params_dtype": "fp32",
+        "lr": LR,
+        "weight_decay": 0.0,
+        "clip_grad": 1.0,
+        "train_iters": 1,
+        "mock_data": True,
+        "pipeline_model_parallel_size": PP,
+        "use_tp_pp_dp_mapping": order == INSIDE,
+        "ranks_per_node": per_node,
+    }
+    return make_config({**values, **OURS[who]}, World(dist.get_world_size(), per_node))
 
 
-@dataclass(frozen=True)
-class Shape:
-    micro_batches: int
-    micro_batch: int
-    sequence: int
-    layers: int
-
-    def values(self) -> dict[str, Any]:
-        return {
-            "num_layers": self.layers,
-            "hidden_size": 256,
-            "ffn_hidden_size": 688,
-            "num_attention_heads": 4,
-            "vocab_size": 4096,
-            "untie_embeddings_and_output_weights": True,
-            "model_family": "llama",
-            "seq_length": self.sequence,
-            "micro_batch_size": self.micro_batch,
-            "global_batch_size": self.micro_batches * self.micro_batch * dist.get_world_size() // PP,
-            "params_dtype": "fp32",
-            "lr": LR,
-            "weight_decay": 0.0,
-            "clip_grad": 1.0,
-            "train_iters": 1,
-            "mock_data": True,
-            "pipeline_model_parallel_size": PP,
-        }
-
-    def config(self, who: str, order: str, per_node: int) -> RunConfig:
-        values = {"use_tp_pp_dp_mapping": order == INSIDE, "ranks_per_node": per_node, **OURS[who]}
-        return make_config({**self.values(), **values}, World(dist.get_world_size(), per_node))
-
-    def batches(self, dp_rank: int) -> Tensor:
-        """Tokens, labels too, of a data-parallel rank: [micro-batches * micro-batch, s]."""
-        generator = torch.Generator().manual_seed(dp_rank)
-        return torch.randint(
-            0, 4096, (self.micro_batches * self.micro_batch, self.sequence), generator=generator
-        )
+def tokens_of(shape: Shape, dp_rank: int) -> Tensor:
+    """Tokens, labels too, of a data-parallel rank: [micro-batches * micro-batch, s]."""
+    size = (shape.micro_batches * shape.micro_batch, shape.sequence)
+    return torch.randint(0, shape.vocabulary, size, generator=torch.Generator().manual_seed(dp_rank))
 
 
 def ours(who: str, order: str, shape: Shape, per_node: int) -> Step:
-    config = shape.config(who, order, per_node)
+    config = config_of(shape, who, order, per_node)
     mesh = make_mesh(config, World(dist.get_world_size(), per_node), CPU)
-    decoder = build_decoder(config, mesh)
-    engine = shard_decoder(decoder, config, mesh)
-    pipeline = build_pipeline(decoder, engine, config, mesh)
-    tokens = shape.batches(mesh.dp_rank)
-    data = [MicroBatch(t, t, torch.ones(t.shape)) for t in tokens.chunk(shape.micro_batches)]
-    program, total = pipeline.program(len(data)), tokens.numel() * mesh.dp_size
-
-    def step() -> Tensor:
-        engine.begin_step(len(data), total, program)
-        loss = pipeline.step(data)
-        engine.step()
-        return loss
-
-    return step
+    return pipelined(config, mesh, tokens_of(shape, mesh.dp_rank), shape.micro_batches)
 
 
 class PeerStage(nn.Module):
@@ -160,7 +127,7 @@ def peer(keep: bool, order: str, shape: Shape, per_node: int) -> Step:
     names = ("pp", "dp") if order == ACROSS else ("dp", "pp")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     pp, dp = mesh["pp"], mesh["dp"]
-    config = shape.config("zero1", order, per_node)
+    config = config_of(shape, "zero1", order, per_node)
     spec = config.stages()[pp.get_local_rank()]
     decoder = Decoder(config.model, stages=[spec])
     decoder.initialize(config.training.seed)
@@ -172,7 +139,7 @@ def peer(keep: bool, order: str, shape: Shape, per_node: int) -> Step:
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=LR, betas=betas, eps=o.adam_eps, weight_decay=0.0, fused=True
     )
-    tokens = shape.batches(dp.get_local_rank())
+    tokens = tokens_of(shape, dp.get_local_rank())
     schedule = _schedule(module, spec, shape, pp.get_group(), tokens.numel())
 
     def step() -> Tensor:
@@ -192,8 +159,8 @@ def peer(keep: bool, order: str, shape: Shape, per_node: int) -> Step:
 def _schedule(module: PeerStage, spec: StageSpec, shape: Shape, group: Any, tokens: int) -> Schedule1F1B:
     """With static shapes, so that none are exchanged."""
     ids = torch.zeros(shape.micro_batch, shape.sequence, dtype=torch.int64)
-    x = torch.zeros(shape.sequence, shape.micro_batch, 256)
-    logits = torch.zeros(shape.micro_batch, shape.sequence, 4096)
+    x = torch.zeros(shape.sequence, shape.micro_batch, shape.hidden)
+    logits = torch.zeros(shape.micro_batch, shape.sequence, shape.vocabulary)
     inputs, outputs = (ids, x) if spec.embedding else (x.requires_grad_(), logits)
     stage = PipelineStage(module, spec.index, PP, CPU, inputs, outputs.requires_grad_(), group=group)
 
@@ -224,7 +191,7 @@ def build(name: str, shape: Shape, per_node: int) -> Step:
 def compare(names: list[str], sizes: dict[str, int], rounds: int) -> dict[str, Any]:
     """By contestant: seconds and bytes of a step (of the node that sent most) of every turn, the losses per token."""
     shape = Shape(**sizes)
-    tokens = shape.micro_batches * shape.micro_batch * shape.sequence * dist.get_world_size() // PP
+    tokens = shape.tokens * dist.get_world_size() // PP
     losses: dict[str, list[float]] = {name: [] for name in names}
 
     def turn(name: str, step: Step) -> tuple[float, int]:
@@ -279,15 +246,15 @@ def main() -> None:
     )
     parser.add_argument("--contestants", nargs="+", choices=NAMES, default=list(NAMES))
     options = parser.parse_args()
-    shape = Shape(options.micro_batches, options.micro_batch, options.sequence, options.layers)
+    sizes = {name: getattr(options, name) for name in ("micro_batches", "micro_batch", "sequence", "layers")}
     every, agree = [], -math.inf
     for lab in harness.labs_at(options.rates):
-        asked = (options.contestants, asdict(shape), options.rounds)
+        asked = (options.contestants, sizes, options.rounds)
         results = harness.run(compare, *asked, lab=lab, timeout=options.timeout)
         agree = max(agree, disagreement(results))
         every += rows(str(lab.rate), results)
     header = ["rate", "order", "contestant", "s per step", "MB sent by a node", "ratio"]
-    facts = {**asdict(shape), "rounds": options.rounds, "agree": agree, "setting": harness.setting()}
+    facts = {**sizes, "rounds": options.rounds, "agree": agree, "setting": harness.setting()}
     text = TEXT.format(**facts, table=harness.table(header, every))
     print(text)
     harness.write_section(options.out / "pipeline.md", TITLE, text)

@@ -26,12 +26,17 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed, too
 
 from benchmarks import harness
+from benchmarks.loss_snapshot import outer_tensors
 from megazero.config import ConfigError, World, make_config
+from megazero.mesh.launch import read_launch
 from megazero.plan.memory import Memory
+from megazero.train import setup
+from megazero.train.forecast import foresee
 
 TITLE = "Memory against measurement"
 AIM = 0.1  # of the peak
@@ -93,8 +98,6 @@ def draw(seed: int, number: int) -> list[dict[str, Any]]:
 
 def predict(values: dict[str, Any]) -> Memory:
     """Return what the planner says of the fullest rank."""
-    from megazero.train.forecast import foresee
-
     world = World(RANKS, PER_NODE)
     config = make_config({**MODEL, **values, "memory_check": False}, world)
     _, forecast, _ = foresee(config, world, torch.device("cpu"))
@@ -104,11 +107,6 @@ def predict(values: dict[str, Any]) -> Memory:
 
 def measure(values: dict[str, Any]) -> dict[str, int]:
     """Train on each rank; return the measured bytes of the fullest one."""
-    import torch.distributed as dist
-
-    from megazero.mesh.launch import read_launch
-    from megazero.train import setup
-
     with ExitStack() as stack, redirect_stdout(StringIO()):
         logs = stack.enter_context(tempfile.TemporaryDirectory())
         config = make_config({**MODEL, **values, "log_dir": logs}, World(RANKS, RANKS))
@@ -138,10 +136,7 @@ def state_bytes(engine: Any) -> int:
         (unit.copy if unit.copy_present else None, unit.master, unit.grad, unit.residual)
         for unit in engine.units
     )
-    anchors = engine.outer.anchors.values() if engine.outer else ()
-    kept = (each for a in anchors for each in (a.value, a.momentum, a.residual))
-    flight = engine.outer.flight.sums.values() if engine.outer and engine.outer.flight else ()
-    for tensor in (*moments, *kept, *flight, *(each for four in buffers for each in four)):
+    for tensor in (*moments, *outer_tensors(engine), *(each for four in buffers for each in four)):
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(storages.values())

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.comparison import shape_of
 from benchmarks.comparison_report import Result, sent
+from benchmarks.contestants import options_of
 from benchmarks.peers import HEATS, INTERVAL
 from megazero.config.options.cluster import Cluster, load_cluster
 from megazero.plan.options import with_stand_ins
@@ -72,17 +73,8 @@ def values_of(micro_batches: int, cluster: Cluster) -> dict[str, Any]:
     shape = shape_of(micro_batches)
     return with_stand_ins(
         {
-            **{"model_family": "llama", "num_layers": shape.layers, "hidden_size": shape.hidden},
-            **{
-                "ffn_hidden_size": shape.ffn,
-                "num_attention_heads": shape.heads,
-                "vocab_size": shape.vocabulary,
-            },
-            **{
-                "seq_length": shape.sequence,
-                "params_dtype": "bf16",
-                "ranks_per_node": cluster.ranks_per_node,
-            },
+            **options_of(shape),
+            **{"params_dtype": "bf16", "ranks_per_node": cluster.ranks_per_node},
             **{"global_batch_size": cluster.world_size * shape.micro_batch * micro_batches},
             **{"micro_batch_size": shape.micro_batch, "recompute_granularity": "none"},
             **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1},

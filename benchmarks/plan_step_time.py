@@ -31,9 +31,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
+from benchmarks.contestants import pipelined
 from megazero.config import RunConfig, World, parse
 from megazero.config.options.cluster import Cluster, Device, InterNode, IntraNode, load_cluster
-from megazero.log.time_bill import TimeBill
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.options import read_values, with_stand_ins
@@ -42,7 +42,6 @@ from megazero.plan.search import Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
 from megazero.train.distributed import make_mesh
-from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
 from tests.netlab.lab import Lab
 
 NODES, RANKS = 2, 2
@@ -173,50 +172,39 @@ QUIET = 0.06  # of the machine's processors: other programs took no more in a qu
 LONG_S = 2.0  # of so many seconds is a step in which caches are nothing: its second turn counts
 
 
-def measure_layout(config: RunConfig, world: World, rounds: int, most: int) -> dict[str, Any]:
-    """Return the seconds of the quietest rounds, processor seconds of all ranks and what other programs took of the
-    machine in each, and medians of this rank's time bill.
+def measure_layout(config: RunConfig, world: World, rounds: int, most: int) -> dict[str, list[float]]:
+    """Return the seconds of the quietest rounds, and processor seconds of all ranks and what other programs took of
+    the machine in each.
 
     Rounds are taken until so many were quiet, ``most`` at most.
     """
-    bill = TimeBill()
     mesh = make_mesh(config, world, CPU, TIMEOUT)
-    decoder = build_decoder(config, mesh)
-    engine = shard_decoder(decoder, config, mesh, bill.span)
-    pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     size, count = config.batch.micro_batch_size, config.num_micro_batches(world)
     assert size and config.model.seq_length
     generator = torch.Generator().manual_seed(mesh.dp_rank)
     shape = (count * size, config.model.seq_length)
     tokens = torch.randint(0, config.model.vocab_size or 0, shape, generator=generator)
-    data = [MicroBatch(t, t, torch.ones(t.shape)) for t in tokens.chunk(count)]
-    program, total = pipeline.program(count), tokens.numel() * mesh.dp_size
-    taken: list[dict[str, Any]] = []
+    step = pipelined(config, mesh, tokens, count)
+    taken: list[dict[str, float]] = []
     turn = 0
     while turn < WARM + most and sum(one["foreign"] < QUIET for one in taken) < rounds:
         dist.barrier()
         began, spent, others = time.perf_counter(), time.process_time(), machine_seconds()
-        with bill.span("compute"):
-            engine.begin_step(count, total, program)
-            pipeline.step(data)
-            engine.step()
+        step()
         dist.barrier()
         took = time.perf_counter() - began
         own = torch.tensor(
             [time.process_time() - spent, took, machine_seconds() - others], dtype=torch.float64
         )
-        items = bill.close(took)
         every = [torch.empty_like(own) for _ in range(world.world_size)]
         dist.all_gather(every, own)
         busy, (_, took, machine) = sum(float(row[0]) for row in every), every[0].tolist()
         turn += 1
         if turn > WARM or turn == WARM and took > LONG_S:
             foreign = max(0.0, machine - busy) / (took * (os.cpu_count() or 1))
-            taken.append({"seconds": took, "busy": busy, "foreign": foreign, "bill": items})
+            taken.append({"seconds": took, "busy": busy, "foreign": foreign})
     quietest = sorted(taken, key=lambda one: one["foreign"])[:rounds]
-    columns = {name: [one[name] for one in quietest] for name in ("seconds", "busy", "foreign")}
-    bills = [one["bill"] for one in quietest]
-    return {**columns, "bill": {name: statistics.median(b[name] for b in bills) for name in bills[0]}}
+    return {name: [one[name] for one in quietest] for name in ("seconds", "busy", "foreign")}
 
 
 def machine_seconds() -> float:
@@ -240,10 +228,8 @@ def measure_all(every_asked: list[dict[str, Any]], file: str, until: float) -> N
         dist.broadcast(late, 0)
         if not late:
             found = measure_layout(parse(asked["flags"], world), world, ROUNDS, ROUNDS + 3)
-            every: list[Any] = [None] * size
-            dist.all_gather_object(every, found.pop("bill"))
             if rank == 0:
-                harness.Store(Path(file)).append({**asked, **found, "bills": every})
+                harness.Store(Path(file)).append({**asked, **found})
                 print(asked["key"], f"{statistics.median(found['seconds']):.3f} s", flush=True)
         dist.barrier()
         dist.destroy_process_group()
@@ -266,9 +252,8 @@ def residuals(keep: Path, rates: Sequence[str], cases: Sequence[Case]) -> list[d
             seconds = statistics.median(line["seconds"])
             row = {"rate": rate, "shape": case.shape, "layout": f"{describe(layout)}; {case.formats}"}
             row |= {"measured": seconds, "least": min(line["seconds"]), "most": max(line["seconds"])}
-            row |= {"foreign": foreign, "busy": statistics.median(line["busy"])}
-            row |= {"predicted": timing.seconds, "residual": timing.seconds / seconds - 1}
-            rows.append({**row, "bill": timing.bill, "bills": line.get("bills")})
+            row |= {"foreign": foreign, "predicted": timing.seconds}
+            rows.append({**row, "residual": timing.seconds / seconds - 1})
     return rows
 
 

@@ -27,12 +27,12 @@ from benchmarks.planning_papers import (
     bloom_layout,
     table_4,
     whole_attention_mfu,
-    with_stand_ins,
     zeropp_rows,
 )
 from megazero.config.options.cluster import load_cluster
 from megazero.plan.command import main as plan
 from megazero.plan.memory import GIB
+from megazero.plan.options import with_stand_ins
 from megazero.plan.report import describe, layout_flags, model_flops_utilisation
 from megazero.plan.search import Found, Search
 from megazero.plan.simulate import simulate

@@ -125,9 +125,9 @@ class Mfu:
     fits: bool
 
 
-def amsp_rows(model: str, cluster: Cluster | None = None) -> list[Mfu]:
+def amsp_rows(model: str) -> list[Mfu]:
     """Return AMSP's choice, ZeRO-1, MiCS and ZeRO-3 at 1024 GPUs."""
-    cluster = cluster or load_cluster("a800-amsp")
+    cluster = load_cluster("a800-amsp")
     inside = (16, 16, 16) if model == "LLaMA-30B" else (8, 8, 8)
     d = cluster.world_size
     systems = {
@@ -196,9 +196,9 @@ class Speedup:
         return self.predicted / self.paper - 1
 
 
-def zeropp_rows(links: int, cluster: Cluster | None = None) -> list[Speedup]:
+def zeropp_rows(links: int) -> list[Speedup]:
     """Return the 8 rows of table 2 at 1 or 8 InfiniBand links."""
-    cluster = cluster or load_cluster(f"dgx2-v100-{links}ib")
+    cluster = load_cluster(f"dgx2-v100-{links}ib")
     d, h = cluster.world_size, cluster.ranks_per_node
     out = []
     for (model, tokens), (base1, own1, base8, own8) in TABLE_2.items():

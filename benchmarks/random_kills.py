@@ -44,6 +44,7 @@ from benchmarks import harness, storage_faults
 from megazero.checkpoint import saving, store
 from megazero.checkpoint.directory import complete
 from megazero.log.metrics import read_metrics
+from megazero.mesh.launch import rank_variables
 from tests.dist.runs import Processes, checkpoint_of, differences, free_port
 from tests.sizes import TINY, words
 
@@ -87,7 +88,6 @@ KEYS = (
     "outer",
 )  # the last in lines after a meeting
 HIDDEN = re.compile(r"\.iter_\d+\.(partial|replaced|removed)-")
-PRELOADED = ["megazero.train.setup", "megazero.train.entry_point", "tests.dist.runs"]
 LAUNCHER_S = 15.0
 FORKED_S, REAL_S = 5.0, 12.0  # longer than a run that is forked, or a real start with its imports, takes
 
@@ -156,9 +156,7 @@ class Started:
     """A rank of a program that Python starts anew, with the methods of a multiprocessing.Process."""
 
     def __init__(self, rank: int, world: int, port: int, values: Mapping[str, Any], log: Path) -> None:
-        ranks = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-        launcher = {name: str(value) for name, value in ranks.items()}
-        launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        launcher = rank_variables(rank, world, port) | {"OMP_NUM_THREADS": "1"}
         with open(log, "wb") as file:
             self._popen = subprocess.Popen(
                 [sys.executable, str(harness.ROOT / "pretrain" / "pretrain_gpt.py"), *words(values)],
@@ -343,7 +341,7 @@ def main() -> int:
     ).parse_args()
     if options.faults:
         storage_faults.preload()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(storage_faults.PRELOADED)
     multiprocessing.forkserver.ensure_running()
     store, layouts = harness.Store(options.out), tuple(OUTER if options.outer else PLAIN)
     store.claim()

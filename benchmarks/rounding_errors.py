@@ -101,13 +101,19 @@ All matrices as one vector: the gradient, then the weights' change.
 """
 
 
-def error(coding: Blockwise, x: torch.Tensor) -> float:
-    """||decoded - x|| / ||x|| of one parameter. Padding of its last block is not counted."""
-    n = x.numel()
-    filled = torch.nn.functional.pad(x.view(1, -1), (0, -n % coding.form.block))
+def rounded(coding: Blockwise, rows: torch.Tensor) -> torch.Tensor:
+    """What messages of rows [m, n] decode to."""
+    n = rows.shape[1]
+    filled = torch.nn.functional.pad(rows, (0, -n % coding.form.block))
     decoded = torch.empty_like(filled)
     coding.decode(coding.encode(filled), decoded)
-    return float((decoded - filled)[0, :n].norm() / filled.norm())
+    return decoded[:, :n]
+
+
+def error(coding: Blockwise, x: torch.Tensor) -> float:
+    """||decoded - x|| / ||x|| of one parameter."""
+    row = x.view(1, -1)
+    return float((rounded(coding, row) - row).norm() / row.norm())
 
 
 def steps(
@@ -147,16 +153,19 @@ def gradients_of(model: Decoder, batch: Tensors, divisor: int) -> Tensors:
     return found
 
 
-def by_name(coding: Blockwise, seen: Iterable[Tensors], word: str = "down_proj") -> float:
-    return fmean(error(coding, x) for tensors in seen for name, x in tensors.items() if word in name)
+def of_kind(coding: Blockwise, seen: Iterable[Tensors], kind: str) -> float:
+    """The mean over steps and layers."""
+    return fmean(
+        error(coding, x)
+        for tensors in seen
+        for name, x in tensors.items()
+        if any(word in name for word in KINDS[kind])
+    )
 
 
 def by_kind(codecs: dict[str, Blockwise], seen: list[Tensors]) -> str:
-    """A table of kinds of layers by codecs: the mean over steps and layers."""
-    rows = []
-    for kind, words in KINDS.items():
-        found = [x for tensors in seen for name, x in tensors.items() if any(word in name for word in words)]
-        rows.append([kind, *(f"{fmean(error(c, x) for x in found):.4f}" for c in codecs.values())])
+    """A table of kinds of layers by codecs."""
+    rows = [[kind, *(f"{of_kind(c, seen, kind):.4f}" for c in codecs.values())] for kind in KINDS]
     return harness.table(["layer", *codecs], rows)
 
 
@@ -179,7 +188,7 @@ def main() -> None:
     changes: dict[int, Tensors] = {}
     for step, _, gradients[step], changes[step] in steps(folder, settings, options.steps):
         print(f"step {step}", flush=True)
-    largest = [by_name(GRADIENTS[name], gradients.values()) for name in ("INT4", "INT4 + H")]
+    largest = [of_kind(GRADIENTS[name], gradients.values(), "MLP out") for name in ("INT4", "INT4 + H")]
     page = PAGE.format(
         worst_plain=largest[0],
         worst_mixed=largest[1],

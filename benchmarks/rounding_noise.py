@@ -22,7 +22,7 @@ from benchmarks.loss_data import train_samples
 from benchmarks.loss_ladder import RUNGS
 from benchmarks.loss_plan import Runs
 from benchmarks.loss_run import RANKS, Settings
-from benchmarks.rounding_errors import GRADIENTS, KINDS, gradients_of, steps
+from benchmarks.rounding_errors import GRADIENTS, KINDS, gradients_of, rounded, steps
 from megazero.comm.codec import Blockwise
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
@@ -54,15 +54,6 @@ def noise(draws: torch.Tensor) -> tuple[float, float]:
     mean = draws.mean(0, dtype=torch.float64)
     spread = float((draws - mean).square().sum()) / (len(draws) - 1)
     return float(mean.square().sum()) - spread / len(draws), spread
-
-
-def rounded(coding: Blockwise, draws: torch.Tensor) -> torch.Tensor:
-    """What messages of draws [m, n] decode to."""
-    n = draws.shape[1]
-    filled = torch.nn.functional.pad(draws, (0, -n % coding.form.block))
-    decoded = torch.empty_like(filled)
-    coding.decode(coding.encode(filled), decoded)
-    return decoded[:, :n]
 
 
 def compare(draws: Sequence[torch.Tensor], coding: Blockwise) -> Added:

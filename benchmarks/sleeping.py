@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import harness
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import no_timing
 from megazero.mesh.mesh import Mesh, create_mesh
@@ -168,20 +170,18 @@ class Run:
     held: tuple[int, ...]
 
 
+def one_step(case: Case, pipeline: Pipeline, stage: SleepingStage) -> Run:
+    pipeline.spans = []
+    stage.activations.take()
+    dist.barrier()
+    pipeline.step([None] * case.micro_batches)
+    every: list[Any] = [None] * case.pp
+    dist.all_gather_object(every, (pipeline.spans, stage.activations.take()))
+    return Run(tuple(span for spans, _ in every for span in spans), tuple(held for _, held in every))
+
+
 def take_turns(cases: list[Case], rounds: int) -> list[list[Run]]:
-    """For every case (all of one pp) its runs, on a rank. The cases take turns; a first round warms up."""
+    """For every case (all of one pp, each of its own schedule) its runs, on a rank."""
     mesh = create_mesh(pp=cases[0].pp)
-    made = [sleeping_pipeline(case, mesh) for case in cases]
-    runs: list[list[Run]] = [[] for _ in cases]
-    for turn in range(rounds + 1):
-        for case, (pipeline, stage), into in zip(cases, made, runs, strict=True):
-            pipeline.spans = []
-            stage.activations.take()
-            dist.barrier()
-            pipeline.step([None] * case.micro_batches)
-            every: list[Any] = [None] * case.pp
-            dist.all_gather_object(every, (pipeline.spans, stage.activations.take()))
-            if turn:
-                spans = tuple(span for of_rank, _ in every for span in of_rank)
-                into.append(Run(spans, tuple(held for _, held in every)))
-    return runs
+    turns = {case.schedule: partial(one_step, case, *sleeping_pipeline(case, mesh)) for case in cases}
+    return list(harness.take_turns(turns, rounds).values())

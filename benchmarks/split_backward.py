@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from megazero.models import Decoder, make_model
+from benchmarks.contestants import Shape, llama
+from megazero.models import Decoder
 from megazero.tp import DeferredGradients, TensorParallel
 
 TITLE = "Split backward: torch's and ours"
@@ -121,16 +122,10 @@ class Stack(nn.Module):
         self, options: argparse.Namespace, recompute: str, deferred: DeferredGradients | None
     ) -> None:
         super().__init__()
-        config = make_model(
-            model_family="llama",
-            num_layers=options.layers,
-            hidden_size=options.hidden,
-            ffn_hidden_size=options.ffn,
-            num_attention_heads=options.heads,
-            vocab_size=64,
-            max_position_embeddings=options.sequence,
+        sizes = Shape(options.layers, options.hidden, options.ffn, options.heads, 64, options.sequence)
+        decoder = Decoder(
+            llama(sizes), TensorParallel(deferred=deferred), recompute=recompute, dtype=torch.float32
         )
-        decoder = Decoder(config, TensorParallel(deferred=deferred), recompute=recompute, dtype=torch.float32)
         decoder.initialize(1)
         self.layers, self.deferred, self.counts = decoder.layers, deferred, Counts()
         for layer in self.layers.values():

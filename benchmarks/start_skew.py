@@ -30,7 +30,7 @@ from random import Random
 from typing import Any
 
 from benchmarks import harness
-from megazero.log.exit_status import STATUS_FILE, ExitStatus
+from megazero.log.exit_status import END_FOLDER, STATUS_FILE, ExitStatus
 from megazero.mesh.launch import rank_variables
 from tests.dist.runs import free_port, write_data
 from tests.sizes import TINY, words
@@ -39,7 +39,6 @@ SKEW_S = 60.0
 KILL_S = 1.0  # from SIGTERM to SIGKILL (SLURM's KillWait, shorter)
 LIMIT_S = 120.0
 PRELOADED = ["megazero.train.setup", "megazero.train.entry_point"]
-FOLDER = "MEGAZERO_END_FOLDER"  # also for older commits, which do not know it
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def rank(number: int, world: int, port: int, delay: float, folder: str, name: st
     os.dup2(log, 2)
     mistake = MISTAKES[name]
     os.environ.update(rank_variables(number, world, port), OMP_NUM_THREADS="1")
-    os.environ[FOLDER] = f"{folder}/end"
+    os.environ[END_FOLDER] = f"{folder}/end"
     time.sleep(delay)
     if mistake.hidden and number >= world - max(1, world // 3):  # the last node
         if mistake.hidden == "torch":

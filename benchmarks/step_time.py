@@ -28,6 +28,7 @@ from benchmarks import harness
 from benchmarks import step_time_against as against
 from benchmarks.contestants import AdamW, Shape, Step, bytes_in_step, decoder, ours, torch_step
 from benchmarks.peers import ddp, fsdp2
+from megazero.config import resolve_shards
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PAIRS = {"zero3": "fsdp2", "mics": "hsdp", "ddp": "torch ddp", "zero1": "torch ddp", "hpz": "fsdp2"}
@@ -73,8 +74,6 @@ def compare(options: dict[str, Any]) -> Result:
 
 def expected_bytes(preset: str, n: int, world: int) -> dict[str, float]:
     """2 N/P bf16 parameters, 4 N/G accumulated gradients, 12 N/OS master and two moments."""
-    from megazero.config import resolve_shards
-
     s = resolve_shards(preset, world, max(1, world // 2))
     return {"parameters": 2 * n / s.p, "gradients": 4 * n / s.g, "optimizer": 12 * n / s.os}
 

@@ -178,30 +178,14 @@ class Quickstart:
         self._python([*command, "--model-prefix", prefix], log)
 
     def _preprocess(self, log: Path) -> None:
-        command = [
-            TOOLS / "preprocess_data.py",
-            "--input",
-            self.corpus,
-            "--output-prefix",
-            self.out / "data/corpus",
-        ]
-        workers = ["--append-eod", "--workers", min(4, cores())]
-        self._python([*command, *self._tokenizer_flags(), *workers], log)
+        command = [TOOLS / "preprocess_data.py", "--input", self.corpus]
+        command += ["--output-prefix", self.out / "data/corpus", *self._tokenizer_flags()]
+        self._python([*command, "--append-eod", "--workers", min(4, cores())], log)
 
     def _train(self, layout: Phase, more: Sequence[object], log: Path) -> None:
         ranks, whole = self.plan.ranks, self.plan.iterations
-        flags = [
-            "--nproc-per-node",
-            ranks,
-            *MODEL.split(),
-            "--global-batch-size",
-            GLOBAL_BATCH,
-            *self._tokenizer_flags(),
-            "--data-path",
-            self.data,
-            "--train-iters",
-            whole,
-        ]
+        flags = ["--nproc-per-node", ranks, *MODEL.split(), "--global-batch-size", GLOBAL_BATCH]
+        flags += [*self._tokenizer_flags(), "--data-path", self.data, "--train-iters", whole]
         samples = GLOBAL_BATCH // (layout.data_parallel(ranks) * layout.micro_batches)
         flags += ["--micro-batch-size", samples, "--zero-preset", layout.preset]
         flags += [

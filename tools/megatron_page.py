@@ -39,12 +39,10 @@ FORMS = ("", "X", "[X]", "X ...", "[X ...]")
 def markdown() -> str:
     """Return the whole page."""
     lines = [HEAD]
-    by_hand = differences()
-    lines += (
-        ["## What differs", "", "| flag | Megatron | here | why |", "|---|---|---|---|"] if by_hand else []
-    )
+    lines += ["## What differs", "", "| flag | Megatron | here | why |", "|---|---|---|---|"]
+    by_hand = runpy.run_path(str(BY_HAND))["DIFFERENCES"]
     lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in by_hand]
-    lines += [""] if by_hand else []
+    lines += [""]
     table, values = flags().values(), [row for rows in other_values().values() for row in rows]
     every = [row for rows in table for row in rows]
     lines += ["## Mapped", "", "| Megatron's | here |", "|---|---|"]
@@ -62,12 +60,6 @@ def markdown() -> str:
     lines += _by_text((rows[0].text, _typed(rows[0])) for rows in table if _kinds(rows) == {REFUSE})
     lines += _by_text((row.text, _typed(row)) for row in values if row.kind == REFUSE)
     return "\n".join(lines) + "\n"
-
-
-def differences() -> list[tuple[str, str, str, str]]:
-    """Return the rows of megatron_differences.py, which lies beside this file."""
-    by_hand: list[tuple[str, str, str, str]] = runpy.run_path(str(BY_HAND))["DIFFERENCES"]
-    return by_hand
 
 
 def _kinds(rows: Sequence[Row]) -> set[str]:

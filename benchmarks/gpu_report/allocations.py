@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.lone_rank import lone_rank
 from benchmarks.gpu_report.loops import Size, Step
-from benchmarks.gpu_report.record import Record, Skip
+from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import ROOT, Setting, free
 from megazero import zero
 from megazero.config import resolve_shards
@@ -41,6 +41,7 @@ PACKAGES = {"megazero/comm/": "comm", "megazero/zero/": "zero", "kernels/": "cod
 CODECS = "megazero/comm/codec.py"
 PARAMETERS = "parameters"  # storages that are made anew
 STORAGES = ("materialise_full", "open_refresh")
+PLACES = 5  # that are told
 NUMBER = 8  # bytes: a Python number as torch wraps it
 Found = dict[tuple[str, str], tuple[int, int]]  # (package, place) -> allocations, bytes
 
@@ -50,8 +51,7 @@ def run(setting: Setting, record: Record) -> None:
     steady = LAST - FIRST + 1
     for name in cases():
         with record.attempt(preset=name) as row:
-            if setting.left < 3:
-                raise Skip("the piece's time was over")
+            setting.need(3)
             with stepping(name, size, setting.device) as (step, engine):
                 for _ in range(1, FIRST):
                     step()
@@ -219,14 +219,12 @@ def _relative(file: str) -> str:
     return file[len(str(ROOT)) + 1 :] if file.startswith(str(ROOT)) else file
 
 
-def _tell_places(
-    name: str, found: Found, waits: Counter[str] | None, steps: int, record: Record, most: int = 5
-) -> None:
+def _tell_places(name: str, found: Found, waits: Counter[str] | None, steps: int, record: Record) -> None:
     """Notes on where most of it is."""
     places: defaultdict[str, list[str]] = defaultdict(list)
-    for (_, place), (count, size) in sorted(found.items(), key=lambda item: -item[1][1])[:most]:
+    for (_, place), (count, size) in sorted(found.items(), key=lambda item: -item[1][1])[:PLACES]:
         places["allocates"].append(f"{place} ({count / steps:g} times, {size / steps / 1e3:.3g} kB)")
-    for place, count in (waits or Counter()).most_common(most):
+    for place, count in (waits or Counter()).most_common(PLACES):
         places["waits"].append(f"{place} ({count / steps:g} times)")
     for verb, where in places.items():
         record.note(f"{name} {verb} in a step at: " + "; ".join(where))

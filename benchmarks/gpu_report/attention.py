@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.document_mask import documents_of
 from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, elapsed, free
+from benchmarks.gpu_report.setting import Setting, elapsed, free, peak_bytes
 from benchmarks.harness import ratios, take_turns
 from megazero.config.model.attention import TORCH, able
 from megazero.models.attention import (
@@ -49,8 +49,7 @@ def run(setting: Setting, record: Record) -> None:
         exact = None
         for name in names:
             with record.attempt(case=case, backend=name, tokens=length) as row:
-                if setting.left < 5:
-                    raise Skip("the piece's time was over")
+                setting.need(5)
                 if name in missing_backends() and not (name == "flash" and masking.plain):
                     raise Skip(missing_backends()[name])
                 tables = make_tables(masking, name, length, q)
@@ -71,7 +70,7 @@ def run(setting: Setting, record: Record) -> None:
                 row["of plain"] = statistics.median(ratios(taken["own"], taken["plain"]))
                 if device.type == "cuda":
                     row["MiB"], row["plain MiB"] = (
-                        peak_bytes(each, q, k, v) / 2**20 for each in (tables, plain)
+                        peak_bytes(partial(gradients, each, q, k, v)) / 2**20 for each in (tables, plain)
                     )
             free(device)
 
@@ -92,10 +91,3 @@ def gradients(tables: AttentionTables, q: Tensor, k: Tensor, v: Tensor) -> tuple
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs, tables)
     return (out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out)))
-
-
-def peak_bytes(tables: AttentionTables, q: Tensor, k: Tensor, v: Tensor) -> int:
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients(tables, q, k, v)
-    return torch.cuda.max_memory_allocated() - before

@@ -12,7 +12,7 @@ from megazero.kernels.format import DEFAULT_BLOCK, Format
 from megazero.kernels.quantize import quantize
 
 from benchmarks.gpu_report.record import Record, Skip, one_line
-from benchmarks.gpu_report.setting import Setting, elapsed
+from benchmarks.gpu_report.setting import Setting, quickest
 
 GROUP = 2048  # values that share a scale at DeepSpeed's; here a block may have as many
 
@@ -34,7 +34,7 @@ def run(setting: Setting, record: Record) -> None:
         for block in (DEFAULT_BLOCK[bits], GROUP):
             for name, launch in _ours(x.view(1, -1), Format(bits, block)).items():
                 with record.attempt(operation=name, bits=bits, block=block, elements=x.numel()) as row:
-                    mine = _seconds(launch, setting)
+                    mine = quickest(launch, setting)
                     row |= {"megazero ms": mine * 1e3, "DeepSpeed ms": rival[name] * 1e3}
                     row["times as fast"] = rival[name] / mine
 
@@ -46,7 +46,7 @@ def _theirs(module: Any, x: torch.Tensor, bits: int, setting: Setting) -> dict[s
         "encode": lambda: module.quantize(x, len(x), bits, module.Symmetric),
         "decode": lambda: module.dequantize(coded, scales, len(x), bits, module.Symmetric),
     }
-    return {name: _seconds(launch, setting) for name, launch in launches.items()}
+    return {name: quickest(launch, setting) for name, launch in launches.items()}
 
 
 def _ours(x: torch.Tensor, form: Format) -> dict[str, Callable[[], object]]:
@@ -66,8 +66,3 @@ def _load(setting: Setting) -> Any:
     from deepspeed.ops.op_builder import QuantizerBuilder
 
     return QuantizerBuilder().load()  # compiles it with nvcc
-
-
-def _seconds(launch: Any, setting: Setting) -> float:
-    launch()
-    return min(elapsed(launch, setting.device, 10) for _ in range(5))

@@ -18,8 +18,8 @@ from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import quantize
 from megazero.kernels.sum_rows import sum_rows
 
-from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, elapsed
+from benchmarks.gpu_report.record import Record
+from benchmarks.gpu_report.setting import Setting, quickest
 
 BITS = (32, 16, 8, 4, 2)  # of an element of a message; 32 and 16: exact
 ROWS = 4  # messages of an operation: sources of a sum
@@ -41,9 +41,8 @@ def run(setting: Setting, record: Record) -> None:
         for bits in BITS:
             for name, rounding, moved, launch in operations(n, bits, setting.device):
                 with record.attempt(operation=name, bits=bits, rounding=rounding, elements=ROWS * n) as row:
-                    if setting.left < 2:
-                        raise Skip("the piece's time was over")
-                    rate = moved / _seconds(launch, setting)
+                    setting.need(2)
+                    rate = moved / quickest(launch, setting)
                     row["GB/s"] = rate / 1e9
                     row["of a copy"] = rate / copied(moved)
 
@@ -112,13 +111,8 @@ def _filled(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def _seconds(launch: Callable[[], object], setting: Setting) -> float:
-    launch()  # compiles
-    return min(elapsed(launch, setting.device, setting.pick(10, 1)) for _ in range(setting.pick(5, 1)))
-
-
 def _copy_rate(moved: int, setting: Setting) -> float:
     """Bytes read and written per second of a copy that moves ``moved``."""
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
-    return moved / _seconds(lambda: target.copy_(source), setting)
+    return moved / quickest(lambda: target.copy_(source), setting)

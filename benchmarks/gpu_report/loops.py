@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.contestants import ADAMW, CLIP, AdamW, llama
+from benchmarks.contestants import ADAMW, CLIP, AdamW, llama, options_of
 from megazero import zero
 from megazero.config import World, make_config
 from megazero.mesh.mesh import Mesh, create_mesh
@@ -46,6 +46,7 @@ class Size:
         return llama(self)
 
 
+HALF = Size("0.5B", layers=12, hidden=1536, ffn=4096, heads=12, sequence=2048)
 TINY = Size("tiny", layers=2, hidden=64, ffn=128, heads=4, vocabulary=256, sequence=16)
 
 
@@ -104,14 +105,8 @@ def compile_backend(device: torch.device) -> str:
 
 def pipelined(size: Size, device: torch.device, mesh: Mesh, policy: zero.Policy) -> tuple[Step, zero.Engine]:
     """A step of this rank's stage of the same decoder, by 1F1B, with two micro-batches."""
-    values = {
-        "model_family": "llama",
-        "num_layers": size.layers,
-        "hidden_size": size.hidden,
-        "num_attention_heads": size.heads,
-    }
-    values |= {"ffn_hidden_size": size.ffn, "vocab_size": size.vocabulary, "seq_length": size.sequence}
-    values |= {"micro_batch_size": size.batch, "pipeline_model_parallel_size": mesh.pp.size, "lr": 1e-4}
+    values = {**options_of(size), "micro_batch_size": size.batch, "lr": 1e-4}
+    values |= {"pipeline_model_parallel_size": mesh.pp.size}
     values |= {"train_iters": 10, "mock_data": True, "params_dtype": "bf16"}
     config = make_config(values, World(mesh.world_size, mesh.grid.ranks_per_node))
     model = parallelize.build_decoder(config, mesh)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, free
+from benchmarks.gpu_report.setting import Setting, free, peak_bytes
 from benchmarks.loss_chunks import TORCH, WHOLE, Sizes, formula, make_step, name_of
 
 SIZES: tuple[Sizes, ...] = ((8192, 512, 131072, "bf16"), (8192, 4096, 131072, "bf16"))
@@ -24,8 +24,7 @@ def run(setting: Setting, record: Record) -> None:
         whole = 0.0
         for chunk in (WHOLE, *setting.pick((4096, 2048, 1024, 512), (32, 16)), TORCH):
             with record.attempt(tokens=sizes[0], hidden=sizes[1], logits=name_of(chunk)) as row:
-                if setting.left < setting.pick(5, 0):
-                    raise Skip("the piece's time was over")
+                setting.need(setting.pick(5, 0))
                 if chunk == TORCH and not hasattr(F, "linear_cross_entropy"):
                     raise Skip(f"torch {torch.__version__} has no linear_cross_entropy")
                 row |= _measured(sizes, chunk, setting)
@@ -39,13 +38,9 @@ def _measured(sizes: Sizes, chunk: int, setting: Setting) -> dict[str, float]:
     step = make_step(sizes, chunk, device)
     for _ in range(setting.pick(3, 1)):
         step()
-    before = 0
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
     found = {"ms": 1e3 * statistics.median(step() for _ in range(setting.pick(10, 1)))}
     if cuda:
-        found["peak GB"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+        found["peak GB"] = peak_bytes(step) / 1e9
     if chunk != TORCH:
         found["formula GB"] = formula(sizes, chunk, not cuda) / 1e9
     return found

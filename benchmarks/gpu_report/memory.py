@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.lone_rank import lone_rank
 from benchmarks.gpu_report.loops import Size
-from benchmarks.gpu_report.record import Record, Skip
+from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting, free
 from megazero.config import resolve_shards
 from megazero.config.model.parameters import parameter_count
@@ -19,12 +19,11 @@ from megazero.zero import Engine, Policy
 from megazero.zero.records import held_bytes
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz")
-SIZE = Size("0.5B", layers=12, hidden=1536, ffn=4096, heads=12, sequence=2048)
 WORLD, NODE = 4, 2
 
 
 def run(setting: Setting, record: Record) -> None:
-    size = setting.pick(SIZE, loops.TINY)
+    size = setting.pick(loops.HALF, loops.TINY)
     n = parameter_count(size.config)
     record.note(
         f"N = {n / 1e6:.1f}M parameters; one rank of {WORLD} on 2 nodes, recompute none, 1 micro-batch"
@@ -33,8 +32,7 @@ def run(setting: Setting, record: Record) -> None:
         factors = resolve_shards(preset, WORLD, NODE).factors
         p, g, os = factors
         with record.attempt(preset=preset, P=p, G=g, OS=os) as row:
-            if setting.left < 3:
-                raise Skip("the piece's time was over")
+            setting.need(3)
             formula = 2 * n / p + 4 * n / g + 12 * n / os
             row["formula GB"] = formula / 1e9
             row |= _measured(size, factors, setting, formula)

@@ -16,8 +16,15 @@ from datetime import timedelta
 from queue import Empty
 from typing import Any
 
-from benchmarks.gpu_report.record import Record, Skip, one_line
-from benchmarks.gpu_report.setting import Setting
+import torch
+import torch.distributed as dist
+
+from benchmarks.contestants import Shape, ours
+from benchmarks.gpu_report.record import Record, one_line
+from benchmarks.gpu_report.setting import Setting, elapsed, step_seconds
+from benchmarks.peers import DELTA, policy_of
+from megazero.mesh.launch import prepare_cuda
+from megazero.mesh.mesh import all_gather_flat
 
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # versions that know it let ranks share a device
 PRESETS = ("ddp", "zero3", "zero1")  # the last with zeropp's messages, which a node of one rank can have
@@ -33,8 +40,7 @@ def run(setting: Setting, record: Record) -> None:
     for name, world, environment in tries:
         rows: Rows = []
         with record.attempt(world=name, what="the communicators are made") as row:
-            if setting.left < 10:
-                raise Skip("the piece's time was over")
+            setting.need(10)
             rows = together(world, environment, setting)
             row["found"] = "yes"
         for found in rows:
@@ -90,12 +96,7 @@ def _rank(
     rank: int, world: int, store: str, setting: Setting, environment: dict[str, str], queue: Any
 ) -> None:
     os.environ.update(environment)
-    from megazero.mesh.launch import prepare_cuda
-
     prepare_cuda()
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     try:
         if setting.device.type == "cuda":
@@ -115,12 +116,6 @@ def _rank(
 
 
 def _collectives(world: int, setting: Setting) -> Rows:
-    import torch
-    import torch.distributed as dist
-
-    from benchmarks.gpu_report.setting import elapsed
-    from megazero.mesh.mesh import all_gather_flat
-
     n = setting.pick(1 << 26, 1 << 10) // world * world
     whole = torch.zeros(n, device=setting.device, dtype=torch.bfloat16)
     other, part = torch.zeros_like(whole), torch.zeros_like(whole[: n // world])
@@ -140,12 +135,6 @@ def _collectives(world: int, setting: Setting) -> Rows:
 
 def _engines(world: int, setting: Setting) -> Rows:
     """The engine as ranks that are nodes of their own; losses are those of the first steps."""
-    import torch
-
-    from benchmarks.contestants import Shape, ours
-    from benchmarks.gpu_report.setting import step_seconds
-    from benchmarks.peers import DELTA, policy_of
-
     shape: Shape = setting.pick(
         Shape(layers=8, hidden=1024, ffn=2752, heads=8, sequence=1024, micro_batch=1, dtype=torch.bfloat16),
         Shape(layers=2, hidden=64, ffn=128, heads=4, vocabulary=256, sequence=16, micro_batch=1),

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.loops import Size
-from benchmarks.gpu_report.record import Record, Skip
+from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting, free, step_seconds
 from benchmarks.harness import ratios, take_turns
 
@@ -23,8 +23,7 @@ def run(setting: Setting, record: Record) -> None:
     for size in setting.pick(SIZES, (loops.TINY,)):
         for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
             with record.attempt(size=size.name, dtype=name) as row:
-                if setting.left < 5:
-                    raise Skip("the piece's time was over")
+                setting.need(5)
                 mine, _ = loops.ours(size, device, dtype=dtype)
                 model = loops.decoder(size, device, dtype=dtype)
                 theirs = loops.plain(size, device, model, lambda t, model=model: model(t, t).sum())

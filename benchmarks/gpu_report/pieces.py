@@ -6,7 +6,6 @@ import argparse
 import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,6 @@ PIECES = (
 BY_NAME = {piece.name: piece for piece in PIECES}
 
 
-def run_piece(piece: Piece, setting: Any, record: Any) -> None:
-    module, _, function = piece.run.partition(".")
-    getattr(importlib.import_module(f"benchmarks.gpu_report.{module}"), function)(setting, record)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=BY_NAME)
@@ -69,7 +63,10 @@ def main() -> None:
     if options.rehearsal:
         torch.set_num_threads(1)
     setting = Setting(options.rehearsal, options.file.parent, options.seconds)
-    run_piece(BY_NAME[options.name], setting, Record(options.file))
+    module, _, function = BY_NAME[options.name].run.partition(".")
+    getattr(importlib.import_module(f"benchmarks.gpu_report.{module}"), function)(
+        setting, Record(options.file)
+    )
 
 
 if __name__ == "__main__":

@@ -16,14 +16,11 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu_report import loops
-from benchmarks.gpu_report.lone_rank import lone_rank
-from benchmarks.gpu_report.loops import Size
+from benchmarks.gpu_report.allocations import stepping
 from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting, wait
-from megazero.config import resolve_shards
 from megazero.train.profiling import label
 
-SIZE = Size("0.5B", layers=12, hidden=1536, ffn=4096, heads=12, sequence=2048)
 STEPS, MOST = 3, 15
 STEP = "training step"
 ON_DEVICE, ON_HOST = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op",)
@@ -31,11 +28,8 @@ LABELS = ("user_annotation", "gpu_user_annotation")
 
 
 def run(setting: Setting, record: Record) -> None:
-    preset, policy = loops.policies()["zeropp"]
-    factors = resolve_shards(preset, 4, 2).factors
     file = setting.folder / "profile.json.gz"
-    with lone_rank(4, 2, factors, setting.device) as mesh:
-        step, engine = loops.ours(setting.pick(SIZE, loops.TINY), setting.device, mesh=mesh, policy=policy)
+    with stepping("zeropp", setting.pick(loops.HALF, loops.TINY), setting.device) as (step, engine):
         for _ in range(2):
             step()
         for lane in engine.hooks.lanes:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-import time
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, wait
+from benchmarks.gpu_report.setting import Setting, step_seconds
 from benchmarks.harness import ratios, spread, take_turns
 
 LEAST = 0.98  # of the racing engine's throughput
@@ -66,10 +65,16 @@ def throughput(race: Any, setting: Setting) -> dict[str, Any]:
         for true in cluster.truth.values():
             true.mul_(1 / setting.pick(128, 8))  # activations keep their size from layer to layer
 
+        def step() -> None:
+            cluster.engine.begin_step(race.MICRO_BATCHES)
+            for _ in range(race.MICRO_BATCHES):
+                cluster.module(cluster.inputs).sum().backward()
+            cluster.engine.step()
+
         def turn(waits: bool) -> float:
             cluster.waits = waits
             _restore(cluster)
-            return _step(cluster, race.MICRO_BATCHES, setting)
+            return step_seconds(step, setting.device)
 
         turns = {"waits": lambda: turn(True), "races": lambda: turn(False)}
         taken = take_turns(turns, setting.pick(10, 2), warm_up=setting.pick(2, 0))
@@ -87,14 +92,3 @@ def _restore(cluster: Any) -> None:
         (own,) = unit.layout.pieces(unit.levels.os)
         unit.master.copy_(cluster.truth[unit][own.start : own.start + own.numel])
     cluster.engine.invalidate()
-
-
-def _step(cluster: Any, micro_batches: int, setting: Setting) -> float:
-    wait(setting.device)
-    began = time.perf_counter()
-    cluster.engine.begin_step(micro_batches)
-    for _ in range(micro_batches):
-        cluster.module(cluster.inputs).sum().backward()
-    cluster.engine.step()
-    wait(setting.device)
-    return time.perf_counter() - began

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.gpu_report.record import Skip
 from benchmarks.harness import ROOT, installed
 
 # Dense bf16 TFLOP/s of the tensor cores, from the makers' data sheets; the first name that occurs in the device's.
@@ -43,6 +44,11 @@ class Setting:
     def left(self) -> float:
         """Seconds."""
         return self.seconds - (time.monotonic() - self.began)
+
+    def need(self, seconds: float) -> None:
+        """Skip the row if fewer are left."""
+        if self.left < seconds:
+            raise Skip("the piece's time was over")
 
     def pick(self, real: T, tiny: T) -> T:
         return tiny if self.rehearsal else real
@@ -74,14 +80,39 @@ def elapsed(run: Callable[[], Any], device: torch.device, repeats: int) -> float
     return start.elapsed_time(end) / 1e3 / repeats
 
 
-def step_seconds(step: Callable[[], Any], device: torch.device, steps: int = 1) -> float:
+def quickest(launch: Callable[[], Any], setting: Setting) -> float:
+    """Seconds of one launch, after one that may compile: the least of a few means."""
+    launch()
+    return min(elapsed(launch, setting.device, setting.pick(10, 1)) for _ in range(setting.pick(5, 1)))
+
+
+def step_seconds(
+    step: Callable[[], Any],
+    device: torch.device,
+    steps: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Seconds of one step, by the host's clock: launches and host waits included."""
     wait(device)
-    began = time.perf_counter()
+    began = clock()
     for _ in range(steps):
         step()
     wait(device)
-    return (time.perf_counter() - began) / steps
+    return (clock() - began) / steps
+
+
+def own_seconds(step: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one step; on a CPU of this process, so that others on the machine do not count."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    return step_seconds(step, device, clock=clock)
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The most bytes that a card has allocated in ``run`` above those before it."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def wait(device: torch.device) -> None:

@@ -12,6 +12,7 @@ import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,30 +36,13 @@ BYTES = 2 + 4 + 12  # per parameter, of one rank: 2N/P + 4N/G + 12N/OS with P = 
 Contestants = Callable[[Size], Iterator[tuple[str, str, Callable[[torch.device], Step]]]]
 
 
-def run_one(setting: Setting, record: Record) -> None:
-    run(setting, record, setting.pick(ONE, loops.TINY), contestants)
-
-
-def run_three(setting: Setting, record: Record) -> None:
-    run(setting, record, setting.pick(THREE, replace(loops.TINY, layers=3)), contestants)
-
-
-def run_one_compiled(setting: Setting, record: Record) -> None:
-    run(setting, record, setting.pick(ONE, loops.TINY), compiled_contestants)
-
-
-def run_three_compiled(setting: Setting, record: Record) -> None:
-    run(setting, record, setting.pick(THREE, replace(loops.TINY, layers=3)), compiled_contestants)
-
-
-def run(setting: Setting, record: Record, size: Size, contestants: Contestants) -> None:
+def run(real: Size, tiny: Size, contestants: Contestants, setting: Setting, record: Record) -> None:
     if not setting.rehearsal:
         _measure_products(setting, record)
-    size = fitting(size, setting, record)
+    size = fitting(setting.pick(real, tiny), setting, record)
     for name, recompute, build in contestants(size):
         with record.attempt(size=size.name, layers=size.layers, contestant=name, recompute=recompute) as row:
-            if setting.left < setting.pick(10, 0):
-                raise Skip("the piece's time was over")
+            setting.need(setting.pick(10, 0))
             ours = name.startswith("megazero")
             row |= measure(lambda build=build: build(setting.device), size, setting, ours)
         free(setting.device)
@@ -90,6 +74,12 @@ def compiled_contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch
         )
     for recompute in ("none", "full"):  # last: it leaves a process group
         yield "FSDP2, compiled", recompute, lambda device, r=recompute: _fsdp2(size, device, r)
+
+
+run_one = partial(run, ONE, loops.TINY, contestants)
+run_one_compiled = partial(run, ONE, loops.TINY, compiled_contestants)
+run_three = partial(run, THREE, replace(loops.TINY, layers=3), contestants)
+run_three_compiled = partial(run, THREE, replace(loops.TINY, layers=3), compiled_contestants)
 
 
 def _plain(size: Size, device: torch.device, recompute: str, compiled: bool = False) -> Step:

@@ -12,7 +12,7 @@ from megazero.kernels.adamw import Refresh
 from torch import nn
 
 from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, elapsed
+from benchmarks.gpu_report.setting import Setting, quickest
 from megazero.config.options.sections import TrainingConfig
 from megazero.train.nvidia_apex import fused_adam, refuse_without_apex
 from megazero.zero.one_pass import OnePassAdamW, fused_adamw
@@ -56,8 +56,7 @@ def _seconds(factory: Callable[..., torch.optim.Optimizer], left: str, n: int, s
     step = partial(_in_steps, optimizer, weight.detach(), grad, held, left)
     if isinstance(optimizer, OnePassAdamW):
         step = partial(optimizer.step, scale=FACTOR, refresh={weight: refresh})
-    step()
-    return min(elapsed(step, setting.device, setting.pick(10, 1)) for _ in range(setting.pick(5, 1)))
+    return quickest(step, setting)
 
 
 def _in_steps(

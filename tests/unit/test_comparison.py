@@ -5,10 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import volume
-from benchmarks.comparison import case_of, merge, refuse_others
+from benchmarks.comparison import case_of, merge, refuse_others, shape_of
 from benchmarks.comparison_report import (
     CLAIMS,
     REPLICAS,
@@ -19,7 +18,6 @@ from benchmarks.comparison_report import (
     speed_rows,
     table,
 )
-from benchmarks.contestants import Shape
 from benchmarks.peers import CONTESTANTS, HEATS, PAGE_HEATS
 from megazero.comm.codec import Blockwise
 from megazero.config.options.sections import OuterConfig
@@ -108,8 +106,7 @@ def test_formulas_are_what_engines_counted() -> None:
     norm is a unit of 256 elements, which slices of whole blocks of 128 on 4 ranks double."""
     stored = json.loads((ROOT / "docs" / "comparison.json").read_text())
     for each in stored["results"]:
-        shape = Shape(sequence=128, micro_batch=1, micro_batches=each["micro_batches"], dtype=torch.bfloat16)
-        whole = case_of(shape, stored["nodes"], stored["ranks_per_node"])
+        whole = case_of(shape_of(each["micro_batches"]), stored["nodes"], stored["ranks_per_node"])
         for name in {*ZEROPP, *REPLICAS} & set(each["counted"]):
             padding = 256 * (2 + 4) if "INT8" in name else 0
             formula = whole.nodes * CONTESTANTS[name].sent(whole)

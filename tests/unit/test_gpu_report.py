@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -35,6 +34,7 @@ from benchmarks.gpu_report.record import REASON, Record, Skip
 from benchmarks.gpu_report.setting import ROOT, Setting
 from megazero.config import resolve_shards
 from megazero.config.model.parameters import training_flops
+from tools import gpu_report as tool
 
 CPU = torch.device("cpu")
 
@@ -42,15 +42,6 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def rehearsal(tmp_path: Path) -> Setting:
     return Setting(True, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_report_tool", ROOT / "tools" / "gpu_report.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def failed(record: Record) -> list[dict[str, Any]]:
@@ -289,7 +280,7 @@ def test_a_failing_row_is_a_row(tmp_path: Path) -> None:
 
 
 def test_the_program_keeps_results_and_does_what_is_missing(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A real piece in its own process; then nothing, since it is there; then the one that is missing, too short."""
     docs = (ROOT / "docs" / "gpu.md").stat().st_mtime_ns if (ROOT / "docs" / "gpu.md").exists() else None
@@ -310,9 +301,7 @@ def test_the_program_keeps_results_and_does_what_is_missing(
     assert now == docs, "a rehearsal leaves docs/gpu.md alone"
 
 
-def test_a_piece_that_dies_has_its_last_words(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_that_dies_has_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     facts = {"device": "d", "torch": "t", "commit": "c"}
     monkeypatch.setattr(tool, "ROOT", tmp_path)  # where there are no pieces
@@ -320,7 +309,7 @@ def test_a_piece_that_dies_has_its_last_words(
     assert "ended with status 1" in found[REASON] and "No module named" in found[REASON], found
 
 
-def test_time_that_is_over_is_told(tool: ModuleType, tmp_path: Path) -> None:
+def test_time_that_is_over_is_told(tmp_path: Path) -> None:
     facts = {"device": "d", "torch": "t", "commit": "c"}
     assert "--minutes" in tool.run(BY_NAME["race"], tmp_path, True, 1.0, facts)[REASON]
 
@@ -329,13 +318,13 @@ def test_time_that_is_over_is_told(tool: ModuleType, tmp_path: Path) -> None:
     "changed, good",
     [({}, True), ({REASON: "x"}, False), ({"device": "other"}, False), ({"commit": "other"}, True)],
 )
-def test_which_results_stand(tool: ModuleType, changed: dict[str, str], good: bool) -> None:
+def test_which_results_stand(changed: dict[str, str], good: bool) -> None:
     facts = {"device": "d", "torch": "t", "commit": "c"}
     assert tool.still_good({**facts, REASON: "", **changed}, facts) is good
     assert not tool.still_good(None, facts)
 
 
-def test_wrong_options_name_the_cure(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_name_the_cure(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, said in (
         (["--pieces", "kernel"], "there are tests, kernels"),
         (["--minutes", "0"], "default is 8"),
@@ -355,7 +344,7 @@ def test_the_page_tells_reasons_and_other_commits() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_rehearsal(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_whole_rehearsal(tmp_path: Path) -> None:
     """Every piece in its own process; what has no figures on a CPU is only what needs a card or a package."""
     assert tool.main(["--rehearsal", "--out", str(tmp_path), "--minutes", "30"]) == 0
     stored = json.loads((tmp_path / "gpu.json").read_text())["pieces"]

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
 from megazero.config import World, parse
-
-SOURCE = Path(__file__).parents[2] / "pretrain" / "quickstart.py"
-
-
-@pytest.fixture(scope="module")
-def quickstart():
-    spec = importlib.util.spec_from_file_location("quickstart", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["quickstart"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["quickstart"]
+from pretrain import quickstart
 
 
-def training_flags(quickstart, monkeypatch, out, ranks, gpus):
+def training_flags(monkeypatch, out, ranks, gpus):
     """The flags of every phase, as the commands are given them."""
     seen = []
 
@@ -41,11 +26,11 @@ def training_flags(quickstart, monkeypatch, out, ranks, gpus):
 @pytest.mark.parametrize(
     "ranks,gpus,expected", [(4, 0, 4), (4, 8, 4), (4, 3, 2), (4, 1, 1), (2, 0, 2), (1, 4, 1)]
 )
-def test_every_layout_is_legal(quickstart, monkeypatch, tmp_path, ranks, gpus, expected):
+def test_every_layout_is_legal(monkeypatch, tmp_path, ranks, gpus, expected):
     plan = quickstart.make_plan(ranks, None, gpus)
     assert (plan.ranks, plan.device) == (expected, "cuda" if gpus else "cpu")
     phases = [parse(flags, World(expected, expected)) for flags in
-            training_flags(quickstart, monkeypatch, tmp_path, ranks, gpus)]  # fmt: skip
+            training_flags(monkeypatch, tmp_path, ranks, gpus)]  # fmt: skip
     assert len(phases) == len(plan.phase_ends) == (3 if expected > 1 else 2)
     assert all(phase.optimizer == phases[0].optimizer for phase in phases)
     assert {phase.training.train_iters for phase in phases} == {plan.iterations}
@@ -58,7 +43,7 @@ def test_every_layout_is_legal(quickstart, monkeypatch, tmp_path, ranks, gpus, e
         assert phases[2].parallel.pipeline_model_parallel_size == 2
 
 
-def test_out_folder_belongs_to_one_plan(quickstart, tmp_path):
+def test_out_folder_belongs_to_one_plan(tmp_path):
     plan, other = (quickstart.make_plan(4, n, 0) for n in (12, 21))
     out = tmp_path / "out"
     quickstart.claim(out, plan, fresh=False)
@@ -80,7 +65,7 @@ def test_out_folder_belongs_to_one_plan(quickstart, tmp_path):
         quickstart.make_plan(4, 7, 0)
 
 
-def test_failed_step_is_named_with_its_log(quickstart, tmp_path, capfd):
+def test_failed_step_is_named_with_its_log(tmp_path, capfd):
     run = quickstart.Quickstart(tmp_path, quickstart.make_plan(4, 12, 0))
     code = "import sys; print('the cause'); sys.exit(3)"
     run.steps = [
@@ -94,7 +79,7 @@ def test_failed_step_is_named_with_its_log(quickstart, tmp_path, capfd):
     assert "the cause" in capfd.readouterr().out
 
 
-def test_steps_that_are_done_are_left_alone(quickstart, tmp_path, monkeypatch, capsys):
+def test_steps_that_are_done_are_left_alone(tmp_path, monkeypatch, capsys):
     run = quickstart.Quickstart(tmp_path, quickstart.make_plan(4, 12, 0))
     monkeypatch.setattr(run, "_summary", lambda: None)
     done, acted = tmp_path / "done", []

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import configparser
-import importlib.util
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tools import releases as tool
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "releases.md").read_text()
@@ -22,16 +22,6 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 NOT_TORCHS = {"_asdict", "_exit", "_current_frames", "_unshard_if_dtensor", "_reshard_if_dtensor"}
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("releases_tool", ROOT / "tools" / "releases.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def requirements() -> dict[str, str]:
@@ -46,13 +36,13 @@ def numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".") if part != "*"]
 
 
-def test_the_oldest_release_is_the_lower_bounds(tool: ModuleType) -> None:
+def test_the_oldest_release_is_the_lower_bounds() -> None:
     oldest = dict(requirement.split("==") for requirement in tool.RELEASES[0].requirements)
     floors = {name: bounds.removeprefix(">=").split(",")[0] for name, bounds in requirements().items()}
     assert {name: version.removesuffix(".*") for name, version in oldest.items()} == floors
 
 
-def test_the_newest_release_is_below_the_upper_bound_and_the_next_is_not(tool: ModuleType) -> None:
+def test_the_newest_release_is_below_the_upper_bound_and_the_next_is_not() -> None:
     (torch,) = (r.split("==")[1] for r in tool.RELEASES[-1].requirements if r.startswith("torch=="))
     major, minor = numbers(torch)[:2]
     assert requirements()["torch"].endswith(f"<{major}.{minor + 1}")
@@ -60,7 +50,7 @@ def test_the_newest_release_is_below_the_upper_bound_and_the_next_is_not(tool: M
     assert default and numbers("2.11") <= numbers(default[1]) <= numbers(torch)
 
 
-def test_the_table_is_of_the_newest_runs(tool: ModuleType) -> None:
+def test_the_table_is_of_the_newest_runs() -> None:
     run = {"release": "a", "stage": "unit", "passed": 1, "failed": 1, "skipped": 2}
     run["versions"] = {"python": "3.11.7", **dict.fromkeys(tool.SHOWN, "1.0")}
     lines = [json.dumps(run), json.dumps({**run, "passed": 2, "failed": 0})]
@@ -69,7 +59,7 @@ def test_the_table_is_of_the_newest_runs(tool: ModuleType) -> None:
     assert "| 1, 1 failed, 2 skipped |" in tool.table(lines[:1])
 
 
-def test_an_interpreter_that_is_not_there_is_named(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"no python3\.99 on the PATH: set PYTHON_3_99"):
         tool.interpreter("3.99")
     monkeypatch.setenv("PYTHON_3_99", sys.executable)
