@@ -21,6 +21,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from fsdp2_patch.group import Group
+from fsdp2_patch.packing import Packing
 from fsdp2_patch.torch_parts import COLLECTIVES
 from megazero.comm.codec import at_least_fp32
 from megazero.mesh.mesh import reduce_scatter_flat
@@ -171,12 +172,10 @@ class ReplicaAllReduce:
     def _chain(self, tensor: torch.Tensor, divisor: int) -> Generator[dist.Work, None, None]:
         group, axis = self.group, self.group.hops.inter
         codec, packing = group.format(group.codecs.gradients_inter, self.params, tensor.dtype, axis.size)
+        if packing is None and tensor.numel() % axis.size:
+            packing = Packing.of([tensor.numel()], [True], 1, axis.size)
         with group.passing.frame() as frame:
-            if packing is None:
-                n = -(-tensor.numel() // axis.size) * axis.size
-                packed = [tensor if n == tensor.numel() else _filled(tensor, frame.take(n, tensor.dtype))]
-            else:
-                packed = packing.pack(tensor, frame.take)
+            packed = [tensor] if packing is None else packing.pack(tensor, frame.take)
             regions = [values.view(axis.size, -1) for values in packed]
             sums = yield from group.sum_over(axis, codec, regions)
             m = codec.message_numel(*(total.numel() for total in sums))
@@ -187,18 +186,9 @@ class ReplicaAllReduce:
             codec.decode(every.view(axis.size, m), *regions)
             if packing is not None:
                 packing.unpack(packed, tensor)
-            elif packed[0] is not tensor:
-                tensor.copy_(packed[0][: tensor.numel()])
 
 
 def _hold(tensor: torch.Tensor) -> None:
     """Keep another stream's memory from reuse until the current stream is through with it."""
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream())
-
-
-def _filled(values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Copy values [n] to the buffer's begin; the rest is zero."""
-    buffer[: values.numel()].copy_(values)
-    buffer[values.numel() :].zero_()
-    return buffer

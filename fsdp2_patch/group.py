@@ -66,15 +66,10 @@ class Group:
         """Return this rank's shard of each parameter, flat, without padding."""
         return [p.sharded_param.detach().to_local().reshape(-1) for p in self.params]
 
-    def packing(self, params: Sequence[Any], codec: Blockwise, shares: int = 1) -> Packing:
-        """Return where these parameters lie in messages of a format."""
-        key = (tuple(map(id, params)), codec.form.block, shares)
-        if key not in self.packings:
-            numels = [p.padded_sharded_param_size.numel() for p in params]
-            self.packings[key] = Packing.of(
-                numels, [id(p) in self.exact for p in params], codec.form.block, shares
-            )
-        return self.packings[key]
+    @property
+    def shard_numel(self) -> int:
+        """How many elements FSDP2 gathers of this rank, padding included."""
+        return sum(p.padded_sharded_param_size.numel() for p in self.params)
 
     def format(
         self, codec: Codec | None, params: Sequence[Any], dtype: torch.dtype, shares: int = 1
@@ -83,9 +78,14 @@ class Group:
 
         Without a packing they go as they lie: where nothing is asked for, or all of them are exact.
         """
-        if isinstance(codec, Blockwise) and any(id(p) not in self.exact for p in params):
-            return replace(codec, exact_dtype=dtype), self.packing(params, codec, shares)
-        return Identity(dtype), None
+        exact = [id(p) in self.exact for p in params]
+        if not isinstance(codec, Blockwise) or all(exact):
+            return Identity(dtype), None
+        key = (tuple(map(id, params)), codec.form.block, shares)
+        if key not in self.packings:
+            numels = [p.padded_sharded_param_size.numel() for p in params]
+            self.packings[key] = Packing.of(numels, exact, codec.form.block, shares)
+        return replace(codec, exact_dtype=dtype), self.packings[key]
 
     def noise(self) -> Noise:
         """Return the noise of this rank's next messages of gradients, for a codec that rounds at random."""

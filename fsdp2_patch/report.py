@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2_patch.group import Group
-from megazero.patches.report import format_words, gradient_words, short
+from megazero.patches.report import gradient_words, short, weight_words
 
 GRAD_DTYPE_FOLLOWS_PARAMETER = (2, 15)  # from here on reduce_dtype=None means the parameter's own dtype
 
@@ -32,10 +32,9 @@ def _dtypes(group: Group) -> tuple[torch.dtype, torch.dtype]:
 def _kind(groups: list[Group]) -> str:
     hops, codecs = groups[0].hops, groups[0].codecs
     gathered, reduced = _dtypes(groups[0])
-    parameters = [p for group in groups for p in group.params]
-    shard = sum(p.padded_sharded_param_size.numel() for p in parameters)
+    shard = sum(group.shard_numel for group in groups)
     nodes, gradients = hops.inter.size, gradient_words([reduced], hops, codecs)
-    how_many = f"{len(groups)} groups of {len(parameters)} parameters"
+    how_many = f"{len(groups)} groups of {sum(len(group.params) for group in groups)} parameters"
     if not codecs.exact:
         exact = sum(id(p) in group.exact for group in groups for p in group.params)
         how_many += f" ({exact} of them exact, being small or replicated)"
@@ -45,10 +44,7 @@ def _kind(groups: list[Group]) -> str:
             f"{how_many} on a 2-D mesh of {nodes} replicas x {ranks}: gradients {short(reduced)} by FSDP2 inside a "
             f"node, {gradients}, there and back; weights stay inside the node"
         )
-    weights = f"exact {short(gathered)}"
-    if codecs.weights is not None:
-        what = "differences of " if codecs.delta else ""
-        weights = f"{what}{short(gathered)} as {format_words(codecs.weights, '')}"
+    weights = f"exact {short(gathered)}" if codecs.weights is None else weight_words(gathered, codecs)
     kept = _megabytes(nodes * _kept_bytes(groups, gathered))
     return (
         f"{how_many} on a 1-D mesh of {len(hops.ranks)} ranks = {nodes} nodes x {hops.intra.size}: gradients "
@@ -64,7 +60,7 @@ def _kept_bytes(groups: list[Group], gathered: torch.dtype) -> int:
     for group in groups:
         codec, packing = group.format(group.codecs.weights, group.params, gathered)
         if packing is None:
-            total += gathered.itemsize * sum(p.padded_sharded_param_size.numel() for p in group.params)
+            total += gathered.itemsize * group.shard_numel
         elif group.codecs.delta:
             total += gathered.itemsize * packing.numel
         else:

@@ -91,14 +91,9 @@ class KeptAllGather(AllGather):
 
     def _gather(self, output: torch.Tensor, own: torch.Tensor) -> Generator[dist.Work, None, None]:
         group, hops, passing = self.group, self.group.hops, self.group.passing
-        codec, packing = group.format(
-            group.codecs.weights if own.dtype in CODED else None, group.params, own.dtype
-        )
         # Where FSDP2 sends more than the shards (extensions), nobody knows what lies where.
-        if packing is not None and own.numel() != sum(
-            p.padded_sharded_param_size.numel() for p in group.params
-        ):
-            codec, packing = group.format(None, group.params, own.dtype)
+        known = own.dtype in CODED and own.numel() == group.shard_numel
+        codec, packing = group.format(group.codecs.weights if known else None, group.params, own.dtype)
         rows = output.view(hops.inter.size, hops.intra.size, -1).transpose(0, 1)
         delta = group.codecs.delta and packing is not None
         with passing.frame() as frame:

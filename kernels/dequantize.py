@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from megazero.kernels.accumulate import accumulate
 from megazero.kernels.arena import SCRATCH, Take
-from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
+from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
@@ -39,7 +39,7 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool
     n = out.shape[1]
     payload, scales = form.payload(messages, n), form.scales(messages, n)
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
-    size = min(n, max(CHUNK, form.block))
+    size = min(n, CHUNK)
     direct = out.dtype == dtype and not add
     with SCRATCH.frame(out.device) as frame:
         buffer = frame.take(0 if direct else size, dtype)
@@ -109,8 +109,7 @@ def load_tile(
     biased = tl.load(messages + at, mask=valid[:, None], other=0).to(tl.int32) + BIAS
     p = tl.arange(0, PACK)[None, :, None]
     digits = ((biased[:, None, :] >> (p * BITS)) & ((1 << BITS) - 1)) - OFFSET
-    top = tl.load(halves + scales_at(row, b, row_bytes, row_blocks, PART), mask=valid, other=0)
-    scale = (top.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    scale = load_values(halves, scales_at(row, b, row_bytes, row_blocks, PART), valid)
     return digits.to(tl.float32) * scale[:, None, None]
 
 
@@ -137,7 +136,7 @@ def _kernel(
 
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool) -> None:
     row_blocks = form.blocks(out.shape[1])
-    total, r = row_blocks * len(messages), blocks_per_program(form.block)
+    total, r = row_blocks * len(messages), TILE // form.block
     _kernel[(-(-total // r),)](
         messages.view(torch.int8), messages.view(torch.int16), raw(out),
         total, row_blocks, messages.shape[1], out.stride(0), *transform_arguments(form.transform),

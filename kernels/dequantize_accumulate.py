@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import Unpacking, load_tile
-from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
+from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
@@ -49,7 +49,7 @@ class Summed:
     """
 
     def __init__(self, messages: torch.Tensor, n: int, form: Format, dtype: torch.dtype, take: Take) -> None:
-        self.form, self.size = form, min(n, max(CHUNK, form.block))
+        self.form, self.size = form, min(n, CHUNK)
         self.payload, self.scales = form.payload(messages, n), form.scales(messages, n)
         self.digits, self.unpacking = take(self.size, dtype), Unpacking(take, self.size, form, dtype)
         self.mixing = Mixing(form.transform, self.size, take, dtype) if form.transform is not None else None
@@ -114,7 +114,7 @@ def _kernel(
 
 
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
-    row_blocks, r = form.blocks(out.numel()), blocks_per_program(form.block)
+    row_blocks, r = form.blocks(out.numel()), TILE // form.block
     _kernel[(-(-row_blocks // r),)](
         messages.view(torch.int8), messages.view(torch.int16), out,
         len(messages), row_blocks, messages.shape[1], *transform_arguments(form.transform),

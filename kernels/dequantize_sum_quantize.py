@@ -110,13 +110,12 @@ def _launch(
     noise: Noise | None,
 ) -> None:
     form, next_form = _untransformed(form, next_form)
-    elements = max(TILE, form.block, next_form.block)
-    _kernel[(-(-n // elements),)](
+    _kernel[(-(-n // TILE),)](
         messages.view(torch.int8), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
         len(messages), form.blocks(n), messages.shape[1],
         next_form.blocks(n // len(out)), out.shape[1], next_form.blocks(n), *launch_arguments(noise),
         *transform_arguments(form.transform), *transform_arguments(next_form.transform),
         form.bits, form.block, next_form.bits, next_form.block,
-        next_form.clip, noise is not None, next_form.largest_scale, elements,
+        next_form.clip, noise is not None, next_form.largest_scale, TILE,
         enable_fp_fusion=False,
     )  # fmt: skip

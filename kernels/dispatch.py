@@ -18,7 +18,8 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 AVAILABLE = find_spec("triton") is not None and (INTERPRETED or torch.version.cuda is not None)
-TILE = 4096  # elements a program takes: 16-byte accesses by 128 threads, of 4-bit payload too
+# Elements a program takes, whole blocks of every format: 16-byte accesses by 128 threads, of 4-bit payload too.
+TILE = 4096
 
 # Elements the references take at a time. A torch call costs 2 to 10 us, so large chunks win over the second-level
 # cache: 8 bits encode in 3.0 ns per element at 64K, 1.9 at 128K, 0.95 at 256K, 0.7 to 1.0 at 512K (one core, fp32).
@@ -67,8 +68,3 @@ def _warn_of_references() -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def blocks_per_program(block: int) -> int:
-    """Return how many blocks a program takes."""
-    return max(1, TILE // block)

@@ -199,8 +199,7 @@ def open_tile(
         digits = tl.load(held + at, mask=valid, other=0).to(tl.float32)
         if POWER == 4:
             digits = tl.maximum(digits, 1.0)
-        top = tl.load(scales + g, mask=g * at.shape[2] < n, other=0)
-        roots = digits * (top.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None, None]
+        roots = digits * load_values(scales, g, g * at.shape[2] < n)[:, None, None]
         if POWER == 4:
             roots = roots * roots
             values = roots * roots

@@ -13,6 +13,7 @@ are made by the finalizer of splitmix64 (Sebastiano Vigna, public domain).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import torch
 from megazero.kernels.arena import Take
@@ -49,6 +50,12 @@ class Noise:
     step: int
     stream: int
     start: int = 0
+
+    @staticmethod
+    def named(seed: int, step: int, name: str, start: int = 0) -> Noise:
+        """Return the draws of the stream of this name."""
+        stream = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+        return Noise(seed, step, stream, start)
 
     def at(self, elements: int) -> Noise:
         """Return the same stream, moved on by this many elements."""

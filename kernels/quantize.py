@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 from megazero.kernels.arena import SCRATCH, Take
-from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
+from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import ERROR_LIMIT, ERROR_UNIT, NAN_SCALE, Format
 from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
 from megazero.kernels.noise import (
@@ -86,7 +86,7 @@ def encode_rows(
     load(row, low, high, out) returns the fp32 values [high - low] of the row's elements, in ``out`` or elsewhere.
     """
     payload, scales = form.payload(messages, n), form.scales(messages, n).view(torch.int16)
-    size = min(n, max(CHUNK, form.block))
+    size = min(n, CHUNK)
     with SCRATCH.frame(messages.device) as frame:
         take = frame.take
         buffer, work = take(size, torch.float32), Work.of(take, size, form)
@@ -331,7 +331,7 @@ def _kernel(
 
 def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None) -> None:
     row_blocks = form.blocks(x.shape[1])
-    total, r = row_blocks * len(x), blocks_per_program(form.block)
+    total, r = row_blocks * len(x), TILE // form.block
     _kernel[(-(-total // r),)](
         raw(x), messages.view(torch.int8), messages.view(torch.int16),
         total, row_blocks, messages.shape[1], *launch_arguments(noise), *transform_arguments(form.transform),

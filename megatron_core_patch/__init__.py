@@ -27,14 +27,15 @@ def enable(weights: str = "none", gradients: str = "none", **options: Any) -> No
     It is called before Megatron builds its DistributedDataParallel. weights: 'none' (exact), 'int8', 'int4' or
     'int2', or 'int8-delta', 'int4-delta', 'int2-delta' for the differences to what the receivers hold. gradients:
     'none', 'int8', 'int4', 'int2', where they cross nodes. With 'none' messages take two hops, too.
-    options: those of ``megatron_core_patch.options.from_words``.
+    options: ``ranks_per_node``, ``exact_numel`` and the others of docs/megatron-patch.md.
 
     Raises ValueError for options that are not legal, and for a megatron-core in which a name is missing; then
     nothing is patched.
     """
-    from megatron_core_patch.options import from_words
+    from megatron_core_patch.options import PatchOptions
+    from megazero.patches.options import read_words
 
-    turn_on(from_words(weights, gradients, **options))
+    turn_on(read_words(PatchOptions, weights, gradients, **options))
 
 
 def turn_on(options: PatchOptions) -> None:

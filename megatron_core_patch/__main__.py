@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import megatron_core_patch
-from megatron_core_patch.options import PatchOptions, check
+from megatron_core_patch.options import PatchOptions
 from megazero.config.errors import ConfigError
 from megazero.config.options.fields import section_options
 from megazero.config.read.flags import options_help, read_section
+from megazero.patches.options import check
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:

@@ -43,6 +43,7 @@ from megazero.train.codecs import make_codecs
 from megazero.zero.context import hop_spec
 from megazero.zero.policy import Codecs
 
+TOO_LATE = "megatron_core_patch.enable() was called after DistributedDataParallel was built: call it before"
 CODED = (torch.bfloat16, torch.float16)  # of fp32 buffers the optimizer's master weights are a part
 # A bucket moves in PIECES, so that hops of one piece run beside another's; but a piece holds LEAST elements of each
 # rank's shard, so that a message is bound by the link's rate, and MOST elements in all, as its buffers take memory.
@@ -155,9 +156,7 @@ class Carrier:
     def state(self, bucket: Any) -> Held:
         """Return a bucket's state. Raises RuntimeError for one that was made without the patch."""
         if bucket not in self.held:
-            raise RuntimeError(
-                "megatron_core_patch.enable() was called after DistributedDataParallel was built: call it before"
-            )
+            raise RuntimeError(TOO_LATE)
         return self.held[bucket]
 
     def gather(self, bucket: Any, hops: TwoHops) -> list[Ticket]:
@@ -258,12 +257,8 @@ class Carrier:
     def _rounding(self, held: Held, codecs: Codecs, hops: TwoHops, piece: int) -> BucketRounding:
         """Return how gradients of one piece are rounded in this step."""
         step, name = held.before + held.updates, f"bucket {held.number} piece {piece}"
-        stochastic = any(
-            isinstance(codec, Blockwise) and codec.stochastic
-            for codec in (codecs.gradients_intra, codecs.gradients_inter)
-        )
         return BucketRounding(
-            lambda hop: noise_of(f"{name} {hop}", hops.index, step) if stochastic else None,
+            lambda hop: noise_of(f"{name} {hop}", hops.index, step),
             held.residuals.setdefault(piece, Residual(codecs.feedback_beta)) if codecs.feedback else None,
             self._errors(held, GRADIENTS, self.options.zero_gradient_error_bound),
         )

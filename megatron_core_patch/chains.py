@@ -32,7 +32,7 @@ from megazero.zero.policy import Codecs
 class BucketRounding:
     """How a chain's gradients are rounded: noise by a hop's name, a residual across nodes, errors that are noted."""
 
-    noise: Callable[[str], Noise | None]
+    noise: Callable[[str], Noise]
     residual: Residual | None = None
     errors: Errors | None = None
 

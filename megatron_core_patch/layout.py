@@ -167,8 +167,7 @@ class CodedBlocks:
     # -- positions in the grid --------------------------------------------------------------------
 
     def _order(self, locals_: Iterable[int]) -> list[Sequence[Range]]:
-        h = self.hops.intra.size
-        return [self.blocks[node * h + local] for local in locals_ for node in range(self.hops.inter.size)]
+        return [row for local in locals_ for row in self.blocks[local :: self.hops.intra.size]]
 
     def _ranges(self, ranges: Iterable[Range]) -> Ranges:
         return Ranges.of(ranges, self.device)
@@ -214,17 +213,14 @@ class Exact:
     def numels(self) -> list[list[int]]:
         """Return how many elements each row has, by local index and node."""
         h = self.hops.intra.size
-        return [
-            [count(self.ranges[node * h + local]) for node in range(self.hops.inter.size)]
-            for local in range(h)
-        ]
+        return [[count(row) for row in self.ranges[local::h]] for local in range(h)]
 
     @cached_property
     def all(self) -> Ranges:
         """Return the elements of all rows, by local index and node."""
         h = self.hops.intra.size
-        rows = [self.ranges[node * h + local] for local in range(h) for node in range(self.hops.inter.size)]
-        return Ranges.of((part for row in rows for part in row), self.device)
+        parts = (part for local in range(h) for row in self.ranges[local::h] for part in row)
+        return Ranges.of(parts, self.device)
 
     @cached_property
     def own(self) -> Ranges:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megazero.config.options.fields import option, option_of
 from megazero.config.options.sections import ZeroConfig
-from megazero.patches.options import MessageOptions, check, read_words
-
-__all__ = ["PatchOptions", "check", "from_words"]
+from megazero.patches.options import MessageOptions
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,3 @@ class PatchOptions(MessageOptions):
     def bounded(self) -> bool:
         """Return whether a bucket's errors decide how it is sent."""
         return self.zero_weight_error_bound is not None or self.zero_gradient_error_bound is not None
-
-
-def from_words(weights: str = "none", gradients: str = "none", **others: Any) -> PatchOptions:
-    """Return the options that these words mean: ``read_words``."""
-    return read_words(PatchOptions, weights, gradients, **others)

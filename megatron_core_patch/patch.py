@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from megatron_core_patch.carrier import Carrier, Sync, collective_group
+from megatron_core_patch.carrier import TOO_LATE, Carrier, Sync, collective_group
 from megatron_core_patch.names import BASE, BUFFER, DDP, FINALIZE, OPTIMIZER, STATE, check_names
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.refusals import (
@@ -184,9 +184,7 @@ class Patch:
     @property
     def _carrier(self) -> Carrier:
         if self.carrier is None:
-            raise RuntimeError(
-                "megatron_core_patch.enable() was called after DistributedDataParallel was built: call it before"
-            )
+            raise RuntimeError(TOO_LATE)
         return self.carrier
 
     def _refuse(self, problems: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.mesh.launch import CONNECTIONS, USUAL_CONNECTIONS
-from megazero.patches.report import format_words, gradient_words, short
+from megazero.patches.report import gradient_words, short, weight_words
 from megazero.patches.two_hops import TwoHops
 from megazero.zero.policy import Codecs
 
@@ -88,8 +88,7 @@ def _weights(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs) -> st
     told = []
     for dtype in dtypes:
         if dtype in (torch.bfloat16, torch.float16):
-            what = "differences of " if codecs.delta else ""
-            told.append(f"{what}{short(dtype)} as {format_words(codecs.weights, '')} on every hop")
+            told.append(f"{weight_words(dtype, codecs)} on every hop")
         elif dtype == torch.uint8:
             told.append("fp8 as they are")
         else:

@@ -61,7 +61,7 @@ megazero/zero/outer.py
 - anchor.momentum.copy_(here.momentum)
 + pass
   the outer momentum in host memory stays what it was
-- rows.copy_(own)
+- sums.copy_(arrived, levels.all)
 + pass
   what was on its way is not what arrives
 - return [unit for unit in self.fragments[fragment] if unit.trainable]
@@ -242,8 +242,8 @@ megazero/zero/optimizer.py
   where parameters are frozen, what is left of their gradients is sent
 
 megazero/zero/rounding.py
-- Noise(self.seed, self.updates, stream, start)
-+ Noise(self.seed, 0, stream, start)
+- Noise.named(self.seed, self.updates
++ Noise.named(self.seed, 0
   every step draws the same noise
 
 megazero/zero/rounding.py
@@ -299,9 +299,6 @@ megazero/comm/lane.py
   a younger chain takes the axis that is next for an older one
 -         self.latest[ticket.label] = ticket.event
   a unit's chains run beside each other (CUDA)
-- += until - stood
-+ += until
-  a wait is billed to every hop before its end
 
 kernels/dequantize_sum_quantize.py
 - if form.transform == next_form.transform:
@@ -360,9 +357,12 @@ megazero/comm/hops.py
   bytes to itself count as sent
 
 megazero/comm/timing.py
-- self.pairs[0][2].query()
-+ self.pairs[0][1].query()
+- in self.waits[0][1]):
++ in self.waits[0][1][:1]):
   a wait is read before it is over (CUDA)
+- += until - stood
++ += until
+  a wait is billed to every hop before its end
 
 megazero/pp/partition.py
 - for i in reversed(range(stages)) if fixed

@@ -18,7 +18,7 @@ it will use (``plan``), and it may use an axis only when no older chain still ha
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,11 +28,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazero.comm.timing import Label, no_label, no_timing
+from megazero.comm.timing import Label, Stalls, no_label, no_timing
 
 Chain = Generator[dist.Work, None, None]
-# Waits whose events are kept. Of older ones that are over only the seconds stay, in case nobody takes them.
-STALLS = 1024
 PATIENCE = timedelta(seconds=10)  # after which ``Lane.overdue`` is asked what is wrong
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
 
@@ -91,8 +89,7 @@ class Lane:
         self.tickets: deque[Ticket] = deque()
         self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if device.type == "cuda" else []
         self.latest: dict[str, Any] = {}  # CUDA: event of each unit's last chain
-        self.stalls: deque[tuple[Any, Ticket]] = deque()  # CUDA: events before the compute stream's waits
-        self.stood: defaultdict[str, float] = defaultdict(float)  # seconds of older waits
+        self.stalls = Stalls()
 
     def follow(self) -> None:
         """On CUDA, make chains submitted from now on wait for all compute enqueued so far."""
@@ -168,29 +165,6 @@ class Lane:
             else:
                 self.poll()  # takes finished chains off the front
 
-    def take_stalls(self) -> dict[str, float]:
-        """Return how many seconds the compute stream has waited since the last call, by hop.
-
-        This is for CUDA. Waits that are not over are left for the next call: after the step's own wait for the device
-        there is none.
-        """
-        self._add_up()
-        out = dict(self.stood)
-        self.stood.clear()
-        return out
-
-    def _add_up(self) -> None:
-        """Add the seconds of the waits that are over to ``stood``, by hop."""
-        while self.stalls and all(event.query() for event in (self.stalls[0][0], *self.stalls[0][1].landed)):
-            self._add_up_one(*self.stalls.popleft())
-
-    def _add_up_one(self, before: Any, ticket: Ticket) -> None:
-        stood = 0.0
-        for hop_spec, landed in zip(ticket.plan, ticket.landed, strict=True):
-            until = max(stood, before.elapsed_time(landed) / 1e3)  # negative: had landed before the wait
-            self.stood[f"exposed_{hop_spec.hop}"] += until - stood
-            stood = until
-
     def _finish_work(self, ticket: Ticket) -> None:
         try:
             while ticket.work is not None and not self._landed(ticket.work):
@@ -255,7 +229,6 @@ class Lane:
         if not ticket.event.query() and self.timed is not no_timing:
             before = torch.cuda.Event(enable_timing=True)
             before.record(stream)
-            self.stalls.append((before, ticket))
-            if len(self.stalls) > STALLS:
-                self._add_up()
+            names = [f"exposed_{hop_spec.hop}" for hop_spec in ticket.plan]
+            self.stalls.add(names, (before, *ticket.landed))
         stream.wait_event(ticket.event)

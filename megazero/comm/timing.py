@@ -6,7 +6,7 @@ The running code gives names; the profiler and the bill switch them on. A lane t
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Entered around what is to have a name: called with what is done, and of what ('gather_inter', 'layers.3').
 Label = Callable[[str, str], AbstractContextManager[object]]
 _NOTHING: AbstractContextManager[None] = nullcontext()
-MOST = 1024  # waits whose events are kept; of older ones that are over the seconds
+MOST = 1024  # waits whose events are kept; of older ones that are over the seconds, in case nobody takes them
 
 
 def no_label(what: str, of: str) -> AbstractContextManager[object]:
@@ -32,29 +32,52 @@ def no_timing(_: str) -> Any:
     return nullcontext()
 
 
+class Stalls:
+    """The seconds that CUDA's compute stream has waited, by name.
+
+    No host waits for the events: ``take`` reads them after the step's own wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self.waits: deque[tuple[Sequence[str], Sequence[Any]]] = deque()
+        self.stood: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, names: Sequence[str], events: Sequence[Any]) -> None:
+        """Note a wait for these, one after the other. events: one before the wait, and one at the end of each."""
+        self.waits.append((names, events))
+        if len(self.waits) > MOST:
+            self._add_up()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call, by name. Waits that are not over are left for the next."""
+        self._add_up()
+        out = dict(self.stood)
+        self.stood.clear()
+        return out
+
+    def _add_up(self) -> None:
+        while self.waits and all(event.query() for event in self.waits[0][1]):
+            names, (before, *ends) = self.waits.popleft()
+            stood = 0.0
+            for name, end in zip(names, ends, strict=True):
+                until = max(stood, before.elapsed_time(end) / 1e3)  # negative: was over before the wait
+                self.stood[name] += until - stood
+                stood = until
+
+
 class Waits:
     """Times waits for collectives where they are issued, by name: on a CPU the host's, as spans of ``timed``; on CUDA
     the compute stream's, by events.
-
-    No host waits for the events: ``take_stalls`` reads them after the step's own wait for the device.
     """
 
     def __init__(self, device: torch.device | None = None, timed: Callable[[str], Any] = no_timing) -> None:
         self.timed = timed
         self.by_events = device is not None and device.type == "cuda" and timed is not no_timing
-        self.pairs: deque[tuple[str, Any, Any]] = deque()
-        self.stood: defaultdict[str, float] = defaultdict(float)
+        self.stalls = Stalls()
 
     def __call__(self, name: str) -> AbstractContextManager[Any]:
         """Time the waits inside under ``name``, an item of the time bill ('exposed_tp_intra')."""
         return self._between_events(name) if self.by_events else self.timed(name)
-
-    def take_stalls(self) -> dict[str, float]:
-        """Return the seconds of CUDA's waits since the last call, by name; those not over are left for the next."""
-        self._add_up()
-        out = dict(self.stood)
-        self.stood.clear()
-        return out
 
     @contextmanager
     def _between_events(self, name: str) -> Iterator[None]:
@@ -64,11 +87,4 @@ class Waits:
         before.record()
         yield
         after.record()
-        self.pairs.append((name, before, after))
-        if len(self.pairs) > MOST:
-            self._add_up()
-
-    def _add_up(self) -> None:
-        while self.pairs and self.pairs[0][2].query():
-            name, before, after = self.pairs.popleft()
-            self.stood[name] += before.elapsed_time(after) / 1e3
+        self.stalls.add((name,), (before, after))

@@ -55,14 +55,14 @@ def sum_over(
     passing: Passing,
     take: Take,
     *,
+    noise: Noise,
     own: int | None = None,
-    noise: Noise | None = None,
     watch: Watch | None = None,
 ) -> Generator[dist.Work, None, list[torch.Tensor]]:
     """Take one hop: row i of every region [size, ...] goes to index i, and those received are added to the own row.
 
+    noise: for a codec that rounds at random; another one for each sender. watch: is shown every message.
     own: the place of this rank's row, if the others are by index around another place than this rank's index.
-    noise: of a codec that rounds at random; another one for each sender. watch: is shown every message.
     Returns the sums, at least fp32, [...] as the regions' rows, in buffers from ``take``.
     """
     own = axis.index if own is None else own
@@ -75,9 +75,7 @@ def sum_over(
                 out.view(rows[0].shape).copy_(rows[0])
                 continue
             n = rows[0][0].numel()
-            codec.encode(
-                *(row.reshape(len(out), -1) for row in rows), noise=noise and noise.at(to.start * n), out=out
-            )
+            codec.encode(*(row.reshape(len(out), -1) for row in rows), noise=noise.at(to.start * n), out=out)
             if watch is not None:
                 watch(rows, out, to.start)
         sums = [

@@ -27,6 +27,11 @@ def gradient_words(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs)
     return ", ".join(told)
 
 
+def weight_words(dtype: torch.dtype, codecs: Codecs) -> str:
+    """Say how weights that are quantised, raw in this dtype, are sent."""
+    return f"{'differences of ' if codecs.delta else ''}{short(dtype)} as {format_words(codecs.weights, '')}"
+
+
 def format_words(codec: Codec | None, raw: str) -> str:
     return (
         f"int{codec.bits} (blocks of {codec.form.block})" if isinstance(codec, Blockwise) else f"exact {raw}"

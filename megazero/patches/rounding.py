@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 
 import torch
 
@@ -16,8 +15,7 @@ def noise_of(name: str, sender: int, step: int) -> Noise:
 
     sender: this rank's index in its data-parallel group. So tensor-parallel ranks round alike what they replicate.
     """
-    stream = int.from_bytes(blake2b(f"{name} from {sender}".encode(), digest_size=8).digest(), "little")
-    return Noise(0, step, stream)
+    return Noise.named(0, step, f"{name} from {sender}")
 
 
 class Residual:

@@ -105,46 +105,46 @@ class Pipeline:
         loss_factor: Backwards multiply the loss by it (a loss scale). The loss that is returned is without it.
         """
         self.loss_factor = loss_factor
-        plan = self.plan(len(micro_batches))
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        self.links.open(plan.incoming, plan.after, self.carrier.resize(micro_batches[0]))
-        try:
-            for action in plan.actions:
-                with self._naming(action):
-                    loss = self._run(action, micro_batches[action.micro_batch])
-                    self.links.advance()
-                if loss is not None:
-                    total += loss
-            self.links.close()
-        except BaseException:
-            self._abort()
-            raise
+        for loss in self._run_plan(self.plan(len(micro_batches)), self._run, micro_batches):
+            total += loss
         return total
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor | None:
         """Run forwards only. Returns the micro-batches' losses [k] on ranks with the last stage, None elsewhere."""
-        plan = self._evaluation(len(micro_batches))
-        self.links.open(plan.incoming, plan.after, self.carrier.resize(micro_batches[0]))
+        plan = self._of_rank(make_evaluation(self.size, len(self.own), len(micro_batches)))
+        losses = self._run_plan(plan, self._evaluate, micro_batches)
+        return torch.stack(losses).double() if losses else None
+
+    # -- actions ---------------------------------------------------------------------------------
+
+    def _run_plan(
+        self, plan: _Plan, run: Callable[[Action, Any], Tensor | None], micro_batches: Sequence[Any]
+    ) -> list[Tensor]:
+        """Run every action and its messages. Returns the losses that ``run`` gives."""
         losses: list[Tensor] = []
+        self.links.open(plan.incoming, plan.after, self.carrier.resize(micro_batches[0]))
         try:
             for action in plan.actions:
                 with self._naming(action):
-                    stage = self.stages[action.stage]
-                    y = self.forward(
-                        stage, self._receive_activation(action), micro_batches[action.micro_batch]
-                    )
-                    if stage.head:
-                        losses.append(y.double())
-                    else:
-                        self._send("activation", action, y, action.stage + 1)
+                    loss = run(action, micro_batches[action.micro_batch])
                     self.links.advance()
+                if loss is not None:
+                    losses.append(loss)
             self.links.close()
         except BaseException:
             self._abort()
             raise
-        return torch.stack(losses) if losses else None
+        return losses
 
-    # -- actions ---------------------------------------------------------------------------------
+    def _evaluate(self, action: Action, micro_batch: Any) -> Tensor | None:
+        """Run a forward of an evaluation. Returns the loss if it is the last stage's, else None."""
+        stage = self.stages[action.stage]
+        y = self.forward(stage, self._receive_activation(action), micro_batch)
+        if stage.head:
+            return y
+        self._send("activation", action, y, action.stage + 1)
+        return None
 
     def _run(self, action: Action, micro_batch: Any) -> Tensor | None:
         """Run one action. Returns the detached loss if it is a last stage's forward, else None."""
@@ -223,11 +223,7 @@ class Pipeline:
     # -- parts -----------------------------------------------------------------------------------
 
     def _plan(self, micro_batches: int) -> _Plan:
-        schedule = make_schedule(self.schedule, self.size, len(self.own), micro_batches)
-        return self._of_rank(schedule)
-
-    def _evaluation(self, micro_batches: int) -> _Plan:
-        return self._of_rank(make_evaluation(self.size, len(self.own), micro_batches))
+        return self._of_rank(make_schedule(self.schedule, self.size, len(self.own), micro_batches))
 
     def _of_rank(self, schedule: Sequence[Sequence[Action]]) -> _Plan:
         every = sends(schedule, self.size)

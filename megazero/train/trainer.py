@@ -338,7 +338,7 @@ class Trainer:
     def _take_stalls(self) -> None:
         """Add to the bill what the compute stream waited, on CUDA."""
         for each in self.timed:
-            for name, seconds in each.take_stalls().items():
+            for name, seconds in each.stalls.take().items():
                 self.bill.add(name, seconds)
 
     def _forward_backward(

@@ -15,7 +15,6 @@ from megazero.mesh.mesh import Mesh
 from megazero.zero.admission import refuse_foreign_parallelism
 from megazero.zero.binding import recurrent_weights_kept
 from megazero.zero.build import Init, UnitSpec, build_units, plain_name
-from megazero.zero.by_matrix import ByMatrix
 from megazero.zero.engine import Engine, StepInfo
 from megazero.zero.muon import Muon
 from megazero.zero.optimizer import OptimizerFactory, SliceOptimizer, Traits, default_adamw
@@ -81,7 +80,7 @@ def shard(
     _refuse_no_matrices(module, chosen)
     slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
     slices.refuse_cut_blocks(policy.block)
-    if traits is None and isinstance(slices.torch, ByMatrix):
+    if traits is None and slices.has_matrices:
         raise ValueError(
             f"{type(slices.torch).__name__} steps whole matrices and has to know which: give traits=, which returns "
             "Traits(matrix=True) for them (weights of linears between the embedding and the head, as a rule)"

@@ -234,7 +234,7 @@ class Engine:
         program = self.gatherer.program
         with (
             self.outer.evaluated() if self.outer and anchor else nullcontext(),
-            self.rounding.unmeasured(bool(self.outer)),
+            self.rounding.unmeasured() if self.outer else nullcontext(),
         ):
             program.open(())
             program.enter(Segment(EVALUATION))

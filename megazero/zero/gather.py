@@ -252,9 +252,7 @@ def used_weights(unit: Unit, take: Take | None = None) -> torch.Tensor:
     levels, numel = unit.levels, unit.layout.level_numel(unit.levels.os)
     out = take(numel, unit.sum_dtype)
     if unit.delta or not levels.p:
-        held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)
-        for rows, used in zip(held, Slice(unit.layout, out, levels.os).rows(levels.os, 1), strict=True):
-            used.copy_(rows)
+        Slice(unit.layout, out, levels.os).copy_(Slice(unit.layout, unit.copy, levels.p), levels.os)
         return out
     (own,) = unit.wire.within(levels.os, levels.p)
     message, read = unit.copy[own.span].view(1, -1), take(numel, unit.dtype)

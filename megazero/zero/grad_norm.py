@@ -63,9 +63,7 @@ class StepScalars:
         """differ: raises RuntimeError that names the collectives in which ranks differ."""
         self.mesh, self.waits, self.differ = mesh, waits, differ
         self.link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
-        self.hop = (
-            f"exposed_scalar_{self.link.removesuffix('_node')}"  # of waits in an exchange among all ranks
-        )
+        self.hop = f"exposed_scalar_{self.link.removesuffix('_node')}"  # of waits in the exchange
         self._make(0)
 
     def _make(self, extra: int) -> None:

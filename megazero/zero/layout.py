@@ -159,8 +159,7 @@ def make_layout(
 ) -> UnitLayout:
     """Lay out a unit's parameters in their order, coded ones first.
 
-    block: a number of elements; a slice of any level is whole blocks. sizes: the sub-axes' sizes, innermost
-        first;
+    block: a number of elements; a slice of any level is whole blocks. sizes: the sub-axes' sizes, innermost first;
     their product is d. exact: the names of the parameters of the exact region.
     """
     quantum = block * prod(sizes)
@@ -191,6 +190,11 @@ class Slice:
         """Return views [count, -1] of a deeper level's slice of this rank, one per region, in the buffer's dtype."""
         within = self.layout.within(level, self.level)
         return [self.buffer[p.span].view(count, -1) for p in within]
+
+    def copy_(self, other: Slice, level: int) -> None:
+        """Copy this rank's slice of a level, which both hold, from another buffer of any dtype."""
+        for rows, given in zip(self.rows(level, 1), other.rows(level, 1), strict=True):
+            rows.copy_(given)
 
     def clear_padding(self) -> None:
         """Make padding zero again, after messages whose codec mixes it with values (kernels/hadamard.py)."""

@@ -348,8 +348,7 @@ class OuterSteps:
         arrived = Slice(layout, self.flight.sums[unit], levels.all)
         with self.context.frame() as frame:
             sums = Slice(layout, frame.take(layout.level_numel(levels.os), unit.sum_dtype), levels.os)
-            for rows, own in zip(sums.rows(levels.all, 1), arrived.rows(levels.all, 1), strict=True):
-                rows.copy_(own)
+            sums.copy_(arrived, levels.all)
             yield from self._take_up(unit, sums)
 
     def _difference(self, unit: Unit, frame: Frame) -> Slice:

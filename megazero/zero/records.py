@@ -210,9 +210,7 @@ def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
         # If replicas share a node the OS slice is the larger one: the rest's residual belongs to the other replicas.
         base = min(levels.os, unit.crossing)
         sums = Slice(unit.layout, unit.residual.new_zeros(unit.layout.level_numel(base)), base)
-        held = Slice(unit.layout, unit.residual, unit.crossing).rows(unit.crossing, 1)
-        for rows, own in zip(sums.rows(unit.crossing, 1), held, strict=True):
-            rows.copy_(own)
+        sums.copy_(Slice(unit.layout, unit.residual, unit.crossing), unit.crossing)
         arena = Arena()
         context = Context(axes, Policy(), Rounding(0, rank, device, arena), Traffic(), IssueHash(), arena)
         reduction, exact = Reduction(unit, MicroBatchIndex(0, True), context), Identity(unit.sum_dtype)
@@ -223,9 +221,7 @@ def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
         for chain in chains:
             for work in chain:
                 work.wait()
-        owed_rows = Slice(unit.layout, owed, levels.os).rows(levels.os, 1)
-        for out, rows in zip(owed_rows, sums.rows(levels.os, 1), strict=True):
-            out.copy_(rows)
+        Slice(unit.layout, owed, levels.os).copy_(sums, levels.os)
     return owed if unit.carry is None else owed.add_(unit.carry)
 
 

@@ -67,7 +67,7 @@ class Reducer:
                 self.context.issued.add(f"t{self.index[unit]}")
                 chain = sum_ends(unit, ends, self.exact, self.context)
                 self.lane.follow()
-                self.pending.append(self.lane.submit(unit.name, tied_hop_specs(ends), chain))
+                self.pending.append(self.lane.submit(unit.name, (hop_spec("reduce", ends),), chain))
 
     def wait(self) -> None:
         """Return when every sum is there."""
@@ -358,11 +358,6 @@ class Hop:
     fused: bool = False
     whole: bool = False
     feedback: bool = False
-
-
-def tied_hop_specs(ends: Axis) -> tuple[HopSpec, ...]:
-    """Return the one collective of ``sum_ends``."""
-    return (hop_spec("reduce", ends),)
 
 
 def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:

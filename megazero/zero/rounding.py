@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -69,13 +68,12 @@ class Rounding:
 
         hop: a text that differs between hops and between senders.
         """
-        stream = int.from_bytes(blake2b(f"{unit.name}/{hop}".encode(), digest_size=8).digest(), "little")
-        return Noise(self.seed, self.updates, stream, start)
+        return Noise.named(self.seed, self.updates, f"{unit.name}/{hop}", start)
 
     @contextmanager
-    def unmeasured(self, applies: bool) -> Iterator[None]:
-        """Measure nothing inside, if it ``applies``."""
-        names, self.names = self.names, () if applies else self.names
+    def unmeasured(self) -> Iterator[None]:
+        """Measure nothing inside."""
+        names, self.names = self.names, ()
         try:
             yield
         finally:

@@ -124,7 +124,10 @@ class Unit:
         self.wire = self._wire_layout(self.codec, self.levels.p) if self.delta else self.refresh_wire
         self.refresh_hops = self.refresh_wire.gather_hops(self.levels.os, self.levels.p, self.levels.p)
         self.gather_hops = self.wire.gather_hops(self.levels.p, 0, 0)
-        self.copy = self.full if self.levels.p == 0 else self._new_copy()
+        self.copy = self.full
+        if self.levels.p:
+            numel = self.wire.level_numel(self.levels.p)
+            self.copy = torch.empty(numel, dtype=self.codec.wire_dtype, device=self.device)
 
     def _wire_layout(self, codec: Codec, level: int) -> UnitLayout:
         """Return the layout of the messages of all slices of a level, cut by the same sub-axes as the parameters."""
@@ -161,11 +164,6 @@ class Unit:
             self.copy = copy  # R goes on
         elif self.levels.p and not self.copy_present:
             self.copy.untyped_storage().resize_(0)
-
-    def _new_copy(self) -> torch.Tensor:
-        """Return a 1-D buffer, in the codec's wire dtype, for the messages that gathers of the P slice send."""
-        numel = self.wire.level_numel(self.levels.p)
-        return torch.empty(numel, dtype=self.codec.wire_dtype, device=self.device)
 
     def _adopt(self, values: Mapping[str, torch.Tensor]) -> list[Binding]:
         """Take the parameters' values [shape of each] into the master, and make the Parameters views of full."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm import lane as lane_module
+from megazero.comm import timing
 from megazero.comm.lane import Chain, HopSpec, Lane, Ticket
 from megazero.comm.timing import no_timing
 
@@ -43,10 +43,10 @@ def test_waits_that_nobody_takes_are_added_up(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(3000):
         ticket = Ticket("unit", plan, iter(()), landed=(Event(2.0), Event(5.0)), event=Event(5.0, over=False))
         lane.wait(ticket)
-    assert len(lane.stalls) <= lane_module.STALLS
+    assert len(lane.stalls.waits) <= timing.MOST
     want = {"exposed_gather_intra": 6.0, "exposed_gather_inter": 9.0}
-    assert lane.take_stalls() == pytest.approx(want), "none is lost"
-    assert lane.take_stalls() == {}
+    assert lane.stalls.take() == pytest.approx(want), "none is lost"
+    assert lane.stalls.take() == {}
 
 
 def test_the_host_does_not_wait_for_waits_that_are_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +56,9 @@ def test_the_host_does_not_wait_for_waits_that_are_not_over(monkeypatch: pytest.
     lane.streams = [Stream()]
     landed = Event(2.0, over=False)
     lane.wait(Ticket("unit", (HopSpec("a", "gather_intra"),), iter(()), landed=(landed,), event=landed))
-    assert lane.take_stalls() == {}
+    assert lane.stalls.take() == {}
     landed.over = True
-    assert lane.take_stalls() == pytest.approx({"exposed_gather_intra": 2e-3})
+    assert lane.stalls.take() == pytest.approx({"exposed_gather_intra": 2e-3})
 
 
 def test_chains_of_one_unit_follow_each_other_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from types import SimpleNamespace as Config
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megazero.kernels.adamw import SILENCE
 from megazero.kernels.arena import Arena
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +27,7 @@ from megatron_core_patch.carrier import Carrier, Held
 from megatron_core_patch.chains import BucketRounding, gather_coded, gather_exact, reduce_exact, reduce_rows
 from megatron_core_patch.checks import MessageChecks
 from megatron_core_patch.layout import Columns, cut_bucket
-from megatron_core_patch.options import from_words
+from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.refusals import (
     ddp_problems,
     module_problems,
@@ -43,12 +45,14 @@ from megazero.patches import hops as patch_hops
 from megazero.patches.checks import GRADIENTS, WEIGHTS
 from megazero.patches.hops import Passing
 from megazero.patches.names import lookup
+from megazero.patches.options import read_words
 from megazero.patches.rounding import Errors, Residual
 from megazero.patches.two_hops import TwoHops, cut_groups, ranks_on_a_node, settings_like
 from megazero.train.codecs import make_codecs
 from megazero.zero.policy import Codecs
 
 ROOT = Path(__file__).resolve().parents[2]
+from_words = partial(read_words, PatchOptions)
 GOOD = {
     "use_distributed_optimizer": True,
     "num_distributed_optimizer_instances": 1,
@@ -422,7 +426,7 @@ def operations(nodes: int, size: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
     assert beside is not None
     chains = {
         "gradients": lambda: reduce_rows(
-            pieces[0], bucket, Codecs(gradients_inter=codec), 1.0, passing, BucketRounding(lambda _: None)
+            pieces[0], bucket, Codecs(gradients_inter=codec), 1.0, passing, BucketRounding(lambda _: SILENCE)
         ),
         "weights": lambda: gather_coded(pieces[0], bucket, codec, held, passing, None),
         "exact gradients": lambda: reduce_exact(beside, bucket, 1.0, passing),
@@ -481,7 +485,7 @@ def test_averages_are_rounded_once(
     passing = Passing(Traffic(), Arena(), torch.device("cpu"))
     list(
         reduce_rows(
-            Columns(hops, slice(0, 64)), grads, Codecs(), 1 / d, passing, BucketRounding(lambda _: None)
+            Columns(hops, slice(0, 64)), grads, Codecs(), 1 / d, passing, BucketRounding(lambda _: SILENCE)
         )
     )
     assert torch.equal(grads[:64], values)
@@ -659,7 +663,7 @@ def test_a_residual_makes_sums_of_steps_exact(monkeypatch: pytest.MonkeyPatch) -
     values = torch.randn(128, generator=torch.Generator().manual_seed(1))
     lost = {}
     for name, residual in (("plain", None), ("fed", Residual(0.0))):
-        rounding = BucketRounding(lambda _: None, residual)
+        rounding = BucketRounding(lambda _: SILENCE, residual)
         total = sum(two_nodes(values, rounding, monkeypatch) for _ in range(50))
         lost[name] = float((total - 100 * values).abs().max())
     assert lost["fed"] < 0.1 * lost["plain"], lost
@@ -671,7 +675,7 @@ def test_what_is_not_finite_arrives_as_documented(value: float, monkeypatch: pyt
     values = torch.ones(128)
     values[3] = value
     residual = Residual(0.0)
-    sums = two_nodes(values, BucketRounding(lambda _: None, residual), monkeypatch)
+    sums = two_nodes(values, BucketRounding(lambda _: SILENCE, residual), monkeypatch)
     assert bool(sums[:64].isnan().all()) and bool(((sums[64:] - 2).abs() < 0.01).all())
     assert (
         residual.lost is not None and not residual.lost[:, :64].any() and bool(residual.lost.isfinite().all())
@@ -680,7 +684,7 @@ def test_what_is_not_finite_arrives_as_documented(value: float, monkeypatch: pyt
 
 def test_errors_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     values, errors = torch.randn(128, generator=torch.Generator().manual_seed(1)), Errors()
-    sums = two_nodes(values, BucketRounding(lambda _: None, None, errors), monkeypatch)
+    sums = two_nodes(values, BucketRounding(lambda _: SILENCE, None, errors), monkeypatch)
     lost, exact = errors.take(values.device).tolist()
     assert exact == pytest.approx(float(values.double().square().sum()))
     assert lost == pytest.approx(float((sums - 2 * values).double().square().sum()), rel=1e-5)
