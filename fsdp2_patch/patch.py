@@ -92,16 +92,17 @@ class Fsdp2Patch:
                 f"no group of ranks that share or replicate parameters has ranks on two nodes of {h}: nothing "
                 "crosses nodes; leave the patch out (or give ranks_per_node, if the launcher's is wrong)"
             )
-        places = dict.fromkeys(one.ranks for one in crossing)
+        places = {one.ranks: one.across for one in crossing}
         exact = self._exact(found) if crossing else frozenset()
         largest = max(
             (_numel(p) for one in crossing for p in one.raw.fsdp_params if id(p) not in exact), default=0
         )
         self._agree(problems, len(places), largest)
-        device, shared = crossing[0].raw.device, crossing[0].raw.mesh_info.shard_process_group
+        device = crossing[0].raw.device
         self.passing = Passing(Traffic(), Arena(), device)
         named = {f"group {i}": ranks for i, ranks in enumerate(places)}
-        hops = cut_groups(named, h, device, dict.fromkeys(named, settings_like(shared, device)))
+        settings = {name: settings_like(places[ranks], device) for name, ranks in named.items()}
+        hops = cut_groups(named, h, device, settings)
         codecs, names = make_codecs(self.options.wire), self._names(found)
         return [
             Group(
