@@ -159,7 +159,8 @@ def words_of(values: dict[str, Any]) -> str:
     said += [f"parameters {values['zero_params_lifetime']}"] * bool(values["zero_params_lifetime"])
     said.append(f"prefetch {values['zero_prefetch_bytes'] >> 20} MiB")
     said += [f"recompute {values['recompute_granularity']}"] * (values["recompute_granularity"] != "none")
-    said += [f"moments {values['exp_avg_dtype']}"] * ("exp_avg_dtype" in values)
+    if "exp_avg_dtype" in values:
+        said.append(f"moments {values['exp_avg_dtype']}")
     return ", ".join([*said, f"micro-batch {values['micro_batch_size']}"])
 
 
