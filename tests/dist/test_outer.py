@@ -292,6 +292,7 @@ def test_runs_with_outer_replicas(tmp_path: Path) -> None:
     assert lines[0]["lm_loss"] == pytest.approx(mean)
 
 
+@pytest.mark.slow
 def test_other_replicas_first_take_the_step_that_is_due(tmp_path: Path) -> None:
     """After 4 steps of 3: the anchor moves by the mean of the replicas; moments are means; then all goes on."""
     first = {

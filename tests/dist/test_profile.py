@@ -58,6 +58,7 @@ def too_large_for_one(output: str, more: list[str]) -> str:
         model._calls = made
 
 
+@pytest.mark.slow
 def test_a_size_for_which_a_rank_has_no_memory_is_left_out(tmp_path: Path) -> None:
     output = tmp_path / "lab.yaml"
     assert run_ranks(4, too_large_for_one, str(output), ["--profile-micro-batches", "1", "2"]) == [""] * 4

@@ -150,7 +150,9 @@ def script(name: str, data: str, files: dict[str, str], folder: Path) -> list[st
     return done.stdout.split("\0")[:-1]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "bloom-176b")) for name in SCRIPTS]
+)
 def test_a_script_that_people_copy_trains(name: str, files: dict[str, str], tmp_path: Path) -> None:
     """As it stands it fits the nodes that it asks for; with small sizes its flags train here."""
     nodes, kind, sizes = SCRIPTS[name]

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from random import Random
 
+import pytest
+
 from benchmarks import random_kills as kills
 from megazero.log.metrics import METRICS_FILE, read_metrics
 
@@ -32,6 +34,7 @@ def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> No
     assert "metrics" in next(kills.problems(values, changed, [right]))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_with_a_fragment_on_its_way_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """In the first save, then in the second: a fragment is on its way at one of two."""
     (layout,) = {"streamed, 2 bits, mixed, on the host"} & set(kills.OUTER)

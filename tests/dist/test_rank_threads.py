@@ -35,6 +35,7 @@ def by_gloo(folder: Path, cases: list[tuple[str, int, int]]) -> list[dict[str, A
     ]
 
 
+@pytest.mark.slow
 def test_threads_train_to_gloos_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_data, "sources", lambda name: stdlib_sources()[:12])
     folder = loss_data.prepare(tmp_path, "stdlib", TINY.vocabulary)

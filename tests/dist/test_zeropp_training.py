@@ -176,6 +176,7 @@ def test_bytes_equal_the_formula(tmp_path: Path, micro_batches: int) -> None:
             assert abs(sum(line["time_bill"].values()) - line["iteration_time_s"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_loss_falls_as_with_exact_messages(tmp_path: Path) -> None:
     base = {"train_iters": 20, "params_dtype": "bf16", **NODES, "log_dir": str(tmp_path)}
     feedback = {"zero_gradient_rounding": "feedback"}
