@@ -1,9 +1,9 @@
 """The registry of model families: one record each, with defaults by flag, tensor names and Hugging Face's
 config.json.
 
-This package needs no torch. To add a family, write a file with its record here, and add its line to the registry.
-What the record says is all that the configuration, the decoder's placements and the import from Hugging Face know
-of it.
+This package needs no torch. To add a family, write a file with its record here, and append it to the registry, whose
+order decides which architecture a mixture gets. What the record says is all that the configuration, the decoder's
+placements and the import from Hugging Face know of it.
 """
 
 from __future__ import annotations

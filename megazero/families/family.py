@@ -18,14 +18,14 @@ class TensorNames:
     """A family's names for the tensors of a checkpoint, and how it stores them.
 
     ``model`` maps a module here to the module there. ``layer`` does the same within a layer, whose modules there
-    begin with ``layer_prefix`` and the layer's number. In it, (module, part) stands for q, k, v as parts 0, 1, 2 of
-    one tensor, or for the gate and the up projection as parts 0, 1.
+    begin with ``layer_prefix`` and the layer's number. In ``layer``, (module, part) stands for q, k, v as parts 0, 1,
+    2 of one tensor, or for the gate and the up projection as parts 0, 1.
     ``transposed`` says that matrices of layers are stored [in, out].
     ``fused`` is the order of the rows of such a tensor of q, k, v. With "sides", it has all of q, then all of k, then
     all of v. With "groups", it has the query heads, the key and the value of the first group of heads, then those of
     the second group, and so on. ``needs`` maps an option to the value, or to the tuple of values, that these names
-    can express. ``equal`` has pairs of options that must be equal for it. ``aliases`` maps a tensor's name in the
-    modules of a release to its name in files.
+    can express. ``equal`` has pairs of options that must be equal for it. ``aliases`` maps a name in
+    some release of transformers to the name in files.
     """
 
     model: Mapping[str, str]

@@ -247,6 +247,6 @@ class Levels:
         return Levels(p, 0 if whole_gradients else g, g + roles.count("os"), len(roles))
 
     def crossing(self, axes: Sequence[Axis]) -> int | None:
-        """Return the level above the first hop across nodes that reductions take once per step, or None."""
+        """Return the level whose slices the first once-per-step hop across nodes exchanges, or None."""
         above = [n for n in range(self.g + 1, self.all + 1) if axes[n - 1].link == INTER]
         return above[0] - 1 if above else None

@@ -128,7 +128,7 @@ def in_replica(records: Iterable[SliceRecord], replica: int) -> list[SliceRecord
 def load_replica_records(
     engine: Engine, placements: Mapping[str, Placement] | None = None, residual: bool = False
 ) -> list[SliceRecord]:
-    """Return where a load writes that continues with the same outer replicas: all of this rank's state.
+    """Return the places into which a load writes if the outer replicas stay the same: all of this rank's state.
 
     residual: as in ``load_records``. Call ``engine.outer.load_state`` before it, which makes room for the sums of a
     fragment on its way, and ``engine.invalidate(anchored=True)`` after it.

@@ -153,9 +153,9 @@ class Reduction:
         """Reduce-scatter from the source's level down to the last hop's; the sums go to ``target``.
 
         They are added to what it holds, unless this is the step's first micro-batch. Every hop sends messages to
-        the others, and sums theirs, decoded, into the slice of the next level; so half or less of the elements is
-        left. In place (target is source) the sums of every hop stay where they are. Later hops need only the slice
-        inside, so the rest of the buffer is free to keep the errors of feedback.
+        the others, and sums theirs, decoded, into the slice of the next level; so each hop leaves 1/size of the
+        elements. In place (target is source) the sums of every hop stay where they are. Later hops need only the
+        slice inside, so the rest of the buffer is free to keep the errors of feedback.
         """
         unit = self.unit
         in_place = source.buffer is target.buffer

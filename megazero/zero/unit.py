@@ -22,7 +22,7 @@ grad      Compact [n/G], at least fp32. The sum of this step's gradients. After 
           the sum over all data-parallel ranks.
 staging   [n], parameter dtype. One micro-batch's raw gradients on their way to ``grad`` if G > 1. The first gradient
           takes it from the arena; waiting for its reduction frees it.
-crossing  The level whose slices are the first to cross nodes once per step, if there is one. (Levels below g are
+crossing  The level whose slices are the first to cross nodes once per step, if there is one. (Levels up to g are
           reduced with every micro-batch.)
 residual  Compact, at least fp32, of level ``crossing``, for error feedback, in units of the divided gradient. Other
           ranks' rows hold the rounding error of this rank's messages across nodes.
@@ -333,7 +333,7 @@ class Unit:
             buffer[slot.start : slot.start + slot.numel].zero_()
 
     def close_micro_batch(self, last: bool) -> tuple[torch.Tensor, Frame] | None:
-        """Return the staging [n] of a micro-batch whose gradients have all arrived, and its frame.
+        """Return the staging [n] of a micro-batch whose gradients have all arrived, and the arena's frame it lies in.
 
         Where G = 1 there is none.
 
