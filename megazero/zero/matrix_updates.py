@@ -120,7 +120,7 @@ class MatrixUpdates:
             unit, mine = owner[id(slot)], traits[slot.name]
             held = next((f for f in unit.layout.ranges(unit.levels.os) if f[0] is slot), None)
             at = held[3] if held else 0
-            run = optimizer.run_at(unit, at) if held else None
+            run = optimizer.run_of(unit, at, at + 1) if held else None
             self.matrices.append(Matrix(unit, slot, cut, mine, mine.shards(tp.size), at, run))
 
     def step(self) -> None:

@@ -231,9 +231,9 @@ class SliceOptimizer:
         """Return the parameter group of a run, with its rate and weight decay."""
         return next(g for g in self.torch.param_groups if any(p is run.leaf for p in g["params"]))
 
-    def run_at(self, unit: Unit, at: int) -> Run | None:
-        """Return the run that holds this element of the unit's compact OS slice, or None for a frozen one."""
-        return next((run for run in self.runs if run.unit is unit and run.start <= at < run.stop), None)
+    def run_of(self, unit: Unit, start: int, stop: int) -> Run | None:
+        """Return the run that holds all of [start, stop) of the unit's compact OS slice, or None: no run does."""
+        return next((r for r in self.runs if r.unit is unit and r.start <= start and stop <= r.stop), None)
 
     def _update_in_one_pass(self, optimizer: OnePassAdamW, rounding: Rounding) -> None:
         left = {unit: unit.left_by_updates() for unit in self._whole}
@@ -271,7 +271,7 @@ class SliceOptimizer:
         Of coded moments they are on the device meta, and ``decoded`` makes them; or, ``loading``, they are room for
         new values, which ``take_loaded`` encodes.
         """
-        run = self.run_at(unit, start)
+        run = self.run_of(unit, start, stop)
         if run is None:
             return {}
         own, state = slice(start - run.start, stop - run.start), self.torch.state[run.leaf]
@@ -288,7 +288,7 @@ class SliceOptimizer:
 
     def decoded(self, unit: Unit, start: int, stop: int, name: str) -> torch.Tensor:
         """Return a coded moment of the compact OS range [start, stop), which one run holds, in fp32."""
-        run = self.run_at(unit, start)
+        run = self.run_of(unit, start, stop)
         assert run is not None
         return self._decode(run, name, start - run.start, stop - run.start)
 
