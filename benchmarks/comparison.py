@@ -34,7 +34,7 @@ from benchmarks import harness
 from benchmarks.comparison_report import chart, page
 from benchmarks.contestants import Shape, decoder
 from benchmarks.peers import CONTESTANTS, HEATS, PAGE_HEATS, Running, absent
-from benchmarks.volume import Case
+from benchmarks.volume import Case, scalars
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.mesh.grid import INTER
 from tests.netlab.lab import parse_link
@@ -122,6 +122,7 @@ def compare(names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict
     step, loss = losses(records)
     case = case_of(shape, dist.get_world_size() // node, node)
     facts = {"elements": case.elements, "loss_step": step, "loss": loss, "most": most}
+    facts["scalars"] = scalars(case)
     facts["formula"] = {name: each.sent(case) for name, each in chosen.items()}
     facts["most_formula"] = {name: each.most(case) for name, each in chosen.items() if each.most}
     for what in ("steps", "seconds", "sent", "counted"):

@@ -60,9 +60,9 @@ def bytes_per_element(codec: Codec | None, exact: float, case: Case) -> float:
 
 
 def scalars(case: Case, told: int = SCALARS) -> int:
-    """What ranks tell each other of a step, each ``told`` bytes, as megazero counts it: on several nodes all."""
-    ranks = case.nodes * case.ranks_per_node
-    return case.ranks_per_node * (ranks - 1) * told
+    """What ranks tell each other of a step, each ``told`` bytes, as megazero sends it: every row to each other node
+    once."""
+    return case.ranks_per_node * (case.nodes - 1) * told
 
 
 def megazero(shards: tuple[int, int, int], codecs: Codecs, case: Case) -> float:

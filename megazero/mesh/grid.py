@@ -23,7 +23,8 @@ INTER = "inter_node"
 class AxisSpec:
     """One mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
 
-    ``role`` is 'outer', 'pp', 'tp', or the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
+    ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), or the shard level that the sub-axis belongs to: 'p',
+    'g', 'os', 'replica'.
     ``link`` is INTRA if every group of the axis lies inside one node, and otherwise INTER.
     """
 
@@ -82,6 +83,21 @@ class Grid:
     def site_size(self) -> int:
         """Return how many ranks an outer replica has. They are consecutive."""
         return self.world_size // self.outer
+
+    @property
+    def row_axes(self) -> tuple[AxisSpec, AxisSpec]:
+        """Return the axes by which every rank's row of scalars comes to all: the nodes, then a node's ranks."""
+        size = self.ranks_per_node
+        return (
+            AxisSpec("nodes", "rows", self.world_size // size, size, INTER),
+            AxisSpec("node", "rows", size, 1, INTRA),
+        )
+
+    @property
+    def rows_sent(self) -> dict[str, int]:
+        """Return how many rows a rank sends in such an exchange, by link."""
+        nodes, node = self.row_axes
+        return {INTER: nodes.size - 1, INTRA: (node.size - 1) * nodes.size}
 
     def rank_of(self, pp: int, dp: int, tp: int, outer: int = 0) -> int:
         """Return the world rank with these indices."""

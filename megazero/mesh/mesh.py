@@ -56,7 +56,8 @@ class Mesh:
     """The axes by name, this rank's place in them, and the device that ranks compute on.
 
     ``ends`` is the axis of the first and the last stage of a pipeline, on these two ranks, where ``create_mesh``
-    was asked for it; tied embeddings meet there. Otherwise it is None.
+    was asked for it; tied embeddings meet there. Otherwise it is None. ``row_axes`` are those of
+    ``gather_rows`` (``Grid.row_axes``).
     """
 
     grid: Grid
@@ -64,6 +65,7 @@ class Mesh:
     device: torch.device
     axes: dict[str, Axis] = field(repr=False)
     ends: Axis | None = None
+    row_axes: tuple[Axis, ...] = field(default=(), repr=False)
     _claims: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def claim(self) -> None:
@@ -133,11 +135,23 @@ class Mesh:
 
         ``row`` is 1-D, [k], on ``device`` or the CPU, and k is the same on all ranks. The rows are
         written to ``out`` if it is given, which is contiguous; else they are a new tensor.
+
+        A slow link is crossed once, in one round of messages: each row by itself, to one rank of every other node. An
+        all-gather of all ranks is a ring in gloo, with one round after the other for each rank.
         """
         out = row.new_empty(self.world_size, row.numel()) if out is None else out
         if self.world_size == 1:
             return out.copy_(row[None])
-        all_gather_flat(out.view(-1), row.contiguous())
+        nodes, node = self.row_axes
+        column = row.repeat(nodes.size)
+        if nodes.size > 1:
+            dist.all_to_all_single(column, column.clone(), group=nodes.reduce_group)
+        rows = row.new_empty(node.size, nodes.size, row.numel())
+        if node.size > 1:
+            all_gather_flat(rows.view(-1), column, group=node.gather_group)
+        else:
+            rows.view(-1).copy_(column)
+        out.view(nodes.size, node.size, -1).copy_(rows.transpose(0, 1))
         return out
 
     def gather_data_rows(self, row: torch.Tensor) -> torch.Tensor:
@@ -193,8 +207,9 @@ def create_mesh(
         _level_group_counts(world_size, rank, device, timeout)
     axes = {spec.name: _make_axis(spec, rank, timeout) for spec in grid.axes}
     joined = _join_ends(grid, rank, timeout) if ends and pp > 1 else None
-    mesh = Mesh(grid, rank, device, axes, joined)
+    mesh = Mesh(grid, rank, device, axes, joined, tuple(_make_axis(s, rank, timeout) for s in grid.row_axes))
     _connect((*axes.values(), *([joined] if joined else [])), device)
+    mesh.gather_rows(torch.zeros(1, device=device))  # these connect, too
     return mesh
 
 
@@ -299,8 +314,11 @@ def _make_axis(spec: AxisSpec, rank: int, timeout: timedelta | None) -> Axis:
     if spec.size == 1:
         return Axis(spec, 0, ranks, None, None)
 
-    gather = _new_group(ranks, timeout)
-    reduce = gather if spec.role == "tp" else _new_group(ranks, timeout)
+    if spec.role == "rows" and spec.size == dist.get_world_size():
+        gather = dist.group.WORLD
+    else:
+        gather = _new_group(ranks, timeout)
+    reduce = gather if spec.role in ("tp", "rows") else _new_group(ranks, timeout)
     return Axis(spec, spec.index(rank), ranks, gather, reduce)
 
 

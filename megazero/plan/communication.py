@@ -111,8 +111,8 @@ def model_state(
             )
     partial = sum(unit.partial for unit in units)
     out["tp", INTRA] += (grid.tp - 1) * partial * formats.sums
-    link = INTRA if grid.ranks_per_node >= grid.world_size else "inter_node"
-    out["scalar", link] += (grid.world_size - 1) * (SCALARS + OUTER_SCALARS * (grid.outer > 1))
+    for link, rows in grid.rows_sent.items():
+        out["scalar", link] += rows * (SCALARS + OUTER_SCALARS * (grid.outer > 1))
     return +out
 
 

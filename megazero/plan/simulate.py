@@ -22,8 +22,6 @@ from megazero.plan.seconds import INTER_SITE
 from megazero.plan.shared_processors import Machine
 from megazero.pp.schedules import Action, Kind
 
-SCALAR_ROUNDS = 2  # of the exchange of norms and hashes, in latencies of the slowest link
-
 
 @dataclass(frozen=True)
 class Execution:
@@ -233,12 +231,11 @@ def _update_seconds(layout: Layout) -> float:
     """
     base, collectives = layout.base, layout.base.collectives
     largest = max(layout.units(rank).elements for rank in base.distinct_ranks)
-    site, world = min(base.cluster.site_ranks, base.world.world_size), base.world.world_size
-    nodes = site // layout.grid.ranks_per_node
-    scalars = collectives.latency(INTER if nodes > 1 else INTRA) * max(nodes, 1).bit_length()
-    if world > site:
-        scalars += collectives.latency(INTER_SITE) * (world // site).bit_length()
-    scalars *= SCALAR_ROUNDS
+    nodes, node = layout.grid.row_axes
+    scalars = collectives.steps(node.size, 1)
+    if nodes.size > 1:
+        far = base.world.world_size > base.cluster.site_ranks
+        scalars += collectives.latency(INTER_SITE if far else INTER)
     matrices = max(layout.matrix_seconds(rank) for rank in base.distinct_ranks)
     return base.compute.update(largest / layout.shards.os) + scalars + matrices + sum(_tied(layout))
 

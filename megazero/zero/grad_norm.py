@@ -62,8 +62,8 @@ class StepScalars:
     def __init__(self, mesh: Mesh, waits: Waits, differ: Callable[[], None]) -> None:
         """differ: raises RuntimeError that names the collectives in which ranks differ."""
         self.mesh, self.waits, self.differ = mesh, waits, differ
-        self.link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
-        self.hop = f"exposed_scalar_{self.link.removesuffix('_node')}"  # of waits in the exchange
+        link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
+        self.hop = f"exposed_scalar_{link.removesuffix('_node')}"  # of waits in the exchange
         self._make(0)
 
     def _make(self, extra: int) -> None:
@@ -88,10 +88,12 @@ class StepScalars:
         """Exchange the rows and sum them. On CUDA this is only enqueued."""
         with self.waits(self.hop):
             self.mesh.gather_rows(self.row, self.rows)
-        traffic.add("scalar", self.link, (self.mesh.world_size - 1) * self.row.nbytes)
-        for rows, sums in zip(self.rows.split(self.mesh.grid.site_size), self.sums, strict=True):
-            torch.sum(rows[:, 0], 0, out=sums[0])
-            torch.sum(rows[:, 2:OWN], 0, out=sums[2:])
+        for link, rows in self.mesh.grid.rows_sent.items():
+            if rows:
+                traffic.add("scalar", link, rows * self.row.nbytes)
+        for site, sums in zip(self.rows.split(self.mesh.grid.site_size), self.sums, strict=True):
+            torch.sum(site[:, 0], 0, out=sums[0])
+            torch.sum(site[:, 2:OWN], 0, out=sums[2:])
 
     def read(self) -> tuple[list[float], dict[str, float], Rows]:
         """Return the global norm of the gradients of every outer replica (nan if one is not finite), this replica's

@@ -60,6 +60,17 @@ def communicators(values: dict[str, Any]) -> tuple[list[Communicator], list[Comm
     return list(dict.fromkeys(first)), list(dict.fromkeys(later))
 
 
+def gathered(per_node: int) -> list[list[float]]:
+    mesh = create_mesh(shards=(1, 1, 1), ranks_per_node=per_node)
+    return mesh.gather_rows(torch.tensor([mesh.rank, -1.0], dtype=torch.float64)).tolist()
+
+
+@pytest.mark.parametrize("world, per_node", [(4, 1), (4, 2), (4, 4), (6, 2), (6, 3)])
+def test_rows_come_by_rank_from_nodes_of_any_size(world: int, per_node: int) -> None:
+    rows = [[float(rank), -1.0] for rank in range(world)]
+    assert run_ranks(world, gathered, per_node) == [rows] * world
+
+
 @pytest.mark.parametrize(
     "layout, groups",
     [
@@ -73,8 +84,8 @@ def communicators(values: dict[str, Any]) -> tuple[list[Communicator], list[Comm
             },
             6,
         ),
-        # the two axes of hpz (gather, reduce), all ranks
-        ({"zero_preset": "hpz", "ranks_per_node": 2}, 5),
+        # the two axes of hpz (gather, reduce), the two of scalars, all ranks
+        ({"zero_preset": "hpz", "ranks_per_node": 2}, 7),
         # tensor parallel, the pipeline's two directions, all ranks
         ({"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}, 4),
     ],

@@ -467,10 +467,12 @@ def test_a_flight_on_other_replicas_and_layouts(tmp_path: Path) -> None:
         "four": (4, {**still, **STREAMED}),
         "fragments": (4, {**still, **STREAMED, **RUNS, "ranks_per_node": 2}),
     }
+    on = {**straight, "zero_preset": "ddp", "load": first["save"]}
+    # Half the data-parallel ranks, and twice the micro-batch: each replica has the samples that it had.
     layouts = {
-        "ddp": (4, {**straight, "zero_preset": "ddp", "load": first["save"]}),
-        "pp": (4, {**straight, "zero_preset": "ddp", **PP2, "load": first["save"]}),
-        "tp": (4, {**straight, "zero_preset": "ddp", **TP2, "load": first["save"]}),
+        "ddp": (4, on),
+        "pp": (4, {**on, **PP2, "micro_batch_size": 2}),
+        "tp": (4, {**on, **TP2, "micro_batch_size": 2}),
     }
     jobs = {**others, **layouts}
     seen |= train_each({name: (n, {**v, "save": str(tmp_path / name)}) for name, (n, v) in jobs.items()})

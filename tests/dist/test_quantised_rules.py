@@ -323,7 +323,9 @@ def formula(case: Case, regions, axes) -> dict:
             if j >= o:  # the way back of replicas
                 add("reduce", link, (size - 1) * size_of(codec, cut(unit, j + 1), 4, 4))
     # Norm, order hash, and squared errors and norms of two kinds, in fp64.
-    add("scalar", "inter_node", (prod(sizes) * case.tp - 1) * 6 * 8)
+    nodes = prod(sizes) * case.tp // case.per_node
+    add("scalar", "intra_node", (case.per_node - 1) * nodes * 6 * 8)
+    add("scalar", "inter_node", (nodes - 1) * 6 * 8)
     return out
 
 
