@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from benchmarks import harness, loss_ladder
 from benchmarks.harness import filled
@@ -13,17 +13,18 @@ from benchmarks.loss_ladder import NO_RUNS, PEAKS, parameters
 from benchmarks.loss_plan import Results, Runs, taken
 from benchmarks.loss_run import RANKS, Run, Settings
 from benchmarks.loss_statistics import Difference, effects
-from benchmarks.loss_variants import BASELINE, EVERY, INTERVALS, MUON, RATES, outer_name
+from benchmarks.loss_variants import BASELINE, EVERY, INTERVALS, MUON, RULES, outer_name
 from megazero.config.layout.outer import outer_summary
 from megazero.config.nearest import multiples_around
 
 TITLE = "Outer steps"
 STEPS = 1536  # the longest interval divides it: at the end all replicas have met
-PUBLISHED = 0.7  # of RATES: DiLoCo's
-SEARCHED = (32, 128)  # intervals whose rate is searched; shorter ones take the first's
+PUBLISHED = "0.7"  # of RULES: DiLoCo's
+SEARCHED = (32, 128)  # intervals whose rule is searched; shorter ones take the first's
 INTERVAL = 32  # of the formats, of streaming and of Muon
 SEEDS = 3
 Piece = tuple[Settings, Run]
+T = TypeVar("T", float, str)
 TEXT = """\
 `python benchmarks/loss.py --outer` writes this section; each run is a line of [loss_outer.jsonl](loss_outer.jsonl).
 
@@ -51,20 +52,20 @@ class StudyRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trials:
-    """Runs of seed 1 that differ in one number, of which the best is taken; ``default`` until all are done."""
+class Trials(Generic[T]):
+    """Runs of seed 1 that differ in one choice, of which the best is taken; ``default`` until all are done."""
 
     label: str
-    tried: Mapping[float, Piece]
-    default: float
+    tried: Mapping[T, Piece]
+    default: T
 
-    def losses(self, store: Runs) -> dict[float, float]:
+    def losses(self, store: Runs) -> dict[T, float]:
         found = {
             value: store.results(settings).runs.get(run) for value, (settings, run) in self.tried.items()
         }
         return {value: record["loss"] for value, record in found.items() if record is not None}
 
-    def best(self, store: Runs) -> float:
+    def best(self, store: Runs) -> T:
         losses = self.losses(store)
         return (
             min(losses, key=lambda value: losses[value]) if len(losses) == len(self.tried) else self.default
@@ -87,7 +88,7 @@ class OuterStudy:
 
     # -- the runs --------------------------------------------------------------------------------
 
-    def peaks(self, variant: str) -> Trials:
+    def peaks(self, variant: str) -> Trials[float]:
         """As DiLoCo has it: the rate of the inner optimizer is that of runs that meet in every step. Two of PEAKS are
         tried, then the next one while the highest is the best."""
         label = f"peak learning rate, {'Muon' if variant == MUON else 'AdamW'}"
@@ -98,27 +99,27 @@ class OuterStudy:
                 break
         return trials
 
-    def rates(self, interval: int) -> Trials:
-        """The rate of the outer optimizer."""
+    def rules(self, interval: int) -> Trials[str]:
+        """The outer optimizer: averages, or Nesterov's momentum at one of some rates."""
         settings = self._tuned(BASELINE)
-        tried = {rate: (settings, Run(outer_name(interval, rate), 1)) for rate in RATES}
-        return Trials(f"outer learning rate, every {interval} steps", tried, PUBLISHED)
+        tried = {rule: (settings, Run(outer_name(interval, rule), 1)) for rule in RULES}
+        return Trials(f"average, or outer learning rate, every {interval} steps", tried, PUBLISHED)
 
-    def searches(self) -> list[Trials]:
+    def searches(self) -> list[Trials[float] | Trials[str]]:
         """In an order in which each needs those before it."""
-        return [self.peaks(BASELINE), self.peaks(MUON), *map(self.rates, SEARCHED)]
+        return [self.peaks(BASELINE), self.peaks(MUON), *map(self.rules, SEARCHED)]
 
     def rows(self) -> list[StudyRow]:
         adamw, muon = self._tuned(BASELINE), self._tuned(MUON)
-        rate = {interval: self.rates(max(interval, SEARCHED[0])).best(self.store) for interval in INTERVALS}
+        rule = {interval: self.rules(max(interval, SEARCHED[0])).best(self.store) for interval in INTERVALS}
 
         def outer(label: str, settings: Settings, form: str, beside: str = BASELINE) -> StudyRow:
-            return StudyRow(label, settings, outer_name(INTERVAL, rate[INTERVAL], form), beside)
+            return StudyRow(label, settings, outer_name(INTERVAL, rule[INTERVAL], form), beside)
 
         return [
             StudyRow("AdamW, zero3", adamw, BASELINE),
             StudyRow("AdamW, zeropp", adamw, "zeropp"),
-            *(StudyRow("AdamW", adamw, outer_name(interval, rate[interval])) for interval in INTERVALS),
+            *(StudyRow("AdamW", adamw, outer_name(interval, rule[interval])) for interval in INTERVALS),
             *(outer("AdamW", adamw, form) for form in ("4bit", "2bit", "streamed")),
             StudyRow("Muon, zero3", muon, MUON),
             outer("Muon", muon, MUON, beside=MUON),
@@ -165,9 +166,9 @@ class OuterStudy:
             explanation=filled(f"""
                 *loss* is that of the anchor, *of replicas* the mean of those that train. Gaps are at equal tokens,
                 from the first line, and for Muon's outer steps from Muon's own zero3; bounds are least squares over
-                lines and {SEEDS} seeds with one deviation for all, each with 95%. Runs of seed 1 chose the rates and
-                count here, too. The outer rate of runs every {INTERVALS[0]} steps, of few bits, of fragments and of
-                Muon is the one found for AdamW's exact differences every {SEARCHED[0]} steps. A streamed fragment
+                lines and {SEEDS} seeds with one deviation for all, each with 95%. Runs of seed 1 made the choices and
+                count here, too. The outer optimizer of runs every {INTERVALS[0]} steps, of few bits, of fragments and
+                of Muon is the one found for AdamW's exact differences every {SEARCHED[0]} steps. A streamed fragment
                 that has left in the last step has not arrived. Bytes: sent by one node."""),
             searched=harness.table(
                 ["", "tried: loss", "taken"], [self._searched(t) for t in self.searches()]
@@ -208,11 +209,12 @@ class OuterStudy:
         cells += [f"{gap.percent:+.2f}", gap.bounds] if gap else ["-", "-"]
         return [*cells, f"{_mean(records, 'replicas'):.4f}" if outer else "-"]
 
-    def _searched(self, trials: Trials) -> list[str]:
-        losses = trials.losses(self.store)
-        tried = (f"{v:g}: {f'{losses[v]:.4f}' if v in losses else 'not run'}" for v in trials.tried)
-        whole = len(losses) == len(trials.tried)
-        return [trials.label, "; ".join(tried), taken(trials.best(self.store), losses) if whole else "-"]
+    def _searched(self, trials: Trials[float] | Trials[str]) -> list[str]:
+        losses: Mapping[Any, float] = trials.losses(self.store)
+        tried = (f"{v}: {f'{losses[v]:.4f}' if v in losses else 'not run'}" for v in trials.tried)
+        best = trials.best(self.store)
+        said = best if isinstance(best, str) else taken(best, losses) if losses else ""
+        return [trials.label, "; ".join(tried), said if len(losses) == len(trials.tried) else "-"]
 
 
 def _mean(records: Sequence[Mapping[str, float]], name: str) -> float:

@@ -103,9 +103,10 @@ VARIANTS: dict[str, Variant] = {
 }
 DEFAULT = (BASELINE, "hpz", "qwz", "qgz", "zeropp-int8", "zeropp")
 
-# Outer steps (loss_outer.py has the study): intervals, rates of the outer optimizer, and forms.
+# Outer steps (loss_outer.py has the study): intervals, outer optimizers (Nesterov's by their rates), and forms.
 INTERVALS = (8, 32, 128)
-RATES = (0.4, 0.7, 1.0)
+AVERAGE = "average"
+RULES = (AVERAGE, "0.4", "0.7", "1")
 MUON = "muon"
 # As Streaming DiLoCo has it: half of the new anchor in the weights, on its way for 5% of the interval (here 6%).
 STREAMED = {"outer_fragments": 2, "outer_mixing": 0.5}
@@ -118,21 +119,22 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def outer_name(interval: int, rate: float, form: str = "") -> str:
-    return "-".join(["outer", str(interval), f"{rate:g}", *([form] if form else [])])
+def outer_name(interval: int, rule: str, form: str = "") -> str:
+    return "-".join(["outer", str(interval), rule, *([form] if form else [])])
 
 
-def _outer(interval: int, rate: float, form: str) -> Variant:
-    outer = OuterConfig(outer_interval=interval, outer_lr=rate, **FORMS[form])
+def _outer(interval: int, rule: str, form: str) -> Variant:
+    optimizer = {"outer_optimizer": AVERAGE} if rule == AVERAGE else {"outer_lr": float(rule)}
+    outer = OuterConfig(outer_interval=interval, **optimizer, **FORMS[form])
     if FORMS[form] is STREAMED:
         outer = replace(outer, outer_delay=max(1, interval // 16))
     return Variant("ddd", Codecs(), muon=form == MUON, outer=outer)
 
 
 OUTER_VARIANTS = {
-    outer_name(interval, rate, form): _outer(interval, rate, form)
+    outer_name(interval, rule, form): _outer(interval, rule, form)
     for interval in INTERVALS
-    for rate in RATES
+    for rule in RULES
     for form in FORMS
 }
 BY_MUON = {MUON: BASELINE, "zeropp-muon": "zeropp"}

@@ -14,17 +14,19 @@ from benchmarks.loss_ladder import PEAKS
 from benchmarks.loss_outer import INTERVAL, SEEDS, TITLE, OuterStudy, Piece
 from benchmarks.loss_plan import Runs
 from benchmarks.loss_run import Run
-from benchmarks.loss_variants import BASELINE, EVERY, INTERVALS, MUON, RATES, outer_name
+from benchmarks.loss_variants import AVERAGE, BASELINE, EVERY, INTERVALS, MUON, RULES, outer_name
 
 
 def filled(study: OuterStudy, count: int = 10**9, peak: float = PEAKS[1]) -> list[Piece]:
-    """Do ``count`` runs, as the program does: ``peak`` and an outer rate of 1 are the best."""
+    """Do ``count`` runs, as the program does: ``peak`` and an outer rate of 1 with momentum are the best."""
     done: list[Piece] = []
     while len(done) < count and (left := study.left()):
         settings, run = left[0]
         outer = EVERY[run.variant].outer
         loss = 3 + abs(settings.peak - peak) + 0.1 * run.seed + 0.2 * EVERY[run.variant].muon
-        loss += 0.01 * abs(outer.outer_lr - 1) + outer.outer_interval / 1e4 if outer else 0.0
+        if outer:
+            far = 1.5 if outer.outer_optimizer == AVERAGE else abs(outer.outer_lr - 1)
+            loss += 0.01 * far + outer.outer_interval / 1e4
         found = {"loss": loss, "replicas": loss + 0.5, "sent": 1e6, "cpu_seconds": 360.0}
         study.store.add(settings, {**asdict(run), **found})
         done.append((settings, run))
@@ -36,12 +38,12 @@ def test_what_is_searched_comes_first_and_its_runs_count(tmp_path: Path) -> None
     done = filled(study)
     assert [(s.peak, run) for s, run in done[:6]] == [(p, Run(v, 1)) for v in (BASELINE, MUON) for p in PEAKS]
     best = replace(study.first, peak=PEAKS[1])
-    rates = [(best, Run(outer_name(interval, rate), 1)) for interval in INTERVALS[1:] for rate in RATES]
-    assert done[6:12] == rates
-    assert len(done) == len(set(done)) == 38 and {settings for settings, _ in done[12:]} == {best}
+    rules = [(best, Run(outer_name(interval, rule), 1)) for interval in INTERVALS[1:] for rule in RULES]
+    assert done[6:14] == rules
+    assert len(done) == len(set(done)) == 40 and {settings for settings, _ in done[14:]} == {best}
     names = [row.variant for row in study.rows()]
-    assert names[2:5] == [outer_name(interval, 1) for interval in INTERVALS], (
-        "the shortest has the next one's rate"
+    assert names[2:5] == [outer_name(interval, "1") for interval in INTERVALS], (
+        "the shortest has the next one's rule"
     )
     for name in names:
         runs = {run.seed for _, run in done if run.variant == name}
@@ -61,9 +63,9 @@ def test_the_study_is_planned_within_four_hours(tmp_path: Path) -> None:
     (hours,) = re.findall(r"of ([\d.]+) hours", study.plan())
     assert 1 < float(hours) <= 4
     filled(study, 9)
-    assert study.plan().startswith("9 of 38 runs are done")
+    assert study.plan().startswith("9 of 40 runs are done")
     filled(study)
-    assert "0.0 of 3.8 hours" in study.plan()
+    assert "0.0 of 4.0 hours" in study.plan()
 
 
 @pytest.mark.parametrize("steps", [0, 100, 1500])
@@ -76,9 +78,9 @@ def test_steps_after_which_replicas_have_not_met_are_refused(steps: int, tmp_pat
 def test_the_section_says_what_was_not_run(tmp_path: Path) -> None:
     study = OuterStudy(Runs(tmp_path / "runs"))
     assert study.section().count("| not run |") == 10 and "0.7: not run" in study.section()
-    filled(study, 12)
+    filled(study, 14)
     text = study.section()
-    assert "every 32 steps | 0.4: 3.1092; 0.7: 3.1062; 1: 3.1032 | 1, the highest tried |" in text
+    assert "every 32 steps | average: 3.1182; 0.4: 3.1092; 0.7: 3.1062; 1: 3.1032 | 1 |" in text
     assert "| peak learning rate, AdamW | 0.002: 3.1020; 0.004: 3.1000; 0.008: 3.1040 | 0.004 |" in text
     assert text.count("| not run |") == 6
     filled(study)
