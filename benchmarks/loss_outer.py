@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -23,6 +24,7 @@ PUBLISHED = "0.7"  # of RULES: DiLoCo's
 SEARCHED = (32, 128)  # intervals whose rule is searched; shorter ones take the first's
 INTERVAL = 32  # of the formats, of streaming and of Muon
 SEEDS = 3
+LARGER, LARGER_SEEDS = "5M", 1  # of loss_ladder.SIZES: each step exact, the best interval, and it with 4 bits
 Piece = tuple[Settings, Run]
 T = TypeVar("T", float, str)
 TEXT = """\
@@ -49,6 +51,7 @@ class StudyRow(NamedTuple):
     settings: Settings
     variant: str
     beside: str = BASELINE
+    seeds: int = SEEDS
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,11 @@ class OuterStudy:
         def outer(label: str, settings: Settings, form: str, beside: str = BASELINE) -> StudyRow:
             return StudyRow(label, settings, outer_name(INTERVAL, rule[INTERVAL], form), beside)
 
+        def larger(label: str, variant: str) -> StudyRow:
+            return StudyRow(f"{LARGER}: {label}", enlarged(adamw), variant, seeds=LARGER_SEEDS)
+
+        intervals = {i: (adamw, Run(outer_name(i, rule[i]), 1)) for i in INTERVALS}
+        best = Trials("interval", intervals, INTERVALS[0]).best(self.store)
         return [
             StudyRow("AdamW, zero3", adamw, BASELINE),
             StudyRow("AdamW, zeropp", adamw, "zeropp"),
@@ -123,17 +131,16 @@ class OuterStudy:
             *(outer("AdamW", adamw, form) for form in ("4bit", "2bit", "streamed")),
             StudyRow("Muon, zero3", muon, MUON),
             outer("Muon", muon, MUON, beside=MUON),
+            larger("AdamW, zero3", BASELINE),
+            *(larger("AdamW", outer_name(best, rule[best], form)) for form in ("", "4bit")),
         ]
 
     def pieces(self) -> list[Piece]:
         """All runs in their order. What a search has not found yet is its default."""
         trials = [piece for search in self.searches() for piece in search.tried.values()]
         seeds, rows = range(1, SEEDS + 1), self.rows()
-        return list(
-            dict.fromkeys(
-                [*trials, *((row.settings, Run(row.variant, seed)) for seed in seeds for row in rows)]
-            )
-        )
+        runs = [(row.settings, Run(row.variant, seed)) for seed in seeds for row in rows if seed <= row.seeds]
+        return list(dict.fromkeys([*trials, *runs]))
 
     def left(self) -> list[Piece]:
         return [(s, run) for s, run in self.pieces() if run not in self.store.results(s).runs]
@@ -164,12 +171,14 @@ class OuterStudy:
                 inside."""),
             table=self._table(),
             explanation=filled(f"""
-                *loss* is that of the anchor, *of replicas* the mean of those that train. Gaps are at equal tokens,
-                from the first line, and for Muon's outer steps from Muon's own zero3; bounds are least squares over
-                lines and {SEEDS} seeds with one deviation for all, each with 95%. Runs of seed 1 made the choices and
-                count here, too. The outer optimizer of runs every {INTERVALS[0]} steps, of few bits, of fragments and
-                of Muon is the one found for AdamW's exact differences every {SEARCHED[0]} steps. A streamed fragment
-                that has left in the last step has not arrived. Bytes: sent by one node."""),
+*loss* is that of the anchor, *of replicas* the mean of those that train. Gaps are at equal tokens,
+                from the first line of the size, and for Muon's outer steps from Muon's own zero3; bounds are least
+                squares over lines and {SEEDS} seeds with one deviation for all, each with 95%. Runs of seed 1 made
+                the choices and count here, too. The outer optimizer of runs every {INTERVALS[0]} steps, of few bits,
+                of fragments and of Muon is the one found for AdamW's exact differences every {SEARCHED[0]} steps. A
+                streamed fragment that has left in the last step has not arrived. {LARGER}: as many steps and tokens
+                with the peak found above, the interval of the least loss; one seed has no bounds. Bytes: sent by one
+                node."""),
             searched=harness.table(
                 ["", "tried: loss", "taken"], [self._searched(t) for t in self.searches()]
             ),
@@ -179,10 +188,16 @@ class OuterStudy:
     def _table(self) -> str:
         rows = self.rows()
         results = {row: self.store.results(row.settings) for row in rows}
-        losses = {
-            row.variant: results[row].losses(row.variant) for row in rows if results[row].of(row.variant)
+        losses = defaultdict[int, dict[str, dict[int, list[float]]]](dict)  # by size and variant
+        for row in rows:
+            if found := results[row].losses(row.variant):
+                losses[parameters(row.settings)][row.variant] = found
+        gaps = {
+            (size, base): effects(of_size, base)
+            for size, of_size in losses.items()
+            for base in (BASELINE, MUON)
+            if base in of_size
         }
-        gaps = {base: effects(losses, base) for base in (BASELINE, MUON) if base in losses}
         head = [
             "inside",
             "crosses",
@@ -193,10 +208,8 @@ class OuterStudy:
             "95% bounds %",
             "of replicas",
         ]
-        found = [gaps.get(row.beside, {}).get(row.variant) for row in rows]
-        return harness.table(
-            head, [self._row(r, results[r], gap) for r, gap in zip(rows, found, strict=True)]
-        )
+        lines = [(row, gaps.get((parameters(row.settings), row.beside), {}).get(row.variant)) for row in rows]
+        return harness.table(head, [self._row(row, results[row], gap) for row, gap in lines])
 
     def _row(self, row: StudyRow, results: Results, gap: Difference | None) -> list[str]:
         outer, records = EVERY[row.variant].outer, results.of(row.variant)
@@ -215,6 +228,11 @@ class OuterStudy:
         best = trials.best(self.store)
         said = best if isinstance(best, str) else taken(best, losses) if losses else ""
         return [trials.label, "; ".join(tried), said if len(losses) == len(trials.tried) else "-"]
+
+
+def enlarged(settings: Settings) -> Settings:
+    shape = loss_ladder.SIZES[LARGER]
+    return replace(settings, layers=shape.layers, hidden=shape.hidden, ffn=shape.ffn, heads=shape.heads)
 
 
 def _mean(records: Sequence[Mapping[str, float]], name: str) -> float:
