@@ -98,22 +98,28 @@ def model_state(
 
     ends_link: the link to the other end, if this rank holds one end of tied embeddings.
     """
-    axes, levels = grid.data_axes, _levels(grid.data_axes)
     out: Bytes = Counter()
-    for kind, hop, times in step_hops(units, axes, formats, copies, program, micro_batches):
+    for kind, hop, times in step_hops(units, grid.data_axes, formats, copies, program, micro_batches):
         out[kind, hop.axis.link] += times * hop.sent
-    for unit in units:
-        if unit.tied and ends_link is not None:
-            coding = _coding(unit, formats, ends_link)
-            parts = prod(a.size for a in axes[: levels[2]])
-            out["reduce", ends_link] += message(
-                coding, unit.coded // parts, unit.exact // parts, formats.sums, formats.sums
-            )
+    if ends_link is not None:
+        out["reduce", ends_link] += ends_message(units, grid.data_axes, formats, ends_link)
     partial = sum(unit.partial for unit in units)
     out["tp", INTRA] += (grid.tp - 1) * partial * formats.sums
     for link, rows in grid.rows_sent.items():
         out["scalar", link] += rows * (SCALARS + OUTER_SCALARS * (grid.outer > 1))
     return +out
+
+
+def ends_message(units: Iterable[UnitShape], axes: Sequence[AxisSpec], formats: Formats, link: str) -> int:
+    """Return the bytes of the gradients of tied embeddings that one end sends to the other."""
+    parts = prod(a.size for a in axes[: _levels(axes)[2]])
+    return sum(
+        message(
+            _coding(unit, formats, link), unit.coded // parts, unit.exact // parts, formats.sums, formats.sums
+        )
+        for unit in units
+        if unit.tied
+    )
 
 
 def _levels(axes: Sequence[AxisSpec], whole_gradients: bool = False) -> tuple[int, int, int, int]:

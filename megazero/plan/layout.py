@@ -305,8 +305,7 @@ class Layout:
         out = []
         for rank in range(self.base.pp):
             units = self.units(rank).shapes
-            line = self.grid.axis("pp").ranks(self.grid.rank_of(rank, 0, 0))
-            ends = self.grid.link(line[0], line[-1]) if any(u.tied for u in units) else None
+            ends = self.ends_link if any(u.tied for u in units) else None
             total: Bytes = Counter(self.base.other_bytes[rank])
             total += communication.model_state(
                 units,
@@ -321,6 +320,12 @@ class Layout:
                 total["update", hop.axis.link] += 2 * hop.sent
             out.append(total)
         return out
+
+    @property
+    def ends_link(self) -> str:
+        """The link between the first stage and the last one."""
+        line = self.grid.axis("pp").ranks(0)
+        return self.grid.link(line[0], line[-1])
 
     @property
     def bytes_of_meetings(self) -> tuple[float, float]:

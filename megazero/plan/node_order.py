@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from megazero.mesh.grid import INTER
-from megazero.plan.communication import step_hops
+from megazero.plan.communication import ends_message, step_hops
 from megazero.plan.layout import Layout
 from megazero.plan.topology import Topology
 
@@ -82,17 +82,25 @@ def rings(layout: Layout) -> list[Ring]:
     return out
 
 
-def axis_bytes(layout: Layout) -> Counter[str]:
-    """Return the bytes that a rank sends over each axis that crosses nodes in a step: the mean over stages."""
+def axis_bytes(layout: Layout) -> dict[str, float]:
+    """Return the bytes that a rank sends over each axis that crosses nodes in a step: the mean over stages.
+
+    A meeting's bytes count as those of a step on average.
+    """
     base, axes = layout.base, layout.grid.data_axes
-    out: Counter[str] = Counter()
+    out: defaultdict[str, float] = defaultdict(float)
     for rank in range(base.pp):
         units, program = layout.units(rank).shapes, layout.program(rank, base.micro_batches)
         hops = step_hops(units, axes, layout.formats, layout.copies(rank), program, base.micro_batches)
         for _, hop, times in hops:
-            out[hop.axis.name] += hop.sent * times
-        out["pp"] += base.other_bytes[rank]["pp", INTER]
-    return Counter({name: sent / base.pp for name, sent in out.items()})
+            out[hop.axis.name] += hop.sent * times / base.pp
+        for hop in layout.update_hops(rank):
+            out[hop.axis.name] += 2 * hop.sent / base.pp
+        out["pp"] += base.other_bytes[rank]["pp", INTER] / base.pp
+        if layout.ends_link == INTER:
+            out["pp"] += ends_message(units, axes, layout.formats, INTER) / base.pp
+    out["outer"] = layout.bytes_of_meetings[0]
+    return out
 
 
 def _under(axes: Sequence[Ring], leaves: Sequence[str]) -> float:

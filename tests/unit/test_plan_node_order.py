@@ -105,14 +105,32 @@ def test_leaves_that_are_no_multiples_of_groups() -> None:
     assert sum(any(pair <= set(nodes) for nodes in topology.leaves.values()) for pair in pairs) == 3
 
 
-def test_bytes_of_axes_are_those_of_the_layout() -> None:
-    for values in ({"zero_preset": "zero3"}, {"zero_preset": "zeropp"}, {"zero_shard": (1, 8, 16)}):
-        tree = plan(4, **values)
-        (stage,) = tree.bytes_by_stage
-        crossing = sum(n for (kind, link), n in stage.items() if link == "inter_node" and kind != "scalar")
-        assert sum(
-            sent for name, sent in axis_bytes(tree).items() if tree.grid.axis(name).link == "inter_node"
-        ) == (pytest.approx(crossing))
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"zero_preset": "zero3"},
+        {"zero_preset": "zeropp"},
+        {"zero_shard": (1, 8, 16)},
+        {"zero_preset": "zero3", "optimizer": "muon"},
+        {
+            "zero_preset": "zeropp",
+            "pipeline_model_parallel_size": 4,
+            "untie_embeddings_and_output_weights": False,
+        },
+        {"zero_preset": "zero3", "outer_interval": 8, "outer_replicas": 2},
+    ],
+    ids=str,
+)
+def test_bytes_of_axes_are_those_of_the_layout(values: dict[str, object]) -> None:
+    tree = plan(4, **values)
+    sent = axis_bytes(tree)
+    stages = [
+        sum(n for (kind, link), n in stage.items() if link == "inter_node" and kind != "scalar")
+        for stage in tree.bytes_by_stage
+    ]
+    crossing = sum(stages) / len(stages) + tree.bytes_of_meetings[0]
+    axes = [axis.name for axis in tree.grid.axes if axis.link == "inter_node"]
+    assert sum(sent[name] for name in axes) == pytest.approx(crossing, rel=1e-6)
 
 
 def test_ranks_and_collectives_stay_what_they_are() -> None:
