@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from benchmarks import harness, loss_ladder
 from benchmarks.harness import filled
-from benchmarks.loss_ladder import NO_RUNS, PEAKS, parameters
+from benchmarks.loss_ladder import NO_RUNS, PEAKS, RATES, parameters
 from benchmarks.loss_plan import Results, Runs, taken
 from benchmarks.loss_run import RANKS, Run, Settings
 from benchmarks.loss_statistics import Difference, effects
@@ -24,6 +24,7 @@ PUBLISHED = "0.7"  # of RULES: DiLoCo's
 SEARCHED = (32, 128)  # intervals whose rule is searched; shorter ones take the first's
 INTERVAL = 32  # of the formats, of streaming and of Muon
 SEEDS = 3
+BASE = "1.3M"  # the shape of Settings
 LARGER, LARGER_SEEDS = "5M", 1  # of loss_ladder.SIZES: each step exact, the best interval, and it with 4 bits
 Piece = tuple[Settings, Run]
 T = TypeVar("T", float, str)
@@ -68,11 +69,12 @@ class Trials(Generic[T]):
         }
         return {value: record["loss"] for value, record in found.items() if record is not None}
 
+    def done(self, store: Runs) -> bool:
+        return len(self.losses(store)) == len(self.tried)
+
     def best(self, store: Runs) -> T:
         losses = self.losses(store)
-        return (
-            min(losses, key=lambda value: losses[value]) if len(losses) == len(self.tried) else self.default
-        )
+        return min(losses, key=lambda value: losses[value]) if self.done(store) else self.default
 
 
 class OuterStudy:
@@ -91,16 +93,20 @@ class OuterStudy:
 
     # -- the runs --------------------------------------------------------------------------------
 
-    def peaks(self, variant: str) -> Trials[float]:
-        """As DiLoCo has it: the rate of the inner optimizer is that of runs that meet in every step. Two of PEAKS are
-        tried, then the next one while the highest is the best."""
-        label = f"peak learning rate, {'Muon' if variant == MUON else 'AdamW'}"
-        every = {peak: (replace(self.first, peak=peak), Run(variant, 1)) for peak in PEAKS}
-        for count in range(2, len(PEAKS) + 1):
-            trials = Trials(label, {peak: every[peak] for peak in PEAKS[:count]}, PEAKS[count - 2])
-            if trials.best(self.store) < PEAKS[count - 1]:
-                break
-        return trials
+    def peaks(self, variant: str, size: str = BASE) -> Trials[float]:
+        """As DiLoCo has it: the rate of the inner optimizer is that of runs that meet in every step. Two of RATES are
+        tried, then the neighbours of the best one until it has both."""
+        settings = self._settings(size)
+        label = f"peak learning rate of {size}, {'Muon' if variant == MUON else 'AdamW'}"
+        tried = {*RATES[1:3]}
+        while True:
+            every = {peak: (replace(settings, peak=peak), Run(variant, 1)) for peak in sorted(tried)}
+            trials = Trials(label, every, settings.peak)
+            best = RATES.index(trials.best(self.store))
+            around = {*RATES[max(best - 1, 0) : best + 2]}
+            if around <= tried or not trials.done(self.store):
+                return trials
+            tried |= around
 
     def rules(self, interval: int) -> Trials[str]:
         """The outer optimizer: averages, or Nesterov's momentum at one of some rates."""
@@ -110,17 +116,18 @@ class OuterStudy:
 
     def searches(self) -> list[Trials[float] | Trials[str]]:
         """In an order in which each needs those before it."""
-        return [self.peaks(BASELINE), self.peaks(MUON), *map(self.rules, SEARCHED)]
+        rates = [self.peaks(BASELINE), self.peaks(MUON), self.peaks(BASELINE, LARGER)]
+        return [*rates, *map(self.rules, SEARCHED)]
 
     def rows(self) -> list[StudyRow]:
-        adamw, muon = self._tuned(BASELINE), self._tuned(MUON)
+        adamw, muon, large = self._tuned(BASELINE), self._tuned(MUON), self._tuned(BASELINE, LARGER)
         rule = {interval: self.rules(max(interval, SEARCHED[0])).best(self.store) for interval in INTERVALS}
 
         def outer(label: str, settings: Settings, form: str, beside: str = BASELINE) -> StudyRow:
             return StudyRow(label, settings, outer_name(INTERVAL, rule[INTERVAL], form), beside)
 
         def larger(label: str, variant: str) -> StudyRow:
-            return StudyRow(f"{LARGER}: {label}", enlarged(adamw), variant, seeds=LARGER_SEEDS)
+            return StudyRow(f"{LARGER}: {label}", large, variant, seeds=LARGER_SEEDS)
 
         intervals = {i: (adamw, Run(outer_name(i, rule[i]), 1)) for i in INTERVALS}
         best = Trials("interval", intervals, INTERVALS[0]).best(self.store)
@@ -145,8 +152,11 @@ class OuterStudy:
     def left(self) -> list[Piece]:
         return [(s, run) for s, run in self.pieces() if run not in self.store.results(s).runs]
 
-    def _tuned(self, variant: str) -> Settings:
-        return replace(self.first, peak=self.peaks(variant).best(self.store))
+    def _tuned(self, variant: str, size: str = BASE) -> Settings:
+        return replace(self._settings(size), peak=self.peaks(variant, size).best(self.store))
+
+    def _settings(self, size: str) -> Settings:
+        return enlarged(self.first) if size == LARGER else self.first
 
     # -- text ------------------------------------------------------------------------------------
 
@@ -176,8 +186,8 @@ class OuterStudy:
                 squares over lines and {SEEDS} seeds with one deviation for all, each with 95%. Runs of seed 1 made
                 the choices and count here, too. The outer optimizer of runs every {INTERVALS[0]} steps, of few bits,
                 of fragments and of Muon is the one found for AdamW's exact differences every {SEARCHED[0]} steps. A
-                streamed fragment that has left in the last step has not arrived. {LARGER}: as many steps and tokens
-                with the peak found above, the interval of the least loss; one seed has no bounds. Bytes: sent by one
+                streamed fragment that has left in the last step has not arrived. {LARGER}: as many steps and tokens,
+                its own peak, the interval of the least loss; one seed has no bounds. Bytes: sent by one
                 node."""),
             searched=harness.table(
                 ["", "tried: loss", "taken"], [self._searched(t) for t in self.searches()]
@@ -227,7 +237,7 @@ class OuterStudy:
         tried = (f"{v}: {f'{losses[v]:.4f}' if v in losses else 'not run'}" for v in trials.tried)
         best = trials.best(self.store)
         said = best if isinstance(best, str) else taken(best, losses) if losses else ""
-        return [trials.label, "; ".join(tried), said if len(losses) == len(trials.tried) else "-"]
+        return [trials.label, "; ".join(tried), said if trials.done(self.store) else "-"]
 
 
 def enlarged(settings: Settings) -> Settings:

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.harness import DOCS, section
 from benchmarks.loss import outer_study, parse
-from benchmarks.loss_ladder import PEAKS
-from benchmarks.loss_outer import INTERVAL, SEEDS, TITLE, OuterStudy, Piece
+from benchmarks.loss_ladder import PEAKS, RATES
+from benchmarks.loss_outer import INTERVAL, SEEDS, TITLE, OuterStudy, Piece, enlarged
 from benchmarks.loss_plan import Runs
 from benchmarks.loss_run import Run
 from benchmarks.loss_variants import AVERAGE, BASELINE, EVERY, INTERVALS, MUON, RULES, outer_name
@@ -36,13 +36,15 @@ def filled(study: OuterStudy, count: int = 10**9, peak: float = PEAKS[1]) -> lis
 def test_what_is_searched_comes_first_and_its_runs_count(tmp_path: Path) -> None:
     study = OuterStudy(Runs(tmp_path / "runs"))
     done = filled(study)
-    assert [(s.peak, run) for s, run in done[:6]] == [(p, Run(v, 1)) for v in (BASELINE, MUON) for p in PEAKS]
+    searched = [(study.first, BASELINE), (study.first, MUON), (enlarged(study.first), BASELINE)]
+    rates = [(replace(s, peak=peak), Run(v, 1)) for s, v in searched for peak in RATES[1:]]
+    assert done[:12] == rates
     best = replace(study.first, peak=PEAKS[1])
     rules = [(best, Run(outer_name(interval, rule), 1)) for interval in INTERVALS[1:] for rule in RULES]
-    assert done[6:14] == rules
-    assert len(done) == len(set(done)) == 43
+    assert done[12:20] == rules
+    assert len(done) == len(set(done)) == 48
     small, large = study.rows()[:-3], study.rows()[-3:]
-    assert {settings for settings, _ in done[14:]} == {best, large[0].settings}
+    assert {settings for settings, _ in done[20:]} == {best, large[0].settings}
     assert [row.variant for row in large] == [BASELINE, *(outer_name(8, "1", form) for form in ("", "4bit"))]
     assert [run.seed for settings, run in done if settings == large[0].settings] == [1, 1, 1]
     names = [row.variant for row in small]
@@ -54,12 +56,17 @@ def test_what_is_searched_comes_first_and_its_runs_count(tmp_path: Path) -> None
         assert runs == set(range(1, SEEDS + 1)), name
 
 
-def test_a_higher_peak_is_tried_only_beyond_the_best(tmp_path: Path) -> None:
-    low, high = (OuterStudy(Runs(tmp_path / name)) for name in ("low", "high"))
-    tried = [{settings.peak for settings, _ in filled(low, peak=PEAKS[0])}]
-    tried.append({settings.peak for settings, _ in filled(high, peak=PEAKS[2])})
-    assert tried == [set(PEAKS[:2]), set(PEAKS)]
-    assert "| 0.002, the lowest tried |" in low.section() and "| 0.008, the highest tried |" in high.section()
+@pytest.mark.parametrize(
+    ("peak", "tried", "said"),
+    [(5e-4, RATES[:3], "0.0005, the lowest tried"), (1e-3, RATES[:3], "0.001"), (2e-3, RATES[1:4], "0.002")]
+    + [(8e-3, RATES[1:], "0.008, the highest tried")],
+)
+def test_peaks_are_tried_until_the_best_has_both_neighbours(
+    peak: float, tried: tuple[float, ...], said: str, tmp_path: Path
+) -> None:
+    study = OuterStudy(Runs(tmp_path / "runs"))
+    assert {settings.peak for settings, _ in filled(study, peak=peak)} == {*tried}
+    assert f"| {said} |" in study.section()
 
 
 def test_the_study_is_planned_within_four_hours(tmp_path: Path) -> None:
@@ -67,9 +74,9 @@ def test_the_study_is_planned_within_four_hours(tmp_path: Path) -> None:
     assert 1 < float(hours) <= 4
     study = OuterStudy(Runs(tmp_path / "runs"))
     filled(study, 9)
-    assert study.plan().startswith("9 of 43 runs are done")
+    assert study.plan().startswith("9 of 46 runs are done")
     filled(study)
-    assert "0.0 of 3.6 hours" in study.plan()
+    assert "0.0 of 4.0 hours" in study.plan()
 
 
 @pytest.mark.parametrize("steps", [0, 100, 1500])
@@ -82,11 +89,14 @@ def test_steps_after_which_replicas_have_not_met_are_refused(steps: int, tmp_pat
 def test_the_section_says_what_was_not_run(tmp_path: Path) -> None:
     study = OuterStudy(Runs(tmp_path / "runs"))
     assert study.section().count("| not run |") == 13 and "0.7: not run" in study.section()
-    filled(study, 14)
+    filled(study, 20)
     text = study.section()
     assert "every 32 steps | average: 3.1182; 0.4: 3.1092; 0.7: 3.1062; 1: 3.1032 | 1 |" in text
-    assert "| peak learning rate, AdamW | 0.002: 3.1020; 0.004: 3.1000; 0.008: 3.1040 | 0.004 |" in text
-    assert text.count("| not run |") == 9
+    assert (
+        "| peak learning rate of 1.3M, AdamW | 0.001: 3.1030; 0.002: 3.1020; 0.004: 3.1000; 0.008: 3.1040 | 0.004 |"
+        in text
+    )
+    assert text.count("| not run |") == 8
     filled(study)
     base = 3 + 0.1 * 2
     (row,) = [line for line in study.section().splitlines() if f"every {INTERVAL} steps: nesterov" in line
