@@ -113,7 +113,7 @@ LADDER = (
     Rung("0.3M", 1, PEAKS, (*FOUR_BITS, *TWO_BITS), seeds=6, nudged=6, halved=3),
     Rung("0.3M", 4, PEAKS, (*FOUR_BITS, *TWO_BITS), halved=3),
     Rung("1.3M", 1, RATES[1:], (*FOUR_BITS, *TWO_BITS), halved=2),
-    Rung("5M", 0.5, RATES[1:4], (INT4, HADAMARD), seeds=2, nudged=1, tuned=0.2),
+    Rung("5M", 0.5, RATES[:3], (INT4, HADAMARD), seeds=2, nudged=1, tuned=0.2),
     Rung("0.3M", 16, PEAKS[:2], (INT4, TWO_BITS[0]), seeds=2, nudged=2, tuned=0.25),
 )
 # What eight hours do not hold, and what needs a card: by name.

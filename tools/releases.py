@@ -76,7 +76,8 @@ def prepare(release: Release, folder: Path) -> Path:
     if not python.exists():
         subprocess.run([interpreter(release.python), "-m", "venv", home], check=True)
     pip: Words = [python, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, *release.requirements, "--editable", f"{ROOT}[test]"], check=True, cwd=folder)
+    own = ("--editable", f"{ROOT}[test]", "build")
+    subprocess.run([*pip, *release.requirements, *own], check=True, cwd=folder)
     subprocess.run([*pip, "--no-deps", f"megatron-core=={release.megatron}"], check=True, cwd=folder)
     return python
 
@@ -110,14 +111,15 @@ def run_tests(python: Path, paths: list[str], log: Path, workers: int) -> dict[s
 
 MODEL = ["--model-family", "llama", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"]
 MODEL += ["--seq-length", "16", "--vocab-size", "64", "--global-batch-size", "4"]
-# Trains 4 iterations on one rank, and goes on from the checkpoint to 8 on two.
+# Trains 20 iterations on one rank, and goes on from the checkpoint to 24 on two.
 TRAIN = ["--lr", "1e-3", "--data-path", "tokens_text_document", "--split", "90,10,0", "--eval-iters", "1"]
 TRAIN += ["--tokenizer-type", "NullTokenizer", "--zero-preset", "zero3", "--micro-batch-size", "1"]
 TRAIN += ["--save", "checkpoint", "--load", "checkpoint", "--train-iters"]
 
 
 def run_wheel(python: Path, log: Path) -> dict[str, int]:
-    """Build a wheel, install it alone in an empty environment, and run from there what a user runs first.
+    """Build an sdist, from it a wheel, install that alone in an empty environment, and run from there what a user runs
+    first.
 
     What megazero depends on is taken from the release's environment, as files: its editable install is not.
     """
@@ -132,12 +134,16 @@ def run_wheel(python: Path, log: Path) -> dict[str, int]:
             "".join(json.dumps({"text": " ".join(map(str, range(i % 9, 60)))}) + "\n" for i in range(80))
         )
         own = place / "venv" / "bin"
+        doors = f"""
+import fsdp2_patch.patch, megatron_core_patch.patch, megazero
+for module in (megazero, fsdp2_patch, megatron_core_patch):
+    assert module.__file__.startswith({name!r}), module.__file__"""
         script: Words = [own / "python", ROOT / "pretrain" / "pretrain_gpt.py", *MODEL, *TRAIN]
         torchrun: Words = [own / "python", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         environment = {**os.environ, "PYTHONPATH": packages}
         data: Words = ["--input", "tokens.jsonl", "--output-prefix", "tokens", "--vocab-size", "64"]
         commands: list[Words] = [
-            [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", "dist", ROOT],
+            [python, "-m", "build", "--outdir", "dist", ROOT],
             [python, "-m", "venv", "venv"],
             ["sh", "-c", "venv/bin/python -m pip install --quiet --no-deps dist/*.whl"],
             [own / "megazero", "--help"],
@@ -149,9 +155,9 @@ def run_wheel(python: Path, log: Path) -> dict[str, int]:
                 "NullTokenizer",
                 *data,
             ],
-            [*script, "4"],
-            [*torchrun, *script[1:], "8"],
-            [own / "python", "-c", f"import megazero; assert megazero.__file__.startswith({name!r})"],
+            [*script, "20"],
+            [*torchrun, *script[1:], "24"],
+            [own / "python", "-c", doors],
         ]
         for command in commands:
             print("$", *command, file=out, flush=True)
