@@ -137,8 +137,8 @@ def read_result(folder: Path, after: int = 0) -> dict[str, Tensor]:
     assert path is not None, f"nothing complete in {folder}"
     lines = [line for line in read_metrics(folder) if "lm_loss" in line and line["iteration"] > after]
     out = {f"curve/{key}": torch.tensor([line[key] for line in lines], dtype=torch.float64) for key in CURVES}
-    for kind in store.read_manifest(path).kinds:
-        out |= {f"{kind}/{name}": tensor for name, tensor in store.load_full(path, kind).items()}
+    for kind, tensors in store.load_kinds(path).items():
+        out |= {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
     return out
 
 

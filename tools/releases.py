@@ -118,8 +118,8 @@ TRAIN += ["--save", "checkpoint", "--load", "checkpoint", "--train-iters"]
 
 
 def run_wheel(python: Path, log: Path) -> dict[str, int]:
-    """Build an sdist, from it a wheel, install that alone in an empty environment, and run from there what a user runs
-    first.
+    """Build an sdist, from it a wheel, install that alone in an empty environment, and run from there what a user
+    runs first.
 
     What megazero depends on is taken from the release's environment, as files: its editable install is not.
     """

@@ -56,6 +56,7 @@ __all__ = [
     "latest",
     "load",
     "load_full",
+    "load_kinds",
     "read_file",
     "read_manifest",
     "read_state",
@@ -125,16 +126,28 @@ def check_bytes(path: Path, manifest: Manifest, group: dist.ProcessGroup | None 
 
 def load_full(path: str | os.PathLike, kind: str = "weights") -> dict[str, torch.Tensor]:
     """Return every whole tensor of one kind by its stored name, on the CPU, in the stored dtype. Check all files."""
+    return load_kinds(path, (kind,))[kind]
+
+
+def load_kinds(
+    path: str | os.PathLike, kinds: Sequence[str] | None = None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """As ``load_full``, of several kinds, all by default: kind -> name -> tensor."""
     manifest = open_manifest(Path(path))
+    kinds = tuple(manifest.kinds) if kinds is None else kinds
     stored = stored_tensors(open_metadata(Path(path), manifest))
-    tensors, records = {}, []
-    for name, tensor in stored.get(kind, {}).items():
-        shape = tuple(tensor.size)
-        tensors[name] = torch.empty(shape, dtype=tensor.properties.dtype)
-        records.append(
-            SliceRecord(Placement.plain(name, shape), 0, prod(shape), {kind: tensors[name].view(-1)})
-        )
-    load(path, records=records, kinds=(kind,))
+    tensors = dict[str, dict[str, torch.Tensor]]()
+    records = []
+    for kind in kinds:
+        tensors[kind] = {
+            name: torch.empty(tuple(tensor.size), dtype=tensor.properties.dtype)
+            for name, tensor in stored.get(kind, {}).items()
+        }
+        records += [
+            SliceRecord(Placement.plain(name, tuple(full.shape)), 0, full.numel(), {kind: full.view(-1)})
+            for name, full in tensors[kind].items()
+        ]
+    load(path, records=records, kinds=kinds)
     return tensors
 
 

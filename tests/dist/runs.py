@@ -148,7 +148,7 @@ def checkpoint_of(root: str | os.PathLike) -> dict[str, dict[str, torch.Tensor]]
     """Everything in the newest checkpoint: kind -> name -> whole tensor."""
     path = store.latest(root)
     assert path is not None, f"nothing complete in {root}"
-    return {kind: store.load_full(path, kind) for kind in store.read_manifest(path).kinds}
+    return store.load_kinds(path)
 
 
 def differences(one: Any, two: Any) -> list[str]:

@@ -131,8 +131,8 @@ def test_any_slicing_loads_into_any_other(tmp_path, tp, replicas, idle):
         results = run_ranks(world_size, load_on_ranks, path, other_tp, other_replicas)
         same = (world_size, other_tp) == (4, tp)
         assert results == [(5, rank if same else None, 4) for rank in range(world_size)]
-    for kind in KINDS:
-        for name, tensor in store.load_full(path, kind).items():
+    for kind, tensors in store.load_kinds(path, KINDS).items():
+        for name, tensor in tensors.items():
             assert torch.equal(tensor, full_value(name, kind)), (name, kind)
 
 

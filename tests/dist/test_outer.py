@@ -494,7 +494,7 @@ def test_a_flight_on_other_replicas_and_layouts(tmp_path: Path) -> None:
             mean = (mean + anchor) / 2
         velocity = 0.9 * velocity + (anchor - mean)
         wanted = anchor - 0.7 * (anchor - mean + 0.9 * velocity)
-        for found in after.values():
+        for root, found in after.items():
             torch.testing.assert_close(found["weights"][name], wanted, rtol=1e-12, atol=1e-14)
             if root != "none":
                 torch.testing.assert_close(found["outer momentum"][name], velocity, rtol=1e-12, atol=1e-14)
