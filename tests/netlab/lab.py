@@ -64,12 +64,16 @@ class LabUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class LabResult:
-    """What one run did. Tuples are by node; ``sent`` and ``received`` are bytes counted by eth0."""
+    """What one run did. Tuples are by node; ``sent`` and ``received`` are bytes counted by eth0.
+
+    ``again``: at most so many of the node's bytes were sent again; see bytes_sent_again.
+    """
 
     returncodes: tuple[int, ...]
     seconds: float
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    again: tuple[int, ...]
     outputs: tuple[str, ...]
 
     @property
@@ -289,9 +293,9 @@ class Lab:
                 member.call(f"tc qdisc delete dev {interface} root")
         self.rate = rate
 
-    def counts(self) -> list[tuple[int, int]]:
-        """(sent, received) bytes of every node's interface so far."""
-        return [interface_bytes(node.pid) for node in self.members[1:]]
+    def counts(self) -> list[tuple[int, int, int]]:
+        """(sent, received, sent again) bytes of every node so far."""
+        return [(*interface_bytes(node.pid), bytes_sent_again(node.pid)) for node in self.members[1:]]
 
     def run(
         self,
@@ -351,12 +355,15 @@ class Lab:
             reader.join()
         for node in nodes:
             node.check_delay()
-        spent = [(s - s0, r - r0) for (s, r), (s0, r0) in zip(self.counts(), before, strict=True)]
+        passed = zip(self.counts(), before, strict=True)
+        spent = [[n - n0 for n, n0 in zip(now, then, strict=True)] for now, then in passed]
+        sent, received, again = zip(*spent, strict=True)
         return LabResult(
             returncodes=tuple(TIMED_OUT if late else process.returncode for process in running),
             seconds=seconds,
-            sent=tuple(s for s, _ in spent),
-            received=tuple(r for _, r in spent),
+            sent=sent,
+            received=received,
+            again=again,
             outputs=tuple("".join(text) for text in lines),
         )
 

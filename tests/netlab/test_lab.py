@@ -138,8 +138,8 @@ def test_rate_and_counts(netlab, rate, megabytes):
         )
         assert result.returncode == 0, result.outputs
         reached.append(8 * count / float(result.outputs[1]))
-        assert count <= result.sent[1] <= 1.05 * count
-        assert count <= result.received[0] <= 1.05 * count
+        assert count <= result.sent[1] <= 1.05 * count + result.again[1]
+        assert count <= result.received[0] <= 1.05 * count + result.again[1]
         if max(reached) > 0.9 * asked:
             break
     assert 0.9 * asked < max(reached) < 1.1 * asked
@@ -158,7 +158,10 @@ def test_gloo_all_gather(netlab, tmp_path):
     result = lab.run([], launcher=[sys.executable, str(script), "{node}", "{address}"], timeout=60)
     assert result.returncode == 0, result.outputs
     assert all("gathered" in text for text in result.outputs)
-    assert all(1e6 < sent < 1.1e6 for sent in result.sent)
+    # Measured 1.005e6; what TCP sends again counts, too, and is more where a rank is late to acknowledge it.
+    assert all(1e6 < sent < 1.1e6 + again for sent, again in zip(result.sent, result.again, strict=True)), (
+        result
+    )
 
 
 def test_the_trainer_finds_the_nodes_and_its_count_is_the_interface_s(netlab, tmp_path):
@@ -179,5 +182,5 @@ def test_the_trainer_finds_the_nodes_and_its_count_is_the_interface_s(netlab, tm
     assert len(lines) == steps
     # zero1 treats all ranks alike: rank 0's bytes are every rank's.
     expected = 2 * sum(line["inter_node_bytes"] for line in lines)
-    for sent in result.sent:
-        assert expected <= sent <= 1.05 * expected + 200_000
+    for sent, again in zip(result.sent, result.again, strict=True):
+        assert expected <= sent <= 1.05 * expected + 200_000 + again
