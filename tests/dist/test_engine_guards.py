@@ -708,7 +708,7 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize(
     "shards",
-    [shards if shards[2] > 1 else pytest.param(shards, marks=pytest.mark.slow) for shards in LAYOUTS],
+    [shards if shards[1] > 1 else pytest.param(shards, marks=pytest.mark.slow) for shards in LAYOUTS],
 )
 def test_units_compiled_before_and_after_train_as_others(shards):
     """Without sharding, too: pytest -m slow tests/dist/test_engine_guards.py."""

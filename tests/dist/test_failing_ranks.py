@@ -95,7 +95,9 @@ def stop_after_the_meeting(rank: int) -> None:
         start.init_distributed = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("what", [miss_the_meeting, stop_after_the_meeting])
+@pytest.mark.parametrize(
+    "what", [pytest.param(miss_the_meeting, marks=pytest.mark.slow), stop_after_the_meeting]
+)
 def test_a_rank_that_is_missing_at_the_start_is_named_within_its_own_limit(
     tmp_path: Path, what: Callable[[int], None]
 ) -> None:
@@ -233,6 +235,7 @@ def test_a_mistake_of_all_ranks_is_said_once(tmp_path: Path) -> None:
     assert line[0] == "CheckpointError" and "nowhere holds no complete checkpoint" in line[1]
 
 
+@pytest.mark.slow
 def test_the_program_under_torchrun_fails_when_a_rank_is_killed(tmp_path: Path) -> None:
     flags = [
         f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, **LONG}.items() if value is not True

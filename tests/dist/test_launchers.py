@@ -91,7 +91,7 @@ def start(words: list[str], folder: Path, *flags: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     "words, status",
-    [pytest.param(OWN, ExitStatus.STOPPED, marks=pytest.mark.slow), (UNDER_TORCHRUN, 0)],
+    [(OWN, ExitStatus.STOPPED), pytest.param(UNDER_TORCHRUN, 0, marks=pytest.mark.slow)],
 )
 def test_a_planned_stop_shows_no_trace(tmp_path: Path, words: list[str], status: int) -> None:
     run = start(words, tmp_path, "--train-iters", "9", "--exit-interval", "2")

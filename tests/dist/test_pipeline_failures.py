@@ -83,7 +83,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("schedule, victim", [("1f1b", 2), ("zb-h1", 0), ("gpipe", 3)])
+@pytest.mark.parametrize(
+    "schedule, victim",
+    [("1f1b", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("zb-h1", 0), ("gpipe", 3)))],
+)
 def test_a_stage_that_is_killed_ends_every_other(tmp_path: Path, schedule: str, victim: int) -> None:
     values = {**PP4, "pipeline_schedule": schedule, "log_dir": str(tmp_path / "logs")}
     # In the third iteration, where its neighbours wait for it: between two they wait in the step's own collectives.
@@ -98,6 +101,7 @@ def test_a_stage_that_is_killed_ends_every_other(tmp_path: Path, schedule: str, 
     check_messages(ranks.texts(), victim)
 
 
+@pytest.mark.slow
 def test_a_stage_that_stalls_is_named_at_the_time_out(tmp_path: Path) -> None:
     values = {**PP4, "distributed_timeout_minutes": 0.1, "log_dir": str(tmp_path / "logs")}
     began = time.monotonic()

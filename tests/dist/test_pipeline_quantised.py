@@ -83,15 +83,10 @@ def everywhere(place: Place, names=tuple(CODECS), **changes) -> list[Staged]:
     ]
 
 
-# 8 ranks on 2 cores are slow; stages over two nodes are what 4 cannot have.
+ALWAYS = ("a stage on each node", "pipelines over two nodes")  # both orders of a pipeline's groups
 places = pytest.mark.parametrize(
     "place",
-    [
-        pytest.param(
-            p, id=n, marks=[pytest.mark.slow] if p.world == 8 and n != "pipelines over two nodes" else []
-        )
-        for n, p in PLACES.items()
-    ],
+    [pytest.param(p, id=n, marks=[] if n in ALWAYS else [pytest.mark.slow]) for n, p in PLACES.items()],
 )
 
 
@@ -302,7 +297,9 @@ def counted(case: Staged, mesh: Mesh) -> tuple:
 
 
 @places
-@pytest.mark.parametrize("name", ["across", "both", "differences, feedback"])
+@pytest.mark.parametrize(
+    "name", ["both", *(pytest.param(n, marks=pytest.mark.slow) for n in ("across", "differences, feedback"))]
+)
 def test_the_ends_send_one_message_of_a_slice_each_in_a_step(place, name):
     cases = [
         staged(place, letters, CODECS[name], micro_batches=m) for letters in layouts(place) for m in (1, 3)

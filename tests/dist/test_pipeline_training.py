@@ -124,8 +124,7 @@ def train_beside_one_rank(
 
 # Of RUNS, run always; every one with -m slow.
 FEW = (
-    *("zb-h1, ramp-up from one micro-batch, clipped", "interleaved, ramp-up", "1f1b, tied, clipped, masked"),
-    *("1f1b of 4, ramp-up", "1f1b x zero3, ramp-up, masked, tied"),
+    *("zb-h1, ramp-up from one micro-batch, clipped", "1f1b x zero3, ramp-up, masked, tied"),
     *("interleaved x hpz, outermost dp, ramp-up, clipped", "zb-h1 x tp 2, sequence parallel, growing"),
 )
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 700
 FEW, MANY = 5, 40
 TOKENIZERS = {"PretrainedFromHF": "huggingface", "GPTSentencePieceTokenizer": "sentencepiece"}
-ALWAYS = ("LUMI 71B", "DeepSpeed Llama")
+ALWAYS = ("LUMI 71B",)
 
 
 @pytest.fixture(scope="module")

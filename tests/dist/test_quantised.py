@@ -136,7 +136,9 @@ def bias(case: Case, draws: int, count: int | None = None) -> float:
 @pytest.mark.parametrize("draws", [40, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_stochastic_rounding_is_unbiased_through_every_hop(world, draws):
-    stochastic = [Case(letters, 2, BOTH, micro_batches=1 + (letters == "ddd")) for letters in LETTERS]
+    """Always on half of the layouts; all: pytest -m slow tests/dist/test_quantised.py."""
+    letters = LETTERS if draws > 40 else LETTERS[::2]
+    stochastic = [Case(letters, 2, BOTH, micro_batches=1 + (letters == "ddd")) for letters in letters]
     for case, worst in by_case(world, several, bias, stochastic, draws):
         assert max(worst) < 1, (case, worst)
     nearest = [case.but(codecs=CODECS["both"]) for case in stochastic]
@@ -255,7 +257,7 @@ def test_what_is_not_finite_reaches_the_norm_and_nothing_else(every):
         Case(letters, 2, codecs, micro_batches=2, dtype=torch.bfloat16)
         for i, letters in enumerate(LETTERS)
         for j, codecs in enumerate(FINITE)
-        if every or (i + j) % 2
+        if every or (i + j) % 3 == 1
     ]
     run_ranks(4, several, poisoned, cases, timeout=300)
 

@@ -329,7 +329,9 @@ def formula(case: Case, regions, axes) -> dict:
     return out
 
 
-@pytest.mark.parametrize("world,per_node,tp", [(4, 2, 1), (6, 3, 1), EIGHT_RANKS])
+@pytest.mark.parametrize(
+    "world,per_node,tp", [pytest.param(4, 2, 1, marks=pytest.mark.slow), (6, 3, 1), EIGHT_RANKS]
+)
 def test_counters_equal_the_formula(world, per_node, tp):
     presets = [
         ("hhd", zero.Codecs(weights=Q8, gradients_inter=Q4)),

@@ -12,6 +12,7 @@ from benchmarks import random_kills as kills
 from megazero.log.metrics import METRICS_FILE, read_metrics
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Behind the training: one rank in the second save, then all of them a moment after."""
     (layout,) = {"zero3"} & set(kills.LAYOUTS)

@@ -125,8 +125,7 @@ def interrupted(values: dict, folder: Path) -> list[dict]:
 # Of SAME, run always; every one with -m slow.
 FEW = (
     *("one rank, dropout", "zero3, bf16, ramp-up", "gpipe, sgd, dropout, ramp-up", "zb-h1, bf16, gpt"),
-    *("hpz, bf16, dropout", "tp 2 x zero3, sequence parallel, recompute"),
-    *("interleaved x zero3, bf16, tied, ramp-up", "1f1b x zero3, outermost dp, dropout"),
+    *("tp 2 x zero3, sequence parallel, recompute", "interleaved x zero3, bf16, tied, ramp-up"),
 )
 
 
@@ -315,9 +314,10 @@ def test_every_pipeline_goes_on_from_every_other_layout(tmp_path: Path, tied: di
 
 @pytest.mark.parametrize(
     "family",
-    [GPT, pytest.param(BLOOM, marks=pytest.mark.slow)],
+    [GPT, BLOOM],
     ids=lambda values: values["model_family"],
 )
+@pytest.mark.slow
 def test_fused_and_transposed_storage_changes_layout(tmp_path: Path, family: dict) -> None:
     """GPT stores fused and transposed matrices, BLOOM fused ones; both tie their embeddings."""
     ring = ["1 rank", "tp 2 x zero3", "tp 4", "zero3 4, 2 nodes"]

@@ -39,7 +39,7 @@ def train_without(values: Values, begin: int, end: int) -> Seen:
         feeding.Batches = original
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_samples_of_named_iterations_are_consumed_without_an_update(tmp_path: Path, world: int) -> None:
     base = {**RAMP, **LAYOUTS[world], "hidden_dropout": 0.0}
     skip = {**base, "skip_train_iteration_range": ("4-5", "3"), "log_dir": str(tmp_path / "logs")}

@@ -99,7 +99,13 @@ def state(job: Job, is_loading: bool) -> dict[str, Any]:
     return {**models, "optimizer": optimizer}
 
 
-@pytest.mark.parametrize("formats", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize(
+    "formats",
+    [
+        pytest.param(formats, id=name, marks=[] if formats is DELTA_INT4 else [pytest.mark.slow])
+        for name, formats in NAMES.items()
+    ],
+)
 @pytest.mark.parametrize(
     "name",
     [
