@@ -137,8 +137,8 @@ def bias(case: Case, draws: int, count: int | None = None) -> float:
 @pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_stochastic_rounding_is_unbiased_through_every_hop(world, draws):
     """Always on half of the layouts; all: pytest -m slow tests/dist/test_quantised.py."""
-    letters = LETTERS if draws > 40 else LETTERS[::2]
-    stochastic = [Case(letters, 2, BOTH, micro_batches=1 + (letters == "ddd")) for letters in letters]
+    layouts = LETTERS if draws > 40 else LETTERS[::2]
+    stochastic = [Case(letters, 2, BOTH, micro_batches=1 + (letters == "ddd")) for letters in layouts]
     for case, worst in by_case(world, several, bias, stochastic, draws):
         assert max(worst) < 1, (case, worst)
     nearest = [case.but(codecs=CODECS["both"]) for case in stochastic]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,9 +199,9 @@ def test_what_waits_for_a_processor_gets_on(tmp_path: Path, monkeypatch: pytest.
     assert seen.exists()
 
     with subprocess.Popen(["sleep", "60"]) as sleeping:
-        while image.runnable(sleeping.pid):
-            pass
-        assert not image.runnable(sleeping.pid)
+        # Before its sleep it runs and waits by turns: a tenth of a second without running is the sleep.
+        while any(image.runnable(sleeping.pid) or time.sleep(0.005) for _ in range(20)):
+            assert sleeping.poll() is None
         sleeping.kill()
     assert not image.runnable(sleeping.pid)
 
