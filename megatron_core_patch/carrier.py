@@ -31,7 +31,7 @@ from megatron_core_patch.checks import Check, MessageChecks
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact, Range, cut_bucket, exact_ranges
 from megatron_core_patch.options import PatchOptions
 from megazero.comm.codec import Blockwise
-from megazero.comm.hops import Traffic
+from megazero.comm.hops import Traffic, hop_spec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
 from megazero.mesh.mesh import Axis
@@ -40,7 +40,6 @@ from megazero.patches.hops import Passing, refuse_capture
 from megazero.patches.rounding import Errors, Residual, noise_of
 from megazero.patches.two_hops import TwoHops
 from megazero.train.codecs import make_codecs
-from megazero.zero.context import hop_spec
 from megazero.zero.policy import Codecs
 
 TOO_LATE = "megatron_core_patch.enable() was called after DistributedDataParallel was built: call it before"

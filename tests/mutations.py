@@ -349,11 +349,11 @@ megazero/comm/codec.py
   messages have bytes of other tensors
 
 megazero/comm/hops.py
-- axis.reduce_group if kind == "reduce" else axis.gather_group
+- axis.reduce_group if kind in ("reduce", "update") else axis.gather_group
 + axis.gather_group
   both lanes share a communicator: their order is timing's
-- (axis.size - 1) * row * messages.element_size()
-+ axis.size * row * messages.element_size()
+- (sum(sent) - sent[axis.index]) * own.element_size()
++ sum(sent) * own.element_size()
   bytes to itself count as sent
 
 megazero/comm/timing.py

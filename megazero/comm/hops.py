@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,9 +42,29 @@ class Traffic:
         return out
 
 
-def counted_as(axis: Axis, kind: str) -> str:
+class HopSpec(NamedTuple):
+    """One collective of a chain.
+
+    axis: the mesh axis that it uses. hop: the name of its hop in bills ('refresh_inter', for example).
+    """
+
+    axis: str
+    hop: str
+
+
+def hop_spec(kind: str, axis: Axis) -> HopSpec:
+    """Name a collective's axis, and its hop as bills name it: 'refresh_inter', 'gather_intra', ..."""
+    return HopSpec(axis.name, f"{_counted_as(axis, kind)}_{axis.link.removesuffix('_node')}")
+
+
+def _counted_as(axis: Axis, kind: str) -> str:
     """Return the kind under which counters and bills have a hop of ``kind`` over this axis."""
     return "outer" if axis.spec.role == "outer" else kind
+
+
+def _group(axis: Axis, kind: str) -> dist.ProcessGroup | None:
+    """Return the communicator of a hop of ``kind``: that of reductions for gradients and updates, else of gathers."""
+    return axis.reduce_group if kind in ("reduce", "update") else axis.gather_group
 
 
 def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, traffic: Traffic) -> dist.Work:
@@ -51,12 +72,10 @@ def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, tr
 
     Both tensors have the same dtype, which may be any. ``own`` may be the part of ``out`` at this rank's
     index; then the gather is in place and nothing is copied.
-    kind: the hop's kind for the counters. "reduce" (the way back of an all-reduce) takes the reduction's
-        communicator.
+    kind: the hop's kind, which counters and communicators go by: "reduce" is the way back of an all-reduce.
     """
-    traffic.add(counted_as(axis, kind), axis.link, (axis.size - 1) * own.numel() * own.element_size())
-    group = axis.reduce_group if kind == "reduce" else axis.gather_group
-    return _gathered(axis, out, own, group)
+    traffic.add(_counted_as(axis, kind), axis.link, (axis.size - 1) * own.numel() * own.element_size())
+    return _gathered(axis, out, own, _group(axis, kind))
 
 
 def _gathered(axis: Axis, out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
@@ -89,10 +108,10 @@ def start_route(
 
     Of ``own`` (1-D) the first sent[0] elements go to index 0, and so on; the first received[0] of ``out`` come from
     there. Both have the same dtype.
-    kind: the hop's kind for the counters. "refresh" takes the communicator of gathers, others that of reductions.
+    kind: the hop's kind, which counters and communicators go by.
     """
-    traffic.add(kind, axis.link, (sum(sent) - sent[axis.index]) * own.element_size())
-    group = axis.gather_group if kind == "refresh" else axis.reduce_group
+    traffic.add(_counted_as(axis, kind), axis.link, (sum(sent) - sent[axis.index]) * own.element_size())
+    group = _group(axis, kind)
     return dist.all_to_all_single(out, own, list(received), list(sent), group=group, async_op=True)
 
 
@@ -111,11 +130,7 @@ def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffi
     faster than reduce_scatter_tensor (1M fp32 on 4 ranks: 10 ms against 54 ms). And the receiver sums at its
     own precision and in source order.
     """
-    row = messages.shape[1]
-    traffic.add(counted_as(axis, "reduce"), axis.link, (axis.size - 1) * row * messages.element_size())
-    splits = [row] * axis.size
+    splits = [messages.shape[1]] * axis.size
     if len(messages) < axis.size:
         splits[axis.index] = 0
-    return dist.all_to_all_single(
-        out.view(-1), messages.view(-1), splits, splits, group=axis.reduce_group, async_op=True
-    )
+    return start_route(axis, out.view(-1), messages.view(-1), splits, splits, "reduce", traffic)

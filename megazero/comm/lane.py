@@ -23,26 +23,17 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megazero.comm.hops import HopSpec
 from megazero.comm.timing import Label, Stalls, no_label, no_timing
 
 Chain = Generator[dist.Work, None, None]
 PATIENCE = timedelta(seconds=10)  # after which ``Lane.overdue`` is asked what is wrong
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
-
-
-class HopSpec(NamedTuple):
-    """One collective of a chain.
-
-    axis: the mesh axis that it uses. hop: the name of its hop in bills ('refresh_inter', for example).
-    """
-
-    axis: str
-    hop: str
 
 
 class Differ(RuntimeError):

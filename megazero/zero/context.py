@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.comm.hops import Traffic, counted_as
-from megazero.comm.lane import HopSpec
+from megazero.comm.hops import HopSpec, Traffic, hop_spec
 from megazero.kernels.arena import Arena, Frame
 from megazero.mesh.mesh import Axis
 from megazero.zero.policy import Policy
@@ -39,12 +38,5 @@ class Context:
         return self.axes[level - 1]
 
     def hop_specs(self, kind: str, levels: Sequence[int]) -> tuple[HopSpec, ...]:
-        """Return one collective of a kind ('refresh', 'gather', 'reduce') on the axis of each of these
-        levels, in order.
-        """
+        """Return one collective of a kind ('refresh', 'gather', 'reduce') on each of these levels' axes, in order."""
         return tuple(hop_spec(kind, self.axis(level)) for level in levels)
-
-
-def hop_spec(kind: str, axis: Axis) -> HopSpec:
-    """Name a collective's axis and its hop as bills name it: 'refresh_inter', 'gather_intra', ..."""
-    return HopSpec(axis.name, f"{counted_as(axis, kind)}_{axis.link.removesuffix('_node')}")

@@ -16,12 +16,12 @@ from itertools import product
 import torch
 from torch import nn
 
-from megazero.comm.hops import start_route
+from megazero.comm.hops import hop_spec, start_route
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.mesh.dealing import ROUND_NUMEL, Cut, Dealing, MatrixPiece, Place, Route, Span
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
-from megazero.zero.context import Context, hop_spec
+from megazero.zero.context import Context
 from megazero.zero.layout import Slot, UnitLayout
 from megazero.zero.optimizer import Run, SliceOptimizer, Traits
 from megazero.zero.unit import Unit

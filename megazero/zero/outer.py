@@ -45,7 +45,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megazero.comm.codec import Blockwise, Codec, Identity, decoded, encoded
-from megazero.comm.lane import Chain, HopSpec, Lane, Ticket
+from megazero.comm.hops import HopSpec
+from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
 from megazero.kernels.arena import Arena, Frame
 from megazero.mesh.mesh import Mesh

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise, decoded, encoded
-from megazero.comm.hops import other_rows, start_exchange, start_gather
-from megazero.comm.lane import Chain, HopSpec, Lane, Ticket
+from megazero.comm.hops import HopSpec, hop_spec, other_rows, start_exchange, start_gather
+from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.kernels.arena import Take
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
-from megazero.zero.context import Context, hop_spec
+from megazero.zero.context import Context
 from megazero.zero.layout import Slice
 from megazero.zero.rounding import GRADIENTS, add_residual, lost_slice
 from megazero.zero.unit import EXACT, Unit

@@ -11,7 +11,8 @@ import torch
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
-from megazero.comm.lane import Chain, HopSpec, Lane, Ticket
+from megazero.comm.hops import HopSpec
+from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.mesh.grid import INTER, AxisSpec
 from megazero.zero import records, reduce
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor

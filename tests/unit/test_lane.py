@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megazero.comm import timing
-from megazero.comm.lane import Chain, HopSpec, Lane, Ticket
+from megazero.comm.hops import HopSpec
+from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
 
 
