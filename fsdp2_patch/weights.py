@@ -16,6 +16,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 import torch.distributed as dist
+from megazero.kernels.fingerprint import fingerprint
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from fsdp2_patch.group import Group
@@ -23,7 +24,6 @@ from megazero.comm.codec import Blockwise
 from megazero.mesh.mesh import all_gather_flat
 from megazero.patches.checks import WEIGHTS, compare_replicas
 from megazero.patches.hops import gather_over, refuse_capture, run_through
-from megazero.zero.access import fingerprint
 
 CODED = (torch.float32, torch.bfloat16, torch.float16)  # fp8 weights come with scales in the same bytes
 

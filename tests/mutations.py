@@ -172,7 +172,7 @@ megazero/zero/matrix_updates.py
 + if self.traits.split == 0:
   the parts of a matrix are put together along its rows, and taken apart along its columns
 
-megazero/zero/muon.py
+megazero/zero/by_matrix.py
 - state["step"] += 1
 + pass
   a rank that holds nothing but matrices saves no number of steps
@@ -207,6 +207,9 @@ megazero/zero/reduce.py
   one unit's staging more than allowed
 
 megazero/zero/unit.py
+- torch.where(values == own.to(self.dtype), own, values.to(own.dtype))
++ values.to(own.dtype)
+  a write rounds the masters that it did not change
 -             Slice(self.layout, buffer, 0).clear_padding()
 +             pass
   padding that was not finite stays so, G = 1
@@ -270,11 +273,6 @@ megazero/zero/engine.py
 -                 unit.copy_version = unit.master_version
 +                 pass
   a load advances R once more
-
-megazero/zero/access.py
-- torch.where(values == own.to(unit.dtype), own, values.to(own.dtype))
-+ values.to(own.dtype)
-  a write rounds the masters that it did not change
 
 megazero/zero/records.py
 - owed = both[0] + both[1]

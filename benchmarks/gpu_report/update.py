@@ -15,7 +15,7 @@ from benchmarks.gpu_report.record import Record, Skip
 from benchmarks.gpu_report.setting import Setting, quickest
 from megazero.config.options.sections import TrainingConfig
 from megazero.train.nvidia_apex import fused_adam, refuse_without_apex
-from megazero.zero.one_pass import OnePassAdamW, fused_adamw
+from megazero.zero.elementwise import OnePassAdamW, fused_adamw
 
 FACTOR = 0.5  # of the gradients
 ONE_PASS = "one pass"

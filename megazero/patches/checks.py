@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.zero.access import fingerprint
+from megazero.kernels.fingerprint import fingerprint
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
 

@@ -12,12 +12,12 @@ from torch import nn
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import no_timing
 from megazero.mesh.mesh import Mesh
-from megazero.zero.admission import refuse_foreign_parallelism
-from megazero.zero.binding import recurrent_weights_kept
-from megazero.zero.build import Init, UnitSpec, build_units, plain_name
+from megazero.zero.build import Init, UnitSpec, build_units, plain_name, refuse_foreign_parallelism
+from megazero.zero.by_matrix import Muon
+from megazero.zero.elementwise import OptimizerFactory, default_adamw
 from megazero.zero.engine import Engine, StepInfo
-from megazero.zero.muon import Muon
-from megazero.zero.optimizer import OptimizerFactory, SliceOptimizer, Traits, default_adamw
+from megazero.zero.optimizer import SliceOptimizer, Traits
+from megazero.zero.parameters import recurrent_weights_kept
 from megazero.zero.policy import Codecs, Outer, Policy
 
 __all__ = ["Codecs", "Engine", "Muon", "Outer", "Policy", "StepInfo", "Traits", "default_adamw", "shard"]
@@ -59,9 +59,9 @@ def shard(
     traffic: counters of the bytes that this rank sends. By default the engine has its own.
 
     Returns the engine. This is collective, and every rank must pass the same. Raises ValueError for units that nest
-    or mix dtypes, for policies that the shard factors do not allow, for modules that another framework parallelised
-    (``admission.py``), for parameters and modules that training would damage (``admission.py``), and for optimizers
-    that are neither elementwise, for which the factory is tried on a few small tensors, nor by matrix.
+    or mix dtypes, for policies that the shard factors do not allow, for modules that another framework parallelised,
+    for parameters and modules that training would damage, and for optimizers that are neither elementwise (the
+    factory is tried on a few small tensors) nor by matrix.
     """
     refuse_foreign_parallelism(module)
     policy = policy or Policy()

@@ -28,7 +28,6 @@ from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh
-from megazero.zero.access import note, take_written
 from megazero.zero.build import UnitPlan
 from megazero.zero.context import Context
 from megazero.zero.gather import Gatherer
@@ -271,17 +270,17 @@ class Engine:
         try:
             for unit in units:
                 if unit.pinned:
-                    take_written(unit)  # in a block around this one
+                    unit.take_written()  # in a block around this one
                 else:
                     self.gatherer.ensure(unit)
-                    note(unit)
+                    unit.note_values()
                 unit.pinned += 1
                 unit.writers += write
                 held.append(unit)
             yield
         finally:
             for unit in held:
-                take_written(unit)
+                unit.take_written()
                 unit.pinned -= 1
                 unit.writers -= write
             self.gatherer.drop_all()

@@ -35,8 +35,8 @@ from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.arena import Take
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
+from megazero.zero.parameters import hide, show
 from megazero.zero.program import EVALUATION, Program, Segment
-from megazero.zero.released import hide, show
 from megazero.zero.rounding import WEIGHTS
 from megazero.zero.unit import Unit
 

@@ -19,12 +19,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megazero.zero.access import guard_reads
 from megazero.zero.build import UnitPlan
 from megazero.zero.gather import Gatherer
+from megazero.zero.parameters import guard_reads, outliving, tensors_in
 from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.reduce import Reducer
-from megazero.zero.released import outliving, tensors_in
 from megazero.zero.unit import Unit
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ from megazero.kernels.adamw import NOTHING, Refresh
 from megazero.kernels.noise import Noise
 from megazero.zero.by_matrix import MATRIX, ByMatrix
 from megazero.zero.elementwise import (
+    OnePassAdamW,
     OptimizerFactory,
     make_state,
     refuse_unless_elementwise,
     refuse_unless_from_zeros,
 )
-from megazero.zero.one_pass import OnePassAdamW, best_adamw
 from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
 
@@ -105,11 +104,6 @@ def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
                 origin = region, piece.start + inside - layout.regions[region][0]
                 runs.append(Run(unit, mine, start, stop, in_grad.start + inside, origin, leaf))
     return runs
-
-
-def default_adamw(**options: Any) -> OptimizerFactory:
-    """Return a factory of AdamW in the fastest implementation that there is for the weights' device and dtype."""
-    return partial(best_adamw, **options)
 
 
 class SliceOptimizer:

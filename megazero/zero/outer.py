@@ -49,8 +49,8 @@ from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
 from megazero.kernels.arena import Arena, Frame
+from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import Mesh
-from megazero.zero.access import fingerprint
 from megazero.zero.context import Context
 from megazero.zero.grad_norm import Rows
 from megazero.zero.layout import Slice

@@ -50,10 +50,10 @@ from megazero.comm.lane import Ticket
 from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.adamw import NOTHING, Refresh
 from megazero.kernels.arena import Arena, Frame, Take
-from megazero.zero.binding import Binding
+from megazero.kernels.fingerprint import fingerprint
 from megazero.zero.layout import Slice, UnitLayout
+from megazero.zero.parameters import Binding, Read, Released, hide, refuse_read, released_class
 from megazero.zero.policy import Codecs, Levels
-from megazero.zero.released import Read, Released, hide, refuse_read, released_class
 
 EXACT = Codecs()
 
@@ -191,6 +191,43 @@ class Unit:
                     f"parameter {binding.name!r} of unit {self.name!r} was written in place {when}: the engine keeps "
                     f"what its optimizer holds, so the write is lost on some layouts; {cure}"
                 )
+
+    def note_values(self) -> None:
+        """Note fingerprints of the gathered parameters. Values that differ from them later were written."""
+        values = [self.full[slot.start : slot.start + slot.numel] for slot in self.layout.slots]
+        self.seen = torch.stack([fingerprint(v) for v in values]).tolist()
+
+    def take_written(self) -> None:
+        """Copy writes to the gathered parameters since ``note_values``, or the last call, into the master weights.
+
+        With P = 1 the parameters are the P copy, and with fp32 the master may be a part of it: there a write takes
+        effect as it is made. Elsewhere it would go with the gathered buffer. To undo it everywhere, a block would
+        have to copy the model wherever the parameters are the only copy. So writes are kept everywhere, as plain
+        torch keeps them. Version counters do not see writes through ``.data`` or numpy; fingerprints do.
+
+        A write in a block without ``write`` stays marked: the next step is refused.
+        """
+        before = self.seen
+        self.note_values()
+        changed = {s.name for s, a, b in zip(self.layout.slots, before, self.seen, strict=True) if a != b}
+        if not (changed or self.writers):
+            return
+        for slot, low, high, at in self.layout.ranges(self.levels.os):
+            if slot.name in changed:
+                values = self.full[slot.start + low : slot.start + high]
+                own = self.master[at : at + high - low]
+                # What was not written keeps its bits below the parameters' precision.
+                own.copy_(torch.where(values == own.to(self.dtype), own, values.to(own.dtype)))
+        if self.delta and self.levels.p:  # with P = 1, R is full itself
+            for slot, low, high, at in self.layout.ranges(self.levels.p):
+                if slot.name in changed:
+                    self.copy[at : at + high - low].copy_(self.full[slot.start + low : slot.start + high])
+        self.master_version += 1
+        for binding in self.bindings:
+            if self.writers:
+                binding.accept()
+            elif binding.name in changed:
+                binding.reject()
 
     def materialise_full(self) -> None:
         if not self.full_present:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megazero.kernels.fingerprint import fingerprint
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -17,7 +18,6 @@ from megazero import zero
 from megazero.comm import lane
 from megazero.comm.codec import Blockwise
 from megazero.mesh.mesh import create_mesh
-from megazero.zero.access import fingerprint
 from megazero.zero.records import save_records
 from tests.dist.capture import weights
 from tests.dist.pool import run_ranks

@@ -11,7 +11,7 @@ from megazero.kernels.adamw import NOTHING
 
 from megazero import zero
 from megazero.train.nvidia_apex import fused_adam
-from megazero.zero.one_pass import OnePassAdamW
+from megazero.zero.elementwise import OnePassAdamW
 from megazero.zero.unit import Unit
 from tests.apex_stand_in import installed
 from tests.dist.pool import by_case

@@ -16,8 +16,8 @@ from megazero import zero
 from megazero.checkpoint import store
 from megazero.config import World, make_config
 from megazero.config.layout.wire import ALIGNMENT
+from megazero.zero.elementwise import OnePassAdamW
 from megazero.zero.layout import make_layout
-from megazero.zero.one_pass import OnePassAdamW
 from megazero.zero.records import load_records, save_records
 from tests.dist.pool import run_ranks
 from tests.dist.quantised import Case, drawn, make, take_step

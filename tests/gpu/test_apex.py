@@ -11,7 +11,7 @@ import torch
 from megazero.config.options.sections import TrainingConfig
 from megazero.models.norm import LayerNorm, RMSNorm, use_apex
 from megazero.train.nvidia_apex import fused_adam, refuse_without_apex
-from megazero.zero.one_pass import OnePassAdamW
+from megazero.zero.elementwise import OnePassAdamW
 from tests.apex_stand_in import installed
 
 pytestmark = [

@@ -14,9 +14,13 @@ from torch import nn
 
 from megazero.config.options.optimizers import OPTIMIZERS, OptimizerConfig
 from megazero.train.lion import Lion
-from megazero.zero import one_pass
-from megazero.zero.elementwise import make_state, refuse_unless_elementwise, refuse_unless_from_zeros
-from megazero.zero.optimizer import default_adamw
+from megazero.zero import elementwise
+from megazero.zero.elementwise import (
+    default_adamw,
+    make_state,
+    refuse_unless_elementwise,
+    refuse_unless_from_zeros,
+)
 
 GROUPS = [(), (("weight_decay", 0.0),)]
 
@@ -55,7 +59,7 @@ def test_elementwise_optimizers_pass(name, dtype):
 
 def test_adamw_of_options_that_one_pass_lacks_is_torchs_on_cuda_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "AVAILABLE", True)
-    monkeypatch.setattr(one_pass, "fused_adamw", lambda groups, **options: options)
+    monkeypatch.setattr(elementwise, "fused_adamw", lambda groups, **options: options)
     groups = [{"params": [SimpleNamespace(is_cuda=True, dtype=torch.float32)]}]
     assert default_adamw(lr=0.1, amsgrad=True)(groups) == {"lr": 0.1, "amsgrad": True}
 

@@ -21,8 +21,14 @@ from megazero.checkpoint import store
 from megazero.config import ConfigError, make_config
 from megazero.config.options.optimizers import MOMENT_DTYPES, OptimizerConfig
 from megazero.mesh.mesh import create_mesh
-from megazero.zero.elementwise import refuse_unless_elementwise, refuse_unless_from_zeros
-from megazero.zero.one_pass import KEPT, POWERS, OnePassAdamW, best_adamw
+from megazero.zero.elementwise import (
+    KEPT,
+    POWERS,
+    OnePassAdamW,
+    best_adamw,
+    refuse_unless_elementwise,
+    refuse_unless_from_zeros,
+)
 from megazero.zero.records import in_replica, save_records
 from tests.sizes import SMALL
 

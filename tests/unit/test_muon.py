@@ -12,9 +12,8 @@ from megazero import zero
 from megazero.config.options.optimizers import QUINTIC_SETS
 from megazero.config.run import all_options
 from megazero.mesh.mesh import create_mesh
-from megazero.zero.by_matrix import MATRIX
+from megazero.zero.by_matrix import COEFFICIENTS, MATRIX, SCALES, Muon, newton_schulz
 from megazero.zero.elementwise import refuse_unless_elementwise
-from megazero.zero.muon import COEFFICIENTS, SCALES, Muon, newton_schulz
 from megazero.zero.records import optimizer_kinds
 from tests.oracle_muon import POLYNOMIALS, orthogonalised, plain_step
 

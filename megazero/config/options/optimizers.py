@@ -54,9 +54,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
     {
         "adamw": Optimizer(
             {
-                "auto": "megazero.zero.one_pass:best_adamw",
-                "torch": "megazero.zero.one_pass:fused_adamw",
-                "triton": "megazero.zero.one_pass:OnePassAdamW",
+                "auto": "megazero.zero.elementwise:best_adamw",
+                "torch": "megazero.zero.elementwise:fused_adamw",
+                "triton": "megazero.zero.elementwise:OnePassAdamW",
                 "apex": "megazero.train.nvidia_apex:fused_adam",
             },
             {
@@ -86,9 +86,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
         ),
         "muon": Optimizer(
             {
-                "auto": "megazero.zero.muon:Muon",
-                "torch": "megazero.zero.muon:torch_muon",
-                "triton": "megazero.zero.muon:triton_muon",
+                "auto": "megazero.zero.by_matrix:Muon",
+                "torch": "megazero.zero.by_matrix:torch_muon",
+                "triton": "megazero.zero.by_matrix:triton_muon",
             },
             {
                 "lr": "lr",
@@ -111,7 +111,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
     }
 )
 IMPLEMENTATIONS = tuple(OPTIMIZERS["adamw"].factories)
-QUINTIC_SETS = 5  # of coefficients, of zero/muon.py, which needs torch; a test keeps the two equal
+QUINTIC_SETS = 5  # of coefficients, of zero/by_matrix.py, which needs torch; a test keeps the two equal
 SMALL_MOMENTS = ("auto", "triton")  # the implementations that keep moments in fewer bits
 
 
