@@ -44,7 +44,7 @@ jit, tl = _triton()
 
 
 def use_kernel(messages: torch.Tensor, values: torch.Tensor) -> bool:
-    """Tell whether an operation on messages (uint8) and values (or further messages) runs as a Triton kernel.
+    """Return whether an operation on messages (uint8) and values (or further messages) runs as a Triton kernel.
 
     messages must be contiguous: the kernels assume that rows lie one behind another (the references do not need
     it). fp64 values (parity modules) are left to the reference, which keeps their sums in fp64. On CUDA without

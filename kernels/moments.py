@@ -7,27 +7,26 @@ is
     exp_avg      m = sign(q) (q s) ** 2            q = -127 .. 127
     exp_avg_sq   v = (max(q, 1) s) ** 4            q = 0 .. 127, s > 0
 
-so that both have the resolution of a root of what an update u = m / sqrt(v) is made of: steps of 2 / q of m and of
-sqrt(v), over a range of 127 ** 2 in a block. Linear INT8 of v has a range of 11 for sqrt(v), and what is below
-becomes 0.
+An update is u = m / sqrt(v). Digits encode roots of m and of sqrt(v), so both have steps of 2 / q, over a range of
+127 ** 2 in a block. With linear INT8 of v, sqrt(v) has a range of 11 only, and smaller values become 0.
 
-Why v is not 0 where a block has a value. Where v becomes 0 and m does not, the next update divides a digit of m by
-the new gradient alone. Here a rounding makes of u at most 8 u + 8 r, r the ratio of the block's largest |m| to its
-largest sqrt(v): roots of |m| grow by one scale at most, those of v become half at most, and stay at least a scale,
-and each scale is at most twice what it need be. Of 60 updates with blocks of 128 normal gradients of which one is
-1e-2, 1e-4 or 1e-6 of the others, the largest is 1.4, 2.9 and 2.8 times the rate (tests/unit/test_moments.py),
-without rounding 1.0. Linear INT8 of m and v, to nearest, makes one of 3,900 of the first, and of m and sqrt(v) of
-620.
+Why v is not 0 where a block has a value. If v becomes 0 and m does not, the next update divides a digit of m by the
+new gradient alone. Here rounding turns u into at most 8 u + 8 r, where r is the ratio of the block's largest |m| to
+its largest sqrt(v): roots of |m| grow by one scale at most, roots of v are at most halved and stay at least a scale,
+and each scale is at most twice the least that would do. In 60 updates with blocks of 128 normal gradients, one of
+which is 1e-2, 1e-4 or 1e-6 of the others, the largest update is 1.4, 2.9 and 2.8 times the rate
+(tests/unit/test_moments.py), without rounding 1.0. In the first case linear INT8 of m and v, to nearest, gives 3,900,
+and of m and sqrt(v) 620.
 
-Why rounding is at random. v changes by a share of 1 - beta2 in an update, 0.001 by default, bf16 has steps of 0.004
-to 0.008, and INT8 of 0.03 and more. Rounded to nearest, v never falls: after gradients that become ten times
-smaller, it is what it was 6,000 updates later, and updates are ten times too small. Added noise makes the mean
-right: of bf16 exactly, of INT8 to 1.5 / q, less than half a step, since the mean is right for the root.
+Why rounding is random. An update changes v by a share of 1 - beta2, by default 0.001; bf16 has steps of 0.004 to
+0.008, INT8 of 0.03 and more. Rounded to nearest, v never falls: 6,000 updates after gradients became ten times
+smaller it is unchanged, and updates are ten times too small. Noise makes the mean right: exactly in bf16, within
+1.5 / q in INT8, which is less than half a step (there it is the root's mean that is exact).
 
-Decoded values, in fp32, are encoded to what decodes to them again, with any noise (format.py on powers of two;
-roots of q ** 4 s ** 4 rounded to fp32 are exact, because s is at least 2 ** -31, of exp_avg 2 ** -62). So
-checkpoints hold moments as fp32 values, or bf16, which every layout and every choice loads, and a resume has the
-same bits.
+Decoded values, in fp32, are encoded to bytes that decode to the same values, with any noise (format.py on powers of
+two; roots of q ** 4 s ** 4 rounded to fp32 are exact, because s is at least 2 ** -31, of exp_avg 2 ** -62). So
+checkpoints hold moments as fp32 or bf16 values, which every layout and every choice loads, and a resume has the same
+bits.
 """
 
 from __future__ import annotations

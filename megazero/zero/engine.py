@@ -34,7 +34,7 @@ from megazero.zero.gather import Gatherer
 from megazero.zero.grad_norm import OWN, Rows, StepScalars, sum_partial
 from megazero.zero.hooks import Hooks
 from megazero.zero.matrix_updates import MatrixUpdates
-from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
+from megazero.zero.optimizer import Run, SliceOptimizer, Traits, clip_factor
 from megazero.zero.outer import Met, OuterSteps
 from megazero.zero.policy import Policy
 from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, Agreement, IssueHash, Segment
@@ -123,9 +123,15 @@ class Engine:
         self.matrices = MatrixUpdates(self.units, traits, optimizer, mesh.tp, context, self.reductions)
         self.hooks = Hooks(module, plan, self.gatherer, self.reducer)
         self.outer: OuterSteps | None = None
+        # Runs that count here in norms over unique slices; another rank counts a replica's.
+        self.counted: list[Run] = []
+        if not mesh.is_replica:
+            is_first_end = mesh.ends is None or mesh.ends.index == 0
+            self.counted = optimizer.counted((mesh.tp.index, mesh.tp.size), is_first_end)
         if policy.outer is not None:
-            counted = [] if mesh.is_replica else self.optimizer.counted(*self._counts)
-            self.outer = OuterSteps(self.units, policy.outer, mesh, context, self.reductions, counted, timed)
+            self.outer = OuterSteps(
+                self.units, policy.outer, mesh, context, self.reductions, self.counted, timed
+            )
             self.outer.away.overdue = self.agreement.check
             self.hooks.lanes.append(self.outer.away)
         self.divisor = 1.0
@@ -337,12 +343,6 @@ class Engine:
             for kind in kinds:
                 self._send_exactly(name, kind)
 
-    @property
-    def _counts(self) -> tuple[tuple[int, int], bool]:
-        """What ``SliceOptimizer.counted`` takes: this rank's place in tp, and whether tied ones count here."""
-        tp, ends = self.mesh.tp, self.mesh.ends
-        return (tp.index, tp.size), ends is None or ends.index == 0
-
     # -- parts of them ---------------------------------------------------------------------------
 
     def _plain_loop(self, micro_batches: int) -> list[Segment]:
@@ -396,10 +396,7 @@ class Engine:
         if self.outer is not None:
             self.outer.told[-1].fill_(self.divisor)
         row = self.scalars.open(self.outer.told if self.outer else None, extra)
-        if self.mesh.is_replica:  # another rank counts the same slices
-            row[0].zero_()
-        else:
-            self.optimizer.squared_norm(*self._counts, out=row[0])
+        self.optimizer.squared_norm(self.counted, out=row[0])
         row[1].fill_(float(self.issued.take()))
         self.rounding.take(out=row[2:OWN])
 

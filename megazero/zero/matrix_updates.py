@@ -141,7 +141,7 @@ class MatrixUpdates:
         self._take(going.popleft())
 
     def _send(self, number: int, route: Route, folded: Mapping[nn.Parameter, torch.Tensor]) -> _Transit:
-        """Start the way of a round's pieces to their owners."""
+        """Send a round's pieces to their owners."""
         dtype = self.optimizer.by_matrix.message_dtype(self.matrices[0].unit.sum_dtype)
         transit = _Transit(f"matrices {number}", route, self.axes, self.context, dtype)
         sources = []
@@ -160,7 +160,7 @@ class MatrixUpdates:
         transit.ticket = self.lane.submit(transit.label, plan, chain)
 
     def _compute(self, transit: _Transit) -> None:
-        """Put together the matrices that this rank owns, and replace their pieces by those of the updates."""
+        """Assemble the matrices that this rank owns, and overwrite their pieces with those of the updates."""
         arrived = transit.route.arrived
         by_matrix: dict[int, list[tuple[MatrixPiece, torch.Tensor]]] = {}
         for piece, values in zip(arrived, _split(transit.arrived, arrived), strict=True):
@@ -176,7 +176,7 @@ class MatrixUpdates:
             self.lane.poll()
 
     def _take(self, transit: _Transit) -> None:
-        """Take the updates that came back into the master weights."""
+        """Apply the updates that came back to the master weights."""
         self.lane.wait(transit.ticket)
         own = transit.route.own
         for piece, update in zip(own, _split(transit.message, own), strict=True):
@@ -217,7 +217,7 @@ class _Transit:
                 _copy(*self._ordered(i))
 
     def back(self) -> Chain:
-        """Move the pieces of updates back on the same way: from ``arrived`` to ``message``."""
+        """Move the pieces of updates the same way back: from ``arrived`` to ``message``."""
         for i, hop in reversed(list(enumerate(self.route.hops))):
             if i + 1 < len(self.sent):
                 _copy(*reversed(self._ordered(i)))

@@ -113,6 +113,8 @@ class SliceOptimizer:
         self, units: Sequence[Unit], traits: Mapping[str, Traits], factory: OptimizerFactory
     ) -> None:
         self.runs = [run for unit in units for run in make_runs(unit, traits)]
+        self._of_matrices = [run for run in self.runs if run.traits.matrix]
+        self._by_slice = [run for run in self.runs if not run.traits.matrix]
         groups: dict[tuple, dict[str, Any]] = {}
         for each in traits.values():  # every rank has every group, even one it holds no slice of
             if not each.frozen:
@@ -134,7 +136,7 @@ class SliceOptimizer:
                 f"traits say matrix=True of {marked!r}, and {type(self.torch).__name__} is elementwise: leave it "
                 "out, or take an optimizer by matrix (zero.Muon)"
             )
-        # What steps the runs that are no matrices: all of them, unless the optimizer is one by matrix.
+        # Steps what is no matrix: all runs, unless the optimizer is one by matrix.
         self.elementwise = self.torch.rest if isinstance(self.torch, ByMatrix) else self.torch
         self._norms = [torch.empty((), dtype=r.leaf.dtype, device=r.leaf.device) for r in self.runs]
         device = units[0].device if units else None
@@ -155,21 +157,20 @@ class SliceOptimizer:
     def _covering(self, unit: Unit) -> list[Run]:
         """Return the elementwise runs of the first region of a unit's OS slice, none if they leave something out."""
         end = unit.layout.pieces(unit.levels.os)[0].numel
-        runs = [r for r in self.runs if r.unit is unit and r.start < end and not r.traits.matrix]
+        runs = [r for r in self._by_slice if r.unit is unit and r.start < end]
         return runs if sum(run.stop - run.start for run in runs) == end else []
 
     def counted(self, tp: tuple[int, int], count_tied: bool) -> list[Run]:
-        """Return the runs that this rank counts in norms over unique slices, as ``squared_norm`` says."""
-        runs = [r for r in self.runs if r.traits.holders(*tp).start == tp[0]]
-        return [r for r in runs if count_tied or not r.unit.tied]
-
-    def squared_norm(self, tp: tuple[int, int], count_tied: bool, out: torch.Tensor) -> None:
-        """Write the sum of squares of this rank's gradient slices to ``out``, an fp64 scalar.
+        """Return the runs that this rank counts in norms over unique slices.
 
         tp: this rank's index among the tensor-parallel ranks, and their number. What they replicate counts on the
         first of them. What the pipeline's two ends share counts if ``count_tied``.
         """
-        runs = self.counted(tp, count_tied)
+        runs = [r for r in self.runs if r.traits.holders(*tp).start == tp[0]]
+        return [r for r in runs if count_tied or not r.unit.tied]
+
+    def squared_norm(self, runs: Sequence[Run], out: torch.Tensor) -> None:
+        """Write the sum of squares of these runs' gradients to ``out``, an fp64 scalar."""
         squares = self._squares[: len(runs)]
         for run, norm, square in zip(runs, self._norms, squares, strict=False):
             square.copy_(torch.linalg.vector_norm(run.grad, out=norm))
@@ -177,12 +178,11 @@ class SliceOptimizer:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by ``factor``: now, or with the update where that is one pass."""
-        later = isinstance(self.elementwise, OnePassAdamW)
-        if later:
-            self._factor = factor
-        now = [r.grad for r in self.runs if r.traits.matrix or not later]
+        now = self.runs
+        if isinstance(self.elementwise, OnePassAdamW):
+            self._factor, now = factor, self._of_matrices
         if factor != 1.0 and now:
-            torch._foreach_mul_(now, factor)
+            torch._foreach_mul_([run.grad for run in now], factor)
 
     def update(self, rounding: Rounding) -> None:
         """Update the master weights that are no matrices. In one pass this also leaves what the next refreshes read
@@ -190,14 +190,13 @@ class SliceOptimizer:
 
         rounding: gives the noise that small moments are rounded with.
         """
-        runs = [run for run in self.runs if not run.traits.matrix]
-        for run in runs:
+        for run in self._by_slice:
             run.leaf.grad = run.grad
         if isinstance(self.elementwise, OnePassAdamW):
             self._update_in_one_pass(self.elementwise, rounding)
         else:
             self.elementwise.step()
-        for run in runs:
+        for run in self._by_slice:
             run.leaf.grad = None
 
     @property
@@ -214,7 +213,7 @@ class SliceOptimizer:
     def fold(self) -> dict[nn.Parameter, torch.Tensor]:
         """Do the first, elementwise part of the matrices' step. Returns by leaf what is put together to matrices."""
         folded = {}
-        for run in (run for run in self.runs if run.traits.matrix):
+        for run in self._of_matrices:
             run.leaf.grad = run.grad
             with torch.no_grad():
                 folded[run.leaf] = self.by_matrix.fold(run.leaf)
@@ -238,7 +237,9 @@ class SliceOptimizer:
         }
         noise: dict[torch.Tensor, Noise] = {}
         if optimizer.rounds:
-            noise = {r.leaf: rounding.noise(r.unit, f"moments {r.origin[0]}", r.origin[1]) for r in self.runs}
+            noise = {
+                r.leaf: rounding.noise(r.unit, f"moments {r.origin[0]}", r.origin[1]) for r in self._by_slice
+            }
         optimizer.step(scale=self._factor, refresh=refresh, noise=noise)
         for unit, each in left.items():
             if each is not NOTHING:
@@ -253,9 +254,8 @@ class SliceOptimizer:
         for probe in self._probe:
             refuse_unless_from_zeros(*probe)
         make_state(self.elementwise)
-        for run in self.runs:
-            if run.traits.matrix:
-                self.by_matrix.open_state(run.leaf)
+        for run in self._of_matrices:
+            self.by_matrix.open_state(run.leaf)
 
     def elementwise_state(
         self, unit: Unit, start: int, stop: int, loading: bool = False

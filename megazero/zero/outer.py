@@ -47,7 +47,6 @@ import torch
 from megazero.comm.codec import Blockwise, Codec, Identity, decoded, encoded
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
-from megazero.comm.timing import no_timing
 from megazero.kernels.arena import Arena, Frame
 from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import Mesh
@@ -61,7 +60,7 @@ from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
 
 NONE: Mapping[Unit, torch.Tensor] = MappingProxyType({})
-TOLD = 4  # scalars of a rank: its anchors' hash, two sums of squares (``_chain``), its replica's divisor
+TOLD = 4  # scalars of a rank: its anchors' hash, two sums of squares (``squares``), its replica's divisor
 
 
 class Met(NamedTuple):
@@ -121,7 +120,7 @@ class OuterSteps:
         context: Context,
         lane: Lane,
         runs: Sequence[Run],
-        timed: Callable[[str], Any] = no_timing,
+        timed: Callable[[str], Any],
     ) -> None:
         """lane: of reductions. runs: those whose elements this rank counts, for norms over unique slices."""
         assert mesh.outer is not None
@@ -223,7 +222,10 @@ class OuterSteps:
             self.flight = Flight(fragment, sums, left)
 
     def read(self, rows: Rows) -> tuple[Met, Rows]:
-        """Take what ranks told off the rows of their scalars. Raises RuntimeError if their anchors differ."""
+        """Read what the replicas told each other, the first scalars of each rank's row. Returns the rest, too.
+
+        Raises RuntimeError if anchors differ.
+        """
         site = len(rows) // self.axis.size
         odd = [rank for rank, row in enumerate(rows) if row[0] != rows[rank % site][0]]
         if odd:
@@ -445,7 +447,7 @@ def new_sums(unit: Unit) -> torch.Tensor:
 
 
 def mix(weights: torch.Tensor, anchor: torch.Tensor, mixing: float) -> None:
-    """Let a replica's weights, of which this share becomes the anchor's, go on."""
+    """Mix the new anchor into a replica's weights; ``mixing`` is the anchor's share."""
     if mixing == 1:
         weights.copy_(anchor)
     else:

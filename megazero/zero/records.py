@@ -17,14 +17,11 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Identity
 from megazero.comm.hops import Traffic
 from megazero.kernels.arena import Arena
-from megazero.mesh.mesh import Axis, all_gather_flat
-from megazero.zero.context import Context
+from megazero.mesh.mesh import all_gather_flat
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slice, Slot
-from megazero.zero.policy import Policy
-from megazero.zero.program import IssueHash
 from megazero.zero.reduce import Hop, MicroBatchIndex, Reduction
-from megazero.zero.rounding import KINDS, Rounding
+from megazero.zero.rounding import KINDS
 from megazero.zero.unit import Unit
 
 WEIGHTS, MASTER, RESIDUAL, ERRORS = "weights", "master", "residual", "rounding errors"
@@ -190,7 +187,7 @@ def _ranges_in_copy(unit: Unit) -> list[tuple[Slot, int, int, int, int]]:
 def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
     if not engine.policy.codecs.feedback and unit.carry is None:
         return None
-    owed = residual_sum(unit, engine.mesh.data_axes, engine.mesh.rank)
+    owed = residual_sum(engine, unit)
     if unit.tied and engine.mesh.ends is not None:  # both ends owe, the first one saves
         both = owed.new_empty(2, owed.numel())
         all_gather_flat(both.view(-1), owed, group=engine.mesh.ends.reduce_group)
@@ -198,21 +195,21 @@ def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
     return owed
 
 
-def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
+def residual_sum(engine: Engine, unit: Unit) -> torch.Tensor:
     """Return this slice's error-feedback residual: summed over senders, plus ``carry``.
 
     The result is compact, [n/OS], in at least fp32. This is collective.
     """
-    levels, device = unit.levels, unit.device
-    owed = torch.zeros(unit.layout.level_numel(levels.os), dtype=unit.sum_dtype, device=device)
+    levels = unit.levels
+    owed = torch.zeros_like(unit.master)
     if unit.residual is not None:
         assert unit.crossing is not None
         # If replicas share a node the OS slice is the larger one: the rest's residual belongs to the other replicas.
         base = min(levels.os, unit.crossing)
         sums = Slice(unit.layout, unit.residual.new_zeros(unit.layout.level_numel(base)), base)
         sums.copy_(Slice(unit.layout, unit.residual, unit.crossing), unit.crossing)
-        arena = Arena()
-        context = Context(axes, Policy(), Rounding(0, rank, device, arena), Traffic(), IssueHash(), arena)
+        # A save's bytes are not a step's, and its buffers are not kept for the next step.
+        context = replace(engine.reducer.context, traffic=Traffic(), arena=Arena())
         reduction, exact = Reduction(unit, MicroBatchIndex(0, True), context), Identity(unit.sum_dtype)
         hops = [Hop(context.axis(n), n, exact) for n in range(unit.crossing + 1, levels.all + 1)]
         chains = [reduction.descend(hops, sums, sums)]
@@ -226,7 +223,7 @@ def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
 
 
 def is_second_end(engine: Engine, unit: Unit) -> bool:
-    """Whether the first pipeline stage holds the same parameter, so that it saves it and takes its residual."""
+    """Whether this is the last stage's copy of a tied parameter: the first stage saves it and takes its residual."""
     return unit.tied and engine.mesh.ends is not None and engine.mesh.ends.index > 0
 
 

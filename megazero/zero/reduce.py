@@ -24,8 +24,11 @@ from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
+from megazero.zero.policy import Codecs
 from megazero.zero.rounding import GRADIENTS, add_residual, lost_slice
-from megazero.zero.unit import EXACT, Unit
+from megazero.zero.unit import Unit
+
+EXACT = Codecs()
 
 
 class Reducer:

@@ -55,8 +55,6 @@ from megazero.zero.layout import Slice, UnitLayout
 from megazero.zero.parameters import Binding, Read, Released, hide, refuse_read, released_class
 from megazero.zero.policy import Codecs, Levels
 
-EXACT = Codecs()
-
 
 class Unit:
     """Holds the buffers, versions and counters of one unit. gather.py and reduce.py move them between ranks."""
@@ -71,8 +69,8 @@ class Unit:
         dtype: torch.dtype,
         device: torch.device,
         lifetime: str,
-        codecs: Codecs = EXACT,
-        crossing: int | None = None,
+        codecs: Codecs,
+        crossing: int | None,
     ) -> None:
         self.name, self.params, self.layout, self.levels = name, dict(params), layout, levels
         self.dtype, self.device, self.lifetime = dtype, device, lifetime
@@ -339,7 +337,7 @@ class Unit:
         param.grad = None
 
     def _open_grad(self) -> None:
-        """Give up the differences that an update left in ``grad``: gradients come.
+        """Discard the differences that an update left in ``grad``: gradients come next.
 
         A refresh that ran ahead of a use that did not come may still be reading them, on a stream of its own.
         """

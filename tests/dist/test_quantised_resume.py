@@ -57,7 +57,7 @@ def by_name(engine, level_buffer) -> dict:
 
 def owed(engine) -> dict:
     """residual_sum by parameter, full tensors."""
-    sums = {u: residual_sum(u, engine.mesh.data_axes, engine.mesh.rank) for u in engine.units}
+    sums = {u: residual_sum(engine, u) for u in engine.units}
     return by_name(engine, lambda u, a, b: sums[u][a:b])
 
 

@@ -259,7 +259,8 @@ def test_tied_parameters_count_at_one_end(monkeypatch: pytest.MonkeyPatch) -> No
     squares = {}
     for counted in (True, False):
         out = torch.zeros((), dtype=torch.float64)
-        cluster.engine.optimizer.squared_norm((0, 1), counted, out)
+        optimizer = cluster.engine.optimizer
+        optimizer.squared_norm(optimizer.counted((0, 1), counted), out)
         squares[counted] = float(out)
     runs = [run for run in cluster.engine.optimizer.runs if run.unit is cluster.engine.units[1]]
     own = sum(float(run.grad.double().square().sum()) for run in runs)
@@ -355,7 +356,7 @@ def test_both_ends_residuals_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     held = cluster.engine
     step(cluster)
     unit = held.units[0]
-    alone = residual_sum(unit, held.mesh.data_axes, held.mesh.rank)
+    alone = residual_sum(held, unit)
     assert alone.numel() == unit.layout.numel and alone.any()
     monkeypatch.setitem(vars(held.mesh), "ends", SimpleNamespace(reduce_group=None, index=0))
 
