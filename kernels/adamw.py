@@ -219,7 +219,7 @@ def _launch(
 
 
 def _raw(held: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a kernel is given for a moment, and for the scales of its blocks, if it has such."""
+    """Return a kernel's arguments for a moment: its values or digits, and the scales of its blocks, if it has any."""
     if held.dtype != torch.uint8:
         return raw(held), raw(held)
     digits = moments.whole(master.numel())

@@ -86,7 +86,7 @@ class Frame:
 
 
 class _Block:
-    """One piece of memory. ``taken`` has the (start, end) of what is in use, in order."""
+    """One piece of memory. ``taken`` has the (start, end) of the parts in use, in order."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # else nothing could be written to it outside of that mode

@@ -13,7 +13,8 @@ Each sum is rounded once, in this order, so every implementation gives the same 
 - **It is linear**, and D is the same everywhere. Messages are summed first and transformed once; between two hops
   with one transform (dequantize_sum_quantize) nothing is transformed at all.
 - **Padding.** Blocks lie inside a codec's blocks, so they straddle no parameter and no slice. A parameter's last
-  block is filled with zeros. They take part, and do not come back as zeros: who decodes clears them (zero/layout.py).
+  block is filled with zeros. They are mixed with values and do not decode to zeros, so the decoding side clears them
+  (zero/layout.py).
 - NaN and Inf make their whole block NaN, as they do without a transform.
 
 For each element a transform takes log2(T) additions, in registers and between neighbouring threads, and on a CPU two

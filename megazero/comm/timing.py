@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Entered around what is to have a name: called with what is done, and of what ('gather_inter', 'layers.3').
+# A context that names the work inside. It is called with the deed and its object ('gather_inter', 'layers.3').
 Label = Callable[[str, str], AbstractContextManager[object]]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 MOST = 1024  # waits whose events are kept; of older ones that are over the seconds, in case nobody takes them

@@ -200,10 +200,10 @@ class Engine:
             self._open_scalars(scalars)
         # Not in the optimizer's time: here ranks wait for slower ones, and on CUDA the host for the backward's end.
         self.scalars.exchange(self.traffic)
-        whole, errors, told = self.scalars.read()
+        whole, errors, given = self.scalars.read()
         met = Met((self.divisor,))
         if self.outer is not None:
-            met, told = self.outer.read(told)
+            met, given = self.outer.read(given)
         norms = tuple(n / d for n, d in zip(whole, met.divisors, strict=True))
         norm = norms[self.mesh.replica]
         skipped = not math.isfinite(norm)
@@ -218,7 +218,7 @@ class Engine:
         if self.outer is not None:
             self.outer.count()
         fallbacks = tuple(self._fall_back(sampled, errors))
-        return StepInfo(norm, skipped, sampled, errors, fallbacks, told, norms, met.norm, met.drift)
+        return StepInfo(norm, skipped, sampled, errors, fallbacks, given, norms, met.norm, met.drift)
 
     def abort_step(self) -> None:
         """Abort the open step on every rank (after an exception). Its gradients are discarded."""
@@ -394,8 +394,8 @@ class Engine:
         with self.arena.frame(self.mesh.device) as frame:
             sum_partial(self.optimizer.runs, self.mesh.tp, frame, self.traffic, self.waits)
         if self.outer is not None:
-            self.outer.told[-1].fill_(self.divisor)
-        row = self.scalars.open(self.outer.told if self.outer else None, extra)
+            self.outer.scalars[-1].fill_(self.divisor)
+        row = self.scalars.open(self.outer.scalars if self.outer else None, extra)
         self.optimizer.squared_norm(self.counted, out=row[0])
         row[1].fill_(float(self.issued.take()))
         self.rounding.take(out=row[2:OWN])

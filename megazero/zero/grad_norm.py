@@ -69,9 +69,9 @@ class StepScalars:
     def _make(self, extra: int) -> None:
         """Make the tensors, all fp64, for rows with this many caller's scalars."""
         world, k, replicas = self.mesh.world_size, OWN + extra, self.mesh.grid.outer
-        self.told = torch.zeros(world * k + replicas * OWN, dtype=torch.float64, device=self.mesh.device)
-        self.rows = self.told[: world * k].view(world, k)
-        self.sums = self.told[world * k :].view(replicas, OWN)
+        self.received = torch.zeros(world * k + replicas * OWN, dtype=torch.float64, device=self.mesh.device)
+        self.rows = self.received[: world * k].view(world, k)
+        self.sums = self.received[world * k :].view(replicas, OWN)
         self.row = torch.zeros(k, dtype=torch.float64, device=self.mesh.device)
 
     def open(self, *extra: torch.Tensor | None) -> torch.Tensor:
@@ -101,9 +101,9 @@ class StepScalars:
 
         Raises RuntimeError if ranks of one stage of a replica issued other collectives.
         """
-        told = self.told.tolist()  # the host waits here, for all that the step has enqueued
+        received = self.received.tolist()  # the host waits here, for all that the step has enqueued
         k, world = self.row.numel(), self.mesh.world_size
-        rows = [told[r * k : (r + 1) * k] for r in range(world)]
+        rows = [received[r * k : (r + 1) * k] for r in range(world)]
         stage, site = self.mesh.grid.axis("pp").index, self.mesh.grid.site_size
         hashes: dict[tuple[int, int], set[float]] = {}
         for rank, row in enumerate(rows):
@@ -114,7 +114,7 @@ class StepScalars:
                 f"ranks issued different collectives in this step (hashes {[row[1] for row in rows]}): the modules "
                 "must be called in the same order on every rank"
             )
-        sums, norms = told[world * k :], []
+        sums, norms = received[world * k :], []
         for replica in range(self.mesh.grid.outer):
             finite = all(math.isfinite(row[0]) for row in rows[replica * site : (replica + 1) * site])
             norms.append(math.sqrt(sums[replica * OWN]) if finite else math.nan)

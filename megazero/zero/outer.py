@@ -60,11 +60,11 @@ from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
 
 NONE: Mapping[Unit, torch.Tensor] = MappingProxyType({})
-TOLD = 4  # scalars of a rank: its anchors' hash, two sums of squares (``squares``), its replica's divisor
+SCALARS = 4  # scalars of a rank: its anchors' hash, two sums of squares (``squares``), its replica's divisor
 
 
 class Met(NamedTuple):
-    """What the replicas told each other in a step.
+    """What the replicas exchanged in a step.
 
     divisors: of each replica's gradients. norm: ||Delta||, if the last step took an outer step. drift: the root of
     the mean over replicas of ||theta_i - mean||^2 in it.
@@ -108,8 +108,8 @@ class OuterSteps:
     """Takes the outer steps of one engine.
 
     clock: steps of the round, of ``interval`` steps, in which each fragment leaves once. since: of each fragment,
-    steps since it was last taken up. flight: what is on its way. told: what this rank tells all others in the next
-    step, fp64 [TOLD]. squares, hashes: of each unit, fp64 [2] (``_difference``, ``_take_up``) and int64.
+    steps since it was last taken up. flight: what is on its way. scalars: what this rank sends to all others in the
+    next step, fp64 [SCALARS]. squares, hashes: of each unit, fp64 [2] (``_difference``, ``_take_up``) and int64.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class OuterSteps:
         self.anchors = {unit: self._begin(unit) for unit in units}
         self.clock, self.since = 0, [0] * outer.count
         self.flight: Flight | None = None
-        self.told = torch.zeros(TOLD, dtype=torch.float64, device=mesh.device)
+        self.scalars = torch.zeros(SCALARS, dtype=torch.float64, device=mesh.device)
         self.squares = torch.zeros(len(units), 2, dtype=torch.float64, device=mesh.device)
         self.hashes = torch.zeros(len(units), dtype=torch.int64, device=mesh.device)
         self.note_anchors()
@@ -178,7 +178,7 @@ class OuterSteps:
             if anchor.residual is not None:
                 anchor.residual.zero_()
         self.clock, self.since = 0, [0] * self.outer.count
-        self.told.zero_()
+        self.scalars.zero_()
         self.note_anchors()
 
     def count(self) -> None:
@@ -189,7 +189,7 @@ class OuterSteps:
         """
         self.clock += 1
         self.since = [steps + 1 for steps in self.since]
-        self.told[1:3].zero_()
+        self.scalars[1:3].zero_()
         fragment = leaving(self.clock, self.outer.interval, self.outer.count)
         if self.flight is not None:
             self.flight.left -= 1
@@ -222,7 +222,7 @@ class OuterSteps:
             self.flight = Flight(fragment, sums, left)
 
     def read(self, rows: Rows) -> tuple[Met, Rows]:
-        """Read what the replicas told each other, the first scalars of each rank's row. Returns the rest, too.
+        """Read ``scalars`` of all ranks, the first of each rank's row. Returns the rest of the rows, too.
 
         Raises RuntimeError if anchors differ.
         """
@@ -234,7 +234,7 @@ class OuterSteps:
                 "replicas from the same weights; load the last checkpoint"
             )
         own, mean = (sum(row[at] for row in rows) / self.axis.size for at in (1, 2))
-        divisors, rest = tuple(row[3] for row in rows[::site]), tuple(row[TOLD:] for row in rows)
+        divisors, rest = tuple(row[3] for row in rows[::site]), tuple(row[SCALARS:] for row in rows)
         if not (own or mean):
             return Met(divisors), rest
         return Met(divisors, mean**0.5, max(own - mean, 0.0) ** 0.5), rest
@@ -257,14 +257,14 @@ class OuterSteps:
             unit.master_version += 1
 
     def note_anchors(self) -> None:
-        """Hash the anchors into ``told``."""
+        """Hash the anchors into ``scalars``."""
         for unit, anchor in self.anchors.items():
             self.hashes[self.index[unit]].copy_(fingerprint(anchor.value))
-        self._tell_hash()
+        self._write_hash()
 
-    def _tell_hash(self) -> None:
-        """Hash the hashes into ``told``: 32 bits, which fp64 holds exactly."""
-        self.told[0].copy_(fingerprint(self.hashes) & 0xFFFFFFFF)
+    def _write_hash(self) -> None:
+        """Hash the hashes into ``scalars``: 32 bits, which fp64 holds exactly."""
+        self.scalars[0].copy_(fingerprint(self.hashes) & 0xFFFFFFFF)
 
     # -- meeting -----------------------------------------------------------------------------------
 
@@ -320,8 +320,8 @@ class OuterSteps:
         self.since[fragment] = 0
         for unit in units:
             unit.master_version += 1
-        self.told[1:3].add_(self.squares[[self.index[unit] for unit in units]].sum(0))
-        self._tell_hash()
+        self.scalars[1:3].add_(self.squares[[self.index[unit] for unit in units]].sum(0))
+        self._write_hash()
 
     def _across(self, unit: Unit) -> tuple[HopSpec, ...]:
         """Return the collectives of ``_cross``."""

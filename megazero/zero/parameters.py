@@ -166,7 +166,7 @@ _WRITES = _names(
 
 
 class Released(nn.Parameter):
-    """The class of a hidden Parameter. A subclass for each unit says which unit it is."""
+    """The class of a hidden Parameter. Each unit has a subclass, which refers to it."""
 
     unit: ClassVar[weakref.ref[Holder]]
 

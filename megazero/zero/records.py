@@ -288,7 +288,7 @@ def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     if engine.policy.codecs.delta:
         held |= {f"{ERRORS} {kind}": sums for kind, sums in engine.rounding.sums.items()}
     if engine.outer is not None:
-        held[MOVED] = engine.outer.told[1:3]
+        held[MOVED] = engine.outer.scalars[1:3]
         if engine.outer.flight is not None:
             held[LEFT] = engine.outer.squares[:, 0].clone()
     return held
@@ -305,7 +305,7 @@ def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> No
         if f"{ERRORS} {kind}" in tensors and engine.policy.codecs.delta:
             engine.rounding.sums[kind] = tensors[f"{ERRORS} {kind}"].to(engine.mesh.device)
     if engine.outer is not None and MOVED in tensors:
-        engine.outer.told[1:3].copy_(tensors[MOVED])
+        engine.outer.scalars[1:3].copy_(tensors[MOVED])
         if LEFT in tensors:
             engine.outer.squares[:, 0].copy_(tensors[LEFT])
 

@@ -328,7 +328,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class MicroBatchIndex:
-    """Says which micro-batch's gradients a reduction takes. The first overwrites ``grad``, the last goes on to OS.
+    """Which micro-batch's gradients a reduction takes. The first overwrites ``grad``; the last is reduced to OS.
 
     index: the number of the micro-batch in the step. exact: codecs are off in this step.
     """

@@ -158,7 +158,7 @@ def moved(
         got = outer * own(before - anchor.value) + total(kept)
         missing = max(missing, ((got - wanted).norm() / wanted.norm()).item())
     formula = 3 * 2 * (outer - 1) / outer * WIDTH[name] * NUMEL / mesh.dp_size
-    rows, site = mesh.gather_rows(steps.told[:1]), mesh.grid.site_size
+    rows, site = mesh.gather_rows(steps.scalars[:1]), mesh.grid.site_size
     equal = all(bool(rows[i] == rows[i % site]) for i in range(mesh.world_size))
     return missing, sent / formula, (kept.norm() / way.norm()).item(), equal
 

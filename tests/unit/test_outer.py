@@ -34,7 +34,7 @@ def meetings(clock: int, outer: Outer, steps: int, left: int | None = None) -> l
     flight = None if left is None else Flight(outer.count - 1, {}, left)
     found: list[tuple[int, str]] = []
     begun: Any = SimpleNamespace(
-        clock=clock, since=[0] * outer.count, told=torch.zeros(4), outer=outer, flight=flight
+        clock=clock, since=[0] * outer.count, scalars=torch.zeros(4), outer=outer, flight=flight
     )
 
     def meet(fragment: int) -> None:
