@@ -23,7 +23,7 @@ from megazero.zero.elementwise import OnePassAdamW, best_adamw, fused_adamw
 MATRIX = "matrix"  # marks a group whose parameters are stepped as matrices
 
 Coefficients = tuple[tuple[float, float, float], ...]
-# (a, b, c) of one iteration after the other, and again from the first: aX + b(XX')X + c(XX')(XX')X.
+# (a, b, c) of each iteration in turn, then again from the first: aX + b(XX')X + c(XX')(XX')X.
 COEFFICIENTS: Mapping[str, Coefficients] = MappingProxyType(
     {
         "simple": ((3.4445, -4.7750, 2.0315),),

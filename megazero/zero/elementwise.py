@@ -120,8 +120,8 @@ def default_adamw(**options: Any) -> OptimizerFactory:
     return partial(best_adamw, **options)
 
 
-SHAPE, CUT = (4, 6), 10  # the cut is not at a row's end
-STEPS = 12  # some optimizers change their way of working after 10
+SHAPE, CUT = (4, 6), 10  # of the tensors of the test; the cut is not at a row's end
+STEPS = 12  # of it; some optimizers change their way of working after 10
 LR = 0.01  # instead of the user's, which may start at 0
 NEAREST = "nearest legal choices: AdamW, Adam, SGD, Adagrad, RMSprop"
 # Optimizers of whole matrices, by name: what to take instead.

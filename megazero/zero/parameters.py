@@ -31,8 +31,7 @@ OWN = ("__deepcopy__", "flatten_parameters")  # what the engine sets on modules,
 
 
 class Binding:
-    """Binds one Parameter object, the same before and after, whose data is ``view`` of the unit's ``full``
-    from here on.
+    """Makes ``view``, a part of the unit's ``full``, the data of a Parameter, which stays the same object.
 
     The engine writes into ``full``, never through the Parameter, so its version counter moves only when the
     user writes.
