@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2_patch.group import Group
+from megazero.patches.names import release
 from megazero.patches.report import gradient_words, short, weight_words
 
 GRAD_DTYPE_FOLLOWS_PARAMETER = (2, 15)  # from here on reduce_dtype=None means the parameter's own dtype
@@ -24,8 +25,8 @@ def _dtypes(group: Group) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of gathered parameters and of reductions."""
     parameter = next((p for p in group.params if p.sharded_param.requires_grad), group.params[0])
     policy, own = parameter.mp_policy, parameter.sharded_param.dtype
-    number = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    usual = own if number >= GRAD_DTYPE_FOLLOWS_PARAMETER else policy.param_dtype or own
+    follows = release(torch.__version__) >= GRAD_DTYPE_FOLLOWS_PARAMETER
+    usual = own if follows else policy.param_dtype or own
     return policy.param_dtype or own, policy.reduce_dtype or usual
 
 

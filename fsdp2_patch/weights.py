@@ -21,9 +21,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from fsdp2_patch.group import Group
 from megazero.comm.codec import Blockwise
 from megazero.mesh.mesh import all_gather_flat
-from megazero.patches.checks import WEIGHTS, compare_replicas
+from megazero.patches.checks import compare_replicas
 from megazero.patches.hops import gather_over, refuse_capture, run_through
 from megazero.zero.access import fingerprint
+from megazero.zero.rounding import WEIGHTS
 
 CODED = (torch.float32, torch.bfloat16, torch.float16)  # fp8 weights come with scales in the same bytes
 

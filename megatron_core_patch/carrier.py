@@ -30,18 +30,18 @@ from megatron_core_patch.chains import (
 from megatron_core_patch.checks import Check, MessageChecks
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact, Range, cut_bucket, exact_ranges
 from megatron_core_patch.options import PatchOptions
+from megatron_core_patch.rounding import Errors, Residual
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
 from megazero.mesh.mesh import Axis
-from megazero.patches.checks import GRADIENTS, WEIGHTS
-from megazero.patches.hops import Passing, refuse_capture
-from megazero.patches.rounding import Errors, Residual, noise_of
+from megazero.patches.hops import Passing, noise_of, refuse_capture
 from megazero.patches.two_hops import TwoHops
 from megazero.train.codecs import make_codecs
 from megazero.zero.context import hop_spec
 from megazero.zero.policy import Codecs
+from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
 TOO_LATE = "megatron_core_patch.enable() was called after DistributedDataParallel was built: call it before"
 CODED = (torch.bfloat16, torch.float16)  # of fp32 buffers the optimizer's master weights are a part

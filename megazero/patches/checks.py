@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from megazero.zero.access import fingerprint
 
-GRADIENTS, WEIGHTS = "gradients", "weights"
-
 
 class Differences:
     """Adds up, by kind, what messages of a step lost, and prints it on rank 0. ``patch`` is the name that it says."""

@@ -87,7 +87,7 @@ def test_a_name_that_is_replaced_keeps_its_signature() -> None:
     names = Replaced()
     for module, paths in NEEDED.items():
         for path in paths:
-            names.wrap(module, path, lambda original: lambda *rest, **words: original(*rest, **words))
+            names.wrap(module, path, lambda original, *rest, **words: original(*rest, **words))
     assert not list(missing(NEEDED))  # as for a second model that is patched
     names.restore()
     check_torch()
