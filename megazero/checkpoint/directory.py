@@ -151,7 +151,7 @@ def find_checkpoint(folder: str | os.PathLike[str], step: int | None = None) -> 
     return found
 
 
-def stated(path: Path) -> Mapping[str, Any]:
+def stated(path: Path) -> dict[str, Any]:
     """Return a checkpoint's description of its run, unchecked, so every rank of a large run may call it.
 
     Raises CheckpointError if it is absent or damaged, and OSError if the storage does not answer.

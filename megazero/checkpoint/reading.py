@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import STATE_FILE, Manifest, check_checksum, open_manifest, read_manifest
 from megazero.checkpoint.metadata import read_metadata
 from megazero.checkpoint.placement import Placement
-from megazero.checkpoint.planners import SliceLoadPlanner, stored_tensors
+from megazero.checkpoint.planners import CHUNK_ELEMENTS, SliceLoadPlanner, tensors_by_kind
 from megazero.checkpoint.records import SliceRecord
-from megazero.checkpoint.storage import Reader
 
-PIECE_ELEMENTS = 1 << 24  # as large as a stored chunk: smaller pieces would read a chunk several times
+PIECE_ELEMENTS = CHUNK_ELEMENTS  # smaller pieces would read a chunk several times
 
 
 def rank_file(rank: int) -> str:
@@ -44,6 +43,16 @@ def open_metadata(path: Path, manifest: Manifest) -> Metadata:
                 f"'{path}' refers to '{info.relative_path}', which its manifest does not list"
             )
     return metadata
+
+
+class Reader(FileSystemReader):
+    """Reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
+
+    The signature has no ``kwargs``, so torch does not fall back to per-rank metadata files.
+    """
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return read_metadata(Path(self.path))
 
 
 def read_records(
@@ -90,22 +99,12 @@ def pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 class StoredTensors:
     """The tensors of one kind in a directory of torch.distributed.checkpoint. Reading takes the memory of a piece."""
 
-    def __init__(self, path: Path, metadata: Callable[[], Metadata], kind: str) -> None:
-        self.path, self.kind, self._describe = path, kind, metadata
-
-    @cached_property
-    def _metadata(self) -> Metadata:
-        return self._describe()
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Map every tensor's name to its shape."""
-        return {name: tuple(t.size) for name, t in stored_tensors(self._metadata)[self.kind].items()}
-
-    @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Map every tensor's name to the dtype that it is stored in."""
-        return {name: t.properties.dtype for name, t in stored_tensors(self._metadata)[self.kind].items()}
+    def __init__(self, path: Path, metadata: Metadata, kind: str) -> None:
+        """shapes, dtypes: of every tensor, by name, as they are stored."""
+        self.path, self.kind, self._metadata = path, kind, metadata
+        tensors = tensors_by_kind(metadata).get(kind, {})
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(t.size) for name, t in tensors.items()}
+        self.dtypes: dict[str, torch.dtype] = {name: t.properties.dtype for name, t in tensors.items()}
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
         """Return rows ``first`` .. of a tensor, on the CPU and in the stored dtype; all of it by default."""
@@ -130,7 +129,7 @@ class StoredKind(StoredTensors):
     """
 
     def __init__(self, path: Path, manifest: Manifest, kind: str) -> None:
-        super().__init__(path, lambda: open_metadata(path, manifest), kind)
+        super().__init__(path, open_metadata(path, manifest), kind)
         self.manifest = manifest
 
     @classmethod

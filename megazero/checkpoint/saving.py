@@ -49,14 +49,15 @@ from megazero.checkpoint.manifest import (
     FileEntry,
     Manifest,
     checksum,
+    is_plain_name,
     to_json,
     write_file,
 )
 from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
-from megazero.checkpoint.planners import SliceSavePlanner, stored_tensors
+from megazero.checkpoint.planners import SliceSavePlanner, tensors_by_kind
 from megazero.checkpoint.reading import rank_file
 from megazero.checkpoint.records import SliceRecord
-from megazero.checkpoint.storage import Writer
+from megazero.checkpoint.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +85,7 @@ class Snapshot:
         if self.step < 0:
             raise ValueError(f"a snapshot's step is {self.step}; steps count from 0")
         for name in self.files:
-            if (
-                name != os.path.basename(name)
-                or name.startswith(".")
-                or name in ("", MANIFEST_FILE, STATE_FILE)
-            ):
+            if not is_plain_name(name) or name.startswith(".") or name in (MANIFEST_FILE, STATE_FILE):
                 raise ValueError(f"a snapshot's file cannot have the name {name!r}")
 
 
@@ -365,7 +362,7 @@ def _manifest(path: Path, snapshot: Snapshot, files: Mapping[str, FileEntry], wo
         kind: tuple(
             sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors.values()})
         )
-        for kind, tensors in stored_tensors(read_metadata(path)).items()
+        for kind, tensors in tensors_by_kind(read_metadata(path)).items()
     }
     return Manifest(
         step=snapshot.step,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 import torch
 
+from megazero.checkpoint.directory import stated
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.manifest import STATE_FILE, check_checksum, open_manifest
+from megazero.checkpoint.manifest import check_checksum, open_manifest
 from megazero.checkpoint.reading import StoredKind, pieces
 
 
@@ -20,7 +20,7 @@ def describe(path: Path, tensors: bool = False, check: bool = True) -> Iterator[
 
     Raises CheckpointError if it is incomplete.
     """
-    manifest, state = open_manifest(path), json.loads((path / STATE_FILE).read_bytes())
+    manifest, state = open_manifest(path), stated(path)
     samples = f"{state.get('consumed_samples', 0):,} samples"
     yield f"{path}: step {manifest.step}, {samples}, written by {manifest.world_size} ranks"
     if origin := state.get("imported"):

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.checkpoint import directory, image, saving, storage, store
+from megazero.checkpoint import directory, image, saving, store, writer
 from megazero.checkpoint.manifest import checksum
 from megazero.checkpoint.placement import Placement, RowRange
 from megazero.log.exit_status import ExitStatus, status_of
@@ -40,7 +40,7 @@ def records(scale: float = 1.0) -> list[store.SliceRecord]:
 def test_tensors_of_no_elements_are_written_as_torch_writes_them() -> None:
     given = [torch.arange(3.0), torch.empty(0), torch.empty(0, 4, dtype=torch.int8), torch.arange(2)]
     frame, saved = image.ImageBuilder(), b""
-    with storage._plain_zip():
+    with writer._plain_zip():
         starts = [frame.add(each.shape, each.dtype)[0] for each in given]
         for each in given:
             torch.save(each, file := io.BytesIO())
