@@ -19,8 +19,6 @@ from megazero.config.run import stored_values
 from megazero.convert.shards import Plain
 from megazero.models.placements import stored_tensors
 
-WEIGHTS = ("trained", "master")
-
 
 @dataclass(frozen=True)
 class Source:
@@ -37,16 +35,17 @@ class Source:
     @cached_property
     def stored(self) -> StoredKind:
         """The stored tensors. Raises CheckpointError if the checkpoint does not hold the weights asked for."""
-        kind = "weights"
-        kinds = StoredKind.open(self.path).manifest.kinds
-        if self.weights == "master" and "master" in kinds:
-            kind = "master"
-        elif self.weights == "master" and set(kinds["weights"]) & {"bfloat16", "float16"}:
-            # A run in fp32 needs none: its weights are the master weights.
+        trained = StoredKind.open(self.path)
+        kinds = trained.manifest.kinds
+        if self.weights == "trained":
+            return trained
+        if "master" in kinds:
+            return StoredKind(self.path, trained.manifest, "master")
+        if set(kinds["weights"]) & {"bfloat16", "float16"}:
             raise CheckpointError(
                 f"'{self.path}' holds no master weights, only {', '.join(kinds)}; leave out --weights master"
             )
-        return StoredKind.open(self.path, kind)
+        return trained  # a run in fp32 needs none: its weights are the master weights
 
     @property
     def manifest(self) -> Manifest:
