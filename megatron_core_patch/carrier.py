@@ -172,7 +172,7 @@ class Carrier:
         self.gathers.follow()
         chains: list[tuple[Sequence[Axis], Chain]]
         if codec is None:
-            parts = [Columns(hops, c) for c in self._columns(params.numel() // len(hops.ranks), hops)]
+            parts = self._whole(params, hops)
             chains = [(hops.axes, gather_columns(part, params, self.passing)) for part in parts]
         else:
             bound = None if held.shared else self.options.zero_weight_error_bound
@@ -183,12 +183,8 @@ class Carrier:
             ]
             if held.beside is not None:
                 chains.append((held.beside.axes, gather_exact(held.beside, params, self.passing)))
-        return [
-            self.gathers.submit(
-                f"{id(bucket)} {i}", tuple(hop_spec("refresh", axis) for axis in reversed(axes)), chain
-            )
-            for i, (axes, chain) in enumerate(chains)
-        ]
+        outer_first = [(axes[::-1], chain) for axes, chain in chains]
+        return self._submit(self.gathers, "refresh", bucket, outer_first)
 
     def reduce(self, bucket: Any, hops: TwoHops, average: bool) -> list[Ticket]:
         """Start the reductions of a bucket's gradients into this rank's shard; return what to wait for."""
@@ -202,11 +198,8 @@ class Carrier:
         )
         self.reductions.follow()  # the gradients are the compute stream's latest
         parts: Sequence[Columns | CodedBlocks]
-        if quantised:
-            parts = self._pieces(bucket, hops)
-        else:
-            parts = [Columns(hops, c) for c in self._columns(grads.numel() // len(hops.ranks), hops)]
-        chains = [
+        parts = self._pieces(bucket, hops) if quantised else self._whole(grads, hops)
+        chains: list[tuple[Sequence[Axis], Chain]] = [
             (
                 hops.axes,
                 reduce_rows(part, grads, codecs, factor, self.passing, self._rounding(held, codecs, hops, i)),
@@ -215,12 +208,7 @@ class Carrier:
         ]
         if quantised and held.beside is not None:
             chains.append((held.beside.axes, reduce_exact(held.beside, grads, factor, self.passing)))
-        return [
-            self.reductions.submit(
-                f"{id(bucket)} {i}", tuple(hop_spec("reduce", axis) for axis in axes), chain
-            )
-            for i, (axes, chain) in enumerate(chains)
-        ]
+        return self._submit(self.reductions, "reduce", bucket, chains)
 
     def poll(self) -> None:
         """Let chains in flight move on."""
@@ -232,6 +220,19 @@ class Carrier:
         self.reductions.drain()
         self.gathers.drain()
         self.checks.tell(WEIGHTS)
+
+    def _submit(
+        self, lane: Lane, kind: str, bucket: Any, chains: Iterable[tuple[Sequence[Axis], Chain]]
+    ) -> list[Ticket]:
+        """Start a bucket's chains, given with the axes of their hops in order."""
+        return [
+            lane.submit(f"{id(bucket)} {i}", tuple(hop_spec(kind, axis) for axis in axes), chain)
+            for i, (axes, chain) in enumerate(chains)
+        ]
+
+    def _whole(self, tensor: torch.Tensor, hops: TwoHops) -> list[Columns]:
+        """Return how a bucket's tensor is cut where it is sent exactly."""
+        return [Columns(hops, c) for c in self._columns(tensor.numel() // len(hops.ranks), hops)]
 
     def _pieces(self, bucket: Any, hops: TwoHops) -> Sequence[CodedBlocks]:
         """Return how the bucket is cut where it is quantised."""

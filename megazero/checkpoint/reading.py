@@ -97,14 +97,29 @@ def pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class StoredTensors:
-    """The tensors of one kind in a directory of torch.distributed.checkpoint. Reading takes the memory of a piece."""
+    """The tensors of one kind in a directory of torch.distributed.checkpoint. Reading takes the memory of a piece.
+
+    shapes, dtypes: of every tensor, by name, as they are stored.
+    """
 
     def __init__(self, path: Path, metadata: Metadata, kind: str) -> None:
-        """shapes, dtypes: of every tensor, by name, as they are stored."""
         self.path, self.kind, self._metadata = path, kind, metadata
         tensors = tensors_by_kind(metadata).get(kind, {})
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(t.size) for name, t in tensors.items()}
         self.dtypes: dict[str, torch.dtype] = {name: t.properties.dtype for name, t in tensors.items()}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike, kind: str = "weights") -> StoredTensors:
+        """Open a kind of the checkpoint directory ``path``. ``check_files`` or ``verify`` checks the bytes, not this.
+
+        Raises CheckpointError if the checkpoint is incomplete or lacks the kind.
+        """
+        manifest = open_manifest(Path(path))
+        if kind not in manifest.kinds:
+            raise CheckpointError(
+                f"'{path}' holds no '{kind}', only {', '.join(map(repr, sorted(manifest.kinds)))}"
+            )
+        return cls(Path(path), open_metadata(Path(path), manifest), kind)
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
         """Return rows ``first`` .. of a tensor, on the CPU and in the stored dtype; all of it by default."""
@@ -120,24 +135,3 @@ class StoredTensors:
     def fill(self, records: Sequence[SliceRecord]) -> None:
         """Fill those tensors of the records that are of this kind. The dtype is converted to theirs."""
         read_records(self.path, self._metadata, records, {self.kind: self.kind})
-
-
-class StoredKind(StoredTensors):
-    """The tensors of one kind in a checkpoint directory.
-
-    Only sizes are checked when it is made; ``check_files`` or ``verify`` checks the bytes.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest, kind: str) -> None:
-        super().__init__(path, open_metadata(path, manifest), kind)
-        self.manifest = manifest
-
-    @classmethod
-    def open(cls, path: str | os.PathLike, kind: str = "weights") -> StoredKind:
-        """Open the checkpoint directory ``path``. Raises CheckpointError if it is incomplete or lacks the kind."""
-        manifest = open_manifest(Path(path))
-        if kind not in manifest.kinds:
-            raise CheckpointError(
-                f"'{path}' holds no '{kind}', only {', '.join(map(repr, sorted(manifest.kinds)))}"
-            )
-        return cls(Path(path), manifest, kind)
