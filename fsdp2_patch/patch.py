@@ -1,4 +1,4 @@
-"""The patch while it is on: which groups it carries, and what of torch's it stands in for."""
+"""The patch while it is on: the groups that it carries, and the functions of torch that it replaces."""
 
 from __future__ import annotations
 

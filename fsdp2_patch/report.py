@@ -1,4 +1,4 @@
-"""The line at the start: what is sent how, on which hop, and what that keeps."""
+"""The line at the start: the format of every hop, and the memory that the patch keeps."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Carry the collectives of Megatron's bucket groups over megazero's hops.
 
-Megatron's own ``start_param_sync`` and ``start_grad_sync`` of a bucket group run as they are; what they call of
-torch.distributed is replaced while they run (``Sync``). What a bucket's parameters hold is followed (``Held``): a
-gather that follows no update is exact at first and sends nothing later, and differences are taken to what the other
-ranks hold.
+Megatron's own ``start_param_sync`` and ``start_grad_sync`` of a bucket group run as they are; the functions of
+torch.distributed that they call are replaced while they run (``Sync``). ``Held`` keeps track of a bucket's
+parameters: a gather without an update before it is exact the first time and sends nothing later, and differences are
+taken to what the other ranks hold.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Carrier:
                 held.residuals.clear()
 
     def loaded(self, buckets: Iterable[Any]) -> None:
-        """Note that a checkpoint may write these buckets' parameters: the next gather is exact."""
+        """Forget these buckets' states, as a checkpoint may write their parameters: the next gather is exact."""
         for bucket in buckets:
             held = self.state(bucket)
             self.held[bucket] = Held(held.number, held.shared, held.alike)

@@ -1,4 +1,4 @@
-"""What is looked at of Megatron's messages (``megazero.patches.checks``): gradients and weights of its buckets."""
+"""Checks of Megatron's messages (``megazero.patches.checks``): the gradients and weights of its buckets."""
 
 from __future__ import annotations
 

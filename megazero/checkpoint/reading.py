@@ -35,7 +35,7 @@ def check_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int =
 
 
 def open_metadata(path: Path, manifest: Manifest) -> Metadata:
-    """Return the description of the tensors, all of which lie in files that the manifest lists."""
+    """Return the description of the tensors. Raises CheckpointError unless the manifest lists the files of all."""
     metadata = read_metadata(path)
     for info in metadata.storage_data.values():
         if info.relative_path not in manifest.files:

@@ -27,7 +27,7 @@ from megazero.checkpoint.manifest import FileEntry
 
 
 class Writer(FileSystemWriter):
-    """Writes one file per rank, without a copy of what lies on the host, and takes checksums while writing.
+    """Writes one file per rank, copying at most one tensor at a time, and takes the checksum while writing.
 
     torch's own loop (2.13) has three faults. It keeps a host copy of every tensor of the file until the end, which is
     a second copy of the rank's whole state. It loses an error in one of several writer threads. It hides 'no space
@@ -81,7 +81,7 @@ class Writer(FileSystemWriter):
     def write_tensors(self, folder: Path, tick: Callable[[], None]) -> dict[str, FileEntry]:
         """Write the rank's file and sync it. Return its size and checksum by name; nothing if the rank has no file.
 
-        tick: is called whenever it has got on. This is no collective.
+        tick: is called after every tensor. This is not collective.
         """
         path = folder / self.file_name
         if self._image is not None:

@@ -1,4 +1,4 @@
-"""What ``megazero convert`` does, by its sub-commands. Each takes its options and returns the exit status."""
+"""The sub-commands of ``megazero convert``. Each takes its options and returns the exit status."""
 
 from __future__ import annotations
 

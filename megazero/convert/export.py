@@ -1,7 +1,7 @@
 """Exports a checkpoint to a Hugging Face folder: the weights, then their description, config.json last.
 
 Everything is written in FOLDER.partial, which is renamed when it is complete. After an interruption the same call
-goes on and keeps finished files whose checksums match.
+continues and keeps finished files whose checksums match.
 """
 
 from __future__ import annotations

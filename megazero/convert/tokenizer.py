@@ -225,8 +225,8 @@ def compare_encodings(
 ) -> Comparison:
     """Compare ``encode`` with the training's tokenizer.
 
-    Texts with other ids are left out that spell a special token of a unigram model or of a published GPT-2, which is
-    found in a text there.
+    Texts with other ids are left out if they spell a special token of a unigram model or of a published GPT-2: there
+    it is found in a text.
     """
     raw, end = run.files.get("tokenizer.model"), GPT2BPETokenizer.EOD
     if run.kind == "SentencePieceTokenizer" and raw is not None:

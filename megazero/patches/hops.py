@@ -24,7 +24,7 @@ Watch = Callable[[Sequence[torch.Tensor], torch.Tensor, int], None]
 
 @dataclass(frozen=True)
 class Passing:
-    """What chains share: the counters of bytes, and the arena of the buffers that pass, on ``device``."""
+    """What chains share: the counters of bytes, and the arena of their buffers on ``device``."""
 
     traffic: Traffic
     arena: Arena

@@ -119,7 +119,7 @@ def test_a_failed_write_is_an_error_when_the_time_to_try_is_over(tmp_path: Path,
     values |= {"distributed_timeout_minutes": 0.05}
     answers = run_ranks(2, with_writes, values, fault, timeout=300)
     ((text, status),) = set(answers)
-    what = "No space left" if fault is full_from_the_second else "has not got on for"
+    what = "No space left" if fault is full_from_the_second else "has made no progress for"
     assert "iter_0000004' not saved, older ones are unharmed: rank 1: " in text and what in text, text
     assert status is (ExitStatus.STORAGE if fault is full_from_the_second else ExitStatus.RANK_LOST)
     latest = store.latest(tmp_path / "run")

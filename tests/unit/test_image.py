@@ -123,7 +123,7 @@ def test_a_part_that_fails_or_hangs_is_an_error_of_the_disk(monkeypatch: pytest.
     clock[0] = 211.0
     hanging.wait_for_all(None, 60)
     release.set()
-    with pytest.raises(TimeoutError, match="writing 'X' has not got on for 61 s: .* hangs") as caught:
+    with pytest.raises(TimeoutError, match="writing 'X' has made no progress for 61 s: .* hangs") as caught:
         hanging.result()
     assert status_of(caught.value) is ExitStatus.RANK_LOST
 
