@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2_patch.group import Group
+from megazero.log.units import human_bytes
 from megazero.patches.names import release
 from megazero.patches.report import gradient_words, short, weight_words
 
@@ -46,11 +47,11 @@ def _kind(groups: list[Group]) -> str:
             f"node, {gradients}, there and back; weights stay inside the node"
         )
     weights = f"exact {short(gathered)}" if codecs.weights is None else weight_words(gathered, codecs)
-    kept = _megabytes(nodes * _kept_bytes(groups, gathered))
+    kept = human_bytes(nodes * _kept_bytes(groups, gathered))
     return (
         f"{how_many} on a 1-D mesh of {len(hops.ranks)} ranks = {nodes} nodes x {hops.intra.size}: gradients "
         f"{gradients}, once per step; weights {weights} across nodes, once per step. A rank keeps {kept} of weights "
-        f"for later gathers inside the node, and {_megabytes(4 * nodes * shard)} of sums if they wait for the last "
+        f"for later gathers inside the node, and {human_bytes(4 * nodes * shard)} of sums if they wait for the last "
         "backward"
     )
 
@@ -67,7 +68,3 @@ def _kept_bytes(groups: list[Group], gathered: torch.dtype) -> int:
         else:
             total += codec.message_numel(*(region.numel for region in packing.regions))
     return total
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.3g} MB"
