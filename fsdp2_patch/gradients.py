@@ -25,9 +25,9 @@ from fsdp2_patch.packing import Packing
 from fsdp2_patch.torch_parts import COLLECTIVES
 from megazero.comm.codec import at_least_fp32
 from megazero.mesh.mesh import reduce_scatter_flat
-from megazero.patches.checks import GRADIENTS
 from megazero.patches.hops import gather_over, refuse_capture, run_through
 from megazero.patches.names import replaced
+from megazero.zero.rounding import GRADIENTS
 
 
 class TwoHopReduceScatter(ReduceScatter):

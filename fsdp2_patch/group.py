@@ -13,8 +13,7 @@ from fsdp2_patch.packing import Packing
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise
 from megazero.mesh.mesh import Axis
 from megazero.patches.checks import Differences
-from megazero.patches.hops import Passing, sum_over
-from megazero.patches.rounding import noise_of
+from megazero.patches.hops import Passing, noise_of, sum_over
 from megazero.patches.two_hops import TwoHops
 from megazero.zero.policy import Codecs
 

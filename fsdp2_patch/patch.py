@@ -1,4 +1,4 @@
-"""The patch while it is on: which groups it carries, and what of torch's it stands in for."""
+"""The patch while it is on: the groups that it carries, and the functions of torch that it replaces."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from fsdp2_patch.weights import KeptAllGather, settle
 from megazero.comm.hops import Traffic
 from megazero.config.errors import ConfigError
 from megazero.patches.agreement import agree_on, nothing_quantised
-from megazero.patches.checks import GRADIENTS, WEIGHTS, Differences, compare_replicas
+from megazero.patches.checks import Differences, compare_replicas
 from megazero.patches.hops import Passing
 from megazero.patches.names import Replaced
 from megazero.patches.options import MessageOptions
 from megazero.patches.two_hops import cut_groups, node_size, settings_like
 from megazero.train.codecs import make_codecs
+from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
 Reduction = TwoHopReduceScatter | ReplicaAllReduce
 
@@ -175,14 +176,13 @@ class Fsdp2Patch:
                 self._install_shards(group, reduction)
         names = Replaced()
         self.undo.append(names.restore)
-        original = importlib.import_module(torch_parts.GROUP).foreach_reduce
-        self.signature = inspect.signature(original)
-        names.wrap(torch_parts.GROUP, "foreach_reduce", lambda reduce: partial(self._reduce, reduce))
+        self.signature = inspect.signature(importlib.import_module(torch_parts.GROUP).foreach_reduce)
+        names.wrap(torch_parts.GROUP, "foreach_reduce", self._reduce)
         if hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):  # from torch 2.13 on
-            names.wrap(torch_parts.FSDP, "FSDPModule.reset_iter_state", self._resetting)
+            names.wrap(torch_parts.FSDP, "FSDPModule.reset_iter_state", self._reset)
         if self.gathers:
-            names.wrap(torch_parts.STATE, "FSDPState._root_pre_forward", self._beginning)
-            names.wrap(torch_parts.FSDP, "FSDPModule.unshard", self._unsharding)
+            names.wrap(torch_parts.STATE, "FSDPState._root_pre_forward", self._begin)
+            names.wrap(torch_parts.FSDP, "FSDPModule.unshard", self._unshard)
         self.undo.append(register_optimizer_step_pre_hook(self._before_update).remove)
         self.undo.append(register_optimizer_step_post_hook(self._after_update).remove)
 
@@ -218,26 +218,18 @@ class Fsdp2Patch:
         reduction.group.reduced = True
         return reduction.reduce(given, call)
 
-    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Stand for what every forward calls, of the model or a part, by a registered method, too."""
+    def _begin(self, original: Callable[..., Any], state: Any, module: nn.Module, *rest: Any) -> Any:
+        """Stand for ``_root_pre_forward``, which every forward calls, a part's or a registered method's, too."""
+        if state._state_ctx.iter_forward_root is None:  # else it is a part of one that has begun
+            self._settle(raw for *_, raws in torch_parts.param_groups(module) for raw in raws)
+        return original(state, module, *rest)
 
-        def root_pre_forward(state: Any, module: nn.Module, *rest: Any) -> Any:
-            if state._state_ctx.iter_forward_root is None:  # else it is a part of one that has begun
-                self._settle(raw for *_, raws in torch_parts.param_groups(module) for raw in raws)
-            return original(state, module, *rest)
-
-        return root_pre_forward
-
-    def _unsharding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _unshard(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         """Stand for ``unshard``, which a program or a pipeline's schedule may call ahead of the forward."""
-
-        def unshard(module: Any, *args: Any, **kwargs: Any) -> Any:
-            state = module._get_fsdp_state()
-            if state._state_ctx.iter_forward_root is None:
-                self._settle(state._fsdp_param_groups)
-            return original(module, *args, **kwargs)
-
-        return unshard
+        state = module._get_fsdp_state()
+        if state._state_ctx.iter_forward_root is None:
+            self._settle(state._fsdp_param_groups)
+        return original(module, *args, **kwargs)
 
     def _settle(self, raws: Iterable[Any]) -> None:
         """Settle the gathers of these groups of torch's."""
@@ -287,14 +279,12 @@ class Fsdp2Patch:
         }
         return list(found.values())
 
-    def _resetting(self, original: Callable[..., None]) -> Callable[..., None]:
-        def reset_iter_state(module: Any) -> None:
-            original(module)
-            for reduction in self.reductions.values():
-                if isinstance(reduction, TwoHopReduceScatter):
-                    reduction.drop()
-
-        return reset_iter_state
+    def _reset(self, original: Callable[..., None], module: Any) -> None:
+        """Stand for ``reset_iter_state``, which drops a step that was cut short."""
+        original(module)
+        for reduction in self.reductions.values():
+            if isinstance(reduction, TwoHopReduceScatter):
+                reduction.drop()
 
 
 def _numel(parameter: Any) -> int:

@@ -1,4 +1,4 @@
-"""The line at the start: what is sent how, on which hop, and what that keeps."""
+"""The line at the start: the format of every hop, and the memory that the patch keeps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2_patch.group import Group
+from megazero.log.units import human_bytes
+from megazero.patches.names import release
 from megazero.patches.report import gradient_words, short, weight_words
 
 GRAD_DTYPE_FOLLOWS_PARAMETER = (2, 15)  # from here on reduce_dtype=None means the parameter's own dtype
@@ -24,8 +26,8 @@ def _dtypes(group: Group) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of gathered parameters and of reductions."""
     parameter = next((p for p in group.params if p.sharded_param.requires_grad), group.params[0])
     policy, own = parameter.mp_policy, parameter.sharded_param.dtype
-    number = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    usual = own if number >= GRAD_DTYPE_FOLLOWS_PARAMETER else policy.param_dtype or own
+    follows = release(torch.__version__) >= GRAD_DTYPE_FOLLOWS_PARAMETER
+    usual = own if follows else policy.param_dtype or own
     return policy.param_dtype or own, policy.reduce_dtype or usual
 
 
@@ -45,11 +47,11 @@ def _kind(groups: list[Group]) -> str:
             f"node, {gradients}, there and back; weights stay inside the node"
         )
     weights = f"exact {short(gathered)}" if codecs.weights is None else weight_words(gathered, codecs)
-    kept = _megabytes(nodes * _kept_bytes(groups, gathered))
+    kept = human_bytes(nodes * _kept_bytes(groups, gathered))
     return (
         f"{how_many} on a 1-D mesh of {len(hops.ranks)} ranks = {nodes} nodes x {hops.intra.size}: gradients "
         f"{gradients}, once per step; weights {weights} across nodes, once per step. A rank keeps {kept} of weights "
-        f"for later gathers inside the node, and {_megabytes(4 * nodes * shard)} of sums if they wait for the last "
+        f"for later gathers inside the node, and {human_bytes(4 * nodes * shard)} of sums if they wait for the last "
         "backward"
     )
 
@@ -66,7 +68,3 @@ def _kept_bytes(groups: list[Group], gathered: torch.dtype) -> int:
         else:
             total += codec.message_numel(*(region.numel for region in packing.regions))
     return total
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.3g} MB"

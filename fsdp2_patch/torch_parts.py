@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megazero.config.errors import ConfigError
-from megazero.patches.names import Needed, missing
+from megazero.patches.names import Needed, missing, release
 
 KNOWN = ((2, 12), (2, 15))  # the first and the last version that were read
 FSDP = "torch.distributed.fsdp"
@@ -51,9 +51,8 @@ PARAMETERS_OWN = ("sharded_param", "padded_sharded_param_size", "mp_policy", "me
 
 def check_torch() -> None:
     """Raise ConfigError for a version of torch that was not tried, or in which a name or a parameter is missing."""
-    number = tuple(int(part) for part in torch.__version__.split(".")[:2])
     first, last = (".".join(map(str, version)) for version in KNOWN)
-    if not KNOWN[0] <= number <= KNOWN[1]:
+    if not KNOWN[0] <= release(torch.__version__) <= KNOWN[1]:
         raise ConfigError(
             [
                 f"fsdp2_patch: torch {torch.__version__} was not tried: it uses private parts; take {first} to {last}"

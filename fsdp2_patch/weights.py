@@ -5,8 +5,8 @@ those sent stays: [nodes, m] messages, exact or quantised, or the weights themse
 sent. This gather and the later ones, until the next update, share that inside the node. Every rank, the owner too,
 takes the message, so all have the same bits.
 
-Nobody says that weights have changed, and version counters do not move. So each shard's checksums are noted, and
-compared at every forward that would use what is kept, or send a difference to it (``settle``).
+Nothing tells the patch that weights have changed, and version counters do not move. So each shard's checksum is
+noted, and compared at every forward that would use what is kept, or send a difference to it (``settle``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from fsdp2_patch.group import Group
 from megazero.comm.codec import Blockwise
 from megazero.mesh.mesh import all_gather_flat
-from megazero.patches.checks import WEIGHTS, compare_replicas
+from megazero.patches.checks import compare_replicas
 from megazero.patches.hops import gather_over, refuse_capture, run_through
+from megazero.zero.rounding import WEIGHTS
 
 CODED = (torch.float32, torch.bfloat16, torch.float16)  # fp8 weights come with scales in the same bytes
 
@@ -156,10 +157,10 @@ class KeptAllGather(AllGather):
 
 
 def settle(gathers: Sequence[KeptAllGather]) -> None:
-    """Find what was written since the last forward, but by an optimizer: that is sent whole. Collective.
+    """Find the shards that anything but an optimizer has written since the last forward: these are sent whole.
 
-    Called where a forward begins, on every rank alike. If some gather would stand on what is kept, the ranks agree
-    which shards have changed, with one small all-reduce for which the host waits.
+    Collective, called where a forward begins. If some gather would stand on what is kept, the ranks agree on the
+    shards that have changed, with one small all-reduce for which the host waits.
     """
     now = [gather.checksums() for gather in gathers]
     if any(gather.compares for gather in gathers):

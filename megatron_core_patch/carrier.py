@@ -1,9 +1,9 @@
 """Carry the collectives of Megatron's bucket groups over megazero's hops.
 
-Megatron's own ``start_param_sync`` and ``start_grad_sync`` of a bucket group run as they are; what they call of
-torch.distributed is replaced while they run (``Sync``). What a bucket's parameters hold is followed (``Held``): a
-gather that follows no update is exact at first and sends nothing later, and differences are taken to what the other
-ranks hold.
+Megatron's own ``start_param_sync`` and ``start_grad_sync`` of a bucket group run as they are; the functions of
+torch.distributed that they call are replaced while they run (``Sync``). ``Held`` keeps track of a bucket's
+parameters: a gather without an update before it is exact the first time and sends nothing later, and differences are
+taken to what the other ranks hold.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from megatron_core_patch.chains import (
 from megatron_core_patch.checks import Check, MessageChecks
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact, Range, cut_bucket, exact_ranges
 from megatron_core_patch.options import PatchOptions
+from megatron_core_patch.rounding import Errors, Residual
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic, hop_spec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
 from megazero.mesh.mesh import Axis
-from megazero.patches.checks import GRADIENTS, WEIGHTS
-from megazero.patches.hops import Passing, refuse_capture
-from megazero.patches.rounding import Errors, Residual, noise_of
+from megazero.patches.hops import Passing, noise_of, refuse_capture
 from megazero.patches.two_hops import TwoHops
 from megazero.train.codecs import make_codecs
 from megazero.zero.policy import Codecs
+from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
 TOO_LATE = "megatron_core_patch.enable() was called after DistributedDataParallel was built: call it before"
 CODED = (torch.bfloat16, torch.float16)  # of fp32 buffers the optimizer's master weights are a part
@@ -142,7 +142,7 @@ class Carrier:
                 held.residuals.clear()
 
     def loaded(self, buckets: Iterable[Any]) -> None:
-        """Note that a checkpoint may write these buckets' parameters: the next gather is exact."""
+        """Forget these buckets' states, as a checkpoint may write their parameters: the next gather is exact."""
         for bucket in buckets:
             held = self.state(bucket)
             self.held[bucket] = Held(held.number, held.shared, held.alike)
@@ -171,7 +171,7 @@ class Carrier:
         self.gathers.follow()
         chains: list[tuple[Sequence[Axis], Chain]]
         if codec is None:
-            parts = [Columns(hops, c) for c in self._columns(params.numel() // len(hops.ranks), hops)]
+            parts = self._whole(params, hops)
             chains = [(hops.axes, gather_columns(part, params, self.passing)) for part in parts]
         else:
             bound = None if held.shared else self.options.zero_weight_error_bound
@@ -182,12 +182,8 @@ class Carrier:
             ]
             if held.beside is not None:
                 chains.append((held.beside.axes, gather_exact(held.beside, params, self.passing)))
-        return [
-            self.gathers.submit(
-                f"{id(bucket)} {i}", tuple(hop_spec("refresh", axis) for axis in reversed(axes)), chain
-            )
-            for i, (axes, chain) in enumerate(chains)
-        ]
+        outer_first = [(axes[::-1], chain) for axes, chain in chains]
+        return self._submit(self.gathers, "refresh", bucket, outer_first)
 
     def reduce(self, bucket: Any, hops: TwoHops, average: bool) -> list[Ticket]:
         """Start the reductions of a bucket's gradients into this rank's shard; return what to wait for."""
@@ -201,11 +197,8 @@ class Carrier:
         )
         self.reductions.follow()  # the gradients are the compute stream's latest
         parts: Sequence[Columns | CodedBlocks]
-        if quantised:
-            parts = self._pieces(bucket, hops)
-        else:
-            parts = [Columns(hops, c) for c in self._columns(grads.numel() // len(hops.ranks), hops)]
-        chains = [
+        parts = self._pieces(bucket, hops) if quantised else self._whole(grads, hops)
+        chains: list[tuple[Sequence[Axis], Chain]] = [
             (
                 hops.axes,
                 reduce_rows(part, grads, codecs, factor, self.passing, self._rounding(held, codecs, hops, i)),
@@ -214,12 +207,7 @@ class Carrier:
         ]
         if quantised and held.beside is not None:
             chains.append((held.beside.axes, reduce_exact(held.beside, grads, factor, self.passing)))
-        return [
-            self.reductions.submit(
-                f"{id(bucket)} {i}", tuple(hop_spec("reduce", axis) for axis in axes), chain
-            )
-            for i, (axes, chain) in enumerate(chains)
-        ]
+        return self._submit(self.reductions, "reduce", bucket, chains)
 
     def poll(self) -> None:
         """Let chains in flight move on."""
@@ -231,6 +219,19 @@ class Carrier:
         self.reductions.drain()
         self.gathers.drain()
         self.checks.tell(WEIGHTS)
+
+    def _submit(
+        self, lane: Lane, kind: str, bucket: Any, chains: Iterable[tuple[Sequence[Axis], Chain]]
+    ) -> list[Ticket]:
+        """Start a bucket's chains, given with the axes of their hops in order."""
+        return [
+            lane.submit(f"{id(bucket)} {i}", tuple(hop_spec(kind, axis) for axis in axes), chain)
+            for i, (axes, chain) in enumerate(chains)
+        ]
+
+    def _whole(self, tensor: torch.Tensor, hops: TwoHops) -> list[Columns]:
+        """Return how a bucket's tensor is cut where it is sent exactly."""
+        return [Columns(hops, c) for c in self._columns(tensor.numel() // len(hops.ranks), hops)]
 
     def _pieces(self, bucket: Any, hops: TwoHops) -> Sequence[CodedBlocks]:
         """Return how the bucket is cut where it is quantised."""

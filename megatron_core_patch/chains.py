@@ -20,11 +20,12 @@ import torch.distributed as dist
 from megazero.kernels.arena import Take
 
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact
+from megatron_core_patch.rounding import Errors, Residual, lost_of
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise, at_least_fp32
+from megazero.comm.hops import start_route
 from megazero.comm.lane import Chain
 from megazero.mesh.mesh import Axis
-from megazero.patches.hops import Passing, Watch, exchange_uneven, gather_over, sum_over
-from megazero.patches.rounding import Errors, Residual, lost_of
+from megazero.patches.hops import Passing, Watch, gather_over, sum_over
 from megazero.zero.policy import Codecs
 
 
@@ -150,20 +151,14 @@ def reduce_exact(part: Exact, grads: torch.Tensor, factor: float, passing: Passi
         sums = grads.index_select(0, part.all.index())
         if hops.intra.size > 1:
             mine = sum(numels[local])
-            sums = yield from exchange_uneven(
-                hops.intra,
-                "reduce",
-                sums,
-                list(map(sum, numels)),
-                [mine] * hops.intra.size,
-                frame.take,
-                passing,
-            )
+            sent, received = list(map(sum, numels)), [mine] * hops.intra.size
+            sums = yield from _exchange(hops.intra, "reduce", sums, sent, received, frame.take, passing)
             sums = _summed(sums, hops.intra.size, frame.take)
         if part.crosses:
             mine = numels[local][node]
-            sums = yield from exchange_uneven(
-                hops.inter, "reduce", sums, numels[local], [mine] * hops.inter.size, frame.take, passing
+            received = [mine] * hops.inter.size
+            sums = yield from _exchange(
+                hops.inter, "reduce", sums, numels[local], received, frame.take, passing
             )
             sums = _summed(sums, hops.inter.size, frame.take)
         grads.index_copy_(0, part.own.index(), sums.mul_(factor).to(grads.dtype))
@@ -186,7 +181,25 @@ def _to_all(
 ) -> Generator[dist.Work, None, torch.Tensor]:
     """Gather messages of different lengths over an axis: ``numels`` by index."""
     sent = [own.numel()] * axis.size
-    return exchange_uneven(axis, "refresh", own.repeat(axis.size), sent, numels, take, passing)
+    return _exchange(axis, "refresh", own.repeat(axis.size), sent, numels, take, passing)
+
+
+def _exchange(
+    axis: Axis,
+    kind: str,
+    messages: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    take: Take,
+    passing: Passing,
+) -> Generator[dist.Work, None, torch.Tensor]:
+    """Send ``sent[i]`` elements of messages to each index i, its own too; return ``received[i]`` from each, flat.
+
+    kind: the hop's kind for the counters. The result lies in a buffer from ``take``.
+    """
+    out = take(sum(received), messages.dtype)
+    yield start_route(axis, out, messages, received, sent, kind, passing.traffic)
+    return out
 
 
 def _summed(received: torch.Tensor, size: int, take: Take) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is looked at of Megatron's messages (``megazero.patches.checks``): gradients and weights of its buckets."""
+"""Checks of Megatron's messages (``megazero.patches.checks``): the gradients and weights of its buckets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_core_patch.options import PatchOptions
-from megazero.patches.checks import GRADIENTS, WEIGHTS, Differences, compare_replicas
+from megazero.patches.checks import Differences, compare_replicas
 from megazero.patches.two_hops import TwoHops
+from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
 Check = Callable[[], None]  # to be called when the messages have arrived
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from megazero.patches.names import Needed, missing
+from megazero.patches.names import Needed, missing, release
 
 KNOWN = ((0, 13), (0, 19))  # the first and the last version that were tried
 CORE = "megatron.core"
@@ -54,7 +54,7 @@ def check_names() -> tuple[str, tuple[str, ...]]:
             f"megatron_core_patch needs megatron-core, which cannot be imported: {error}"
         ) from error
     first, last = KNOWN
-    number = tuple(int(part) for part in version.split(".")[:2])
+    number = release(version)
     if number < first:
         raise ValueError(
             f"megatron-core {version} is older than {_text(first)}, the first that megatron_core_patch knows: update "

@@ -1,4 +1,4 @@
-"""What a user asks for: the words of every patch (``megazero.patches.options``), and those of Megatron's alone."""
+"""The options of this patch: those of every patch (``megazero.patches.options``), and those of Megatron's alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megazero.patches.options import MessageOptions
 
 @dataclass(frozen=True)
 class PatchOptions(MessageOptions):
-    """What is sent how between Megatron's data-parallel ranks, and how that is watched."""
+    """The formats of messages between Megatron's data-parallel ranks, and checks of these messages."""
 
     zero_gradient_rounding: str | None = option_of(ZeroConfig, "zero_gradient_rounding")
     zero_gradient_feedback_beta: float = option_of(ZeroConfig, "zero_gradient_feedback_beta")

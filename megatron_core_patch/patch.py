@@ -31,9 +31,9 @@ from megazero.config.errors import ConfigError
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.launch import CONNECTIONS
 from megazero.patches.agreement import agree_on
-from megazero.patches.checks import WEIGHTS
 from megazero.patches.names import Replaced, replaced
 from megazero.patches.two_hops import TwoHops, cut_groups, node_size, settings_like
+from megazero.zero.rounding import WEIGHTS
 
 BUCKET_GROUP = "_ParamAndGradBucketGroup"
 GROUPS = {
@@ -77,27 +77,17 @@ class Patch:
         self.names.restore()
 
     def _wrap_all(self) -> None:
-        self._wrap(BASE, "_BaseDataParallel.__init__", self._build_any)
-        self._wrap(DDP, "DistributedDataParallel.__init__", self._build)
-        self._wrap(BUFFER, f"{BUCKET_GROUP}.start_param_sync", self._start_param_sync)
-        self._wrap(BUFFER, f"{BUCKET_GROUP}.start_grad_sync", self._start_grad_sync)
-        self._wrap(BUFFER, f"{BUCKET_GROUP}.finish_param_sync", self._polling)
-        self._wrap(BUFFER, f"{BUCKET_GROUP}.register_grad_ready", self._polling)
-        self._wrap(OPTIMIZER, "DistributedOptimizer.__init__", self._build_optimizer)
-        self._wrap(OPTIMIZER, "DistributedOptimizer.step_with_ready_grads", self._step)
-        self._wrap(OPTIMIZER, "DistributedOptimizer.load_state_dict", self._load)
-        self._wrap(FINALIZE, "_allreduce_word_embedding_grads", self._exchange_tied)
-
-    def _wrap(self, module: str, path: str, around: Callable[..., Any]) -> None:
-        """Replace a method by ``around(original, self, *args, **kwargs)``."""
-
-        def wrapper(original: Any) -> Any:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                return around(original, *args, **kwargs)
-
-            return wrapped
-
-        self.names.wrap(module, path, wrapper)
+        wrap = self.names.wrap
+        wrap(BASE, "_BaseDataParallel.__init__", self._build_any)
+        wrap(DDP, "DistributedDataParallel.__init__", self._build)
+        wrap(BUFFER, f"{BUCKET_GROUP}.start_param_sync", self._start_param_sync)
+        wrap(BUFFER, f"{BUCKET_GROUP}.start_grad_sync", self._start_grad_sync)
+        wrap(BUFFER, f"{BUCKET_GROUP}.finish_param_sync", self._polling)
+        wrap(BUFFER, f"{BUCKET_GROUP}.register_grad_ready", self._polling)
+        wrap(OPTIMIZER, "DistributedOptimizer.__init__", self._build_optimizer)
+        wrap(OPTIMIZER, "DistributedOptimizer.step_with_ready_grads", self._step)
+        wrap(OPTIMIZER, "DistributedOptimizer.load_state_dict", self._load)
+        wrap(FINALIZE, "_allreduce_word_embedding_grads", self._exchange_tied)
 
     # -- what Megatron's functions do now ---------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The line at the start: what is sent how, on which hop, and why not otherwise."""
+"""The line at the start: the format of every hop, and why it is exact."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A second tier: checkpoints are copied to another folder behind the training.
+"""Copies checkpoints to another folder (--save-copy) while the training goes on.
 
-A copy is a checkpoint like any other. The first rank makes it, by processes of the lowest priority (image.py): every
-file's checksum is compared with the manifest as it is read from the first folder, and once more as it is read back
-from the second. It is written beside its name and renamed.
+A copy is a checkpoint like any other. The first rank makes it, by processes of the lowest priority (image.py). Every
+file's checksum is compared with the manifest twice: as the file is read, and as the copy is read back. The folder is
+written beside its name and renamed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megazero.checkpoint.saving import Part, Tick
 class Copier:
     """Copies checkpoints into ``root``, one at a time: the first one at or after each multiple of ``interval``.
 
-    A copy that fails is told and costs the run nothing: the next checkpoint is then copied. retention: of the copies.
-    tell: takes a sentence, and whether it is a warning, on any thread. limit_s: after which a disk that does not move
-    hangs. Only the first rank of ``group`` copies. guard: called before ``root`` is changed; it ends the process if
-    another run has taken that.
+    If a copy fails, there is a warning, and the next checkpoint is copied. Only the first rank of ``group`` copies.
+    retention: of the copies. tell: takes a sentence, and whether it is a warning, on any thread. limit_s: seconds
+    without progress after which a disk counts as hanging. guard: called before ``root`` is changed; it ends the
+    process if another run owns that folder.
     """
 
     def __init__(

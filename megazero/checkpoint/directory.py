@@ -4,9 +4,9 @@ SAVE/iter_0000100                      is a checkpoint, if its manifest is there
 SAVE/.iter_0000100.partial-1a2b3c4d    is being written; readers ignore it, the next save removes it
 SAVE/.iter_0000100.replaced-1a2b3c4d   is the old one while a new one of its step takes its place
 SAVE/.iter_0000100.removed-1a2b3c4d    is being deleted by retention
-SAVE/iter_0000120.superseded           is one that the run left behind when it went on from an older one: unless
-                                       it is named it is not loaded, and never deleted. The next is .superseded.2
-SAVE/.trial                            a small one, by which a start finds out whether it can save
+SAVE/iter_0000120.superseded           was left behind when the run resumed from an older one. It is loaded only by
+                                       its name, and never deleted. The next is .superseded.2
+SAVE/.trial                            is a small one: a run that starts finds out whether it can save
 
 One job at a time saves into a root. Nothing else under the root is ever touched.
 """
@@ -70,14 +70,14 @@ def checkpoint_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
-Look = Callable[[Path], Manifest | None]  # what a folder is taken for: ``described`` or ``complete``
+Look = Callable[[Path], Manifest | None]  # which folders count: ``described`` or ``complete``
 
 
 def described(path: Path) -> Manifest | None:
     """Return the manifest of ``path`` if it is there and whole, else None.
 
     It reads no other file, so every rank of a large run can call it. Raises OSError if the storage does not answer,
-    here and in ``complete``: a checkpoint that cannot be read now is not one that is missing.
+    as ``complete`` does: a checkpoint that cannot be read now is not missing.
     """
     try:
         return read_manifest(path)
@@ -151,8 +151,8 @@ def find_checkpoint(folder: str | os.PathLike[str], step: int | None = None) -> 
     return found
 
 
-def stated(path: Path) -> Mapping[str, Any]:
-    """Return a checkpoint's description of its run, unchecked, so every rank of a large run may call it.
+def stated(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's state.json without comparing its checksum, so every rank of a large run may call it.
 
     Raises CheckpointError if it is absent or damaged, and OSError if the storage does not answer.
     """
@@ -166,8 +166,8 @@ def stated(path: Path) -> Mapping[str, Any]:
 def supersede(root: Path, origin: Path) -> list[Path]:
     """Rename the checkpoints under ``root`` that a run resumed from ``origin`` leaves behind. Returns the new names.
 
-    These are all of a later step and all saved after ``origin``; if it lies elsewhere, they are all there are. So
-    what stays is this run's own way back. A folder that is no checkpoint of megazero stays.
+    Renamed are those of a later step and those saved after ``origin``, or all if ``origin`` lies elsewhere. This
+    run's history stays, and so does a folder that is no checkpoint of megazero.
     """
     start, here = read_manifest(origin), os.path.realpath(origin.parent) == os.path.realpath(root)
     _clean(root)  # or what a killed save put aside would take the place of what is renamed
@@ -188,7 +188,7 @@ def supersede(root: Path, origin: Path) -> list[Path]:
 
 
 def in_the_way(root: Path, after: int, last: int) -> list[Path]:
-    """Return what has the name of a checkpoint of the steps above ``after`` up to ``last``, but is none.
+    """Return the folders with a checkpoint's name, of the steps above ``after`` up to ``last``, that are none.
 
     ``prepare`` would refuse to save there.
     """

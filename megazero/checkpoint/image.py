@@ -138,12 +138,10 @@ def copy_file(source: Path, target: Path, tick: Callable[[], None]) -> tuple[Fil
     return read, back
 
 
-def _written(path: Path, size: int, tick: Callable[[], None], memory: int, file: int = -1) -> FileEntry:
-    """Run the writer from one open file to another, or to none, and return what it read."""
-    given = [each for each in (memory, file) if each >= 0]
-    words = [memory, file, size, os.getpid()]
-    command = [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)]
-    with _started(command, given) as writer:
+def _written(path: Path, size: int, tick: Callable[[], None], source: int, target: int = -1) -> FileEntry:
+    """Run the writer from one descriptor to another, -1 for none, and return what it read. path: named in errors."""
+    command = [sys.executable, "-I", "-S", str(PROGRAM), *map(str, (source, target, size, os.getpid()))]
+    with _started(command, [each for each in (source, target) if each >= 0]) as writer:
         for line in _lines(writer, tick):
             tick()
             kind, _, number = line.decode().partition(" ")
@@ -167,7 +165,7 @@ def _lines(writer: subprocess.Popen[bytes], tick: Callable[[], None]) -> Iterato
 
 
 def runnable(pid: int) -> bool:
-    """Whether a process of one thread could run now: it waits for no disk, only for a processor if it has none."""
+    """Return whether a process of one thread could run now: it waits for a processor at most, not for a disk."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -93,10 +93,15 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
 def _parse(body: dict[str, Any]) -> Manifest:
     files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
     for name in files:
-        if name != os.path.basename(name) or name in ("", ".", ".."):
+        if not is_plain_name(name):
             raise ValueError(f"'{name}' is not a file of its own directory")
     kinds = {kind: tuple(dtypes) for kind, dtypes in body.pop("kinds").items()}
     return Manifest(**body, kinds=kinds, files=files)
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a file of this name lies in the checkpoint's own directory, not elsewhere."""
+    return name == os.path.basename(name) and name not in ("", ".", "..")
 
 
 def open_manifest(path: Path) -> Manifest:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.manifest import is_plain_name
 
 METADATA_FILE = ".metadata"
 
@@ -242,8 +243,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_file(name: Any) -> str:
-    """Check that this is a file of the checkpoint's directory, not one elsewhere."""
-    if _is(str)(name) != os.path.basename(name) or name in ("", ".", ".."):
+    if not is_plain_name(_is(str)(name)):
         raise ValueError(f"{name!r} is no name of a file in the directory")
     return name
 

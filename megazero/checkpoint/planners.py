@@ -162,7 +162,7 @@ class SliceLoadPlanner(DefaultLoadPlanner):
             padding.zero_()
 
 
-def stored_tensors(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
+def tensors_by_kind(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
     """Map kind to name to description of every tensor of a checkpoint."""
     kinds: dict[str, dict[str, Any]] = {}
     for stored, tensor in metadata.state_dict_metadata.items():

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import STATE_FILE, Manifest, check_checksum, open_manifest, read_manifest
 from megazero.checkpoint.metadata import read_metadata
 from megazero.checkpoint.placement import Placement
-from megazero.checkpoint.planners import SliceLoadPlanner, stored_tensors
+from megazero.checkpoint.planners import CHUNK_ELEMENTS, SliceLoadPlanner, tensors_by_kind
 from megazero.checkpoint.records import SliceRecord
-from megazero.checkpoint.storage import Reader
 
-PIECE_ELEMENTS = 1 << 24  # as large as a stored chunk: smaller pieces would read a chunk several times
+PIECE_ELEMENTS = CHUNK_ELEMENTS  # smaller pieces would read a chunk several times
 
 
 def rank_file(rank: int) -> str:
@@ -36,7 +35,7 @@ def check_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int =
 
 
 def open_metadata(path: Path, manifest: Manifest) -> Metadata:
-    """Return the description of the tensors, all of which lie in files that the manifest lists."""
+    """Return the description of the tensors. Raises CheckpointError unless the manifest lists the files of all."""
     metadata = read_metadata(path)
     for info in metadata.storage_data.values():
         if info.relative_path not in manifest.files:
@@ -44,6 +43,16 @@ def open_metadata(path: Path, manifest: Manifest) -> Metadata:
                 f"'{path}' refers to '{info.relative_path}', which its manifest does not list"
             )
     return metadata
+
+
+class Reader(FileSystemReader):
+    """Reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
+
+    The signature has no ``kwargs``, so torch does not fall back to per-rank metadata files.
+    """
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return read_metadata(Path(self.path))
 
 
 def read_records(
@@ -88,24 +97,29 @@ def pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class StoredTensors:
-    """The tensors of one kind in a directory of torch.distributed.checkpoint. Reading takes the memory of a piece."""
+    """The tensors of one kind in a directory of torch.distributed.checkpoint. Reading takes the memory of a piece.
 
-    def __init__(self, path: Path, metadata: Callable[[], Metadata], kind: str) -> None:
-        self.path, self.kind, self._describe = path, kind, metadata
+    shapes, dtypes: of every tensor, by name, as they are stored.
+    """
 
-    @cached_property
-    def _metadata(self) -> Metadata:
-        return self._describe()
+    def __init__(self, path: Path, metadata: Metadata, kind: str) -> None:
+        self.path, self.kind, self._metadata = path, kind, metadata
+        tensors = tensors_by_kind(metadata).get(kind, {})
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(t.size) for name, t in tensors.items()}
+        self.dtypes: dict[str, torch.dtype] = {name: t.properties.dtype for name, t in tensors.items()}
 
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Map every tensor's name to its shape."""
-        return {name: tuple(t.size) for name, t in stored_tensors(self._metadata)[self.kind].items()}
+    @classmethod
+    def open(cls, path: str | os.PathLike, kind: str = "weights") -> StoredTensors:
+        """Open a kind of the checkpoint directory ``path``. ``check_files`` or ``verify`` checks the bytes, not this.
 
-    @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Map every tensor's name to the dtype that it is stored in."""
-        return {name: t.properties.dtype for name, t in stored_tensors(self._metadata)[self.kind].items()}
+        Raises CheckpointError if the checkpoint is incomplete or lacks the kind.
+        """
+        manifest = open_manifest(Path(path))
+        if kind not in manifest.kinds:
+            raise CheckpointError(
+                f"'{path}' holds no '{kind}', only {', '.join(map(repr, sorted(manifest.kinds)))}"
+            )
+        return cls(Path(path), open_metadata(Path(path), manifest), kind)
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
         """Return rows ``first`` .. of a tensor, on the CPU and in the stored dtype; all of it by default."""
@@ -121,24 +135,3 @@ class StoredTensors:
     def fill(self, records: Sequence[SliceRecord]) -> None:
         """Fill those tensors of the records that are of this kind. The dtype is converted to theirs."""
         read_records(self.path, self._metadata, records, {self.kind: self.kind})
-
-
-class StoredKind(StoredTensors):
-    """The tensors of one kind in a checkpoint directory.
-
-    Only sizes are checked when it is made; ``check_files`` or ``verify`` checks the bytes.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest, kind: str) -> None:
-        super().__init__(path, lambda: open_metadata(path, manifest), kind)
-        self.manifest = manifest
-
-    @classmethod
-    def open(cls, path: str | os.PathLike, kind: str = "weights") -> StoredKind:
-        """Open the checkpoint directory ``path``. Raises CheckpointError if it is incomplete or lacks the kind."""
-        manifest = open_manifest(Path(path))
-        if kind not in manifest.kinds:
-            raise CheckpointError(
-                f"'{path}' holds no '{kind}', only {', '.join(map(repr, sorted(manifest.kinds)))}"
-            )
-        return cls(Path(path), manifest, kind)

@@ -20,9 +20,9 @@ class SliceRecord:
     tensors: map a kind ('weights', 'master', 'exp_avg', ...) to a contiguous 1-D tensor of ``stop - start``
         elements, of any dtype and device. Saving reads it, loading writes it in place.
     stored: maps a kind to the dtype it is stored in, where that is not its tensor's. Saving converts box by box as
-        it writes, so that no second copy of a tensor is held. Loading passes it over.
-    make: returns the flat tensor of a kind when it is to be written, for tensors that are not held before. Those in
-        ``tensors`` are on the device meta and say length and dtype alone. Loading passes it over.
+        it writes, so that no second copy of a tensor is held. Loading ignores it.
+    make: returns the flat tensor of a kind when it is written, for tensors that are not held in memory. Their entries
+        in ``tensors`` are on the meta device and give length and dtype. Loading ignores it.
     owner: whether this rank writes the range. Every stored element needs one owner. Replicas (of
         data-parallel ranks, tied parameters) have ``owner=False`` and load all the same.
     """

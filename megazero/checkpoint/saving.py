@@ -5,9 +5,9 @@ collective. ``save`` waits for each part. An asynchronous save (train/state/save
 of a step, when every rank has finished its part. So there is one way to save, no thread uses a process group, and no
 second set of groups is needed.
 
-All that touches the disk is a part: a disk that hangs holds a thread, never a collective. What the disk refuses is
-tried again (``Retry``), from the same tensors or the same copy of them, into a new folder. A failure of one rank is a
-failed attempt of all.
+Everything that touches the disk is in a part, so a disk that hangs blocks a thread, never a collective. If the disk
+refuses a write, the save is tried again (``Retry``) from the same tensors, or the same copy of them, into a new
+folder. A failure on one rank fails the attempt on all.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ from megazero.checkpoint.manifest import (
     FileEntry,
     Manifest,
     checksum,
+    is_plain_name,
     to_json,
     write_file,
 )
 from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
-from megazero.checkpoint.planners import SliceSavePlanner, stored_tensors
+from megazero.checkpoint.planners import SliceSavePlanner, tensors_by_kind
 from megazero.checkpoint.reading import rank_file
 from megazero.checkpoint.records import SliceRecord
-from megazero.checkpoint.storage import Writer
+from megazero.checkpoint.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-Tick = Callable[[], None]  # called whenever a part gets on
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a save is tried again: the double of the last time's
-LOOK_S = 1.0  # how long a rank may wait in a collective for another one's part
+Tick = Callable[[], None]  # called whenever a part makes progress
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before the next attempt; doubled each time
+LOOK_S = 1.0  # between two looks at the parts of all ranks
 
 
 @dataclass(frozen=True)
@@ -84,18 +85,14 @@ class Snapshot:
         if self.step < 0:
             raise ValueError(f"a snapshot's step is {self.step}; steps count from 0")
         for name in self.files:
-            if (
-                name != os.path.basename(name)
-                or name.startswith(".")
-                or name in ("", MANIFEST_FILE, STATE_FILE)
-            ):
+            if not is_plain_name(name) or name.startswith(".") or name in (MANIFEST_FILE, STATE_FILE):
                 raise ValueError(f"a snapshot's file cannot have the name {name!r}")
 
 
 class Part:
-    """One rank's own share of a save, done on a thread: reading and writing of files, no collective.
+    """One rank's share of a save, run on a thread. It reads and writes files and uses no collective.
 
-    pause: it only waits, between two attempts.
+    pause: the part only waits, between two attempts.
     """
 
     def __init__(self, what: str, action: Callable[[Tick], Any], pause: bool = False) -> None:
@@ -106,12 +103,12 @@ class Part:
         self._moved = time.monotonic()
 
     def start(self) -> None:
-        """Begin it. The thread is a daemon: the process can end even if a disk hangs for ever."""
+        """Start the thread. It is a daemon, so the process can end even if a disk hangs forever."""
         self._tick()
         threading.Thread(target=self._run, name="save", daemon=True).start()
 
     def _run(self) -> None:
-        """Do it. An error is kept for ``result``."""
+        """Run the action. Its error is raised by ``result``."""
         try:
             self._value = self._action(self._tick)
         except Exception as error:
@@ -122,21 +119,21 @@ class Part:
         self._moved = time.monotonic()
 
     def ended(self, limit_s: float) -> bool:
-        """Whether it is done, or nothing of it has got on for ``limit_s`` seconds, which ends it with an error."""
+        """Return whether it has ended: done, or without progress for ``limit_s`` seconds, which is an error."""
         still = time.monotonic() - self._moved
         if not self._done.is_set() and self._error is None and still > limit_s:
             self._error = TimeoutError(
                 errno.ETIMEDOUT,
-                f"{self.what} has not got on for {still:.0f} s: the disk or the link to it hangs",
+                f"{self.what} has made no progress for {still:.0f} s: the disk or the link to it hangs",
             )
         return self._done.is_set() or self._error is not None
 
     def returned(self, seconds: float) -> bool:
-        """Wait for its thread to end, at most so long. Return whether it has."""
+        """Wait at most so many seconds for the thread to end. Return whether it has."""
         return self._done.wait(seconds)
 
     def wait_for_all(self, group: dist.ProcessGroup | None, limit_s: float) -> None:
-        """Return when every rank's part has ended. Collective: no rank waits long in it for another one's disk."""
+        """Return when every rank's part has ended. Collective, again and again: no message waits for a slow disk."""
         while True:
             self._done.wait(min(LOOK_S, limit_s / 4))
             ended = torch.tensor(float(self.ended(limit_s)))
@@ -153,10 +150,10 @@ class Part:
 
 
 class Retry:
-    """How long a save that the storage refused is tried again: ``limit_s`` seconds, counted from the first failure.
+    """Says how often a save that the storage refused is tried again: for ``limit_s`` seconds from the first failure.
 
-    tell: takes a sentence about a failure. The first rank's clock counts. part: this rank's last one, which may hang
-    in a call that returns later, and then goes on: nothing is tried beside it.
+    The first rank's clock counts. tell: is called with a sentence about each failure. part: this rank's last part. It
+    may hang in a call that returns later; nothing is tried until then.
     """
 
     def __init__(self, limit_s: float = 0.0, tell: Callable[[str], None] = lambda text: None) -> None:
@@ -175,7 +172,7 @@ class Retry:
         return min(pause, left) if left > 0 else None
 
     def waiting(self) -> Part:
-        """Return the part that waits before the next attempt: the pause, and for what hangs."""
+        """Return the part that waits before the next attempt: the pause, and until a part that hangs returns."""
         return Part("waiting", self._wait, pause=True)
 
     def _wait(self, tick: Tick) -> None:
@@ -197,14 +194,14 @@ def save(
     limit_s: float = inf,
     **how: Any,
 ) -> Path:
-    """Do all of ``saving``, which takes ``how``. A disk that does not move for ``limit_s`` seconds is an error."""
+    """Run ``saving``, which takes ``how``, to its end. No progress for ``limit_s`` seconds is an error."""
     return completed(saving(root, snapshot, group=group, **how), group, limit_s)
 
 
 def completed(
     parts: Generator[Part, None, Path], group: dist.ProcessGroup | None, limit_s: float = inf
 ) -> Path:
-    """Do all parts of a save, and return its path. Collective."""
+    """Run all parts of a save and return its path. Collective."""
     while True:
         try:
             part = next(parts)
@@ -225,16 +222,17 @@ def saving(
     guard: Callable[[], None] = lambda: None,
     retry: Retry | None = None,
 ) -> Generator[Part, None, Path]:
-    """Write ``root/iter_<step>`` from every rank's snapshot and return its path. It yields what is this rank's own
-    work: go on when the parts of all ranks have ended.
+    """Write ``root/iter_<step>`` from every rank's snapshot and return its path.
+
+    It yields this rank's parts: start each, and resume when those of all ranks have ended.
 
     An error on one rank (a full disk, say) raises CheckpointError on every rank. After an error or a kill the older
     checkpoints are as they were. An existing directory of the same step is kept and is an error, unless
     ``overwrite``. ``root`` must be the same directory for every rank, and no other job may save into it. ``guard`` is
-    called on the first rank before it changes the root; it ends the process if another job has taken that.
+    called on the first rank before it changes the root; it ends the process if another job owns the root.
     With ``staging`` the snapshot is copied there before the first part, and may change from then on. Without, its
-    tensors must stay as they are until the end. What the storage refuses is tried again as ``retry`` says; then
-    SaveError is raised.
+    tensors must stay as they are until the end. If the storage refuses a write, the save is tried again as ``retry``
+    says; then SaveError is raised.
     """
     task, retry = _Task(Path(root), snapshot, group, overwrite, guard), retry or Retry()
     agree(group, task.doing, partial(_plan, task.writer, snapshot.records, group))
@@ -274,7 +272,7 @@ def saving(
 
 @dataclass
 class _Task:
-    """A save, which may take several attempts. small: what this rank writes besides its slices."""
+    """A save, of one or more attempts. small: the files that this rank writes besides its slices."""
 
     root: Path
     snapshot: Snapshot
@@ -292,11 +290,11 @@ class _Task:
         self.writer = Writer(self.rank)
 
     def of_first(self, what: str, action: Callable[[], Any]) -> Part:
-        """Return the part that is only the first rank's."""
+        """Return a part in which only the first rank acts."""
         return Part(what, lambda tick: action() if self.rank == 0 else None)
 
     def attempt(self) -> Generator[Part, None, None]:
-        """Write all into a new folder, which becomes the checkpoint. Collective between the parts."""
+        """Write everything into a new folder and make it the checkpoint. Collective between the parts."""
         yield (part := self.of_first(f"preparing '{self.root}'", self._prepare))
         temporary: Path = agree(self.group, self.doing, part.result)[0]
         try:
@@ -365,7 +363,7 @@ def _manifest(path: Path, snapshot: Snapshot, files: Mapping[str, FileEntry], wo
         kind: tuple(
             sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors.values()})
         )
-        for kind, tensors in stored_tensors(read_metadata(path)).items()
+        for kind, tensors in tensors_by_kind(read_metadata(path)).items()
     }
     return Manifest(
         step=snapshot.step,

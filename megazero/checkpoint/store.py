@@ -5,7 +5,6 @@ then torch.distributed need not be initialised."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ import torch.distributed as dist
 from safetensors import torch as safetensors
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoint, latest
+from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoint, latest, stated
 from megazero.checkpoint.errors import CheckpointError, agree, agree_local
 from megazero.checkpoint.image import Staging
-from megazero.checkpoint.manifest import STATE_FILE, Manifest, open_manifest, read_manifest, to_json
+from megazero.checkpoint.manifest import Manifest, open_manifest, read_manifest, to_json
 from megazero.checkpoint.placement import Placement
-from megazero.checkpoint.planners import stored_tensors
+from megazero.checkpoint.planners import tensors_by_kind
 from megazero.checkpoint.reading import (
-    StoredKind,
     check_files,
     open_metadata,
     rank_file,
@@ -48,7 +46,6 @@ __all__ = [
     "SliceRecord",
     "Snapshot",
     "Staging",
-    "StoredKind",
     "check_bytes",
     "checkpoints",
     "completed",
@@ -135,7 +132,7 @@ def load_kinds(
     """As ``load_full``, of several kinds, all by default: kind -> name -> tensor."""
     manifest = open_manifest(Path(path))
     kinds = tuple(manifest.kinds) if kinds is None else kinds
-    stored = stored_tensors(open_metadata(Path(path), manifest))
+    stored = tensors_by_kind(open_metadata(Path(path), manifest))
     tensors = dict[str, dict[str, torch.Tensor]]()
     records = []
     for kind in kinds:
@@ -169,7 +166,7 @@ def _check_model(
     wanted: Sequence[Mapping[str, Mapping[str, tuple[int, ...]]]],
     kinds: Mapping[str, str],
 ) -> None:
-    stored = stored_tensors(metadata)
+    stored = tensors_by_kind(metadata)
     for kind in dict.fromkeys(kinds.values()):
         if kind not in stored:
             raise CheckpointError(
@@ -194,7 +191,7 @@ def _check_model(
 def _read_local(
     path: Path, manifest: Manifest, rank: int | None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
-    state = json.loads((path / STATE_FILE).read_bytes())
+    state = stated(path)
     if rank is None:
         return state, None
     name = rank_file(rank)

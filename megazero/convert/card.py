@@ -1,6 +1,6 @@
-"""What a run is, in words: the model card of an exported checkpoint, and the flags of a run of a published model.
+"""A model in words: the model card of an exported checkpoint, and the flags of a run with a published model.
 
-The card says which run it is, how it was trained, and what lies in the folder.
+The card says which run the model is from, how it was trained, and what lies in the folder.
 """
 
 from __future__ import annotations

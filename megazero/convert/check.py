@@ -13,17 +13,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import tokenizers as library
+import tokenizers
 import torch
 
 from megazero.checkpoint.reading import pieces
 from megazero.checkpoint.records import SliceRecord
 from megazero.config.model.published import find_tokenizer
 from megazero.config.model.section import ModelConfig
-from megazero.convert import tokenizer as tokenizers
 from megazero.convert.importing import Published, Weights
 from megazero.convert.source import Source
-from megazero.convert.tokenizer import RunTokenizer
+from megazero.convert.tokenizer import RunTokenizer, compare_encodings, of_checkpoint, sample_texts
 from megazero.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.models import Decoder
@@ -193,11 +192,11 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 def compare_tokens(source: Source, folder: Path, named: Path | None = None) -> Iterator[Line]:
     """Compare the ids that transformers gives to sample texts with those of the training's tokenizer."""
-    run = tokenizers.of_checkpoint(source.path, source.values, named)
+    run = of_checkpoint(source.path, source.values, named)
     if run.kind == "NullTokenizer":
         yield Line("tokenizer", "not compared: the checkpoint was trained on token ids, without a tokenizer")
         return
-    yield from compare_ids(run, folder, tokenizers.sample_texts(run.tokenizer))
+    yield from compare_ids(run, folder, sample_texts(run.tokenizer))
 
 
 def compare_ids(run: RunTokenizer, folder: Path, texts: Sequence[str]) -> Iterator[Line]:
@@ -211,12 +210,12 @@ def compare_ids(run: RunTokenizer, folder: Path, texts: Sequence[str]) -> Iterat
         raise ValueError(f"'{folder}' has no tokenizer, and the checkpoint has a {run.kind}")
     kind = found.pop("tokenizer_type")
     ours, theirs = load_tokenizer(kind, **found), _their_tokenizer(folder)
-    outcome = tokenizers.compare(run, theirs or ours.encode, texts)
+    outcome = compare_encodings(run, theirs or ours.encode, texts)
     files = "the folder's files"
     by = f"transformers {theirs.version}" if theirs else files
     if theirs and outcome.wrong and (rebuilt := theirs.rebuilt(ours)):
         what, encode = rebuilt
-        others, outcome, by = outcome, tokenizers.compare(run, encode, texts), files
+        others, outcome, by = outcome, compare_encodings(run, encode, texts), files
         told = f"gives others to {len(others.wrong)} of {others.count}: {what}. Training follows the files"
         yield Line(f"  {theirs.name}", f"of transformers {theirs.version} {told}")
     for text in outcome.wrong[:3]:
@@ -254,7 +253,9 @@ class _Theirs:
             backend = json.loads(self._made.backend_tokenizer.to_str())
             file = json.loads(ours.model.to_str())
             other = [part for part in ("normalizer", "pre_tokenizer", "model") if backend[part] != file[part]]
-            made = library.Tokenizer.from_str(json.dumps({**backend, **{part: file[part] for part in other}}))
+            made = tokenizers.Tokenizer.from_str(
+                json.dumps({**backend, **{part: file[part] for part in other}})
+            )
             made.encode_special_tokens = self._made.split_special_tokens
             what = f"it has another {', '.join(other)} than the files say"
             return (what, lambda text: made.encode(text, add_special_tokens=False).ids) if other else None

@@ -1,4 +1,4 @@
-"""What ``megazero convert`` does, by its sub-commands. Each takes its options and returns the exit status."""
+"""The sub-commands of ``megazero convert``. Each takes its options and returns the exit status."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _to_hf(options: argparse.Namespace) -> int:
         )
         good = False
         try:
-            good = options.no_check or _compared(source, Published.open(partial), options, progress)
+            good = options.no_check or _compared(source, Published.open(partial), options.tokenizer, progress)
         finally:
             if not good:  # without it no reader takes the folder for a model
                 (partial / CONFIG_FILE).unlink()
@@ -60,8 +60,7 @@ def _from_hf(options: argparse.Namespace) -> int:
             progress.note(note)
         progress.say("writing", 0)
         path = write_checkpoint(published, trial)
-        options.tokenizer = None
-        return options.no_check or _compared(Source(path), published, options, progress)
+        return options.no_check or _compared(Source(path), published, None, progress)
 
     return _import(options.checkpoint, write)
 
@@ -120,11 +119,8 @@ def _check(options: argparse.Namespace) -> int:
         source = _source(options, weights, None)
         progress.say("checking the checkpoint", 0)
         verify(source.path)
-        return (
-            0
-            if _compared(source, Published.open(options.folder, options.accept_field), options, progress)
-            else 1
-        )
+        published = Published.open(options.folder, options.accept_field)
+        return 0 if _compared(source, published, options.tokenizer, progress) else 1
 
 
 def _flags(options: argparse.Namespace) -> int:
@@ -139,10 +135,8 @@ def _source(options: argparse.Namespace, weights: str, dtype: str | None) -> Sou
     )
 
 
-def _compared(
-    source: Source, published: Published, options: argparse.Namespace, progress: ExportProgress
-) -> bool:
-    return _printed(compare(source, published, options.tokenizer, lambda what: progress.say(what, 0)))
+def _compared(source: Source, published: Published, tokenizer: Path | None, progress: ExportProgress) -> bool:
+    return _printed(compare(source, published, tokenizer, lambda what: progress.say(what, 0)))
 
 
 def _printed(lines: Iterable[Line]) -> bool:

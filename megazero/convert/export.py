@@ -1,14 +1,14 @@
 """Exports a checkpoint to a Hugging Face folder: the weights, then their description, config.json last.
 
 Everything is written in FOLDER.partial, which is renamed when it is complete. After an interruption the same call
-goes on and keeps finished files whose checksums match.
+continues and keeps finished files whose checksums match.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint import store
 from megazero.checkpoint.directory import fsync_directory
-from megazero.checkpoint.errors import agree, agree_local
+from megazero.checkpoint.errors import CheckpointError, agree, agree_local
 from megazero.checkpoint.manifest import FileEntry, checksum
 from megazero.checkpoint.reading import check_files
 from megazero.config.model.architecture import architecture_of
 from megazero.config.model.published import CONFIG_FILE
 from megazero.config.read.files import read_json
-from megazero.convert import tokenizer as tokenizers
 from megazero.convert.card import card
 from megazero.convert.folder import INDEX_FILE
 from megazero.convert.shards import (
@@ -37,7 +35,14 @@ from megazero.convert.shards import (
     write_shard,
 )
 from megazero.convert.source import Source
-from megazero.convert.tokenizer import RunTokenizer
+from megazero.convert.tokenizer import (
+    RunTokenizer,
+    generation_config,
+    hub_tokenizer,
+    of_checkpoint,
+    token_ids,
+)
+from megazero.data.tokenizer_settings import GENERATION
 from megazero.files import replacing
 
 CONVERSION_FILE, CARD_FILE = "conversion.json", "README.md"
@@ -53,11 +58,10 @@ class ExportProgress:
     note: Callable[[str], None] = lambda text: None
 
 
-def target_errors(folder: Path) -> str:
-    """Return why ``folder`` cannot be exported to, or ''. What is there is never touched."""
+def refuse_existing(folder: Path) -> None:
+    """Raise CheckpointError if the folder of an export is there: it is never touched."""
     if folder.exists():
-        return "that exists already and was kept; name another folder, or move it away"
-    return ""
+        raise CheckpointError("that exists already and was kept; name another folder, or move it away")
 
 
 def write_folder(
@@ -71,7 +75,7 @@ def write_folder(
 ) -> Path:
     """Write FOLDER.partial, whole, and return it; ``finish`` gives it its name. Collective over ``group``.
 
-    shard_bytes: the most bytes of tensors in a file. tokenizer: as ``tokenizers.of_checkpoint`` takes it. The ranks
+    shard_bytes: the most bytes of tensors in a file. tokenizer: as ``of_checkpoint`` takes it. The ranks
     of the group share the files between them. Raises CheckpointError on every rank: the checkpoint is damaged, has no
     architecture in Hugging Face, or is not to be written there; finished files stay for the next call.
     """
@@ -80,13 +84,12 @@ def write_folder(
     doing = f"'{folder}' not written"
 
     def prepare() -> tuple[list[Shard], RunTokenizer | None]:
-        if error := target_errors(folder):
-            raise store.CheckpointError(error)
+        refuse_existing(folder)
         architecture_of(source.model)
         shards = plan_shards(source.tensors, shard_bytes)
         run = None
         if rank == 0:
-            run = tokenizers.of_checkpoint(source.path, source.values, tokenizer)
+            run = of_checkpoint(source.path, source.values, tokenizer)
             partial.mkdir(parents=True, exist_ok=True)
             _check_space(partial, shards)
         return shards, run
@@ -99,7 +102,7 @@ def write_folder(
     name = _source_name(source)
 
     def write() -> dict[str, FileEntry]:
-        return {s.file: write_shard(partial, s, source.pieces, name, progress.advance)[0] for s in own}
+        return {s.file: write_shard(partial, s, source.pieces, name, progress.advance) for s in own}
 
     cure = f"{doing}, and finished files stay: the same command goes on in '{partial}'"
     files = {file: entry for part in agree(group, cure, write) for file, entry in part.items()}
@@ -115,8 +118,7 @@ def finish(partial: Path, group: dist.ProcessGroup | None = None) -> Path:
 
     def rename() -> None:
         if group is None or dist.get_rank(group) == 0:
-            if error := target_errors(folder):
-                raise store.CheckpointError(error)
+            refuse_existing(folder)
             os.rename(partial, folder)
             fsync_directory(folder.parent)
 
@@ -126,19 +128,19 @@ def finish(partial: Path, group: dist.ProcessGroup | None = None) -> Path:
 
 def converted_weights(folder: Path) -> str:
     """Return which weights of its checkpoint a folder holds: as ``write_folder`` noted, else "trained"."""
-    noted = folder / CONVERSION_FILE
-    return (
-        read_json(noted, "it says where the folder is from").get("weights", "trained")
-        if noted.is_file()
-        else "trained"
-    )
+    return _conversion(folder).get("weights", "trained")
 
 
 def converted_from(folder: Path, source: Source) -> bool:
     """Tell whether ``folder`` is there and was written from that checkpoint."""
-    noted = folder / CONVERSION_FILE
     files = {name: asdict(entry) for name, entry in source.manifest.files.items()}
-    return noted.is_file() and read_json(noted, "it says where the folder is from").get("source") == files
+    return _conversion(folder).get("source") == files
+
+
+def _conversion(folder: Path) -> Mapping[str, Any]:
+    """Return what ``write_folder`` noted in the folder, or nothing."""
+    noted = folder / CONVERSION_FILE
+    return read_json(noted, "it says where the folder is from") if noted.is_file() else {}
 
 
 def hub_config(source: Source, run: RunTokenizer) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def hub_config(source: Source, run: RunTokenizer) -> dict[str, Any]:
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.nbytes
     dtype = max(counts, key=lambda dtype: counts[dtype])
     config = architecture_of(source.model).hugging_face.config(source.model)
-    return {**config, **tokenizers.token_ids(run), "torch_dtype": str(dtype).removeprefix("torch.")}
+    return {**config, **token_ids(run), "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def _describe(
@@ -163,10 +165,10 @@ def _describe(
     progress: ExportProgress,
 ) -> None:
     """Write all but the weights into ``partial``: config.json last."""
-    hub = tokenizers.hub_tokenizer(run)
+    hub = hub_tokenizer(run)
     if hub.note:
         progress.note(hub.note)
-    small = {**hub.files, tokenizers.GENERATION: tokenizers.generation_config(run)}
+    small = {**hub.files, GENERATION: generation_config(run)}
     for name, data in small.items():
         with replacing(partial / name) as handle:
             handle.write(data)
@@ -213,6 +215,6 @@ def _check_space(partial: Path, shards: list[Shard]) -> None:
     needed = sum(shard.nbytes for shard in shards if shard.file not in there)
     free = shutil.disk_usage(partial).free
     if needed > free:
-        raise store.CheckpointError(
+        raise CheckpointError(
             f"{needed / 1e9:.2f} GB are to be written and '{partial.parent}' has {free / 1e9:.2f} GB free"
         )

@@ -79,14 +79,15 @@ class Folder:
         root = Path(path)
         config = read_json(root / CONFIG_FILE, "it says what the model is")
         entries: dict[str, Entry] = {}
-        for file in _files(root):
+        index = _read_index(root)
+        for file in _files(root, index):
             for name, entry in read_entries(file).items():
                 if name in entries:
                     raise ValueError(
                         f"'{name}' is in '{entries[name].file}' and in '{file}': remove one of them"
                     )
                 entries[name] = entry
-        _check_index(root, entries)
+        _check_index(root / INDEX_FILE, index or {}, entries)
         return cls(root, config, entries)
 
     @cached_property
@@ -129,11 +130,18 @@ class Folder:
         return self._maps[file]
 
 
-def _files(root: Path) -> Iterator[Path]:
-    """Yield the files of the index, or the single file without one."""
+def _read_index(root: Path) -> dict[str, str] | None:
+    """Return which file has which tensor, or None without an index."""
+    index = root / INDEX_FILE
+    if not index.exists():
+        return None
+    return read_json(index, "it says which file has which tensor").get("weight_map", {})
+
+
+def _files(root: Path, named: Mapping[str, str] | None) -> Iterator[Path]:
+    """Yield the files that the index names, or the single file without one."""
     index, found = root / INDEX_FILE, sorted(root.glob("*.safetensors"))
-    if index.exists():
-        named = read_json(index, "it says which file has which tensor").get("weight_map", {})
+    if named is not None:
         for name in sorted(set(named.values())):
             if name != os.path.basename(name):
                 raise ValueError(f"'{index}' names '{name}', which is not a file of the folder")
@@ -153,11 +161,7 @@ def _files(root: Path) -> Iterator[Path]:
         raise ValueError(f"'{root}' has no '{SINGLE_FILE}': weights are read from safetensors files{hint}")
 
 
-def _check_index(root: Path, entries: Mapping[str, Entry]) -> None:
-    index = root / INDEX_FILE
-    if not index.exists():
-        return
-    named = read_json(index, "it says which file has which tensor").get("weight_map", {})
+def _check_index(index: Path, named: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
     wrong = [name for name, file in named.items() if name not in entries or entries[name].file.name != file]
     if wrong:
         raise ValueError(

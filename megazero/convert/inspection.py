@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any
 
 import torch
 
+from megazero.checkpoint.directory import stated
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.manifest import STATE_FILE, check_checksum, open_manifest
-from megazero.checkpoint.reading import StoredKind, pieces
+from megazero.checkpoint.manifest import check_checksum, open_manifest
+from megazero.checkpoint.reading import StoredTensors, pieces
 
 
 def describe(path: Path, tensors: bool = False, check: bool = True) -> Iterator[str]:
@@ -20,7 +20,7 @@ def describe(path: Path, tensors: bool = False, check: bool = True) -> Iterator[
 
     Raises CheckpointError if it is incomplete.
     """
-    manifest, state = open_manifest(path), json.loads((path / STATE_FILE).read_bytes())
+    manifest, state = open_manifest(path), stated(path)
     samples = f"{state.get('consumed_samples', 0):,} samples"
     yield f"{path}: step {manifest.step}, {samples}, written by {manifest.world_size} ranks"
     if origin := state.get("imported"):
@@ -31,7 +31,7 @@ def describe(path: Path, tensors: bool = False, check: bool = True) -> Iterator[
     for name, loss in (state.get("losses") or {}).items():
         yield f"{name:<11} {loss:.4f}"
     for kind in sorted(manifest.kinds):
-        stored = StoredKind.open(path, kind)
+        stored = StoredTensors.open(path, kind)
         numel = sum(prod(shape) for shape in stored.shapes.values())
         size = sum(prod(shape) * stored.dtypes[name].itemsize for name, shape in stored.shapes.items())
         dtypes = ", ".join(manifest.kinds[kind])
@@ -68,7 +68,7 @@ def differences(one: Path, other: Path) -> Iterator[str]:
         if kind not in first.kinds or kind not in second.kinds:
             yield f"{kind}: only in {one if kind in first.kinds else other}"
         else:
-            yield from _tensors(kind, StoredKind.open(one, kind), StoredKind.open(other, kind))
+            yield from _tensors(kind, StoredTensors.open(one, kind), StoredTensors.open(other, kind))
 
 
 def _changed(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -77,7 +77,7 @@ def _changed(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Ite
             yield f"{what}.{name}: {one.get(name)}, {other.get(name)}"
 
 
-def _tensors(kind: str, one: StoredKind, other: StoredKind) -> Iterator[str]:
+def _tensors(kind: str, one: StoredTensors, other: StoredTensors) -> Iterator[str]:
     for name in sorted(one.shapes.keys() | other.shapes.keys()):
         shapes = one.shapes.get(name), other.shapes.get(name)
         if shapes[0] is None or shapes[1] is None or shapes[0] != shapes[1]:
@@ -86,7 +86,7 @@ def _tensors(kind: str, one: StoredKind, other: StoredKind) -> Iterator[str]:
             yield f"{kind}/{name}: {line}"
 
 
-def _distance(one: StoredKind, other: StoredKind, name: str) -> str:
+def _distance(one: StoredTensors, other: StoredTensors, name: str) -> str:
     """Say how far apart two tensors of one shape are, or '' if they are equal."""
     unequal, square, norm, largest = 0, 0.0, 0.0, 0.0
     for first, rows in pieces(one.shapes[name]):

@@ -91,8 +91,8 @@ Pieces = Callable[[Plain], Iterator[torch.Tensor]]
 
 def write_shard(
     folder: Path, shard: Shard, pieces: Pieces, source: str, advance: Callable[[int], None]
-) -> tuple[FileEntry, bool]:
-    """Write one file and return its size and checksum, and whether it had to be written.
+) -> FileEntry:
+    """Write one file and return its size and checksum.
 
     It is written beside and renamed. A file that an earlier call finished from the same ``source`` (any text that
     names it) stays if its bytes have the checksum that was noted then. advance: called with the bytes written.
@@ -107,7 +107,7 @@ def write_shard(
         and (entry := checksum(path)) == FileEntry(**known["entry"])
     ):
         advance(entry.size)
-        return entry, False
+        return entry
     partial = folder / f"{shard.file}{PARTIAL}"
     try:
         entry = _write(partial, shard, pieces, advance)
@@ -116,7 +116,7 @@ def write_shard(
         raise
     os.rename(partial, path)
     write_json(note, {"plan": plan, "entry": asdict(entry)})
-    return entry, True
+    return entry
 
 
 def _write(path: Path, shard: Shard, pieces: Pieces, advance: Callable[[int], None]) -> FileEntry:

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.manifest import Manifest
-from megazero.checkpoint.reading import StoredKind, pieces, read_state
+from megazero.checkpoint.manifest import Manifest, open_manifest
+from megazero.checkpoint.reading import StoredTensors, pieces, read_state
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import section_of
 from megazero.config.run import stored_values
 from megazero.convert.shards import Plain
 from megazero.models.placements import stored_tensors
-
-WEIGHTS = ("trained", "master")
 
 
 @dataclass(frozen=True)
@@ -35,22 +33,22 @@ class Source:
     dtype: torch.dtype | None = None
 
     @cached_property
-    def stored(self) -> StoredKind:
+    def stored(self) -> StoredTensors:
         """The stored tensors. Raises CheckpointError if the checkpoint does not hold the weights asked for."""
-        kind = "weights"
-        kinds = StoredKind.open(self.path).manifest.kinds
-        if self.weights == "master" and "master" in kinds:
-            kind = "master"
-        elif self.weights == "master" and set(kinds["weights"]) & {"bfloat16", "float16"}:
-            # A run in fp32 needs none: its weights are the master weights.
+        kinds = self.manifest.kinds
+        if self.weights == "trained":
+            return StoredTensors.open(self.path)
+        if "master" in kinds:
+            return StoredTensors.open(self.path, "master")
+        if set(kinds.get("weights", ())) & {"bfloat16", "float16"}:
             raise CheckpointError(
                 f"'{self.path}' holds no master weights, only {', '.join(kinds)}; leave out --weights master"
             )
-        return StoredKind.open(self.path, kind)
+        return StoredTensors.open(self.path)  # a run in fp32 needs none: its weights are the master weights
 
-    @property
+    @cached_property
     def manifest(self) -> Manifest:
-        return self.stored.manifest
+        return open_manifest(self.path)
 
     @cached_property
     def values(self) -> Mapping[str, Any]:

@@ -213,18 +213,20 @@ def _proved(raw: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of ``compare``: the texts with other ids, those left out, and how many were compared."""
+    """What came of ``compare_encodings``: the texts with other ids, those left out, and how many were compared."""
 
     wrong: list[str]
     left_out: list[str]
     count: int
 
 
-def compare(run: RunTokenizer, encode: Callable[[str], list[int]], texts: Sequence[str]) -> Comparison:
+def compare_encodings(
+    run: RunTokenizer, encode: Callable[[str], list[int]], texts: Sequence[str]
+) -> Comparison:
     """Compare ``encode`` with the training's tokenizer.
 
-    Texts with other ids are left out that spell a special token of a unigram model or of a published GPT-2, which is
-    found in a text there.
+    Texts with other ids are left out if they spell a special token of a unigram model or of a published GPT-2: there
+    it is found in a text.
     """
     raw, end = run.files.get("tokenizer.model"), GPT2BPETokenizer.EOD
     if run.kind == "SentencePieceTokenizer" and raw is not None:

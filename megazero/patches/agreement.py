@@ -27,7 +27,7 @@ def agree_on(options: Any) -> None:
 
 
 def nothing_quantised(numel: int) -> str:
-    """Say that parameters of at most ``numel`` elements are sent exactly, and there are no others."""
+    """Return the error for options that quantise nothing, as no parameter has more than ``numel`` elements."""
     return (
         f"exact_numel={numel}: no parameter has more elements on a rank, or all that do are sent exactly anyway, so "
         "nothing would be quantised; give less, or weights='none', gradients='none'"

@@ -1,6 +1,6 @@
-"""Two looks at what a patch sends: first steps with every message sent exactly, too, and checksums of replicas.
+"""Two checks of what a patch sends: against exact messages in the first steps, and by checksums of replicas.
 
-Both cost time and memory while they look, and nothing otherwise.
+Both cost time and memory only in the steps that they check.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import torch.distributed as dist
 
 from megazero.kernels.fingerprint import fingerprint
 
-GRADIENTS, WEIGHTS = "gradients", "weights"
-
 
 class Differences:
-    """Adds up, by kind, what messages of a step lost, and prints it on rank 0. ``patch`` is the name that it says."""
+    """Adds up, by kind, what the messages of a step lost, and prints it on rank 0 under the name ``patch``."""
 
     def __init__(self, patch: str) -> None:
         self.patch = patch
@@ -36,7 +34,7 @@ class Differences:
         self.sums[kind] = self.sums[kind] + squares if kind in self.sums else squares
 
     def tell(self, kind: str) -> None:
-        """Print on rank 0 what was noted of this kind since the last call."""
+        """Print on rank 0 the difference of this kind since the last call."""
         if kind in self.sums:
             lost, whole = self.sums.pop(kind).tolist()
             if dist.get_rank() == 0:

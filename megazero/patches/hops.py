@@ -1,6 +1,6 @@
-"""The hops of a patch's messages: what its gathers and sums have in common, whatever lies in a message.
+"""The hops of a patch's messages: gathers and sums over an axis, whatever lies in a message.
 
-Each is a generator that yields a collective's Work and goes on when that has finished, as chains of a lane do.
+Each is a generator, as chains of a lane are: it yields a collective's Work and is resumed when that has finished.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.codec import Codec, Identity, Noise, at_least_fp32
-from megazero.comm.hops import Traffic, other_rows, start_exchange, start_gather, start_route
+from megazero.comm.hops import Traffic, other_rows, start_exchange, start_gather
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.mesh.mesh import Axis
 
@@ -24,7 +24,7 @@ Watch = Callable[[Sequence[torch.Tensor], torch.Tensor, int], None]
 
 @dataclass(frozen=True)
 class Passing:
-    """What chains share: the counters of bytes, and the arena of the buffers that pass, on ``device``."""
+    """What chains share: the counters of bytes, and the arena of their buffers on ``device``."""
 
     traffic: Traffic
     arena: Arena
@@ -34,18 +34,12 @@ class Passing:
         return self.arena.frame(self.device)
 
 
-def add_others(
-    axis: Axis, codec: Codec, messages: torch.Tensor, sums: Sequence[torch.Tensor], passing: Passing
-) -> Generator[dist.Work, None, None]:
-    """Send messages [size - 1, m] to the axis's other ranks, by index, and add theirs to ``sums``.
+def noise_of(name: str, sender: int, step: int) -> Noise:
+    """Return the noise of messages of this name.
 
-    sums: this rank's own values, at least fp32, 1-D, one per region of the messages. Those of others are added by
-    index: so ranks that sum the same values in the same order have the same bits.
+    sender: this rank's index in its data-parallel group. So tensor-parallel ranks round alike what they replicate.
     """
-    with passing.frame() as frame:
-        received = frame.take(messages.numel(), messages.dtype).view(messages.shape)
-        yield start_exchange(axis, received, messages, passing.traffic)
-        codec.decode_sum(received, sums[0], True, *sums[1:])
+    return Noise.named(0, step, f"{name} from {sender}")
 
 
 def sum_over(
@@ -63,7 +57,8 @@ def sum_over(
 
     noise: for a codec that rounds at random; another one for each sender. watch: is shown every message.
     own: the place of this rank's row, if the others are by index around another place than this rank's index.
-    Returns the sums, at least fp32, [...] as the regions' rows, in buffers from ``take``.
+    Returns the sums, at least fp32, [...] as the regions' rows, in buffers from ``take``. Rows of others are added by
+    index, so ranks that sum the same rows have the same bits.
     """
     own = axis.index if own is None else own
     with passing.frame() as frame:
@@ -84,26 +79,10 @@ def sum_over(
         ]
         for total, region in zip(sums, regions, strict=True):
             total.copy_(region[own])
-        yield from add_others(axis, codec, messages, [total.view(-1) for total in sums], passing)
+        received = frame.take(messages.numel(), messages.dtype).view(messages.shape)
+        yield start_exchange(axis, received, messages, passing.traffic)
+        codec.decode_sum(received, sums[0].view(-1), True, *(total.view(-1) for total in sums[1:]))
     return sums
-
-
-def exchange_uneven(
-    axis: Axis,
-    kind: str,
-    messages: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    take: Take,
-    passing: Passing,
-) -> Generator[dist.Work, None, torch.Tensor]:
-    """Send ``sent[i]`` elements of messages to each index i, its own too; return ``received[i]`` from each, flat.
-
-    kind: the hop's kind for the counters. The result lies in a buffer from ``take``.
-    """
-    out = take(sum(received), messages.dtype)
-    yield start_route(axis, out, messages, received, sent, kind, passing.traffic)
-    return out
 
 
 def refuse_capture(device: torch.device, patch: str) -> None:
@@ -119,7 +98,7 @@ def refuse_capture(device: torch.device, patch: str) -> None:
 def gather_over(
     axes: Sequence[Axis], message: torch.Tensor, kind: str, take: Take, passing: Passing
 ) -> Generator[dist.Work, None, torch.Tensor]:
-    """Gather every rank's message [m] over the axes, one after the other; return them flat, the last axis outermost.
+    """Gather every rank's message [m] over one axis after the other; return them flat, the last axis outermost.
 
     kind: the hop's kind for the counters. The result lies in a buffer from ``take``, or is the message itself.
     """

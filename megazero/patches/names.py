@@ -1,4 +1,4 @@
-"""Names of another library that a patch replaces: whether they are there, and their own meaning back afterwards."""
+"""Replace names of another library, and give them back; check before that it has them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import update_wrapper
+from functools import wraps
 from typing import Any
 
 # Module -> name in it -> the parameters that a patch relies on; None: it does not call it.
 Needed = Mapping[str, Mapping[str, tuple[str, ...] | None]]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a library's version."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def lookup(module: str, path: str) -> tuple[Any, str]:
@@ -24,7 +29,7 @@ def lookup(module: str, path: str) -> tuple[Any, str]:
 
 
 def missing(needed: Needed) -> Iterator[str]:
-    """Say which names, or parameters of them, a patch needs and does not find."""
+    """Name what a patch needs and does not find: names, or parameters of them."""
     for module, names in needed.items():
         for path, parameters in names.items():
             try:
@@ -45,12 +50,17 @@ class Replaced:
     def __init__(self) -> None:
         self.originals: list[tuple[Any, str, Any]] = []
 
-    def wrap(self, module: str, path: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace a name by ``wrapper`` of what it means, which shows the original's signature."""
+    def wrap(self, module: str, path: str, around: Callable[..., Any]) -> None:
+        """Replace a function or method by ``around(original, *args, **kwargs)``, with the original's signature."""
         owner, name = lookup(module, path)
         original = getattr(owner, name)
+
+        @wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
         self.originals.append((owner, name, original))
-        setattr(owner, name, update_wrapper(wrapper(original), original))
+        setattr(owner, name, wrapped)
 
     def restore(self) -> None:
         while self.originals:

@@ -1,4 +1,4 @@
-"""What a user of a patch asks for: megazero's flags for formats, how messages are watched, and the same as words."""
+"""The options of a patch, formats of messages and checks of them: as megazero's flags, and as words of ``enable``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class MessageOptions:
-    """What is sent how between data-parallel ranks, in megazero's words, and how that is watched."""
+    """The formats of messages between data-parallel ranks, by megazero's flags, and checks of these messages."""
 
     zero_quantized_weights: bool | None = option_of(
         ZeroConfig,

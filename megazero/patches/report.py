@@ -1,4 +1,4 @@
-"""The words of a patch's start line: what is sent how on which hop, and why not otherwise."""
+"""The words of a patch's start line: the format of every hop, and why it is exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megazero.zero.policy import Codecs
 
 
 def gradient_words(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs) -> str:
-    """Say how gradients, raw in these dtypes, take their hops."""
+    """Describe the hops of gradients, which have these dtypes where they are exact."""
     raw = " and ".join(map(short, dtypes))
     told = []
     if hops.intra.size > 1:
@@ -28,7 +28,7 @@ def gradient_words(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs)
 
 
 def weight_words(dtype: torch.dtype, codecs: Codecs) -> str:
-    """Say how weights that are quantised, raw in this dtype, are sent."""
+    """Describe how weights of this dtype are sent quantised."""
     return f"{'differences of ' if codecs.delta else ''}{short(dtype)} as {format_words(codecs.weights, '')}"
 
 

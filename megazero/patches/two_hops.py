@@ -43,7 +43,7 @@ class TwoHops:
 
 
 def node_size(override: int | None) -> int:
-    """Return the ranks per node, by the launcher's word and the host names, or the override. Collective."""
+    """Return the ranks per node: the override, or what launcher and host names say. Collective."""
     launch, world_size = read_launch(), dist.get_world_size()
     if launch.world_size != world_size:  # the ranks were not started by a launcher that says so
         launch = Launch(dist.get_rank(), world_size, None, None)
@@ -76,8 +76,8 @@ def ranks_on_a_node(ranks: Sequence[int], ranks_per_node: int) -> int:
     return next(iter(counts.values()))
 
 
-# What was cut under a default process group, in order, with all that it was made of. It lives as long as that group,
-# and the next patch takes it again: torch names groups by their number, so one that is destroyed gives its name away.
+# What was cut under a default process group, in order, and from what. It lives as long as that group, and the next
+# patch reuses it: torch names groups by their number, so the name of a destroyed one would be given again.
 _cuts: WeakKeyDictionary[Any, list[tuple[Hashable, dict[tuple[int, ...], TwoHops]]]] = WeakKeyDictionary()
 
 

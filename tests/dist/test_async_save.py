@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megazero.checkpoint import image, storage, store
+from megazero.checkpoint import image, store, writer
 from megazero.checkpoint.directory import TRIAL
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.ops.failures import NonFiniteLoss
@@ -21,7 +21,7 @@ from tests.dist.pool import run_ranks
 from tests.dist.runs import Processes, checkpoint_of, differences, digest, train, train_all
 
 BASE = {"zero_preset": "zero3", "global_batch_size": 4}
-WRITE, PROGRAM = storage.write_image, image.PROGRAM
+WRITE, PROGRAM = writer.write_image, image.PROGRAM
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -33,13 +33,13 @@ def with_writes(values: dict[str, Any], write: Callable) -> Any:
         count[0] += TRIAL not in path.parts
         return write(count[0], path, *rest)
 
-    storage.write_image = counted
+    writer.write_image = counted
     try:
         return train(values).losses
     except (store.CheckpointError, NonFiniteLoss) as error:
         return f"{error}", status_of(error)
     finally:
-        storage.write_image = WRITE
+        writer.write_image = WRITE
 
 
 def slowly(count: int, *arguments: Any) -> Any:
@@ -119,7 +119,7 @@ def test_a_failed_write_is_an_error_when_the_time_to_try_is_over(tmp_path: Path,
     values |= {"distributed_timeout_minutes": 0.05}
     answers = run_ranks(2, with_writes, values, fault, timeout=300)
     ((text, status),) = set(answers)
-    what = "No space left" if fault is full_from_the_second else "has not got on for"
+    what = "No space left" if fault is full_from_the_second else "has made no progress for"
     assert "iter_0000004' not saved, older ones are unharmed: rank 1: " in text and what in text, text
     assert status is (ExitStatus.STORAGE if fault is full_from_the_second else ExitStatus.RANK_LOST)
     latest = store.latest(tmp_path / "run")
@@ -192,7 +192,7 @@ def die_in_the_third_save(rank: int) -> None:
         return WRITE(*arguments)
 
     if rank == 1:
-        storage.write_image = counted
+        writer.write_image = counted
 
 
 @pytest.mark.slow  # test_random_kills.py has kills in saves, always run
@@ -216,15 +216,15 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Pa
 
 def cannot_write(values: dict[str, Any]) -> Any:
     """A run in this rank, where rank 1 cannot write a file of tensors."""
-    write = storage.Writer.write_tensors
+    write = writer.Writer.write_tensors
     if dist.get_rank() == 1:
-        storage.Writer.write_tensors = lambda *_: full_from_the_start(0, Path("tensors"))
+        writer.Writer.write_tensors = lambda *_: full_from_the_start(0, Path("tensors"))
     try:
         return train(values).losses
     except store.CheckpointError as error:
         return f"{error}", status_of(error)
     finally:
-        storage.Writer.write_tensors = write
+        writer.Writer.write_tensors = write
 
 
 @pytest.mark.parametrize("behind", [True, False])

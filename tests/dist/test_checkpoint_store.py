@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint import storage, store
+from megazero.checkpoint import store, writer
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.placement import Placement, RowRange
 from megazero.checkpoint.records import SliceRecord
@@ -223,7 +223,7 @@ def die_during_save(root, rank, at, overwrite):
 
     if dist.get_rank() == rank:
         os.fsync, os.rename = counted(os.fsync), counted(os.rename)
-        storage._write_all = counted(storage._write_all)
+        writer._write_all = counted(writer._write_all)
     save_on_ranks(root, 2, step=1 if overwrite else 2, overwrite=overwrite)
 
 

@@ -16,9 +16,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_core_patch.rounding import Errors
 from megazero.comm.codec import Blockwise
 from megazero.mesh.grid import INTER, INTRA
-from megazero.patches.rounding import Errors
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Case, Run, replicas_differ, step_losses
 from tests.megatron.cases import CASES, DELTA_INT4, EXACT, INT8_INT4, LARGE, SMALL

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megazero.checkpoint import manifest, storage, store
+from megazero.checkpoint import manifest, reading, store
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.metadata import read_metadata
 from tests.unit.test_checkpoint_store import model, no_fsync, saved
@@ -46,7 +46,7 @@ def test_malicious_metadata_is_refused_without_running(tmp_path, function):
     with pytest.raises(CheckpointError, match="damaged or malicious"):
         store.load(path, records=model())
     with pytest.raises(CheckpointError, match="damaged or malicious"):
-        storage.Reader(path).read_metadata()
+        reading.Reader(path).read_metadata()
     assert not target.exists()
 
 

@@ -13,7 +13,7 @@ from math import prod
 import pytest
 import torch
 
-from megazero.checkpoint import directory, planners, reading, storage, store
+from megazero.checkpoint import directory, planners, reading, store, writer
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.placement import Placement, RowRange
 from megazero.checkpoint.records import SliceRecord
@@ -378,7 +378,7 @@ def killed_save(root, at, save):
         interruption = Interruption(root, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
         sys.addaudithook(interruption.audit)
         os.fsync = interruption.wrap(os.fsync)
-        storage.zlib = type("zlib", (), {"crc32": staticmethod(interruption.wrap(zlib.crc32))})
+        writer.zlib = type("zlib", (), {"crc32": staticmethod(interruption.wrap(zlib.crc32))})
         code = 1
         try:
             save()
@@ -429,7 +429,7 @@ def test_error_at_every_write_is_one_clear_error(tmp_path, monkeypatch):
         interruption = Interruption(tmp_path, failures, full)
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", interruption.wrap(os.fsync))
-            patch.setattr(storage, "zlib", type("zlib", (), {"crc32": interruption.wrap(zlib.crc32)}))
+            patch.setattr(writer, "zlib", type("zlib", (), {"crc32": interruption.wrap(zlib.crc32)}))
             patch.setattr(os, "rename", interruption.wrap(os.rename))
             try:
                 saved(tmp_path, 2, 2.0)

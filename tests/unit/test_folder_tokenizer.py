@@ -18,7 +18,7 @@ from megazero.convert.check import Line
 from megazero.convert.command import main
 from megazero.convert.export import finish, write_folder
 from megazero.convert.source import Source
-from megazero.convert.tokenizer import RunTokenizer, compare
+from megazero.convert.tokenizer import RunTokenizer, compare_encodings
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_files import load_run_tokenizer
 from megazero.data.tokenizer_settings import TokenizerSettings
@@ -68,7 +68,9 @@ def test_ids_are_those_of_the_files_together(name: str, byte_level: Tokenizer, t
     assert (kept.info.vocab_size, kept.info.eod) == (size, eod)
     for text in TEXTS:
         assert kept.encode(text) == theirs.encode(text, add_special_tokens=False), text
-    assert compare(RunTokenizer("HuggingFaceTokenizer", kept, {}), lambda text: [], TEXTS).wrong == [*TEXTS]
+    assert compare_encodings(
+        RunTokenizer("HuggingFaceTokenizer", kept, {}), lambda text: [], TEXTS
+    ).wrong == [*TEXTS]
     assert TokenizerSettings.beside(folder / "tokenizer.json").end in (-1, eod)
     alone = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     other = name not in ("nothing", "generation_config.json", "config.json")

@@ -5,17 +5,26 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from megazero.kernels.arena import Arena
 
 import fsdp2_patch
+from fsdp2_patch.group import Group
 from fsdp2_patch.packing import Packing
+from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import NEEDED, check_torch
+from megazero.comm.hops import Traffic
 from megazero.config.layout.wire import EXACT_NUMEL
+from megazero.patches.checks import Differences
+from megazero.patches.hops import Passing
 from megazero.patches.names import Replaced, lookup, missing
 from megazero.patches.options import MessageOptions, read_words
+from megazero.patches.two_hops import TwoHops
+from megazero.zero.policy import Codecs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,10 +96,35 @@ def test_a_name_that_is_replaced_keeps_its_signature() -> None:
     names = Replaced()
     for module, paths in NEEDED.items():
         for path in paths:
-            names.wrap(module, path, lambda original: lambda *rest, **words: original(*rest, **words))
+            names.wrap(module, path, lambda original, *rest, **words: original(*rest, **words))
     assert not list(missing(NEEDED))  # as for a second model that is patched
     names.restore()
     check_torch()
+
+
+def test_the_start_line_says_what_a_large_model_keeps() -> None:
+    """7 billion elements on a rank, in bf16 from 2 nodes, and sums of both nodes in fp32."""
+    policy = SimpleNamespace(param_dtype=torch.bfloat16, reduce_dtype=None)
+    size, shard = torch.Size([7_000_000_000]), torch.empty(0, requires_grad=True)
+    parameter = SimpleNamespace(sharded_param=shard, mp_policy=policy, padded_sharded_param_size=size)
+    two: Any = SimpleNamespace(size=2, index=0)
+    passing = Passing(Traffic(), Arena(), shard.device)
+    group = Group(
+        name="model",
+        module=None,
+        raw=SimpleNamespace(fsdp_params=[parameter]),
+        hops=TwoHops((0, 1, 2, 3), two, two),
+        replicas=False,
+        exact=frozenset(),
+        names={},
+        codecs=Codecs(),
+        passing=passing,
+        differences=Differences("fsdp2_patch"),
+        verified_steps=0,
+        checksum_interval=0,
+    )
+    line = start_line([group])
+    assert "keeps 28.0 GB of weights" in line and "56.0 GB of sums" in line, line
 
 
 def test_nothing_is_on_without_enable() -> None:

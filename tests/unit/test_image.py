@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.checkpoint import directory, image, saving, storage, store
+from megazero.checkpoint import directory, image, saving, store, writer
 from megazero.checkpoint.manifest import checksum
 from megazero.checkpoint.placement import Placement, RowRange
 from megazero.log.exit_status import ExitStatus, status_of
@@ -40,7 +40,7 @@ def records(scale: float = 1.0) -> list[store.SliceRecord]:
 def test_tensors_of_no_elements_are_written_as_torch_writes_them() -> None:
     given = [torch.arange(3.0), torch.empty(0), torch.empty(0, 4, dtype=torch.int8), torch.arange(2)]
     frame, saved = image.ImageBuilder(), b""
-    with storage._plain_zip():
+    with writer._plain_zip():
         starts = [frame.add(each.shape, each.dtype)[0] for each in given]
         for each in given:
             torch.save(each, file := io.BytesIO())
@@ -123,7 +123,7 @@ def test_a_part_that_fails_or_hangs_is_an_error_of_the_disk(monkeypatch: pytest.
     clock[0] = 211.0
     hanging.wait_for_all(None, 60)
     release.set()
-    with pytest.raises(TimeoutError, match="writing 'X' has not got on for 61 s: .* hangs") as caught:
+    with pytest.raises(TimeoutError, match="writing 'X' has made no progress for 61 s: .* hangs") as caught:
         hanging.result()
     assert status_of(caught.value) is ExitStatus.RANK_LOST
 

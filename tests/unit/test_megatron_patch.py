@@ -35,6 +35,7 @@ from megatron_core_patch.refusals import (
     wrapper_problems,
 )
 from megatron_core_patch.report import Teller, start_line
+from megatron_core_patch.rounding import Errors, Residual
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megazero.comm import codec as codec_module
 from megazero.comm.codec import Blockwise
@@ -42,14 +43,13 @@ from megazero.comm.hops import Traffic
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.mesh import Axis
 from megazero.patches import hops as patch_hops
-from megazero.patches.checks import GRADIENTS, WEIGHTS
 from megazero.patches.hops import Passing
 from megazero.patches.names import lookup
 from megazero.patches.options import read_words
-from megazero.patches.rounding import Errors, Residual
 from megazero.patches.two_hops import TwoHops, cut_groups, ranks_on_a_node, settings_like
 from megazero.train.codecs import make_codecs
 from megazero.zero.policy import Codecs
+from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[2]
 from_words = partial(read_words, PatchOptions)

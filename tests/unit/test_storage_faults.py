@@ -188,10 +188,10 @@ def test_nothing_is_tried_beside_a_call_that_hangs(tmp_path: Path, faults: Fault
             go.set()
         part.wait_for_all(None, 0.5 if part.what.startswith("completing") else 60)
     os.rename = rename  # type: ignore[assignment]
-    assert hung and "has not got on for" in told[0] and value(tmp_path / "iter_0000001") == 1
+    assert hung and "has made no progress for" in told[0] and value(tmp_path / "iter_0000001") == 1
     go.clear()
     hung.clear()
-    with pytest.raises(SaveError, match="has not got on for") as caught:  # it never returns
+    with pytest.raises(SaveError, match="has made no progress for") as caught:  # it never returns
         for part in store.saving(tmp_path, snapshot(2), overwrite=True, retry=store.Retry(0.3)):
             os.rename = hang if part.what.startswith("completing") else rename  # type: ignore[assignment]
             part.start()
@@ -450,7 +450,7 @@ def test_beside_a_copy_that_hangs_none_is_begun_and_a_folder_that_was_taken_gets
     first, second = store.save(save, snapshot(1)), store.save(save, snapshot(2))
     copies.offer(first)
     copies.finish(second)
-    assert len(hung) == 1 and copies.busy == first and "has not got on" in said[0]
+    assert len(hung) == 1 and copies.busy == first and "has made no progress" in said[0]
     go.set()
     assert copies._part.returned(10) and copies.busy is None
     monkeypatch.undo()

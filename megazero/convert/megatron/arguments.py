@@ -1,7 +1,7 @@
 """The arguments of a Megatron run, as its checkpoint keeps them, as options of megazero.
 
-They are every flag of Megatron by the name of its attribute, given or not, as Megatron has checked and completed it.
-What the flags mean is said in config/foreign/megatron.tsv.
+A checkpoint keeps every flag of Megatron by the name of its attribute, given or not, as Megatron has checked and
+completed it. config/foreign/megatron.tsv says what the flags mean.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ DECIDING: Mapping[str, Collection[Any]] = {
     "softmax_type": ("vanilla",),
     "rope_type": ("rope",),
 }
-# Of the machine and of the run that is over; the weights, and whoever starts the next one, say these.
+# About the machine and the finished run: the weights, or whoever starts the next run, decide these.
 _OF_THE_RUN = re.compile(
     r"load|save|ckpt_step|finetune|no_load_\w+|use_checkpoint_\w+|padded_vocab_size|params_dtype|tensorboard_dir"
     r"|wandb_save_dir|data_cache_path|exit_on_missing_checkpoint|profile\w*|encoder_(num_layers|seq_length)"
@@ -98,9 +98,9 @@ _FP16 = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_windo
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a run was asked for.
+    """The options of a run.
 
-    options: by megazero's names, those that were said, the command line's over the checkpoint's.
+    options: by megazero's names, those that were given; the command line's replace the checkpoint's.
     gate_last: the gate is the second half of what the MLP projects up to, as in BLOOM's fork. notes: what is not
     taken over, and why.
     """
@@ -132,7 +132,7 @@ def read_arguments(args: Mapping[str, Any], words: Collection[str], accept: Coll
 
 
 def _said(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are options here or stand for some, in the meaning that Megatron has left them in."""
+    """Return the arguments that are options here or stand for some, but for those without effect in Megatron."""
     plain = (bool, int, float, str, list, tuple)
     said = {
         name: list(value) if isinstance(value, tuple) else value

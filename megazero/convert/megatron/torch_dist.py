@@ -47,7 +47,7 @@ class TorchDist:
         metadata = read_metadata(path, foreign=True)
         self.path = path
         self.saved: Mapping[str, Any] = _common(path, metadata)
-        self._stored = StoredTensors(path, lambda: _renamed(metadata), _KIND)
+        self._stored = StoredTensors(path, _renamed(metadata), _KIND)
 
     @cached_property
     def _places(self) -> dict[str, _Place]:

@@ -26,7 +26,7 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig
 from megazero.config.options.skipping import SkippingConfig
 from megazero.config.secrets import redact
-from megazero.convert.export import CONVERSION_FILE, converted_from, finish, target_errors, write_folder
+from megazero.convert.export import CONVERSION_FILE, converted_from, finish, refuse_existing, write_folder
 from megazero.convert.importing import Published, fill
 from megazero.convert.source import Source
 from megazero.convert.tokenizer import RunTokenizer, hub_tokenizer
@@ -287,8 +287,8 @@ class Checkpointing:
         def make() -> tuple[str, ...]:
             if self.mesh.rank:
                 return ()
-            if folder.exists() and not (folder / CONVERSION_FILE).is_file():
-                raise store.CheckpointError(target_errors(folder))
+            if not (folder / CONVERSION_FILE).is_file():
+                refuse_existing(folder)
             vocabulary, kind = self.config.model.vocabulary, data.tokenizer_type or "NullTokenizer"
             named = tokenizer_options(vars(data))
             known = load_run_tokenizer({**named, "tokenizer_type": kind, "vocab_size": vocabulary}, {}, {})

@@ -1,21 +1,13 @@
-"""What a patch's quantised gradients need and leave: noise, residuals, and how large the errors were."""
+"""What quantised messages lose: measured, and for gradients kept and sent with the next message."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-
-from megazero.comm.codec import Blockwise, Noise
 from megazero.kernels.arena import Frame
 
-
-def noise_of(name: str, sender: int, step: int) -> Noise:
-    """Return the noise of messages of this name.
-
-    sender: this rank's index in its data-parallel group. So tensor-parallel ranks round alike what they replicate.
-    """
-    return Noise.named(0, step, f"{name} from {sender}")
+from megazero.comm.codec import Blockwise
 
 
 class Residual:

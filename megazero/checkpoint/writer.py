@@ -1,4 +1,4 @@
-"""Storage for torch.distributed.checkpoint with checksums and without unrestricted unpickling (metadata.py).
+"""Writes a rank's tensors for torch.distributed.checkpoint, from where they are or from an image of the file.
 
 The files stay what torch writes: other DCP tools can read them.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -24,11 +24,10 @@ from torch.futures import Future
 
 from megazero.checkpoint.image import Image, ImageBuilder, Staging, write_image
 from megazero.checkpoint.manifest import FileEntry
-from megazero.checkpoint.metadata import read_metadata
 
 
 class Writer(FileSystemWriter):
-    """Writes one file per rank, without a copy of what lies on the host, and takes checksums while writing.
+    """Writes one file per rank, copying at most one tensor at a time, and takes the checksum while writing.
 
     torch's own loop (2.13) has three faults. It keeps a host copy of every tensor of the file until the end, which is
     a second copy of the rank's whole state. It loses an error in one of several writer threads. It hides 'no space
@@ -82,7 +81,7 @@ class Writer(FileSystemWriter):
     def write_tensors(self, folder: Path, tick: Callable[[], None]) -> dict[str, FileEntry]:
         """Write the rank's file and sync it. Return its size and checksum by name; nothing if the rank has no file.
 
-        tick: is called whenever it has got on. This is no collective.
+        tick: is called after every tensor. This is not collective.
         """
         path = folder / self.file_name
         if self._image is not None:
@@ -169,13 +168,3 @@ def _compact(data: Any) -> torch.Tensor:
         return tensor.clone()
     array = tensor.contiguous().view(-1).view(torch.uint8).numpy()  # its bytes: numpy has no bfloat16
     return torch.from_numpy(array).view(tensor.dtype).view(tensor.shape)
-
-
-class Reader(FileSystemReader):
-    """Reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
-
-    The signature has no ``kwargs``, so torch does not fall back to per-rank metadata files.
-    """
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return read_metadata(Path(self.path))
