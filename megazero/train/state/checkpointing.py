@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Generator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,19 +166,11 @@ class Checkpointing:
         if self.engine.policy.codecs.delta:
             self.engine.refresh()  # what receivers hold, and what is saved as the weights, belongs to this master
         state = {
-            "iteration": progress.iteration,
-            "consumed_samples": progress.consumed_samples,
-            "run_id": progress.run_id,
-            "ordered_for": dict(progress.ordered_for),
-            "owes_evaluation": progress.evaluation_pending,
+            **progress.state(),
             **self._counters(),
             "loss_scaling": self.scaling.state(),
             "spikes": self.spikes.state(),
             "tokenizer": self.tokenizer.fingerprint,
-            "losses": dict(progress.losses),
-            "left_out": [asdict(each) for each in progress.left_out],
-            "rollbacks": progress.rollbacks,
-            "tokens": progress.tokens,
         }
         save = save_records if self.engine.outer is None else save_replica_records
         return store.Snapshot(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,7 @@ from megazero.config.options.sections import CheckpointConfig, OuterConfig
 from megazero.config.secrets import redact
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh
-from megazero.train.state.progress import LeftOut, Progress
+from megazero.train.state.progress import Progress
 
 Answer = TypeVar("Answer")
 Damaged = dict[Path, str]  # checkpoints whose bytes are not as they were written, and what is wrong with each
@@ -201,27 +201,8 @@ def _opened(path: Path) -> Origin:
         f"checkpoint '{path}' not loaded",
         lambda: (store.read_manifest(path), store.read_state(path)),
     )
-    left_out = tuple(LeftOut(**each) for each in state.get("left_out", ()))
-    progress = Progress(
-        state["iteration"],
-        state["consumed_samples"],
-        state["run_id"],
-        (),
-        state.get("ordered_for", {}),
-        state.get("owes_evaluation", False),
-        state.get("losses", {}),
-        left_out,
-        str(path),
-        state.get("rollbacks", sum(each.rollback for each in left_out)),
-        state.get("tokens", _tokens(state["consumed_samples"], left_out, manifest)),
-    )
-    return Origin(progress, path, manifest, state)
-
-
-def _tokens(consumed: int, left_out: Sequence[LeftOut], manifest: store.Manifest) -> int:
-    """Return the tokens that a checkpoint which does not count them was trained on: all of each sample."""
-    trained = consumed - sum(each.end - each.begin for each in left_out)
-    return trained * int(manifest.configuration.get("model", {}).get("seq_length") or 0)
+    seq_length = int(manifest.configuration.get("model", {}).get("seq_length") or 0)
+    return Origin(Progress.of_state(state, str(path), seq_length), path, manifest, state)
 
 
 def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Damaged) -> Origin:

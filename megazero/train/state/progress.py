@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.options.skipping import joined, range_around
@@ -54,6 +54,42 @@ class Progress:
     checkpoint: str = ""
     rollbacks: int = 0
     tokens: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, in JSON types: all but the notes and the checkpoint's own path."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "run_id": self.run_id,
+            "ordered_for": dict(self.ordered_for),
+            "owes_evaluation": self.evaluation_pending,
+            "losses": dict(self.losses),
+            "left_out": [asdict(each) for each in self.left_out],
+            "rollbacks": self.rollbacks,
+            "tokens": self.tokens,
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], checkpoint: str, seq_length: int) -> Self:
+        """Return the progress that a checkpoint's ``state`` holds. Older checkpoints lack some of it.
+
+        checkpoint: its path. seq_length: of its run. A checkpoint that does not count tokens was trained on all
+        tokens of each sample.
+        """
+        left_out = tuple(LeftOut(**each) for each in state.get("left_out", ()))
+        trained = state["consumed_samples"] - sum(each.end - each.begin for each in left_out)
+        return cls(
+            iteration=state["iteration"],
+            consumed_samples=state["consumed_samples"],
+            run_id=state["run_id"],
+            ordered_for=state.get("ordered_for", {}),
+            evaluation_pending=state.get("owes_evaluation", False),
+            losses=state.get("losses", {}),
+            left_out=left_out,
+            checkpoint=checkpoint,
+            rollbacks=state.get("rollbacks", sum(each.rollback for each in left_out)),
+            tokens=state.get("tokens", trained * seq_length),
+        )
 
 
 def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup, rollback: bool = False) -> Progress:
