@@ -25,7 +25,7 @@ TUNABLES, MENDED_GLIBC = "GLIBC_TUNABLES", (2, 38)
 NO_SMALL_CACHES = "glibc.malloc.mxfast=0:glibc.malloc.tcache_count=0"
 DEVICES = Path("/dev")  # where the driver has a file for each GPU
 
-# Ports of jobs whose launcher names none: below 32768, from where Linux gives out ports of its own.
+# Ports at which ranks meet if nobody names one: below 32768, from where Linux gives ports to connections.
 FIRST_PORT, PORTS = 20000, 12000
 STEPS = 61  # steps of one job, and of jobs submitted one after another, that have ports of their own
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits
-from megazero.mesh.grid import INTRA
+from megazero.mesh.grid import INTRA, nearest_multiple
 from megazero.mesh.mesh import all_gather_flat, reduce_scatter_flat
 from megazero.tp.deferred import DeferredGradients
 
@@ -63,7 +63,7 @@ class TensorParallel:
         if total % self.size:
             raise ValueError(
                 f"{what} = {total} does not divide over tensor parallel size {self.size}; "
-                f"the nearest multiple is {max(1, round(total / self.size)) * self.size}"
+                f"the nearest multiple is {nearest_multiple(total, self.size)}"
             )
         return total // self.size
 

@@ -96,6 +96,20 @@ class DeferredGradients:
         self._open = self._queue = None
 
 
+def now_or_later(
+    deferred: DeferredGradients | None, weight: Tensor, gradient: Callable[[], Tensor]
+) -> Tensor | None:
+    """Return ``gradient()`` of one weight, or put it off and return None while ``deferred`` is recording."""
+    if deferred is None or not deferred.is_recording:
+        return gradient()
+
+    def gradients() -> Iterator[Tensor]:
+        yield gradient()
+
+    deferred.put_off((weight,), lambda: gradients)
+    return None
+
+
 def _drain(queue: deque[_Entry]) -> Iterator[tuple[nn.Parameter, Tensor]]:
     uses = Counter(p for entry in queue for p in entry.parameters)
     sums: dict[nn.Parameter, Tensor] = {}
