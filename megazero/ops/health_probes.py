@@ -17,6 +17,7 @@ import torch
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import leftovers
 from megazero.mesh.launch import given_gpus
+from megazero.ops.memory import host_memory
 
 MATRIX = 256  # rows of the matrices that are multiplied
 PATTERN = 2**28  # elements of int32 that a GPU's memory is written and read with: 1 GiB
@@ -65,8 +66,10 @@ def find_facts(node: str, device: torch.device, gather: Gather) -> Facts:
     # A device that failed may fail at this, too.
     asks = device.type == "cuda" and not wrong
     device_memory = torch.cuda.mem_get_info(device) if asks else (0, 0)
+    host = host_memory()
+    free = host.get("MemAvailable", 0), host.get("MemTotal", 0)
     gather(None)  # all ranks are here: they read their clocks now
-    return Facts(node, device.type, wrong, device_memory, host_memory(), read_clock())
+    return Facts(node, device.type, wrong, device_memory, free, read_clock())
 
 
 def device_faults(device: torch.device) -> list[str]:
@@ -113,13 +116,6 @@ def memory_errors(uuid: str) -> int:
         return 0
     count = done.stdout.strip()
     return int(count) if count.isdecimal() else 0  # "[N/A]": the card has none
-
-
-def host_memory() -> tuple[int, int]:
-    """Return the bytes of this host's memory that are available, and all of them."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = {words[0]: int(words[1]) for words in lines if words[1].isdecimal()}
-    return kib["MemAvailable:"] * 1024, kib["MemTotal:"] * 1024
 
 
 def read_clock() -> float:

@@ -30,13 +30,14 @@ from megazero.models import Decoder
 from megazero.models.compilation import CompileTime
 from megazero.ops.exit_conditions import ExitConditions
 from megazero.ops.failures import LocalStep, NonFiniteGuard, NonFiniteLoss
+from megazero.ops.memory import peak_memory
 from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.pp.executor import Pipeline
 from megazero.train.codec_costs import CodecCosts
 from megazero.train.data.datasets import RunData
 from megazero.train.data.feeding import Batch, Feeding, mean_loss
 from megazero.train.forecast import Forecast
-from megazero.train.outputs import Outputs, events, peak_memory
+from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED, LearningRate, WeightDecay
@@ -473,7 +474,7 @@ class Trainer:
                 **({"seq_length": length} if self.lengths.settled > 1 else {}),
                 **rates,
                 **just_before(self.progress, self.progress.iteration),
-                **events(info),
+                **_of_step(info),
                 **_of_replicas(replicas, info.replica_norms),
                 **self.scaling.metrics(),
                 "bytes": traffic,
@@ -486,6 +487,18 @@ class Trainer:
         if self.outputs.metrics is not None:
             self.outputs.metrics.iteration(metrics)
             self.outputs.loggers.log(metrics.iteration, metrics.as_dict())
+
+
+def _of_step(info: StepInfo) -> dict[str, Any]:
+    """Return the extra metrics of a step: whether it was skipped, the outer step before it, rounding errors, and what
+    is sent exactly from now on."""
+    out: dict[str, Any] = {"skipped": info.skips} if info.skips else {}
+    if info.outer_norm is not None:
+        out["outer"] = {"norm": info.outer_norm, "drift": info.outer_drift}
+    if info.errors:
+        out["quantization_unit"] = info.sampled
+        out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
+    return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
 
 
 def _of_replicas(losses: Sequence[float], norms: Sequence[float]) -> dict[str, Any]:
