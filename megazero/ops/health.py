@@ -106,9 +106,8 @@ class HealthCheck:
             rank = dist.get_rank() if dist.is_initialized() else 0
             _refuse(folder_faults(probe_folder(save.folder, rank, gather_objects), self.nodes))
             if save.checkpoint_bytes:
-                room = gather_objects(look_for_room(save) if rank == 0 else None)[
-                    0
-                ]  # as the first rank sees it
+                own = look_for_room(save) if rank == 0 else None
+                room = gather_objects(own)[0]  # as the first rank sees it
                 if isinstance(room, OSError):
                     text = f"rank 0 cannot tell how much room {save.folder} has: {room}"
                     raise Unhealthy([Fault(self.nodes[0], text, status_of(room))])

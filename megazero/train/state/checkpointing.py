@@ -31,11 +31,11 @@ from megazero.convert.importing import Published, fill
 from megazero.convert.source import Source
 from megazero.convert.tokenizer import RunTokenizer, hub_tokenizer
 from megazero.data.tokenizer_files import load_run_tokenizer, tokenizer_options
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, world_group
 from megazero.models.dtypes import DTYPES
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.spikes import SpikeMonitor
-from megazero.train.state.origin import Origin, world_group
+from megazero.train.state.origin import Origin
 from megazero.train.state.progress import Progress
 from megazero.train.state.replicas import ReplicaCheckpoint, load_replicas
 from megazero.zero import Engine

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import Look, complete, in_the_way, supersede
 from megazero.checkpoint.errors import agree, agree_local, error_number
@@ -24,7 +22,7 @@ from megazero.config.options.fields import section_of
 from megazero.config.options.sections import CheckpointConfig, OuterConfig
 from megazero.config.secrets import redact
 from megazero.convert.importing import Published
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, world_group
 from megazero.train.state.progress import Progress
 
 Answer = TypeVar("Answer")
@@ -81,11 +79,6 @@ def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
     for flag in ("save", "save_copy"):
         _refuse_another_runs_folder(config, flag, mesh, origin.progress.run_id)
     return origin
-
-
-def world_group() -> dist.ProcessGroup | None:
-    """The group of all ranks, or None in a run of one process without torch.distributed."""
-    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _find(config: RunConfig, mesh: Mesh) -> Origin:

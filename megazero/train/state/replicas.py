@@ -21,8 +21,8 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import OuterConfig
+from megazero.mesh.mesh import world_group
 from megazero.train.parallelize import make_outer
-from megazero.train.state.origin import world_group
 from megazero.zero import Engine, Outer
 from megazero.zero.outer import Anchor, mix, outer_update
 from megazero.zero.records import (

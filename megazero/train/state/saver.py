@@ -21,8 +21,8 @@ from pathlib import Path
 from megazero.checkpoint import store
 from megazero.checkpoint.copying import Copier
 from megazero.log.console import TrainConsole
+from megazero.mesh.mesh import world_group
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import world_group
 from megazero.train.state.progress import Progress
 
 
