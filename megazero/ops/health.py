@@ -1,7 +1,7 @@
 """The health check: before the first step every node is tested, and a bad one is named so that it can be excluded.
 
 Faults end the run: a device that computes wrongly or is missing, a --save folder that a node does not share, no room
-for checkpoints, a slow node. Notes tell what may be harmless: clocks that differ, less free memory than elsewhere.
+for checkpoints, a slow node. What may be harmless is a note: clocks that differ, less free memory than elsewhere.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Fault:
 class Unhealthy(ValueError):
     """The health check found faults. ``nodes`` are those to exclude, the same on every rank.
 
-    exit_status: RANK_LOST if other nodes would work, else that of a mistake or a full disk. waiver: how to do
-    without what failed.
+    exit_status: RANK_LOST if other nodes would work, else that of a mistake or a full disk. waiver: the flag
+    that does without what failed.
     """
 
     def __init__(self, faults: Sequence[Fault], waiver: str = "--no-health-check does without") -> None:

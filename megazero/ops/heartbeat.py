@@ -1,4 +1,7 @@
-"""A heartbeat: what a rank is doing, where its main thread stands; and from those of all ranks, who is missing."""
+"""Heartbeats: what each rank is doing, and where its main thread is. From all of them follows who is missing.
+
+The watchdog sends them. The beat of a lease (lease.py) is another thing: it shows other runs that this one lives.
+"""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ are deleted, and before lines are written (at most once per FRESH_S). A holder t
 ends instead of writing. What remains: a process that is stopped for SILENT_S just between its look and its write can
 add one line, or rename the folder of one whole checkpoint, unless the next run's first save has removed that.
 
-What is said of NFS follows from its rules (exclusive creation is the server's, an opened file is asked for anew, a
-listing may be old). It was simulated (tests/unit/test_lease.py), not tried on a server.
+The claims about NFS follow from its rules: the server creates exclusively, an open asks the server again, a listing
+may be old. They were simulated (tests/unit/test_lease.py), not tried on a server.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class RankSeconds(NamedTuple):
 class Stragglers:
     """Measures this rank's seconds, and compares those of all ranks.
 
-    stages: the ranks of each pipeline stage. hosts: of every rank. judges: whether this rank does the comparison; one
-    of them does. link: called once an iteration; returns for which part of the time this rank's links were busy.
+    stages: the ranks of each pipeline stage. hosts: of every rank. judges: whether this rank compares; one rank
+    does. link: called once an iteration; returns the fraction of the time that this rank's links were busy.
     """
 
     def __init__(

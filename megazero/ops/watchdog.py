@@ -1,10 +1,10 @@
 """The watchdog names the ranks that hang: every rank sends heartbeats, and when nothing moves, the missing are found.
 
-Every few seconds a thread looks at where the main thread is (which costs that nothing) and writes a heartbeat to the
-store, through its own connection. When a rank has not moved for the time limit, one line names the missing ranks:
-those without heartbeats (stopped, frozen, lost, or cut off) and those that compute or read while others wait for them
-in a collective. All that can still answer write their stacks and torch's record of their last collectives to files.
-Then every rank ends, and kills the missing ones on its own host, which may not be able to end by themselves.
+Every second or more a thread looks at where the main thread is, which costs the main thread nothing, and writes a
+heartbeat to the store, through its own connection. When a rank has not moved for the time limit, one line names the
+missing ranks: those without heartbeats (stopped, frozen, lost, or cut off) and those that compute or read while others
+wait for them in a collective. All that can still answer write their stacks and torch's record of their last collectives
+to files. Then every rank ends, and kills the missing ones on its own host, which may not be able to end by themselves.
 
 ``touch LOG_DIR/dump_stacks`` asks for the same files from a run that goes on: see ``REQUEST``.
 """

@@ -89,7 +89,7 @@ class Observers(NamedTuple):
 class RankScalars(NamedTuple):
     """What a rank sends to all others with the norm of a step, as fp64.
 
-    loss: summed over its tokens of the step (0 on ranks without the loss). stops: 1 if it has a reason to stop.
+    loss: summed over its tokens of the step; 0 on ranks that compute none. stops: 1 if it has a reason to stop.
     save_part_ended: 1 if its part of a save has ended. The rest are its RankSeconds of the iteration before.
     """
 
@@ -162,7 +162,7 @@ class Trainer:
         evaluation_was_pending = self.progress.evaluation_pending
         for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
             self.outputs.console.note(line)
-        self.saver.copy(self.progress.checkpoint)  # which the last start may not have got to
+        self.saver.copy(self.progress.checkpoint)  # the last start may have ended before it did
         with self.feeding.batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             reason, save_due = self.exit_reason, False

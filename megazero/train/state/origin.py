@@ -26,7 +26,7 @@ from megazero.mesh.mesh import Mesh, world_group
 from megazero.train.state.progress import Progress
 
 Answer = TypeVar("Answer")
-Damaged = dict[Path, str]  # checkpoints whose bytes are not as they were written, and what is wrong with each
+Damaged = dict[Path, str]  # checkpoints whose bytes have changed, and what is wrong with each
 # Files by which other trainers find their newest checkpoint, and what to do with that.
 TRACKERS = {
     "latest_checkpointed_iteration.txt": "Megatron's: megazero convert from-megatron makes a checkpoint of it",
@@ -56,8 +56,8 @@ class Origin:
     """What a run begins from.
 
     path: the checkpoint, or None for random weights. manifest, state: the checkpoint's description of itself.
-    published: a folder of Hugging Face, instead of a checkpoint. own: this command saved the checkpoint itself, so
-    all of it is loaded, whatever its flags omit from the checkpoint it began with.
+    published: a folder of Hugging Face, instead of a checkpoint. own: this command has saved the checkpoint itself,
+    so all of it is loaded: --finetune and --no-load-* are about the checkpoint that it began from.
     """
 
     progress: Progress = Progress()
@@ -116,8 +116,8 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
 def _sound(mesh: Mesh, find: Callable[[Look], Chosen]) -> tuple[Chosen, Damaged]:
     """Return the checkpoint that ``find`` chooses among those whose bytes are as they were written. Collective.
 
-    Also return those that were passed over for their bytes. One that was named never is, nor one that the storage
-    does not give now: both are errors, on every rank.
+    Also return the damaged ones that were passed over. A checkpoint that was named is never passed over, nor one that
+    the storage cannot read now: these are errors, on every rank.
     """
     damaged: Damaged = {}
     while True:
@@ -229,7 +229,7 @@ def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Dama
 
 
 def _refuse_another_runs_folder(config: RunConfig, flag: str, mesh: Mesh, run_id: str) -> None:
-    """Refuse a folder to save in with checkpoints of another run, which this one would overwrite and prune."""
+    """Refuse to save in a folder with checkpoints of another run, which this one would overwrite and prune."""
     save = getattr(config.checkpoint, flag)
     if save is None:
         return
@@ -254,9 +254,9 @@ def _refuse_another_runs_folder(config: RunConfig, flag: str, mesh: Mesh, run_id
 
 
 def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
-    """The first rank's answer: a folder seen over a network may look different elsewhere. Collective.
+    """Return the first rank's answer: over a network, a folder may look different to others. Collective.
 
-    An error of it is raised on every rank.
+    Its error is raised on every rank.
     """
     found: list[Any] = agree(
         world_group(), "the first rank looked", lambda: look() if mesh.rank == 0 else None
@@ -265,8 +265,8 @@ def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
 
 
 def _changed_replicas(config: RunConfig, now: int, origin: Origin) -> Iterator[str]:
-    """Yield a note if the run has another number of outer replicas than the checkpoint, or other kinds of their
-    state; 1 is a run without."""
+    """Yield a note if the outer replicas are not those of the checkpoint: another number of them (1 is none), other
+    kinds of state, or other fragments."""
     before = len(origin.state.get("replicas", [origin.state]))
     if before == 1:
         if now > 1:

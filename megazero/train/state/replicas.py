@@ -73,8 +73,7 @@ class ReplicaCheckpoint:
         return make_outer(section_of(OuterConfig, saved["outer"]), saved["model"]["num_layers"])
 
     def continues(self, engine: Engine) -> bool:
-        """Whether the engine's replicas are those of the checkpoint, with the same fragments and kinds of outer
-        state."""
+        """Whether the engine has the replicas of the checkpoint, with the same fragments and kinds of outer state."""
         outer = engine.outer
         return (
             outer is not None
