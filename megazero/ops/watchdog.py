@@ -2,9 +2,10 @@
 
 Every second or more a thread looks at where the main thread is, which costs the main thread nothing, and writes a
 heartbeat to the store, through its own connection. When a rank has not moved for the time limit, one line names the
-missing ranks: those without heartbeats (stopped, frozen, lost, or cut off) and those that compute or read while others
-wait for them in a collective. All that can still answer write their stacks and torch's record of their last collectives
-to files. Then every rank ends, and kills the missing ones on its own host, which may not be able to end by themselves.
+missing ranks: those without heartbeats (stopped, frozen, lost, or cut off) and those that compute or read while
+others wait for them in a collective. All that can still answer write their stacks and torch's record of their last
+collectives to files. Then every rank ends, and kills the missing ones on its own host, which may not be able to end
+by themselves.
 
 ``touch LOG_DIR/dump_stacks`` asks for the same files from a run that goes on: see ``REQUEST``.
 """
