@@ -69,6 +69,7 @@ FRESH_S = 1.0  # for which a look at the own lease counts
 SETTLE_S = 3.0  # from a take-over from a holder that may live to the first write: it has noticed by then
 RELEASE_S = 2.0  # that an end waits for a disk
 SIZE = 1024  # bytes of a lease
+SAVING = ("saving", "writing")  # how the phases begin in which a run writes checkpoints (train/trainer.py)
 _NAME = re.compile(r"lease\.(\d+)")
 _Look = tuple[int, str | None]  # number and content of the lease that counts
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megazero.log.exit_status import ExitStatus
 from megazero.log.units import duration
-from megazero.ops.lease import SILENT_S
+from megazero.ops.lease import SAVING, SILENT_S
 from megazero.ops.vitals import GONE, Line, SlurmJob, Vitals, mean, when
 
 # A run without a lease (its log disk was full, or its version is older) counts as silent after so long, and many
@@ -121,7 +121,7 @@ def _training(run: Vitals) -> Judgement:
     lease, heard = run.lease, duration(max(0.0, run.heard_s or 0.0))
     usual = median([line["iteration_time_s"] for line in run.latest] or [0.0])
     limit = max(STILL_S, ITERATIONS * usual) if usual else LINE_S
-    if lease is not None and lease.phase.startswith(("saving", "writing")):
+    if lease is not None and lease.phase.startswith(SAVING):
         longest = max((e["seconds"] for e in run.events if e.get("event") == "save"), default=0.0)
         long = lease.phase_s > max(SAVE_S, SAVES * longest)
         than = f"; the longest save so far took {duration(longest)}" if longest else ""

@@ -184,9 +184,7 @@ class Trainer:
         self._compare()
         made_up = evaluation_was_pending and not self.progress.evaluation_pending
         self._save(-1 if made_up and self.progress.iteration == began else saved_at)
-        if self.saver.under_way:
-            self.phase = f"saving up to iteration {self.progress.iteration}"
-        self.saver.wait()
+        self._wait_for_save()
         if self.progress.iteration < self.length.last_iteration or self.progress.evaluation_pending:
             return ExitStatus.STOPPED
         if began < self.progress.iteration or evaluation_was_pending:
@@ -242,14 +240,18 @@ class Trainer:
     def _end_save(self, why: str) -> None:
         """Wait for a save under way, before an error on every rank ends the run, whose status stays. Collective."""
         if self.saver.under_way:
-            self.phase = f"saving up to iteration {self.progress.iteration}"
             self.outputs.console.warning(
                 f"{why}. The run ends when the save under way is complete, or has failed"
             )
             try:
-                self.saver.wait()
+                self._wait_for_save()
             except CheckpointError as error:
                 self.outputs.console.warning(f"{error}")
+
+    def _wait_for_save(self) -> None:
+        if self.saver.under_way:
+            self.phase = f"saving up to iteration {self.progress.iteration}"
+            self.saver.wait()
 
     def _compare(self) -> None:
         """Print what was predicted beside what was measured."""

@@ -100,11 +100,11 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
     origin = replace(_opened(chosen.path), own=chosen.again)
     assert origin.manifest is not None
     if options.finetune and not origin.own:
-        return replace(origin, progress=Progress(notes=tuple(_left_out(damaged))))
+        return replace(origin, progress=Progress(notes=tuple(_passed_over(damaged))))
     root, step = chosen.path.parent, origin.manifest.step
     notes = (
         *_gone_on(options, chosen),
-        *_left_out(damaged),
+        *_passed_over(damaged),
         *_of_first_rank(mesh, lambda: list(_copies(options, step)) if damaged else []),
         *_of_first_rank(mesh, lambda: [] if chosen.named else list(_incomplete(root, step))),
         *_changed_replicas(config, mesh.grid.outer, origin),
@@ -204,7 +204,7 @@ def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Dama
     Raises CheckpointError otherwise, and whenever the folder has something that may be the wanted checkpoint: then
     random weights are no cure.
     """
-    found = list(_left_out(damaged)) + _of_first_rank(
+    found = list(_passed_over(damaged)) + _of_first_rank(
         mesh,
         lambda: [
             *_incomplete(Path(load)),
@@ -327,7 +327,7 @@ def _elsewhere(root: Path) -> Iterator[str]:
             return
 
 
-def _left_out(damaged: Damaged) -> Iterator[str]:
+def _passed_over(damaged: Damaged) -> Iterator[str]:
     """Yield what is wrong with each checkpoint that was passed over for its bytes."""
     for path, why in damaged.items():
         yield f"{path.name} was left out: {why}"
