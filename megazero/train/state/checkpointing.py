@@ -206,9 +206,9 @@ class Checkpointing:
         if origin.published is not None:
             self._load_published(origin.published)
             return
-        path, manifest, state = origin.path, origin.manifest, origin.state
-        if path is None or manifest is None:
+        if origin.saved is None:
             return
+        path, manifest, state = origin.saved
         options = self.config.checkpoint
         if origin.own:
             options = replace(options, finetune=False, load_optim=True, load_rng=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import Look, complete, in_the_way, supersede
@@ -51,19 +51,29 @@ RUN_LENGTH = (
 )
 
 
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint with its description of itself."""
+
+    path: Path
+    manifest: store.Manifest
+    state: Mapping[str, Any]
+
+    @property
+    def progress(self) -> Progress:
+        seq_length = int(self.manifest.configuration.get("model", {}).get("seq_length") or 0)
+        return Progress.of_state(self.state, str(self.path), seq_length)
+
+
 @dataclass(frozen=True)
 class Origin:
-    """What a run begins from.
+    """What a run begins from: a checkpoint (``saved``), a folder of Hugging Face (``published``), or random weights.
 
-    path: the checkpoint, or None for random weights. manifest, state: the checkpoint's description of itself.
-    published: a folder of Hugging Face, instead of a checkpoint. own: this command has saved the checkpoint itself,
-    so all of it is loaded: --finetune and --no-load-* are about the checkpoint that it began from.
+    own: this command has saved the checkpoint itself, so all of it is loaded: --finetune and --no-load-* are about
+    the checkpoint that it began from.
     """
 
     progress: Progress = Progress()
-    path: Path | None = None
-    manifest: store.Manifest | None = None
-    state: Mapping[str, Any] = field(default_factory=dict)
+    saved: SavedCheckpoint | None = None
     published: Published | None = None
     own: bool = False
 
@@ -97,20 +107,19 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         return Origin(published=opened)
     if chosen.path is None:
         return _start_fresh(options, options.load, mesh, damaged)
-    origin = replace(_opened(chosen.path), own=chosen.again)
-    assert origin.manifest is not None
-    if options.finetune and not origin.own:
-        return replace(origin, progress=Progress(notes=tuple(_passed_over(damaged))))
-    root, step = chosen.path.parent, origin.manifest.step
+    saved = _opened(chosen.path)
+    if options.finetune and not chosen.again:
+        return Origin(Progress(notes=tuple(_passed_over(damaged))), saved)
+    root, step = chosen.path.parent, saved.manifest.step
     notes = (
         *_gone_on(options, chosen),
         *_passed_over(damaged),
         *_of_first_rank(mesh, lambda: list(_copies(options, step)) if damaged else []),
         *_of_first_rank(mesh, lambda: [] if chosen.named else list(_incomplete(root, step))),
-        *_changed_replicas(config, mesh.grid.outer, origin),
-        *_changed_order(config, origin.manifest.configuration, "ordered_for" in origin.state),
+        *_changed_replicas(config, mesh.grid.outer, saved),
+        *_changed_order(config, saved.manifest.configuration, "ordered_for" in saved.state),
     )
-    return replace(origin, progress=replace(origin.progress, notes=notes))
+    return Origin(replace(saved.progress, notes=notes), saved, own=chosen.again)
 
 
 def _sound(mesh: Mesh, find: Callable[[Look], Chosen]) -> tuple[Chosen, Damaged]:
@@ -147,7 +156,8 @@ def origin_before(save: str, iteration: int, mesh: Mesh) -> Origin:
             [f"--save {save} holds no checkpoint from before iteration {iteration}", *damaged.values()]
         )
         raise store.CheckpointError(f"{why}; lower --save-interval")
-    return replace(_opened(path), own=True)
+    saved = _opened(path)
+    return Origin(saved.progress, saved, own=True)
 
 
 def leave_behind(config: RunConfig, origin: Origin, mesh: Mesh, last: int) -> tuple[str, ...]:
@@ -156,7 +166,7 @@ def leave_behind(config: RunConfig, origin: Origin, mesh: Mesh, last: int) -> tu
     Raises CheckpointError if something else has the name of a checkpoint that the run may save, up to the ``last``
     iteration.
     """
-    save, path = config.checkpoint.save, origin.path
+    save, path = config.checkpoint.save, origin.saved and origin.saved.path
     if save is None:
         return ()
     renamed = list[Path]()
@@ -187,15 +197,13 @@ def _gone_on(options: CheckpointConfig, chosen: Chosen) -> Iterator[str]:
         )
 
 
-def _opened(path: Path) -> Origin:
-    """Return the checkpoint to continue from, with its manifest and state. Collective."""
-    manifest, state = agree_local(
+def _opened(path: Path) -> SavedCheckpoint:
+    """Return a checkpoint with its manifest and state. Collective."""
+    return agree_local(
         world_group(),
         f"checkpoint '{path}' not loaded",
-        lambda: (store.read_manifest(path), store.read_state(path)),
+        lambda: SavedCheckpoint(path, store.read_manifest(path), store.read_state(path)),
     )
-    seq_length = int(manifest.configuration.get("model", {}).get("seq_length") or 0)
-    return Origin(Progress.of_state(state, str(path), seq_length), path, manifest, state)
 
 
 def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Damaged) -> Origin:
@@ -264,23 +272,22 @@ def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
     return found[0]
 
 
-def _changed_replicas(config: RunConfig, now: int, origin: Origin) -> Iterator[str]:
+def _changed_replicas(config: RunConfig, now: int, saved: SavedCheckpoint) -> Iterator[str]:
     """Yield a note if the outer replicas are not those of the checkpoint: another number of them (1 is none), other
     kinds of state, or other fragments."""
-    before = len(origin.state.get("replicas", [origin.state]))
+    before = len(saved.state.get("replicas", [saved.state]))
     if before == 1:
         if now > 1:
             yield f"the checkpoint has no outer replicas: each of {now} begins from its weights and moments"
         return
-    assert origin.manifest is not None
-    saved = section_of(OuterConfig, origin.manifest.configuration["outer"])
-    kept = [(keeps_momentum(outer), feeds_back(outer)) for outer in (saved, config.outer)]
+    met = section_of(OuterConfig, saved.manifest.configuration["outer"])
+    kept = [(keeps_momentum(outer), feeds_back(outer)) for outer in (met, config.outer)]
     modules = range(config.model.num_layers + 2)
     if now != before:
         change = f"{before} outer replicas and this run {now}"
     elif kept[0] != kept[1]:
         change = "other outer momentum or feedback than this run"
-    elif fragments(modules, saved) != fragments(modules, config.outer):
+    elif fragments(modules, met) != fragments(modules, config.outer):
         change = "other fragments than this run"
     else:
         return
