@@ -60,7 +60,7 @@ from megazero.config import RunConfig
 from megazero.log.exit_status import END_FOLDER
 from megazero.log.line_file import NO_ROOM
 from megazero.mesh.launch import Launch
-from megazero.ops.heartbeat import is_gone, started
+from megazero.ops.processes import is_gone, started
 
 BEAT_S = 5.0  # between two beats
 SILENT_S = 60.0  # without a beat, after which a holder counts as dead

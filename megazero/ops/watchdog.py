@@ -33,16 +33,8 @@ from torch._C import _distributed_c10d
 from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
-from megazero.ops.heartbeat import (
-    Heartbeat,
-    Where,
-    in_words,
-    innermost,
-    is_held,
-    missing_ranks,
-    started,
-    waits,
-)
+from megazero.ops.heartbeat import Heartbeat, Where, in_words, innermost, missing_ranks, waits
+from megazero.ops.processes import is_held, started
 
 INTERVAL = 1.0  # seconds between heartbeats of up to RANKS_PER_SECOND ranks; more ranks send fewer
 RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
