@@ -192,7 +192,7 @@ def _refuse(faults: Sequence[Fault]) -> None:
 
 
 def look_for_room(save: Storage) -> tuple[int, int] | OSError:
-    """Return the bytes that are missing for what a run saves, and the free ones; or the error."""
+    """Return how many bytes the checkpoints of a run lack, and how many are free; or the error."""
     try:
         return missing_bytes(save.folder, save.checkpoint_bytes, save.keep_last), free_bytes(save.folder)
     except OSError as error:
@@ -200,7 +200,7 @@ def look_for_room(save: Storage) -> tuple[int, int] | OSError:
 
 
 def room_faults(save: Storage, missing: int, free: int) -> list[Fault]:
-    """Return the fault of a disk on which ``missing`` bytes are missing; ``free`` are free."""
+    """Return the fault of a disk that lacks ``missing`` bytes and has ``free`` ones."""
     if missing <= 0:
         return []
     kept = f"--save-keep-last {save.keep_last} and the one being written" if save.keep_last else "one"

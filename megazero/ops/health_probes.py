@@ -45,7 +45,7 @@ class Facts:
 
 
 def missing_gpus() -> str | None:
-    """Return, in words, that this rank was given more GPUs than torch sees. None if it sees all of them."""
+    """Say that this rank was given more GPUs than torch sees. None if torch sees all of them."""
     (given, variable), seen = given_gpus(os.environ), torch.cuda.device_count()
     if seen >= given:
         return None
@@ -125,7 +125,7 @@ def read_clock() -> float:
 def probe_folder(folder: Path, rank: int, gather: Gather) -> Mapping[int, str | OSError]:
     """Have each rank write a small file into ``folder`` and read the first rank's. The files are removed. Collective.
 
-    Returns, the same on every rank, what is wrong, in words or as the error of a write, by the rank that it is about.
+    Returns the problems by rank, in words or as the error of a write, the same on every rank.
     """
     token = gather(secrets.token_hex(4))[0]
     first = folder / f".probe-{token}-0"
@@ -183,10 +183,10 @@ def free_bytes(folder: Path) -> int:
 
 
 def missing_bytes(folder: Path, checkpoint_bytes: int, keep_last: int | None) -> int:
-    """Return how many bytes are missing there for what a run will hold at one time; 0 or less: none.
+    """Return how many bytes a run's checkpoints lack there; 0 or less: none.
 
-    That is ``keep_last`` checkpoints and the one that is being written, less those that are there already. At least
-    one has to fit.
+    A run holds ``keep_last`` of them and the one that it writes. Those that are there already are not counted, but at
+    least one has to fit.
     """
     there = min(len(store.checkpoints(folder)), keep_last or 0)
     return max(1, (keep_last or 0) + 1 - there) * checkpoint_bytes - free_bytes(folder)

@@ -274,9 +274,9 @@ class Lease:
         self._sleep(max(0.0, self._settled - self._clock()))
 
     def taker(self, folder: str) -> Leaseholder | None:
-        """Return who holds a folder in this run's place, or None if nobody does, as far as the disk answers.
+        """Return who has taken a folder over from this run, or None if nobody has, as far as the disk answers.
 
-        On a rank that was not told yet what the first rank holds: who else seems to hold it.
+        A rank that does not know yet what the first rank holds gets whoever else seems to hold it.
         """
         place = Path(folder).resolve()
         own = self.numbers.get(str(place))

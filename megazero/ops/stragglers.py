@@ -92,7 +92,7 @@ class Stragglers:
         """
         out = self._judge(rows) if self.judges and self.seconds else ({}, [])
         waited = sum(value for name, value in bill.items() if name.startswith("exposed_"))
-        # Sending that is hidden behind compute delays nobody: links count for at most what was waited.
+        # Sending that is hidden behind compute delays nobody: links count for at most the time that was waited.
         link = min(self.link() * seconds, waited)
         self.own = RankSeconds(seconds - bill["data"] - waited, bill["data"], link)
         self.seconds = seconds

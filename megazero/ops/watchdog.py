@@ -167,7 +167,7 @@ class Watchdog:
                     self._requested.set()
 
     def _answer_request(self) -> None:
-        """Write this rank's stack if somebody asked for those of all ranks. The run goes on."""
+        """Write this rank's stack if all ranks were asked for theirs. The run continues."""
         key = f"stacks/{self._requests}"
         if self._requested.is_set():
             self._requested.clear()

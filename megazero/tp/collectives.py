@@ -32,7 +32,7 @@ class TensorParallel:
     sequence_parallel: Between the parallel linears, activations are cut along the sequence (dim 0) over the axis
         (Korthikanti et al. 2022, section 4.2.2).
     traffic: It counts the bytes this rank sends, if given. The axis never leaves a node.
-    waits: It times what is waited for the other ranks of the axis.
+    waits: It times the waits for other ranks of the axis.
     deferred: It lets backwards put weight gradients off, if given. It works for every size, 1 included.
     """
 

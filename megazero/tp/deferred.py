@@ -34,7 +34,7 @@ class DeferredGradients:
 
     While ``recording(key)`` is open, the linears and the embedding whose context holds this object enqueue in their
     backward instead of computing. Outside of it they compute everything. Parameters that need no gradient are never
-    enqueued. Norms, and whatever is added after a reduction, get their gradients in I. In I torch calls the
+    enqueued. Norms, and biases that are added after a reduction, get their gradients in I. In I torch calls the
     post-accumulate hooks of the parameters that wait, too, although nothing was added to their ``grad``.
     """
 

@@ -61,7 +61,7 @@ class Forecast:
         return replace(self, resident=resident_memory(device))
 
     def grown(self, device: torch.device) -> int:
-        """Return by how many bytes the memory's peak is above what was in use before the model was built.
+        """Return how many bytes the memory has grown at its peak since before the model was built.
 
         Mapped files are left out (training data, torch's code): their pages are the system's cache.
         """
@@ -207,7 +207,7 @@ def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:
 
 
 def given_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str, Any]:
-    """Return the options that are given to the planner, which it may not choose: all but ``released``."""
+    """Return the options that the planner may not choose: all that have a value but ``released``."""
     options = all_options()
     values = {
         name: value
@@ -219,7 +219,7 @@ def given_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str,
 
 
 def refuse_too_large(layout: Layout, room: float, copied: float = 0.0) -> None:
-    """Raise ValueError if the layout needs more than ``room`` bytes on some rank, whatever the allocator's margin.
+    """Raise ValueError if the layout, without the allocator's margin, needs more than ``room`` bytes on some rank.
 
     copied: what --async-save takes of the room.
     """
@@ -283,7 +283,7 @@ def room_of(device: torch.device, local_ranks: int) -> float | None:
 
 
 def _use_libraries() -> None:
-    """Make torch load now what it loads at first use. On a CPU that is resident memory, but not the model's.
+    """Make torch load now all that it loads at first use: on a CPU it is resident memory, but not the model's.
 
     Its optimizers import torch._dynamo, and with it Triton: 95 MB of 110 here. The rest is oneDNN's and autograd's.
     """

@@ -35,8 +35,8 @@ RESOLVED_FILE = "config.yaml"
 class Outputs:
     """The places where a rank writes. On ranks other than the first the console and the loggers are silent.
 
-    start: which start of which run this is. metrics, events: the writers of metrics.jsonl and of events.jsonl; None
-    on ranks other than the first.
+    start: this start of the run. metrics, events: the writers of metrics.jsonl and of events.jsonl; None on ranks
+    other than the first.
     """
 
     start: Start

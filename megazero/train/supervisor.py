@@ -102,7 +102,7 @@ class Supervisor:
         return self.phase, sent, program.at, order.position if order else 0, files
 
     def look(self) -> dict[str, Any]:
-        """Return what the lease says of this rank to those who watch the run (``Leaseholder``)."""
+        """Return the phase and its times for the lease, which those who watch the run read (``Leaseholder``)."""
         seconds = {}
         for name, value in (("phase_s", self.phase), ("still_s", self.progress())):
             seen, since = self._seen.get(name, (None, 0.0))

@@ -254,7 +254,7 @@ class Trainer:
             self.saver.wait()
 
     def _compare(self) -> None:
-        """Print what was predicted beside what was measured."""
+        """Print the prediction beside the measurements."""
         if self.forecast and (line := self.forecast.beside(self.mesh, self.step_seconds)):
             self.outputs.console.note(line)
 
@@ -295,7 +295,7 @@ class Trainer:
         return info
 
     def _tell_compiled(self) -> None:
-        """Print what was compiled since the last call: in the first step all, unless lengths of samples change."""
+        """Print the graphs compiled since the last call: all in the first step, unless lengths of samples change."""
         if self.compile_time and (line := self.compile_time.news()):
             self.outputs.console.note(f"{line} (iteration {self.progress.iteration})")
 
@@ -339,7 +339,7 @@ class Trainer:
         self.guard.check_norm(iteration, info.mean_norm, own, gather_objects, self.scaling.can_fall)
 
     def _take_stalls(self) -> None:
-        """Add to the bill what the compute stream waited, on CUDA."""
+        """Add the waits of the compute stream to the bill, on CUDA."""
         for each in self.timed:
             for name, seconds in each.stalls.take().items():
                 self.bill.add(name, seconds)

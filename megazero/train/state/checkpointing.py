@@ -64,7 +64,7 @@ class SavedTokenizer:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, and what is known of spikes.
+    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, and the monitor of spikes.
 
     guard: called on the first rank with a folder before that is changed; it does not return if another run has it.
     """
@@ -114,8 +114,8 @@ class Checkpointing:
     ) -> Generator[store.Part, None, Path]:
         """Write SAVE/iter_<iteration>, yielding the parts that are this rank's own work. Collective.
 
-        staging: write a copy that is taken there. retry: what the storage refuses. busy: a checkpoint not to delete.
-        Older ones stay until this one is complete.
+        staging: where a copy is taken, which is then written. retry: how to try again if the storage refuses. busy: a
+        checkpoint not to delete. Older ones stay until this one is complete.
         """
         options = self.config.checkpoint
         way_back = self.spikes.began or None
@@ -164,7 +164,7 @@ class Checkpointing:
     def _snapshot(self, progress: Progress) -> store.Snapshot:
         """Return what a checkpoint would hold now. Its tensors are the engine's own. Collective."""
         if self.engine.policy.codecs.delta:
-            self.engine.refresh()  # what receivers hold, and what is saved as the weights, belongs to this master
+            self.engine.refresh()  # the saved weights are those that receivers hold, and belong to this master
         state = {
             **progress.state(),
             **self._counters(),

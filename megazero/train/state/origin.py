@@ -335,7 +335,7 @@ def _elsewhere(root: Path) -> Iterator[str]:
 
 
 def _passed_over(damaged: Damaged) -> Iterator[str]:
-    """Yield what is wrong with each checkpoint that was passed over for its bytes."""
+    """Yield what is wrong with each checkpoint that was passed over as damaged."""
     for path, why in damaged.items():
         yield f"{path.name} was left out: {why}"
 

@@ -38,9 +38,9 @@ class Progress:
     ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order was made for,
     or 0 if the order is the same for any number. It stays the same over restarts, so a longer run keeps the order.
     evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss"
-    of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the last one
-    of this progress. rollbacks: how often the run has gone back from a spike. tokens: those that it was trained on,
-    without what is left out and what growing lengths drop.
+    of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the path of
+    the last one. rollbacks: how often the run has gone back from a spike. tokens: those it was trained on, without
+    those of iterations left out and those that growing lengths drop.
     """
 
     iteration: int = 0
@@ -126,7 +126,7 @@ def without_effect(
 
 
 def just_before(progress: Progress, iteration: int) -> dict[str, Any]:
-    """Return metrics of ``iteration`` about what was left out right before it, or none."""
+    """Return the metrics of ``iteration`` about iterations left out right before it, or none."""
     found = list(_just_before(progress, iteration))[::-1]
     names = {False: "left_out", True: "rolled_back"}
     of = {names[kind]: [out.as_metrics() for out in found if out.rollback == kind] for kind in names}

@@ -147,7 +147,7 @@ def _merge(
 def _load_flight(
     saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Placement]
 ) -> dict[Unit, torch.Tensor]:
-    """Return what was on its way between the replicas: its sum over them, [n/OS] by unit."""
+    """Return the sums over the replicas of the fragment that was on its way, [n/OS] by unit."""
     if SUMS not in saved.manifest.kinds:
         return {}
     fragment, _ = saved.counters["flight"]
