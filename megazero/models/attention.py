@@ -169,9 +169,9 @@ def _by_lengths(
 def block_mask(masking: Masking, backend: str, length: int, like: Tensor) -> flex.BlockMask:
     """Return which blocks of queries and keys are computed, for flex attention.
 
-    A later query never sees an earlier first key. So a block of queries needs the blocks from its first query's first
-    key to itself, and from its last query's first key to itself no key is hidden. Block numbers are computed from
-    [b, s], never from [b, s, s].
+    From one query to the next, the first key that is seen never moves back. So a block of queries needs the blocks
+    from its first query's first key to itself, and between its last query's first key and itself no key is hidden.
+    Block numbers are computed from [b, s], never from [b, s, s].
     """
     at = torch.arange(length, device=like.device)
     first = torch.zeros_like(at)[None] if masking.starts is None else masking.starts.to(like.device)
