@@ -25,11 +25,10 @@ from benchmarks import harness
 from benchmarks.gpu_report.setting import own_seconds
 from megazero.config import RunConfig, World, make_config
 from megazero.models.decoder import Head
+from megazero.ops.memory import peak_memory, resident_memory
 from megazero.plan.activations import activations
 from megazero.plan.units import HEAD, WIDTHS
 from megazero.tp import TensorParallel
-from megazero.train.forecast import resident_memory
-from megazero.train.outputs import peak_memory
 from megazero.train.parallelize import DTYPES
 
 TITLE = "The loss in chunks"

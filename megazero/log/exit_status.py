@@ -108,8 +108,8 @@ def end_folder(log_dir: str | None) -> Path | None:
 def record_status(folder: Path | None, status: ExitStatus, tell: Callable[[], None] = lambda: None) -> bool:
     """Record in ``folder`` how this start ends, on any rank. Returns whether it did. tell: prints why, before that.
 
-    The first to record counts, as its failure is the cause of the others': whatever kills them later, the status
-    stays. But a loss, which is what others see of a rank, gives way to a rank's own account. Errors of the disk are
+    The first rank to record counts: its failure caused those of the others, whatever kills them later. But RANK_LOST,
+    which is how others see a failure, gives way to the account of the rank that failed. Errors of the disk are
     ignored: the launcher's status remains.
     """
     path = folder / STATUS_FILE if folder is not None else None

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from megazero.files import replacing
@@ -110,12 +109,12 @@ def record_end(
     log_dir: str | None,
     status: ExitStatus,
     why: str,
-    progress: Mapping[str, Any] = MappingProxyType({}),
+    progress: Mapping[str, Any],
 ) -> None:
-    """Record the exit status (``record_status``) and, in LOG_DIR/events.jsonl, an end. A full log disk does no harm.
+    """Record the exit status (``record_status``), and the end in LOG_DIR/events.jsonl. A full log disk does no harm.
 
-    log_dir: None if another run writes there. progress: how far the run came, if that is known. Call it on any rank
-    that knows why the run ends; the first one counts.
+    log_dir: None if another run writes there. progress: how far the run came. Call it on any rank that knows why the
+    run ends; the first one counts.
     """
     if not record_status(end_folder(log_dir), status) or log_dir is None:
         return

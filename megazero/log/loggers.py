@@ -142,33 +142,30 @@ class Loggers:
         self._members = list(members)
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
-        for member in tuple(self._members):
-            self._guarded(member, partial(member.log, iteration, values))
+        self._each(lambda member: member.log(iteration, values))
 
     def undo(self, first: int) -> None:
-        for member in tuple(self._members):
-            self._guarded(member, partial(member.undo, first))
+        self._each(lambda member: member.undo(first))
 
     def flush(self) -> None:
         """Write what members have buffered, so that it survives a kill."""
-        for member in tuple(self._members):
-            self._guarded(member, member.flush)
+        self._each(lambda member: member.flush())
 
     def close(self) -> None:
-        for member in tuple(self._members):
-            self._guarded(member, member.close)
+        self._each(lambda member: member.close())
         self._members.clear()
 
-    def _guarded(self, member: Logger, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - whatever it is, training is worth more
-            self._members.remove(member)
-            warnings.warn(
-                f"{type(member).__name__} failed and is switched off ({type(error).__name__}: {error}); "
-                "training goes on, metrics.jsonl has every line",
-                stacklevel=3,
-            )
+    def _each(self, call: Callable[[Logger], None]) -> None:
+        for member in tuple(self._members):
+            try:
+                call(member)
+            except Exception as error:  # noqa: BLE001 - whatever it is, training is worth more
+                self._members.remove(member)
+                warnings.warn(
+                    f"{type(member).__name__} failed and is switched off ({type(error).__name__}: {error}); "
+                    "training goes on, metrics.jsonl has every line",
+                    stacklevel=3,
+                )
 
 
 def scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

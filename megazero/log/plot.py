@@ -62,7 +62,7 @@ def _draw(axes: Axes, lines: Sequence[Mapping[str, Any]], path: Path, colour: st
 
 
 def _names(metrics: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return how the legend tells files apart: by nothing for one file, else by the directory or the file's stem."""
+    """Return a name of each file for the legend: none for one file, else that of its directory, or its stem."""
     if len(metrics) == 1:
         return [""]
     paths = [Path(item) for item in metrics]

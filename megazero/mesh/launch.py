@@ -25,7 +25,7 @@ TUNABLES, MENDED_GLIBC = "GLIBC_TUNABLES", (2, 38)
 NO_SMALL_CACHES = "glibc.malloc.mxfast=0:glibc.malloc.tcache_count=0"
 DEVICES = Path("/dev")  # where the driver has a file for each GPU
 
-# Ports of jobs whose launcher names none: below 32768, from where Linux gives out ports of its own.
+# Ports at which ranks meet if nobody names one: below 32768, from where Linux gives ports to connections.
 FIRST_PORT, PORTS = 20000, 12000
 STEPS = 61  # steps of one job, and of jobs submitted one after another, that have ports of their own
 
@@ -54,7 +54,7 @@ class Launch:
 
     ``attempt`` is how often torchrun has restarted the ranks at the same store. ``agent_store`` says that its agent
     holds the rendezvous store; otherwise rank 0 does. ``hosts`` are the nodes in the order of the ranks, if the
-    launcher lists them. ``node`` is SLURM's name of this node, whatever launched the rank; None outside of SLURM.
+    launcher lists them. ``node`` is SLURM's name of this node, also under another launcher; None outside of SLURM.
     ``job`` is the batch system's name of the job, or torchrun's of the run ('' where there is none). ``restarts`` is
     how often it was started before, by SLURM's count and torchrun's. ``identity`` is what all starts of this job have
     in common, and no other run: cluster or address are part of it ('' if it is unknown). ``local_rank``,
@@ -151,7 +151,7 @@ def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def torchrun_error_file() -> str | None:
-    """Return where a rank that torchrun started may leave what it says of its failure; None under other launchers."""
+    """Return the file from which torchrun reads why a rank failed; None under other launchers."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 

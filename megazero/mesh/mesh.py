@@ -351,6 +351,11 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta, s
     )
 
 
+def world_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks, or None in a run of one process without torch.distributed."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Return the value of every rank of the world, by rank. Collective."""
     if not dist.is_initialized():

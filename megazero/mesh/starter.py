@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from types import FrameType
 
-from megazero.mesh.launch import allocator_settings, computes_on_host, rank_variables
+from megazero.mesh.launch import FIRST_PORT, PORTS, allocator_settings, computes_on_host, rank_variables
 
 GRACE_S = 20.0  # that the other ranks have once one has failed, and again once they were sent SIGTERM
 LOOK_S = 0.05
@@ -100,11 +100,10 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on. It lies below those that systems give to connections (from 32768), so
-    none takes it before the ranks meet there."""
+    """Return a port that nothing listens on, of those that no system gives to a connection meanwhile."""
     draw = random.SystemRandom()
     while True:
-        port = draw.randrange(20000, 32768)
+        port = draw.randrange(FIRST_PORT, FIRST_PORT + PORTS)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

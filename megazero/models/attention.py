@@ -169,9 +169,9 @@ def _by_lengths(
 def block_mask(masking: Masking, backend: str, length: int, like: Tensor) -> flex.BlockMask:
     """Return which blocks of queries and keys are computed, for flex attention.
 
-    The first key that a query sees never goes back as queries go on. So the blocks that a block of queries needs are
-    those from its first query's first key to itself, and between its last query's first key and itself no key is
-    hidden. Their numbers are computed from [b, s], never from [b, s, s].
+    From one query to the next, the first key that is seen never moves back. So a block of queries needs the blocks
+    from its first query's first key to itself, and between its last query's first key and itself no key is hidden.
+    Block numbers are computed from [b, s], never from [b, s, s].
     """
     at = torch.arange(length, device=like.device)
     first = torch.zeros_like(at)[None] if masking.starts is None else masking.starts.to(like.device)
@@ -251,7 +251,7 @@ def allow_graphs(kinds: int) -> None:
 
 
 class _Way(NamedTuple):
-    """How some backends compute: what they make before the layers, and what they do in one."""
+    """How some backends compute. make: their tables, before the layers. compute: attention, in a layer."""
 
     make: Callable[[Masking, str, int, Tensor], Any]
     compute: Callable[[Tensor, Tensor, Tensor, AttentionTables, float, Key | None], Tensor]
@@ -275,8 +275,8 @@ def _way(masking: Masking, backend: str, device: torch.device) -> str:
 
 @lru_cache
 def missing_backends() -> dict[str, str]:
-    """Return the backends for GPUs that this installation lacks, with what is missing. "flash" is only missing for
-    documents and windows.
+    """Return the backends for GPUs that this installation lacks, each with the reason. "flash" lacks only documents
+    and windows.
     """
     found = dict[str, str]()
     if find_spec("flash_attn") is None:

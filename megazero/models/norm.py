@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
 
     @property
     def factor(self) -> Tensor:
-        """Return what the normed values are multiplied by, [size]."""
+        """Return the factor of the normed values, [size]."""
         return one_plus(self.weight) if self.one_plus else self.weight
 
     def forward(self, x: Tensor) -> Tensor:

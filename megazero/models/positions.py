@@ -55,6 +55,15 @@ class LayerTables(NamedTuple):
     attention: AttentionTables
 
 
+class _Samples(NamedTuple):
+    """The samples of one micro-batch, as given to ``Positions.tables``. packed: what was made of their documents."""
+
+    length: int
+    like: Tensor
+    documents: Documents
+    packed: dict[Hashable, Any]
+
+
 class Positions:
     """Makes the tables of one decoder. Those that all micro-batches share are kept, for samples of one length, device
     and dtype at a time: generation and ramps have many lengths. backend: --attention-backend.
@@ -73,54 +82,40 @@ class Positions:
         """
         if self._like != (length, like.device, like.dtype):
             self._like, self._kept = (length, like.device, like.dtype), {}
-        packed: dict[Hashable, Any] = {}
+        samples = _Samples(length, like, documents or Documents(), {})
         with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved
             return {
                 kind: LayerTables(
-                    self._rotary(kind, length, like, documents, packed) if kind.rotary else None,
-                    self._attention(kind, length, like, documents, packed),
+                    self._rotary(kind, samples) if kind.rotary else None, self._attention(kind, samples)
                 )
                 for kind in dict.fromkeys(kinds)
             }
 
-    def _rotary(
-        self,
-        kind: LayerKind,
-        length: int,
-        like: Tensor,
-        documents: Documents | None,
-        packed: dict[Hashable, Any],
-    ) -> tuple[Tensor, Tensor]:
-        """Positions are 0 .. s-1 unless ``documents`` says others. Tables are computed in fp64. A scaling that
-        depends on the length depends on s, not on documents. Layers with the same base and scaling share them.
+    def _rotary(self, kind: LayerKind, samples: _Samples) -> tuple[Tensor, Tensor]:
+        """Positions are 0 .. s-1 unless documents have others. Tables are computed in fp64. A scaling that depends on
+        the length depends on s, not on documents. Layers with the same base and scaling share them.
         """
         name = ("rope", kind.rotary_base, kind.rotary_scaling)
 
         def of_samples() -> tuple[Tensor, Tensor]:
             own = replace(self.config, rotary_base=kind.rotary_base, rotary_scaling=kind.rotary_scaling)
-            cos, sin = rotary_tables(own, length)
+            cos, sin = rotary_tables(own, samples.length)
             cos = channel_cosines(cos, own.kv_channels, own.rotary_interleaved)
-            return cos[:, None, None].to(like), sin[:, None, None].to(like)
+            return cos[:, None, None].to(samples.like), sin[:, None, None].to(samples.like)
 
         cos, sin = _once(self._kept, name, of_samples)
-        if documents is None or documents.position_ids is None:
+        if samples.documents.position_ids is None:
             return cos, sin
-        ids = documents.position_ids.t()
-        return _once(packed, name, lambda: (cos[:, 0, 0][ids].unsqueeze(2), sin[:, 0, 0][ids].unsqueeze(2)))
+        ids = samples.documents.position_ids.t()
+        return _once(
+            samples.packed, name, lambda: (cos[:, 0, 0][ids].unsqueeze(2), sin[:, 0, 0][ids].unsqueeze(2))
+        )
 
-    def _attention(
-        self,
-        kind: LayerKind,
-        length: int,
-        like: Tensor,
-        documents: Documents | None,
-        packed: dict[Hashable, Any],
-    ) -> AttentionTables:
+    def _attention(self, kind: LayerKind, samples: _Samples) -> AttentionTables:
         """Layers with the same window share theirs; with documents, those of one micro-batch."""
-        config = self.config
+        config, (length, like, documents, packed) = self.config, samples
         window = kind.window if kind.window is not None and kind.window < length else None
-        starts = None if documents is None else documents.starts
-        wants = wants_of(config, starts is not None, window is not None)
+        wants = wants_of(config, documents.starts is not None, window is not None)
         backend = _once(
             self._kept,
             ("backend", wants),
@@ -133,12 +128,11 @@ class Positions:
                 if ALIBI in wants
                 else (None, None)
             )
-            masking = Masking(
-                config.attention_scale, config.attn_logit_softcapping, window, starts, slopes, steps
-            )
+            scale, cap = config.attention_scale, config.attn_logit_softcapping
+            masking = Masking(scale, cap, window, documents.starts, slopes, steps)
             return make_tables(masking, backend, length, like)
 
-        return _once(self._kept if starts is None else packed, ("attention", window), made)
+        return _once(self._kept if documents.starts is None else packed, ("attention", window), made)
 
     def _alibi(self, length: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the slopes of this rank's heads, or scaled ALiBi's steps, as in Masking."""

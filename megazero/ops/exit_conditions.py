@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from megazero.config.options.sections import TrainingConfig
 from megazero.config.options.skipping import due
 from megazero.log.exit_status import ExitStatus
-
-if TYPE_CHECKING:
-    from megazero.config.options.sections import TrainingConfig
 
 SAME_S = 1.0  # within which a second signal is the first one again: the terminal's, handed on by torchrun
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -108,12 +106,6 @@ class ExitConditions:
             kill_switch=training.kill_switch_path,
             began=began,
         )
-
-    def __post_init__(self) -> None:
-        if self.exit_interval is not None and self.exit_interval < 1:
-            raise ValueError(f"--exit-interval {self.exit_interval} must be at least 1")
-        if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
-            raise ValueError(f"--exit-duration-in-mins {self.exit_duration_in_mins} must be above 0")
 
     @property
     def can_stop_at_once(self) -> bool:

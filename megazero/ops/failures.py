@@ -33,10 +33,9 @@ class LocalStep:
 
 
 class NonFiniteGuard:
-    """Stops the run at non-finite losses, and skips steps with a non-finite gradient norm.
+    """Stops the run at a non-finite loss, and after MOST_SKIPS steps in a row with a non-finite gradient norm.
 
-    A non-finite loss is an error at once. A non-finite gradient norm skips the step, and MOST_SKIPS skipped steps in
-    a row are an error. Steps whose loss scale can still fall do not count.
+    The engine skips such steps. Those whose loss scale can still fall do not count.
 
     Both checks take values that are equal on all ranks (the reduced loss, the global norm), so all ranks decide
     alike. `gather` collects one object per rank into a list on every rank (as all_gather_object does); it is called
@@ -64,14 +63,14 @@ class NonFiniteGuard:
         local: LocalStep,
         gather: Callable[[LocalStep], list[LocalStep]],
         scale_can_fall: bool = False,
-    ) -> bool:
-        """Return True if the step is to be skipped. Raises NonFiniteLoss after MOST_SKIPS skipped steps in a row.
+    ) -> None:
+        """Raise NonFiniteLoss if this is the MOST_SKIPS-th skipped step in a row.
 
-        scale_can_fall: the step's loss scale was above its minimum, so that a lower one may cure it.
+        scale_can_fall: the step's loss scale was above its minimum, so a lower one may cure it.
         """
         if math.isfinite(norm) or scale_can_fall:
             self.skipped_in_a_row = 0
-            return not math.isfinite(norm)
+            return
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= MOST_SKIPS:
             raise NonFiniteLoss(
@@ -79,7 +78,6 @@ class NonFiniteGuard:
                 f"row were skipped; {_culprits(gather(local))}. Resume from the last checkpoint with a lower "
                 "--lr or in a wider number format"
             )
-        return True
 
 
 def _culprits(steps: Sequence[LocalStep]) -> str:

@@ -1,7 +1,7 @@
 """The health check: before the first step every node is tested, and a bad one is named so that it can be excluded.
 
 Faults end the run: a device that computes wrongly or is missing, a --save folder that a node does not share, no room
-for checkpoints, a slow node. Notes tell what may be harmless: clocks that differ, less free memory than elsewhere.
+for checkpoints, a slow node. What may be harmless is a note: clocks that differ, less free memory than elsewhere.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Fault:
 class Unhealthy(ValueError):
     """The health check found faults. ``nodes`` are those to exclude, the same on every rank.
 
-    exit_status: RANK_LOST if other nodes would work, else that of a mistake or a full disk. waiver: how to do
-    without what failed.
+    exit_status: RANK_LOST if other nodes would work, else that of a mistake or a full disk. waiver: the flag
+    that does without what failed.
     """
 
     def __init__(self, faults: Sequence[Fault], waiver: str = "--no-health-check does without") -> None:
@@ -106,9 +106,8 @@ class HealthCheck:
             rank = dist.get_rank() if dist.is_initialized() else 0
             _refuse(folder_faults(probe_folder(save.folder, rank, gather_objects), self.nodes))
             if save.checkpoint_bytes:
-                room = gather_objects(look_for_room(save) if rank == 0 else None)[
-                    0
-                ]  # as the first rank sees it
+                own = look_for_room(save) if rank == 0 else None
+                room = gather_objects(own)[0]  # as the first rank sees it
                 if isinstance(room, OSError):
                     text = f"rank 0 cannot tell how much room {save.folder} has: {room}"
                     raise Unhealthy([Fault(self.nodes[0], text, status_of(room))])
@@ -193,7 +192,7 @@ def _refuse(faults: Sequence[Fault]) -> None:
 
 
 def look_for_room(save: Storage) -> tuple[int, int] | OSError:
-    """Return the bytes that are missing for what a run saves, and the free ones; or the error."""
+    """Return how many bytes the checkpoints of a run lack, and how many are free; or the error."""
     try:
         return missing_bytes(save.folder, save.checkpoint_bytes, save.keep_last), free_bytes(save.folder)
     except OSError as error:
@@ -201,7 +200,7 @@ def look_for_room(save: Storage) -> tuple[int, int] | OSError:
 
 
 def room_faults(save: Storage, missing: int, free: int) -> list[Fault]:
-    """Return the fault of a disk on which ``missing`` bytes are missing; ``free`` are free."""
+    """Return the fault of a disk that lacks ``missing`` bytes and has ``free`` ones."""
     if missing <= 0:
         return []
     kept = f"--save-keep-last {save.keep_last} and the one being written" if save.keep_last else "one"

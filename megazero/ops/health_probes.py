@@ -17,6 +17,7 @@ import torch
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import leftovers
 from megazero.mesh.launch import given_gpus
+from megazero.ops.memory import host_memory
 
 MATRIX = 256  # rows of the matrices that are multiplied
 PATTERN = 2**28  # elements of int32 that a GPU's memory is written and read with: 1 GiB
@@ -44,7 +45,7 @@ class Facts:
 
 
 def missing_gpus() -> str | None:
-    """Return, in words, that this rank was given more GPUs than torch sees. None if it sees all of them."""
+    """Say that this rank was given more GPUs than torch sees. None if torch sees all of them."""
     (given, variable), seen = given_gpus(os.environ), torch.cuda.device_count()
     if seen >= given:
         return None
@@ -65,8 +66,10 @@ def find_facts(node: str, device: torch.device, gather: Gather) -> Facts:
     # A device that failed may fail at this, too.
     asks = device.type == "cuda" and not wrong
     device_memory = torch.cuda.mem_get_info(device) if asks else (0, 0)
+    host = host_memory()
+    free = host.get("MemAvailable", 0), host.get("MemTotal", 0)
     gather(None)  # all ranks are here: they read their clocks now
-    return Facts(node, device.type, wrong, device_memory, host_memory(), read_clock())
+    return Facts(node, device.type, wrong, device_memory, free, read_clock())
 
 
 def device_faults(device: torch.device) -> list[str]:
@@ -115,13 +118,6 @@ def memory_errors(uuid: str) -> int:
     return int(count) if count.isdecimal() else 0  # "[N/A]": the card has none
 
 
-def host_memory() -> tuple[int, int]:
-    """Return the bytes of this host's memory that are available, and all of them."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = {words[0]: int(words[1]) for words in lines if words[1].isdecimal()}
-    return kib["MemAvailable:"] * 1024, kib["MemTotal:"] * 1024
-
-
 def read_clock() -> float:
     return time.time()
 
@@ -129,7 +125,7 @@ def read_clock() -> float:
 def probe_folder(folder: Path, rank: int, gather: Gather) -> Mapping[int, str | OSError]:
     """Have each rank write a small file into ``folder`` and read the first rank's. The files are removed. Collective.
 
-    Returns, the same on every rank, what is wrong, in words or as the error of a write, by the rank that it is about.
+    Returns the problems by rank, in words or as the error of a write, the same on every rank.
     """
     token = gather(secrets.token_hex(4))[0]
     first = folder / f".probe-{token}-0"
@@ -187,10 +183,10 @@ def free_bytes(folder: Path) -> int:
 
 
 def missing_bytes(folder: Path, checkpoint_bytes: int, keep_last: int | None) -> int:
-    """Return how many bytes are missing there for what a run will hold at one time; 0 or less: none.
+    """Return how many bytes a run's checkpoints lack there; 0 or less: none.
 
-    That is ``keep_last`` checkpoints and the one that is being written, less those that are there already. At least
-    one has to fit.
+    A run holds ``keep_last`` of them and the one that it writes. Those that are there already are not counted, but at
+    least one has to fit.
     """
     there = min(len(store.checkpoints(folder)), keep_last or 0)
     return max(1, (keep_last or 0) + 1 - there) * checkpoint_bytes - free_bytes(folder)

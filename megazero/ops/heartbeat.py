@@ -1,4 +1,7 @@
-"""A heartbeat: what a rank is doing, where its main thread stands; and from those of all ranks, who is missing."""
+"""Heartbeats: what each rank is doing, and where its main thread is. From all of them follows who is missing.
+
+The watchdog sends them. The beat of a lease (lease.py) is another thing: it shows other runs that this one lives.
+"""
 
 from __future__ import annotations
 
@@ -134,34 +137,3 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def started(pid: int) -> int:
-    """Return when a process of this host started, in clock ticks since boot; 0 if there is none."""
-    fields = _stat(f"/proc/{pid}/stat")
-    return int(fields[19]) if fields else 0
-
-
-def is_gone(pid: int, start: int) -> bool:
-    """Tell whether the process that started at ``start`` (see ``started``) has ended, its number given on or not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass  # another user's, which may be hidden in /proc
-    fields = _stat(f"/proc/{pid}/stat")
-    return bool(fields) and (fields[0] in "ZX" or int(fields[19]) != start)
-
-
-def is_held(pid: int) -> bool:
-    """Tell whether a process's main thread is stopped. A debugger may hold it alone while other threads go on."""
-    return _stat(f"/proc/{pid}/task/{pid}/stat")[:1] in (["t"], ["T"])
-
-
-def _stat(path: str) -> list[str]:
-    """Return /proc's fields of a process or thread, from its state on; none if it is gone."""
-    try:
-        return Path(path).read_text().rpartition(")")[2].split()
-    except OSError:
-        return []

@@ -36,8 +36,8 @@ are deleted, and before lines are written (at most once per FRESH_S). A holder t
 ends instead of writing. What remains: a process that is stopped for SILENT_S just between its look and its write can
 add one line, or rename the folder of one whole checkpoint, unless the next run's first save has removed that.
 
-What is said of NFS follows from its rules (exclusive creation is the server's, an opened file is asked for anew, a
-listing may be old). It was simulated (tests/unit/test_lease.py), not tried on a server.
+The claims about NFS follow from its rules: the server creates exclusively, an open asks the server again, a listing
+may be old. They were simulated (tests/unit/test_lease.py), not tried on a server.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from megazero.config import RunConfig
 from megazero.log.exit_status import END_FOLDER
 from megazero.log.line_file import NO_ROOM
 from megazero.mesh.launch import Launch
-from megazero.ops.heartbeat import is_gone, started
+from megazero.ops.processes import is_gone, started
 
 BEAT_S = 5.0  # between two beats
 SILENT_S = 60.0  # without a beat, after which a holder counts as dead
@@ -69,6 +69,7 @@ FRESH_S = 1.0  # for which a look at the own lease counts
 SETTLE_S = 3.0  # from a take-over from a holder that may live to the first write: it has noticed by then
 RELEASE_S = 2.0  # that an end waits for a disk
 SIZE = 1024  # bytes of a lease
+SAVING = ("saving", "writing")  # how the phases begin in which a run writes checkpoints (train/trainer.py)
 _NAME = re.compile(r"lease\.(\d+)")
 _Look = tuple[int, str | None]  # number and content of the lease that counts
 
@@ -273,9 +274,9 @@ class Lease:
         self._sleep(max(0.0, self._settled - self._clock()))
 
     def taker(self, folder: str) -> Leaseholder | None:
-        """Return who holds a folder in this run's place, or None if nobody does, as far as the disk answers.
+        """Return who has taken a folder over from this run, or None if nobody has, as far as the disk answers.
 
-        On a rank that was not told yet what the first rank holds: who else seems to hold it.
+        A rank that does not know yet what the first rank holds gets whoever else seems to hold it.
         """
         place = Path(folder).resolve()
         own = self.numbers.get(str(place))

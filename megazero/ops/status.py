@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 from megazero.log.exit_status import ExitStatus
 from megazero.log.units import duration
-from megazero.ops.lease import SILENT_S
+from megazero.ops.lease import SAVING, SILENT_S
 from megazero.ops.vitals import GONE, Line, SlurmJob, Vitals, mean, when
 
-# Without a lease (its log disk was full, or an older version): a run without a line for so long, and for many
-# iterations' time, is called silent.
+# A run without a lease (its log disk was full, or its version is older) counts as silent after so long, and many
+# iterations, without a line.
 LINE_S = 600.0
 START_S = 1800.0  # that a start may take: its ranks' limit is 5 minutes, but a cluster's files may be slow
-STILL_S = 120.0  # and ITERATIONS times its usual one: an iteration that takes longer hangs
+STILL_S = 120.0  # an iteration hangs if it takes longer than this and than ITERATIONS usual ones
 ITERATIONS = 10
-SAVE_S = 600.0  # and SAVES times the longest so far: a save that takes longer
+SAVE_S = 600.0  # a save is long if it takes longer than this and than SAVES times the longest so far
 SAVES = 3
 SLOW = 0.5  # of the usual pace, for RECENT iterations
 RECENT = 10
-SKEW_S = 30.0  # between clocks, which is said
+SKEW_S = 30.0  # between clocks, from which on it is reported
 ACT_S = 300.0  # that a batch script, or SLURM after the loss of a node, has to act
 # States of a job in SLURM's words.
 _WAITS = {"PENDING", "REQUEUED", "REQUEUE_FED"}
@@ -75,7 +75,7 @@ class Judgement(NamedTuple):
 
 
 def judge(run: Vitals) -> Judgement:
-    """Return the state of a run. SLURM's word counts most where a job waits, the heartbeat where one runs."""
+    """Return the state of a run. If its job waits, SLURM's word counts most; if it runs, the beat of its lease."""
     lease, job = run.lease, run.job
     if run.asked and lease and lease.job != run.asked and lives(run):
         return Judgement(State.SUPERSEDED, f"{lease.words}, holds {run.folder}, not job {run.asked}")
@@ -101,7 +101,7 @@ def lives(run: Vitals) -> bool:
 
 
 def _loading(job: SlurmJob) -> Judgement:
-    """A job runs, and no rank of this start has written a word."""
+    """A job runs, and no rank of this start has written anything."""
     why = f"job {job.number} is {job.state} for {duration(job.used_s)}, no rank has begun"
     return Judgement(State.HANGING if job.used_s > START_S else State.STARTING, why)
 
@@ -121,7 +121,7 @@ def _training(run: Vitals) -> Judgement:
     lease, heard = run.lease, duration(max(0.0, run.heard_s or 0.0))
     usual = median([line["iteration_time_s"] for line in run.latest] or [0.0])
     limit = max(STILL_S, ITERATIONS * usual) if usual else LINE_S
-    if lease is not None and lease.phase.startswith(("saving", "writing")):
+    if lease is not None and lease.phase.startswith(SAVING):
         longest = max((e["seconds"] for e in run.events if e.get("event") == "save"), default=0.0)
         long = lease.phase_s > max(SAVE_S, SAVES * longest)
         than = f"; the longest save so far took {duration(longest)}" if longest else ""
@@ -155,7 +155,7 @@ def _waiting(run: Vitals) -> Judgement:
 
 
 def _silent(run: Vitals) -> Judgement:
-    """No rank is heard of, and none has said how it ended."""
+    """No rank shows life, and none has recorded how it ended."""
     job, lease = run.job, run.lease
     of = f"job {job.number} is {job.state}" if job else ""
     where = f" on {lease.host}" if lease else ""
@@ -177,7 +177,7 @@ def _silent(run: Vitals) -> Judgement:
 
 
 def _ended(run: Vitals, end: Line) -> Judgement:
-    """The last start has said how it ended, or its batch script has."""
+    """The last start or its batch script has recorded how it ended."""
     job, then, status = run.job, run.then or {}, end["status"]
     why = "; ".join(dict.fromkeys([end["why"], *([then["why"]] if then else [])]))
     again = status in (ExitStatus.STOPPED, ExitStatus.RANK_LOST)

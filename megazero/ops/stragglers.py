@@ -47,8 +47,8 @@ class RankSeconds(NamedTuple):
 class Stragglers:
     """Measures this rank's seconds, and compares those of all ranks.
 
-    stages: the ranks of each pipeline stage. hosts: of every rank. judges: whether this rank does the comparison; one
-    of them does. link: called once an iteration; returns for which part of the time this rank's links were busy.
+    stages: the ranks of each pipeline stage. hosts: of every rank. judges: whether this rank compares; one rank
+    does. link: called once an iteration; returns the fraction of the time that this rank's links were busy.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Stragglers:
         """
         out = self._judge(rows) if self.judges and self.seconds else ({}, [])
         waited = sum(value for name, value in bill.items() if name.startswith("exposed_"))
-        # Sending that is hidden behind compute delays nobody: links count for at most what was waited.
+        # Sending that is hidden behind compute delays nobody: links count for at most the time that was waited.
         link = min(self.link() * seconds, waited)
         self.own = RankSeconds(seconds - bill["data"] - waited, bill["data"], link)
         self.seconds = seconds

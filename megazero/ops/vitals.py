@@ -1,8 +1,8 @@
-"""What can be known of a run from outside: the lines that it wrote, its heartbeat, and its job in SLURM's queue.
+"""What is known of a run from outside: the lines it wrote, the beat of its lease, and its job in SLURM's queue.
 
 This reads LOG_DIR and asks squeue if there is one. It needs no torch. So it works while the run is under way, and
-on any machine that sees the files. Clocks may differ: the age of the heartbeat is the difference of two times of the
-file system, and where it looks too old, or lies in the future, the heartbeat itself is watched for a while.
+on any machine that sees the files. Clocks may differ, so the age of the last beat is the difference of two times of
+the file system. If it is too old or lies in the future, the lease is watched for the next beat.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megazero.ops.lease import SILENT_S, Leaseholder, lease_file, read_lease
 
 MOST_LINES = 20_000  # to decode; of longer files only every n-th line is decoded
 LATEST = 100  # iterations over which the speed is the mean
-FUTURE_S = 2.0  # by which a heartbeat may lie in the future: clocks are read at different moments
+FUTURE_S = 2.0  # by which a beat may lie in the future: clocks are read at different moments
 ASK_S = 20.0  # that SLURM has to answer
-_ALWAYS = (b'"eval_lm_loss"', b'"restarts"', b'"resumed_from"')  # marks of lines that are always decoded
+_ALWAYS = (b'"eval_lm_loss"', b'"restarts"', b'"resumed_from"')  # in lines that are always decoded
 _JOB = re.compile(r"\d+(_\d+)?")  # of SLURM
 GONE = "GONE"  # stands for the state of a job that SLURM does not know, or not any more
 
@@ -55,9 +55,9 @@ class Vitals:
     """What is known of a run.
 
     iterations: lines of metrics.jsonl, the last LATEST without gaps. now: when they were read, by the clock of the
-    host that wrote them. heard_s: the age of the last heartbeat or, without a lease, of the last line; None if there
-    is neither. ahead_s: by how much that host's clock is ahead of the file system's. job: None if there is no SLURM
-    to ask, or it does not answer. asked: the job that the caller named.
+    host that wrote them. heard_s: the age of the lease's last beat or, without a lease, of the last line; None if
+    there is neither. ahead_s: by how much that host's clock is ahead of the file system's. job: None if there is no
+    SLURM to ask, or it does not answer. asked: the job that the caller named.
     """
 
     folder: Path
@@ -156,7 +156,7 @@ def read_run(
     folder = folder.parent if folder.name == METRICS_FILE else folder
     metrics, events = folder / METRICS_FILE, _of_this_run(read_events(folder))
     lines = list(_sampled(metrics)) if metrics.exists() else []
-    lease, now, heard, ahead = _heartbeat(folder, lines)
+    lease, now, heard, ahead = _last_beat(folder, lines)
     starts = [event for event in events if event.get("event") == "start"]
     known = [lease.job] if lease else [event["job_id"] for event in starts[-1:]]
     number = job or next(filter(None, [*known, _job_in(folder)]), "")
@@ -225,7 +225,7 @@ def _job_in(folder: Path) -> str:
     return name[2] if name[1] and _JOB.fullmatch(name[2]) else ""
 
 
-def _heartbeat(
+def _last_beat(
     folder: Path, lines: Sequence[Line]
 ) -> tuple[Leaseholder | None, datetime, float | None, float]:
     """Return the lease, the time by the clock of the run's first rank, heard_s and ahead_s (``Vitals``)."""
@@ -246,7 +246,7 @@ def _heartbeat(
 
 
 def _watch(folder: Path, lease: Leaseholder, heard: float) -> tuple[float, Leaseholder]:
-    """Watch a heartbeat whose age cannot be right, or looks bad. Returns its age, 0 if it beats, and the lease."""
+    """Watch a lease whose last beat is too old or in the future. Returns that age, 0 if it beats, and the lease."""
     deadline = time.monotonic() + 2 * lease.every_s + 1
     while time.monotonic() < deadline:
         time.sleep(0.5)

@@ -1,10 +1,11 @@
 """The watchdog names the ranks that hang: every rank sends heartbeats, and when nothing moves, the missing are found.
 
-Every few seconds a thread looks at where the main thread is (which costs that nothing) and writes a heartbeat to the
-store, through its own connection. When a rank has not moved for the time limit, one line names the missing ranks:
-those without heartbeats (stopped, frozen, lost, or cut off) and those that compute or read while others wait for them
-in a collective. All that can still answer write their stacks and torch's record of their last collectives to files.
-Then every rank ends, and kills the missing ones on its own host, which may not be able to end by themselves.
+Every second or more a thread looks at where the main thread is, which costs the main thread nothing, and writes a
+heartbeat to the store, through its own connection. When a rank has not moved for the time limit, one line names the
+missing ranks: those without heartbeats (stopped, frozen, lost, or cut off) and those that compute or read while
+others wait for them in a collective. All that can still answer write their stacks and torch's record of their last
+collectives to files. Then every rank ends, and kills the missing ones on its own host, which may not be able to end
+by themselves.
 
 ``touch LOG_DIR/dump_stacks`` asks for the same files from a run that goes on: see ``REQUEST``.
 """
@@ -32,16 +33,8 @@ from torch._C import _distributed_c10d
 from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
-from megazero.ops.heartbeat import (
-    Heartbeat,
-    Where,
-    in_words,
-    innermost,
-    is_held,
-    missing_ranks,
-    started,
-    waits,
-)
+from megazero.ops.heartbeat import Heartbeat, Where, in_words, innermost, missing_ranks, waits
+from megazero.ops.processes import is_held, started
 
 INTERVAL = 1.0  # seconds between heartbeats of up to RANKS_PER_SECOND ranks; more ranks send fewer
 RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
@@ -174,7 +167,7 @@ class Watchdog:
                     self._requested.set()
 
     def _answer_request(self) -> None:
-        """Write this rank's stack if somebody asked for those of all ranks. The run goes on."""
+        """Write this rank's stack if all ranks were asked for theirs. The run continues."""
         key = f"stacks/{self._requests}"
         if self._requested.is_set():
             self._requested.clear()

@@ -123,15 +123,16 @@ def simulate(
 def post_after(schedule: Sequence[Sequence[Action]], pp: int) -> Mapping[Message, int]:
     """Map every message between ranks to the actions that its receiver must have issued before it posts the receive.
 
-    On NCCL a posted receive occupies the device until the message comes. Whatever waits for the whole device then
-    waits for it, too: the first launch of a kernel that is loaded lazily, a retry of the allocator, a new
-    communicator. That must not wait for itself on one rank (the message depends on an own action that comes later).
-    It must not do so on two ranks either (each has posted a receive that the other's next action must feed), so it is
-    not enough that a rank has issued what a message depends on.
-    So all ranks agree on one order of all actions in which each stands after what it needs, by start on a simulated
-    timeline. A receive is posted when the receiver has issued its own actions that come before the one that sends.
-    Then every wait is for what comes earlier in that order, and no schedule hangs even if each action waits for all
-    messages that its rank has posted.
+    On NCCL a posted receive occupies the device until the message comes. What waits for the whole device then waits
+    for the message, too: the first launch of a kernel that is loaded lazily, a retry of the allocator, a new
+    communicator. One rank must not wait for itself (the message depends on a later action of its own). Nor must two
+    ranks wait for each other (each has posted a receive that the other's next action must feed). So it is not enough
+    that a rank has issued the actions a message depends on.
+
+    All ranks order all actions alike, by their start on a simulated timeline, so each comes after those it needs. A
+    receive is posted when the receiver has issued its own actions that come before the sending one. Then every wait
+    is for something earlier in that order, and no schedule hangs, even if each action waits for all messages that its
+    rank has posted.
     """
     stages = stage_count(schedule)
     order = simulate(schedule, pp, times=Times(), latency=POSTING_LATENCY).spans

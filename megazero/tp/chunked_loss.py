@@ -9,7 +9,7 @@ that is split over ranks and the z-loss cannot be computed. benchmarks/loss_chun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.tp.collectives import TensorParallel, start_all_gather
+from megazero.tp.deferred import now_or_later
 from megazero.tp.linear import start_reduction
 
 # Of logits [tokens, rows], which it may overwrite, and labels [tokens]: the losses [tokens], in at least fp32.
@@ -75,14 +76,9 @@ class _ChunkedLoss(torch.autograd.Function):
         tp, weight, factor = ctx.tp, ctx.weight, grad / ctx.scale
         wait = None if grad_x is None else start_reduction(grad_x.mul_(factor).view(ctx.shape), tp)
 
-        def gradients() -> Iterator[Tensor]:
-            yield grad_weight.mul_(factor).to(weight.dtype)
-
         owed = None
-        if grad_weight is not None and tp.deferred is not None and tp.deferred.is_recording:
-            tp.deferred.put_off((weight,), lambda: gradients)
-        elif grad_weight is not None:
-            owed = next(gradients())
+        if grad_weight is not None:
+            owed = now_or_later(tp.deferred, weight, lambda: grad_weight.mul_(factor).to(weight.dtype))
         return wait() if wait else None, owed, *(None,) * 6
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits
-from megazero.mesh.grid import INTRA
+from megazero.mesh.grid import INTRA, nearest_multiple
 from megazero.mesh.mesh import all_gather_flat, reduce_scatter_flat
 from megazero.tp.deferred import DeferredGradients
 
@@ -32,7 +32,7 @@ class TensorParallel:
     sequence_parallel: Between the parallel linears, activations are cut along the sequence (dim 0) over the axis
         (Korthikanti et al. 2022, section 4.2.2).
     traffic: It counts the bytes this rank sends, if given. The axis never leaves a node.
-    waits: It times what is waited for the other ranks of the axis.
+    waits: It times the waits for other ranks of the axis.
     deferred: It lets backwards put weight gradients off, if given. It works for every size, 1 included.
     """
 
@@ -63,7 +63,7 @@ class TensorParallel:
         if total % self.size:
             raise ValueError(
                 f"{what} = {total} does not divide over tensor parallel size {self.size}; "
-                f"the nearest multiple is {max(1, round(total / self.size)) * self.size}"
+                f"the nearest multiple is {nearest_multiple(total, self.size)}"
             )
         return total // self.size
 

@@ -34,7 +34,7 @@ class DeferredGradients:
 
     While ``recording(key)`` is open, the linears and the embedding whose context holds this object enqueue in their
     backward instead of computing. Outside of it they compute everything. Parameters that need no gradient are never
-    enqueued. Norms, and whatever is added after a reduction, get their gradients in I. In I torch calls the
+    enqueued. Norms, and biases that are added after a reduction, get their gradients in I. In I torch calls the
     post-accumulate hooks of the parameters that wait, too, although nothing was added to their ``grad``.
     """
 
@@ -94,6 +94,20 @@ class DeferredGradients:
         """Forget all deferred gradients (of an aborted step), and close an open recording."""
         self._queues.clear()
         self._open = self._queue = None
+
+
+def now_or_later(
+    deferred: DeferredGradients | None, weight: Tensor, gradient: Callable[[], Tensor]
+) -> Tensor | None:
+    """Return ``gradient()`` of one weight, or put it off and return None while ``deferred`` is recording."""
+    if deferred is None or not deferred.is_recording:
+        return gradient()
+
+    def gradients() -> Iterator[Tensor]:
+        yield gradient()
+
+    deferred.put_off((weight,), lambda: gradients)
+    return None
 
 
 def _drain(queue: deque[_Entry]) -> Iterator[tuple[nn.Parameter, Tensor]]:

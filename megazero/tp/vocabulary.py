@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megazero.tp.collectives import TensorParallel, reduce_output
-from megazero.tp.deferred import DeferredGradients
+from megazero.tp.deferred import DeferredGradients, now_or_later
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,12 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (tokens,), rows = ctx.saved_tensors, ctx.weight.shape[0]
-
-        def gradients() -> Iterator[Tensor]:
-            yield torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
-
-        if ctx.deferred.is_recording:
-            ctx.deferred.put_off((ctx.weight,), lambda: gradients)
-            return None, None, None
-        return next(gradients()), None, None
+        owed = now_or_later(
+            ctx.deferred,
+            ctx.weight,
+            lambda: torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False),
+        )
+        return owed, None, None
 
 
 def _embedding(tokens: Tensor, weight: Tensor, deferred: DeferredGradients | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""Whether quantised messages pay: what coding takes of a step, beside what it saves on the links.
+"""Warns if quantised messages do not pay: if coding takes more of a step than it saves on the links.
 
-Coding is timed where it happens (comm/codec.py: Blockwise.spent), over some steps. What the messages take, and would
-take if they were exact, are their bytes at the rate of a gather on the same ranks, measured once. Both are of this
-rank. This is for CPUs: on CUDA, where coding runs beside other kernels, the host's clock does not see it.
+Coding is timed where it happens (comm/codec.py: Blockwise.spent), over some steps. The time of the messages, and of
+exact ones in their place, is their bytes over the rate of a gather on the same ranks, measured once. Both times are
+this rank's. It runs on CPUs only: on CUDA coding runs beside other kernels, and the host's clock does not see it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megazero.mesh.grid import INTER, INTRA
 from megazero.ops.health_links import gather_rate
 from megazero.zero import Engine
 
-WARM_UP, LAST = 4, 10  # steps of a start: those that do not count, and the one after which the run says it
-SAMPLE = 2**16  # elements, by which formats are compared
+WARM_UP, LAST = 4, 10  # steps of a start: the last that does not count, and the last that does
+SAMPLE = 2**16  # elements of the message by which formats are compared
 UNCODED = {
     INTER: "--no-zero-quantized-gradients sends them exactly",
     INTRA: "without --zero-gradient-bits-intra-node they are sent exactly",
@@ -25,9 +25,9 @@ UNCODED = {
 
 
 class Coded(NamedTuple):
-    """Messages in one format. codecs: the units' own. hops: names of their bytes, each with its link.
+    """Messages in one format. codecs: the units' own. hops: the names of their bytes in traffic, each with its link.
 
-    width: bytes of an element that is sent exactly. before: seconds of coding that do not count.
+    width: the bytes of an element that is sent exactly. before: seconds of coding in the warm-up.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Coded(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """How many times the bytes would be sent."""
+        """The factor by which exact messages are larger."""
         return SAMPLE * self.width / self.codecs[0].message_numel(SAMPLE)
 
     def compare(self, sent: Mapping[str, int], rates: Mapping[str, float], steps: int) -> str | None:

@@ -7,8 +7,7 @@ need one (config/options/cluster.py).
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -21,6 +20,7 @@ from megazero.config.layout.shards import AUTO
 from megazero.config.options.cluster import Cluster, Cores, Device, InterNode, IntraNode, cluster_of_run
 from megazero.config.run import all_options
 from megazero.mesh.mesh import Mesh, gather_objects
+from megazero.ops.memory import host_memory, mapped_memory, peak_memory, resident_memory
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory, saved_width
@@ -29,7 +29,6 @@ from megazero.plan.search import CHOICES, ZERO, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.shortage import smallest_layout
 from megazero.plan.simulate import simulate
-from megazero.train.outputs import peak_memory
 
 # Options that are given up for a layout that fits, one group after the other: the first costs the least.
 RELEASED = (("loss_chunk_tokens",), ZERO, ("recompute_granularity",), ("micro_batch_size",), CHOICES)
@@ -62,11 +61,11 @@ class Forecast:
         return replace(self, resident=resident_memory(device))
 
     def grown(self, device: torch.device) -> int:
-        """Return by how many bytes the memory's peak is above what was in use before the model was built.
+        """Return how many bytes the memory has grown at its peak since before the model was built.
 
         Mapped files are left out (training data, torch's code): their pages are the system's cache.
         """
-        mapped = resident_pages(2) if device.type == "cpu" else 0
+        mapped = mapped_memory() if device.type == "cpu" else 0
         return peak_memory(device) - mapped - self.resident
 
     @property
@@ -208,7 +207,7 @@ def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:
 
 
 def given_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str, Any]:
-    """Return the options that are given to the planner, which it may not choose: all but ``released``."""
+    """Return the options that the planner may not choose: all that have a value but ``released``."""
     options = all_options()
     values = {
         name: value
@@ -220,7 +219,7 @@ def given_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str,
 
 
 def refuse_too_large(layout: Layout, room: float, copied: float = 0.0) -> None:
-    """Raise ValueError if the layout needs more than ``room`` bytes on some rank, whatever the allocator's margin.
+    """Raise ValueError if the layout, without the allocator's margin, needs more than ``room`` bytes on some rank.
 
     copied: what --async-save takes of the room.
     """
@@ -278,41 +277,16 @@ def room_of(device: torch.device, local_ranks: int) -> float | None:
     if device.type == "cuda":
         own = float(torch.cuda.mem_get_info(device)[0])
     else:
-        available = _meminfo().get("MemAvailable")
+        available = host_memory().get("MemAvailable")
         own = None if available is None else available / local_ranks
     return min((room for room in gather_objects(own) if room is not None), default=None)
 
 
-def _meminfo() -> Mapping[str, int]:
-    """Return the bytes of each line of /proc/meminfo; empty where there is none."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if line.endswith("kB\n")}
-    except OSError:
-        return {}
-
-
 def _use_libraries() -> None:
-    """Make torch load now what it loads at first use. On a CPU that is resident memory, but not the model's.
+    """Make torch load now all that it loads at first use: on a CPU it is resident memory, but not the model's.
 
     Its optimizers import torch._dynamo, and with it Triton: 95 MB of 110 here. The rest is oneDNN's and autograd's.
     """
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     (weight @ weight).sum().backward()
     torch.optim.AdamW([weight], fused=True).step()
-
-
-def resident_memory(device: torch.device) -> int:
-    """Return the bytes in use now: allocated on a CUDA device, or resident on a CPU without mapped files."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return resident_pages(1) - resident_pages(2)
-
-
-def resident_pages(column: int) -> int:
-    """Return the bytes of a column of /proc/self/statm: 1 is all that is resident, 2 mapped files; 0 without it."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[column]) * resource.getpagesize()
-    except OSError:
-        return 0

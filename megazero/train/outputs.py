@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -11,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from megazero.config import RunConfig, World
@@ -29,7 +27,6 @@ from megazero.models import Decoder, architecture_of
 from megazero.models.attention import attention_note
 from megazero.models.dtypes import DTYPES
 from megazero.train.state.progress import LeftOut, Progress
-from megazero.zero import StepInfo
 
 RESOLVED_FILE = "config.yaml"
 
@@ -38,8 +35,8 @@ RESOLVED_FILE = "config.yaml"
 class Outputs:
     """The places where a rank writes. On ranks other than the first the console and the loggers are silent.
 
-    start: which start of which run this is. metrics, events: the writers of metrics.jsonl and of events.jsonl; None
-    on ranks other than the first.
+    start: this start of the run. metrics, events: the writers of metrics.jsonl and of events.jsonl; None on ranks
+    other than the first.
     """
 
     start: Start
@@ -214,22 +211,3 @@ def export_note(config: RunConfig) -> str | None:
     except ValueError as error:
         return f"checkpoints of this run cannot be exported: {error}"
     return None
-
-
-def events(info: StepInfo) -> dict[str, Any]:
-    """Return the extra metrics of a step: if it was skipped, the outer step before it, rounding errors, what is sent
-    exactly from now on."""
-    out: dict[str, Any] = {"skipped": info.skips} if info.skips else {}
-    if info.outer_norm is not None:
-        out["outer"] = {"norm": info.outer_norm, "drift": info.outer_drift}
-    if info.errors:
-        out["quantization_unit"] = info.sampled
-        out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
-    return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
-
-
-def peak_memory(device: torch.device) -> int:
-    """The peak of the memory in bytes: what was allocated on a CUDA device, or what was resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

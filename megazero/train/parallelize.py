@@ -151,7 +151,7 @@ def _refuse_all_exact(decoder: Decoder, mesh: Mesh, policy: zero.Policy, replica
 
 
 def matrix_traits(decoder: Decoder, config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return what the traits of the layers' matrices say of them, by name; {} if the optimizer is elementwise."""
+    """Return the traits of the layers' matrices by name; {} if the optimizer is elementwise."""
     if not OPTIMIZERS[config.optimizer.optimizer].by_matrix:
         return {}
     whole = config.optimizer.muon_tp_mode == "distributed"
@@ -224,7 +224,7 @@ class MicroBatch(NamedTuple):
 
 
 def dropout_key(config: RunConfig, iteration: int, sample: int) -> int | None:
-    """A number that names the micro-batch which begins with ``sample``, the same in every layout.
+    """Return a number that names the micro-batch beginning with ``sample``, the same in every layout.
 
     iteration: counted from 0. Returns None if the model has no dropout.
     """
@@ -287,9 +287,9 @@ class Slices:
         self.wire_shape = (prod(shape) // tp.size,) if self.cuts else self.shape
 
     def pack(self, x: Tensor) -> Tensor:
-        """The part of ``x`` (``shape``) that this rank sends (``wire_shape``)."""
+        """Return the part of ``x`` (``shape``) that this rank sends (``wire_shape``)."""
         return x.reshape(self.tp.size, -1)[self.tp.rank] if self.cuts else x
 
     def unpack(self, x: Tensor) -> Tensor:
-        """The activation (``shape``) of which this rank received ``x`` (``wire_shape``). Collective over tp."""
+        """Return the activation (``shape``) of the received slice ``x`` (``wire_shape``). Collective over tp."""
         return start_all_gather(x, self.tp).wait().view(self.shape) if self.cuts else x

@@ -49,7 +49,7 @@ from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Observers, RunInputs, TrainedModel, Trainer
 from megazero.zero import Engine
 
-LEAVING_S = 60.0  # within which a rank that failed has said so, and leaves
+LEAVING_S = 60.0  # that a failed rank has to report and leave
 
 
 def main(
@@ -119,10 +119,10 @@ def _fail(supervisor: Supervisor, error: Exception, signals: StopSignals | None)
 
 
 def _is_own_account(error: Exception, supervisor: Supervisor) -> bool:
-    """Tell whether a rank other than the first knows from this error why the run ends.
+    """Tell whether this error says why the run ends, so that a rank other than the first reports it.
 
-    The first one may be lost, or sees no more than that this rank has left. While training, an error that nobody
-    expected may be another rank's loss in words that are not known.
+    The first rank may be lost, or sees only that this rank has left. While training, an unexpected error may be the
+    loss of another rank, in a message that nobody knows yet.
     """
     if isinstance(error, RankFailure):
         return not error.reported_elsewhere

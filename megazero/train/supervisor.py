@@ -18,7 +18,7 @@ from megazero.log.units import duration
 from megazero.mesh.launch import Launch
 from megazero.ops.failures import RankFailure
 from megazero.ops.heartbeat import Where
-from megazero.ops.lease import FolderInUse, Lease
+from megazero.ops.lease import SAVING, FolderInUse, Lease
 from megazero.ops.watchdog import Limit, Store, Watchdog, connect
 from megazero.train.trainer import Trainer
 
@@ -98,11 +98,11 @@ class Supervisor:
         program = engine.gatherer.program
         order = program.orders.get(program.current) if program.current else None
         sent = sum(list(engine.traffic.bytes.values()))
-        files = time.monotonic() if self.phase.startswith(("saving", "writing", "going back")) else 0
+        files = time.monotonic() if self.phase.startswith((*SAVING, "going back")) else 0
         return self.phase, sent, program.at, order.position if order else 0, files
 
     def look(self) -> dict[str, Any]:
-        """Return what the lease says of this rank to those who watch the run (``Leaseholder``)."""
+        """Return the phase and its times for the lease, which those who watch the run read (``Leaseholder``)."""
         seconds = {}
         for name, value in (("phase_s", self.phase), ("still_s", self.progress())):
             seen, since = self._seen.get(name, (None, 0.0))

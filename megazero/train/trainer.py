@@ -30,13 +30,14 @@ from megazero.models import Decoder
 from megazero.models.compilation import CompileTime
 from megazero.ops.exit_conditions import ExitConditions
 from megazero.ops.failures import LocalStep, NonFiniteGuard, NonFiniteLoss
+from megazero.ops.memory import peak_memory
 from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.pp.executor import Pipeline
 from megazero.train.codec_costs import CodecCosts
 from megazero.train.data.datasets import RunData
 from megazero.train.data.feeding import Batch, Feeding, mean_loss
 from megazero.train.forecast import Forecast
-from megazero.train.outputs import Outputs, events, peak_memory
+from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED, LearningRate, WeightDecay
@@ -88,7 +89,7 @@ class Observers(NamedTuple):
 class RankScalars(NamedTuple):
     """What a rank sends to all others with the norm of a step, as fp64.
 
-    loss: summed over its tokens of the step (0 on ranks without the loss). stops: 1 if it has a reason to stop.
+    loss: summed over its tokens of the step; 0 on ranks that compute none. stops: 1 if it has a reason to stop.
     save_part_ended: 1 if its part of a save has ended. The rest are its RankSeconds of the iteration before.
     """
 
@@ -161,7 +162,7 @@ class Trainer:
         evaluation_was_pending = self.progress.evaluation_pending
         for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
             self.outputs.console.note(line)
-        self.saver.copy(self.progress.checkpoint)  # which the last start may not have got to
+        self.saver.copy(self.progress.checkpoint)  # the last start may have ended before it did
         with self.feeding.batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             reason, save_due = self.exit_reason, False
@@ -183,9 +184,7 @@ class Trainer:
         self._compare()
         made_up = evaluation_was_pending and not self.progress.evaluation_pending
         self._save(-1 if made_up and self.progress.iteration == began else saved_at)
-        if self.saver.under_way:
-            self.phase = f"saving up to iteration {self.progress.iteration}"
-        self.saver.wait()
+        self._wait_for_save()
         if self.progress.iteration < self.length.last_iteration or self.progress.evaluation_pending:
             return ExitStatus.STOPPED
         if began < self.progress.iteration or evaluation_was_pending:
@@ -241,17 +240,21 @@ class Trainer:
     def _end_save(self, why: str) -> None:
         """Wait for a save under way, before an error on every rank ends the run, whose status stays. Collective."""
         if self.saver.under_way:
-            self.phase = f"saving up to iteration {self.progress.iteration}"
             self.outputs.console.warning(
                 f"{why}. The run ends when the save under way is complete, or has failed"
             )
             try:
-                self.saver.wait()
+                self._wait_for_save()
             except CheckpointError as error:
                 self.outputs.console.warning(f"{error}")
 
+    def _wait_for_save(self) -> None:
+        if self.saver.under_way:
+            self.phase = f"saving up to iteration {self.progress.iteration}"
+            self.saver.wait()
+
     def _compare(self) -> None:
-        """Print what was predicted beside what was measured."""
+        """Print the prediction beside the measurements."""
         if self.forecast and (line := self.forecast.beside(self.mesh, self.step_seconds)):
             self.outputs.console.note(line)
 
@@ -292,7 +295,7 @@ class Trainer:
         return info
 
     def _tell_compiled(self) -> None:
-        """Print what was compiled since the last call: in the first step all, unless lengths of samples change."""
+        """Print the graphs compiled since the last call: all in the first step, unless lengths of samples change."""
         if self.compile_time and (line := self.compile_time.news()):
             self.outputs.console.note(f"{line} (iteration {self.progress.iteration})")
 
@@ -336,7 +339,7 @@ class Trainer:
         self.guard.check_norm(iteration, info.mean_norm, own, gather_objects, self.scaling.can_fall)
 
     def _take_stalls(self) -> None:
-        """Add to the bill what the compute stream waited, on CUDA."""
+        """Add the waits of the compute stream to the bill, on CUDA."""
         for each in self.timed:
             for name, seconds in each.stalls.take().items():
                 self.bill.add(name, seconds)
@@ -473,7 +476,7 @@ class Trainer:
                 **({"seq_length": length} if self.lengths.settled > 1 else {}),
                 **rates,
                 **just_before(self.progress, self.progress.iteration),
-                **events(info),
+                **_of_step(info),
                 **_of_replicas(replicas, info.replica_norms),
                 **self.scaling.metrics(),
                 "bytes": traffic,
@@ -486,6 +489,18 @@ class Trainer:
         if self.outputs.metrics is not None:
             self.outputs.metrics.iteration(metrics)
             self.outputs.loggers.log(metrics.iteration, metrics.as_dict())
+
+
+def _of_step(info: StepInfo) -> dict[str, Any]:
+    """Return the extra metrics of a step: whether it was skipped, the outer step before it, rounding errors, and what
+    is sent exactly from now on."""
+    out: dict[str, Any] = {"skipped": info.skips} if info.skips else {}
+    if info.outer_norm is not None:
+        out["outer"] = {"norm": info.outer_norm, "drift": info.outer_drift}
+    if info.errors:
+        out["quantization_unit"] = info.sampled
+        out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
+    return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
 
 
 def _of_replicas(losses: Sequence[float], norms: Sequence[float]) -> dict[str, Any]:

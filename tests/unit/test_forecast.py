@@ -81,12 +81,12 @@ def test_the_memory_of_the_devices_decides(monkeypatch: pytest.MonkeyPatch) -> N
     same, seen, notes = forecast.foresee(config, World(1, 1), cpu)
     assert seen is not None and same is config and not notes and seen.seconds is None
     assert seen.memory.total < 1 * GIB < forecast.room_of(cpu, 1)
-    monkeypatch.setattr(forecast, "_meminfo", lambda: {"MemAvailable": 10**6})
+    monkeypatch.setattr(forecast, "host_memory", lambda: {"MemAvailable": 10**6})
     with pytest.raises(ValueError, match="does not fit"):
         forecast.foresee(config, World(1, 1), cpu)
     unchecked = replace(config, planning=replace(config.planning, memory_check=False))
     assert forecast.foresee(unchecked, World(1, 1), cpu)[1] is not None
-    monkeypatch.setattr(forecast, "_meminfo", dict)
+    monkeypatch.setattr(forecast, "host_memory", dict)
     assert forecast.foresee(config, World(1, 1), cpu)[1] is not None
     wide = make_config({**MODEL, "global_batch_size": 1, "params_dtype": "fp64"}, World(1, 1))
     assert forecast.foresee(wide, World(1, 1), cpu)[1] is None
@@ -198,6 +198,6 @@ def test_auto_keeps_to_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     world = World(8, 4)
     asked = {**MODEL, "ranks_per_node": 4, "zero_preset": "auto", "cluster": str(file)}
     config = make_config(asked, world)
-    monkeypatch.setattr(forecast, "_meminfo", lambda: {"MemAvailable": int(4 * 0.04 * GIB)})
+    monkeypatch.setattr(forecast, "host_memory", lambda: {"MemAvailable": int(4 * 0.04 * GIB)})
     config, seen, _ = forecast.foresee(config, world, torch.device("cpu"))
     assert seen is not None and seen.memory.total < 0.04 * GIB and config.zero.zero_shard != (1, 1, 1)

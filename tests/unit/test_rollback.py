@@ -72,9 +72,9 @@ class Kept(Checkpointing):
         return store.Snapshot(progress.iteration, [record(self.weights.clone())], state)
 
     def load(self, origin: Origin, whole: bool = False) -> None:
-        if origin.path is not None:
-            store.load(origin.path, records=[record(self.weights)])
-            self.spikes.load_state(origin.state["spikes"])
+        if origin.saved is not None:
+            store.load(origin.saved.path, records=[record(self.weights)])
+            self.spikes.load_state(origin.saved.state["spikes"])
 
 
 def record(weights: torch.Tensor) -> SliceRecord:

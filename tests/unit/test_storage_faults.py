@@ -283,7 +283,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, how: str) ->
 def test_nothing_starts_from_random_weights_where_all_are_damaged(tmp_path: Path) -> None:
     save, copy = tmp_path / "save", tmp_path / "copy"
     said = {**TINY, "save": str(save), "load": str(save), "save_interval": 1, "save_copy": str(copy)}
-    assert find_origin(make_config(said), FIRST).path is None
+    assert find_origin(make_config(said), FIRST).saved is None
     store.save(copy, snapshot(1))
     with pytest.raises(CheckpointError, match=f"a copy lies at {copy}/iter_0000001: --load {copy} goes on"):
         find_origin(make_config(said), FIRST)

@@ -527,9 +527,8 @@ def test_a_way_back_loads_all_whatever_the_start_left_out(
         _check_tokenizer=lambda *_: None,
     )
     state = {"optimizer": {}, "engine": {}, "loss_scaling": {}, "spikes": {}}
-    origin: Any = SimpleNamespace(
-        published=None, path="iter_0000001", manifest=SimpleNamespace(kinds={}), state=state, own=whole
-    )
+    saved = "iter_0000001", SimpleNamespace(kinds={}), state
+    origin: Any = SimpleNamespace(published=None, saved=saved, own=whole)
     fake._load_rest = partial(checkpointing.Checkpointing._load_rest, fake)
     checkpointing.Checkpointing.load(fake, origin)
     everything = ["invalidate", "load_scalars", "load_rank_tensors", *["load_state"] * 3]

@@ -46,8 +46,8 @@ class Feeding:
         )
 
     def to_device(self, batch: Batch) -> dict[str, Any]:
-        """Start the copy to the device. Nobody waits: torch keeps pinned memory until copies from it are done. Where
-        documents start stays on the host, which makes attention's tables of it.
+        """Start the copy to the device. Nobody waits: torch keeps pinned memory until copies from it are done.
+        ``document_starts`` stays on the host, where attention's tables are made of it.
         """
         return {
             name: tensor if name == "document_starts" else tensor.to(self.mesh.device, non_blocking=True)

@@ -37,7 +37,7 @@ class LearningRate:
                             (peak - minimum) * WSD_FALLING[wsd_style](w)
     ======================  ==================================================================
 
-    It trusts its values: config/rules.py says which are legal.
+    It trusts its values: the configuration refuses illegal ones.
     """
 
     peak: float

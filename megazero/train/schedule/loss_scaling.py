@@ -25,8 +25,8 @@ class LossScaling:
 
     It is None where losses are not scaled (bf16, fp32, fp64).
 
-    dynamic: the scale moves between ``minimum`` and whatever does not overflow. growth_tracker: the steps since the
-    last overflow or growth. hysteresis_tracker: the overflows that are left until the scale falls.
+    dynamic: the scale moves between ``minimum`` and the most that does not overflow. growth_tracker: the steps since
+    the last overflow or growth. hysteresis_tracker: the overflows that are left until the scale falls.
     skipped_iterations, skipped_samples: these count the steps in which nothing was updated, and their samples; the
     learning rate does not move on in them.
     """
@@ -98,7 +98,7 @@ class LossScaling:
             self.scale *= GROWTH
 
     def skipped(self, by_samples: bool) -> int:
-        """Return what the learning rate's schedule leaves out, in samples or in iterations."""
+        """Return how much the schedule of the learning rate leaves out, in samples or in iterations."""
         return self.skipped_samples if by_samples else self.skipped_iterations
 
     def metrics(self) -> dict[str, float]:

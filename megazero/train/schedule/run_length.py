@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megazero.config import RunConfig
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-
-if TYPE_CHECKING:  # it needs torch, which the sizes do without
-    from megazero.train.state.progress import Progress
+from megazero.train.state.progress import Progress
 
 # What divides a batch that the ranks can share.
 RULE = "micro-batch size x data-parallel size, and x pipeline ranks with the interleaved schedule"

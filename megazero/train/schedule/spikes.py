@@ -33,7 +33,7 @@ class SpikeMonitor:
     def observe(self, iteration: int, loss: float, norm: float) -> str | None:
         """Take the loss (nats per token) and the norm of an iteration with an update.
 
-        Returns what is beyond which bound if this makes a spike, else None.
+        Returns the values beyond a bound, in words, if this makes a spike, else None.
         """
         found = "; ".join(self._faults(loss, norm))
         if found:

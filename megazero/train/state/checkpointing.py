@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Generator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ from megazero.convert.importing import Published, fill
 from megazero.convert.source import Source
 from megazero.convert.tokenizer import RunTokenizer, hub_tokenizer
 from megazero.data.tokenizer_files import load_run_tokenizer, tokenizer_options
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, world_group
 from megazero.models.dtypes import DTYPES
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.spikes import SpikeMonitor
-from megazero.train.state.origin import Origin, world_group
+from megazero.train.state.origin import Origin
 from megazero.train.state.progress import Progress
 from megazero.train.state.replicas import ReplicaCheckpoint, load_replicas
 from megazero.zero import Engine
@@ -64,7 +64,7 @@ class SavedTokenizer:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, and what is known of spikes.
+    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, and the monitor of spikes.
 
     guard: called on the first rank with a folder before that is changed; it does not return if another run has it.
     """
@@ -114,8 +114,8 @@ class Checkpointing:
     ) -> Generator[store.Part, None, Path]:
         """Write SAVE/iter_<iteration>, yielding the parts that are this rank's own work. Collective.
 
-        staging: write a copy that is taken there. retry: what the storage refuses. busy: a checkpoint not to delete.
-        Older ones stay until this one is complete.
+        staging: where a copy is taken, which is then written. retry: how to try again if the storage refuses. busy: a
+        checkpoint not to delete. Older ones stay until this one is complete.
         """
         options = self.config.checkpoint
         way_back = self.spikes.began or None
@@ -164,21 +164,13 @@ class Checkpointing:
     def _snapshot(self, progress: Progress) -> store.Snapshot:
         """Return what a checkpoint would hold now. Its tensors are the engine's own. Collective."""
         if self.engine.policy.codecs.delta:
-            self.engine.refresh()  # what receivers hold, and what is saved as the weights, belongs to this master
+            self.engine.refresh()  # the saved weights are those that receivers hold, and belong to this master
         state = {
-            "iteration": progress.iteration,
-            "consumed_samples": progress.consumed_samples,
-            "run_id": progress.run_id,
-            "ordered_for": dict(progress.ordered_for),
-            "owes_evaluation": progress.evaluation_pending,
+            **progress.state(),
             **self._counters(),
             "loss_scaling": self.scaling.state(),
             "spikes": self.spikes.state(),
             "tokenizer": self.tokenizer.fingerprint,
-            "losses": dict(progress.losses),
-            "left_out": [asdict(each) for each in progress.left_out],
-            "rollbacks": progress.rollbacks,
-            "tokens": progress.tokens,
         }
         save = save_records if self.engine.outer is None else save_replica_records
         return store.Snapshot(
@@ -214,9 +206,9 @@ class Checkpointing:
         if origin.published is not None:
             self._load_published(origin.published)
             return
-        path, manifest, state = origin.path, origin.manifest, origin.state
-        if path is None or manifest is None:
+        if origin.saved is None:
             return
+        path, manifest, state = origin.saved
         options = self.config.checkpoint
         if origin.own:
             options = replace(options, finetune=False, load_optim=True, load_rng=True)

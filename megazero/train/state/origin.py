@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any, NamedTuple, TypeVar
 
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import Look, complete, in_the_way, supersede
@@ -24,11 +22,11 @@ from megazero.config.options.fields import section_of
 from megazero.config.options.sections import CheckpointConfig, OuterConfig
 from megazero.config.secrets import redact
 from megazero.convert.importing import Published
-from megazero.mesh.mesh import Mesh
-from megazero.train.state.progress import LeftOut, Progress
+from megazero.mesh.mesh import Mesh, world_group
+from megazero.train.state.progress import Progress
 
 Answer = TypeVar("Answer")
-Damaged = dict[Path, str]  # checkpoints whose bytes are not as they were written, and what is wrong with each
+Damaged = dict[Path, str]  # checkpoints whose bytes have changed, and what is wrong with each
 # Files by which other trainers find their newest checkpoint, and what to do with that.
 TRACKERS = {
     "latest_checkpointed_iteration.txt": "Megatron's: megazero convert from-megatron makes a checkpoint of it",
@@ -53,19 +51,29 @@ RUN_LENGTH = (
 )
 
 
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint with its description of itself."""
+
+    path: Path
+    manifest: store.Manifest
+    state: Mapping[str, Any]
+
+    @property
+    def progress(self) -> Progress:
+        seq_length = int(self.manifest.configuration.get("model", {}).get("seq_length") or 0)
+        return Progress.of_state(self.state, str(self.path), seq_length)
+
+
 @dataclass(frozen=True)
 class Origin:
-    """What a run begins from.
+    """What a run begins from: a checkpoint (``saved``), a folder of Hugging Face (``published``), or random weights.
 
-    path: the checkpoint, or None for random weights. manifest, state: the checkpoint's description of itself.
-    published: a folder of Hugging Face, instead of a checkpoint. own: this command saved the checkpoint itself, so
-    all of it is loaded, whatever its flags omit from the checkpoint it began with.
+    own: this command has saved the checkpoint itself, so all of it is loaded: --finetune and --no-load-* are about
+    the checkpoint that it began from.
     """
 
     progress: Progress = Progress()
-    path: Path | None = None
-    manifest: store.Manifest | None = None
-    state: Mapping[str, Any] = field(default_factory=dict)
+    saved: SavedCheckpoint | None = None
     published: Published | None = None
     own: bool = False
 
@@ -81,11 +89,6 @@ def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
     for flag in ("save", "save_copy"):
         _refuse_another_runs_folder(config, flag, mesh, origin.progress.run_id)
     return origin
-
-
-def world_group() -> dist.ProcessGroup | None:
-    """The group of all ranks, or None in a run of one process without torch.distributed."""
-    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _find(config: RunConfig, mesh: Mesh) -> Origin:
@@ -104,27 +107,26 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         return Origin(published=opened)
     if chosen.path is None:
         return _start_fresh(options, options.load, mesh, damaged)
-    origin = replace(_opened(chosen.path), own=chosen.again)
-    assert origin.manifest is not None
-    if options.finetune and not origin.own:
-        return replace(origin, progress=Progress(notes=tuple(_left_out(damaged))))
-    root, step = chosen.path.parent, origin.manifest.step
+    saved = _opened(chosen.path)
+    if options.finetune and not chosen.again:
+        return Origin(Progress(notes=tuple(_passed_over(damaged))), saved)
+    root, step = chosen.path.parent, saved.manifest.step
     notes = (
         *_gone_on(options, chosen),
-        *_left_out(damaged),
+        *_passed_over(damaged),
         *_of_first_rank(mesh, lambda: list(_copies(options, step)) if damaged else []),
         *_of_first_rank(mesh, lambda: [] if chosen.named else list(_incomplete(root, step))),
-        *_changed_replicas(config, mesh.grid.outer, origin),
-        *_changed_order(config, origin.manifest.configuration, "ordered_for" in origin.state),
+        *_changed_replicas(config, mesh.grid.outer, saved),
+        *_changed_order(config, saved.manifest.configuration, "ordered_for" in saved.state),
     )
-    return replace(origin, progress=replace(origin.progress, notes=notes))
+    return Origin(replace(saved.progress, notes=notes), saved, own=chosen.again)
 
 
 def _sound(mesh: Mesh, find: Callable[[Look], Chosen]) -> tuple[Chosen, Damaged]:
     """Return the checkpoint that ``find`` chooses among those whose bytes are as they were written. Collective.
 
-    Also return those that were passed over for their bytes. One that was named never is, nor one that the storage
-    does not give now: both are errors, on every rank.
+    Also return the damaged ones that were passed over. A checkpoint that was named is never passed over, nor one that
+    the storage cannot read now: these are errors, on every rank.
     """
     damaged: Damaged = {}
     while True:
@@ -154,7 +156,8 @@ def origin_before(save: str, iteration: int, mesh: Mesh) -> Origin:
             [f"--save {save} holds no checkpoint from before iteration {iteration}", *damaged.values()]
         )
         raise store.CheckpointError(f"{why}; lower --save-interval")
-    return replace(_opened(path), own=True)
+    saved = _opened(path)
+    return Origin(saved.progress, saved, own=True)
 
 
 def leave_behind(config: RunConfig, origin: Origin, mesh: Mesh, last: int) -> tuple[str, ...]:
@@ -163,7 +166,7 @@ def leave_behind(config: RunConfig, origin: Origin, mesh: Mesh, last: int) -> tu
     Raises CheckpointError if something else has the name of a checkpoint that the run may save, up to the ``last``
     iteration.
     """
-    save, path = config.checkpoint.save, origin.path
+    save, path = config.checkpoint.save, origin.saved and origin.saved.path
     if save is None:
         return ()
     renamed = list[Path]()
@@ -194,34 +197,13 @@ def _gone_on(options: CheckpointConfig, chosen: Chosen) -> Iterator[str]:
         )
 
 
-def _opened(path: Path) -> Origin:
-    """Return the checkpoint to continue from, with its manifest and state. Collective."""
-    manifest, state = agree_local(
+def _opened(path: Path) -> SavedCheckpoint:
+    """Return a checkpoint with its manifest and state. Collective."""
+    return agree_local(
         world_group(),
         f"checkpoint '{path}' not loaded",
-        lambda: (store.read_manifest(path), store.read_state(path)),
+        lambda: SavedCheckpoint(path, store.read_manifest(path), store.read_state(path)),
     )
-    left_out = tuple(LeftOut(**each) for each in state.get("left_out", ()))
-    progress = Progress(
-        state["iteration"],
-        state["consumed_samples"],
-        state["run_id"],
-        (),
-        state.get("ordered_for", {}),
-        state.get("owes_evaluation", False),
-        state.get("losses", {}),
-        left_out,
-        str(path),
-        state.get("rollbacks", sum(each.rollback for each in left_out)),
-        state.get("tokens", _tokens(state["consumed_samples"], left_out, manifest)),
-    )
-    return Origin(progress, path, manifest, state)
-
-
-def _tokens(consumed: int, left_out: Sequence[LeftOut], manifest: store.Manifest) -> int:
-    """Return the tokens that a checkpoint which does not count them was trained on: all of each sample."""
-    trained = consumed - sum(each.end - each.begin for each in left_out)
-    return trained * int(manifest.configuration.get("model", {}).get("seq_length") or 0)
 
 
 def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Damaged) -> Origin:
@@ -230,7 +212,7 @@ def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Dama
     Raises CheckpointError otherwise, and whenever the folder has something that may be the wanted checkpoint: then
     random weights are no cure.
     """
-    found = list(_left_out(damaged)) + _of_first_rank(
+    found = list(_passed_over(damaged)) + _of_first_rank(
         mesh,
         lambda: [
             *_incomplete(Path(load)),
@@ -255,7 +237,7 @@ def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Dama
 
 
 def _refuse_another_runs_folder(config: RunConfig, flag: str, mesh: Mesh, run_id: str) -> None:
-    """Refuse a folder to save in with checkpoints of another run, which this one would overwrite and prune."""
+    """Refuse to save in a folder with checkpoints of another run, which this one would overwrite and prune."""
     save = getattr(config.checkpoint, flag)
     if save is None:
         return
@@ -280,9 +262,9 @@ def _refuse_another_runs_folder(config: RunConfig, flag: str, mesh: Mesh, run_id
 
 
 def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
-    """The first rank's answer: a folder seen over a network may look different elsewhere. Collective.
+    """Return the first rank's answer: over a network, a folder may look different to others. Collective.
 
-    An error of it is raised on every rank.
+    Its error is raised on every rank.
     """
     found: list[Any] = agree(
         world_group(), "the first rank looked", lambda: look() if mesh.rank == 0 else None
@@ -290,23 +272,22 @@ def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
     return found[0]
 
 
-def _changed_replicas(config: RunConfig, now: int, origin: Origin) -> Iterator[str]:
-    """Yield a note if the run has another number of outer replicas than the checkpoint, or other kinds of their
-    state; 1 is a run without."""
-    before = len(origin.state.get("replicas", [origin.state]))
+def _changed_replicas(config: RunConfig, now: int, saved: SavedCheckpoint) -> Iterator[str]:
+    """Yield a note if the outer replicas are not those of the checkpoint: another number of them (1 is none), other
+    kinds of state, or other fragments."""
+    before = len(saved.state.get("replicas", [saved.state]))
     if before == 1:
         if now > 1:
             yield f"the checkpoint has no outer replicas: each of {now} begins from its weights and moments"
         return
-    assert origin.manifest is not None
-    saved = section_of(OuterConfig, origin.manifest.configuration["outer"])
-    kept = [(keeps_momentum(outer), feeds_back(outer)) for outer in (saved, config.outer)]
+    met = section_of(OuterConfig, saved.manifest.configuration["outer"])
+    kept = [(keeps_momentum(outer), feeds_back(outer)) for outer in (met, config.outer)]
     modules = range(config.model.num_layers + 2)
     if now != before:
         change = f"{before} outer replicas and this run {now}"
     elif kept[0] != kept[1]:
         change = "other outer momentum or feedback than this run"
-    elif fragments(modules, saved) != fragments(modules, config.outer):
+    elif fragments(modules, met) != fragments(modules, config.outer):
         change = "other fragments than this run"
     else:
         return
@@ -353,8 +334,8 @@ def _elsewhere(root: Path) -> Iterator[str]:
             return
 
 
-def _left_out(damaged: Damaged) -> Iterator[str]:
-    """Yield what is wrong with each checkpoint that was passed over for its bytes."""
+def _passed_over(damaged: Damaged) -> Iterator[str]:
+    """Yield what is wrong with each checkpoint that was passed over as damaged."""
     for path, why in damaged.items():
         yield f"{path.name} was left out: {why}"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.options.skipping import joined, range_around
@@ -38,9 +38,9 @@ class Progress:
     ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order was made for,
     or 0 if the order is the same for any number. It stays the same over restarts, so a longer run keeps the order.
     evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss"
-    of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the last one
-    of this progress. rollbacks: how often the run has gone back from a spike. tokens: those that it was trained on,
-    without what is left out and what growing lengths drop.
+    of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the path of
+    the last one. rollbacks: how often the run has gone back from a spike. tokens: those it was trained on, without
+    those of iterations left out and those that growing lengths drop.
     """
 
     iteration: int = 0
@@ -54,6 +54,42 @@ class Progress:
     checkpoint: str = ""
     rollbacks: int = 0
     tokens: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, in JSON types: all but the notes and the checkpoint's own path."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "run_id": self.run_id,
+            "ordered_for": dict(self.ordered_for),
+            "owes_evaluation": self.evaluation_pending,
+            "losses": dict(self.losses),
+            "left_out": [asdict(each) for each in self.left_out],
+            "rollbacks": self.rollbacks,
+            "tokens": self.tokens,
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], checkpoint: str, seq_length: int) -> Self:
+        """Return the progress that a checkpoint's ``state`` holds. Older checkpoints lack some of it.
+
+        checkpoint: its path. seq_length: of its run. A checkpoint that does not count tokens was trained on all
+        tokens of each sample.
+        """
+        left_out = tuple(LeftOut(**each) for each in state.get("left_out", ()))
+        trained = state["consumed_samples"] - sum(each.end - each.begin for each in left_out)
+        return cls(
+            iteration=state["iteration"],
+            consumed_samples=state["consumed_samples"],
+            run_id=state["run_id"],
+            ordered_for=state.get("ordered_for", {}),
+            evaluation_pending=state.get("owes_evaluation", False),
+            losses=state.get("losses", {}),
+            left_out=left_out,
+            checkpoint=checkpoint,
+            rollbacks=state.get("rollbacks", sum(each.rollback for each in left_out)),
+            tokens=state.get("tokens", trained * seq_length),
+        )
 
 
 def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup, rollback: bool = False) -> Progress:
@@ -90,7 +126,7 @@ def without_effect(
 
 
 def just_before(progress: Progress, iteration: int) -> dict[str, Any]:
-    """Return metrics of ``iteration`` about what was left out right before it, or none."""
+    """Return the metrics of ``iteration`` about iterations left out right before it, or none."""
     found = list(_just_before(progress, iteration))[::-1]
     names = {False: "left_out", True: "rolled_back"}
     of = {names[kind]: [out.as_metrics() for out in found if out.rollback == kind] for kind in names}

@@ -21,8 +21,8 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import OuterConfig
+from megazero.mesh.mesh import world_group
 from megazero.train.parallelize import make_outer
-from megazero.train.state.origin import world_group
 from megazero.zero import Engine, Outer
 from megazero.zero.outer import Anchor, mix, outer_update
 from megazero.zero.records import (
@@ -73,8 +73,7 @@ class ReplicaCheckpoint:
         return make_outer(section_of(OuterConfig, saved["outer"]), saved["model"]["num_layers"])
 
     def continues(self, engine: Engine) -> bool:
-        """Whether the engine's replicas are those of the checkpoint, with the same fragments and kinds of outer
-        state."""
+        """Whether the engine has the replicas of the checkpoint, with the same fragments and kinds of outer state."""
         outer = engine.outer
         return (
             outer is not None
@@ -148,7 +147,7 @@ def _merge(
 def _load_flight(
     saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Placement]
 ) -> dict[Unit, torch.Tensor]:
-    """Return what was on its way between the replicas: its sum over them, [n/OS] by unit."""
+    """Return the sums over the replicas of the fragment that was on its way, [n/OS] by unit."""
     if SUMS not in saved.manifest.kinds:
         return {}
     fragment, _ = saved.counters["flight"]

@@ -1,13 +1,13 @@
 """The saver saves synchronously or (--async-save) in the background, from a copy in host memory.
 
 There is one way to save (checkpoint/saving.py): threads do its parts, and issue no collectives. A synchronous save
-waits for them. Of one in the background, that this rank's part has ended travels with the step's scalars; when it has
-on all ranks, the main threads run the collectives between two parts, at the end of that step. So only one thread uses
-the training's process groups, a save needs no groups of its own, and all ranks learn of an error in the same step.
+waits for them. In the background, each rank tells the others with the step's scalars whether its part has ended. When
+all have, the main threads run the collectives between two parts, at the end of that step. So only one thread uses the
+training's process groups, a save needs no groups of its own, and all ranks learn of an error in the same step.
 
-There is one save at a time. What the storage refuses is tried again for --save-retry-minutes, in the background while
-the training goes on; after that it is an error. A save that falls due meanwhile takes the place of one that waits to
-be tried again: memory holds something newer. When the training ends or stops, the saver waits for the last save.
+There is one save at a time. If the storage refuses, the save is tried again for --save-retry-minutes, in the
+background while the training goes on; then it is an error. A save that falls due meanwhile replaces one that waits
+for its next attempt, because memory holds something newer. When the training ends, the saver waits for the last save.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from megazero.checkpoint import store
 from megazero.checkpoint.copying import Copier
 from megazero.log.console import TrainConsole
+from megazero.mesh.mesh import world_group
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import world_group
 from megazero.train.state.progress import Progress
 
 
