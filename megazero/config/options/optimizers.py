@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,6 @@ class Optimizer:
     ``moment_dtypes``, the names of options, says another (MOMENT_DTYPES). ``matrix_moments`` is the same of the
     layers' matrices, for an optimizer that steps them whole; None: it is elementwise. ``layout`` has options that it
     reads beside its arguments: they say where matrices are stepped.
-    ``aliases`` are further names on the command line, each with what the notes say about it.
     ``small_rate`` is a learning rate at which a model of a few thousand parameters trains well in fp32 (megazero
     verify).
     """
@@ -35,7 +34,6 @@ class Optimizer:
     moments: int
     small_rate: float
     moment_dtypes: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
     matrix_moments: int | None = None
     layout: tuple[str, ...] = ()
 
@@ -70,7 +68,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             moments=2,
             small_rate=1e-3,
             moment_dtypes=("exp_avg_dtype", "exp_avg_sq_dtype"),
-            aliases={"adam": "weight decay is decoupled, as in Megatron"},
         ),
         "sgd": Optimizer(
             dict.fromkeys(("auto", "torch"), "torch.optim:SGD"),

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megazero.config.options.fields import Option, convert, show
-from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.run import all_options
 
 # At most one of each group may come from one source; a stronger source replaces the whole group of a weaker one.
@@ -93,7 +92,7 @@ class Layer:
     def put(self, opt: Option, raw: Any, name: str) -> None:
         """Convert and keep a value. A second, different one for the same field wins and is noted."""
         try:
-            value = _unaliased(self, opt, convert(opt, raw))
+            value = convert(opt, raw)
         except ValueError as error:
             self.errors.append(f"{name} {error}")
             self.failed.add(opt.name)
@@ -106,15 +105,6 @@ class Layer:
                 return
             self.notes.append(f"{name} {show(value)} replaces the earlier {show(self.values[opt.name])}")
         self.values[opt.name] = value
-
-
-def _unaliased(layer: Layer, opt: Option, value: Any) -> Any:
-    """Return megazero's name for an alias of an optimizer, and note it. Every other value is returned as it is."""
-    for name, optimizer in OPTIMIZERS.items() if opt.name == "optimizer" else ():
-        if value in optimizer.aliases:
-            layer.notes.append(f"--optimizer {value} is {name}: {optimizer.aliases[value]}")
-            return name
-    return value
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
