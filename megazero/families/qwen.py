@@ -1,6 +1,7 @@
 """Qwen2, Qwen2.5 (Yang et al. 2024) and Qwen3 (2025) are Llama with windows that a switch turns on.
 
-Qwen2 has biases on the query, key and value linears alone, Qwen3 a norm over each head of the queries and of the keys.
+Qwen2 has biases on the query, key and value linears alone. Qwen3 has a norm over each head of the
+queries and of the keys.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from megazero.config.layout.shards import IN_NODE, PARTITIONED, QUANTISED
 from megazero.config.model.loaded import continued
 from megazero.config.options.fields import typed
 from megazero.config.options.sections import ParallelConfig, ZeroConfig
-from megazero.config.rules import batch_multiples
 from megazero.config.run import RunConfig, World, all_options
-from megazero.config.validate import find_errors, uneven_ranks
+from megazero.config.validate import batch_multiples, find_errors, uneven_ranks
 from megazero.mesh.grid import nearest_divisor, nearest_shards
 
 MOST_WORLDS = 16  # other numbers of ranks that are tried for an error line, in each direction

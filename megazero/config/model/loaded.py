@@ -170,7 +170,7 @@ def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def continued_configuration(said: Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the checkpoint whose run goes on, and its configuration; None and {} where a new one begins."""
+    """Return the checkpoint whose run goes on, and its configuration, or None and {} where a new one begins."""
     try:
         path = continued(said)
         return path, read_manifest(path).configuration if path else {}

@@ -21,7 +21,7 @@ from megazero.config.read.flags import Flags, help_text, read_flags
 from megazero.config.read.resolve import resolve
 from megazero.config.read.sources import Layer, merge
 from megazero.config.run import REMOVED, RunConfig, World, all_options
-from megazero.config.validate import find_errors, ignored, on_outer_steps
+from megazero.config.validate import find_errors, notes_on
 
 
 def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
@@ -139,12 +139,4 @@ def _completed(said: Layer, world: World | None) -> RunConfig:
         config, errors = fit(config, world)
     if errors:
         raise ConfigError(errors)
-    config = replace(config, notes=(*config.notes, *ignored(config), *on_outer_steps(config)))
-    asked = config.zero.zero_params_lifetime
-    known = world if config.knows_nodes(world) else None
-    if asked not in (None, "gathered") and known and asked != config.shards(known).lifetime:
-        note = (
-            f"--zero-params-lifetime {asked} is 'use' here: P = OS, the P copy is the optimizer's own slice"
-        )
-        config = replace(config, notes=(*config.notes, note))
-    return config
+    return replace(config, notes=(*config.notes, *notes_on(config, world)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_derived
@@ -23,6 +24,8 @@ from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
 from megazero.config.run import RunConfig, World, all_options
 
+# The configuration of the run that goes on, by section; {} where a new one begins.
+Stored = Mapping[str, Mapping[str, Any]]
 ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
 
 
@@ -45,15 +48,16 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
         said.failed.update(
             o.name for o in all_options().values() if o.section == "model" and o.name not in values
         )
-    errors += _complete_schedule(values, said.facts, notes)
+    goes_on = continued_configuration(values)
+    errors += _complete_schedule(values, said.facts, *goes_on, notes)
     notes += [*_unlike_megatron(values, said.facts), *unfused_gelu(values)]
     values = complete(values)
     errors += _complete_zero(values, notes)
-    _complete_formats(values, notes)
+    _complete_formats(values, *goes_on, notes)
     values |= {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
         values["save_keep_last"] = 1
-    errors += _complete_batch(values, accumulation, world, notes)
+    errors += _complete_batch(values, accumulation, world, goes_on[1], notes)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
     if values.get("save") and not values.get("save_interval"):
@@ -78,17 +82,18 @@ def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> 
     return errors + unmet_conditions(said.facts, complete(values))
 
 
-def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: list[str]) -> list[str]:
-    """At a resume, take the schedule of the checkpoint if that is asked for, else note what the flags say otherwise.
+def _complete_schedule(
+    values: dict[str, Any], facts: Collection[str], path: Path | None, stored: Stored, notes: list[str]
+) -> list[str]:
+    """At a resume, take the checkpoint's schedule if that is asked for, else note where the flags differ from it.
 
-    Returns an error line where both are asked for.
+    Returns an error line if the flags ask for both.
     """
     use = values.get("use_checkpoint_opt_param_scheduler")
     if use and (override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*facts}):
         return [
             f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"
         ]
-    path, stored = continued_configuration(values)
     before, now = (_schedule(flat) for flat in (ChainMap(*stored.values()), values))
     changed = [name for name in now if before[name] != now[name]]
     if before["lr"] is None or not changed:  # nothing is continued, or what was imported
@@ -110,14 +115,13 @@ def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: li
     return []
 
 
-def _complete_formats(values: dict[str, Any], notes: list[str]) -> None:
+def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
     """At a resume, code messages as the checkpoint's run did, where the options do not say how."""
-    path, configuration = continued_configuration(values)
-    stored = configuration.get("zero", {})
+    before = stored.get("zero", {})
     options, said = all_options(), {name: value for name, value in values.items() if value is not None}
-    rounded = {"zero_gradient_rounding": stored.get("zero_gradient_rounding")}
+    rounded = {"zero_gradient_rounding": before.get("zero_gradient_rounding")}
     names = (name for name in format_options(section_of(ZeroConfig, rounded | said)) if name not in said)
-    kept = {n: stored[n] for n in names if stored.get(n) not in (None, options[n].default)}
+    kept = {n: before[n] for n in names if before.get(n) not in (None, options[n].default)}
     if kept:
         values |= kept
         notes.append(f"from {path}: {' '.join(typed(options[n], v) for n, v in kept.items())}")
@@ -254,7 +258,7 @@ def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
 
 
 def _complete_batch(
-    values: dict[str, Any], accumulation: int | None, world: World | None, notes: list[str]
+    values: dict[str, Any], accumulation: int | None, world: World | None, stored: Stored, notes: list[str]
 ) -> list[str]:
     """Set the global batch, or check that the sizes agree if it is given. Returns error lines.
 
@@ -262,7 +266,7 @@ def _complete_batch(
     """
     elastic, kept = values.get("elastic"), None
     if values.get("global_batch_size") is None:
-        kept = continued_configuration(values)[1].get("batch", {}).get("global_batch_size")
+        kept = stored.get("batch", {}).get("global_batch_size")
         if kept and elastic:
             values["global_batch_size"] = kept
             notes.append(f"--elastic: the global batch is {kept}, as in the checkpoint")
