@@ -54,26 +54,3 @@ def last_arrival(steps: int, outer: OuterConfig) -> int:
     """Return the last of so many steps after which all fragments have arrived that left in a round; 0 if none is."""
     interval, delay = outer.outer_interval, outer.outer_delay
     return (steps - delay) // interval * interval + delay if steps >= interval + delay else 0
-
-
-def outer_summary(outer: OuterConfig, replicas: int, ranks: int) -> str:
-    """Describe the outer steps of ``replicas`` of so many ranks each."""
-    if replicas == 1:
-        return "outer steps: none, one replica (--outer-replicas, by default the number of nodes, is 1)"
-    rule = outer.outer_optimizer
-    if not averages(outer):
-        rule += f" (learning rate {outer.outer_lr:g}, momentum {outer.outer_momentum:g})"
-    form = {EXACT_BITS: "exact", BF16_BITS: "bf16"}.get(outer.outer_bits, f"INT{outer.outer_bits}")
-    form += ", error feedback" if feeds_back(outer) else ""
-    every = f"every {outer.outer_interval} steps" if outer.outer_interval > 1 else "every step"
-    if outer.outer_fragments > 1:
-        every += f" in {outer.outer_fragments} fragments ({outer.outer_fragment_pattern})"
-    if outer.outer_delay:
-        form += f", {outer.outer_delay} step{'s' if outer.outer_delay > 1 else ''} on its way"
-    if outer.outer_mixing < 1:
-        form += f", mixing {outer.outer_mixing:g}"
-    if outer.outer_offload:
-        form += "; anchors in host memory"
-    if outer.outer_evaluation == "replica":
-        form += "; evaluations are of the first replica"
-    return f"outer steps: {replicas} replicas of {ranks} ranks meet {every}: {rule}, differences {form}"
