@@ -53,7 +53,7 @@ def _ramp(config: RunConfig) -> Iterator[str]:
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
-    """Report sequence lengths that cannot grow so, or that tensor-parallel ranks cannot share."""
+    """Report sequence lengths that cannot grow this way, or that tensor-parallel ranks cannot share."""
     batch, full = config.batch, config.model.seq_length
     ramp, steps = batch.rampup_seq_length, batch.seq_length_steps
     if batch.lr_by_tokens and config.training.train_samples is None:
@@ -319,8 +319,7 @@ _LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))
 
 
 def _attention(config: RunConfig) -> Iterator[str]:
-    """Report a backend that does not compute what the model and the data want, on any device or on the one that is
-    asked for."""
+    """Report a backend that does not compute what the model and the data need, on --device or on any device."""
     device = None if config.training.device == "auto" else config.training.device
     bits = int(config.precision.params_dtype[2:])
     wants = wants_of(config.model, config.data.reset_attention_mask)
@@ -328,7 +327,7 @@ def _attention(config: RunConfig) -> Iterator[str]:
         yield error
 
 
-# (options that must be known and legal by themselves, rule); None is legal where an option may have no value.
+# Each rule behind the options that must be known and legal by themselves before it is applied.
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
         ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),

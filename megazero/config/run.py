@@ -39,7 +39,7 @@ from megazero.mesh.grid import data_ranks_per_node, site_size
 from megazero.pp.partition import StageSpec, partition
 from megazero.pp.schedules import micro_batch_multiple
 
-# Options of earlier versions, and what to do instead. Files of those versions may have them: off, they mean nothing.
+# Removed options, with what to do instead. Files of earlier versions may have them: they are ignored if they are off.
 REMOVED = {
     "log_each_rank": "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
     "--log-dir LOGS (--tee 3 prints it, too)",
@@ -48,10 +48,10 @@ REMOVED = {
 
 @dataclass(frozen=True)
 class World:
-    """How many ranks there are in all, and how many on one node as the launcher says.
+    """The number of ranks, and how many share a node according to the launcher.
 
-    --ranks-per-node overrides the latter. ``ranks_per_node`` is 0 where the launcher does not say it and the ranks
-    have not exchanged their host names yet.
+    --ranks-per-node overrides the latter. ``ranks_per_node`` is 0 if the launcher does not give it and the ranks have
+    not exchanged their host names yet.
     """
 
     world_size: int
@@ -62,8 +62,8 @@ class World:
 class ScheduleLengths:
     """The lengths of the learning-rate schedule. All are in ``unit``, which is 'iterations' or 'samples'.
 
-    ``warmup`` need not be whole, as in Megatron: it may be a fraction of ``decay``. ``batch``: the samples of one of
-    the run's own units, 1 where the lengths are in that unit.
+    ``warmup`` need not be whole, as in Megatron: it may be a fraction of ``decay``. ``batch``: the samples of one
+    unit of the run's length, 1 if the lengths are in that unit.
     """
 
     unit: str
@@ -76,10 +76,10 @@ class ScheduleLengths:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What holds in a run, in frozen sections. What was said of it is a mapping of values by option name.
+    """The configuration of a run, in frozen sections.
 
-    ``notes`` says in words what was accepted, implied or overridden on the way. Without a world, the global batch may
-    be open (None), and before the tokenizer is read, the vocabulary.
+    ``notes`` says what was accepted, implied or overridden on the way. Without a world the global batch may be open
+    (None); until the tokenizer is read, so may the vocabulary.
     """
 
     model: ModelConfig
@@ -183,7 +183,7 @@ class RunConfig:
         parallel, virtual = self.parallel, self.virtual_stages
         pp = parallel.pipeline_model_parallel_size
         costs = stage_costs(self.model, self.training.recompute_granularity)
-        if pp * virtual == 1:  # what is said of stages changes nothing
+        if pp * virtual == 1:  # the options of stages change nothing
             return partition(self.model.num_layers, 1, costs=costs)
         return partition(
             self.model.num_layers,

@@ -22,7 +22,7 @@ from megazero.families import FAMILIES
 def find_errors(
     config: RunConfig, world: World | None, skip: Collection[str] = (), missing: Collection[str] = ()
 ) -> list[str]:
-    """Return all error lines. Nothing is judged by an option in ``skip``, which has been reported, or ``missing``."""
+    """Return all error lines. Rules that read an option in ``skip``, which is reported, or ``missing`` do not run."""
     broken, errors = set(skip), []
     for opt in all_options().values():
         value = None if opt.name in missing else config.get(opt.name)
@@ -62,11 +62,11 @@ def _other_lifetime(config: RunConfig, world: World | None) -> Iterator[str]:
 
 
 def _own(name: str) -> bool:
-    """Tell whether an option is megazero's own, so that no script of Megatron's gives it."""
+    """Tell whether an option is megazero's own: no script of Megatron gives it."""
     return name.startswith(("zero_", "outer_", "spike_", "compile_")) or name in OWN
 
 
-# What may follow from options that are not legal; where it was said itself, it is judged when these are right.
+# Options that others may decide. While one of those is not legal, the derived option is not judged.
 DERIVED_FROM = {
     "ffn_hidden_size": ("hidden_size",),
     "kv_channels": ("hidden_size", "num_attention_heads"),
@@ -74,7 +74,7 @@ DERIVED_FROM = {
     "max_position_embeddings": ("seq_length",),
 }
 OWN = ("allow_fresh_start", "accept_field", "save_hf", "rollback_on_spike", "max_rollbacks")
-# What the arrangement of ranks follows from.
+# The options that decide the arrangement of ranks.
 LAYOUT = {
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"),
     *("outer_interval", "outer_replicas"),
@@ -82,7 +82,7 @@ LAYOUT = {
 
 
 def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield options that were changed although another option makes them meaningless, with a line that says it."""
+    """Yield the name of each option that was changed although it has no effect here, with an error line."""
     family = FAMILIES.get(config.model.model_family)
     defaults = family.defaults if family else {}
     yield from without_effect(conditions(config), all_options(), config.values(), defaults, broken)

@@ -1,4 +1,4 @@
-"""Outer steps: which replicas there are, what their outer optimizer is, and what crosses between them, and when.
+"""Outer steps: their optimizer, the format of what crosses between replicas, fragments, and when these meet.
 
 DiLoCo (arXiv 2311.08105) has the steps and the defaults; Streaming DiLoCo (arXiv 2501.18512) fragments and delay;
 MuLoCo (arXiv 2505.23725) feeds back what rounding lost. zero/outer.py takes the steps.
@@ -51,6 +51,6 @@ def spacing(outer: OuterConfig) -> int:
 
 
 def last_arrival(steps: int, outer: OuterConfig) -> int:
-    """Return the last of so many steps after which all fragments have arrived that left in a round; 0 if none is."""
+    """Return the last of ``steps`` steps by which every fragment of a round has arrived; 0 if there is none."""
     interval, delay = outer.outer_interval, outer.outer_delay
     return (steps - delay) // interval * interval + delay if steps >= interval + delay else 0

@@ -29,7 +29,7 @@ def pipeline_conditions(parallel: ParallelConfig) -> Iterator[Condition]:
 
 
 def virtual(config: RunConfig) -> Iterator[str]:
-    """Report two ways to say one number, and layers per virtual stage that do not divide."""
+    """Report virtual stages that are given in two ways, and layers per virtual stage that do not divide."""
     parallel, num_layers = config.parallel, config.model.num_layers
     pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if pp == 1 or not layers or layers < 1:
@@ -64,7 +64,7 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
     """Report a partition that does not fit the layers and stages."""
     parallel, num_layers = config.parallel, config.model.num_layers
     pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    if pp == 1 or (layers is not None and (layers < 1 or num_layers % (pp * layers))):  # said elsewhere
+    if pp == 1 or (layers is not None and (layers < 1 or num_layers % (pp * layers))):  # reported elsewhere
         return
     stages = virtual_stages(parallel, num_layers)
     if clash := _clash(parallel, stages):
@@ -86,7 +86,7 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
 
 
 def _clash(parallel: ParallelConfig, stages: int) -> str:
-    """Return two options that both say the layers of a stage, or '' if there are none. ``stages`` counts per rank."""
+    """Return an error line for options that both set a stage's layers, or ''. ``stages`` counts those of a rank."""
     layers = parallel.num_layers_per_virtual_pipeline_stage
     outer = {
         "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,

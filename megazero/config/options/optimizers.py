@@ -150,7 +150,7 @@ GROWING: Mapping[str, Callable[[float], float]] = MappingProxyType(
 
 
 def of_schedule(name: str) -> bool:
-    """Tell whether an option says the learning rate or weight decay at a time: Megatron saves those."""
+    """Tell whether an option is of the schedule of learning rate and weight decay, which Megatron saves."""
     return name.startswith(("lr", "min_lr", "decoupled", "weight_decay", "start_", "end_"))
 
 

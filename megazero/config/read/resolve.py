@@ -32,25 +32,25 @@ ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as 
 def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str], list[str]]:
     """Return the completed configuration with its notes, what is missing, and error lines.
 
-    Missing are options of which a run must have a value, and that were neither said nor derived. Values stand in for
-    them, by which alone nothing may be judged. Raises OSError if a checkpoint's storage does not answer.
+    Missing are options that must have a value and were neither given nor derived. Stand-ins take their place, by
+    which nothing may be judged. Raises OSError if a checkpoint's storage does not answer.
     """
     values = dict(said.values)
     accumulation = values.pop("gradient_accumulation_steps", None)
     notes, errors = list(said.notes), list[str]()
     errors += complete_megatron(said, values, notes)
-    if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
+    if "group-query-attention" in said.accepted and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
     values, taken, clashes = take_architecture(values)
     notes, errors = [*notes, *taken], [*errors, *clashes]
     unread = values.get("load") and f"--load {values['load']}: "
-    if unread and any(line.startswith(unread) for line in clashes):  # what it has need not be said
+    if unread and any(line.startswith(unread) for line in clashes):  # it may have what is missing
         said.failed.update(
             o.name for o in all_options().values() if o.section == "model" and o.name not in values
         )
     goes_on = continued_configuration(values)
-    errors += _complete_schedule(values, said.facts, *goes_on, notes)
-    notes += [*_unlike_megatron(values, said.facts), *unfused_gelu(values)]
+    errors += _complete_schedule(values, said.accepted, *goes_on, notes)
+    notes += [*_unlike_megatron(values, said.accepted), *unfused_gelu(values)]
     values = complete(values)
     errors += _complete_zero(values, notes)
     _complete_formats(values, *goes_on, notes)
@@ -74,23 +74,23 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
 
 
 def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
-    """Complete what Megatron's flags say, and note those that change nothing. Returns error lines."""
-    if not said.facts and not any(name in values for name in DERIVED):
+    """Turn Megatron's derived values into options, and note flags that change nothing. Returns error lines."""
+    if not said.accepted and not any(name in values for name in DERIVED):
         return []
-    notes += accepted_note(said.facts)
+    notes += accepted_note(said.accepted)
     errors = complete_derived(values, notes)
-    return errors + unmet_conditions(said.facts, complete(values))
+    return errors + unmet_conditions(said.accepted, complete(values))
 
 
 def _complete_schedule(
-    values: dict[str, Any], facts: Collection[str], path: Path | None, stored: Stored, notes: list[str]
+    values: dict[str, Any], accepted: Collection[str], path: Path | None, stored: Stored, notes: list[str]
 ) -> list[str]:
     """At a resume, take the checkpoint's schedule if that is asked for, else note where the flags differ from it.
 
     Returns an error line if the flags ask for both.
     """
     use = values.get("use_checkpoint_opt_param_scheduler")
-    if use and (override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*facts}):
+    if use and (override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*accepted}):
         return [
             f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"
         ]
@@ -116,7 +116,7 @@ def _complete_schedule(
 
 
 def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
-    """At a resume, code messages as the checkpoint's run did, where the options do not say how."""
+    """At a resume, take the formats of messages from the checkpoint where the options give none."""
     before = stored.get("zero", {})
     options, said = all_options(), {name: value for name, value in values.items() if value is not None}
     rounded = {"zero_gradient_rounding": before.get("zero_gradient_rounding")}
@@ -136,14 +136,14 @@ def _schedule(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _unlike_megatron(said: Mapping[str, Any], facts: Collection[str]) -> Iterator[str]:
-    """Note what a command line of Megatron would make of the same flags, where that is another model."""
+def _unlike_megatron(said: Mapping[str, Any], accepted: Collection[str]) -> Iterator[str]:
+    """Note where Megatron makes another model of the same flags."""
     if said.get("model_family") not in (None, ModelConfig.model_family):
         return
     groups = said.get("num_query_groups")
     if (
         groups is not None
-        and "group-query-attention" not in facts
+        and "group-query-attention" not in accepted
         and groups != said.get("num_attention_heads")
     ):
         yield (
@@ -155,7 +155,7 @@ def _unlike_megatron(said: Mapping[str, Any], facts: Collection[str]) -> Iterato
 def unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
     """Set the form of GELU that Megatron computes with --no-bias-gelu-fusion, and note it.
 
-    A form that is said, or that a checkpoint has, stays.
+    A form that is given, or that a checkpoint has, stays.
     """
     if not values.pop(UNFUSED_GELU, None):
         return
@@ -169,7 +169,7 @@ def unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
-    """Return notes on what was said about a loss scale that does not exist or does not move."""
+    """Return notes on options of a loss scale that does not exist or does not change."""
     unused: tuple[str, ...] = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if values.get("params_dtype") != "fp16":
         unused, why = ("loss_scale", *unused), "without --fp16: losses are not scaled"

@@ -76,14 +76,14 @@ class Layer:
     """What one source says: values by field name, errors and notes.
 
     ``final`` has the values that stronger sources do not override, by field name, each with the reason.
-    ``unknown`` are the words that are no options here, which parse.py settles. ``facts`` are the flags of Megatron
+    ``unknown`` are the words that are no options here, which parse.py settles. ``accepted`` are the flags of Megatron
     among them that change nothing here.
     """
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
     unknown: list[Unknown] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
@@ -130,7 +130,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
                         )
             out.values[name], origin[name] = value, layer.source
         out.final |= layer.final
-        out.facts += [fact for fact in layer.facts if fact not in out.facts]
+        out.accepted += [flag for flag in layer.accepted if flag not in out.accepted]
         out.errors += layer.errors
         out.notes += layer.notes
         out.failed |= layer.failed
