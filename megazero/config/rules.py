@@ -6,21 +6,22 @@ Those of the model, pipelines, messages and outer steps are in files of their ow
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout import outer_rules, pipeline_rules, wire_rules
+from megazero.config.layout.batch_sizes import ramp_fault
+from megazero.config.layout.sequence_lengths import growth_fault
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
 from megazero.config.model.attention import refusal, wants_of
 from megazero.config.model.published import is_published
-from megazero.config.nearest import around, common_divisors, multiples_around
+from megazero.config.nearest import multiples_around
 from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
-from megazero.config.options.fields import Condition, show, typed
+from megazero.config.options.fields import Condition, typed
 from megazero.config.options.optimizers import (
     OPTIMIZERS,
     QUINTIC_SETS,
@@ -37,19 +38,8 @@ Rule = Callable[[RunConfig], Iterator[str]]
 
 def _ramp(config: RunConfig) -> Iterator[str]:
     ramp, target = config.batch.rampup_batch_size, config.batch.global_batch_size
-    if ramp is None or target is None:
-        return
-    if len(ramp) != 3 or min(ramp) < 1:
-        yield f"--rampup-batch-size {show(ramp)} must be START INCREMENT SAMPLES, three numbers of at least 1"
-        return
-    start, increment, _ = ramp
-    if start > target:
-        yield f"--rampup-batch-size starts at {start}, above --global-batch-size {target}; nearest: {target}"
-    elif (target - start) % increment:
-        yield (
-            f"--rampup-batch-size from {start} in steps of {increment} does not reach --global-batch-size {target}; "
-            f"nearest steps: {around(common_divisors(target - start), increment)}"
-        )
+    if ramp is not None and target is not None and (fault := ramp_fault(ramp, target)):
+        yield fault
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
@@ -60,20 +50,8 @@ def _lengths(config: RunConfig) -> Iterator[str]:
         yield "--lr-by-tokens needs lengths in samples: --train-samples"
     if not ramp and not steps:
         return
-    if ramp and steps:
-        yield "--rampup-seq-length and --seq-length-steps exclude each other; leave one out"
-    elif ramp and (len(ramp) != 4 or min(ramp) < 1):
-        yield f"--rampup-seq-length {show(ramp)} must be START END MULTIPLE ITERATIONS, four numbers of at least 1"
-    elif ramp and not ramp[2] <= ramp[0] <= ramp[1]:
-        yield (
-            f"--rampup-seq-length {show(ramp)} must have MULTIPLE <= START <= END: the first length is START rounded "
-            "down to a multiple"
-        )
-    elif steps and (len(steps) % 2 == 0 or min(steps) < 1 or any(map(operator.ge, steps, steps[2:]))):
-        yield (
-            f"--seq-length-steps {show(steps)} must be LENGTH LAST_ITERATION ... LENGTH, with lengths and iterations "
-            "that grow"
-        )
+    if fault := growth_fault(ramp, steps):
+        yield fault
     elif config.parallel.sequence_parallel:
         tp = config.parallel.tensor_model_parallel_size
         lengths = (ramp[2], min(ramp[1], full)) if ramp else steps[::2]  # type: ignore[index]
