@@ -162,7 +162,7 @@ class OptimizerConfig:
     lr: float = option(MISSING, "peak learning rate", above=0, required=True)
     min_lr: float = option(0.0, "learning rate at the end of the decay", low=0)
     decoupled_lr: float | None = option(
-        None, "peak learning rate of the token embedding and the head, in the place of --lr", above=0
+        None, "peak learning rate of the token embedding and the head, instead of --lr", above=0
     )
     decoupled_min_lr: float | None = option(None, "the same of --min-lr (default: --min-lr)", low=0)
     lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
@@ -219,7 +219,7 @@ class OptimizerConfig:
     )
     muon_fp32_matmul_prec: str = option(
         "medium",
-        "what matrices are moved and iterated in: medium is bfloat16, high is the master weights' dtype",
+        "dtype in which matrices are moved and iterated: medium is bfloat16, high is the master weights'",
         choices=("medium", "high"),
     )
     muon_tp_mode: str = option(
