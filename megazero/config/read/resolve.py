@@ -5,7 +5,6 @@ It fills in family defaults, derived sizes, the ZeRO preset and the notes.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,8 @@ def _complete_schedule(
         return [
             f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"
         ]
-    before, now = (_schedule(flat) for flat in (ChainMap(*stored.values()), values))
+    saved = {name: value for section in stored.values() for name, value in section.items()}
+    before, now = _schedule(saved), _schedule(values)
     changed = [name for name in now if before[name] != now[name]]
     if before["lr"] is None or not changed:  # nothing is continued, or what was imported
         return []
