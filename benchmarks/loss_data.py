@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megazero.data.build import Dataset, build_datasets
+from megazero.data.build import Dataset, blends_by_share, build_dataset
+from megazero.data.gpt import SampleSpec
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import stdlib_sources, text_sources
 from megazero.data.tokenizer import load_tokenizer
@@ -115,8 +116,7 @@ def train_samples(folder: Path, sequence: int, seed: int, count: int) -> Dataset
 
     Raises ValueError where the text has fewer: a token that a run sees twice is learned otherwise.
     """
-    data = _datasets(folder, sequence, seed, (1, 0, 0))[0]  # of one epoch
-    assert data is not None
+    data = _dataset(folder, sequence, seed, "train")
     if count > len(data):
         raise ValueError(f"{count} samples of {sequence} tokens: the text has {len(data)}")
     return data
@@ -127,8 +127,7 @@ def evaluation_samples(folder: Path, sequence: int, numbers: range) -> tuple[tor
 
     Raises ValueError where the text has fewer: what is evaluated on twice would count double.
     """
-    data = _datasets(folder, sequence, EVALUATION_SEED, (0, 1, 0))[1]
-    assert data is not None
+    data = _dataset(folder, sequence, EVALUATION_SEED, "valid")
     if numbers.stop > len(data):
         raise ValueError(f"{numbers.stop} evaluation samples of {sequence} tokens: the text has {len(data)}")
     samples = [data[number] for number in numbers]
@@ -139,15 +138,10 @@ def evaluation_samples(folder: Path, sequence: int, numbers: range) -> tuple[tor
 KEYS = ("tokens", "labels")
 
 
-def _datasets(folder: Path, sequence: int, seed: int, samples: tuple[int, int, int]):
-    return build_datasets(
-        data_path=[str(_prefix(folder))],
-        split=SPLIT,
-        seq_length=sequence,
-        seed=seed,
-        samples=samples,
-        tokenizer=load_tokenizer(KIND, _tokenizer(folder)).info,
-    )
+def _dataset(folder: Path, sequence: int, seed: int, part: str) -> Dataset:
+    """One epoch of a part of a prepared text."""
+    spec = SampleSpec(sequence, seed, load_tokenizer(KIND, _tokenizer(folder)).info)
+    return build_dataset(part, blends_by_share([str(_prefix(folder))], SPLIT)[part], spec, 1)
 
 
 def _tokenizer(folder: Path) -> Path:

@@ -15,8 +15,8 @@ from benchmarks.loss_plan import Results, Runs, taken
 from benchmarks.loss_run import RANKS, Run, Settings
 from benchmarks.loss_statistics import Difference, effects
 from benchmarks.loss_variants import BASELINE, EVERY, INTERVALS, MUON, RULES, outer_name
-from megazero.config.layout.outer import outer_summary
 from megazero.config.nearest import multiples_around
+from megazero.config.summary import outer_summary
 
 TITLE = "Outer steps"
 STEPS = 1536  # the longest interval divides it: at the end all replicas have met

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megazero.config import World, parse_or_exit
 from megazero.config.options.data_inputs import run_vocabulary
+from megazero.config.summary import describe
 from megazero.mesh.launch import read_launch, take_local_rank, take_ranks
 
 
@@ -29,7 +30,7 @@ def main() -> int:
     config = parse_or_exit(flags, world)
     vocabulary = run_vocabulary(config.data.tokenizer_type, config.model.vocab_size)
     config = replace(config, model=replace(config.model, vocab_size=vocabulary))
-    print("\n".join(config.describe(world)))
+    print("\n".join(describe(config, world)))
     return 0
 
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from megazero.config.secrets import redact
 
-# What a wrong path gives. Other OSErrors of a file that the user names are the storage's, and keep their number.
+# Errors of a wrong path. Other OSErrors of a file that the user names come from the storage and keep their number.
 WRONG_PATH = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 class ConfigError(ValueError):
-    """This reports every error found, at once.
+    """Every error that was found, at once.
 
-    ``errors`` has one line for each, which gives the value, the rule and the nearest legal choice.
+    ``errors`` has a line for each, with the value, the rule and the nearest legal choice.
     """
 
     def __init__(self, errors: Sequence[str]) -> None:

@@ -1,99 +1,63 @@
-"""Rules between options that hold whatever the size of the world.
+"""Rules between options that hold whatever the size of the world: RULES, and conditions.
 
-Each rule yields error lines with the nearest legal choice.
+A rule yields error lines with the nearest legal choice. A condition says what options need to have an effect.
+Those of the model, pipelines, messages and outer steps are in files of their own.
 """
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megazero.config.errors import ConfigError
-from megazero.config.layout import pipeline_rules, wire_rules
-from megazero.config.layout.outer import spacing
+from megazero.config.layout import outer_rules, pipeline_rules, wire_rules
+from megazero.config.layout.batch_sizes import ramp_fault
+from megazero.config.layout.sequence_lengths import growth_fault
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
 from megazero.config.model.attention import refusal, wants_of
 from megazero.config.model.published import is_published
-from megazero.config.nearest import around, common_divisors, multiples_around
+from megazero.config.nearest import multiples_around
 from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
-from megazero.config.options.fields import show, typed
-from megazero.config.options.optimizers import OPTIMIZERS, QUINTIC_SETS, SMALL_MOMENTS, of_schedule
+from megazero.config.options.fields import Condition, typed
+from megazero.config.options.optimizers import (
+    OPTIMIZERS,
+    QUINTIC_SETS,
+    SMALL_MOMENTS,
+    of_schedule,
+    optimizer_conditions,
+)
+from megazero.config.options.sections import INDUCTOR
 from megazero.config.options.skipping import iteration_ranges
-from megazero.config.run import RunConfig, World, all_options
+from megazero.config.run import RunConfig, all_options
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
 
 def _ramp(config: RunConfig) -> Iterator[str]:
     ramp, target = config.batch.rampup_batch_size, config.batch.global_batch_size
-    if ramp is None or target is None:
-        return
-    if len(ramp) != 3 or min(ramp) < 1:
-        yield f"--rampup-batch-size {show(ramp)} must be START INCREMENT SAMPLES, three numbers of at least 1"
-        return
-    start, increment, _ = ramp
-    if start > target:
-        yield f"--rampup-batch-size starts at {start}, above --global-batch-size {target}; nearest: {target}"
-    elif (target - start) % increment:
-        yield (
-            f"--rampup-batch-size from {start} in steps of {increment} does not reach --global-batch-size {target}; "
-            f"nearest steps: {around(common_divisors(target - start), increment)}"
-        )
+    if ramp is not None and target is not None and (fault := ramp_fault(ramp, target)):
+        yield fault
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
-    """Report sequence lengths that cannot grow so, or that tensor-parallel ranks cannot share."""
+    """Report sequence lengths that cannot grow this way, or that tensor-parallel ranks cannot share."""
     batch, full = config.batch, config.model.seq_length
     ramp, steps = batch.rampup_seq_length, batch.seq_length_steps
     if batch.lr_by_tokens and config.training.train_samples is None:
         yield "--lr-by-tokens needs lengths in samples: --train-samples"
     if not ramp and not steps:
         return
-    if ramp and steps:
-        yield "--rampup-seq-length and --seq-length-steps exclude each other; leave one out"
-    elif ramp and (len(ramp) != 4 or min(ramp) < 1):
-        yield f"--rampup-seq-length {show(ramp)} must be START END MULTIPLE ITERATIONS, four numbers of at least 1"
-    elif ramp and not ramp[2] <= ramp[0] <= ramp[1]:
-        yield (
-            f"--rampup-seq-length {show(ramp)} must have MULTIPLE <= START <= END: the first length is START rounded "
-            "down to a multiple"
-        )
-    elif steps and (len(steps) % 2 == 0 or min(steps) < 1 or any(map(operator.ge, steps, steps[2:]))):
-        yield (
-            f"--seq-length-steps {show(steps)} must be LENGTH LAST_ITERATION ... LENGTH, with lengths and iterations "
-            "that grow"
-        )
+    if fault := growth_fault(ramp, steps):
+        yield fault
     elif config.parallel.sequence_parallel:
         tp = config.parallel.tensor_model_parallel_size
         lengths = (ramp[2], min(ramp[1], full)) if ramp else steps[::2]  # type: ignore[index]
         odd = next((each for each in lengths if each % tp), None)
         if odd is not None:
             yield f"{odd} tokens of a sample do not divide by tensor-parallel size {tp}, as --sequence-parallel needs"
-
-
-def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
-    """Report global batches that are not whole micro-batches on every data-parallel rank.
-
-    Of a ramp-up only the batch in use must be whole (train/schedule/run_length.py). It is known here if nothing is
-    loaded.
-    """
-    sizes = config.batch
-    micro, batch, ramp = sizes.micro_batch_size, sizes.global_batch_size, sizes.rampup_batch_size
-    if batch is None:
-        return
-    d, group = config.data_parallel_size(world), config.micro_batch_multiple
-    quantum = micro * d * group
-    grouped = f" x {group} pipeline ranks (schedule interleaved)" if group > 1 else ""
-    rule = f"micro-batch size {micro} x data-parallel size {d}{grouped} = {quantum}"
-    if batch % quantum:
-        yield f"--global-batch-size {batch} is not a multiple of {rule}; nearest: {multiples_around(batch, quantum)}"
-    if ramp and len(ramp) == 3 and ramp[0] % quantum and config.checkpoint.load is None:
-        near = multiples_around(ramp[0], quantum)
-        yield f"--rampup-batch-size starts at {ramp[0]}, which is not a multiple of {rule}; nearest: {near}"
 
 
 def _length(config: RunConfig) -> Iterator[str]:
@@ -329,41 +293,11 @@ def _outer_policy(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _fragments(config: RunConfig) -> Iterator[str]:
-    """Report fragments that have no module or no step of their own, and what would be on its way for too long."""
-    outer, modules = config.outer, config.model.num_layers + 2  # the embedding and the head
-    if not outer.outer_interval:
-        return
-    most = min(modules, outer.outer_interval)
-    if outer.outer_fragments > modules:
-        yield (
-            f"--outer-fragments {outer.outer_fragments}: the model has {modules} modules to deal (embedding, "
-            f"{config.model.num_layers} layers, head); nearest: {most}"
-        )
-    elif outer.outer_fragments > most:
-        yield (
-            f"--outer-fragments {outer.outer_fragments}: each takes a step of its own of --outer-interval "
-            f"{outer.outer_interval}; nearest: {most}"
-        )
-    elif outer.outer_delay >= spacing(outer) and outer.outer_delay:
-        yield (
-            f"--outer-delay {outer.outer_delay}: a fragment arrives before the next one leaves, {spacing(outer)} "
-            f"steps later (--outer-interval {outer.outer_interval} / --outer-fragments {outer.outer_fragments}); "
-            f"nearest: {spacing(outer) - 1}"
-        )
-    if outer.outer_fragments > 1 and config.zero.zero_unit_layers > 1:
-        yield (
-            f"--zero-unit-layers {config.zero.zero_unit_layers}: --outer-fragments deals layers one by one, so "
-            "each is gathered and reduced by itself; nearest: --zero-unit-layers 1"
-        )
-
-
 _LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))
 
 
 def _attention(config: RunConfig) -> Iterator[str]:
-    """Report a backend that does not compute what the model and the data want, on any device or on the one that is
-    asked for."""
+    """Report a backend that does not compute what the model and the data need, on --device or on any device."""
     device = None if config.training.device == "auto" else config.training.device
     bits = int(config.precision.params_dtype[2:])
     wants = wants_of(config.model, config.data.reset_attention_mask)
@@ -371,7 +305,7 @@ def _attention(config: RunConfig) -> Iterator[str]:
         yield error
 
 
-# (options that must be known and legal by themselves, rule); None is legal where an option may have no value.
+# Each rule behind the options that must be known and legal by themselves before it is applied.
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
         ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -442,9 +376,70 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("zero_preset",), _planned),
     (("loss_chunk_tokens", "params_dtype"), _loss_chunk),
     (("loss_policy",), _outer_policy),
-    (("outer_interval", "outer_fragments", "outer_delay", "num_layers"), _fragments),
+    (("outer_interval", "outer_fragments", "outer_delay", "num_layers"), outer_rules.fragments),
     (("zero_block_size",), lambda c: wire_rules.legal_block(c.zero)),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
     (("zero_gradient_clip_search",), lambda c: wire_rules.unbiased(c.zero)),
     (("zero_quantized_gradients_until",), wire_rules.until),
 )
+
+
+def conditions(config: RunConfig) -> Iterator[Condition]:
+    """Yield what every option that depends on others needs to have an effect."""
+    # The planner may quantise what is not asked for.
+    planned = config.zero.zero_preset == AUTO and config.planning.loss_policy != "exact"
+    yield from model_rules.conditions(config.model)
+    yield from optimizer_conditions(config.optimizer.optimizer)
+    yield from _conditions_of_training(config)
+    yield from _conditions_of_files(config)
+    yield from pipeline_rules.pipeline_conditions(config.parallel)
+    yield from wire_rules.message_conditions(config.zero, planned)
+    yield from outer_rules.outer_conditions(config.outer)
+
+
+def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
+    """Yield what the options of the schedule, data, evaluation and compilation need."""
+    opt = config.optimizer
+    wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
+    decaying = ("min_lr", "decoupled_min_lr", "lr_decay_iters", "lr_decay_samples")
+    # ALiBi's distances are those within a document wherever attention stays in it.
+    positions = config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask
+    tokenized = config.data.tokenizer_type not in (None, "NullTokenizer")
+    grows = bool(config.batch.rampup_seq_length or config.batch.seq_length_steps)
+    yield ["rampup_seq_length_root"], bool(config.batch.rampup_seq_length), "--rampup-seq-length"
+    yield ["lr_by_tokens"], grows, "--rampup-seq-length or --seq-length-steps"
+    yield wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"
+    yield decaying, opt.lr_decay_style != "constant", "a --lr-decay-style that decays"
+    yield ["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"
+    yield ["reset_position_ids"], positions, "--reset-attention-mask, or positions other than ALiBi"
+    yield ["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"
+    yield ["tokenizer_model", "vocab_file", "merge_file"], tokenized, "--tokenizer-type"
+    yield ["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"
+    yield ["compile_backend"], config.training.compile, "--compile"
+    inductor = config.training.compile and config.training.compile_backend == INDUCTOR
+    yield ["compile_cache"], inductor, "--compile with inductor"
+
+
+def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
+    """Yield what the options of checkpoints, profiles and loggers need."""
+    files, published = config.checkpoint, is_published(config.checkpoint.load)
+    kept = ["save_retain_interval", "save_keep_last"]
+    profile, wandb = config.profiling.profile, config.logging.wandb_project is not None
+    copies = ["save_copy_interval", "save_copy_keep_last"]
+    of_save = ["save_interval", "save_hf", "async_save", "save_retry_minutes", "save_copy", *kept]
+    yield of_save, files.save is not None, "--save"
+    yield [*kept, "async_save", copies[0]], files.save_interval is not None, "--save-interval"
+    yield copies, files.save_copy is not None, "--save-copy"
+    loading = ["allow_fresh_start", "finetune", "load_optim", "load_rng"]
+    yield [*loading, "use_checkpoint_opt_param_scheduler"], files.load is not None, "--load"
+    yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
+    yield ["accept_field"], published, "--load hf:DIR"
+    rollback = config.skipping.rollback_on_spike
+    of_rollback = ["max_rollbacks", *(name for name in all_options() if name.startswith("spike_"))]
+    saves = files.save is not None and files.save_interval is not None
+    yield ["rollback_on_spike"], saves, "--save and --save-interval"
+    yield of_rollback, rollback, "--rollback-on-spike"
+    continuing = ["load_optim", "load_rng", "use_checkpoint_opt_param_scheduler"]
+    yield continuing, not files.finetune, "continuing the run (no --finetune)"
+    yield ["profile_step_start", "profile_step_end", "profile_ranks"], profile, "--profile"
+    yield ["wandb_entity", "wandb_exp_name", "wandb_save_dir"], wandb, "--wandb-project"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -10,19 +9,17 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from megazero.config.errors import ConfigError
-from megazero.config.layout.outer import outer_summary
 from megazero.config.layout.pipeline import (
     partition_method,
-    pipeline_summary,
     schedule_name,
     stage_costs,
     virtual_stages,
 )
-from megazero.config.layout.shards import AUTO, DEFAULT_PRESET, Shards, resolve_shards
+from megazero.config.layout.shards import DEFAULT_PRESET, Shards, resolve_shards
 from megazero.config.layout.wire import Wire, quantizes_changes, resolve_wire
 from megazero.config.model.section import ModelConfig, as_trained, complete
 from megazero.config.nearest import did_you_mean
-from megazero.config.options.fields import Option, convert, section_of, section_options, show
+from megazero.config.options.fields import Option, convert, section_of, section_options
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import (
     BatchConfig,
@@ -38,13 +35,11 @@ from megazero.config.options.sections import (
     ZeroConfig,
 )
 from megazero.config.options.skipping import SkippingConfig
-from megazero.config.summary import AUTO_SUMMARY, model_summary, zero_summary
-from megazero.families import FAMILIES
 from megazero.mesh.grid import data_ranks_per_node, site_size
-from megazero.pp.partition import StageSpec, partition, partition_table
+from megazero.pp.partition import StageSpec, partition
 from megazero.pp.schedules import micro_batch_multiple
 
-# Options of earlier versions, and what to do instead. Files of those versions may have them: off, they mean nothing.
+# Removed options, with what to do instead. Files of earlier versions may have them: they are ignored if they are off.
 REMOVED = {
     "log_each_rank": "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
     "--log-dir LOGS (--tee 3 prints it, too)",
@@ -53,10 +48,10 @@ REMOVED = {
 
 @dataclass(frozen=True)
 class World:
-    """How many ranks there are in all, and how many on one node as the launcher says.
+    """The number of ranks, and how many share a node according to the launcher.
 
-    --ranks-per-node overrides the latter. ``ranks_per_node`` is 0 where the launcher does not say it and the ranks
-    have not exchanged their host names yet.
+    --ranks-per-node overrides the latter. ``ranks_per_node`` is 0 if the launcher does not give it and the ranks have
+    not exchanged their host names yet.
     """
 
     world_size: int
@@ -67,8 +62,8 @@ class World:
 class ScheduleLengths:
     """The lengths of the learning-rate schedule. All are in ``unit``, which is 'iterations' or 'samples'.
 
-    ``warmup`` need not be whole, as in Megatron: it may be a fraction of ``decay``. ``batch``: the samples of one of
-    the run's own units, 1 where the lengths are in that unit.
+    ``warmup`` need not be whole, as in Megatron: it may be a fraction of ``decay``. ``batch``: the samples of one
+    unit of the run's length, 1 if the lengths are in that unit.
     """
 
     unit: str
@@ -81,10 +76,10 @@ class ScheduleLengths:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What holds in a run, in frozen sections. What was said of it is a mapping of values by option name.
+    """The configuration of a run, in frozen sections.
 
-    ``notes`` says in words what was accepted, implied or overridden on the way. Without a world, the global batch may
-    be open (None), and before the tokenizer is read, the vocabulary.
+    ``notes`` says what was accepted, implied or overridden on the way. Without a world the global batch may be open
+    (None); until the tokenizer is read, so may the vocabulary.
     """
 
     model: ModelConfig
@@ -188,7 +183,7 @@ class RunConfig:
         parallel, virtual = self.parallel, self.virtual_stages
         pp = parallel.pipeline_model_parallel_size
         costs = stage_costs(self.model, self.training.recompute_granularity)
-        if pp * virtual == 1:  # what is said of stages changes nothing
+        if pp * virtual == 1:  # the options of stages change nothing
             return partition(self.model.num_layers, 1, costs=costs)
         return partition(
             self.model.num_layers,
@@ -263,61 +258,6 @@ class RunConfig:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the sections as plain JSON values, which are also a legal --config file."""
         return to_store(self.values())
-
-    def describe(self, world: World | None = None, *, every: bool = True) -> list[str]:
-        """Describe the architecture, then the options in a paragraph per section. ``world`` adds the layout.
-
-        With ``every``, all options are there, and '*' marks what is not the default; else only what is not.
-        """
-        tp = self.parallel.tensor_model_parallel_size
-        lines = [f"{'decoder':<11}{model_summary(self.model, tp)}"]
-        family = FAMILIES[self.model.model_family].defaults
-        for section in section_types():
-            words = []
-            for opt in all_options().values():
-                value = self.get(opt.name)
-                default = value == family.get(opt.name, opt.default)
-                if opt.section == section and (every or not default):
-                    mark = "*" if every and not default else ""
-                    words.append(f"{mark}{opt.key}={show(value)}".replace(" ", "\0"))
-            text = textwrap.wrap(" ".join(words), width=120, break_long_words=False, break_on_hyphens=False)
-            lines += [f"{'' if i else section:<11}{line}".replace("\0", " ") for i, line in enumerate(text)]
-        if world is not None and self.knows_nodes(world):
-            layout = self._layout(world)
-            lines += [f"{'layout' if not i else '':<11}{line}" for i, line in enumerate(layout)]
-        return lines + [f"note: {note}" for note in self.notes]
-
-    def _layout(self, world: World) -> list[str]:
-        d, micro_batches = self.shard_ranks(world), self.num_micro_batches(world)
-        h, shards = self.data_ranks_per_node(world), self.shards(world)
-        wire = self.wire(world)
-        tp, pp = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
-        replicas = self.outer_replicas(world)
-        apart = f"{replicas} outer replicas x " if replicas > 1 else ""
-        data = f"{d} data-parallel, {h} of them on one node"
-        if pp > 1:
-            data, pipeline = f"{d} data-parallel ({h} of them on one node)", f"{pp} pipeline"
-            inner, outer = (pipeline, data) if self.parallel.use_tp_pp_dp_mapping else (data, pipeline)
-            data = f"{inner} x {outer}, innermost first"
-        return [
-            f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: {apart}{tp} tensor-parallel x {data}",
-            *(
-                [outer_summary(self.outer, replicas, world.world_size // replicas)]
-                if self.outer.outer_interval
-                else []
-            ),
-            AUTO_SUMMARY if self.zero.zero_preset == AUTO else zero_summary(self.zero, shards, wire, d, h),
-            f"{micro_batches} micro-batches of {self.batch.micro_batch_size} samples on each rank",
-            *(self._pipeline(pp, micro_batches) if pp > 1 else ()),
-        ]
-
-    def _pipeline(self, pp: int, micro_batches: int) -> list[str]:
-        """Describe schedule and stages. The stages need a known vocabulary, because the head's cost depends on it."""
-        lines = [pipeline_summary(self.pipeline_schedule, pp, self.virtual_stages, micro_batches)]
-        if self.model.vocab_size:
-            costs = stage_costs(self.model, self.training.recompute_granularity)
-            lines += partition_table(self.stages(), costs).splitlines()
-        return lines
 
 
 @lru_cache(maxsize=1)

@@ -1,18 +1,118 @@
-"""Writes two lines: what the model is; and what is active on which hop, and why."""
+"""Describes a configuration: the model, every option, the layout, and what is active on which hop and why."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection
 
-from megazero.config.layout.shards import QUANTISED, Shards
+from megazero.config.layout.outer import BF16_BITS, EXACT_BITS, averages, feeds_back
+from megazero.config.layout.pipeline import stage_costs
+from megazero.config.layout.shards import AUTO, QUANTISED, Shards
 from megazero.config.layout.wire import Coding, Wire, asked_for, quantizes_gradients, quantizes_weights
 from megazero.config.model.parameters import parameter_count
 from megazero.config.model.section import ModelConfig
-from megazero.config.options.sections import ZeroConfig
+from megazero.config.options.fields import show
+from megazero.config.options.sections import OuterConfig, ZeroConfig
+from megazero.config.run import RunConfig, World, all_options, section_types
+from megazero.families import FAMILIES
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, make_grid
+from megazero.pp.partition import partition_table
+from megazero.pp.schedules import peak_activations
+from megazero.pp.timeline import ideal_bubble
 
 WHERE = {INTRA: "inside nodes", INTER: "across nodes"}
+
+
+def describe(config: RunConfig, world: World | None = None, *, every: bool = True) -> list[str]:
+    """Describe the architecture, then the options in a paragraph per section. ``world`` adds the layout.
+
+    With ``every``, all options are listed, and '*' marks those that are not the default. Without, only those are.
+    """
+    tp = config.parallel.tensor_model_parallel_size
+    lines = [f"{'decoder':<11}{model_summary(config.model, tp)}"]
+    family = FAMILIES[config.model.model_family].defaults
+    for section in section_types():
+        words = []
+        for opt in all_options().values():
+            value = config.get(opt.name)
+            default = value == family.get(opt.name, opt.default)
+            if opt.section == section and (every or not default):
+                mark = "*" if every and not default else ""
+                words.append(f"{mark}{opt.key}={show(value)}".replace(" ", "\0"))
+        text = textwrap.wrap(" ".join(words), width=120, break_long_words=False, break_on_hyphens=False)
+        lines += [f"{'' if i else section:<11}{line}".replace("\0", " ") for i, line in enumerate(text)]
+    if world is not None and config.knows_nodes(world):
+        layout = _layout(config, world)
+        lines += [f"{'layout' if not i else '':<11}{line}" for i, line in enumerate(layout)]
+    return lines + [f"note: {note}" for note in config.notes]
+
+
+def _layout(config: RunConfig, world: World) -> list[str]:
+    d, micro_batches = config.shard_ranks(world), config.num_micro_batches(world)
+    h, shards, wire = config.data_ranks_per_node(world), config.shards(world), config.wire(world)
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    replicas = config.outer_replicas(world)
+    apart = f"{replicas} outer replicas x " if replicas > 1 else ""
+    data = f"{d} data-parallel, {h} of them on one node"
+    if pp > 1:
+        data, pipeline = f"{d} data-parallel ({h} of them on one node)", f"{pp} pipeline"
+        inner, outer = (pipeline, data) if config.parallel.use_tp_pp_dp_mapping else (data, pipeline)
+        data = f"{inner} x {outer}, innermost first"
+    node = config.ranks_per_node(world)
+    lines = [f"{world.world_size} ranks, {node} per node: {apart}{tp} tensor-parallel x {data}"]
+    if config.outer.outer_interval:
+        lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))
+    auto = config.zero.zero_preset == AUTO
+    lines.append(AUTO_SUMMARY if auto else zero_summary(config.zero, shards, wire, d, h))
+    lines.append(f"{micro_batches} micro-batches of {config.batch.micro_batch_size} samples on each rank")
+    return lines + (_pipeline(config, pp, micro_batches) if pp > 1 else [])
+
+
+def _pipeline(config: RunConfig, pp: int, micro_batches: int) -> list[str]:
+    """Describe schedule and stages. The stages need a known vocabulary, because the head's cost depends on it."""
+    lines = [_schedule(config.pipeline_schedule, pp, config.virtual_stages, micro_batches)]
+    if config.model.vocab_size:
+        costs = stage_costs(config.model, config.training.recompute_granularity)
+        lines += partition_table(config.stages(), costs).splitlines()
+    return lines
+
+
+def _schedule(name: str, pp: int, virtual: int, micro_batches: int) -> str:
+    """Describe a schedule, its ideal bubble and its peak activations in one line.
+
+    Each half of a backward counts as much as a forward.
+    """
+    bubble = ideal_bubble(name, pp, virtual, micro_batches)
+    peaks = ",".join(map(str, peak_activations(name, pp, virtual, micro_batches)))
+    stages = "1 stage" if virtual == 1 else f"{virtual} stages"
+    return (
+        f"pipeline: {stages} per rank, schedule {name}: idle {bubble:.1%} with equal stages, activations of up to "
+        f"{peaks} forwards on ranks 0 to {pp - 1}"
+    )
+
+
+def outer_summary(outer: OuterConfig, replicas: int, ranks: int) -> str:
+    """Describe the outer steps of ``replicas`` of so many ranks each."""
+    if replicas == 1:
+        return "outer steps: none, one replica (--outer-replicas, by default the number of nodes, is 1)"
+    rule = outer.outer_optimizer
+    if not averages(outer):
+        rule += f" (learning rate {outer.outer_lr:g}, momentum {outer.outer_momentum:g})"
+    form = {EXACT_BITS: "exact", BF16_BITS: "bf16"}.get(outer.outer_bits, f"INT{outer.outer_bits}")
+    form += ", error feedback" if feeds_back(outer) else ""
+    every = f"every {outer.outer_interval} steps" if outer.outer_interval > 1 else "every step"
+    if outer.outer_fragments > 1:
+        every += f" in {outer.outer_fragments} fragments ({outer.outer_fragment_pattern})"
+    if outer.outer_delay:
+        form += f", {outer.outer_delay} step{'s' if outer.outer_delay > 1 else ''} on its way"
+    if outer.outer_mixing < 1:
+        form += f", mixing {outer.outer_mixing:g}"
+    if outer.outer_offload:
+        form += "; anchors in host memory"
+    if outer.outer_evaluation == "replica":
+        form += "; evaluations are of the first replica"
+    return f"outer steps: {replicas} replicas of {ranks} ranks meet {every}: {rule}, differences {form}"
 
 
 def model_summary(model: ModelConfig, tp: int) -> str:

@@ -1,6 +1,6 @@
 """Data: Megatron-compatible files, sample order, blends and tokenizers. Only ``sampler`` imports torch."""
 
-from megazero.data.build import Dataset, build_datasets
+from megazero.data.build import Dataset, build_dataset
 from megazero.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from megazero.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 
@@ -10,7 +10,7 @@ __all__ = [
     "IndexedWriter",
     "Tokenizer",
     "TokenizerInfo",
-    "build_datasets",
+    "build_dataset",
     "load_tokenizer",
     "token_dtype",
 ]

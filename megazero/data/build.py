@@ -1,4 +1,4 @@
-"""Builds the train, valid and test datasets from the data flags, of a corpus or of synthetic text."""
+"""Builds the datasets of a run's parts (train, valid, test), of a corpus or of synthetic text."""
 
 from __future__ import annotations
 
@@ -68,45 +68,6 @@ class MockDataset:
         return finish_sample(text, self.spec)
 
 
-Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]
-
-
-def build_datasets(
-    *,
-    data_path: Sequence[str] | None,
-    split: str,
-    seq_length: int,
-    seed: int,
-    samples: tuple[int, int, int],
-    tokenizer: TokenizerInfo,
-    cache_dir: str | Path | None = None,
-    eod_mask_loss: bool = False,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    ordered_for: tuple[int, int, int] = (0, 0, 0),
-) -> Datasets:
-    """Return train, valid and test datasets, None where 0 samples are asked for. Every rank may call it at once.
-
-    data_path: words as config.data_inputs reads them (prefixes, or weights and prefixes). None is mock data.
-    split: shares of the documents, such as "969,30,1".
-    samples: Each dataset must have at least so many.
-    cache_dir: The indices are kept there. By default it is a folder ``cache`` beside the first prefix.
-    ordered_for: each dataset's own value of an earlier call, or 0. The earlier order is kept where it holds
-    ``samples``.
-    A blend without weights is one epoch of everything, so it may have fewer samples than asked for.
-    Raises ValueError for bad files, a bad split, data of another tokenizer, and splits without tokens.
-    """
-    spec = SampleSpec(seq_length, seed, tokenizer, eod_mask_loss, reset_position_ids, reset_attention_mask)
-    blends = dict.fromkeys(SPLITS) if data_path is None else blends_by_share(data_path, split)
-    built = [
-        build_dataset(name, blends[name], spec, count, ordered_for=before, cache_dir=cache_dir)
-        if count
-        else None
-        for name, count, before in zip(SPLITS, samples, ordered_for, strict=True)
-    ]
-    return built[0], built[1], built[2]
-
-
 def build_dataset(
     split: str,
     blend: Blend | None,
@@ -116,9 +77,13 @@ def build_dataset(
     ordered_for: int = 0,
     cache_dir: str | Path | None = None,
 ) -> Dataset:
-    """Return a dataset of ``count`` samples of one part of the data (in SPLITS). Without a blend it is mock data.
+    """Return a dataset of ``count`` samples of one part of the data (in SPLITS). Every rank may call it at once.
 
-    cache_dir, ordered_for, errors: as in build_datasets.
+    blend: the data sets and their shares of documents. None is mock data.
+    ordered_for: the dataset's own value of an earlier call, or 0. The earlier order is kept if it holds ``count``.
+    cache_dir: folder of the indices (default: a folder ``cache`` beside the first data set).
+    A blend without weights is one epoch of everything, so it may have fewer samples than ``count``.
+    Raises ValueError for bad files, data of another tokenizer, and parts without tokens.
     """
     if blend is None:
         return MockDataset(count, SPLITS.index(split), spec)

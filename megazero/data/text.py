@@ -1,6 +1,6 @@
 """Reads raw text: which files, their lines, and errors that name file and line.
 
-Every machine has some: the sources of the running Python's standard library.
+Text that every machine has: the sources of the running Python's standard library.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ KNOWN_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[E
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """Data and model need this of a tokenizer.
+    """What data and model need to know of a tokenizer.
 
     ``fingerprint`` is the sha256 of the model, ``vocab_size`` the largest id + 1, ``eod`` the id of the end of
     document.
@@ -48,8 +48,8 @@ class SentencePieceTokenizer:
     """Reads a SentencePiece ``.model`` file, or a directory that holds a tokenizer.model.
 
     The end of document is the model's end-of-sentence piece, else the eos_token_id of generation_config.json or
-    config.json beside it. Tokens beside it that the model does not have are refused: no one way to find them in a
-    text is that of every reader.
+    config.json beside it. Tokens that files beside it add are refused, because readers differ in how they find them
+    in a text.
     """
 
     def __init__(self, model: Path) -> None:
@@ -82,8 +82,8 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """Reads a ``tokenizer.json`` of the tokenizers library, or a directory that holds one.
 
-    It is what the files beside it make of it: tokens that they add, and the settings of tokenizer_config.json. The
-    end of document is the eos_token that these name, else the eos_token_id of generation_config.json or config.json,
+    Files beside it apply, too: the tokens that they add, and the settings of tokenizer_config.json. The end of
+    document is the eos_token that these name, else the eos_token_id of generation_config.json or config.json,
     else the first of KNOWN_EOD in the vocabulary. ``model`` is the library's.
     """
 
@@ -198,7 +198,7 @@ def load_tokenizer(
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
 ) -> Tokenizer:
-    """Load a tokenizer of a kind in config.data_inputs.TOKENIZERS, from what that says it is made from.
+    """Load a tokenizer of a kind in TOKENIZERS (config/options/data_inputs.py), from the parts listed there.
 
     Raises ValueError for another kind, and where something is missing or cannot be read.
     """

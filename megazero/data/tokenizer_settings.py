@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer say of its use: added tokens, special tokens, spaces. As transformers reads."""
+"""Settings in the files beside a tokenizer, read as transformers does: added and special tokens, spaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.config.model.published import CONFIG_FILE
 
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 ADDED, GENERATION = "added_tokens.json", "generation_config.json"
-# All that says how a tokenizer is used. It goes along with the tokenizer, byte for byte.
+# The files that say how a tokenizer is used. They travel with it, byte for byte.
 BESIDE = (CONFIG, SPECIAL, ADDED, "chat_template.jinja", GENERATION, CONFIG_FILE)
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -78,7 +78,7 @@ class TokenizerSettings:
         return given if isinstance(given, int) else next(iter(given), -1)
 
     def apply(self, model: Tokenizer) -> dict[str, Any]:
-        """Change a tokenizer.json's ``model`` to what the files say. Returns what of it gives other ids than before.
+        """Apply the settings to the ``model`` of a tokenizer.json. Returns those that change the ids of a text.
 
         Raises ValueError if a token has one id in a file beside it and another in tokenizer.json.
         """

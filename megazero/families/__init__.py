@@ -23,8 +23,7 @@ from megazero.families.llama import LLAMA
 from megazero.families.mistral import MISTRAL
 from megazero.families.olmo2 import OLMO2, OLMO3
 from megazero.families.phi3 import PHI3
-from megazero.families.qwen2 import QWEN2
-from megazero.families.qwen3 import QWEN3
+from megazero.families.qwen import QWEN2, QWEN3
 from megazero.families.smollm3 import SMOLLM3
 from megazero.families.starcoder2 import STARCODER2
 

@@ -51,7 +51,7 @@ def _mlp_width(config: Config) -> dict[str, Any]:
 
 
 # The MLP's width is 4 x hidden, as the option's default; transformers' class has no field for it.
-MLP_WIDTH = FieldGroup(("n_inner",), _mlp_width, lambda _: {})
+MLP_WIDTH = FieldGroup(("n_inner",), _mlp_width)
 BLOOM = Family(
     name="bloom",
     defaults={**CHOICES, "untie_embeddings_and_output_weights": False},

@@ -10,17 +10,14 @@ from typing import Any
 
 from megazero.families import llama
 from megazero.families.config_json.field_groups import WHOLE_HEADS, biases, gelu, soft_caps
-from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.config_json.huggingface import Config, FieldGroup
 from megazero.families.config_json.layer_groups import every_nth_full, two_rotaries
 from megazero.families.config_json.rotary_fields import ROTARY, rotary
-from megazero.families.family import Family
 
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-DEFAULTS = {
-    **llama.DEFAULTS,
+CHOICES = {
     "swiglu": False,
     "geglu": True,
-    "untie_embeddings_and_output_weights": False,
     "apply_layernorm_1p": True,
     "scale_embeddings": True,
     "transformer_block_type": "sandwich",
@@ -37,7 +34,7 @@ def _write_scale(options: Any) -> dict[str, Any]:
 
 
 # Files have hidden_act, too, which transformers does not read.
-UNREAD = FieldGroup(("hidden_act",), lambda _: {}, lambda _: {"hidden_act": "gelu_pytorch_tanh"})
+UNREAD = FieldGroup(("hidden_act",), write=lambda _: {"hidden_act": "gelu_pytorch_tanh"})
 GROUPS = (
     biases(mlp=False),
     gelu("hidden_activation", "gelu_pytorch_tanh"),
@@ -46,40 +43,34 @@ GROUPS = (
 )
 ABSENT = {"num_query_groups": 4, "kv_channels": 256, "norm_epsilon": 1e-6}
 
-GEMMA2 = Family(
-    name="gemma2",
-    defaults={**DEFAULTS, **CAPS},
+GEMMA2 = llama.relative(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    choices={**CHOICES, **CAPS},
     names=(llama.SANDWICH_NAMES,),
-    hugging_face=HuggingFace(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        fields=llama.FIELDS,
-        absent={**ABSENT, "max_position_embeddings": 8192},
-        tied=True,
-        groups=(*GROUPS, ROTARY, every_nth_full(2), soft_caps(**CAPS), WHOLE_HEADS),
-    ),
+    absent={**ABSENT, "max_position_embeddings": 8192},
+    tied=True,
+    only={},
+    groups=(*GROUPS, ROTARY, every_nth_full(2), soft_caps(**CAPS), WHOLE_HEADS),
 )
-GEMMA3 = Family(
-    name="gemma3",
-    defaults={**DEFAULTS, "qk_norm": "head"},
+GEMMA3 = llama.relative(
+    "gemma3",
+    "Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    choices={**CHOICES, "qk_norm": "head"},
     names=(llama.SANDWICH_NAMES,),
-    hugging_face=HuggingFace(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        fields=llama.FIELDS,
-        absent={**ABSENT, "max_position_embeddings": 131072},
-        tied=True,
-        only={"attn_logit_softcapping": (None,)},  # transformers does not apply it
-        groups=(
-            *GROUPS,
-            two_rotaries(
-                every_nth_full(6, "sliding_window_pattern"),
-                rotary(absent_base=1e6),
-                base=1e4,
-                local="rope_local_base_freq",
-            ),
-            soft_caps(final_logit_softcapping=None),
-            WHOLE_HEADS,
+    absent={**ABSENT, "max_position_embeddings": 131072},
+    tied=True,
+    only={"attn_logit_softcapping": (None,)},  # transformers does not apply it
+    groups=(
+        *GROUPS,
+        two_rotaries(
+            every_nth_full(6, "sliding_window_pattern"),
+            rotary(absent_base=1e6),
+            base=1e4,
+            local="rope_local_base_freq",
         ),
+        soft_caps(final_logit_softcapping=None),
+        WHOLE_HEADS,
     ),
 )

@@ -7,14 +7,13 @@ have norms on both sides of attention and MLP.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megazero.families import llama
-from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
+from megazero.families.config_json.huggingface import FieldGroup
 from megazero.families.config_json.rotary_fields import rotary
 from megazero.families.family import Family, TensorNames
 
-DEFAULTS = {**llama.DEFAULTS, "add_qkv_bias": True, "rotary_interleaved": True, "rotary_percent": 0.5}
+CHOICES = {"add_qkv_bias": True, "rotary_interleaved": True, "rotary_percent": 0.5}
 ABSENT = {
     "num_query_groups": 2,
     "kv_channels": 128,
@@ -49,20 +48,13 @@ def _names(block: str, **norms: str) -> TensorNames:
 
 
 def _family(name: str, architecture: str, names: TensorNames) -> Family:
-    block: Any = names.needs["transformer_block_type"]
-    return Family(
-        name=name,
-        defaults={**DEFAULTS, "transformer_block_type": block},
+    return llama.relative(
+        name,
+        architecture,
+        choices={**CHOICES, "transformer_block_type": names.needs["transformer_block_type"]},
         names=(names,),
-        hugging_face=HuggingFace(
-            name,
-            architecture,
-            fields=llama.FIELDS,
-            absent=ABSENT,
-            tied=False,
-            only=llama.SILU,
-            groups=(BIAS, rotary(share="partial_rotary_factor", absent_share=0.5)),
-        ),
+        absent=ABSENT,
+        groups=(BIAS, rotary(share="partial_rotary_factor", absent_share=0.5)),
     )
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from megazero.families import llama
 from megazero.families.config_json.field_groups import biases
-from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
+from megazero.families.config_json.huggingface import FieldGroup
 from megazero.families.config_json.rotary_fields import ROTARY
-from megazero.families.family import Family
 
 ATTENTION_MULTIPLIER = FieldGroup(
     ("attention_multiplier",),
@@ -14,17 +13,10 @@ ATTENTION_MULTIPLIER = FieldGroup(
     lambda options: {"attention_multiplier": options.attention_scale},
 )
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-GRANITE = Family(
-    name="granite",
-    defaults=llama.DEFAULTS,
-    names=(llama.NAMES,),
-    hugging_face=HuggingFace(
-        "granite",
-        "GraniteForCausalLM",
-        fields={**llama.FIELDS, **{name: name for name in MULTIPLIERS}},
-        absent={**llama.ABSENT, "max_position_embeddings": 2048, **dict.fromkeys(MULTIPLIERS, 1.0)},
-        tied=False,
-        only=llama.SILU,
-        groups=(ATTENTION_MULTIPLIER, biases(mlp=True), ROTARY),
-    ),
+GRANITE = llama.relative(
+    "granite",
+    "GraniteForCausalLM",
+    fields={**llama.FIELDS, **{name: name for name in MULTIPLIERS}},
+    absent={"max_position_embeddings": 2048, **dict.fromkeys(MULTIPLIERS, 1.0)},
+    groups=(ATTENTION_MULTIPLIER, biases(mlp=True), ROTARY),
 )

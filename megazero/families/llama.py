@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from megazero.families.config_json.field_groups import WHOLE_HEADS, biases
-from megazero.families.config_json.huggingface import HuggingFace
+from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
 from megazero.families.config_json.rotary_fields import ROTARY
 from megazero.families.family import Family, TensorNames
 
@@ -14,7 +16,6 @@ DEFAULTS = {
     "normalization": "RMSNorm",
     "swiglu": True,
     "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
 }
 # embed_positions and embed_norm, which no Llama has, make these names express every mixture. Qwen3 and OLMo 2 have
 # norms of queries and keys. OLMo 2 has norms of outputs, and then none of inputs.
@@ -60,20 +61,49 @@ FIELDS = {
     "max_position_embeddings": "max_position_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }
+WITHOUT_HEAD_DIM = {name: field for name, field in FIELDS.items() if name != "kv_channels"}
 ABSENT = {"num_query_groups": None, "kv_channels": None, "norm_epsilon": 1e-6}
 SILU = {"hidden_act": ("silu",)}
 
-LLAMA = Family(
-    name="llama",
-    defaults=DEFAULTS,
+
+def relative(
+    name: str,
+    architecture: str,
+    *,
+    groups: tuple[FieldGroup, ...],
+    choices: Mapping[str, Any] | None = None,
+    names: tuple[TensorNames, ...] = (NAMES,),
+    fields: Mapping[str, str] = FIELDS,
+    absent: Mapping[str, Any] | None = None,
+    tied: bool = False,
+    only: Mapping[str, tuple[Any, ...]] = SILU,
+    model_type: str | None = None,
+) -> Family:
+    """Return the record of a family that is Llama except for what is given.
+
+    ``choices`` are defaults that differ from Llama's, ``absent`` what an absent field means where that differs.
+    With ``tied``, embeddings and head are tied by default, in a new model as in a config.json. ``model_type`` is
+    given where transformers has another name. See ``Family`` and ``HuggingFace`` for the rest.
+    """
+    return Family(
+        name=name,
+        defaults={**DEFAULTS, "untie_embeddings_and_output_weights": not tied, **(choices or {})},
+        names=names,
+        hugging_face=HuggingFace(
+            model_type or name,
+            architecture,
+            fields=fields,
+            absent={**ABSENT, **(absent or {})},
+            tied=tied,
+            only=only,
+            groups=groups,
+        ),
+    )
+
+
+LLAMA = relative(
+    "llama",
+    "LlamaForCausalLM",
     names=(NAMES, SANDWICH_NAMES),
-    hugging_face=HuggingFace(
-        "llama",
-        "LlamaForCausalLM",
-        FIELDS,
-        ABSENT,
-        tied=False,
-        only=SILU,
-        groups=(biases(mlp=True), ROTARY, WHOLE_HEADS),
-    ),
+    groups=(biases(mlp=True), ROTARY, WHOLE_HEADS),
 )

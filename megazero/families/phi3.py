@@ -7,10 +7,10 @@ from typing import Any
 
 from megazero.families import llama
 from megazero.families.config_json.field_groups import unread
-from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.config_json.huggingface import Config, FieldGroup
 from megazero.families.config_json.layer_groups import window
 from megazero.families.config_json.rotary_fields import rotary
-from megazero.families.family import FILLING_HEADS, Family
+from megazero.families.family import FILLING_HEADS
 
 NAMES = replace(
     llama.NAMES,
@@ -65,17 +65,11 @@ def _write_rotary(options: Any) -> dict[str, Any]:
 _UNREAD = unread(
     attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1
 )
-PHI3 = Family(
-    name="phi3",
-    defaults=llama.DEFAULTS,
+PHI3 = llama.relative(
+    "phi3",
+    "Phi3ForCausalLM",
     names=(NAMES,),
-    hugging_face=HuggingFace(
-        "phi3",
-        "Phi3ForCausalLM",
-        fields={name: field for name, field in llama.FIELDS.items() if name != "kv_channels"},
-        absent={"num_query_groups": None, "max_position_embeddings": 4096, "norm_epsilon": 1e-5},
-        tied=False,
-        only=llama.SILU,
-        groups=(FieldGroup(_ROTARY.names, _read_rotary, _write_rotary), window(None), _UNREAD),
-    ),
+    fields=llama.WITHOUT_HEAD_DIM,
+    absent={"max_position_embeddings": 4096, "norm_epsilon": 1e-5},
+    groups=(FieldGroup(_ROTARY.names, _read_rotary, _write_rotary), window(None), _UNREAD),
 )

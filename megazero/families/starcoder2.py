@@ -23,9 +23,7 @@ BIASES = FieldGroup(
 )
 # Of files, which transformers does not read.
 UNREAD = FieldGroup(
-    ("activation_function", "layer_norm_epsilon", "mlp_type", "norm_type", "scale_attn_weights"),
-    lambda _: {},
-    lambda _: {},
+    ("activation_function", "layer_norm_epsilon", "mlp_type", "norm_type", "scale_attn_weights")
 )
 STARCODER2 = Family(
     name="starcoder2",

@@ -15,6 +15,7 @@ import yaml
 from megazero.config import RunConfig, World
 from megazero.config.options.sections import LoggingConfig
 from megazero.config.secrets import redact
+from megazero.config.summary import describe
 from megazero.files import replacing
 from megazero.log.console import TrainConsole
 from megazero.log.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
@@ -194,7 +195,7 @@ def report_start(
     choice = config.training.attention_backend
     attention = attention_note(decoder.config, decoder.tp, mesh.device, dtype, choice, packed)
     remarks = [f"note: {text}" for text in (attention, export_note(config)) if text]
-    described = config.describe(world, every=False)
+    described = describe(config, world, every=False)
     lines = [*start.notes, *progress.notes, *described, *remarks, *predicted]
     for line in lines:
         outputs.console.note(line)

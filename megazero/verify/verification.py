@@ -12,6 +12,7 @@ from importlib import metadata
 import torch
 
 from megazero.config import ConfigError, RunConfig, World, make_config
+from megazero.config.summary import describe
 from megazero.mesh.local_ranks import LocalRanks
 from megazero.verify import checks
 from megazero.verify.certificate import Certificate, Section
@@ -55,7 +56,7 @@ def verify(request: VerifyRequest, ranks: LocalRanks, around: Around = nothing_a
         "steps": steps,
         "wall time": f"{time.monotonic() - began:.0f} s",
     }
-    run = small.config.describe(small.layout.world)
+    run = describe(small.config, small.layout.world)
     layout = [line.strip() for line in run if not line.startswith("note")][_layout_start(run) :]
     return Certificate(
         asked=tuple(_asked(request)),
@@ -77,7 +78,7 @@ def _version() -> str:
 
 
 def _asked(request: VerifyRequest) -> list[str]:
-    return [line for line in request.config.describe(request.world) if not line.startswith("note")]
+    return [line for line in describe(request.config, request.world) if not line.startswith("note")]
 
 
 def _layout_start(lines: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import section_of
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options, stored_values
+from megazero.config.summary import describe
 from megazero.families import FAMILIES
 from megazero.plan.options import with_stand_ins
 from megazero.train.data.datasets import tokenizer_info, with_vocabulary
@@ -261,7 +262,7 @@ def test_make_config_from_python():
 
 
 def test_describe_marks_what_is_not_default():
-    lines = run("--seed 7 --zero-preset hpz --overlap-grad-reduce").describe(WORLD)
+    lines = describe(run("--seed 7 --zero-preset hpz --overlap-grad-reduce"), WORLD)
     words = {word for line in lines for word in line.split()}
     assert {"*seed=7", "swiglu=on"} <= words
     assert any("P,G,OS = 4,8,8" in line for line in lines)
@@ -270,7 +271,9 @@ def test_describe_marks_what_is_not_default():
 
 def test_what_is_chosen_is_described_alone():
     config = run("--seed 7 --zero-preset hpz --weight-decay 0.01")
-    lines = [line for line in config.describe(WORLD, every=False) if not line.startswith(("decoder", "note"))]
+    lines = [
+        line for line in describe(config, WORLD, every=False) if not line.startswith(("decoder", "note"))
+    ]
     shown = {
         word.split("=")[0] for line in lines for word in line.split() if "=" in word and "P,G,OS" not in word
     }

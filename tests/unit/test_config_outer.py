@@ -8,6 +8,7 @@ import pytest
 
 from megazero.config import ConfigError, World, make_config
 from megazero.config.layout.outer import feeds_back, fragments, outer_coding
+from megazero.config.summary import describe
 from megazero.mesh.grid import INTER, make_grid
 from megazero.plan.communication import OuterFormat, UnitShape
 from tests.sizes import SMALL
@@ -112,7 +113,7 @@ def test_every_mistake_is_named_at_once() -> None:
 
 
 def test_the_start_says_what_crosses() -> None:
-    text = "\n".join(config(**STEPS, outer_bits=4).describe(WORLD))
+    text = "\n".join(describe(config(**STEPS, outer_bits=4), WORLD))
     assert "4 replicas of 2 ranks meet every 4 steps: nesterov" in text
     assert "differences INT4, error feedback" in text
     assert "--train-iters 9: outer replicas meet last at 8" in "\n".join(config(**STEPS, train_iters=9).notes)
@@ -122,19 +123,19 @@ def test_the_start_says_what_crosses() -> None:
     said = "\n".join(config(**STEPS, **samples).notes)
     assert f"{9 * batch + 1}, 9 steps: outer replicas meet last at 8" in said
     assert f"nearest: {8 * batch} or {12 * batch}" in said
-    assert "of the first replica" in "\n".join(config(**STEPS, outer_evaluation="replica").describe(WORLD))
+    assert "of the first replica" in "\n".join(describe(config(**STEPS, outer_evaluation="replica"), WORLD))
     late = {**STEPS, "outer_fragments": 2, "outer_delay": 1, "outer_mixing": 0.5, "outer_offload": True}
-    text = "\n".join(config(**late, train_iters=8).describe(WORLD))
+    text = "\n".join(describe(config(**late, train_iters=8), WORLD))
     assert "meet every 4 steps in 2 fragments (strided): nesterov" in text
     assert "differences exact, 1 step on its way, mixing 0.5; anchors in host memory" in text
     assert "meet last at 5, and that anchor is evaluated and exported at the end; nearest: 5" in text
     mixes, drops = ("\n".join(config(**{**late, "outer_mixing": x}, train_iters=9).notes) for x in (0.5, 1.0))
     assert "meet last" not in mixes and "is dropped" not in mixes
     assert "--outer-mixing 1 with --outer-delay 1: what replicas learn" in drops
-    assert "none, one replica" in "\n".join(config(**STEPS, outer_replicas=1).describe(WORLD))
-    assert "outer steps" not in "\n".join(config().describe(WORLD))
+    assert "none, one replica" in "\n".join(describe(config(**STEPS, outer_replicas=1), WORLD))
+    assert "outer steps" not in "\n".join(describe(config(), WORLD))
     piped = config(**STEPS, outer_replicas=2, pipeline_model_parallel_size=2)
-    assert "2 outer replicas x 1 tensor-parallel x 2 data-parallel" in "\n".join(piped.describe(WORLD))
+    assert "2 outer replicas x 1 tensor-parallel x 2 data-parallel" in "\n".join(describe(piped, WORLD))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from megazero.config import ConfigError, World, make_config, parse
 from megazero.config.layout.pipeline import stage_costs
 from megazero.config.model.parameters import training_flops
+from megazero.config.summary import describe
 from tests.sizes import SMALL
 
 BASE = {**SMALL, "num_layers": 8, "vocab_size": 128}
@@ -180,7 +181,7 @@ def test_the_mapping_decides_who_shares_a_node():
 
 def test_describe_says_order_schedule_and_stages():
     config = legal(num_virtual_stages_per_pipeline_rank=2, global_batch_size=32)
-    text = "\n".join(config.describe(WORLD))
+    text = "\n".join(describe(config, WORLD))
     for part in (
         "per node: 1 tensor-parallel x 4 data-parallel (4 of them on one node) x 2 pipeline, innermost first",
         "2 stages per rank, schedule interleaved: idle 11.1% with equal stages",
@@ -189,18 +190,18 @@ def test_describe_says_order_schedule_and_stages():
         "embedding, 2 layers",
     ):
         assert part in text, part
-    text = "\n".join(legal(use_tp_pp_dp_mapping=True).describe(WORLD))
+    text = "\n".join(describe(legal(use_tp_pp_dp_mapping=True), WORLD))
     assert "per node: 1 tensor-parallel x 2 pipeline x 4 data-parallel (2 of them on one node), inner" in text
-    assert "pipeline:" not in "\n".join(legal(pipeline_model_parallel_size=1).describe(WORLD))
+    assert "pipeline:" not in "\n".join(describe(legal(pipeline_model_parallel_size=1), WORLD))
     unread = legal(vocab_size=None, tokenizer_type="HuggingFaceTokenizer", tokenizer_model="x")
-    text = "\n".join(unread.describe(WORLD))
+    text = "\n".join(describe(unread, WORLD))
     assert "schedule 1f1b" in text and "stage  rank" not in text
 
 
 def test_gathered_is_noted_in_the_policy():
     config = legal(zero_stage=3, zero_params_lifetime="gathered")
     assert config.shards(WORLD).keep_gathered and config.shards(WORLD).lifetime == "use"
-    assert any("full parameters to the end of the step" in line for line in config.describe(WORLD))
+    assert any("full parameters to the end of the step" in line for line in describe(config, WORLD))
     assert not any("is 'use' here" in note for note in config.notes)
     assert (
         legal(zero_preset="zeropp", zero_params_lifetime="gathered", pipeline_model_parallel_size=1)

@@ -12,6 +12,7 @@ from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import BatchConfig
 from megazero.config.run import all_options, section_types, stored_values
+from megazero.config.summary import describe
 from megazero.config.validate import find_errors
 from megazero.families import FAMILIES
 from megazero.pp.schedules import make_schedule
@@ -334,7 +335,7 @@ def test_any_command_line_gives_a_configuration_or_the_list_of_its_faults(extra,
     except ConfigError as error:
         assert error.errors and all(error.errors)
         return
-    assert config.num_micro_batches(world) >= 1 and config.shards(world) and config.describe(world)
+    assert config.num_micro_batches(world) >= 1 and config.shards(world) and describe(config, world)
     stages, pp = config.stages(), config.parallel.pipeline_model_parallel_size
     micro_batches = config.num_micro_batches(world)
     assert sum(len(stage.layers) for stage in stages) == config.model.num_layers

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.config.options.data_inputs import parse_blend, parse_data_path, parse_weighted_split
-from megazero.data import build_datasets
+from megazero.config.options.data_inputs import SPLITS, parse_blend, parse_data_path, parse_weighted_split
 from megazero.data import gpt as gpt_module
 from megazero.data.blend import blend_order, normalize
-from megazero.data.build import build_dataset, split_bounds
-from megazero.data.gpt import sample_starts
+from megazero.data.build import blends_by_share, build_dataset, split_bounds
+from megazero.data.gpt import SampleSpec, sample_starts
 from megazero.data.indexed import IndexedWriter
 from megazero.data.tokenizer import TokenizerInfo, write_meta
 from megazero.models.masking import Masking
@@ -40,16 +39,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [corpus(root / name, n, i) for i, (name, n) in enumerate({"a": 211, "b": 60, "c": 400}.items())]
 
 
-def ours(words: list[str] | None, cache: Path, **changes: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "split": "969,30,1",
-        "seq_length": 32,
-        "seed": 1234,
-        "samples": (100, 0, 0),
-        "eod_mask_loss": True,
-    }
-    arguments |= changes
-    return build_datasets(data_path=words, tokenizer=TOKENIZER, cache_dir=cache, **arguments)
+def ours(
+    words: list[str] | None,
+    cache: Path | None,
+    *,
+    split: str = "969,30,1",
+    samples: tuple[int, int, int] = (100, 0, 0),
+    ordered_for: tuple[int, int, int] = (0, 0, 0),
+    **changes: Any,
+) -> Any:
+    """Train, valid and test data; None where 0 samples are asked for."""
+    spec = SampleSpec(
+        **{"seq_length": 32, "seed": 1234, "tokenizer": TOKENIZER, "eod_mask_loss": True, **changes}
+    )
+    blends = dict.fromkeys(SPLITS) if words is None else blends_by_share(words, split)
+    return [
+        build_dataset(name, blends[name], spec, count, ordered_for=before, cache_dir=cache) if count else None
+        for name, count, before in zip(SPLITS, samples, ordered_for, strict=True)
+    ]
 
 
 def megatron(
@@ -281,10 +288,8 @@ def test_bad_data_is_refused(data: list[str], tmp_path: Path) -> None:
         ours([data[0]], tmp_path / "file")
     prefix = corpus(tmp_path / "x", 50, 1)
     small = TokenizerInfo("0" * 64, 500, EOD)
-    built = build_datasets(
-        data_path=[prefix], split="1", seq_length=64, seed=1, samples=(9, 0, 0), tokenizer=small
-    )[0]
-    assert built is not None and (tmp_path / "cache").is_dir()
+    built = ours([prefix], None, split="1", seq_length=64, seed=1, samples=(9, 0, 0), tokenizer=small)[0]
+    assert (tmp_path / "cache").is_dir()
     with pytest.raises(ValueError, match=r"holds token \d+, the tokenizer's vocabulary is 0..499"):
         [built[i] for i in range(9)]
     for field, wrong in (("vocab_size", 500), ("eod", 8), ("fingerprint", "0" * 64)):

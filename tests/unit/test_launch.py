@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.config import World, parse
+from megazero.config.summary import describe
 from megazero.log.exit_status import ExitStatus, process_status, report_to_torchrun
 from megazero.mesh.launch import expand_hosts, read_launch, take_local_rank
 from tests.sizes import LEAST
@@ -157,7 +158,7 @@ def test_a_node_size_that_nobody_says_is_noted_and_not_taken_for_one_node() -> N
     world = World(launch.world_size, launch.local_world_size or 0)
     config = parse(flags.split(), world)
     assert not config.knows_nodes(world) and config.batch.global_batch_size == 16
-    assert not any(line.startswith("layout") for line in config.describe(world))
+    assert not any(line.startswith("layout") for line in describe(config, world))
     assert parse([*flags.split(), "--ranks-per-node", "8"], world).wire(world).gradients_inter
     with pytest.raises(ValueError, match="--tensor-model-parallel-size|nearest tensor-parallel size"):
         parse([*flags.split(), "--tensor-model-parallel-size", "3"], world)

@@ -12,6 +12,7 @@ import torch
 from megazero.config import parse
 from megazero.config.options.fields import show
 from megazero.config.run import all_options
+from megazero.config.summary import describe
 from tools.megatron_differences import DIFFERENCES
 
 LEAST = (
@@ -194,4 +195,4 @@ def test_gelu_has_the_form_that_megatrons_kernels_compute(flags: str, tanh: bool
     assert config.model.openai_gelu is tanh
     assert any(noted in note for note in config.notes) or not noted
     shown = f"GELU ({'tanh form' if tanh else 'exact'})"
-    assert (shown in config.describe()[0]) == ("GELU" in config.describe()[0])
+    assert (shown in describe(config)[0]) == ("GELU" in describe(config)[0])

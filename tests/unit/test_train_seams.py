@@ -21,8 +21,8 @@ from megazero.comm.codec import Hadamard
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.parameters import training_flops
 from megazero.config.options.sections import CheckpointConfig
-from megazero.data import build_datasets
-from megazero.data.build import Dataset
+from megazero.data.build import Dataset, MockDataset
+from megazero.data.gpt import SampleSpec
 from megazero.data.tokenizer import NullTokenizer
 from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch
@@ -192,12 +192,9 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
     model = Decoder(config.model, dtype=torch.float64)
     model.initialize(training.seed)
     optimizer, total = plain_optimizer(config, model), training.train_samples or 0
-    train, valid, _ = build_datasets(
-        data_path=None, split="1", seq_length=config.model.seq_length or 0, seed=training.seed,
-        samples=(total, 10**4, 0), tokenizer=NullTokenizer((config.model.vocab_size or 0) - 1).info,
-        eod_mask_loss=True,
-    )  # fmt: skip
-    assert train is not None and valid is not None
+    tokenizer = NullTokenizer(config.model.vocabulary - 1).info
+    spec = SampleSpec(config.model.seq_length, training.seed, tokenizer, eod_mask_loss=True)
+    train, valid = MockDataset(total, 0, spec), MockDataset(10**4, 1, spec)
     evaluated = [valid[i] for i in range(training.eval_iters * (batch.global_batch_size or 0))]
 
     def evaluation(iteration: int, consumed: int) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.layout.sequence_lengths import SequenceLengths
+from megazero.config.layout.batch_sizes import BatchSizeRampup, ramp_fault
+from megazero.config.layout.sequence_lengths import SequenceLengths, growth_fault
 from megazero.config.options.fields import show, typed
 from megazero.config.options.sections import BatchConfig
 from megazero.config.run import all_options
@@ -93,15 +93,14 @@ def _faults(values: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
 def _sizes(values: dict[str, Any], batch: int) -> BatchSizeRampup:
     """Return the batches up to ``batch``. A ramp-up that is not legal, which is reported elsewhere, is none."""
     ramp: tuple[int, ...] = tuple(values.get("rampup_batch_size") or ())
-    legal = len(ramp) == 3 and min(ramp) > 0 and ramp[0] <= batch and (batch - ramp[0]) % ramp[1] == 0
-    start, increment, samples = ramp if legal else (batch, 0, 0)
+    start, increment, samples = ramp if ramp and not ramp_fault(ramp, batch) else (batch, 0, 0)
     return BatchSizeRampup(start, increment, samples, batch, 1, 1)
 
 
 def _growing(values: Mapping[str, Any]) -> BatchConfig | None:
     """Return how lengths grow, or None where they do not, or not legally, which is reported elsewhere."""
     ramp, steps = (tuple(values.get(name) or ()) for name in ("rampup_seq_length", "seq_length_steps"))
-    if not ramp and not steps or min(ramp + steps) < 1 or (len(ramp) != 4 if ramp else len(steps) % 2 == 0):
+    if not ramp and not steps or growth_fault(ramp, steps):
         return None
     root = values.get("rampup_seq_length_root") or 1.0
     return BatchConfig(

@@ -47,11 +47,11 @@ def _apart() -> tuple[Mapping[str, tuple[Row, ...]], Mapping[str, tuple[Row, ...
 
 
 def kind(name: str) -> str:
-    """Return what is done with a flag: MAP, ACCEPT or REFUSE, which is that of its other values, too."""
+    """Return what the first row of a flag does with it: MAP, ACCEPT or REFUSE."""
     return flags()[name][0].kind
 
 
-def settle(layer: Layer, words: Iterable[tuple[str, str, Sequence[str]]]) -> None:
+def take(layer: Layer, words: Iterable[tuple[str, str, Sequence[str]]]) -> None:
     """Take flags of Megatron into a layer after its own words: (name, as it was typed, the words after it)."""
     respell(layer)
     refused: dict[str, list[str]] = {}
@@ -66,7 +66,7 @@ def settle(layer: Layer, words: Iterable[tuple[str, str, Sequence[str]]]) -> Non
         if row.kind == REFUSE:
             refused.setdefault(row.text, []).append(" ".join([flag, *values]) if len(meant) > 1 else flag)
         elif row.kind == ACCEPT:
-            layer.facts.append(name)
+            layer.accepted.append(name)
         elif row.value == "[X]" and not values:
             layer.notes.append(f"{flag} has no value and is left out")
         else:
@@ -116,7 +116,7 @@ def _meaning(meant: Sequence[Row], values: Sequence[str]) -> Row:
 
 
 def _imply(layer: Layer, implied: Implied, row: Row, flag: str, typed: str) -> None:
-    """Keep what a mapped flag gives to options. Of a flag that stands twice the last one counts, with a note."""
+    """Keep the values that a mapped flag gives to options. If it stands twice, the last one counts, with a note."""
     for name, text in row.options.items():
         value = typed if text == TYPED else text
         before, before_typed = implied.get((name, flag), (value, ""))

@@ -1,7 +1,4 @@
-"""What was probably meant by a name that does not exist.
-
-That is an option, a flag of Megatron or a key of DeepSpeed, with what it is here.
-"""
+"""Suggests what an unknown name was meant to be: an option, a flag of Megatron or a key of DeepSpeed."""
 
 from __future__ import annotations
 

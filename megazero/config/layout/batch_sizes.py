@@ -11,7 +11,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megazero.config.nearest import around, common_divisors
+from megazero.config.options.fields import show
 from megazero.config.run import RunConfig
+
+
+def ramp_fault(ramp: tuple[int, ...], target: int) -> str:
+    """Return what is wrong with --rampup-batch-size on the way to the global batch ``target``, or ''."""
+    if len(ramp) != 3 or min(ramp) < 1:
+        return (
+            f"--rampup-batch-size {show(ramp)} must be START INCREMENT SAMPLES, three numbers of at least 1"
+        )
+    start, increment, _ = ramp
+    if start > target:
+        return f"--rampup-batch-size starts at {start}, above --global-batch-size {target}; nearest: {target}"
+    if (target - start) % increment:
+        return (
+            f"--rampup-batch-size from {start} in steps of {increment} does not reach --global-batch-size {target}; "
+            f"nearest steps: {around(common_divisors(target - start), increment)}"
+        )
+    return ""
 
 
 @dataclass(frozen=True)
@@ -19,7 +38,7 @@ class BatchSizeRampup:
     """The global batch, in sequences, over the course of a run. It is the same whatever the layout.
 
     start, increment, target: these make the global batch sizes in samples. If start == target, there is no ramp-up.
-    The class trusts its sizes: config/rules.py says which are legal.
+    The class trusts its sizes: ``ramp_fault`` says which are legal.
     """
 
     start: int

@@ -21,9 +21,8 @@ from megazero.config.layout.shards import IN_NODE, PARTITIONED, QUANTISED
 from megazero.config.model.loaded import continued
 from megazero.config.options.fields import typed
 from megazero.config.options.sections import ParallelConfig, ZeroConfig
-from megazero.config.rules import batch_multiples
 from megazero.config.run import RunConfig, World, all_options
-from megazero.config.validate import find_errors, uneven_ranks
+from megazero.config.validate import batch_multiples, find_errors, uneven_ranks
 from megazero.mesh.grid import nearest_divisor, nearest_shards
 
 MOST_WORLDS = 16  # other numbers of ranks that are tried for an error line, in each direction
@@ -32,8 +31,8 @@ MOST_WORLDS = 16  # other numbers of ranks that are tried for an error line, in 
 def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
     """Return the configuration for these ranks, and error lines.
 
-    With --elastic it is the nearest legal one, with a note on what was changed. Without, what that would be stands
-    behind the error of a batch or of ranks that do not divide; other errors name their own nearest choice. A ramp-up
+    With --elastic it is the nearest legal one, with a note on what was changed. Without, the error of a batch or of
+    ranks that do not divide ends with the flags of that one; other errors name their own nearest choice. A ramp-up
     takes the micro-batch that divides every size to come, if there is one.
     """
     errors, elastic = find_errors(config, world), config.batch.elastic
@@ -63,7 +62,7 @@ def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
 
 
 def _changes(config: RunConfig, found: RunConfig) -> str:
-    """Say what is to be typed for ``found`` instead of ``config``."""
+    """Return the flags that turn ``config`` into ``found``."""
     changed = [(opt, found.get(opt.name)) for opt in all_options().values()]
     changed = [(opt, value) for opt, value in changed if value != config.get(opt.name)]
     return " ".join(typed(opt, value) if value is not None else f"no {opt.flag}" for opt, value in changed)

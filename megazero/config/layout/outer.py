@@ -1,4 +1,4 @@
-"""Outer steps: which replicas there are, what their outer optimizer is, and what crosses between them, and when.
+"""Outer steps: their optimizer, the format of what crosses between replicas, fragments, and when these meet.
 
 DiLoCo (arXiv 2311.08105) has the steps and the defaults; Streaming DiLoCo (arXiv 2501.18512) fragments and delay;
 MuLoCo (arXiv 2505.23725) feeds back what rounding lost. zero/outer.py takes the steps.
@@ -51,29 +51,6 @@ def spacing(outer: OuterConfig) -> int:
 
 
 def last_arrival(steps: int, outer: OuterConfig) -> int:
-    """Return the last of so many steps after which all fragments have arrived that left in a round; 0 if none is."""
+    """Return the last of ``steps`` steps by which every fragment of a round has arrived; 0 if there is none."""
     interval, delay = outer.outer_interval, outer.outer_delay
     return (steps - delay) // interval * interval + delay if steps >= interval + delay else 0
-
-
-def outer_summary(outer: OuterConfig, replicas: int, ranks: int) -> str:
-    """Describe the outer steps of ``replicas`` of so many ranks each."""
-    if replicas == 1:
-        return "outer steps: none, one replica (--outer-replicas, by default the number of nodes, is 1)"
-    rule = outer.outer_optimizer
-    if not averages(outer):
-        rule += f" (learning rate {outer.outer_lr:g}, momentum {outer.outer_momentum:g})"
-    form = {EXACT_BITS: "exact", BF16_BITS: "bf16"}.get(outer.outer_bits, f"INT{outer.outer_bits}")
-    form += ", error feedback" if feeds_back(outer) else ""
-    every = f"every {outer.outer_interval} steps" if outer.outer_interval > 1 else "every step"
-    if outer.outer_fragments > 1:
-        every += f" in {outer.outer_fragments} fragments ({outer.outer_fragment_pattern})"
-    if outer.outer_delay:
-        form += f", {outer.outer_delay} step{'s' if outer.outer_delay > 1 else ''} on its way"
-    if outer.outer_mixing < 1:
-        form += f", mixing {outer.outer_mixing:g}"
-    if outer.outer_offload:
-        form += "; anchors in host memory"
-    if outer.outer_evaluation == "replica":
-        form += "; evaluations are of the first replica"
-    return f"outer steps: {replicas} replicas of {ranks} ranks meet {every}: {rule}, differences {form}"

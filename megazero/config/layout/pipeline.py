@@ -5,8 +5,6 @@ from __future__ import annotations
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import ParallelConfig
 from megazero.pp.partition import Costs
-from megazero.pp.schedules import peak_activations
-from megazero.pp.timeline import ideal_bubble
 
 
 def virtual_stages(parallel: ParallelConfig, num_layers: int) -> int:
@@ -54,17 +52,3 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
     if recompute == "full":
         layer *= again
     return Costs(embedding=h, layer=layer, head=h * model.vocabulary)
-
-
-def pipeline_summary(name: str, pp: int, virtual: int, micro_batches: int) -> str:
-    """Describe schedule, ideal bubble and peak activations in one line.
-
-    Each half of a backward counts as much as a forward.
-    """
-    bubble = ideal_bubble(name, pp, virtual, micro_batches)
-    peaks = ",".join(map(str, peak_activations(name, pp, virtual, micro_batches)))
-    stages = "1 stage" if virtual == 1 else f"{virtual} stages"
-    return (
-        f"pipeline: {stages} per rank, schedule {name}: idle {bubble:.1%} with equal stages, activations of up to "
-        f"{peaks} forwards on ranks 0 to {pp - 1}"
-    )

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from megazero.config.layout.pipeline import partition_method, schedule_name, virtual_stages
 from megazero.config.nearest import around, common_divisors, did_you_mean
+from megazero.config.options.fields import Condition
 from megazero.config.options.sections import ParallelConfig
 from megazero.config.run import RunConfig
 from megazero.pp.partition import METHODS, partition_problems
 from megazero.pp.schedules import SCHEDULES, schedule_problem
 
-# Options that mean nothing without a pipeline.
-OF_PIPELINES = (
+_OF_PIPELINES = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
     "use_tp_pp_dp_mapping",
@@ -23,8 +23,13 @@ OF_PIPELINES = (
 )
 
 
+def pipeline_conditions(parallel: ParallelConfig) -> Iterator[Condition]:
+    """Yield what the options of pipelines need to have an effect."""
+    yield _OF_PIPELINES, parallel.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size above 1"
+
+
 def virtual(config: RunConfig) -> Iterator[str]:
-    """Report two ways to say one number, and layers per virtual stage that do not divide."""
+    """Report virtual stages that are given in two ways, and layers per virtual stage that do not divide."""
     parallel, num_layers = config.parallel, config.model.num_layers
     pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if pp == 1 or not layers or layers < 1:
@@ -59,7 +64,7 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
     """Report a partition that does not fit the layers and stages."""
     parallel, num_layers = config.parallel, config.model.num_layers
     pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    if pp == 1 or (layers is not None and (layers < 1 or num_layers % (pp * layers))):  # said elsewhere
+    if pp == 1 or (layers is not None and (layers < 1 or num_layers % (pp * layers))):  # reported elsewhere
         return
     stages = virtual_stages(parallel, num_layers)
     if clash := _clash(parallel, stages):
@@ -81,7 +86,7 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
 
 
 def _clash(parallel: ParallelConfig, stages: int) -> str:
-    """Return two options that both say the layers of a stage, or '' if there are none. ``stages`` counts per rank."""
+    """Return an error line for options that both set a stage's layers, or ''. ``stages`` counts those of a rank."""
     layers = parallel.num_layers_per_virtual_pipeline_stage
     outer = {
         "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,

@@ -7,10 +7,32 @@ tokens behind the iteration's length are dropped. An iteration takes as many sam
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.options.fields import show
 from megazero.config.options.sections import BatchConfig
+
+
+def growth_fault(ramp: tuple[int, ...] | None, steps: tuple[int, ...] | None) -> str:
+    """Return what is wrong with --rampup-seq-length and --seq-length-steps, or ''."""
+    if ramp and steps:
+        return "--rampup-seq-length and --seq-length-steps exclude each other; leave one out"
+    if ramp and (len(ramp) != 4 or min(ramp) < 1):
+        said = show(ramp)
+        return f"--rampup-seq-length {said} must be START END MULTIPLE ITERATIONS, four numbers of at least 1"
+    if ramp and not ramp[2] <= ramp[0] <= ramp[1]:
+        return (
+            f"--rampup-seq-length {show(ramp)} must have MULTIPLE <= START <= END: the first length is START "
+            "rounded down to a multiple"
+        )
+    if steps and (len(steps) % 2 == 0 or min(steps) < 1 or any(map(operator.ge, steps, steps[2:]))):
+        return (
+            f"--seq-length-steps {show(steps)} must be LENGTH LAST_ITERATION ... LENGTH, with lengths and "
+            "iterations that grow"
+        )
+    return ""
 
 
 @dataclass(frozen=True)
@@ -19,7 +41,7 @@ class SequenceLengths:
 
     full: --seq-length, which evaluations have throughout. ramp: (start, end, multiple, iterations), or none.
     root: the degree of the ramp's root; 1 is a straight line. steps: (length, last iteration of it) of each but the
-    last, and the last length with no end. It trusts its values: config/rules.py says which are legal.
+    last, and the last length with no end. It trusts its values: ``growth_fault`` says which are legal.
     """
 
     full: int

@@ -24,13 +24,14 @@ ALWAYS_P_IS_OS = tuple(name for name, preset in PRESETS.items() if preset.p == p
 
 
 def message_conditions(zero: ZeroConfig, planned: bool = False) -> Iterator[Condition]:
-    """Yield what the options of quantised messages need.
+    """Yield what the options of quantised messages need to have an effect.
 
     planned: the planner may quantise what is not asked for.
     """
     weights, gradients = (f(zero) or planned for f in (quantizes_weights, quantizes_gradients))
     yield [*OF_WEIGHTS, "zero_weight_error_bound"], weights, "--zero-quantized-weights"
-    yield [*OF_GRADIENTS, "zero_gradient_error_bound"], gradients, "--zero-quantized-gradients"
+    beside = ("zero_gradient_error_bound", "zero_quantized_gradients_until")
+    yield [*OF_GRADIENTS, *beside], gradients, "--zero-quantized-gradients"
     yield [*OF_FEEDBACK], rounding(zero) == "feedback", "--zero-gradient-rounding feedback"
     either = "--zero-quantized-weights or --zero-quantized-gradients"
     yield [*OF_BOTH], weights or gradients, either

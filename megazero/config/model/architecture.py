@@ -1,4 +1,4 @@
-"""Which architecture in Hugging Face has a model's mixture of choices: config.json of a model, and the other way."""
+"""The model that a Hugging Face config.json describes, and which architecture there computes a given model."""
 
 from __future__ import annotations
 

@@ -32,13 +32,15 @@ _FRESH = (
 )
 
 
-# A command that has the same of these begins at the same place in the same way. Ranks and layout may be others.
+# Commands with equal values of these begin at the same place in the same way, whatever their ranks and layout.
 BEGINNING = ("load", "ckpt_step", "finetune", "load_optim", "load_rng")
 
 
 class Chosen(NamedTuple):
-    """The checkpoint that --load means, or None. named: its folder or --ckpt-step says which. again: this command has
-    begun before, and saved it since."""
+    """The checkpoint that --load means, or None.
+
+    named: its folder or --ckpt-step names it. again: this command has begun before and saved it since.
+    """
 
     path: Path | None
     named: bool = False
@@ -48,9 +50,9 @@ class Chosen(NamedTuple):
 def checkpoint_to_load(values: Mapping[str, Any], look: Look = described) -> Chosen:
     """Return the checkpoint that a run with these options by name begins from.
 
-    A restart goes on from what it has saved itself, wherever it began: so a job that is queued again does not go back
-    to --ckpt-step, or to another folder, again. Otherwise --load names one by its folder or by --ckpt-step, or the
-    newest that ``look`` takes for one counts. Raises CheckpointError if there is none of that step.
+    A restart continues from its own newest checkpoint, wherever the command began: a requeued job does not go back to
+    --ckpt-step or to another folder a second time. Otherwise the folder of --load or --ckpt-step names the
+    checkpoint; else it is the newest that ``look`` accepts. Raises CheckpointError if there is none of that step.
     """
     load, save, step = values.get("load"), values.get("save"), values.get("ckpt_step")
     if load is None:
@@ -72,10 +74,10 @@ def continued(values: Mapping[str, Any]) -> Path | None:
 
 
 def _begins_alike(values: Mapping[str, Any], saved: Manifest, by_name: bool) -> bool:
-    """Tell whether a checkpoint was saved by a run of this command: it began at the same place in the same way.
+    """Tell whether this command saved the checkpoint: the run began at the same place in the same way.
 
-    by_name: the command names one checkpoint. With another optimizer or other iterations left out it is then to go
-    back there once more; a command that takes the newest goes on.
+    by_name: the command names a checkpoint. Given again with another optimizer, or with other iterations left out, it
+    goes back to that one; a command that takes the newest continues.
     """
     said = {**values, "finetune": bool(values.get("finetune")) or is_published(values.get("load"))}
     decide = [
@@ -90,9 +92,10 @@ def _begins_alike(values: Mapping[str, Any], saved: Manifest, by_name: bool) -> 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The model that --load names. architecture, rather: options by name that the run has, or has unless it says.
+    """The model that --load names.
 
-    tokenizer: the options of its tokenizer, which the run has unless it names one. note: on what it lacks.
+    architecture: options by name that the run must have. rather: options that it has unless it gives others.
+    tokenizer: the options of its tokenizer, unless the run names one. note: what the folder lacks.
     """
 
     where: str
@@ -103,10 +106,10 @@ class Loaded:
 
 
 def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the options by name with those of the architecture from what --load names, if that is there.
+    """Return the options by name, completed with the architecture of what --load names, if that exists.
 
-    Also return a note on what was not said and would have been another value, and an error line for each option that
-    was said and is another, or for a folder that is not as it should be. A folder of Hugging Face implies --finetune.
+    Also return notes, on what was taken over among others, and an error line for each option that was given another
+    value than the model has, or for a folder that cannot be read. A Hugging Face folder implies --finetune.
     Raises OSError if the storage does not answer.
     """
     values, load = dict(said), said.get("load")
@@ -124,7 +127,7 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     notes += [loaded.note] if loaded.note else []
     options, architecture, rather = all_options(), dict(loaded.architecture), dict(loaded.rather)
     if said.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in architecture:
-        architecture["vocab_size"] -= 1  # the run adds the end of document to what is said
+        architecture["vocab_size"] -= 1  # the run adds the end of document to what is given
     if not any(said.get(name) for name in ("tokenizer_type", *FILE_OPTIONS)):
         rather |= loaded.tokenizer
     for name, value in architecture.items():
@@ -170,7 +173,7 @@ def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def continued_configuration(said: Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the checkpoint whose run goes on, and its configuration; None and {} where a new one begins."""
+    """Return the checkpoint whose run goes on, and its configuration, or None and {} where a new one begins."""
     try:
         path = continued(said)
         return path, read_manifest(path).configuration if path else {}

@@ -12,7 +12,7 @@ MODEL_FILES: Mapping[str, Mapping[str, str]] = {
     "SentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
     "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
 }
-# Tokenizers of other kinds, and what they are.
+# Files of tokenizers that are not read, and what they are.
 _UNREAD = {
     "vocab.txt": "a WordPiece vocabulary",
     "tekken.json": "Mistral's Tekken",
@@ -31,9 +31,9 @@ def published_folder(load: str) -> Path:
 
 
 def find_tokenizer(folder: Path) -> dict[str, str]:
-    """Return the options of the tokenizer in a published folder: its type and its files. None if it has none.
+    """Return the options of the tokenizer in a published folder: its type and its files; {} if there is none.
 
-    A tokenizer.json comes before what it is made from: it says how the published model was used.
+    A tokenizer.json is preferred to what it was made from: the published model was used with it.
     """
     for kind, names in MODEL_FILES.items():
         files = {option: folder / name for option, name in names.items()}

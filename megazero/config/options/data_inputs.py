@@ -1,4 +1,4 @@
-"""Reads the words of --data-path and its kin, --split and --tokenizer-type; nothing else parses them. No numpy."""
+"""Parses the words of --data-path and its relatives, --split and --tokenizer-type. No numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE_OPTIONS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def tokenizer_type(said: str | None, given: Collection[str]) -> str | None:
-    """Return the type that is said, else Megatron's default, GPT2BPETokenizer, if an option of it is given."""
+    """Return the type that is given, else Megatron's default, GPT2BPETokenizer, if one of its options is given."""
     return said or (GPT2BPE if set(given) & set(TOKENIZERS[GPT2BPE]) else None)
 
 
@@ -42,10 +42,10 @@ WHOLE = (0.0, 1.0)
 
 @dataclass(frozen=True)
 class Blend:
-    """These are the data sets that samples are drawn from, mixed by weight.
+    """The data sets that samples are drawn from, mixed by weight.
 
     ``prefixes`` are paths without .bin and .idx. Without ``weights`` each data set counts by its size. ``ranges``
-    says of each data set at which fractions of its documents the part begins and ends.
+    has the fractions of each data set's documents at which the part begins and ends.
     """
 
     prefixes: tuple[str, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,6 @@ class Optimizer:
     ``moment_dtypes``, the names of options, says another (MOMENT_DTYPES). ``matrix_moments`` is the same of the
     layers' matrices, for an optimizer that steps them whole; None: it is elementwise. ``layout`` has options that it
     reads beside its arguments: they say where matrices are stepped.
-    ``aliases`` are further names on the command line, each with what the notes say about it.
     ``small_rate`` is a learning rate at which a model of a few thousand parameters trains well in fp32 (megazero
     verify).
     """
@@ -35,7 +34,6 @@ class Optimizer:
     moments: int
     small_rate: float
     moment_dtypes: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
     matrix_moments: int | None = None
     layout: tuple[str, ...] = ()
 
@@ -70,7 +68,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             moments=2,
             small_rate=1e-3,
             moment_dtypes=("exp_avg_dtype", "exp_avg_sq_dtype"),
-            aliases={"adam": "weight decay is decoupled, as in Megatron"},
         ),
         "sgd": Optimizer(
             dict.fromkeys(("auto", "torch"), "torch.optim:SGD"),
@@ -153,7 +150,7 @@ GROWING: Mapping[str, Callable[[float], float]] = MappingProxyType(
 
 
 def of_schedule(name: str) -> bool:
-    """Tell whether an option says the learning rate or weight decay at a time: Megatron saves those."""
+    """Tell whether an option is of the schedule of learning rate and weight decay, which Megatron saves."""
     return name.startswith(("lr", "min_lr", "decoupled", "weight_decay", "start_", "end_"))
 
 
@@ -165,7 +162,7 @@ class OptimizerConfig:
     lr: float = option(MISSING, "peak learning rate", above=0, required=True)
     min_lr: float = option(0.0, "learning rate at the end of the decay", low=0)
     decoupled_lr: float | None = option(
-        None, "peak learning rate of the token embedding and the head, in the place of --lr", above=0
+        None, "peak learning rate of the token embedding and the head, instead of --lr", above=0
     )
     decoupled_min_lr: float | None = option(None, "the same of --min-lr (default: --min-lr)", low=0)
     lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
@@ -222,7 +219,7 @@ class OptimizerConfig:
     )
     muon_fp32_matmul_prec: str = option(
         "medium",
-        "what matrices are moved and iterated in: medium is bfloat16, high is the master weights' dtype",
+        "dtype in which matrices are moved and iterated: medium is bfloat16, high is the master weights'",
         choices=("medium", "high"),
     )
     muon_tp_mode: str = option(

@@ -58,7 +58,7 @@ class ParallelConfig:
     )
     sequence_parallel: bool = option(False, "split norms and dropout over the sequence between tensor ranks")
     ranks_per_node: int | None = option(
-        None, "override of the node size that the launcher says: one machine can pretend to be several", low=1
+        None, "overrides the launcher's node size: one machine can pretend to be several", low=1
     )
 
 
@@ -115,8 +115,8 @@ class ZeroConfig:
     )
     zero_unit_layers: int = option(
         1,
-        "layers of a stage that are gathered and reduced together: fewer messages, where one of a layer is so short "
-        "that its delay is what it costs, for the memory of as many layers gathered",
+        "layers of a stage that are gathered and reduced together: fewer messages, where those of one layer cost "
+        "little but their delay, for the memory of that many gathered layers",
         low=1,
     )
     zero_quantized_weights: bool | None = option(
@@ -152,8 +152,8 @@ class ZeroConfig:
     zero_gradient_rounding: str | None = option(
         None,
         "how gradients are rounded: to nearest; at random, without bias; or to nearest, adding what was lost to the "
-        "next step's gradient (error feedback, where sums cross nodes once per step; not of what the ends "
-        "of a pipeline tell each other about tied embeddings) (default: nearest)",
+        "next step's gradient (error feedback, where sums cross nodes once per step; not for the gradients of tied "
+        "embeddings that the ends of a pipeline exchange) (default: nearest)",
         choices=ROUNDINGS,
     )
     zero_gradient_feedback_beta: float = option(
@@ -216,8 +216,8 @@ class OuterConfig:
     )
     outer_optimizer: str = option(
         "nesterov",
-        "what is done with the replicas' mean difference to the weights of the last meeting: SGD with Nesterov "
-        "momentum, SGD with momentum, or its whole addition (average)",
+        "how the weights of the last meeting are updated by the replicas' mean difference to them: SGD with Nesterov "
+        "momentum, SGD with momentum, or by adding it whole (average)",
         choices=OUTER_OPTIMIZERS,
     )
     outer_lr: float = option(0.7, "learning rate of the outer optimizer", above=0)
@@ -235,8 +235,8 @@ class OuterConfig:
     )
     outer_evaluation: str = option(
         "anchor",
-        "what evaluations take: the weights of the last meeting, which are exported, or those that the first replica "
-        "trains, in as many times the seconds as there are replicas",
+        "weights that are evaluated: those of the last meeting, which are exported, or the first replica's, which "
+        "takes as many times as long as there are replicas",
         choices=("anchor", "replica"),
     )
     outer_fragments: int = option(
@@ -249,12 +249,12 @@ class OuterConfig:
     )
     outer_delay: int = option(
         0,
-        "steps that a fragment is on its way while the training goes on; 0: each meeting is waited for",
+        "steps that a fragment is on its way while training continues; 0: training waits for each meeting",
         low=0,
     )
     outer_mixing: float = option(
         1.0,
-        "share of the new common weights in those that a replica goes on with; the rest are its own",
+        "share of the new common weights in those that a replica continues with; the rest are its own",
         above=0,
         high=1,
     )
@@ -335,7 +335,8 @@ class TrainingConfig:
     exit_interval: int | None = option(None, "save and exit at iterations divisible by this; 0: never", low=0)
     exit_duration_in_mins: float | None = option(None, "save and exit after these minutes; 0: never", low=0)
     kill_switch_path: str | None = option(
-        None, "save and exit when this file is there, at the end of an iteration; at the start do not begin"
+        None,
+        "save and exit at the end of an iteration if this file exists; do not begin if it exists at the start",
     )
     exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
     eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0)
@@ -377,7 +378,7 @@ class TrainingConfig:
     health_check: bool | None = option(None, "try nodes first, name bad ones (default: on under SLURM)")
     distributed_init_timeout_minutes: float = option(
         5.0,
-        "limit of the start: until all ranks have come, and again until their communicators are made",
+        "limit of the start: until all ranks have joined, and again until their communicators are made",
         above=0,
     )
     optimizer_impl: str = option(
@@ -459,8 +460,8 @@ class CheckpointConfig:
     )
     ckpt_step: int | None = option(
         None,
-        "iteration of the checkpoint in --load to go on from, instead of the newest. Newer ones in --save are "
-        "renamed, and the same command, started again, goes on from what it has saved since",
+        "iteration of the checkpoint in --load to continue from, instead of the newest. Newer ones in --save are "
+        "renamed, and the same command, started again, continues from what it has saved since",
         low=0,
     )
     accept_field: tuple[str, ...] = option(
@@ -491,14 +492,14 @@ class CheckpointConfig:
     )
     save_retry_minutes: float = option(
         10.0,
-        "how long a save that the storage refuses is tried again, from the first failure on, before it ends the run; "
-        "0: not at all",
+        "how long a save that the storage refuses is retried, from the first failure on, before it ends the run; 0: "
+        "not at all",
         low=0,
     )
     save_copy: str | None = option(
         None,
-        "second folder: checkpoints are copied there behind the training, checked, and load like any other; a copy "
-        "that fails ends nothing and is made up for by the next checkpoint",
+        "second folder: checkpoints are copied there in the background, checked, and load like any other; a failed "
+        "copy does not end the run, and the next checkpoint makes up for it",
     )
     save_copy_interval: int | None = option(
         None,
@@ -511,7 +512,7 @@ class CheckpointConfig:
     )
     async_save: bool = option(
         False,
-        "copy what is saved to host memory and write it while the training goes on; a stop waits for it",
+        "copy what is saved to host memory and write it while training continues; a stop waits for it",
     )
     finetune: bool = option(False, "load weights only: optimizer, schedule, data position and RNG start new")
     load_optim: bool = option(True, "load optimizer states")
@@ -532,8 +533,8 @@ class PlanningConfig:
     )
     loss_policy: str = option(
         "exact",
-        "what messages that the planner chooses may round: nothing; what ZeRO++ rounds, as measured in docs/loss.md; "
-        "or more than that; outer: megazero plan proposes outer steps, and compares them with the others",
+        "what the planner may round in messages: nothing; what ZeRO++ rounds, as measured in docs/loss.md; or more "
+        "than that; outer: megazero plan proposes outer steps, and compares them with the others",
         choices=("exact", "zeropp", "aggressive", "outer"),
     )
     memory_check: bool = option(

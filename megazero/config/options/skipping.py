@@ -17,8 +17,8 @@ class SkippingConfig:
 
     skip_train_iteration_range: tuple[str, ...] = option(
         (),
-        "iterations to leave out, such as 101-200 251: their samples are consumed without an update, and the "
-        "learning rate's schedule waits, and what is due at one of them (an evaluation, a save) comes after the last",
+        "iterations to leave out, such as 101-200 251: their samples are consumed without an update, the learning "
+        "rate's schedule waits, and what is due at one of them (an evaluation, a save) comes after the last",
         aliases=("iterations-to-skip",),
     )
     rollback_on_spike: bool = option(
@@ -26,9 +26,7 @@ class SkippingConfig:
         "after a spike (or a loss or norms that are not finite) go back to the newest checkpoint without its updates "
         "(it is never deleted), and leave out the iterations from there to its end",
     )
-    max_rollbacks: int = option(
-        3, "times that a run goes back, after which a spike ends it with an error", low=1
-    )
+    max_rollbacks: int = option(3, "rollbacks after which the next spike ends the run with an error", low=1)
     spike_window: int = option(
         100,
         "good iterations whose median loss and norm are the usual ones; while there are fewer, nothing is a spike",
@@ -40,7 +38,7 @@ class SkippingConfig:
     )
     spike_iterations: int = option(
         10,
-        "iterations in a row beyond either bound that are a spike; the run recovers from shorter ones",
+        "iterations in a row beyond either bound that make a spike; a run recovers from shorter ones",
         low=1,
     )
 

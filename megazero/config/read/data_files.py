@@ -1,4 +1,4 @@
-"""Files that name the data: their words take the place of the options that name the files. Is the data there?"""
+"""Files that list the data: their words replace the option that names the file. Also checks that the data exists."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _per_split(text: str) -> Words:
 
 
 def _groups(name: str) -> Callable[[str], Words]:
-    """Read groups in quotes, as a shell does, or without any: then each line is one, and goes on after a comma."""
+    """Return a reader of groups: quoted as in a shell, or one a line, which a comma at its end continues."""
 
     def read(text: str) -> Words:
         lines = re.sub(r",\s*\n", ", ", text).splitlines()

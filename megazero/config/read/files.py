@@ -1,4 +1,4 @@
-"""Files are read here: --config, a YAML file whose keys are flag names, either flat or by section, and JSON."""
+"""Reads files: that of --config, YAML whose keys are flag names, flat or by section; and JSON."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _load(layer: Layer, path: str) -> Any:
 
 
 def put(layer: Layer, where: str, name: str, value: Any, section: str = "") -> None:
-    """Put the value of a key into a layer. ``where`` stands before the name in what is said of it."""
+    """Put the value of a key into a layer. ``where`` precedes the name in notes and errors."""
     key, where = name.replace("_", "-"), f"{where}{section + '.' if section else ''}"
     switch = all_switches().get(key)
     if switch is None:

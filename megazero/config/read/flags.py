@@ -163,7 +163,7 @@ def options_help(options: Iterable[Option]) -> Iterator[str]:
 
 
 def section_text(cls: type) -> str:
-    """Return what a section's docstring says, without its indentation, which Python keeps up to 3.12."""
+    """Return a section's docstring without its indentation, which Python keeps up to 3.12."""
     return inspect.cleandoc(cls.__doc__ or "")
 
 

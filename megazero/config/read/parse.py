@@ -21,7 +21,7 @@ from megazero.config.read.flags import Flags, help_text, read_flags
 from megazero.config.read.resolve import resolve
 from megazero.config.read.sources import Layer, merge
 from megazero.config.run import REMOVED, RunConfig, World, all_options
-from megazero.config.validate import find_errors, ignored, on_outer_steps
+from megazero.config.validate import find_errors, notes_on
 
 
 def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
 
 
 def read_layers(flags: Flags) -> Layer:
-    """Return what flags and the files that they name say. Faults are in its errors."""
+    """Return the values of flags and of the files that they name. Faults are in the layer's errors."""
     layers = []
     if "deepspeed-config" in flags.files:
         from megazero.config.foreign.deepspeed import read_deepspeed  # 2 ms, which --help does not pay
@@ -52,7 +52,7 @@ def read_layers(flags: Flags) -> Layer:
 
 
 def settle(layer: Layer) -> None:
-    """Take the words of a source that are no options: Megatron's, or errors with what was probably meant."""
+    """Settle a source's words that are no options: flags of Megatron, or errors with what was probably meant."""
     taken = []
     for word in layer.unknown:
         key, said = word.key, word.said
@@ -70,7 +70,7 @@ def settle(layer: Layer) -> None:
             )
         elif isinstance(said, Sequence):  # a switch of Megatron that is off says nothing
             taken.append((key, f"{word.prefix}{key}", said))
-    megatron.settle(layer, taken)
+    megatron.take(layer, taken)
 
 
 def parse_or_exit(argv: Sequence[str], world: World | None = None) -> RunConfig:
@@ -125,7 +125,7 @@ def _finish(said: Layer, world: World | None) -> RunConfig:
     try:
         return _completed(said, world)
     except OSError as error:
-        # No mistake: whoever reports it finds the operating system's number in the cause.
+        # No mistake of the user: the cause keeps the operating system's number.
         unread = f"{error.filename or said.values.get('load')} cannot be read: {error.strerror or error}"
         raise ConfigError([*said.errors, unread]) from error
 
@@ -139,12 +139,4 @@ def _completed(said: Layer, world: World | None) -> RunConfig:
         config, errors = fit(config, world)
     if errors:
         raise ConfigError(errors)
-    config = replace(config, notes=(*config.notes, *ignored(config), *on_outer_steps(config)))
-    asked = config.zero.zero_params_lifetime
-    known = world if config.knows_nodes(world) else None
-    if asked not in (None, "gathered") and known and asked != config.shards(known).lifetime:
-        note = (
-            f"--zero-params-lifetime {asked} is 'use' here: P = OS, the P copy is the optimizer's own slice"
-        )
-        config = replace(config, notes=(*config.notes, note))
-    return config
+    return replace(config, notes=(*config.notes, *notes_on(config, world)))

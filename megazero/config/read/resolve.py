@@ -5,8 +5,8 @@ It fills in family defaults, derived sizes, the ZeRO preset and the notes.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_derived
@@ -23,37 +23,40 @@ from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
 from megazero.config.run import RunConfig, World, all_options
 
+# The configuration of the run that goes on, by section; {} where a new one begins.
+Stored = Mapping[str, Mapping[str, Any]]
 ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
 
 
 def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str], list[str]]:
     """Return the completed configuration with its notes, what is missing, and error lines.
 
-    Missing are options of which a run must have a value, and that were neither said nor derived. Values stand in for
-    them, by which alone nothing may be judged. Raises OSError if a checkpoint's storage does not answer.
+    Missing are options that must have a value and were neither given nor derived. Stand-ins take their place, by
+    which nothing may be judged. Raises OSError if a checkpoint's storage does not answer.
     """
     values = dict(said.values)
     accumulation = values.pop("gradient_accumulation_steps", None)
     notes, errors = list(said.notes), list[str]()
     errors += complete_megatron(said, values, notes)
-    if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
+    if "group-query-attention" in said.accepted and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
     values, taken, clashes = take_architecture(values)
     notes, errors = [*notes, *taken], [*errors, *clashes]
     unread = values.get("load") and f"--load {values['load']}: "
-    if unread and any(line.startswith(unread) for line in clashes):  # what it has need not be said
+    if unread and any(line.startswith(unread) for line in clashes):  # it may have what is missing
         said.failed.update(
             o.name for o in all_options().values() if o.section == "model" and o.name not in values
         )
-    errors += _complete_schedule(values, said.facts, notes)
-    notes += [*_unlike_megatron(values, said.facts), *unfused_gelu(values)]
+    goes_on = continued_configuration(values)
+    errors += _complete_schedule(values, said.accepted, *goes_on, notes)
+    notes += [*_unlike_megatron(values, said.accepted), *unfused_gelu(values)]
     values = complete(values)
     errors += _complete_zero(values, notes)
-    _complete_formats(values, notes)
+    _complete_formats(values, *goes_on, notes)
     values |= {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
         values["save_keep_last"] = 1
-    errors += _complete_batch(values, accumulation, world, notes)
+    errors += _complete_batch(values, accumulation, world, goes_on[1], notes)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
     if values.get("save") and not values.get("save_interval"):
@@ -70,26 +73,28 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
 
 
 def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
-    """Complete what Megatron's flags say, and note those that change nothing. Returns error lines."""
-    if not said.facts and not any(name in values for name in DERIVED):
+    """Turn Megatron's derived values into options, and note flags that change nothing. Returns error lines."""
+    if not said.accepted and not any(name in values for name in DERIVED):
         return []
-    notes += accepted_note(said.facts)
+    notes += accepted_note(said.accepted)
     errors = complete_derived(values, notes)
-    return errors + unmet_conditions(said.facts, complete(values))
+    return errors + unmet_conditions(said.accepted, complete(values))
 
 
-def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: list[str]) -> list[str]:
-    """At a resume, take the schedule of the checkpoint if that is asked for, else note what the flags say otherwise.
+def _complete_schedule(
+    values: dict[str, Any], accepted: Collection[str], path: Path | None, stored: Stored, notes: list[str]
+) -> list[str]:
+    """At a resume, take the checkpoint's schedule if that is asked for, else note where the flags differ from it.
 
-    Returns an error line where both are asked for.
+    Returns an error line if the flags ask for both.
     """
     use = values.get("use_checkpoint_opt_param_scheduler")
-    if use and (override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*facts}):
+    if use and (override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*accepted}):
         return [
             f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"
         ]
-    path, stored = continued_configuration(values)
-    before, now = (_schedule(flat) for flat in (ChainMap(*stored.values()), values))
+    saved = {name: value for section in stored.values() for name, value in section.items()}
+    before, now = _schedule(saved), _schedule(values)
     changed = [name for name in now if before[name] != now[name]]
     if before["lr"] is None or not changed:  # nothing is continued, or what was imported
         return []
@@ -110,14 +115,13 @@ def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: li
     return []
 
 
-def _complete_formats(values: dict[str, Any], notes: list[str]) -> None:
-    """At a resume, code messages as the checkpoint's run did, where the options do not say how."""
-    path, configuration = continued_configuration(values)
-    stored = configuration.get("zero", {})
+def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
+    """At a resume, take the formats of messages from the checkpoint where the options give none."""
+    before = stored.get("zero", {})
     options, said = all_options(), {name: value for name, value in values.items() if value is not None}
-    rounded = {"zero_gradient_rounding": stored.get("zero_gradient_rounding")}
+    rounded = {"zero_gradient_rounding": before.get("zero_gradient_rounding")}
     names = (name for name in format_options(section_of(ZeroConfig, rounded | said)) if name not in said)
-    kept = {n: stored[n] for n in names if stored.get(n) not in (None, options[n].default)}
+    kept = {n: before[n] for n in names if before.get(n) not in (None, options[n].default)}
     if kept:
         values |= kept
         notes.append(f"from {path}: {' '.join(typed(options[n], v) for n, v in kept.items())}")
@@ -132,14 +136,14 @@ def _schedule(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _unlike_megatron(said: Mapping[str, Any], facts: Collection[str]) -> Iterator[str]:
-    """Note what a command line of Megatron would make of the same flags, where that is another model."""
+def _unlike_megatron(said: Mapping[str, Any], accepted: Collection[str]) -> Iterator[str]:
+    """Note where Megatron makes another model of the same flags."""
     if said.get("model_family") not in (None, ModelConfig.model_family):
         return
     groups = said.get("num_query_groups")
     if (
         groups is not None
-        and "group-query-attention" not in facts
+        and "group-query-attention" not in accepted
         and groups != said.get("num_attention_heads")
     ):
         yield (
@@ -151,7 +155,7 @@ def _unlike_megatron(said: Mapping[str, Any], facts: Collection[str]) -> Iterato
 def unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
     """Set the form of GELU that Megatron computes with --no-bias-gelu-fusion, and note it.
 
-    A form that is said, or that a checkpoint has, stays.
+    A form that is given, or that a checkpoint has, stays.
     """
     if not values.pop(UNFUSED_GELU, None):
         return
@@ -165,7 +169,7 @@ def unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
-    """Return notes on what was said about a loss scale that does not exist or does not move."""
+    """Return notes on options of a loss scale that does not exist or does not change."""
     unused: tuple[str, ...] = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if values.get("params_dtype") != "fp16":
         unused, why = ("loss_scale", *unused), "without --fp16: losses are not scaled"
@@ -254,7 +258,7 @@ def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
 
 
 def _complete_batch(
-    values: dict[str, Any], accumulation: int | None, world: World | None, notes: list[str]
+    values: dict[str, Any], accumulation: int | None, world: World | None, stored: Stored, notes: list[str]
 ) -> list[str]:
     """Set the global batch, or check that the sizes agree if it is given. Returns error lines.
 
@@ -262,7 +266,7 @@ def _complete_batch(
     """
     elastic, kept = values.get("elastic"), None
     if values.get("global_batch_size") is None:
-        kept = continued_configuration(values)[1].get("batch", {}).get("global_batch_size")
+        kept = stored.get("batch", {}).get("global_batch_size")
         if kept and elastic:
             values["global_batch_size"] = kept
             notes.append(f"--elastic: the global batch is {kept}, as in the checkpoint")

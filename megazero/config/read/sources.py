@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megazero.config.options.fields import Option, convert, show
-from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.run import all_options
 
 # At most one of each group may come from one source; a stronger source replaces the whole group of a weaker one.
@@ -77,14 +76,14 @@ class Layer:
     """What one source says: values by field name, errors and notes.
 
     ``final`` has the values that stronger sources do not override, by field name, each with the reason.
-    ``unknown`` are the words that are no options here, which parse.py settles. ``facts`` are the flags of Megatron
+    ``unknown`` are the words that are no options here, which parse.py settles. ``accepted`` are the flags of Megatron
     among them that change nothing here.
     """
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
     unknown: list[Unknown] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
@@ -93,7 +92,7 @@ class Layer:
     def put(self, opt: Option, raw: Any, name: str) -> None:
         """Convert and keep a value. A second, different one for the same field wins and is noted."""
         try:
-            value = _unaliased(self, opt, convert(opt, raw))
+            value = convert(opt, raw)
         except ValueError as error:
             self.errors.append(f"{name} {error}")
             self.failed.add(opt.name)
@@ -106,15 +105,6 @@ class Layer:
                 return
             self.notes.append(f"{name} {show(value)} replaces the earlier {show(self.values[opt.name])}")
         self.values[opt.name] = value
-
-
-def _unaliased(layer: Layer, opt: Option, value: Any) -> Any:
-    """Return megazero's name for an alias of an optimizer, and note it. Every other value is returned as it is."""
-    for name, optimizer in OPTIMIZERS.items() if opt.name == "optimizer" else ():
-        if value in optimizer.aliases:
-            layer.notes.append(f"--optimizer {value} is {name}: {optimizer.aliases[value]}")
-            return name
-    return value
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
@@ -140,7 +130,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
                         )
             out.values[name], origin[name] = value, layer.source
         out.final |= layer.final
-        out.facts += [fact for fact in layer.facts if fact not in out.facts]
+        out.accepted += [flag for flag in layer.accepted if flag not in out.accepted]
         out.errors += layer.errors
         out.notes += layer.notes
         out.failed |= layer.failed

@@ -27,7 +27,7 @@ def unread(**values: Any) -> FieldGroup:
             raise ValueError(f"{said} is not supported")
         return {}
 
-    return FieldGroup(tuple(values), read, lambda _: {})
+    return FieldGroup(tuple(values), read)
 
 
 # transformers' names of GELU: by the error function, and by tanh.
@@ -64,4 +64,4 @@ def _whole_heads(config: Config) -> dict[str, Any]:
 
 
 # A rule of transformers' class, even where head_dim says the width of a head.
-WHOLE_HEADS = FieldGroup((), _whole_heads, lambda _: {})
+WHOLE_HEADS = FieldGroup((), _whole_heads)

@@ -20,17 +20,22 @@ ABSENT = {"init_method_std": 0.02}
 TIED = "tie_word_embeddings"
 
 
+def _nothing(_: object) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class FieldGroup:
     """Fields that have a meaning together, which no table says.
 
     ``read`` takes config.json to options, and raises ValueError for what the decoder does not have. ``write`` takes
-    an object with the options as attributes to fields, with the keys that transformers 4 and 5 both read.
+    an object with the options as attributes to fields, with the keys that transformers 4 and 5 both read. A group
+    without ``read`` sets its fields aside; one without ``write`` writes none.
     """
 
     names: Collection[str]
-    read: Callable[[Config], dict[str, Any]]
-    write: Callable[[Any], dict[str, Any]]
+    read: Callable[[Config], dict[str, Any]] = _nothing
+    write: Callable[[Any], dict[str, Any]] = _nothing
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What models of Hugging Face have and the decoder lacks, told by model_type and by the fields of config.json."""
+"""Parts of Hugging Face's models that the decoder lacks, known by model_type and by fields of config.json."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     BOTH_WAYS: ("type_vocab_size",),
     OWN_CODE: ("auto_map",),
 }
-# Families whose fields do not say it.
+# Families whose fields do not show it.
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
     "gpt_oss": ("sinks of attention",),
     "dbrx": (EXPERTS,),
@@ -60,9 +60,9 @@ _MULTIMODAL = "text_config"
 
 
 def missing(config: Mapping[str, Any]) -> list[str]:
-    """Return what a model has and the decoder lacks, each with the field that says it.
+    """Return the parts of a model that the decoder lacks, each with the field that shows it.
 
-    config: config.json of a model_type that no family reads. An empty list says that nothing is known of it.
+    config: config.json of a model_type that no family reads. The list is empty if nothing is known of that type.
     """
     inner = config.get(_MULTIMODAL)
     found = dict(_parts(inner)) if isinstance(inner, Mapping) else {}
@@ -71,7 +71,7 @@ def missing(config: Mapping[str, Any]) -> list[str]:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each part and what says it. What comes later says it better."""
+    """Yield each part and the field that shows it. A later field is the more telling one."""
     for pattern, parts in MODEL_TYPES.items():
         if fnmatchcase(str(config.get("model_type")), pattern):
             yield from ((part, "") for part in parts)

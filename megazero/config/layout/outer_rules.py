@@ -1,0 +1,85 @@
+"""Rules between the options of outer steps, and notes on what such steps leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.layout.outer import EXACT_BITS, averages, last_arrival, spacing
+from megazero.config.options.fields import Condition, section_options
+from megazero.config.options.sections import OuterConfig
+from megazero.config.run import RunConfig
+
+
+def fragments(config: RunConfig) -> Iterator[str]:
+    """Report fragments without a module or a step of their own, and a delay that is too long."""
+    outer, modules = config.outer, config.model.num_layers + 2  # the embedding and the head
+    if not outer.outer_interval:
+        return
+    most = min(modules, outer.outer_interval)
+    if outer.outer_fragments > modules:
+        yield (
+            f"--outer-fragments {outer.outer_fragments}: the model has {modules} modules to deal (embedding, "
+            f"{config.model.num_layers} layers, head); nearest: {most}"
+        )
+    elif outer.outer_fragments > most:
+        yield (
+            f"--outer-fragments {outer.outer_fragments}: each takes a step of its own of --outer-interval "
+            f"{outer.outer_interval}; nearest: {most}"
+        )
+    elif outer.outer_delay >= spacing(outer) and outer.outer_delay:
+        yield (
+            f"--outer-delay {outer.outer_delay}: a fragment arrives before the next one leaves, {spacing(outer)} "
+            f"steps later (--outer-interval {outer.outer_interval} / --outer-fragments {outer.outer_fragments}); "
+            f"nearest: {spacing(outer) - 1}"
+        )
+    if outer.outer_fragments > 1 and config.zero.zero_unit_layers > 1:
+        yield (
+            f"--zero-unit-layers {config.zero.zero_unit_layers}: --outer-fragments deals layers one by one, so "
+            "each is gathered and reduced by itself; nearest: --zero-unit-layers 1"
+        )
+
+
+def outer_conditions(outer: OuterConfig) -> Iterator[Condition]:
+    """Yield what the options of outer steps need to have an effect."""
+    names = [option.name for option in section_options("outer", OuterConfig)]
+    steps = outer.outer_interval > 0
+    yield [name for name in names if name != "outer_interval"], steps, "--outer-interval above 0"
+    if steps:
+        yield ["outer_lr", "outer_momentum"], not averages(outer), "--outer-optimizer nesterov or sgd"
+        yield ["outer_rounding"], outer.outer_bits < EXACT_BITS, f"--outer-bits below {EXACT_BITS}"
+        yield ["outer_fragment_pattern"], outer.outer_fragments > 1, "--outer-fragments above 1"
+
+
+def outer_notes(config: RunConfig) -> list[str]:
+    """Return notes on what outer steps leave out: steps at the run's end, and what replicas learn meanwhile."""
+    outer = config.outer
+    notes = _last_meeting(config)
+    if outer.outer_interval and outer.outer_delay and outer.outer_mixing == 1:
+        notes.append(
+            f"--outer-mixing 1 with --outer-delay {outer.outer_delay}: what replicas learn while a fragment is on "
+            "its way is dropped when it arrives; published: --outer-mixing 0.5"
+        )
+    return notes
+
+
+def _last_meeting(config: RunConfig) -> list[str]:
+    """Return a note if outer replicas do not meet at the run's end: the anchor then lacks the last steps."""
+    training, outer = config.training, config.outer
+    steps, said = training.train_iters, f"--train-iters {training.train_iters}"
+    length: Callable[[int], int] = int
+    if outer.outer_interval and training.train_samples is not None and config.batch.global_batch_size:
+        sizes = BatchSizeRampup.of(config, 1)
+        steps, length = sizes.iterations_within(training.train_samples), sizes.consumed_after
+        said = f"--train-samples {training.train_samples}, {steps} steps"
+    if not outer.outer_interval or not steps:
+        return []
+    last = last_arrival(steps, outer)
+    if last == steps:
+        return []
+    following = last_arrival(steps + outer.outer_interval, outer)
+    nearest = " or ".join(str(length(at)) for at in (last, following) if at)
+    return [
+        f"{said}: outer replicas meet last at {last}, and that anchor is evaluated and exported at the end; nearest: "
+        f"{nearest}"
+    ]
