@@ -83,9 +83,7 @@ class ExpectedBytes:
         program = [(str(a.kind.value), a.stage // grid.pp) for a in schedule[pp]]
         units, copies, laid_out = self._units(decoder, rank)
         formats, activation = self._formats(exact_gradients), Activation.of(config, self.width)
-        line = grid.axis("pp").ranks(rank)
-        ends = grid.link(line[0], line[-1]) if decoder.tied_ends() else None
-        total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches, ends)
+        total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches)
         total += self._updates(laid_out, rank)
         total += self._meetings(units, laid_out, leaves, arrives)
         total += communication.pipeline(schedule, grid, rank, activation)
@@ -96,11 +94,11 @@ class ExpectedBytes:
         self, units: Sequence[UnitShape], laid_out: Sequence[LaidOut], leaves: int | None, arrives: int | None
     ) -> Bytes:
         """Return the bytes of fragments: of one that leaves those between replicas, of one that arrives the rest."""
-        out, sums = Bytes(), self._formats(True).sums
+        out = Bytes()
         for unit, (_, traits, _) in zip(units, laid_out, strict=True):
             # A table that the pipeline's two ends hold is the embedding's at both.
             fragment = 0 if unit.tied else fragment_of(next(iter(traits)), self.config)
-            for hop in self.outer.hops(unit, self.grid, sums) if self.outer else ():
+            for hop in self.outer.hops(unit, self.grid) if self.outer else ():
                 across = hop.axis.role == "outer"
                 if fragment == (leaves if across else arrives):
                     out["outer" if across else "reduce", hop.axis.link] += hop.sent
