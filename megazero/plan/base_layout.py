@@ -182,25 +182,21 @@ class BaseLayout:
     @cached_property
     def message_costs(self) -> dict[str, Cost]:
         """Return the cost of an activation's way to the next stage by link, all ranks of a node sending at once."""
-        sent = self.activation.sent
-        costs = {link: self._message_cost(nodes, sent) for nodes, link in ((1, INTRA), (2, INTER))}
-        if self.cluster.inter_site is None:
-            return costs
-        ranks, near = self.cluster.site_ranks, costs[INTER]
-        between = self.collectives.site_message(ranks // self._stages_on(ranks), sent)
-        return {**costs, INTER_SITE: Cost(max(between, near.seconds), near.busy)}
+        links = (INTRA, INTER) if self.cluster.inter_site is None else (INTRA, INTER, INTER_SITE)
+        return {link: self._message_cost(link, self.activation.sent) for link in links}
 
     @cached_property
     def message_seconds(self) -> dict[str, float]:
         """Return the seconds of a message by link. Of the stages on a node only the last one's ranks send across."""
         on_node = self._stages_on(self.config.ranks_per_node(self.world))
-        across, link = self._message_cost(2, self.activation.sent / on_node).seconds, self.cluster.inter_node
+        across, link = (
+            self._message_cost(INTER, self.activation.sent / on_node).seconds,
+            self.cluster.inter_node,
+        )
         if link.rank_gbits_per_s is not None:
             alone = link.rank_gbits_per_s * link.efficiency * 1e9 / 8
             across = max(across, self.activation.sent / alone)
-        costs = self.message_costs
-        between = {INTER_SITE: costs[INTER_SITE].seconds} if INTER_SITE in costs else {}
-        return {INTRA: costs[INTRA].seconds, INTER: across, **between}
+        return {name: cost.seconds for name, cost in self.message_costs.items()} | {INTER: across}
 
     def _stages_on(self, ranks: int) -> int:
         """Return how many pipeline ranks the first ``ranks`` of the world hold. One of them sends to others."""
@@ -219,8 +215,9 @@ class BaseLayout:
         """Return the link from the pipeline rank of an event to another one."""
         return self.links[event.stage % self.pp][receiver]
 
-    def _message_cost(self, nodes: int, sent: float) -> Cost:
-        costs = [self.collectives.cost("message", 2, nodes, sent)]
+    def _message_cost(self, link: str, sent: float) -> Cost:
+        ranks = self.cluster.site_ranks
+        costs = [self.collectives.message(link, sent, ranks // self._stages_on(ranks))]
         if (
             self.tp > 1
             and not self.activation.sequence_parallel

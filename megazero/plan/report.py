@@ -19,16 +19,6 @@ from megazero.plan.memory import GIB, Memory
 from megazero.plan.search import PARALLEL, STAGES, ZERO, Found
 from megazero.plan.simulate import BILL, Timing
 
-WORDS = {
-    "compute": "forward and backward",
-    "recompute": "recompute",
-    "tensor": "tensor-parallel messages",
-    "pipeline": "waits for other stages",
-    "gather": "waits for weights",
-    "reduce": "waits for gradients",
-    "update": "norm and update",
-    "outer": "meetings of replicas",
-}
 FORMATS = (
     "zero_params_lifetime",
     "zero_quantized_weights",
@@ -139,7 +129,9 @@ def memory_items(memory: Memory) -> str:
 def details(found: Found) -> list[str]:
     """Return the bill and the memory of one layout."""
     layout, timing = found.layout, found.timing
-    bill = ", ".join(f"{WORDS[name]} {timing.bill[name]:.3f}" for name in BILL if timing.bill[name] >= 0.0005)
+    bill = ", ".join(
+        f"{words} {timing.bill[name]:.3f}" for name, words in BILL.items() if timing.bill[name] >= 0.0005
+    )
     return [
         f"seconds of a step: {timing.seconds:.3f} = {bill}",
         f"GiB of a rank: {layout.memory.total / GIB:.2f} of {layout.room / GIB:.2f} = {memory_items(layout.memory)}",
@@ -219,7 +211,7 @@ def explain(layout: Layout, timing: Timing | None, best: Found | None) -> list[s
     for name, more in sorted(differences.items(), key=lambda item: -abs(item[1])):
         if abs(more) >= 0.0005:
             lines.append(
-                f"  {WORDS[name]:<25} {more:+9.3f} s ({timing.bill[name]:.3f} to {best.timing.bill[name]:.3f})"
+                f"  {BILL[name]:<25} {more:+9.3f} s ({timing.bill[name]:.3f} to {best.timing.bill[name]:.3f})"
             )
     return lines
 
@@ -229,7 +221,9 @@ def draw(best: Sequence[Found], output: Path, title: str) -> None:
     figure = new_figure(13, 1.5 + 0.45 * len(best), title=title)
     times, sizes = figure.subplots(1, 2, sharey=True)
     names = [f"{i}: {describe(found.layout)}" for i, found in enumerate(best, 1)]
-    stacked_bars(times, names, {WORDS[item]: [found.timing.bill[item] for found in best] for item in BILL})
+    stacked_bars(
+        times, names, {words: [one.timing.bill[item] for one in best] for item, words in BILL.items()}
+    )
     memory = [found.layout.memory.items() for found in best]
     stacked_bars(sizes, names, {item: [items[item] / GIB for items in memory] for item in memory[0]})
     for axes, label in ((times, "seconds of a step"), (sizes, "GiB of the fullest rank")):

@@ -67,9 +67,16 @@ class Collectives:
         delay = (sites - 1) * self.latency(INTER_SITE) + self.steps(here, min(here, 2))
         return Cost(delay + max(ranks * leaving / self.site_rate, sent / self.rate(INTER)), 0.0, delay)
 
-    def site_message(self, senders: int, sent: float) -> float:
-        """Return the seconds of messages of ``sent`` bytes from so many ranks of a site at once."""
-        return self.latency(INTER_SITE) + max(senders * sent / self.site_rate, sent / self.rate(INTER))
+    def message(self, link: str, sent: float, senders: int) -> Cost:
+        """Return the cost of a message of ``sent`` bytes over a link, where ``senders`` ranks of a site send at once.
+
+        Between nodes all ranks of a node send at once.
+        """
+        near = self.cost("message", 2, 1 if link == INTRA else 2, sent)
+        if link != INTER_SITE:
+            return near
+        far = self.latency(INTER_SITE) + max(senders * sent / self.site_rate, sent / self.rate(INTER))
+        return Cost(max(far, near.seconds), near.busy)
 
     @property
     def site_rate(self) -> float:
@@ -77,9 +84,6 @@ class Collectives:
         link = self.cluster.inter_site
         assert link is not None
         return link.gbits_per_s * link.efficiency * 1e9 / 8
-
-    def seconds(self, operation: str, ranks: int, nodes: int, sent: float) -> float:
-        return self.cost(operation, ranks, nodes, sent).seconds
 
     def cost(self, operation: str, ranks: int, nodes: int, sent: float) -> Cost:
         """Return the cost of a collective in which every rank of a group sends ``sent`` bytes."""

@@ -12,7 +12,7 @@ for each communicator, which wait for it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -228,7 +228,7 @@ class Process(RankStep):
 class Machine:
     """The simulation of all processes and their shared resources."""
 
-    def __init__(self, layout: Layout, micro_batches: int, items: Sequence[str]) -> None:
+    def __init__(self, layout: Layout, micro_batches: int, items: Iterable[str]) -> None:
         self.base, self.host = layout.base, Host(layout)
         self.now = 0.0
         self.transfers: list[Transfer] = []

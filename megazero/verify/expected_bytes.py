@@ -21,6 +21,7 @@ from megazero.models.dtypes import DTYPES
 from megazero.plan import communication
 from megazero.plan.communication import Activation, Bytes, Formats, OuterFormat, UnitShape
 from megazero.plan.gathers import Copies
+from megazero.plan.units import chunks
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import matrix_traits
@@ -141,18 +142,11 @@ class ExpectedBytes:
     def _groups(
         self, fresh: Mapping[str, nn.Parameter], tied: Mapping[str, str]
     ) -> list[tuple[list[str], bool]]:
-        out: list[tuple[list[str], bool]] = [([name], True) for name in fresh if name in tied]
-        limit, room = self.config.zero.zero_chunk_numel, 0
-        chunks: list[list[str]] = []
-        for name, p in fresh.items():
-            if name in tied:
-                continue
-            if not chunks or p.numel() > room:
-                chunks.append([])
-                room = limit
-            chunks[-1].append(name)
-            room -= p.numel()
-        return out + [(chunk, False) for chunk in chunks]
+        """Return the names of each unit, and whether it is a tied parameter, which has a unit of its own."""
+        others = [name for name in fresh if name not in tied]
+        cut = chunks([fresh[name].numel() for name in others], self.config.zero.zero_chunk_numel)
+        own = [([name], True) for name in fresh if name in tied]
+        return own + [([others[i] for i in chunk], False) for chunk in cut]
 
     def _laid_out(self, decoder: Decoder, params: Mapping[str, nn.Parameter], rank: int) -> LaidOut:
         partial, replicated = decoder.partial_gradients(), decoder.replicated_parameters()
