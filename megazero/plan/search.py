@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, RunConfig, World, make_config
-from megazero.config.layout.shards import QUANTISED
+from megazero.config.layout.shards import AUTO, QUANTISED
 from megazero.config.nearest import common_divisors
 from megazero.config.options.cluster import Cluster
 from megazero.config.options.sections import ZeroConfig
@@ -129,10 +129,10 @@ class Found:
 
 
 class ShardChoice(NamedTuple):
-    """A base layout and shard factors, whose wire formats are still open. shard None: the factors as given."""
+    """A base layout and shard factors, whose wire formats are still open."""
 
     base: BaseLayout
-    shard: tuple[int, int, int] | None
+    shard: tuple[int, int, int]
 
 
 class Search:
@@ -232,12 +232,8 @@ class Search:
 
         Fewer bits are never slower on the link between nodes, so the formats with the fewest bits give the bound.
         """
-        given = self.shards_given
-        for shard in [None] if given else self._shards(base):
+        for shard in [self.given_shards(base)] if self.shards_given else self._shards(base):
             choice = ShardChoice(base, shard)
-            if shard is None:
-                yield choice, 0.0
-                continue
             once = shard[0] > 1 and self.values.get(LIFETIME) is None  # gathered layouts belong to it, too
             for layout, _ in self.layouts(choice, fewest_bits=True):
                 yield choice, least_seconds(layout, ACROSS, once)
@@ -258,6 +254,9 @@ class Search:
     def shards_given(self) -> bool:
         return any(self.values.get(name) is not None for name in ZERO)
 
+    def given_shards(self, base: BaseLayout) -> tuple[int, int, int]:
+        return base.config.shards(base.world).factors
+
     @property
     def _formats_free(self) -> bool:
         """Return whether the planner chooses the messages: neither a flag nor preset zeropp sets them."""
@@ -271,16 +270,15 @@ class Search:
         }
         kept = (
             {name: getattr(base.config.zero, name) for name in ZERO}
-            if shard is None
+            if self.shards_given
             else {"zero_shard": shard}
         )
-        factors = shard or base.config.shards(base.world).factors
         formats = self.policy if self._formats_free else (FormatChoice("as given", ""),)
         lives = [plain[LIFETIME]] if LIFETIME in plain else [None]
-        if LIFETIME not in plain and factors[0] > 1 and not fewest_bits:
+        if LIFETIME not in plain and shard[0] > 1 and not fewest_bits:
             lives.append("gathered")
         for chosen in reversed(formats) if fewest_bits else formats:
-            if _has_effect(chosen, factors, base):
+            if _has_effect(chosen, shard, base):
                 for life in lives:
                     yield ZeroConfig(**{**plain, **kept, **chosen.values, LIFETIME: life}), chosen.name
 
@@ -342,6 +340,24 @@ class Search:
                 for choice, least in self.shard_choices(item):
                     put(max(bound, least), 0.0, choice)
         return sorted(best, key=lambda f: f.key)
+
+
+def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | None:
+    """Return the layout with the least memory, of those with small micro-batches and the largest shard factors."""
+    most: dict[str, Any] = {
+        "recompute_granularity": "full",
+        "loss_chunk_tokens": AUTO,
+        "micro_batch_size": 1,
+        "use_tp_pp_dp_mapping": False,
+    }
+    search = Search({**most, **values}, cluster, "exact")
+    best: Layout | None = None
+    for base in search.bases():
+        shard = search.given_shards(base) if search.shards_given else (base.d, base.d, base.d)
+        for layout, _ in search.layouts(ShardChoice(base, shard)):
+            if best is None or layout.memory.total < best.memory.total:
+                best = layout
+    return best
 
 
 def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, *ACROSS), once: bool = False) -> float:
