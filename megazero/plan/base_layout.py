@@ -159,11 +159,6 @@ class BaseLayout:
         return max(free), free[0]
 
     @cached_property
-    def first_stage_seconds(self) -> tuple[float, float]:
-        """Return the seconds of the first stage's forward and backward of one micro-batch."""
-        return self.stage_seconds[0][Kind.FORWARD], self.stage_seconds[0][Kind.BACKWARD]
-
-    @cached_property
     def least_activations(self) -> float:
         """Return the activation bytes of the rank that has the most; model state has only the rest."""
         return min(
@@ -263,12 +258,18 @@ class BaseLayout:
         return out
 
     def grid(self, shards: tuple[int, int, int]) -> Grid:
-        return make_grid(
-            self.world.world_size,
-            self.config.ranks_per_node(self.world),
-            self.tp,
-            self.pp,
-            shards,
-            self.config.parallel.use_tp_pp_dp_mapping,
-            self.config.outer_replicas(self.world),
-        )
+        return grid_of(self.config, self.world, shards)
+
+
+def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Grid:
+    """Return the grid of a run with these shard factors (P, G, OS)."""
+    parallel = config.parallel
+    return make_grid(
+        world.world_size,
+        config.ranks_per_node(world),
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        shards,
+        parallel.use_tp_pp_dp_mapping,
+        config.outer_replicas(world),
+    )

@@ -314,10 +314,10 @@ class Layout:
 
     @property
     def bytes_of_meetings(self) -> tuple[float, float]:
-        """Return the bytes that a rank sends to other outer replicas in a step, on average and at most: most of any
-        stage.
+        """Return the bytes that a rank of the stage with the most sends to other outer replicas in a step: the mean
+        and the maximum.
 
-        A fragment's go out in one step, or with a delay in those until it arrives: then the most is a bound.
+        A fragment is sent in one step. With a delay it may take all steps until it arrives: the maximum is a bound.
         """
         outer = self.states.outer
         if outer is None:

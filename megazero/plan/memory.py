@@ -159,11 +159,6 @@ class States:
                 of_gradients = max(of_gradients, largest / parts * rows)
         return of_weights, of_gradients
 
-    @property
-    def returns(self) -> bool:
-        """Whether sums go back to replicas."""
-        return self.shards.os < self.grid.dp
-
 
 def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -> dict[str, float]:
     """Return the bytes of parameters, gradients, optimizer and residuals on one rank."""
@@ -285,7 +280,8 @@ def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool)
         )
     if states.g > 1:
         going = _window(order, waiting, {u: staged[u] + chains[u] for u in chains}, micro_batches)
-    elif sure or states.returns:  # the way back takes the axes of the way there: the next chain cannot begin
+    elif sure or states.shards.os < states.grid.dp:
+        # Sums go back to replicas over the axes that they came by, so the next chain cannot begin.
         going = _window(order, STREAMS, chains)
     else:  # nothing bounds them
         going = sum(n * chains[u] for u, n in units.counts)

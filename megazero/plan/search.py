@@ -29,6 +29,7 @@ from megazero.plan.seconds import INTER_SITE, Collectives
 from megazero.plan.simulate import Timing, simulate
 from megazero.plan.units import WIDTHS
 from megazero.pp.partition import StageSpec
+from megazero.pp.schedules import Kind
 
 BEST = 10
 # The options that the planner chooses where they are not given.
@@ -374,8 +375,8 @@ def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, *ACROSS), onc
     work = [(layout.chains_of(unit), times) for unit, times in layout.units(0).counts_of(0)]
     refresh = max(sum(n * _on(one.refresh, link) for one, n in work) for link in links)
     reduce = max(sum(n * _on(one.last, link) for one, n in work) for link in links)
-    forward, backward = base.first_stage_seconds
-    behind = first_rank + max(0.0, refresh - forward) + max(0.0, reduce - backward)
+    first = base.stage_seconds[0]
+    behind = first_rank + max(0.0, refresh - first[Kind.FORWARD]) + max(0.0, reduce - first[Kind.BACKWARD])
     return max(makespan, behind, *(_link_seconds(layout, link, once) for link in links))
 
 

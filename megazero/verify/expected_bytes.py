@@ -15,10 +15,11 @@ from torch import nn
 
 from megazero.config import RunConfig, World
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid, make_grid
+from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
 from megazero.plan import communication
+from megazero.plan.base_layout import grid_of
 from megazero.plan.communication import Activation, Bytes, Formats, OuterFormat, UnitShape
 from megazero.plan.gathers import Copies
 from megazero.plan.units import chunks
@@ -38,17 +39,8 @@ class ExpectedBytes:
 
     def __init__(self, config: RunConfig, world: World, exact: bool, block: int) -> None:
         self.config, self.exact, self.block = config, exact, block
-        parallel = config.parallel
         self.shards, self.wire = config.shards(world), config.wire(world)
-        self.grid: Grid = make_grid(
-            world.world_size,
-            world.ranks_per_node,
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            self.shards.factors,
-            parallel.use_tp_pp_dp_mapping,
-            config.outer_replicas(world),
-        )
+        self.grid = grid_of(config, world, self.shards.factors)
         self.width = DTYPES[config.precision.params_dtype].itemsize
         self.outer = OuterFormat.of(config.outer, self.grid.outer, self._formats(True).sums)
         self._cached = lru_cache(maxsize=None)(self._step)
