@@ -16,6 +16,7 @@ from megazero.plan.activations import activations, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import INTER_SITE, Collectives, Cost
+from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import (
     SCHEDULES,
@@ -86,9 +87,9 @@ class BaseLayout:
                 kind: sum(
                     count * times[module].of(kind)
                     for module, count in (
-                        ("embedding", s.embedding),
-                        ("layer", len(s.layers)),
-                        ("head", s.head),
+                        (EMBEDDING, s.embedding),
+                        (LAYER, len(s.layers)),
+                        (HEAD, s.head),
                     )
                 )
                 for kind in Kind

@@ -19,7 +19,7 @@ from megazero.config.model.section import LAYER_NORMS
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
-from megazero.plan.gathers import Copies, gathers
+from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
 
@@ -97,7 +97,7 @@ def model_state(
     grid: Grid,
     formats: Formats,
     copies: Copies,
-    program: Sequence[tuple[str, int]],
+    program: Sequence[Segment],
     micro_batches: int,
     updates: Sequence[HopBytes] = (),
 ) -> Bytes:
@@ -264,7 +264,7 @@ def step_hops(
     grid: Grid,
     formats: Formats,
     copies: Copies,
-    program: Sequence[tuple[str, int]],
+    program: Sequence[Segment],
     micro_batches: int,
     updates: Sequence[HopBytes] = (),
 ) -> Iterator[tuple[str, HopBytes, int]]:

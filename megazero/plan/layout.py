@@ -164,7 +164,7 @@ class Layout:
     def fits(self) -> bool:
         return self.memory.total <= self.room
 
-    def program(self, rank: int, micro_batches: int) -> list[tuple[str, int]]:
+    def program(self, rank: int, micro_batches: int) -> list[Segment]:
         """Return the segments of a rank's step of so many micro-batches, as the engine is given them."""
         base = self.base
         schedule = schedule_of(base.schedule_name, base.pp, base.virtual, micro_batches)

@@ -20,9 +20,10 @@ from megazero.mesh.grid import INTRA
 from megazero.plan.layout import LOCAL, Chain, Layout, TimedHop
 from megazero.plan.memory import PENDING_REDUCTIONS
 from megazero.plan.rank_step import RankStep
+from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.schedules import Action, Kind
 
-LOOKS = {"layer": 8, "head": 2, "embedding": 1}  # at chains in a backward: with every parameter's gradient
+LOOKS = {LAYER: 8, HEAD: 2, EMBEDDING: 1}  # at chains in a backward: with every parameter's gradient
 BOUND = 0.75  # of a host's processors: what took so much when it was measured waits for processors alone
 LEAST = 0.1  # of a processor, that other programs leave
 THREADS = 2  # of gloo, for the collectives of one communicator

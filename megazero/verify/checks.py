@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from megazero.config.layout.wire import Wire
 from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
-from megazero.verify.recorder import RoundingRecord, UnitSlice, rounded_name
+from megazero.verify.recorder import RoundingRecord, UnitSlice, digest, rounded_name
 from megazero.verify.reference import (
     Curve,
     OuterReference,
@@ -207,17 +206,13 @@ def _stale(
     dtype = np.float64 if assembler.config.precision.params_dtype == "fp64" else np.float32
     for tp in range(assembler.tp):
         local = assembler.split(masters.whole, tp)
-        bits = {name: _hash(values.astype(dtype)) for name, values in local.items()}
+        bits = {name: digest(values.astype(dtype)) for name, values in local.items()}
         for record in records:
             if record.tp == tp:
                 read = record.steps[step].read
                 yield from (
                     assembler.name(name) for name, seen in read.items() if seen != bits[assembler.name(name)]
                 )
-
-
-def _hash(values: np.ndarray) -> str:
-    return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
 
 
 def _crossed(records: Sequence[RankRecord], step: int) -> Iterator[str]:

@@ -20,6 +20,9 @@ from megazero.train.parallelize import MicroBatch, matrix_traits, optimizer_fact
 from megazero.verify.training_run import documents_of, replica_rows, tokens_of
 from megazero.zero.by_matrix import MATRIX
 
+# Smallest norm that counts, as a share of the global norm. A key bias without rotary positions shifts all scores of a
+# query alike: its gradient is noise of 1e-10 to 1e-9 of the global norm in fp32, on one rank as on many.
+FLOOR, FLOOR_OF_NOISE = 1e-6, 1e-2
 Tensors = dict[str, np.ndarray]  # whole parameters of one rank's shapes, by name, fp64
 
 
@@ -242,8 +245,3 @@ def relative_errors(got: Tensors, want: Tensors, noisy: Sequence[str]) -> dict[s
         / max(float(np.linalg.norm(g)), (FLOOR_OF_NOISE if name in noisy else FLOOR) * total)
         for name, g in want.items()
     }
-
-
-# Smallest norm that counts, as a share of the global norm. A key bias without rotary positions shifts all scores of a
-# query alike: its gradient is noise of 1e-10 to 1e-9 of the global norm in fp32, on one rank as on many.
-FLOOR, FLOOR_OF_NOISE = 1e-6, 1e-2
