@@ -55,59 +55,40 @@ MODULES_HELD = 4  # from one segment to the next: the last one and the next one,
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """A choice of wire formats. values: options of the ZeRO section.
-
-    loss: what docs/loss.md measured of it: a small Llama over 400 steps, in percent of the loss of exact messages,
-    with 95% bounds where the page has them.
-    weights, gradients: whether it quantises the one or the other. delta: it needs parameter shards that stay, P < OS.
-    once: it needs gradients that cross nodes once per step, G within a node.
-    """
+    """A choice of wire formats. values: options of the ZeRO section. docs/loss.md has what formats cost in loss."""
 
     name: str
-    loss: str
     values: Mapping[str, Any] = field(default_factory=dict)
-    weights: bool = False
-    gradients: bool = False
-    delta: bool = False
-    once: bool = False
+
+    def __add__(self, other: FormatChoice) -> FormatChoice:
+        return FormatChoice(f"{self.name}, {other.name}", {**self.values, **other.values})
+
+    def has_effect(self, shard: tuple[int, int, int], base: BaseLayout) -> bool:
+        """Return whether all of it changes messages across nodes, so that it does not duplicate another choice."""
+        p, g, os = shard
+        effect = {
+            "zero_quantized_weights": os > base.h,
+            "zero_quantized_weights_delta": os > base.h and p < os,  # parameter shards that stay
+            "zero_quantized_gradients": base.d > base.h,
+            "zero_gradient_rounding": g <= base.h,  # feedback: gradients cross nodes once per step
+        }
+        return all(effect.get(name, True) for name in self.values)
 
 
-_INT8 = {"zero_quantized_weights": True}
-_DELTA = {"zero_quantized_weights_delta": True}
-_INT4 = {"zero_quantized_gradients": True}
-_INT2 = {**_INT4, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"}
-_INSIDE = {**_INT4, "zero_gradient_bits_intra_node": 8}
-
-EXACT = FormatChoice("exact", "0")
-ZEROPP = (
-    EXACT,
-    FormatChoice("weights INT8", "-0.10 (-0.14 to -0.07)", _INT8, weights=True),
-    FormatChoice("weights INT4 of differences", "0.000, of one master", _DELTA, weights=True, delta=True),
-    FormatChoice("gradients INT4", "-0.08 (-0.41 to +0.25)", _INT4, gradients=True),
-    FormatChoice("weights INT8, gradients INT4", "-0.12 (-0.34 to +0.10)", {**_INT8, **_INT4}, True, True),
-    FormatChoice(
-        "weights INT4 of differences, gradients INT4",
-        "-0.09 (-0.24 to +0.07)",
-        {**_DELTA, **_INT4},
-        weights=True,
-        gradients=True,
-        delta=True,
-    ),
+EXACT = FormatChoice("exact")
+_INT8 = FormatChoice("weights INT8", {"zero_quantized_weights": True})
+_DELTA = FormatChoice("weights INT4 of differences", {"zero_quantized_weights_delta": True})
+_INT4 = FormatChoice("gradients INT4", {"zero_quantized_gradients": True})
+_INSIDE = FormatChoice(
+    "gradients INT8 inside nodes, INT4 across", {**_INT4.values, "zero_gradient_bits_intra_node": 8}
 )
-AGGRESSIVE = (
-    *ZEROPP,
-    FormatChoice("gradients INT8 inside nodes, INT4 across", "not measured", _INSIDE, gradients=True),
-    FormatChoice("gradients INT2 with feedback", "+0.25 (no bounds)", _INT2, gradients=True, once=True),
-    FormatChoice(
-        "weights INT4 of differences, gradients INT2 with feedback",
-        "not measured together",
-        {**_DELTA, **_INT2},
-        weights=True,
-        gradients=True,
-        delta=True,
-        once=True,
-    ),
+_INT2 = FormatChoice(
+    "gradients INT2 with feedback",
+    {**_INT4.values, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"},
 )
+# The fewest bits last.
+ZEROPP = (EXACT, _INT8, _DELTA, _INT4, _INT8 + _INT4, _DELTA + _INT4)
+AGGRESSIVE = (*ZEROPP, _INSIDE, _INT2, _DELTA + _INT2)
 OUTER = "outer"  # of the policies: outer steps are proposed (slow_links.py), and messages inside a replica are exact
 # By how much of the loss the planner may touch.
 LOSS_POLICIES: Mapping[str, tuple[FormatChoice, ...]] = MappingProxyType(
@@ -274,12 +255,12 @@ class Search:
             if self.shards_given
             else {"zero_shard": shard}
         )
-        formats = self.policy if self._formats_free else (FormatChoice("as given", ""),)
+        formats = self.policy if self._formats_free else (FormatChoice("as given"),)
         lives = [plain[LIFETIME]] if LIFETIME in plain else [None]
         if LIFETIME not in plain and shard[0] > 1 and not fewest_bits:
             lives.append("gathered")
         for chosen in reversed(formats) if fewest_bits else formats:
-            if _has_effect(chosen, shard, base):
+            if chosen.has_effect(shard, base):
                 for life in lives:
                     yield ZeroConfig(**{**plain, **kept, **chosen.values, LIFETIME: life}), chosen.name
 
@@ -409,11 +390,3 @@ def _link_seconds(layout: Layout, link: str, once: bool) -> float:
     stays = dearest * (layout.states.prefetch_bytes + MODULES_HELD * module)
     further = 2 * again * gather - gather - (2 * again * base.virtual - 1) * stays
     return total + gather + max(0.0, further)
-
-
-def _has_effect(formats: FormatChoice, shard: tuple[int, int, int], base: BaseLayout) -> bool:
-    """Return whether the formats change the messages across nodes, so that they do not duplicate others."""
-    p, g, os = shard
-    weights = os > base.h and (not formats.delta or p < os)
-    gradients = base.d > base.h and (not formats.once or g <= base.h)
-    return (weights or not formats.weights) and (gradients or not formats.gradients)
