@@ -110,7 +110,7 @@ class BaseLayout:
             before += seconds[rank][Kind.FORWARD] + (0.0 if split else seconds[rank][back])
         if self.cluster.cores is None:
             return best
-        # A rank that computes alone is faster than measured, but a host's work is that of its ranks.
+        # A rank that computes alone is faster than measured, but a host still does the work of all its ranks.
         work = sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in seconds) * self.micro_batches
         return work / self.pp
 
@@ -237,7 +237,7 @@ class BaseLayout:
     def _activation_memory(self, loss_chunk: int | None) -> list[dict[str, dict[str, float]]]:
         """Return each pipeline rank's bytes of activations and head, by moment of a backward.
 
-        loss_chunk: of how many tokens logits are held at once. None: of all.
+        loss_chunk: the tokens whose logits are held at once. None: all.
         """
         width, on_host = self.compute.width, self.cluster.on_host
         return [

@@ -65,7 +65,7 @@ class Formats:
 
     @classmethod
     def of(cls, wire: Wire, width: int, sums: int | None = None) -> Formats:
-        """Return those of a run. By default sums have at least 4 bytes."""
+        """Return a run's formats. By default sums have at least 4 bytes."""
         by_link = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
         return cls(width, sums or max(width, 4), wire.weights, by_link, wire.delta)
 
@@ -133,7 +133,7 @@ class OuterFormat:
 
     @classmethod
     def of(cls, outer: OuterConfig, replicas: int, sums: int) -> OuterFormat | None:
-        """Return that of a run, or None if it has one replica."""
+        """Return the format of a run, or None if it has one replica."""
         return cls(outer, replicas, sums) if replicas > 1 else None
 
     @property
@@ -301,7 +301,7 @@ class Activation:
 
     @classmethod
     def of(cls, config: RunConfig, width: int) -> Activation:
-        """Return that of a run."""
+        """Return a run's activation."""
         model, size = config.model, config.batch.micro_batch_size
         tp = config.parallel.tensor_model_parallel_size
         sharded = config.parallel.sequence_parallel and tp > 1

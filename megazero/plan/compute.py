@@ -28,7 +28,7 @@ from megazero.pp.schedules import Action, Kind
 ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
 # Per element of an optimizer slice: gradient, master and two moments read, three written; the norm.
 UPDATE_BYTES = 40
-CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file says nothing of codecs
+CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no codecs
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ LOCAL = "local"  # in place of a link: a lane's work on the rank's own memory
 class TimedHop(NamedTuple):
     """A step of a chain: a hop over ``link``, or local work.
 
-    busy: processor seconds that a hop takes on a rank. latency: of its seconds, those that leave the link to others.
+    busy: processor seconds that a hop takes on a rank. latency: the part of its seconds in which others may use the
+    link.
     """
 
     link: str
@@ -130,9 +131,9 @@ class Layout:
 
     @cached_property
     def loss_chunk(self) -> int | None:
-        """Of how many tokens a rank holds logits at once; None: of all.
+        """The tokens whose logits a rank holds at once; None: all.
 
-        Of the sizes that are allowed, this is the largest whose peak is at most WORTHWHILE above the least.
+        This is the largest of the allowed sizes whose peak is at most WORTHWHILE above the least.
         """
         sizes = loss_chunks(self.given)
         if len(sizes) == 1:

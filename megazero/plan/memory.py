@@ -190,8 +190,8 @@ def checkpoint_bytes(
 ) -> int:
     """Return the bytes of a checkpoint's tensors, on all ranks together (zero/records.py: save_records).
 
-    Outer replicas have each a model of their own there, beside the anchor. Generators and descriptions, some KB for
-    each rank, are left out. Else as ``saved_width``.
+    With outer replicas it has the model of each and the anchor. Generators and descriptions, some KB for each rank,
+    are left out.
     """
     elements = parameter_count(model)
     own = saved_width(dtype, optimizer, wire, model.num_layers * model.layer_matrix_numel / elements)
@@ -203,9 +203,9 @@ def checkpoint_bytes(
 
 
 def saved_width(dtype: str, optimizer: OptimizerConfig, wire: Wire, matrices: float) -> float:
-    """Return the bytes that a checkpoint has for each parameter, of which ``matrices`` (a share) are of the layers'.
+    """Return the bytes that a checkpoint has for each parameter.
 
-    ``dtype`` is that of the parameters.
+    dtype: the parameters'. matrices: the share of the parameters that are matrices of layers.
     """
     width, sums = WIDTHS[dtype], max(WIDTHS[dtype], 4)
     master = sums if width != sums or wire.delta else 0
@@ -325,10 +325,10 @@ def rank_memory(
 ) -> Memory:
     """Return a rank's memory at the worst moment of a backward, with a margin.
 
-    The margin is memory that the allocator leaves unused and, on CPUs, that of many chains in flight at once.
+    The margin is what the allocator leaves unused; on CPUs, what many chains in flight at once take.
 
     moments: the bytes of activations at each (plan/activations.py). Model state and the pool stay meanwhile.
-    updates: of matrices on their way in an update, which have the pool's memory when nothing else is in flight.
+    updates: bytes of matrices on their way in an update. Nothing else is in flight then, so they use the pool.
     """
     always = model_states(units, states, optimizer)
     always["staging"] = max(pool(units, states, micro_batches, sure=True), updates)

@@ -31,7 +31,7 @@ FORMATS = (
     "zero_weight_transform",
     "zero_gradient_transform",
 )
-MOST_NODES = 64  # times those that there are: how many more are tried where no layout fits
+MOST_NODES = 64  # times as many as there are: the largest cluster that is tried if no layout fits
 OUTER_STEPS = (
     "outer_interval",
     "outer_replicas",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 
-INTER_SITE = "inter_site"  # in place of a link class: some of the messages go from site to site
+INTER_SITE = "inter_site"  # a third class of links: some of the messages go from site to site
 Mesh = tuple[str, int, int]  # operation, ranks of a group, nodes that it lies on
 Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor
 
@@ -21,7 +21,7 @@ Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor
 class Cost(NamedTuple):
     """The cost of a collective: seconds, and processor seconds of one rank (0 if not measured).
 
-    latency: of the seconds, those in which bytes are on their way, and the link is free for others.
+    latency: the part of the seconds in which bytes are on their way and the link is free for others.
     """
 
     seconds: float
@@ -144,7 +144,7 @@ def _interpolated(points: list[Point], sent: float) -> Cost:
 
 
 def _latency(points: list[Point]) -> float:
-    """Return what no bytes would take, by the two smallest sizes, without the processors' part."""
+    """Return the seconds of an empty message, by the two smallest sizes, without the processors' part."""
     (low, seconds, busy), *larger = points
     if not larger:
         return 0.0

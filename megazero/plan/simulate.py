@@ -233,7 +233,7 @@ def _mean(bills: Sequence[dict[str, float]]) -> dict[str, float]:
 def _update_seconds(layout: Layout) -> float:
     """Return the seconds of the norm's exchange, the update and, across a pipeline, the sum of tied embeddings.
 
-    Whole matrices take the time of their own beside that of their elements.
+    Updates of whole matrices add ``matrix_seconds``.
     """
     base, collectives = layout.base, layout.base.collectives
     largest = max(layout.units(rank).elements for rank in base.distinct_ranks)

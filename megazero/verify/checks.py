@@ -129,7 +129,7 @@ def _pieces(records: Sequence[RankRecord], slices: Sequence[Sequence[UnitSlice]]
 
 
 def step_loss(records: Sequence[RankRecord], step: int) -> float:
-    """Return the mean loss of the step's batch, which is that of one outer replica.
+    """Return the mean loss of a step over the batch of the ranks of these records: of one outer replica.
 
     Tensor-parallel ranks hold the same loss, so one of them counts.
     """
@@ -326,10 +326,10 @@ def outer_ends(assembler: Assembler, records: Sequence[RankRecord]) -> Iterator[
 
 
 def outer_checks(assembler: Assembler, records: Sequence[RankRecord]) -> list[Check]:
-    """Check that replicas meet when and in what they should, that anchors are the same bits, the outer optimizer's
-    steps, and the weights that replicas go on with.
+    """Check which fragments meet and when, that anchors are the same bits everywhere, the outer optimizer's steps,
+    and the weights of replicas after them.
 
-    A reference takes each step from the recorded anchor and weights, with a momentum of its own.
+    A reference takes each step from the recorded anchor and weights, with its own momentum.
     """
     config, outer = assembler.config, assembler.config.outer
     rounds = outer.outer_bits in OUTER_ROUNDING

@@ -60,7 +60,7 @@ class ExpectedBytes:
         return {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
 
     def under_way(self, step: int) -> bool:
-        """Tell whether a fragment is on its way between outer replicas after a step."""
+        """Return whether a fragment is on its way between outer replicas after a step."""
         outer = self.config.outer
         latest = range(step - outer.outer_delay + 1, step + 1) if self.outer is not None else ()
         return any(leaving(outer, each) is not None for each in latest)

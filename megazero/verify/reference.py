@@ -143,8 +143,7 @@ class OuterReference:
     def meet(self, step: int, replicas: Sequence[Tensors], anchor: Tensors | None = None) -> Tensors:
         """Let what is due leave and arrive at the end of a step of replicas with these weights.
 
-        Returns the new anchor, fp64, of the parameters that arrive. anchor: the old one, by default that of the last
-        call.
+        Returns the new anchor, fp64, of the parameters that arrive. anchor: the old one, by default the last call's.
         """
         self._begin(anchor)
         fragment = leaving(self.outer, step)
@@ -196,7 +195,7 @@ def arriving(outer: OuterConfig, step: int) -> int | None:
 
 
 def fragment_of(name: str, config: RunConfig) -> int:
-    """Return the fragment of a parameter of the whole model: that of its module."""
+    """Return the fragment of a parameter of the whole model, which is its module's."""
     outer, modules = config.outer, config.model.num_layers + 2
     first, second, *_ = name.split(".")
     module = {"embedding": 0, "head": modules - 1}[first] if first != "layers" else 1 + int(second)
@@ -206,7 +205,7 @@ def fragment_of(name: str, config: RunConfig) -> int:
 
 
 def mixed(weights: Tensors, arrived: Tensors, share: float) -> Tensors:
-    """Return the weights that a replica goes on with, of which ``share`` is the anchor's where that has arrived."""
+    """Return a replica's next weights: of parameters whose anchor has arrived, ``share`` is the anchor's."""
     return {n: (1 - share) * w + share * arrived[n] if n in arrived else w for n, w in weights.items()}
 
 
