@@ -196,8 +196,7 @@ class BaseLayout:
 
     def _stages_on(self, ranks: int) -> int:
         """Return how many pipeline ranks the first ``ranks`` of the world hold. One of them sends to others."""
-        stage = self.grid((1, 1, 1)).axis("pp").index
-        return len({stage(rank) for rank in range(ranks)})
+        return min(self.pp, -(-ranks // self.grid((1, 1, 1)).axis("pp").stride))
 
     @cached_property
     def links(self) -> list[list[str]]:

@@ -14,7 +14,7 @@ from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 
 INTER_SITE = "inter_site"  # a third class of links: some of the messages go from site to site
-Mesh = tuple[str, int, int]  # operation, ranks of a group, nodes that it lies on
+Groups = tuple[str, int, int]  # operation, ranks of a group, nodes that it lies on
 Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor
 
 
@@ -35,14 +35,14 @@ class Collectives:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.known: dict[Any, Any] = {}  # what callers computed for this cluster, by all that it depends on
-        table: defaultdict[Mesh, dict[int, list[tuple[float, float]]]] = defaultdict(
+        table: defaultdict[Groups, dict[int, list[tuple[float, float]]]] = defaultdict(
             lambda: defaultdict(list)
         )
         for row in cluster.collectives:
             table[row.operation, row.ranks, row.nodes][row.bytes].append((row.seconds, row.busy))
-        self._table: dict[Mesh, list[Point]] = {
-            mesh: sorted((size, *sorted(times)[len(times) // 2]) for size, times in points.items())
-            for mesh, points in table.items()
+        self._table: dict[Groups, list[Point]] = {
+            groups: sorted((size, *sorted(times)[len(times) // 2]) for size, times in points.items())
+            for groups, points in table.items()
         }
 
     def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
@@ -89,19 +89,19 @@ class Collectives:
         """Return the cost of a collective in which every rank of a group sends ``sent`` bytes."""
         if ranks < 2 or sent <= 0:
             return Cost(0.0)
-        mesh = (operation, ranks, nodes)
-        if mesh in self._table:
-            return _interpolated(self._table[mesh], sent)
+        groups = (operation, ranks, nodes)
+        if groups in self._table:
+            return _interpolated(self._table[groups], sent)
         by_links = self.by_links(ranks, nodes, sent)
-        near = self._nearest(mesh)
+        near = self._nearest(groups)
         if near is None:
             return Cost(by_links, latency=self.steps(ranks, nodes))
         wider = by_links / self.by_links(near[1], near[2], sent)
         return Cost(*(value * wider for value in _interpolated(self._table[near], sent)))
 
-    def _nearest(self, mesh: Mesh) -> Mesh | None:
-        """Return the measured mesh of the same operation and kind of link whose number of ranks is nearest."""
-        operation, ranks, nodes = mesh
+    def _nearest(self, groups: Groups) -> Groups | None:
+        """Return the measured groups of the same operation and kind of link whose number of ranks is nearest."""
+        operation, ranks, nodes = groups
         like = [m for m in self._table if m[0] == operation and (m[2] > 1) == (nodes > 1)]
         return min(like, key=lambda m: (abs(m[1] - ranks), m[1]), default=None)
 
