@@ -584,7 +584,7 @@ megazero/verify/checks.py
   any fragment may move in a step
 
 megazero/plan/search.py
-- max(0.0, refresh - forward)
+- max(0.0, refresh - first[Kind.FORWARD])
 + refresh
   the bound of a layout is above its time
 

@@ -95,7 +95,7 @@ def activations(
     parameter on one rank, autograd adds both gradients, so the head's stays to the end.
 
     peak: the most forwards of one part and micro-batch whose backward has not ended. on_host: the ranks compute on
-    processors. loss_chunk: of how many tokens logits are held at once. None: of all.
+    processors. loss_chunk: the tokens whose logits are held at once. None: all.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * model.seq_length
@@ -129,9 +129,9 @@ def activations(
 def _head(
     config: RunConfig, width: int, stream: float, raw: float, on_host: bool, loss_chunk: int | None
 ) -> float:
-    """Return the head's own bytes at its backward, or, in chunks (tp/chunked_loss.py), at that of the last chunk.
+    """Return the head's own bytes at its backward; in chunks (tp/chunked_loss.py), at the last chunk's backward.
 
-    stream: of the input on this rank. raw: of the weight's gradient, as autograd makes it.
+    stream: bytes of the input on this rank. raw: bytes of the weight's gradient, as autograd makes it.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     rows, tokens = model.padded_vocab_size(tp) / tp, config.batch.micro_batch_size * model.seq_length

@@ -16,6 +16,7 @@ from megazero.plan.activations import activations, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import INTER_SITE, Collectives, Cost
+from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import (
     SCHEDULES,
@@ -86,9 +87,9 @@ class BaseLayout:
                 kind: sum(
                     count * times[module].of(kind)
                     for module, count in (
-                        ("embedding", s.embedding),
-                        ("layer", len(s.layers)),
-                        ("head", s.head),
+                        (EMBEDDING, s.embedding),
+                        (LAYER, len(s.layers)),
+                        (HEAD, s.head),
                     )
                 )
                 for kind in Kind
@@ -109,7 +110,7 @@ class BaseLayout:
             before += seconds[rank][Kind.FORWARD] + (0.0 if split else seconds[rank][back])
         if self.cluster.cores is None:
             return best
-        # A rank that computes alone is faster than measured, but a host's work is that of its ranks.
+        # A rank that computes alone is faster than measured, but a host still does the work of all its ranks.
         work = sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in seconds) * self.micro_batches
         return work / self.pp
 
@@ -159,11 +160,6 @@ class BaseLayout:
         return max(free), free[0]
 
     @cached_property
-    def first_stage_seconds(self) -> tuple[float, float]:
-        """Return the seconds of the first stage's forward and backward of one micro-batch."""
-        return self.stage_seconds[0][Kind.FORWARD], self.stage_seconds[0][Kind.BACKWARD]
-
-    @cached_property
     def least_activations(self) -> float:
         """Return the activation bytes of the rank that has the most; model state has only the rest."""
         return min(
@@ -182,30 +178,25 @@ class BaseLayout:
     @cached_property
     def message_costs(self) -> dict[str, Cost]:
         """Return the cost of an activation's way to the next stage by link, all ranks of a node sending at once."""
-        sent = self.activation.sent
-        costs = {link: self._message_cost(nodes, sent) for nodes, link in ((1, INTRA), (2, INTER))}
-        if self.cluster.inter_site is None:
-            return costs
-        ranks, near = self.cluster.site_ranks, costs[INTER]
-        between = self.collectives.site_message(ranks // self._stages_on(ranks), sent)
-        return {**costs, INTER_SITE: Cost(max(between, near.seconds), near.busy)}
+        links = (INTRA, INTER) if self.cluster.inter_site is None else (INTRA, INTER, INTER_SITE)
+        return {link: self._message_cost(link, self.activation.sent) for link in links}
 
     @cached_property
     def message_seconds(self) -> dict[str, float]:
         """Return the seconds of a message by link. Of the stages on a node only the last one's ranks send across."""
         on_node = self._stages_on(self.config.ranks_per_node(self.world))
-        across, link = self._message_cost(2, self.activation.sent / on_node).seconds, self.cluster.inter_node
+        across, link = (
+            self._message_cost(INTER, self.activation.sent / on_node).seconds,
+            self.cluster.inter_node,
+        )
         if link.rank_gbits_per_s is not None:
             alone = link.rank_gbits_per_s * link.efficiency * 1e9 / 8
             across = max(across, self.activation.sent / alone)
-        costs = self.message_costs
-        between = {INTER_SITE: costs[INTER_SITE].seconds} if INTER_SITE in costs else {}
-        return {INTRA: costs[INTRA].seconds, INTER: across, **between}
+        return {name: cost.seconds for name, cost in self.message_costs.items()} | {INTER: across}
 
     def _stages_on(self, ranks: int) -> int:
         """Return how many pipeline ranks the first ``ranks`` of the world hold. One of them sends to others."""
-        stage = self.grid((1, 1, 1)).axis("pp").index
-        return len({stage(rank) for rank in range(ranks)})
+        return min(self.pp, -(-ranks // self.grid((1, 1, 1)).axis("pp").stride))
 
     @cached_property
     def links(self) -> list[list[str]]:
@@ -219,8 +210,9 @@ class BaseLayout:
         """Return the link from the pipeline rank of an event to another one."""
         return self.links[event.stage % self.pp][receiver]
 
-    def _message_cost(self, nodes: int, sent: float) -> Cost:
-        costs = [self.collectives.cost("message", 2, nodes, sent)]
+    def _message_cost(self, link: str, sent: float) -> Cost:
+        ranks = self.cluster.site_ranks
+        costs = [self.collectives.message(link, sent, ranks // self._stages_on(ranks))]
         if (
             self.tp > 1
             and not self.activation.sequence_parallel
@@ -244,7 +236,7 @@ class BaseLayout:
     def _activation_memory(self, loss_chunk: int | None) -> list[dict[str, dict[str, float]]]:
         """Return each pipeline rank's bytes of activations and head, by moment of a backward.
 
-        loss_chunk: of how many tokens logits are held at once. None: of all.
+        loss_chunk: the tokens whose logits are held at once. None: all.
         """
         width, on_host = self.compute.width, self.cluster.on_host
         return [
@@ -266,12 +258,18 @@ class BaseLayout:
         return out
 
     def grid(self, shards: tuple[int, int, int]) -> Grid:
-        return make_grid(
-            self.world.world_size,
-            self.config.ranks_per_node(self.world),
-            self.tp,
-            self.pp,
-            shards,
-            self.config.parallel.use_tp_pp_dp_mapping,
-            self.config.outer_replicas(self.world),
-        )
+        return grid_of(self.config, self.world, shards)
+
+
+def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Grid:
+    """Return the grid of a run with these shard factors (P, G, OS)."""
+    parallel = config.parallel
+    return make_grid(
+        world.world_size,
+        config.ranks_per_node(world),
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        shards,
+        parallel.use_tp_pp_dp_mapping,
+        config.outer_replicas(world),
+    )

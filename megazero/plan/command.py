@@ -14,10 +14,9 @@ from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.node_order import host_files, lines, place
 from megazero.plan.options import PlanRequest, help_text, read_request, with_stand_ins
-from megazero.plan.report import details, draw, explain, headline, layout_flags, table, write_json
+from megazero.plan.report import advice, details, draw, explain, headline, layout_flags, table, write_json
 from megazero.plan.search import CHOICES, OUTER, Found, Search
 from megazero.plan.seconds import Collectives
-from megazero.plan.shortage import advice
 from megazero.plan.simulate import simulate
 from megazero.plan.topology import Topology
 

@@ -19,7 +19,7 @@ from megazero.config.model.section import LAYER_NORMS
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
-from megazero.plan.gathers import Copies, gathers
+from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
 
@@ -65,17 +65,24 @@ class Formats:
 
     @classmethod
     def of(cls, wire: Wire, width: int, sums: int | None = None) -> Formats:
-        """Return those of a run, whose sums have at least 4 bytes if nothing else is said."""
+        """Return a run's formats. By default sums have at least 4 bytes."""
         by_link = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
         return cls(width, sums or max(width, 4), wire.weights, by_link, wire.delta)
 
+    def of_weights(self, unit: UnitShape) -> Coding | None:
+        return self.weights if unit.quantised else None
 
-def message(coding: Coding | None, coded: int, exact: int, width: int, exact_width: int) -> int:
-    """Return the bytes of a slice.
+    def of_gradients(self, unit: UnitShape, link: str) -> Coding | None:
+        return (self.gradients or {}).get(link) if unit.quantised else None
 
-    Beside quantised elements, an exact element has ``exact_width`` bytes. If nothing is quantised, all elements have
-    ``width`` bytes.
+
+def message(unit: UnitShape, parts: int, coding: Coding | None, width: int, exact_width: int) -> int:
+    """Return the bytes of one of ``parts`` equal slices of a unit.
+
+    Without a coding every element has ``width`` bytes. With one, only the exact region is sent as it is, and its
+    elements have ``exact_width`` bytes.
     """
+    coded, exact = unit.coded // parts, unit.exact // parts
     if coding is None:
         return (coded + exact) * width
     return _fill(coded * coding.bits // 8 + 2 * coded // coding.block) + _fill(exact * exact_width)
@@ -90,36 +97,19 @@ def model_state(
     grid: Grid,
     formats: Formats,
     copies: Copies,
-    program: Sequence[tuple[str, int]],
+    program: Sequence[Segment],
     micro_batches: int,
-    ends_link: str | None = None,
+    updates: Sequence[HopBytes] = (),
 ) -> Bytes:
-    """Return the bytes of refreshes, gathers and reductions of a step in which every unit is updated.
-
-    ends_link: the link to the other end, if this rank holds one end of tied embeddings.
-    """
+    """Return the bytes of the hops of ``step_hops`` and of the sums and scalars beside them."""
     out: Bytes = Counter()
-    for kind, hop, times in step_hops(units, grid.data_axes, formats, copies, program, micro_batches):
+    for kind, hop, times in step_hops(units, grid, formats, copies, program, micro_batches, updates):
         out[kind, hop.axis.link] += times * hop.sent
-    if ends_link is not None:
-        out["reduce", ends_link] += ends_message(units, grid.data_axes, formats, ends_link)
     partial = sum(unit.partial for unit in units)
     out["tp", INTRA] += (grid.tp - 1) * partial * formats.sums
     for link, rows in grid.rows_sent.items():
         out["scalar", link] += rows * (SCALARS + OUTER_SCALARS * (grid.outer > 1))
     return +out
-
-
-def ends_message(units: Iterable[UnitShape], axes: Sequence[AxisSpec], formats: Formats, link: str) -> int:
-    """Return the bytes of the gradients of tied embeddings that one end sends to the other."""
-    parts = prod(a.size for a in axes[: _levels(axes)[2]])
-    return sum(
-        message(
-            _coding(unit, formats, link), unit.coded // parts, unit.exact // parts, formats.sums, formats.sums
-        )
-        for unit in units
-        if unit.tied
-    )
 
 
 def _levels(axes: Sequence[AxisSpec], whole_gradients: bool = False) -> tuple[int, int, int, int]:
@@ -130,54 +120,50 @@ def _levels(axes: Sequence[AxisSpec], whole_gradients: bool = False) -> tuple[in
     return p, 0 if whole_gradients else g, g + roles.count("os"), len(roles)
 
 
-def _coding(unit: UnitShape, formats: Formats, link: str) -> Coding | None:
-    return (formats.gradients or {}).get(link) if unit.quantised else None
-
-
 @dataclass(frozen=True)
 class OuterFormat:
     """What outer steps keep and send.
 
-    config: the options. coding: the format of what crosses; without one an element has ``width`` bytes.
+    config: the options. sums: the bytes of an element of an anchor, of a residual, and of what is sent exactly.
     """
 
     config: OuterConfig
     replicas: int
-    momentum: bool
-    feedback: bool
-    coding: Coding | None
-    width: int
+    sums: int
 
     @classmethod
     def of(cls, outer: OuterConfig, replicas: int, sums: int) -> OuterFormat | None:
-        """Return that of a run, None if it has one replica. sums: the bytes of a sum that is sent as it is."""
-        if replicas == 1:
-            return None
-        momentum, width = keeps_momentum(outer), sums if outer.outer_bits == EXACT_BITS else 2
-        return cls(outer, replicas, momentum, feeds_back(outer), outer_coding(outer), width)
+        """Return the format of a run, or None if it has one replica."""
+        return cls(outer, replicas, sums) if replicas > 1 else None
 
-    def message_of(self, unit: UnitShape, d: int, sums: int) -> int:
+    @property
+    def momentum(self) -> bool:
+        return keeps_momentum(self.config)
+
+    @property
+    def feedback(self) -> bool:
+        return feeds_back(self.config)
+
+    @property
+    def coding(self) -> Coding | None:
+        return outer_coding(self.config)
+
+    def message_of(self, unit: UnitShape, d: int) -> int:
         """Return the bytes of one rank's message to another replica, of d ranks in each."""
-        share = d * self.replicas
-        return message(self.coding, unit.coded // share, unit.exact // share, self.width, sums)
+        width = self.sums if self.config.outer_bits == EXACT_BITS else 2
+        return message(unit, d * self.replicas, self.coding, width, self.sums)
 
-    def hops(self, unit: UnitShape, grid: Grid, sums: int) -> tuple[HopBytes, ...]:
+    def hops(self, unit: UnitShape, grid: Grid) -> tuple[HopBytes, ...]:
         """Return the hops of a meeting in their order: there and back, then to the copies of the OS slice."""
         axes, axis = grid.data_axes, grid.axis("outer")
-        sent = (self.replicas - 1) * self.message_of(unit, prod(a.size for a in axes), sums)
+        sent = (self.replicas - 1) * self.message_of(unit, grid.dp)
         *_, os, every = _levels(axes)
-        parts = [prod(a.size for a in axes[:level]) for level in range(every + 1)]
-        inside = (
-            HopBytes(
-                GATHER, axes[level - 1], (axes[level - 1].size - 1) * (unit.elements // parts[level]) * sums
-            )
-            for level in range(every, os, -1)
-        )
+        inside = _gather_hops(axes, every, os, every, unit.elements // grid.dp * self.sums)
         return HopBytes(EXCHANGE, axis, sent), HopBytes(GATHER, axis, sent), *inside
 
-    def sent(self, units: Iterable[UnitShape], d: int, sums: int) -> int:
+    def sent(self, units: Iterable[UnitShape], d: int) -> int:
         """Return the bytes that a rank of d sends to other replicas in a step that meets: there and back."""
-        return 2 * (self.replicas - 1) * sum(self.message_of(unit, d, sums) for unit in units)
+        return 2 * (self.replicas - 1) * sum(self.message_of(unit, d) for unit in units)
 
 
 @dataclass(frozen=True)
@@ -198,14 +184,12 @@ def weight_hops(
 ) -> tuple[tuple[HopBytes, ...], tuple[HopBytes, ...]]:
     """Return the hops of a refresh and of a gather, each in the order in which they are taken (outermost first)."""
     p, _, os, _ = _levels(axes)
-    coding, width = (formats.weights if unit.quantised else None), formats.width
-    parts = prod(a.size for a in axes[:os])
-    own = message(coding, unit.coded // parts, unit.exact // parts, width, width)
+    width = formats.width
+    own = message(unit, prod(a.size for a in axes[:os]), formats.of_weights(unit), width, width)
     refresh = _gather_hops(axes, os, p, os, own)
     inner = os
     if formats.delta and unit.quantised and p < os:
-        parts = prod(a.size for a in axes[:p])
-        own, inner = (unit.coded + unit.exact) // parts * width, p
+        own, inner = unit.elements // prod(a.size for a in axes[:p]) * width, p
     return refresh, _gather_hops(axes, p, 0, inner, own)
 
 
@@ -235,16 +219,26 @@ def gradient_hops(
     descent, back = [], []
     for level in range(1, every + 1):
         axis = axes[level - 1]
-        coding = _coding(unit, formats, axis.link)
+        coding = formats.of_gradients(unit, axis.link)
         raw = level == 1 and (g > 0 or micro_batches == 1)  # one micro-batch's gradients, not a sum
         parts = prod(a.size for a in axes[:level])
         width = formats.width if raw else formats.sums
-        row = message(coding, unit.coded // parts, unit.exact // parts, width, formats.sums)
+        row = message(unit, parts, coding, width, formats.sums)
         descent.append(HopBytes(EXCHANGE, axis, (axis.size - 1) * row, level <= g))
         if level > os:  # replicas: the owner's share goes back
-            share = message(coding, unit.coded // parts, unit.exact // parts, formats.sums, formats.sums)
+            share = message(unit, parts, coding, formats.sums, formats.sums)
             back.append(HopBytes(GATHER, axis, (axis.size - 1) * share))
     return (*descent, *reversed(back))
+
+
+def ends_hop(unit: UnitShape, grid: Grid, formats: Formats) -> HopBytes:
+    """Return the hop in which the pipeline's two ends give each other their gradients of a tied unit.
+
+    The ends lie on one node only if the whole pipeline does.
+    """
+    axis = grid.axis("pp")
+    coding = formats.of_gradients(unit, axis.link)
+    return HopBytes(GATHER, axis, message(unit, grid.shards[2], coding, formats.sums, formats.sums))
 
 
 def matrix_width(optimizer: OptimizerConfig, width: int) -> int:
@@ -267,13 +261,18 @@ def update_hops(elements: float, grid: Grid, width: int, shared: bool) -> tuple[
 
 def step_hops(
     units: Sequence[UnitShape],
-    axes: Sequence[AxisSpec],
+    grid: Grid,
     formats: Formats,
     copies: Copies,
-    program: Sequence[tuple[str, int]],
+    program: Sequence[Segment],
     micro_batches: int,
+    updates: Sequence[HopBytes] = (),
 ) -> Iterator[tuple[str, HopBytes, int]]:
-    """Yield the hops of a step's refreshes, gathers and reductions: the kind, the hop, and how often it is taken."""
+    """Yield the hops of a step in which every unit is updated: the kind, the hop, and how often it is taken.
+
+    updates: those of matrices to their owners, which the updates take back.
+    """
+    axes = grid.data_axes
     gathered = gathers(copies, program, [unit.elements * formats.width for unit in units])
     for index, unit in enumerate(units):
         refresh, gather = weight_hops(unit, axes, formats)
@@ -281,6 +280,9 @@ def step_hops(
         yield from (("refresh", hop, 1) for hop in refresh)
         yield from (("gather", hop, gathered[index]) for hop in gather)
         yield from (("reduce", hop, micro_batches if hop.every else 1) for hop in reduction)
+        if unit.tied:
+            yield "reduce", ends_hop(unit, grid, formats), 1
+    yield from (("update", hop, 2) for hop in updates)
 
 
 # -- activations ---------------------------------------------------------------------------------------
@@ -299,7 +301,7 @@ class Activation:
 
     @classmethod
     def of(cls, config: RunConfig, width: int) -> Activation:
-        """Return that of a run."""
+        """Return a run's activation."""
         model, size = config.model, config.batch.micro_batch_size
         tp = config.parallel.tensor_model_parallel_size
         sharded = config.parallel.sequence_parallel and tp > 1

@@ -28,7 +28,7 @@ from megazero.pp.schedules import Action, Kind
 ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
 # Per element of an optimizer slice: gradient, master and two moments read, three written; the norm.
 UPDATE_BYTES = 40
-CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file says nothing of codecs
+CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no codecs
 
 
 @dataclass(frozen=True)
@@ -237,12 +237,11 @@ class Coder:
 
     def refresh(self, unit: UnitShape, gathered: bool) -> tuple[float, float]:
         """Return what is spent before a refresh is sent, and after it came. gathered: a gather follows."""
-        weights, elements, width = self.formats.weights, unit.elements, self.formats.width
-        coded = weights is not None and unit.quantised
+        weights, elements, width = self.formats.of_weights(unit), unit.elements, self.formats.width
         if not self.measured:
-            return 0.0, self.compute.moved(elements * 1.5 * width) if coded and not gathered else 0.0
+            return 0.0, self.compute.moved(elements * 1.5 * width) if weights and not gathered else 0.0
         own, copy = elements / self.os, self._ns(32, "encode_ns")
-        if weights is None or not coded:
+        if weights is None:
             return (own * self._ns(8 * width, "encode_ns") if width < self.formats.sums else 0.0) * 1e-9, 0.0
         mixed = self._transform_ns(weights)
         before = own * (
@@ -254,8 +253,8 @@ class Coder:
 
     def gather(self, unit: UnitShape) -> float:
         """Return what is spent after a gather came."""
-        weights, elements = self.formats.weights, unit.elements
-        if weights is None or not unit.quantised:
+        weights, elements = self.formats.of_weights(unit), unit.elements
+        if weights is None:
             return 0.0
         if not self.measured:
             return self.compute.moved(elements * 1.5 * self.formats.width)
@@ -271,7 +270,7 @@ class Coder:
         width, sums = self.formats.width, self.formats.sums
         if not self.measured:
             return 0.0, self.compute.moved(left * (width + sums) / 2)
-        coding = (self.formats.gradients or {}).get(axis.link) if unit.quantised else None
+        coding = self.formats.of_gradients(unit, axis.link)
         bits = coding.bits if coding else 8 * (width if raw else sums)
         others, mixed = left * (axis.size - 1) / axis.size, self._transform_ns(coding) if coding else 0.0
         # Exact ones are sent from where they lie. Sums are transformed back once, not every message.

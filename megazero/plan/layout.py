@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,15 +13,15 @@ from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.dealing import ROUND_NUMEL, Cut
-from megazero.mesh.grid import INTER
+from megazero.mesh.grid import INTER, Grid
 from megazero.plan import communication
 from megazero.plan.activations import loss_chunks
 from megazero.plan.base_layout import BaseLayout, schedule_of
-from megazero.plan.communication import Bytes, Formats, OuterFormat
+from megazero.plan.communication import Bytes, Formats, HopBytes, OuterFormat, UnitShape
 from megazero.plan.compute import Coder
-from megazero.plan.gathers import Copies
+from megazero.plan.gathers import Copies, Segment
 from megazero.plan.memory import Memory, States, rank_memory
-from megazero.plan.units import Module, RankUnits, layer_matrices, rank_units
+from megazero.plan.units import RankUnits, layer_matrices, rank_units
 from megazero.pp.partition import StageSpec
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
@@ -33,7 +32,8 @@ LOCAL = "local"  # in place of a link: a lane's work on the rank's own memory
 class TimedHop(NamedTuple):
     """A step of a chain: a hop over ``link``, or local work.
 
-    busy: processor seconds that a hop takes on a rank. latency: of its seconds, those that leave the link to others.
+    busy: processor seconds that a hop takes on a rank. latency: the part of its seconds in which others may use the
+    link.
     """
 
     link: str
@@ -131,9 +131,9 @@ class Layout:
 
     @cached_property
     def loss_chunk(self) -> int | None:
-        """Of how many tokens a rank holds logits at once; None: of all.
+        """The tokens whose logits a rank holds at once; None: all.
 
-        Of the sizes that are allowed, this is the largest whose peak is at most WORTHWHILE above the least.
+        This is the largest of the allowed sizes whose peak is at most WORTHWHILE above the least.
         """
         sizes = loss_chunks(self.given)
         if len(sizes) == 1:
@@ -165,7 +165,7 @@ class Layout:
     def fits(self) -> bool:
         return self.memory.total <= self.room
 
-    def program(self, rank: int, micro_batches: int) -> list[tuple[str, int]]:
+    def program(self, rank: int, micro_batches: int) -> list[Segment]:
         """Return the segments of a rank's step of so many micro-batches, as the engine is given them."""
         base = self.base
         schedule = schedule_of(base.schedule_name, base.pp, base.virtual, micro_batches)
@@ -177,10 +177,7 @@ class Layout:
         kept = shards.keep_gathered or shards.p == 1  # P = 1: the refresh leaves whole parameters
         return Copies(uses, kept, self.states.prefetch_bytes, shards.whole_gradients)
 
-    def modules(self, rank: int, part: int) -> tuple[Module, ...]:
-        return self.units(rank).parts[part]
-
-    def chains_of(self, unit: communication.UnitShape) -> UnitChains:
+    def chains_of(self, unit: UnitShape) -> UnitChains:
         """Return the chains of a unit."""
         key = (unit, self._chains_key)
         known: dict[object, UnitChains] = self.base.collectives.known
@@ -188,7 +185,7 @@ class Layout:
             known[key] = self._make_chains(unit)
         return known[key]
 
-    def _make_chains(self, unit: communication.UnitShape) -> UnitChains:
+    def _make_chains(self, unit: UnitShape) -> UnitChains:
         axes, (p, _, os) = self.grid.data_axes, self.shards.factors
         coder = Coder(self.base.compute, self.formats, p, os)
         refresh, gather = communication.weight_hops(unit, axes, self.formats)
@@ -220,17 +217,17 @@ class Layout:
             add=coder.staged(unit, added=True),
         )
 
-    def meeting_chain(self, unit: communication.UnitShape) -> Chain:
+    def meeting_chain(self, unit: UnitShape) -> Chain:
         """Return what an outer step does with a unit: nothing if there is one replica."""
-        outer, sums = self.states.outer, self.formats.sums
+        outer = self.states.outer
         if outer is None:
             return ()
-        compute, own = self.base.compute, unit.elements / self.shards.os * sums
+        compute, own = self.base.compute, unit.elements / self.shards.os * outer.sums
         coder = Coder(
             compute, replace(self.formats, gradients={INTER: outer.coding}), *self.shards.factors[::2]
         )
-        there, *back = outer.hops(unit, self.grid, sums)
-        share = unit.elements / self.states.d
+        there, *back = outer.hops(unit, self.grid)
+        share = unit.elements / self.grid.dp
         before, after = coder.exchange(unit, there.axis, share, raw=False)
         # The difference is taken (3 slices), then the anchor and the master weights are written (4, momentum 2).
         begin, end = compute.moved(3 * own), compute.moved((4 + 2 * outer.momentum) * own)
@@ -260,7 +257,7 @@ class Layout:
     def _layer_matrices(self) -> tuple[Cut, ...]:
         return layer_matrices(self.given.model, 1 if self._shares_matrices else self.base.tp)
 
-    def update_hops(self, rank: int) -> tuple[communication.HopBytes, ...]:
+    def update_hops(self, rank: int) -> tuple[HopBytes, ...]:
         """Return the hops of a pipeline rank's matrices to their owners: none if the optimizer is elementwise."""
         if not self._matrix_width:
             return ()
@@ -293,7 +290,7 @@ class Layout:
         rounds = max(units.matrices / self.shards.os / ROUND_NUMEL, 1.0)
         return max(products, messages) + min(products, messages) / rounds
 
-    def _timed_hop(self, hop: communication.HopBytes) -> TimedHop:
+    def _timed_hop(self, hop: HopBytes) -> TimedHop:
         collectives = self.base.collectives
         return TimedHop(
             collectives.link_of(hop.axis), *collectives.of_axis(hop.operation, hop.axis, hop.sent)
@@ -302,43 +299,32 @@ class Layout:
     @cached_property
     def bytes_by_stage(self) -> list[Bytes]:
         """Return the bytes that one rank of each stage sends in a step, by (kind of hop, link)."""
-        out = []
-        for rank in range(self.base.pp):
-            units = self.units(rank).shapes
-            ends = self.ends_link if any(u.tied for u in units) else None
-            total: Bytes = Counter(self.base.other_bytes[rank])
-            total += communication.model_state(
-                units,
-                self.grid,
-                self.formats,
-                self.copies(rank),
-                self.program(rank, self.base.micro_batches),
-                self.base.micro_batches,
-                ends,
-            )
-            for hop in self.update_hops(rank):
-                total["update", hop.axis.link] += 2 * hop.sent
-            out.append(total)
-        return out
+        return [
+            self.base.other_bytes[rank] + communication.model_state(*self.step(rank))
+            for rank in range(self.base.pp)
+        ]
 
-    @property
-    def ends_link(self) -> str:
-        """The link between the first stage and the last one."""
-        line = self.grid.axis("pp").ranks(0)
-        return self.grid.link(line[0], line[-1])
+    def step(
+        self, rank: int
+    ) -> tuple[Sequence[UnitShape], Grid, Formats, Copies, list[Segment], int, Sequence[HopBytes]]:
+        """Return what ``step_hops`` and ``model_state`` take, of a pipeline rank's step."""
+        micro_batches = self.base.micro_batches
+        units, program = self.units(rank).shapes, self.program(rank, micro_batches)
+        copies, updates = self.copies(rank), self.update_hops(rank)
+        return units, self.grid, self.formats, copies, program, micro_batches, updates
 
     @property
     def bytes_of_meetings(self) -> tuple[float, float]:
-        """Return the bytes that a rank sends to other outer replicas in a step, on average and at most: most of any
-        stage.
+        """Return the bytes that a rank of the stage with the most sends to other outer replicas in a step: the mean
+        and the maximum.
 
-        A fragment's go out in one step, or with a delay in those until it arrives: then the most is a bound.
+        A fragment is sent in one step. With a delay it may take all steps until it arrives: the maximum is a bound.
         """
-        outer, d, sums = self.states.outer, self.base.d, self.formats.sums
+        outer = self.states.outer
         if outer is None:
             return 0.0, 0.0
         ranks = [self.units(rank).by_fragment(outer.config) for rank in range(self.base.pp)]
-        sent = [[outer.sent(units, d, sums) for units in fragments] for fragments in ranks]
+        sent = [[outer.sent(units, self.grid.dp) for units in fragments] for fragments in ranks]
         return max(map(sum, sent)) / outer.config.outer_interval, max(map(max, sent))
 
     @property

@@ -22,6 +22,9 @@ from megazero.plan.units import EMBEDDING, LAYER, WIDTHS, RankUnits
 
 # Of all that is allocated: what the blocks of CUDA's allocator leave unused between tensors of unequal sizes.
 ALLOCATOR_MARGIN = 0.06
+STREAMS = 2  # of each lane (comm/lane.py): chains that are under way at once
+PENDING_REDUCTIONS = 2  # units whose reductions may be in flight before a backward waits (zero/policy.py)
+SQUARE = 8  # bytes of an element's error, squared
 GIB = 2**30
 
 
@@ -64,11 +67,6 @@ class States:
     outer: OuterFormat | None = None
 
     @property
-    def d(self) -> int:
-        """How many ranks a data-parallel group has."""
-        return prod(a.size for a in self.grid.data_axes)
-
-    @property
     def anchors(self) -> int:
         """How many values outer steps keep beside a master weight: the anchor and the outer momentum."""
         if self.outer is None or (self.outer.config.outer_offload and not self.on_host):
@@ -83,8 +81,7 @@ class States:
     def copy_bytes(self, unit: UnitShape) -> float:
         """Return the bytes of the P copy."""
         p, _, os = self.shards.factors
-        coded = self.formats.weights is not None and unit.quantised and not self.formats.delta
-        if not coded:
+        if self.formats.of_weights(unit) is None or self.formats.delta:
             own = self.formats.sums == self.formats.width and (p == os or self.shards.lifetime == "resident")
             # The master is a part of the copy.
             inside = unit.elements / os if own and not self.formats.delta else 0.0
@@ -95,29 +92,25 @@ class States:
 
     def _own_message(self, unit: UnitShape) -> int:
         """Return the bytes of a rank's message in a refresh: of its OS slice."""
-        os, width = self.shards.os, self.formats.width
-        return message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
-
-    def full_bytes(self, unit: UnitShape) -> float:
-        return unit.elements * self.formats.width
+        width = self.formats.width
+        return message(unit, self.shards.os, self.formats.of_weights(unit), width, width)
 
     def ahead_bytes(self, unit: UnitShape) -> float:
         """Return the bytes that a gather ahead of use adds, as zero/unit.py's gather_bytes."""
         if self.shards.p > 1:
-            return self.full_bytes(unit)
-        if self.formats.weights is None or not unit.quantised:
+            return unit.elements * self.formats.width
+        if self.formats.of_weights(unit) is None:
             return 0.0
         return self.shards.os * self._own_message(unit)
 
     def gather_messages(self, unit: UnitShape) -> float:
         """Return the bytes of transient messages of a refresh and gather: none if they are the parameters."""
-        if self.formats.weights is None or not unit.quantised:
+        if self.formats.of_weights(unit) is None:
             return 0.0
         p, _, os = self.shards.factors
-        parts = p if self.formats.delta and p < os else 1  # with differences, a gather's are the parameters
-        messages = os / parts * self._own_message(unit)
         if not (self.formats.delta and p < os):
-            return messages
+            return os * self._own_message(unit)
+        messages = os / p * self._own_message(unit)  # with differences, a gather's are the parameters
         difference = unit.elements / os * (self.formats.width + self.formats.sums)  # that is encoded
         return messages + difference
 
@@ -130,7 +123,7 @@ class States:
         for at, hop in enumerate(hops):
             if hop.operation != EXCHANGE:
                 break
-            coded = unit.quantised and bool((self.formats.gradients or {}).get(hop.axis.link))
+            coded = self.formats.of_gradients(unit, hop.axis.link) is not None
             own = hop.sent / (hop.axis.size - 1)  # exact rows are sent from where they lie, with the own one
             passing = 2 * hop.sent if coded else hop.sent + (own if hop.axis.size > 2 else 0.0)
             left /= hop.axis.size
@@ -166,11 +159,6 @@ class States:
                 of_gradients = max(of_gradients, largest / parts * rows)
         return of_weights, of_gradients
 
-    @property
-    def returns(self) -> bool:
-        """Whether sums go back to replicas."""
-        return self.shards.os < self.d
-
 
 def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -> dict[str, float]:
     """Return the bytes of parameters, gradients, optimizer and residuals on one rank."""
@@ -179,14 +167,15 @@ def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -
     sums, master = states.formats.sums, max(states.formats.width, 4)
     residuals = 0.0
     if states.feedback:
-        crossing = _crossing(states.grid)
+        # How many ranks share the slice that first crosses nodes.
+        crossing = prod(a.size for a in states.grid.data_axes if a.link != INTER)
         residuals = sum(n * u.elements for u, n in units.counts if u.quantised) * sums / crossing
     if states.outer is not None:
         kept = states.outer.feedback * elements
         if states.outer.config.outer_delay:
             fragments = units.by_fragment(states.outer.config)
             kept += max(sum(shape.elements for shape in fragment) for fragment in fragments)
-        residuals += kept / states.d * sums
+        residuals += kept / states.grid.dp * sums
     moments = optimizer.moment_bytes(master, units.matrices / elements)
     return {
         "parameters": sum(n * states.copy_bytes(u) for u, n in units.counts),
@@ -201,8 +190,8 @@ def checkpoint_bytes(
 ) -> int:
     """Return the bytes of a checkpoint's tensors, on all ranks together (zero/records.py: save_records).
 
-    Outer replicas have each a model of their own there, beside the anchor. Generators and descriptions, some KB for
-    each rank, are left out. Else as ``saved_width``.
+    With outer replicas it has the model of each and the anchor. Generators and descriptions, some KB for each rank,
+    are left out.
     """
     elements = parameter_count(model)
     own = saved_width(dtype, optimizer, wire, model.num_layers * model.layer_matrix_numel / elements)
@@ -214,24 +203,13 @@ def checkpoint_bytes(
 
 
 def saved_width(dtype: str, optimizer: OptimizerConfig, wire: Wire, matrices: float) -> float:
-    """Return the bytes that a checkpoint has for each parameter, of which ``matrices`` (a share) are of the layers'.
+    """Return the bytes that a checkpoint has for each parameter.
 
-    ``dtype`` is that of the parameters.
+    dtype: the parameters'. matrices: the share of the parameters that are matrices of layers.
     """
     width, sums = WIDTHS[dtype], max(WIDTHS[dtype], 4)
     master = sums if width != sums or wire.delta else 0
     return width + master + optimizer.stored_moment_bytes(sums, matrices) + wire.feedback * sums
-
-
-def _crossing(grid: Grid) -> int:
-    """Return how many ranks share the slice that first crosses nodes."""
-    inside = [a.size for a in grid.data_axes if a.link != INTER]
-    return prod(inside)
-
-
-STREAMS = 2  # of each lane (comm/lane.py): chains that are under way at once
-PENDING_REDUCTIONS = 2  # units whose reductions may be in flight before a backward waits (zero/policy.py)
-SQUARE = 8  # bytes of an element's error, squared
 
 
 def gathered(units: RankUnits, states: States, kind: str) -> float:
@@ -264,17 +242,18 @@ def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = Fals
 
 def _outer_pool(units: RankUnits, states: States) -> float:
     """Return the bytes of an outer step's chains (zero/outer.py): as many as may be in flight."""
-    outer, sums = states.outer, states.formats.sums
+    outer, d = states.outer, states.grid.dp
     if outer is None:
         return 0.0
     order = units.reduced(1 + PENDING_REDUCTIONS)
     sizes: dict[UnitShape, float] = {}
     for unit in set(order):
-        row = outer.message_of(unit, states.d, sums)
-        fed_back = outer.feedback * (unit.elements / states.d * sums + outer.replicas * row)
+        row = outer.message_of(unit, d)
+        fed_back = outer.feedback * (unit.elements / d * outer.sums + outer.replicas * row)
         # The difference; of what lies in host memory, the anchor and the outer momentum.
         slices = 1 + outer.config.outer_offload * (1 + outer.momentum)
-        sizes[unit] = slices * unit.elements / states.shards.os * sums + fed_back + 2 * outer.replicas * row
+        own = slices * unit.elements / states.shards.os * outer.sums
+        sizes[unit] = own + fed_back + 2 * outer.replicas * row
     return _window(order, 1 + PENDING_REDUCTIONS, sizes)
 
 
@@ -301,7 +280,8 @@ def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool)
         )
     if states.g > 1:
         going = _window(order, waiting, {u: staged[u] + chains[u] for u in chains}, micro_batches)
-    elif sure or states.returns:  # the way back takes the axes of the way there: the next chain cannot begin
+    elif sure or states.shards.os < states.grid.dp:
+        # Sums go back to replicas over the axes that they came by, so the next chain cannot begin.
         going = _window(order, STREAMS, chains)
     else:  # nothing bounds them
         going = sum(n * chains[u] for u, n in units.counts)
@@ -345,10 +325,10 @@ def rank_memory(
 ) -> Memory:
     """Return a rank's memory at the worst moment of a backward, with a margin.
 
-    The margin is memory that the allocator leaves unused and, on CPUs, that of many chains in flight at once.
+    The margin is what the allocator leaves unused; on CPUs, what many chains in flight at once take.
 
     moments: the bytes of activations at each (plan/activations.py). Model state and the pool stay meanwhile.
-    updates: of matrices on their way in an update, which have the pool's memory when nothing else is in flight.
+    updates: bytes of matrices on their way in an update. Nothing else is in flight then, so they use the pool.
     """
     always = model_states(units, states, optimizer)
     always["staging"] = max(pool(units, states, micro_batches, sure=True), updates)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from megazero.mesh.grid import INTER
-from megazero.plan.communication import ends_message, step_hops
+from megazero.plan.communication import step_hops
 from megazero.plan.layout import Layout
 from megazero.plan.topology import Topology
 
@@ -87,18 +87,12 @@ def axis_bytes(layout: Layout) -> dict[str, float]:
 
     A meeting's bytes count as those of a step on average.
     """
-    base, axes = layout.base, layout.grid.data_axes
+    base = layout.base
     out: defaultdict[str, float] = defaultdict(float)
     for rank in range(base.pp):
-        units, program = layout.units(rank).shapes, layout.program(rank, base.micro_batches)
-        hops = step_hops(units, axes, layout.formats, layout.copies(rank), program, base.micro_batches)
-        for _, hop, times in hops:
+        for _, hop, times in step_hops(*layout.step(rank)):
             out[hop.axis.name] += hop.sent * times / base.pp
-        for hop in layout.update_hops(rank):
-            out[hop.axis.name] += 2 * hop.sent / base.pp
         out["pp"] += base.other_bytes[rank]["pp", INTER] / base.pp
-        if layout.ends_link == INTER:
-            out["pp"] += ends_message(units, axes, layout.formats, INTER) / base.pp
     out["outer"] = layout.bytes_of_meetings[0]
     return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megazero.plan.gathers import ModuleUse, module_uses
+from megazero.plan.gathers import ModuleUse, Segment, module_uses
 from megazero.plan.layout import Layout, UnitChains
 from megazero.plan.units import Module
 from megazero.pp.schedules import Action, Kind
@@ -27,7 +27,7 @@ class RankStep:
         self.seen: set[int] = set()  # parts that had their first forward
         self.uses = self._turns(layout.program(rank, micro_batches), ahead)
 
-    def _turns(self, program: list[tuple[str, int]], ahead: bool) -> Iterator[ModuleUse]:
+    def _turns(self, program: list[Segment], ahead: bool) -> Iterator[ModuleUse]:
         """Return the step's begin and every use of a module, with the gathers that begin then."""
         if not self.moving:  # no unit is gathered again: the first forward of every part is all there is
             program = list(dict.fromkeys(segment for segment in program if segment[0] == "F"))

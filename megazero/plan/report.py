@@ -1,9 +1,9 @@
-"""Reports the planner's results: tables, flags, plan.json, --explain."""
+"""Reports the planner's results: tables, flags, plan.json, --explain; and what to change if no layout fits."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +11,14 @@ from megazero.charts import new_figure, save, stacked_bars
 from megazero.config import RunConfig
 from megazero.config.model.parameters import parameter_count, training_flops
 from megazero.config.options.cluster import Cluster
-from megazero.config.options.fields import typed
+from megazero.config.options.fields import show, typed
 from megazero.config.run import all_options
 from megazero.files import write_text
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory
-from megazero.plan.search import PARALLEL, STAGES, ZERO, Found
+from megazero.plan.search import CHOICES, PARALLEL, STAGES, ZERO, Found, Search, smallest_layout
 from megazero.plan.simulate import BILL, Timing
 
-WORDS = {
-    "compute": "forward and backward",
-    "recompute": "recompute",
-    "tensor": "tensor-parallel messages",
-    "pipeline": "waits for other stages",
-    "gather": "waits for weights",
-    "reduce": "waits for gradients",
-    "update": "norm and update",
-    "outer": "meetings of replicas",
-}
 FORMATS = (
     "zero_params_lifetime",
     "zero_quantized_weights",
@@ -41,6 +31,7 @@ FORMATS = (
     "zero_weight_transform",
     "zero_gradient_transform",
 )
+MOST_NODES = 64  # times as many as there are: the largest cluster that is tried if no layout fits
 OUTER_STEPS = (
     "outer_interval",
     "outer_replicas",
@@ -139,7 +130,9 @@ def memory_items(memory: Memory) -> str:
 def details(found: Found) -> list[str]:
     """Return the bill and the memory of one layout."""
     layout, timing = found.layout, found.timing
-    bill = ", ".join(f"{WORDS[name]} {timing.bill[name]:.3f}" for name in BILL if timing.bill[name] >= 0.0005)
+    bill = ", ".join(
+        f"{words} {timing.bill[name]:.3f}" for name, words in BILL.items() if timing.bill[name] >= 0.0005
+    )
     return [
         f"seconds of a step: {timing.seconds:.3f} = {bill}",
         f"GiB of a rank: {layout.memory.total / GIB:.2f} of {layout.room / GIB:.2f} = {memory_items(layout.memory)}",
@@ -219,9 +212,53 @@ def explain(layout: Layout, timing: Timing | None, best: Found | None) -> list[s
     for name, more in sorted(differences.items(), key=lambda item: -abs(item[1])):
         if abs(more) >= 0.0005:
             lines.append(
-                f"  {WORDS[name]:<25} {more:+9.3f} s ({timing.bill[name]:.3f} to {best.timing.bill[name]:.3f})"
+                f"  {BILL[name]:<25} {more:+9.3f} s ({timing.bill[name]:.3f} to {best.timing.bill[name]:.3f})"
             )
     return lines
+
+
+def advice(values: Mapping[str, Any], cluster: Cluster, search: Search) -> list[str]:
+    """Return lines that explain why nothing fits and what would. ``search`` has been run."""
+    smallest = smallest_layout(values, cluster)
+    if smallest is None:
+        lines = ["no layout is legal; the rules that most of them break:"]
+        common = sorted(search.errors.items(), key=lambda item: -item[1])[:5]
+        return [*lines, *(f"  - {line}" for line, _ in common)]
+    over = smallest.memory.total - smallest.room
+    found = [*_released(values, cluster), *_more_nodes(values, cluster)]
+    return [
+        f"no layout fits in the {smallest.room / GIB:.1f} GiB that a rank has for tensors. The one that needs the "
+        f"least ({describe(smallest)}) needs {smallest.memory.total / GIB:.1f}, {over / GIB:.1f} too much.",
+        "What would do:",
+        *(
+            f"  - {line}"
+            for line in found or ["nothing of more nodes or other choices: the model is too large"]
+        ),
+    ]
+
+
+def _released(values: Mapping[str, Any], cluster: Cluster) -> Iterator[str]:
+    """Yield the given choices without which some layout fits."""
+    for name in (name for name in CHOICES if values.get(name) is not None):
+        rest = {other: value for other, value in values.items() if other != name}
+        layout = smallest_layout(rest, cluster)
+        if layout is not None and layout.fits:
+            chosen = layout.config.get(name)
+            said = f"{all_options()[name].flag} {show(values[name])}"
+            yield f"without {said}: {describe(layout)}" + (
+                f" ({show(chosen)} instead)" if chosen is not None else ""
+            )
+
+
+def _more_nodes(values: Mapping[str, Any], cluster: Cluster) -> Iterator[str]:
+    """Yield the least number of nodes, of twice, thrice, ... as many, on which some layout fits."""
+    times = 2
+    while times <= MOST_NODES:
+        layout = smallest_layout(values, cluster.with_nodes(cluster.nodes * times))
+        if layout is not None and layout.fits:
+            yield f"{cluster.nodes * (times - 1)} more nodes, {cluster.nodes * times} in all: {describe(layout)}"
+            return
+        times += 1 if times < 4 else times // 2
 
 
 def draw(best: Sequence[Found], output: Path, title: str) -> None:
@@ -229,7 +266,9 @@ def draw(best: Sequence[Found], output: Path, title: str) -> None:
     figure = new_figure(13, 1.5 + 0.45 * len(best), title=title)
     times, sizes = figure.subplots(1, 2, sharey=True)
     names = [f"{i}: {describe(found.layout)}" for i, found in enumerate(best, 1)]
-    stacked_bars(times, names, {WORDS[item]: [found.timing.bill[item] for found in best] for item in BILL})
+    stacked_bars(
+        times, names, {words: [one.timing.bill[item] for one in best] for item, words in BILL.items()}
+    )
     memory = [found.layout.memory.items() for found in best]
     stacked_bars(sizes, names, {item: [items[item] / GIB for items in memory] for item in memory[0]})
     for axes, label in ((times, "seconds of a step"), (sizes, "GiB of the fullest rank")):

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, RunConfig, World, make_config
-from megazero.config.layout.shards import QUANTISED
+from megazero.config.layout.shards import AUTO, QUANTISED
 from megazero.config.nearest import common_divisors
 from megazero.config.options.cluster import Cluster
 from megazero.config.options.sections import ZeroConfig
@@ -29,6 +29,7 @@ from megazero.plan.seconds import INTER_SITE, Collectives
 from megazero.plan.simulate import Timing, simulate
 from megazero.plan.units import WIDTHS
 from megazero.pp.partition import StageSpec
+from megazero.pp.schedules import Kind
 
 BEST = 10
 # The options that the planner chooses where they are not given.
@@ -54,59 +55,40 @@ MODULES_HELD = 4  # from one segment to the next: the last one and the next one,
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """A choice of wire formats. values: options of the ZeRO section.
-
-    loss: what docs/loss.md measured of it: a small Llama over 400 steps, in percent of the loss of exact messages,
-    with 95% bounds where the page has them.
-    weights, gradients: whether it quantises the one or the other. delta: it needs parameter shards that stay, P < OS.
-    once: it needs gradients that cross nodes once per step, G within a node.
-    """
+    """A choice of wire formats. values: options of the ZeRO section. docs/loss.md has what formats cost in loss."""
 
     name: str
-    loss: str
     values: Mapping[str, Any] = field(default_factory=dict)
-    weights: bool = False
-    gradients: bool = False
-    delta: bool = False
-    once: bool = False
+
+    def __add__(self, other: FormatChoice) -> FormatChoice:
+        return FormatChoice(f"{self.name}, {other.name}", {**self.values, **other.values})
+
+    def has_effect(self, shard: tuple[int, int, int], base: BaseLayout) -> bool:
+        """Return whether all of it changes messages across nodes, so that it does not duplicate another choice."""
+        p, g, os = shard
+        effect = {
+            "zero_quantized_weights": os > base.h,
+            "zero_quantized_weights_delta": os > base.h and p < os,  # parameter shards that stay
+            "zero_quantized_gradients": base.d > base.h,
+            "zero_gradient_rounding": g <= base.h,  # feedback: gradients cross nodes once per step
+        }
+        return all(effect.get(name, True) for name in self.values)
 
 
-_INT8 = {"zero_quantized_weights": True}
-_DELTA = {"zero_quantized_weights_delta": True}
-_INT4 = {"zero_quantized_gradients": True}
-_INT2 = {**_INT4, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"}
-_INSIDE = {**_INT4, "zero_gradient_bits_intra_node": 8}
-
-EXACT = FormatChoice("exact", "0")
-ZEROPP = (
-    EXACT,
-    FormatChoice("weights INT8", "-0.10 (-0.14 to -0.07)", _INT8, weights=True),
-    FormatChoice("weights INT4 of differences", "0.000, of one master", _DELTA, weights=True, delta=True),
-    FormatChoice("gradients INT4", "-0.08 (-0.41 to +0.25)", _INT4, gradients=True),
-    FormatChoice("weights INT8, gradients INT4", "-0.12 (-0.34 to +0.10)", {**_INT8, **_INT4}, True, True),
-    FormatChoice(
-        "weights INT4 of differences, gradients INT4",
-        "-0.09 (-0.24 to +0.07)",
-        {**_DELTA, **_INT4},
-        weights=True,
-        gradients=True,
-        delta=True,
-    ),
+EXACT = FormatChoice("exact")
+_INT8 = FormatChoice("weights INT8", {"zero_quantized_weights": True})
+_DELTA = FormatChoice("weights INT4 of differences", {"zero_quantized_weights_delta": True})
+_INT4 = FormatChoice("gradients INT4", {"zero_quantized_gradients": True})
+_INSIDE = FormatChoice(
+    "gradients INT8 inside nodes, INT4 across", {**_INT4.values, "zero_gradient_bits_intra_node": 8}
 )
-AGGRESSIVE = (
-    *ZEROPP,
-    FormatChoice("gradients INT8 inside nodes, INT4 across", "not measured", _INSIDE, gradients=True),
-    FormatChoice("gradients INT2 with feedback", "+0.25 (no bounds)", _INT2, gradients=True, once=True),
-    FormatChoice(
-        "weights INT4 of differences, gradients INT2 with feedback",
-        "not measured together",
-        {**_DELTA, **_INT2},
-        weights=True,
-        gradients=True,
-        delta=True,
-        once=True,
-    ),
+_INT2 = FormatChoice(
+    "gradients INT2 with feedback",
+    {**_INT4.values, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"},
 )
+# The fewest bits last.
+ZEROPP = (EXACT, _INT8, _DELTA, _INT4, _INT8 + _INT4, _DELTA + _INT4)
+AGGRESSIVE = (*ZEROPP, _INSIDE, _INT2, _DELTA + _INT2)
 OUTER = "outer"  # of the policies: outer steps are proposed (slow_links.py), and messages inside a replica are exact
 # By how much of the loss the planner may touch.
 LOSS_POLICIES: Mapping[str, tuple[FormatChoice, ...]] = MappingProxyType(
@@ -129,10 +111,10 @@ class Found:
 
 
 class ShardChoice(NamedTuple):
-    """A base layout and shard factors, whose wire formats are still open. shard None: the factors as given."""
+    """A base layout and shard factors, whose wire formats are still open."""
 
     base: BaseLayout
-    shard: tuple[int, int, int] | None
+    shard: tuple[int, int, int]
 
 
 class Search:
@@ -232,12 +214,8 @@ class Search:
 
         Fewer bits are never slower on the link between nodes, so the formats with the fewest bits give the bound.
         """
-        given = self.shards_given
-        for shard in [None] if given else self._shards(base):
+        for shard in [self.given_shards(base)] if self.shards_given else self._shards(base):
             choice = ShardChoice(base, shard)
-            if shard is None:
-                yield choice, 0.0
-                continue
             once = shard[0] > 1 and self.values.get(LIFETIME) is None  # gathered layouts belong to it, too
             for layout, _ in self.layouts(choice, fewest_bits=True):
                 yield choice, least_seconds(layout, ACROSS, once)
@@ -258,6 +236,9 @@ class Search:
     def shards_given(self) -> bool:
         return any(self.values.get(name) is not None for name in ZERO)
 
+    def given_shards(self, base: BaseLayout) -> tuple[int, int, int]:
+        return base.config.shards(base.world).factors
+
     @property
     def _formats_free(self) -> bool:
         """Return whether the planner chooses the messages: neither a flag nor preset zeropp sets them."""
@@ -271,16 +252,15 @@ class Search:
         }
         kept = (
             {name: getattr(base.config.zero, name) for name in ZERO}
-            if shard is None
+            if self.shards_given
             else {"zero_shard": shard}
         )
-        factors = shard or base.config.shards(base.world).factors
-        formats = self.policy if self._formats_free else (FormatChoice("as given", ""),)
+        formats = self.policy if self._formats_free else (FormatChoice("as given"),)
         lives = [plain[LIFETIME]] if LIFETIME in plain else [None]
-        if LIFETIME not in plain and factors[0] > 1 and not fewest_bits:
+        if LIFETIME not in plain and shard[0] > 1 and not fewest_bits:
             lives.append("gathered")
         for chosen in reversed(formats) if fewest_bits else formats:
-            if _has_effect(chosen, factors, base):
+            if chosen.has_effect(shard, base):
                 for life in lives:
                     yield ZeroConfig(**{**plain, **kept, **chosen.values, LIFETIME: life}), chosen.name
 
@@ -344,6 +324,24 @@ class Search:
         return sorted(best, key=lambda f: f.key)
 
 
+def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | None:
+    """Return the layout with the least memory, of those with small micro-batches and the largest shard factors."""
+    most: dict[str, Any] = {
+        "recompute_granularity": "full",
+        "loss_chunk_tokens": AUTO,
+        "micro_batch_size": 1,
+        "use_tp_pp_dp_mapping": False,
+    }
+    search = Search({**most, **values}, cluster, "exact")
+    best: Layout | None = None
+    for base in search.bases():
+        shard = search.given_shards(base) if search.shards_given else (base.d, base.d, base.d)
+        for layout, _ in search.layouts(ShardChoice(base, shard)):
+            if best is None or layout.memory.total < best.memory.total:
+                best = layout
+    return best
+
+
 def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, *ACROSS), once: bool = False) -> float:
     """Return a lower bound of the layout's step time, from these links.
 
@@ -358,8 +356,8 @@ def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, *ACROSS), onc
     work = [(layout.chains_of(unit), times) for unit, times in layout.units(0).counts_of(0)]
     refresh = max(sum(n * _on(one.refresh, link) for one, n in work) for link in links)
     reduce = max(sum(n * _on(one.last, link) for one, n in work) for link in links)
-    forward, backward = base.first_stage_seconds
-    behind = first_rank + max(0.0, refresh - forward) + max(0.0, reduce - backward)
+    first = base.stage_seconds[0]
+    behind = first_rank + max(0.0, refresh - first[Kind.FORWARD]) + max(0.0, reduce - first[Kind.BACKWARD])
     return max(makespan, behind, *(_link_seconds(layout, link, once) for link in links))
 
 
@@ -392,11 +390,3 @@ def _link_seconds(layout: Layout, link: str, once: bool) -> float:
     stays = dearest * (layout.states.prefetch_bytes + MODULES_HELD * module)
     further = 2 * again * gather - gather - (2 * again * base.virtual - 1) * stays
     return total + gather + max(0.0, further)
-
-
-def _has_effect(formats: FormatChoice, shard: tuple[int, int, int], base: BaseLayout) -> bool:
-    """Return whether the formats change the messages across nodes, so that they do not duplicate others."""
-    p, g, os = shard
-    weights = os > base.h and (not formats.delta or p < os)
-    gradients = base.d > base.h and (not formats.once or g <= base.h)
-    return (weights or not formats.weights) and (gradients or not formats.gradients)

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 
-INTER_SITE = "inter_site"  # in place of a link class: some of the messages go from site to site
-Mesh = tuple[str, int, int]  # operation, ranks of a group, nodes that it lies on
+INTER_SITE = "inter_site"  # a third class of links: some of the messages go from site to site
+Groups = tuple[str, int, int]  # operation, ranks of a group, nodes that it lies on
 Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor
 
 
 class Cost(NamedTuple):
     """The cost of a collective: seconds, and processor seconds of one rank (0 if not measured).
 
-    latency: of the seconds, those in which bytes are on their way, and the link is free for others.
+    latency: the part of the seconds in which bytes are on their way and the link is free for others.
     """
 
     seconds: float
@@ -35,14 +35,14 @@ class Collectives:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.known: dict[Any, Any] = {}  # what callers computed for this cluster, by all that it depends on
-        table: defaultdict[Mesh, dict[int, list[tuple[float, float]]]] = defaultdict(
+        table: defaultdict[Groups, dict[int, list[tuple[float, float]]]] = defaultdict(
             lambda: defaultdict(list)
         )
         for row in cluster.collectives:
             table[row.operation, row.ranks, row.nodes][row.bytes].append((row.seconds, row.busy))
-        self._table: dict[Mesh, list[Point]] = {
-            mesh: sorted((size, *sorted(times)[len(times) // 2]) for size, times in points.items())
-            for mesh, points in table.items()
+        self._table: dict[Groups, list[Point]] = {
+            groups: sorted((size, *sorted(times)[len(times) // 2]) for size, times in points.items())
+            for groups, points in table.items()
         }
 
     def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
@@ -67,9 +67,16 @@ class Collectives:
         delay = (sites - 1) * self.latency(INTER_SITE) + self.steps(here, min(here, 2))
         return Cost(delay + max(ranks * leaving / self.site_rate, sent / self.rate(INTER)), 0.0, delay)
 
-    def site_message(self, senders: int, sent: float) -> float:
-        """Return the seconds of messages of ``sent`` bytes from so many ranks of a site at once."""
-        return self.latency(INTER_SITE) + max(senders * sent / self.site_rate, sent / self.rate(INTER))
+    def message(self, link: str, sent: float, senders: int) -> Cost:
+        """Return the cost of a message of ``sent`` bytes over a link, where ``senders`` ranks of a site send at once.
+
+        Between nodes all ranks of a node send at once.
+        """
+        near = self.cost("message", 2, 1 if link == INTRA else 2, sent)
+        if link != INTER_SITE:
+            return near
+        far = self.latency(INTER_SITE) + max(senders * sent / self.site_rate, sent / self.rate(INTER))
+        return Cost(max(far, near.seconds), near.busy)
 
     @property
     def site_rate(self) -> float:
@@ -78,26 +85,23 @@ class Collectives:
         assert link is not None
         return link.gbits_per_s * link.efficiency * 1e9 / 8
 
-    def seconds(self, operation: str, ranks: int, nodes: int, sent: float) -> float:
-        return self.cost(operation, ranks, nodes, sent).seconds
-
     def cost(self, operation: str, ranks: int, nodes: int, sent: float) -> Cost:
         """Return the cost of a collective in which every rank of a group sends ``sent`` bytes."""
         if ranks < 2 or sent <= 0:
             return Cost(0.0)
-        mesh = (operation, ranks, nodes)
-        if mesh in self._table:
-            return _interpolated(self._table[mesh], sent)
+        groups = (operation, ranks, nodes)
+        if groups in self._table:
+            return _interpolated(self._table[groups], sent)
         by_links = self.by_links(ranks, nodes, sent)
-        near = self._nearest(mesh)
+        near = self._nearest(groups)
         if near is None:
             return Cost(by_links, latency=self.steps(ranks, nodes))
         wider = by_links / self.by_links(near[1], near[2], sent)
         return Cost(*(value * wider for value in _interpolated(self._table[near], sent)))
 
-    def _nearest(self, mesh: Mesh) -> Mesh | None:
-        """Return the measured mesh of the same operation and kind of link whose number of ranks is nearest."""
-        operation, ranks, nodes = mesh
+    def _nearest(self, groups: Groups) -> Groups | None:
+        """Return the measured groups of the same operation and kind of link whose number of ranks is nearest."""
+        operation, ranks, nodes = groups
         like = [m for m in self._table if m[0] == operation and (m[2] > 1) == (nodes > 1)]
         return min(like, key=lambda m: (abs(m[1] - ranks), m[1]), default=None)
 
@@ -140,7 +144,7 @@ def _interpolated(points: list[Point], sent: float) -> Cost:
 
 
 def _latency(points: list[Point]) -> float:
-    """Return what no bytes would take, by the two smallest sizes, without the processors' part."""
+    """Return the seconds of an empty message, by the two smallest sizes, without the processors' part."""
     (low, seconds, busy), *larger = points
     if not larger:
         return 0.0

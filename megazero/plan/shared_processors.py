@@ -12,7 +12,7 @@ for each communicator, which wait for it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,9 +20,10 @@ from megazero.mesh.grid import INTRA
 from megazero.plan.layout import LOCAL, Chain, Layout, TimedHop
 from megazero.plan.memory import PENDING_REDUCTIONS
 from megazero.plan.rank_step import RankStep
+from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.schedules import Action, Kind
 
-LOOKS = {"layer": 8, "head": 2, "embedding": 1}  # at chains in a backward: with every parameter's gradient
+LOOKS = {LAYER: 8, HEAD: 2, EMBEDDING: 1}  # at chains in a backward: with every parameter's gradient
 BOUND = 0.75  # of a host's processors: what took so much when it was measured waits for processors alone
 LEAST = 0.1  # of a processor, that other programs leave
 THREADS = 2  # of gloo, for the collectives of one communicator
@@ -228,7 +229,7 @@ class Process(RankStep):
 class Machine:
     """The simulation of all processes and their shared resources."""
 
-    def __init__(self, layout: Layout, micro_batches: int, items: Sequence[str]) -> None:
+    def __init__(self, layout: Layout, micro_batches: int, items: Iterable[str]) -> None:
         self.base, self.host = layout.base, Host(layout)
         self.now = 0.0
         self.transfers: list[Transfer] = []

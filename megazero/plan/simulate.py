@@ -10,15 +10,14 @@ other, latency included. Hops of both lanes share the link's rate, one at a time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megazero.config.options.sections import OuterConfig
-from megazero.mesh.grid import INTER, INTRA
+from megazero.plan.communication import ends_hop
 from megazero.plan.layout import LOCAL, Chain, Layout
 from megazero.plan.memory import PENDING_REDUCTIONS, STREAMS
 from megazero.plan.rank_step import RankStep, Spent
-from megazero.plan.seconds import INTER_SITE
 from megazero.plan.shared_processors import Machine
 from megazero.pp.schedules import Action, Kind
 
@@ -37,16 +36,23 @@ class Execution:
 
 
 ENGINE = Execution()
-BILL = ("compute", "recompute", "tensor", "pipeline", "gather", "reduce", "update", "outer")
+# The items of a step's bill, in words. Waits are exposed ones; those for other stages include messages. The update
+# includes the exchange of scalars. A meeting counts by its seconds over the steps from one to the next.
+BILL: Mapping[str, str] = {
+    "compute": "forward and backward",
+    "recompute": "recompute",
+    "tensor": "tensor-parallel messages",
+    "pipeline": "waits for other stages",
+    "gather": "waits for weights",
+    "reduce": "waits for gradients",
+    "update": "norm and update",
+    "outer": "meetings of replicas",
+}
 
 
 @dataclass
 class Timing:
-    """The seconds of a step and their bill, as means over the pipeline's ranks.
-
-    pipeline: waits for other stages, messages included. gather, reduce: exposed waits for weights and for
-    gradients. update: norm, optimizer and the exchange of scalars. outer: a meeting's seconds over the steps to it.
-    """
+    """The seconds of a step and their bill, as means over the pipeline's ranks."""
 
     seconds: float
     bill: dict[str, float]
@@ -227,25 +233,22 @@ def _mean(bills: Sequence[dict[str, float]]) -> dict[str, float]:
 def _update_seconds(layout: Layout) -> float:
     """Return the seconds of the norm's exchange, the update and, across a pipeline, the sum of tied embeddings.
 
-    Whole matrices take the time of their own beside that of their elements.
+    Updates of whole matrices add ``matrix_seconds``.
     """
     base, collectives = layout.base, layout.base.collectives
     largest = max(layout.units(rank).elements for rank in base.distinct_ranks)
     nodes, node = layout.grid.row_axes
     scalars = collectives.steps(node.size, 1)
     if nodes.size > 1:
-        far = base.world.world_size > base.cluster.site_ranks
-        scalars += collectives.latency(INTER_SITE if far else INTER)
+        scalars += collectives.latency(collectives.link_of(nodes))
     matrices = max(layout.matrix_seconds(rank) for rank in base.distinct_ranks)
     return base.compute.update(largest / layout.shards.os) + scalars + matrices + sum(_tied(layout))
 
 
 def _tied(layout: Layout) -> Iterator[float]:
-    collectives, ends = layout.base.collectives, layout.base.links[0][-1]
+    """Yield the seconds in which the pipeline's ends add up their gradients of each tied unit, all ranks at once."""
+    base = layout.base
     for unit in layout.units(0).shapes:
         if unit.tied:
-            sent = unit.elements / layout.shards.os * layout.formats.sums
-            if ends == INTER_SITE:
-                yield collectives.site_message(layout.base.d * layout.base.tp, sent)
-            else:
-                yield collectives.seconds("message", 2, 1 if ends == INTRA else 2, sent)
+            sent = ends_hop(unit, layout.grid, layout.formats).sent
+            yield base.collectives.message(base.links[0][-1], sent, base.d * base.tp).seconds

@@ -73,7 +73,7 @@ class Compared(NamedTuple):
 
 
 def winner(seconds: Mapping[str, float]) -> str:
-    """Return the scheme that costs the least in loss of those that hardly take longer than the fastest."""
+    """Return the scheme that costs the least loss among those that hardly take longer than the fastest."""
     return next(name for name in SCHEMES if seconds.get(name, 1e99) <= WORTH * min(seconds.values()))
 
 

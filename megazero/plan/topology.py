@@ -87,7 +87,7 @@ def parse_topology(text: str, where: str) -> Topology:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines with their numbers, without comments, those that end with a backslash joined."""
+    """Yield the lines with their numbers, without comments. A backslash at the end joins a line to the next."""
     joined, begun = "", 1
     for number, raw in enumerate(text.splitlines(), 1):
         begun = begun if joined else number

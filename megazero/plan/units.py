@@ -242,7 +242,11 @@ def _module_units(
     parameters = module_parameters(model, tp)[kind] * number
     if kind == HEAD and whole:
         parameters = tuple(p for p in parameters if not p.tied)
-    groups = _chunks(parameters, chunk_numel, apart=not whole)
+    # The pipeline's other end holds a tied parameter too, unless this rank is both: it has a unit of its own.
+    apart = [] if whole else [p for p in parameters if p.tied]
+    others = [p for p in parameters if whole or not p.tied]
+    cut = chunks([p.numel for p in others], chunk_numel)
+    groups = [*((p,) for p in apart), *(tuple(others[i] for i in chunk) for chunk in cut)]
     shapes = tuple(
         _shape(group, wire, tp, sequence_parallel, data_ranks, os, not whole and group[0].tied)
         for group in groups
@@ -253,20 +257,17 @@ def _module_units(
     return ModuleUnits(shapes, *shared)
 
 
-def _chunks(parameters: Sequence[Parameter], limit: int, apart: bool) -> tuple[tuple[Parameter, ...], ...]:
-    """Cut a module's parameters into units. ``apart``: a tied one, which the other end holds, has its own."""
-    out: list[list[Parameter]] = []
+def chunks(numels: Sequence[int], limit: int) -> list[list[int]]:
+    """Cut a module's parameters, of so many elements each, into units. Returns their numbers, unit by unit."""
+    out: list[list[int]] = []
     room = 0
-    for p in parameters:
-        if p.tied and apart:
-            continue
-        if not out or p.numel > room:
+    for number, numel in enumerate(numels):
+        if not out or numel > room:
             out.append([])
             room = limit
-        out[-1].append(p)
-        room -= p.numel
-    first = [[p] for p in parameters if p.tied and apart]
-    return tuple(tuple(group) for group in [*first, *out])
+        out[-1].append(number)
+        room -= numel
+    return out
 
 
 def _shape(

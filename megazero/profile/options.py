@@ -19,8 +19,8 @@ USAGE = """usage: LAUNCHER -m megazero profile TRAINING FLAGS [flags below]
 Measures on the ranks at hand what `megazero plan` asks of a cluster, and writes its cluster file: every collective
 that the engine issues, by ranks x nodes and size, all such groups at once; the codecs; the optimizer's update; and
 the modules of the model that the flags of training describe, by micro-batch and tensor-parallel size, all ranks of a
-node at work. What was measured is kept in OUTPUT.measured.jsonl as it comes: the same command goes on where it was
-stopped. Draws OUTPUT with the ending .png if matplotlib is there. Exit status 0: the file is written; 2: the flags
+node at work. Keeps results in OUTPUT.measured.jsonl as they come: the same command continues where it was stopped.
+Draws OUTPUT with the ending .png if matplotlib is there. Exit status 0: the file is written; 2: the flags
 are wrong.
 """
 

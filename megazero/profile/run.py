@@ -25,7 +25,7 @@ from megazero.profile.timing import Clock
 from megazero.train.distributed import start_rank
 
 TIMEOUT = timedelta(minutes=10)
-METHOD = 2  # counts the ways of measuring: what another one measured is not gone on with
+METHOD = 2  # version of how things are measured; a profile of another version is not continued
 
 
 class Joined(NamedTuple):

@@ -45,9 +45,9 @@ class Clock:
     def __call__(self, operation: Callable[[], Any], slowest: bool) -> Sample:
         """Time an operation. Collective.
 
-        slowest: the slowest rank's time counts, as of a collective, whose ranks wait for each other. Else an
-        operation is a rank's own, and the mean counts; on a CPU that of the processors' time, times the ranks that
-        share one, so that other programs on the host do not count.
+        slowest: the slowest rank's time counts, as for a collective, whose ranks wait for each other. Else an
+        operation is a rank's own, and the mean over ranks counts. On a CPU this is processor time, times the ranks
+        that share a processor, so that other programs on the host do not count.
         """
         operation()  # buffers and connections
         took = self._round(operation, 1)[0].max()

@@ -25,9 +25,8 @@ from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory, saved_width
 from megazero.plan.report import describe, layout_flags, memory_items, table
-from megazero.plan.search import CHOICES, ZERO, Search
+from megazero.plan.search import CHOICES, ZERO, Search, smallest_layout
 from megazero.plan.seconds import Collectives
-from megazero.plan.shortage import smallest_layout
 from megazero.plan.simulate import simulate
 
 # Options that are given up for a layout that fits, one group after the other: the first costs the least.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 
 import numpy as np
 
 from megazero.config.layout.wire import Wire
 from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
-from megazero.verify.recorder import RoundingRecord, UnitSlice, rounded_name
+from megazero.verify.recorder import RoundingRecord, UnitSlice, digest, rounded_name
 from megazero.verify.reference import (
     Curve,
     OuterReference,
@@ -54,10 +54,10 @@ class Evidence:
     """The results of the exact run, for checks and diagnosis. Each list but ``records`` has one item per step.
 
     Gradients are divided, but not clipped. masters and got are assembled from all ranks. want: the gradients that one
-    rank computes at these masters. errors: the relative error of each parameter's gradient. norms: the largest
-    relative error of a rank's global norm. losses: the losses of all ranks together. stale: the parameters of which
-    some forward read other values than the masters. crossed: each (what, stage, micro-batch) that a stage received
-    although no stage sent it there, with the message it was instead.
+    rank computes at these masters. errors: the relative error of each parameter's gradient. norms: the global norm
+    that each rank had. losses: the losses of all ranks together. stale: the parameters of which some forward read
+    other values than the masters. crossed: each (what, stage, micro-batch) that a stage received although no stage
+    sent it there, with the message it was instead.
     """
 
     records: Sequence[RankRecord]
@@ -68,7 +68,7 @@ class Evidence:
     got: list[FullTensors] = field(default_factory=list)
     want: list[Tensors] = field(default_factory=list)
     errors: list[dict[str, float]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
+    norms: list[list[float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     stale: list[list[str]] = field(default_factory=list)
     crossed: list[list[str]] = field(default_factory=list)
@@ -115,8 +115,7 @@ def _evidence(
         seen.got.append(got)
         seen.want.append(want)
         seen.errors.append(relative_errors(got.whole, want, seen.noisy))
-        norm = global_norm(want)
-        seen.norms.append(max(abs(s.norm - norm) / norm for s in own))
+        seen.norms.append([s.norm for s in own])
         seen.losses.append(step_loss(records, step))
         seen.stale.append(sorted(set(_stale(assembler, records, masters, step))))
         seen.crossed.append(list(_crossed(records, step)))
@@ -130,7 +129,7 @@ def _pieces(records: Sequence[RankRecord], slices: Sequence[Sequence[UnitSlice]]
 
 
 def step_loss(records: Sequence[RankRecord], step: int) -> float:
-    """Return the mean loss of the step's batch, which is that of one outer replica.
+    """Return the mean loss of a step over the batch of the ranks of these records: of one outer replica.
 
     Tensor-parallel ranks hold the same loss, so one of them counts.
     """
@@ -141,26 +140,28 @@ def exact_checks(seen: Evidence) -> list[Check]:
     """Return the checks of pass 1, which runs with identity codecs from end to end."""
     gradient, curve = GRADIENT[seen.dtype], LOSS[seen.dtype]
     initial = [n for n, w in seen.curve.initial.items() if not np.array_equal(seen.masters[0].whole[n], w)]
-    worst, where = max(
-        (error if error == error else math.inf, f"{name}, step {step + 1}")
-        for step, errors in enumerate(seen.errors)
-        for name, error in errors.items()
-    )
-    losses = [_relative(a, b) for a, b in zip(seen.losses, seen.curve.losses, strict=True)]
-    held = [f"{name} over {over}" for step in seen.masters for name, over in step.differing.items()]
-    summed = [f"{name} over {over}" for step in seen.got for name, over in step.differing.items()]
+    errors = [
+        (error, f"{name}, step {step + 1}")
+        for step, each in enumerate(seen.errors)
+        for name, error in each.items()
+    ]
+    norms = [
+        (_relative(norm, global_norm(want)), f"step {step + 1}")
+        for step, (every, want) in enumerate(zip(seen.norms, seen.want, strict=True))
+        for norm in every
+    ]
     faults = [fault for step in (*seen.masters, *seen.got) for fault in step.faults]
     stale = [f"{names[0]}, step {step + 1}" for step, names in enumerate(seen.stale) if names]
     crossed = [line for lines in seen.crossed for line in lines]
     return [
         _none("initial weights", initial, "parameters: that differ from one rank's"),
-        Check("gradients", f"{worst:.2e}", f"{gradient:g}", worst <= gradient, where),
-        _worst("gradient norm", seen.norms, curve),
-        _worst("loss curve", losses, curve),
+        _worst("gradients", errors, gradient),
+        _worst("gradient norm", norms, curve),
+        _worst("loss curve", _apart(seen.losses, seen.curve.losses), curve),
         _none("weights in use", stale, "steps: whose forwards read other weights than the masters"),
         _none("activations", crossed, "messages: between stages that are not what was sent"),
-        _none("master replicas", held, "replicas: that differ in a bit"),
-        _none("gradient replicas", summed, "replicas: that differ in a bit"),
+        _same_bits("master replicas", seen.masters),
+        _same_bits("gradient replicas", seen.got),
         _none(
             "padding", faults, "parameters: with missing or infinite elements, or padding that is not zero"
         ),
@@ -168,14 +169,25 @@ def exact_checks(seen: Evidence) -> list[Check]:
 
 
 def _relative(got: float, want: float) -> float:
-    error = abs(got - want) / abs(want)
-    return error if error == error else math.inf
+    return abs(got - want) / abs(want)
 
 
-def _worst(name: str, errors: Sequence[float], limit: float) -> Check:
-    clean = [error if error == error else math.inf for error in errors]
-    worst = max(clean)
-    return Check(name, f"{worst:.2e}", f"{limit:g}", worst <= limit, f"step {clean.index(worst) + 1}")
+def _apart(got: Sequence[float], want: Sequence[float]) -> list[tuple[float, str]]:
+    """Return by how much the losses of each step differ, and the step."""
+    return [(_relative(a, b), f"step {step + 1}") for step, (a, b) in enumerate(zip(got, want, strict=True))]
+
+
+def _worst(name: str, errors: Iterable[tuple[float, str]], limit: float) -> Check:
+    """Check that there are errors, each with its place, and that none is above the limit. NaN is."""
+    clean = [(math.inf if math.isnan(error) else error, where) for error, where in errors]
+    worst, where = max(clean, key=itemgetter(0), default=(math.inf, "nothing was compared"))
+    return Check(name, f"{worst:.2e}", f"{limit:g}", worst <= limit, where)
+
+
+def _same_bits(name: str, steps: Iterable[FullTensors]) -> Check:
+    """Check that replicas of no parameter differ."""
+    found = [f"{parameter} over {over}" for step in steps for parameter, over in step.differing.items()]
+    return _none(name, found, "replicas: that differ in a bit")
 
 
 def _none(name: str, found: Sequence[str], what: str) -> Check:
@@ -194,17 +206,13 @@ def _stale(
     dtype = np.float64 if assembler.config.precision.params_dtype == "fp64" else np.float32
     for tp in range(assembler.tp):
         local = assembler.split(masters.whole, tp)
-        bits = {name: _hash(values.astype(dtype)) for name, values in local.items()}
+        bits = {name: digest(values.astype(dtype)) for name, values in local.items()}
         for record in records:
             if record.tp == tp:
                 read = record.steps[step].read
                 yield from (
                     assembler.name(name) for name, seen in read.items() if seen != bits[assembler.name(name)]
                 )
-
-
-def _hash(values: np.ndarray) -> str:
-    return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
 
 
 def _crossed(records: Sequence[RankRecord], step: int) -> Iterator[str]:
@@ -237,17 +245,15 @@ def configured_checks(
     """
     steps = range(len(records[0].steps))
     losses = [step_loss(records, step) for step in steps]
-    apart = [_relative(a, b) for a, b in zip(losses, exact, strict=True)]
     dropout = max(assembler.config.model.attention_dropout, assembler.config.model.hidden_dropout)
     reads = [line for step in steps for line in _differing_reads(assembler, records, step)]
     slices = [*([o.steps[step].masters for o in records] for step in steps), [o.final for o in records]]
-    masters = [assembler.assemble(_pieces(records, each)) for each in slices]
-    held = [f"{name} over {over}" for each in masters for name, over in each.differing.items()]
+    masters = (assembler.assemble(_pieces(records, each)) for each in slices)
     limit = CLOSE + dropout  # masks move a loss by about as much as they drop
     return [
-        _worst("loss beside the exact one", apart, limit),
+        _worst("loss beside the exact one", _apart(losses, exact), limit),
         _none("replicas in use", reads, "parameters: read by forwards that are not the same bits everywhere"),
-        _none("master replicas", held, "replicas: that differ in a bit"),
+        _same_bits("master replicas", masters),
         *_rounding_checks(records, wire),
     ]
 
@@ -320,38 +326,38 @@ def outer_ends(assembler: Assembler, records: Sequence[RankRecord]) -> Iterator[
 
 
 def outer_checks(assembler: Assembler, records: Sequence[RankRecord]) -> list[Check]:
-    """Check that replicas meet when and in what they should, that anchors are the same bits, the outer optimizer's
-    steps, and the weights that replicas go on with.
+    """Check which fragments meet and when, that anchors are the same bits everywhere, the outer optimizer's steps,
+    and the weights of replicas after them.
 
-    A reference takes each step from the recorded anchor and weights, with a momentum of its own.
+    A reference takes each step from the recorded anchor and weights, with its own momentum.
     """
     config, outer = assembler.config, assembler.config.outer
     rounds = outer.outer_bits in OUTER_ROUNDING
-    odd, differing, errors, mixing = list[str](), list[str](), list[float](), list[float]()
+    odd, differing = list[str](), list[str]()
+    errors, mixing = list[tuple[float, str]](), list[tuple[float, str]]()
     reference: OuterReference | None = None
     for step, end in enumerate(outer_ends(assembler, records)):
-        after = end.after.whole
-        differing += [f"{name}, step {step + 1}" for name in end.after.differing]
+        after, at = end.after.whole, f"step {step + 1}"
+        differing += [f"{name}, {at}" for name in end.after.differing]
         reference = reference or OuterReference(config, end.before)
         arrived = reference.meet(step, end.updated, end.before)
         moved = {name for name, w in end.before.items() if not np.array_equal(after[name], w)}
         if bool(moved) != bool(arrived) or moved - arrived.keys():
             what = f"moved the anchor of {min(moved)}" if moved else "did not move the anchor"
-            odd.append(f"step {step + 1} {what}")
-        if arrived:
-            moves = {n: w - end.before[n] if rounds else w for n, w in arrived.items()}
-            errors.append(max(_off(after[n], w, moves[n]) for n, w in arrived.items()))
+            odd.append(f"{at} {what}")
+        moves = {n: w - end.before[n] if rounds else w for n, w in arrived.items()}
+        errors += [(_off(after[n], w, moves[n]), f"{n}, {at}") for n, w in arrived.items()]
         now = {name: after[name] for name in arrived}
         for got, weights in zip(end.gone_on, end.updated, strict=True):
             wanted = mixed(weights, now, outer.outer_mixing)
-            mixing.append(max(_off(got[name], w, w) for name, w in wanted.items()))
+            mixing += [(_off(got[name], w, w), f"{name}, {at}") for name, w in wanted.items()]
     dtype = "fp64" if config.precision.params_dtype == "fp64" else "fp32"  # of anchors
     limit = OUTER_ROUNDING.get(outer.outer_bits, GRADIENT[dtype])
     return [
         _none("meetings", odd, "steps: that should (not) have been outer steps"),
         _none("anchors", differing, "replicas: that differ in a bit"),
-        _most("outer steps", errors, limit),
-        _most("weights after outer steps", mixing, GRADIENT[dtype]),
+        _worst("outer steps", errors, limit),
+        _worst("weights after outer steps", mixing, GRADIENT[dtype]),
     ]
 
 
@@ -362,11 +368,6 @@ def merged_model(assembler: Assembler, records: Sequence[RankRecord], saved: int
     for step, end in enumerate(ends):
         reference.meet(step, end.updated, end.before)
     return reference.merge(ends[-1].gone_on, ends[-1].after.whole)
-
-
-def _most(name: str, errors: Sequence[float], limit: float) -> Check:
-    worst = max((error if error == error else math.inf for error in errors), default=math.inf)
-    return Check(name, f"{worst:.2e}", f"{limit:g}", worst <= limit, f"{len(errors)} of them")
 
 
 def _off(got: np.ndarray, want: np.ndarray, whole: np.ndarray) -> float:
@@ -417,7 +418,5 @@ def resume_check(
 
 
 def reshard_check(name: str, loss: float, stayed: float) -> Check:
-    error = _relative(loss, stayed)
-    return Check(
-        name, f"{error:.2e}", f"{RESHARDED:g}", error <= RESHARDED, f"loss {loss:.6f}, stayed {stayed:.6f}"
-    )
+    error = _relative(loss, stayed), f"loss {loss:.6f}, stayed {stayed:.6f}"
+    return _worst(name, [error], RESHARDED)

@@ -15,12 +15,14 @@ from torch import nn
 
 from megazero.config import RunConfig, World
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid, make_grid
+from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
 from megazero.plan import communication
+from megazero.plan.base_layout import grid_of
 from megazero.plan.communication import Activation, Bytes, Formats, OuterFormat, UnitShape
 from megazero.plan.gathers import Copies
+from megazero.plan.units import chunks
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import matrix_traits
@@ -37,17 +39,8 @@ class ExpectedBytes:
 
     def __init__(self, config: RunConfig, world: World, exact: bool, block: int) -> None:
         self.config, self.exact, self.block = config, exact, block
-        parallel = config.parallel
         self.shards, self.wire = config.shards(world), config.wire(world)
-        self.grid: Grid = make_grid(
-            world.world_size,
-            world.ranks_per_node,
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            self.shards.factors,
-            parallel.use_tp_pp_dp_mapping,
-            config.outer_replicas(world),
-        )
+        self.grid = grid_of(config, world, self.shards.factors)
         self.width = DTYPES[config.precision.params_dtype].itemsize
         self.outer = OuterFormat.of(config.outer, self.grid.outer, self._formats(True).sums)
         self._cached = lru_cache(maxsize=None)(self._step)
@@ -67,7 +60,7 @@ class ExpectedBytes:
         return {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
 
     def under_way(self, step: int) -> bool:
-        """Tell whether a fragment is on its way between outer replicas after a step."""
+        """Return whether a fragment is on its way between outer replicas after a step."""
         outer = self.config.outer
         latest = range(step - outer.outer_delay + 1, step + 1) if self.outer is not None else ()
         return any(leaving(outer, each) is not None for each in latest)
@@ -83,9 +76,7 @@ class ExpectedBytes:
         program = [(str(a.kind.value), a.stage // grid.pp) for a in schedule[pp]]
         units, copies, laid_out = self._units(decoder, rank)
         formats, activation = self._formats(exact_gradients), Activation.of(config, self.width)
-        line = grid.axis("pp").ranks(rank)
-        ends = grid.link(line[0], line[-1]) if decoder.tied_ends() else None
-        total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches, ends)
+        total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches)
         total += self._updates(laid_out, rank)
         total += self._meetings(units, laid_out, leaves, arrives)
         total += communication.pipeline(schedule, grid, rank, activation)
@@ -96,11 +87,11 @@ class ExpectedBytes:
         self, units: Sequence[UnitShape], laid_out: Sequence[LaidOut], leaves: int | None, arrives: int | None
     ) -> Bytes:
         """Return the bytes of fragments: of one that leaves those between replicas, of one that arrives the rest."""
-        out, sums = Bytes(), self._formats(True).sums
+        out = Bytes()
         for unit, (_, traits, _) in zip(units, laid_out, strict=True):
             # A table that the pipeline's two ends hold is the embedding's at both.
             fragment = 0 if unit.tied else fragment_of(next(iter(traits)), self.config)
-            for hop in self.outer.hops(unit, self.grid, sums) if self.outer else ():
+            for hop in self.outer.hops(unit, self.grid) if self.outer else ():
                 across = hop.axis.role == "outer"
                 if fragment == (leaves if across else arrives):
                     out["outer" if across else "reduce", hop.axis.link] += hop.sent
@@ -143,18 +134,11 @@ class ExpectedBytes:
     def _groups(
         self, fresh: Mapping[str, nn.Parameter], tied: Mapping[str, str]
     ) -> list[tuple[list[str], bool]]:
-        out: list[tuple[list[str], bool]] = [([name], True) for name in fresh if name in tied]
-        limit, room = self.config.zero.zero_chunk_numel, 0
-        chunks: list[list[str]] = []
-        for name, p in fresh.items():
-            if name in tied:
-                continue
-            if not chunks or p.numel() > room:
-                chunks.append([])
-                room = limit
-            chunks[-1].append(name)
-            room -= p.numel()
-        return out + [(chunk, False) for chunk in chunks]
+        """Return the names of each unit, and whether it is a tied parameter, which has a unit of its own."""
+        others = [name for name in fresh if name not in tied]
+        cut = chunks([fresh[name].numel() for name in others], self.config.zero.zero_chunk_numel)
+        own = [([name], True) for name in fresh if name in tied]
+        return own + [([others[i] for i in chunk], False) for chunk in cut]
 
     def _laid_out(self, decoder: Decoder, params: Mapping[str, nn.Parameter], rank: int) -> LaidOut:
         partial, replicated = decoder.partial_gradients(), decoder.replicated_parameters()

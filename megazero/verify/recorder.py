@@ -246,5 +246,9 @@ def fingerprint(x: Tensor) -> str:
 
     A copy is hashed, because a storage that numpy has seen cannot be resized again.
     """
-    bits = x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-    return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
+    return digest(x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy())
+
+
+def digest(values: np.ndarray) -> str:
+    """Return a hash of the bits of an array: ``fingerprint`` of a tensor of the same bits is equal."""
+    return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()

@@ -20,6 +20,9 @@ from megazero.train.parallelize import MicroBatch, matrix_traits, optimizer_fact
 from megazero.verify.training_run import documents_of, replica_rows, tokens_of
 from megazero.zero.by_matrix import MATRIX
 
+# Smallest norm that counts, as a share of the global norm. A key bias without rotary positions shifts all scores of a
+# query alike: its gradient is noise of 1e-10 to 1e-9 of the global norm in fp32, on one rank as on many.
+FLOOR, FLOOR_OF_NOISE = 1e-6, 1e-2
 Tensors = dict[str, np.ndarray]  # whole parameters of one rank's shapes, by name, fp64
 
 
@@ -140,8 +143,7 @@ class OuterReference:
     def meet(self, step: int, replicas: Sequence[Tensors], anchor: Tensors | None = None) -> Tensors:
         """Let what is due leave and arrive at the end of a step of replicas with these weights.
 
-        Returns the new anchor, fp64, of the parameters that arrive. anchor: the old one, by default that of the last
-        call.
+        Returns the new anchor, fp64, of the parameters that arrive. anchor: the old one, by default the last call's.
         """
         self._begin(anchor)
         fragment = leaving(self.outer, step)
@@ -193,7 +195,7 @@ def arriving(outer: OuterConfig, step: int) -> int | None:
 
 
 def fragment_of(name: str, config: RunConfig) -> int:
-    """Return the fragment of a parameter of the whole model: that of its module."""
+    """Return the fragment of a parameter of the whole model, which is its module's."""
     outer, modules = config.outer, config.model.num_layers + 2
     first, second, *_ = name.split(".")
     module = {"embedding": 0, "head": modules - 1}[first] if first != "layers" else 1 + int(second)
@@ -203,7 +205,7 @@ def fragment_of(name: str, config: RunConfig) -> int:
 
 
 def mixed(weights: Tensors, arrived: Tensors, share: float) -> Tensors:
-    """Return the weights that a replica goes on with, of which ``share`` is the anchor's where that has arrived."""
+    """Return a replica's next weights: of parameters whose anchor has arrived, ``share`` is the anchor's."""
     return {n: (1 - share) * w + share * arrived[n] if n in arrived else w for n, w in weights.items()}
 
 
@@ -242,8 +244,3 @@ def relative_errors(got: Tensors, want: Tensors, noisy: Sequence[str]) -> dict[s
         / max(float(np.linalg.norm(g)), (FLOOR_OF_NOISE if name in noisy else FLOOR) * total)
         for name, g in want.items()
     }
-
-
-# Smallest norm that counts, as a share of the global norm. A key bias without rotary positions shifts all scores of a
-# query alike: its gradient is noise of 1e-10 to 1e-9 of the global norm in fp32, on one rank as on many.
-FLOOR, FLOOR_OF_NOISE = 1e-6, 1e-2

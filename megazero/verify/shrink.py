@@ -2,8 +2,7 @@
 
 It keeps the family and every choice of the model, the layout, the schedule, uneven stages, the preset or factors,
 lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. It also keeps whether sizes are
-odd, divide, pad or repeat. It replaces the data by made-up tokens and the learning-rate schedule by a constant, and
-turns saving and logging off.
+odd, divide, pad or repeat. Data are made-up tokens and the learning rate is constant. Saving and logging are off.
 """
 
 from __future__ import annotations
@@ -32,6 +31,15 @@ QK_NORM_EPSILON = 1e-2
 CARRIED = ("model", "parallel", "zero", "outer", "precision", "optimizer", "batch", "training")
 # Of outer steps, at most: steps from one meeting of all to the next, if it may be so few; fragments; steps of delay.
 INTERVAL, FRAGMENTS, DELAY = 2, 2, 1
+# A run of made-up tokens on CPUs.
+MADE_UP = {
+    "mock_data": True,
+    "eval_iters": 0,
+    "device": "cpu",
+    "init_method_std": INIT_STD,
+    "lr_decay_style": "constant",
+    "norm_impl": "torch",  # apex runs on CUDA alone
+}
 # Of the data, what the model computes by.
 OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask")
 # Of no meaning in a run of a few steps of made-up tokens.
@@ -92,53 +100,64 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     The run has ``steps`` steps, with outer replicas as many more as take every fragment to arrive twice.
     """
     layout = sub_layout(config, world, most)
-    values = {
+    carried = {
         name: config.get(name) if name not in RESET else option.default
         for name, option in all_options().items()
         if option.section in CARRIED
     }
-    kept = dict(values)
-    values |= {
+    values = {
+        **carried,
+        **MADE_UP,
+        **{name: config.get(name) for name in OF_DOCUMENTS},
         **_parallel(config, layout),
         **_model(config, layout.tp, layout.pp),
         **_batch(config, world, layout),
+        **_outer(config.outer, layout.replicas),
+        **_optimizer(config),
+        **_on_processors(config),
     }
     values |= _zero(config, world, layout, values)
     values["loss_chunk_tokens"] = _loss_chunk(config, values)
-    rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
-    values |= {"lr": rate, "lr_decay_style": "constant"}
-    if OPTIMIZERS[
-        config.optimizer.optimizer
-    ].by_matrix:  # one rank in fp64 is the judge, and has matrices whole
-        values |= {"muon_fp32_matmul_prec": "high", "muon_tp_mode": "distributed"}
-    if config.optimizer.decoupled_lr is not None:
-        values["decoupled_lr"] = rate * config.optimizer.decoupled_lr / config.optimizer.lr
-    values |= {name: config.get(name) for name in OF_DOCUMENTS}
     if layout.replicas > 1:
-        values |= _outer(config.outer, layout.replicas)
         steps = max(steps, 2 * values["outer_interval"] + values["outer_delay"])
-    elif config.outer.outer_interval:  # one replica is a run without
-        values |= {opt.name: opt.default for opt in all_options().values() if opt.section == "outer"}
-    values |= {"train_iters": steps, "eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD}
-    values["mock_data"] = True
-    values["norm_impl"] = "torch"  # apex runs on CUDA alone
+    values["train_iters"] = steps
+    if config.quantized_gradients_end is not None:
+        values["zero_quantized_gradients_until"] = (steps // 2) / steps
+    run = make_config(values, layout.world)
+    changes = {
+        name: (config.get(name), run.get(name)) for name in carried if config.get(name) != run.get(name)
+    }
+    return Shrunk(run, layout, changes, (*layout.notes, *_notes(config, world)))
+
+
+def _optimizer(config: RunConfig) -> dict[str, Any]:
+    """Choose rates for small sizes. One rank in fp64 is the judge, and it has matrices whole."""
+    optimizer, spec = config.optimizer, OPTIMIZERS[config.optimizer.optimizer]
+    values: dict[str, Any] = {"lr": spec.small_rate}
+    if optimizer.decoupled_lr is not None:
+        values["decoupled_lr"] = spec.small_rate * optimizer.decoupled_lr / optimizer.lr
+    if spec.by_matrix:
+        values |= {"muon_fp32_matmul_prec": "high", "muon_tp_mode": "distributed"}
+    return values
+
+
+def _on_processors(config: RunConfig) -> dict[str, Any]:
+    """Choose what runs on CPUs, in place of what runs on CUDA alone."""
+    values: dict[str, Any] = {}
     if config.training.optimizer_impl == "apex":
         values["optimizer_impl"] = "auto"
     if config.training.attention_backend != "math":
         values["attention_backend"] = "auto"
-    if config.model.qk_norm != "none":
-        values["norm_epsilon"] = QK_NORM_EPSILON
     if config.precision.params_dtype == "fp16" and not config.precision.loss_scale:
         values["loss_scale"] = LOSS_SCALE
-    if config.quantized_gradients_end is not None:
-        values["zero_quantized_gradients_until"] = (steps // 2) / steps
-    run = make_config(values, layout.world)
-    changes = {name: (config.get(name), run.get(name)) for name in kept if config.get(name) != run.get(name)}
-    return Shrunk(run, layout, changes, (*layout.notes, *_notes(config, world)))
+    return values
 
 
 def _outer(outer: OuterConfig, replicas: int) -> dict[str, Any]:
-    """Keep whether there are fragments and a delay, with no more steps than these take."""
+    """Keep whether there are fragments and a delay, with no more steps than these take. One replica is a run without
+    outer steps."""
+    if replicas == 1:
+        return {opt.name: opt.default for opt in all_options().values() if opt.section == "outer"}
     count, delay = min(outer.outer_fragments, FRAGMENTS), min(outer.outer_delay, DELAY)
     return {
         "outer_interval": min(outer.outer_interval, max(INTERVAL, count * (delay + 1))),
@@ -218,6 +237,7 @@ def _model(config: RunConfig, tp: int, pp: int) -> dict[str, Any]:
         **_rotary(m, width, length),
         **_vocabulary(config, tp),
         **_kinds(m, sum(stage_layers(config, pp))),
+        **({"norm_epsilon": QK_NORM_EPSILON} if m.qk_norm != "none" else {}),
         **({"sliding_window": length // 2} if m.sliding_window and m.sliding_window < m.seq_length else {}),
     }
 

@@ -148,7 +148,7 @@ def test_bytes_of_a_meeting(bits: int, width: float) -> None:
     form = OuterFormat.of(outer, 4, sums=4)
     assert form is not None and OuterFormat.of(outer, 1, sums=4) is None
     n, d = 1 << 16, 2
-    assert form.sent([UnitShape(n, 0, False)], d, sums=4) == 2 * 3 / 4 * width * n / d
+    assert form.sent([UnitShape(n, 0, False)], d) == 2 * 3 / 4 * width * n / d
 
 
 def test_modules_are_dealt_to_fragments() -> None:

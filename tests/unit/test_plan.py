@@ -59,6 +59,21 @@ def layout(values: dict[str, object], on: Cluster) -> Layout:
     return Layout(BaseLayout(config, world, on, Collectives(on)), config.zero)
 
 
+def test_tied_ends_send_gradients_as_they_are_coded() -> None:
+    """The first and the last stage are on different nodes, whose links are slow."""
+    on, update = cluster(4, 4, gbits=0.01), {}
+    tied = {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}
+    for coded in (False, True):
+        plan = layout({**tied, "zero_preset": "zero1", "zero_quantized_gradients": coded}, on)
+        (unit,) = (unit for unit in plan.units(0).shapes if unit.tied)
+        update[coded] = simulate(plan).bill["update"]
+    saved = (
+        unit.elements / plan.shards.os * (4 - 0.5 - 2 / 64)
+    )  # INT4 with a scale of two bytes in 64 elements
+    rate = 0.01e9 / 8 * on.inter_node.efficiency / on.ranks_per_node
+    assert update[False] - update[True] == pytest.approx(saved / rate, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("values", "nodes"),
     [
@@ -316,12 +331,12 @@ def test_given_sharding_stays(given: dict[str, object]) -> None:
 def test_measured_collectives_stand_above_links() -> None:
     rows = [MeasuredCollective("gather", 2, 2, size, time) for size, time in ((1000, 1.0), (3000, 2.0))]
     known = Collectives(replace(cluster(), collectives=tuple(rows)))
-    assert known.seconds("gather", 2, 2, 2000) == pytest.approx(1.5)
-    assert known.seconds("gather", 2, 2, 10) == 1.0
-    assert known.seconds("gather", 2, 2, 6000) == pytest.approx(4.0)
-    wider = known.seconds("gather", 4, 4, 3000) / known.seconds("gather", 2, 2, 3000)
+    assert known.cost("gather", 2, 2, 2000).seconds == pytest.approx(1.5)
+    assert known.cost("gather", 2, 2, 10).seconds == 1.0
+    assert known.cost("gather", 2, 2, 6000).seconds == pytest.approx(4.0)
+    wider = known.cost("gather", 4, 4, 3000).seconds / known.cost("gather", 2, 2, 3000).seconds
     assert wider == pytest.approx(known.by_links(4, 4, 3000) / known.by_links(2, 2, 3000))
-    assert known.seconds("sum", 2, 2, 2000) == known.by_links(2, 2, 2000)
+    assert known.cost("sum", 2, 2, 2000).seconds == known.by_links(2, 2, 2000)
 
 
 def test_latency_leaves_the_link_to_the_other_lane() -> None:

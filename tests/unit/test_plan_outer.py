@@ -68,7 +68,7 @@ def test_sums_go_back_to_copies_inside_a_replica() -> None:
     ddp = layout({**STEPS, "zero_preset": "ddp"}, cluster(2, 4))
     assert ddp.states.outer is not None
     unit = UnitShape(1 << 12, 0, False)
-    there, back, *inside = ddp.states.outer.hops(unit, ddp.grid, 4)
+    there, back, *inside = ddp.states.outer.hops(unit, ddp.grid)
     assert there.sent == back.sent == unit.elements // 8 * 4 and there.axis.role == "outer"
     assert sum(hop.sent for hop in inside) == 3 * (unit.elements // 4) * 4
 
@@ -84,7 +84,7 @@ def test_fragments_are_what_each_stage_has_of_them() -> None:
     assert runs.states.outer is not None
     by_rank = [runs.units(rank).by_fragment(runs.config.outer) for rank in range(2)]
     assert [[bool(units) for units in each] for each in by_rank] == [[True, False], [False, True]]
-    whole = [runs.states.outer.sent(runs.units(rank).shapes, runs.base.d, 4) for rank in range(2)]
+    whole = [runs.states.outer.sent(runs.units(rank).shapes, runs.base.d) for rank in range(2)]
     assert runs.bytes_of_meetings == (max(whole) / 10, max(whole))
     assert turns.bytes_of_meetings[0] == runs.bytes_of_meetings[0]
     assert turns.bytes_of_meetings[1] < 0.7 * max(whole), "the largest fragment of a stage"

@@ -75,7 +75,10 @@ def records(config: RunConfig = CONFIG, fault: str = "") -> list[RankRecord]:
             own = [{**each, n: (1 - part) * each[n] + part * anchor[n]} for each in own]
         for replica, record in enumerate(found):
             after = {n: w + 1e-3 * (fault == "apart" and replica) for n, w in anchor.items()}
-            seen = OuterRecord(*map(slices, (updated[replica], before, after, own[replica])))
+            gone_on = dict(own[replica])
+            if fault == "nan" and (step, replica) == (STEPS - 1, 1):
+                gone_on["head.weight"] = np.full_like(gone_on["head.weight"], np.nan)
+            seen = OuterRecord(*map(slices, (updated[replica], before, after, gone_on)))
             record.steps.append(StepRecord(outer=seen))
     return found
 
@@ -91,6 +94,7 @@ def failed(found: list[Check]) -> set[str]:
         (CONFIG, "late", {"meetings", "outer steps"}),
         (CONFIG, "sum", {"outer steps"}),
         (CONFIG, "apart", {"anchors"}),
+        (CONFIG, "nan", {"weights after outer steps"}),
         (STREAMED, "", set()),
         (STREAMED, "late", {"meetings", "outer steps"}),
         (STREAMED, "arrival", {"outer steps"}),

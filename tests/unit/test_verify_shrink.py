@@ -278,9 +278,9 @@ def test_shipped_configurations_shrink() -> None:
 
 
 def test_messages() -> None:
-    assert communication.message(None, 64, 8, 2, 4) == 144
+    assert communication.message(UnitShape(128, 16, True), 2, None, 2, 4) == 144
     # 64 digits of 4 bits and 8 scales of 2 bytes are 48 bytes; 3 exact elements of 4 bytes fill 16
-    assert communication.message(Coding(4, 8), 64, 3, 2, 4) == 48 + 16
+    assert communication.message(UnitShape(128, 6, True), 2, Coding(4, 8), 2, 4) == 48 + 16
 
 
 def test_what_stays_gathered_is_not_gathered_again() -> None:
