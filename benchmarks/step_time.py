@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from benchmarks import step_time_against as against
-from benchmarks.contestants import AdamW, Shape, Step, bytes_in_step, decoder, ours, torch_step
-from benchmarks.peers import ddp, fsdp2
+from benchmarks.links.contestants import ddp, fsdp2
+from benchmarks.steps import AdamW, Shape, Step, bytes_in_step, decoder, ours, torch_step
 from megazero.config import resolve_shards
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -1,7 +1,7 @@
-"""step_time.py --against REF: this working tree's steps beside another commit's, in turn, within the same minutes.
+"""step_time.py --against REF: this working tree's steps and another commit's take turns within the same minutes.
 
-Each tree trains with its own pretrain_gpt.py on ranks of its own (tree_ranks.py), which pause after a turn's last
-update, so that those of one tree sleep while the other's step. A step is all that the trainer does in it.
+Each tree trains with its own pretrain_gpt.py on its own ranks (tree_ranks.py). Ranks pause after a turn's last
+update, so that one tree's sleep while the other's step. A step is everything that the trainer does in it.
 """
 
 from __future__ import annotations

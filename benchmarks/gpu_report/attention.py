@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.document_mask import documents_of
+from benchmarks.features.document_mask import documents_of
 from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, elapsed, free, peak_bytes
-from benchmarks.harness import ratios, take_turns
+from benchmarks.gpu_report.setting import Setting, elapsed, free
+from benchmarks.harness import peak_bytes, ratios, take_turns
 from megazero.config.model.attention import TORCH, able
 from megazero.models.attention import (
     AttentionTables,

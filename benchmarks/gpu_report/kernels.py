@@ -48,7 +48,8 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
-    """As the engine uses them: rows of n elements; masters and sums are fp32, gradients and parameters bf16."""
+    """Yield the operations as the engine uses them: rows of n elements, fp32 masters and sums, bf16 gradients and
+    parameters."""
     if bits in EXACT:
         x, out = torch.randn(ROWS, n, device=device).to(EXACT[bits]), torch.zeros(n, device=device)
         own, moved = x[0], x.nbytes + 2 * out.nbytes

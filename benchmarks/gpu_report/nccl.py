@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contestants import Shape, ours
 from benchmarks.gpu_report.record import Record, one_line
-from benchmarks.gpu_report.setting import Setting, elapsed, step_seconds
-from benchmarks.peers import DELTA, policy_of
+from benchmarks.gpu_report.setting import Setting, elapsed
+from benchmarks.harness import step_seconds
+from benchmarks.links.contestants import DELTA, policy_of
+from benchmarks.steps import Shape, ours
 from megazero.mesh.launch import prepare_cuda
 from megazero.mesh.mesh import all_gather_flat
 
@@ -50,7 +51,7 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def together(world: int, environment: dict[str, str], setting: Setting) -> Rows:
-    """What rank 0 found. RuntimeError with what the first rank that failed said."""
+    """Return what rank 0 found. Raises RuntimeError with the error of the first rank that failed."""
     context = mp.get_context("spawn")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +79,7 @@ def together(world: int, environment: dict[str, str], setting: Setting) -> Rows:
 
 
 def _collect(queue: Any, world: int, seconds: float) -> dict[int, Rows | str]:
-    """By rank what it found, or the text of its failure; without those that did not answer in time."""
+    """Return by rank what it found, or the text of its error. Ranks that did not answer in time are left out."""
     answers: dict[int, Rows | str] = {}
     end = time.monotonic() + seconds
     while len(answers) < world and (left := end - time.monotonic()) > 0:

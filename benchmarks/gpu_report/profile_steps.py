@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.allocations import stepping
 from benchmarks.gpu_report.record import Record
-from benchmarks.gpu_report.setting import Setting, wait
+from benchmarks.gpu_report.setting import Setting
+from benchmarks.harness import wait
 from megazero.train.profiling import label
 
 STEPS, MOST = 3, 15

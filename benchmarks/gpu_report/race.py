@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, step_seconds
-from benchmarks.harness import ratios, spread, take_turns
+from benchmarks.gpu_report.setting import Setting
+from benchmarks.harness import ratios, spread, step_seconds, take_turns
 
 LEAST = 0.98  # of the racing engine's throughput
 
