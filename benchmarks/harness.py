@@ -45,9 +45,11 @@ T = TypeVar("T")
 def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Make an option for each default, of the default's type. A list takes several words, a bool none. A type in
     place of a default is a required option. A pair is a default and its help."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     for name, given in defaults.items():
-        default, text = given if isinstance(given, tuple) else (given, None)
+        default, text = given if isinstance(given, tuple) else (given, "")
         flag = "--" + name.replace("_", "-")
         if isinstance(default, bool):
             made.add_argument(flag, action="store_true", help=text)
@@ -55,13 +57,14 @@ def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         several, required = isinstance(default, list), isinstance(default, type)
         kind = default if required else type(default[0] if several else default)
         kind = Path if issubclass(kind, Path) else kind
+        shown = " ".join(map(str, default)) if several else default
         made.add_argument(
             flag,
             type=kind,
             default=None if required else default,
             nargs="+" if several else None,
             required=required,
-            help=text,
+            help=text if required else f"{text} (default: {shown})".lstrip(),
         )
     return made
 

@@ -149,22 +149,28 @@ def ours(
     return step, engine
 
 
-def pipelined(config: RunConfig, mesh: Mesh, tokens: torch.Tensor, micro_batches: int) -> Step:
-    """Return a step of this rank's stages on its tokens [all samples, sequence], which are the labels, too. The step
-    returns the summed loss, or 0 on ranks without the last stage."""
+def pipelined(
+    config: RunConfig,
+    mesh: Mesh,
+    tokens: torch.Tensor,
+    micro_batches: int,
+    policy: zero.Policy | None = None,
+) -> tuple[Step, zero.Engine]:
+    """Return a step of this rank's stages on its tokens [all samples, sequence], which are the labels, too; and the
+    engine. The step returns the summed loss, or 0 on ranks without the last stage."""
     decoder = build_decoder(config, mesh)
-    engine = shard_decoder(decoder, config, mesh)
+    engine = shard_decoder(decoder, config, mesh, policy=policy)
     pipeline = build_pipeline(decoder, engine, config, mesh)
-    data = [MicroBatch(t, t, torch.ones(t.shape)) for t in tokens.chunk(micro_batches)]
+    data = [MicroBatch(t, t, torch.ones(t.shape, device=t.device)) for t in tokens.chunk(micro_batches)]
     program, total = pipeline.program(micro_batches), tokens.numel() * mesh.dp_size
 
     def step() -> torch.Tensor:
         engine.begin_step(micro_batches, total, program)
         loss = pipeline.step(data)
-        engine.step()
+        engine.step(loss.reshape(1))
         return loss
 
-    return step
+    return step, engine
 
 
 class AdamW:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import steps
 from benchmarks.steps import ADAMW, CLIP, AdamW, llama, options_of
 from megazero import zero
 from megazero.config import World, make_config
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, ModelConfig
 from megazero.models.compilation import compile_layers
-from megazero.train import parallelize
 
 Step = Callable[[], Any]
 
@@ -109,17 +109,7 @@ def pipelined(size: Size, device: torch.device, mesh: Mesh, policy: zero.Policy)
     values |= {"pipeline_model_parallel_size": mesh.pp.size}
     values |= {"train_iters": 10, "mock_data": True, "params_dtype": "bf16"}
     config = make_config(values, World(mesh.world_size, mesh.grid.ranks_per_node))
-    model = parallelize.build_decoder(config, mesh)
-    engine = parallelize.shard_decoder(model, config, mesh, policy=policy)
-    pipeline = parallelize.build_pipeline(model, engine, config, mesh)
-    tokens = batch(size, device)
-    data = [parallelize.MicroBatch(tokens, tokens, torch.ones(tokens.shape, device=device))] * 2
-
-    def step() -> None:
-        engine.begin_step(2, 2.0 * size.tokens * mesh.dp_size, pipeline.program(2))
-        engine.step(pipeline.step(data).reshape(1))
-
-    return step, engine
+    return steps.pipelined(config, mesh, batch(size, device).repeat(2, 1), 2, policy)
 
 
 def decoder(

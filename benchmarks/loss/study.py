@@ -257,48 +257,34 @@ OF_STUDIES = ("--ladder", "--outer", "--work", "--out", "--minutes", "--plan", "
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = harness.parser(
+        __doc__,
+        work=(Path("runs/loss"), "data and finished runs"),
+        out=(Path("docs"), "folder of loss.md and loss.png"),
+        seeds=([1, 2], "of data order and initial weights"),
+        runs=(4, "of each variant, over all seeds"),
+        baseline_runs=(10, "of zero3, over all seeds"),
+        until_decided=(False, "add runs until each target is met or missed"),
+        most_runs=(16, "of a variant with --until-decided"),
+        minutes=(
+            math.inf,
+            "begin no run after this time, and leave one under way at the next point of its curve",
+        ),
+        plan=(False, "of --ladder and --outer: print what is to run and its hours, and end"),
+        codecs=(False, "the loss of one master under each weight codec, too"),
+        report=(False, "run nothing, write loss.md and loss.png of what is there"),
     )
     add = parser.add_argument
-    add("--work", type=Path, default=Path("runs/loss"), help="data and finished runs (default: %(default)s)")
-    add(
-        "--out", type=Path, default=Path("docs"), help="folder of loss.md and loss.png (default: %(default)s)"
-    )
     add("--variants", nargs="+", choices=VARIANTS, default=list(DEFAULT), metavar="NAME",
         help=f"zero3 always takes part; known: {', '.join(VARIANTS)} (default: {', '.join(DEFAULT)})")  # fmt: skip
-    add("--seeds", type=int, nargs="+", default=[1, 2], help="of data order and initial weights")
-    add("--runs", type=int, default=4, help="of each variant, over all seeds (default: %(default)s)")
-    add("--baseline-runs", type=int, default=10, help="of zero3, over all seeds (default: %(default)s)")
-    add("--until-decided", action="store_true", help="add runs until each target is met or missed")
-    add("--most-runs", type=int, default=16, help="of a variant with --until-decided (default: %(default)s)")
-    add("--minutes", type=float, default=math.inf,
-        help="begin no run after this time, and leave one under way at the next point of its curve")  # fmt: skip
     add("--ladder", nargs="*", choices=RUNGS, metavar="RUNG",
         help=f"the study over sizes, some rungs of it (default: {', '.join(r.name for r in LADDER)}; "
              f"more: {', '.join(repr(name) for name in RUNGS if RUNGS[name] not in LADDER)})")  # fmt: skip
     add("--outer", type=int, nargs="?", const=outer.STEPS, metavar="STEPS",
         help="the study of outer steps, its runs of so many steps (default: %(const)s)")  # fmt: skip
-    add(
-        "--plan",
-        action="store_true",
-        help="of --ladder and --outer: print what is to run and its hours, and end",
-    )
-    add(
-        "--tune",
-        type=float,
-        nargs="+",
-        default=[],
-        metavar="PEAK",
-        help="first one zero3 run at each of these rates",
-    )
-    add("--codecs", action="store_true", help="the loss of one master under each weight codec, too")
-    add(
-        "--wall-time",
-        metavar="RATE",
-        help="seconds per step at a link's rate, such as 200mbit (see tests/netlab)",
-    )
-    add("--report", action="store_true", help="run nothing, write loss.md and loss.png of what is there")
+    add("--tune", type=float, nargs="+", default=[], metavar="PEAK",
+        help="first one zero3 run at each of these rates")  # fmt: skip
+    add("--wall-time", metavar="RATE", help="seconds per step at a link's rate, such as 200mbit")
     group = parser.add_argument_group("settings that all runs share")
     for each in fields(Settings):
         name = "--lr" if each.name == "peak" else f"--{each.name.replace('_', '-')}"

@@ -101,7 +101,7 @@ def tokens_of(shape: Shape, dp_rank: int) -> Tensor:
 def ours(who: str, order: str, shape: Shape, per_node: int) -> Step:
     config = config_of(shape, who, order, per_node)
     mesh = make_mesh(config, World(dist.get_world_size(), per_node), CPU)
-    return pipelined(config, mesh, tokens_of(shape, mesh.dp_rank), shape.micro_batches)
+    return pipelined(config, mesh, tokens_of(shape, mesh.dp_rank), shape.micro_batches)[0]
 
 
 class PeerStage(nn.Module):

@@ -181,7 +181,7 @@ def measure_layout(config: RunConfig, world: World, rounds: int, most: int) -> d
     generator = torch.Generator().manual_seed(mesh.dp_rank)
     shape = (count * size, config.model.seq_length)
     tokens = torch.randint(0, config.model.vocab_size or 0, shape, generator=generator)
-    step = pipelined(config, mesh, tokens, count)
+    step, _ = pipelined(config, mesh, tokens, count)
     taken: list[dict[str, float]] = []
     turn = 0
     while turn < WARM + most and sum(one["foreign"] < QUIET for one in taken) < rounds:
