@@ -32,7 +32,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -42,6 +41,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.faults import storage_faults
+from benchmarks.faults.trials import Row, run_trials
 from megazero.checkpoint import saving, store
 from megazero.checkpoint.directory import complete
 from megazero.log.metrics import read_metrics
@@ -303,9 +303,7 @@ def trial(
     return {**said, "folder": str(folder) if wrong else None, "seconds": time.monotonic() - began}
 
 
-def asked_for(
-    rows: Sequence[Mapping[str, Any]], seed: int, layouts: Sequence[str], faults: bool
-) -> list[Mapping[str, Any]]:
+def asked_for(rows: Sequence[Row], seed: int, layouts: Sequence[str], faults: bool) -> list[Row]:
     """Return the rows of one command line's trials: with faults the same number is another trial."""
     return [
         row for row in rows if (row["seed"], row.get("faults")) == (seed, faults) and row["layout"] in layouts
@@ -347,28 +345,13 @@ def main() -> int:
     multiprocessing.forkserver.ensure_running()
     store, layouts = harness.Store(options.out), tuple(OUTER if options.outer else PLAIN)
     store.claim()
-    rows = asked_for(store.records(), options.seed, layouts, options.faults)
-    done = {row["trial"] for row in rows}
     references, began = options.out.with_suffix(".references"), time.monotonic()
     for layout in layouts:
         reference_of(layout, references)
-    missing, lock = iter(sorted(set(range(options.trials)) - done)), threading.Lock()
-
-    def work() -> None:
-        while time.monotonic() - began < options.seconds:
-            with lock:
-                number = next(missing, None)
-            if number is None:
-                return
-            row = trial(number, options.seed, references, layouts=layouts, faults=options.faults)
-            with lock:
-                rows.append(row)
-                store.append(row)
-            print(f"trial {number}: {row['problems'] or 'right'} in {row['seconds']:.0f} s", flush=True)
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for each in [pool.submit(work) for _ in range(options.jobs)]:
-            each.result()
+    done = asked_for(store.records(), options.seed, layouts, options.faults)
+    own = partial(trial, seed=options.seed, references=references, layouts=layouts, faults=options.faults)
+    left = options.seconds - (time.monotonic() - began)
+    rows = run_trials(own, options.trials, store, done, left, options.jobs)
     print(summary(rows))
     return int(any(row["problems"] for row in rows))
 

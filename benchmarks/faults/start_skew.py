@@ -25,11 +25,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.faults.trials import run_trials
 from megazero.log.exit_status import END_FOLDER, STATUS_FILE, ExitStatus
 from megazero.mesh.launch import rank_variables
 from tests.dist.runs import free_port, write_data
@@ -200,17 +202,12 @@ def main() -> int:
         seconds=(1e9, "begin no trial after these"),
     ).parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    store, began = harness.Store(options.out), time.monotonic()
+    store = harness.Store(options.out)
     store.claim()
-    rows = store.records()
-    done = {row["trial"] for row in rows if row["seed"] == options.seed}
-    for number in sorted(set(range(options.trials)) - done):
-        if time.monotonic() - began > options.seconds:
-            break
-        rows.append(trial(number, options.seed, options.scale))
-        store.append(rows[-1])
-        print(f"trial {number}: {rows[-1]['problems'] or 'right'} in {rows[-1]['seconds']:.1f} s", flush=True)
-    print(summary([row for row in rows if row["seed"] == options.seed]))
+    done = [row for row in store.records() if row["seed"] == options.seed]
+    own = partial(trial, seed=options.seed, scale=options.scale)
+    rows = run_trials(own, options.trials, store, done, options.seconds)
+    print(summary(rows))
     return int(any(row["problems"] for row in rows))
 
 

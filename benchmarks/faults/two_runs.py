@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -175,6 +176,7 @@ def main() -> int:
             Path(folder), name, job, int(restarts), float(faster), int(lines), float(offset), float(rate)
         )
     from benchmarks import harness  # brings torch, which the runs do without
+    from benchmarks.faults.trials import run_trials
 
     options = harness.parser(
         __doc__,
@@ -185,15 +187,9 @@ def main() -> int:
     ).parse_args()
     store = harness.Store(options.out)
     store.claim()
-    rows = store.records()
-    done = {row["trial"] for row in rows if row["seed"] == options.seed}
-    for number in sorted(set(range(options.trials)) - done):
-        rows.append(trial(number, options.seed, options.faster))
-        store.append(rows[-1])
-        print(
-            f"trial {number}: {rows[-1]['what']}, {rows[-1]['ends']}: {rows[-1]['problems'] or 'right'}",
-            flush=True,
-        )
+    done = [row for row in store.records() if row["seed"] == options.seed]
+    own = partial(trial, seed=options.seed, faster=options.faster)
+    rows = run_trials(own, options.trials, store, done)
     ends = sum((Counter(row["ends"]) for row in rows), Counter[str]())
     bad = [row["trial"] for row in rows if row["problems"]]
     print(
