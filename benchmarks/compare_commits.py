@@ -54,8 +54,8 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 @dataclass(frozen=True)
 class Case:
-    """ranks: gloo processes. flags: over COMMON. resume: the other commit's checkpoint of the middle is resumed,
-    too. The flags must be known to both commits.
+    """ranks: gloo processes. flags: added to COMMON; both commits must know them. resume: also continue the other
+    commit's checkpoint from half way.
     """
 
     ranks: int
@@ -63,7 +63,7 @@ class Case:
     resume: bool = False
 
     def words(self, folder: str) -> list[str]:
-        """The command line of the whole run, its checkpoints and metrics in ``folder``."""
+        """Return the whole run's command line, with checkpoints and metrics in ``folder``."""
         words = f"{COMMON} {self.flags}" + (f" --save-interval {MIDDLE}" if self.resume else "")
         return [*words.split(), "--save", folder, "--log-dir", folder]
 
@@ -117,7 +117,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Row:
-    """A comparison. failed: what a run said that did not end well. sha256: of both results' tensors, by name."""
+    """A comparison. failed: what a run printed that failed. sha256: of both results' tensors, by name."""
 
     case: str
     iterations: int
@@ -144,7 +144,7 @@ def read_result(folder: Path, after: int = 0) -> dict[str, Tensor]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """uint8 [elements, bytes of one]."""
+    """Return uint8 [elements, bytes of one]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), -1)
 
 

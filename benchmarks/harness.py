@@ -299,12 +299,12 @@ def installed(name: str) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Median (least to most)."""
+    """Return the median (least to most)."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """Return the ratios round by round."""
     return [a / b for a, b in zip(own, other, strict=True)]
 
 
@@ -331,7 +331,7 @@ def turn_rows(turns: Mapping[str, Sequence[tuple[float, int]]]) -> list[list[str
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
+    """Return a markdown table."""
     head, *lines = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
     return "\n".join([head, "|" + "---|" * len(header), *lines])
 

@@ -205,7 +205,7 @@ def torch_step(
     device: torch.device,
     quiet: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
 ) -> Step:
-    """quiet: what surrounds a micro-batch, given whether it is the last."""
+    """Return a step of plain torch. quiet: surrounds a micro-batch, given whether it is the last."""
     data = batches(shape, device)
 
     def step() -> torch.Tensor:

@@ -154,7 +154,7 @@ def spoil(rank: int, kill: Kill, folder: str, seed: str) -> None:
 
 
 class Started:
-    """A rank of a program that Python starts anew, with the methods of a multiprocessing.Process."""
+    """A rank in a Python of its own, with the methods of a multiprocessing.Process."""
 
     def __init__(self, rank: int, world: int, port: int, values: Mapping[str, Any], log: Path) -> None:
         launcher = rank_variables(rank, world, port) | {"OMP_NUM_THREADS": "1"}

@@ -66,7 +66,7 @@ def compiled(folder: Path) -> Path:
 
 
 def preload() -> None:
-    """Begin this program anew with the library, which all processes that it starts then have."""
+    """Start this program again with the library, which all its processes then have."""
     if "storage_faults" not in os.environ.get("LD_PRELOAD", ""):
         library = compiled(Path(tempfile.mkdtemp(prefix="faults-")))
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "LD_PRELOAD": f"{library}"})
@@ -149,7 +149,7 @@ def saves(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def plan_of(counted: Path, few: int) -> list[tuple[int, int]]:
-    """Which call of which rank fails in each save, from a run that only counted them."""
+    """Return which call of which rank fails in each save, from a run that only counted them."""
     plan = list[tuple[int, int]]()
     for rank in (0, 1):
         count = max(each["calls"] for each in saves(counted, rank))
@@ -180,7 +180,7 @@ def problems(folder: Path, reference: Path) -> Iterator[str]:
 def row(
     name: str, behind: bool, at: int | None, counted: Path, reference: Path, folder: Path, few: int
 ) -> dict[str, Any]:
-    """One run with faults of a kind, and its resume if they were for good."""
+    """Run with faults of a kind, resume if they were for good, and judge both."""
     began, kind = time.monotonic(), KINDS[name]
     here, asked = folder / f"{name.replace(' ', '-')}-{behind}-{at}", at
     plan = plan_of(counted, few or FEW * (kind in (HANG, PARTIAL)))

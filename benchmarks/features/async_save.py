@@ -131,7 +131,7 @@ class Dcp:
         )
 
     def under_way(self) -> bool:
-        """Tell whether any rank still writes. At the end the checkpoint is removed, which is not timed."""
+        """Return whether any rank still writes. At the end remove the checkpoint, untimed."""
         done = torch.tensor(int(self.future.done()))
         dist.all_reduce(done, dist.ReduceOp.MIN)
         if not done:
@@ -161,7 +161,7 @@ def one_round(trainer: Trainer, batches: Any, others: Sequence[Dcp]) -> dict[str
 
 
 def measure(folder: str, preset: str, rounds: int, with_dcp: bool) -> tuple[list[Any], int]:
-    """On every rank: the rounds, and the bytes of a checkpoint."""
+    """Measure on every rank; return the rounds, and the bytes of a checkpoint."""
     world = dist.get_world_size()
     launch = Launch(dist.get_rank(), world, local_world_size=world)
     folders = {"save": f"{folder}/save", "log_dir": f"{folder}/logs"}

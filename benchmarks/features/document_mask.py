@@ -33,7 +33,7 @@ SIZES = {
 
 
 def documents_of(length: int, batch: int, document: int, device: torch.device) -> Documents:
-    """Both flags' fields of made-up documents of ``document`` tokens on average."""
+    """Return made-up documents of ``document`` tokens on average, with both flags' fields."""
     generator, starts = torch.Generator().manual_seed(0), torch.zeros(batch, length, dtype=torch.int64)
     for row in starts:
         end = 0
@@ -45,12 +45,12 @@ def documents_of(length: int, batch: int, document: int, device: torch.device) -
 
 
 def step(decoder: Decoder, tokens: torch.Tensor, documents: Documents | None) -> None:
-    """A forward and a backward. Tables of documents are made anew, as for every micro-batch."""
+    """Run a forward and a backward. Tables of documents are made again, as for every micro-batch."""
     decoder(tokens, tokens, documents=documents).sum().backward()
 
 
 def most_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that a step holds above those before it."""
+    """Return the most bytes that a step holds above those before it."""
     if device.type == "cuda":
         return harness.peak_bytes(run)
     with torch.profiler.profile(profile_memory=True) as profile:

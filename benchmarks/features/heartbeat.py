@@ -99,7 +99,7 @@ def count(rank: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of the watchdog's threads and the link meter so far."""
+    """Return the CPU seconds of the watchdog's threads and the link meter so far."""
     ours = [each for each in threading.enumerate() if each.name == "link meter" or "watch" in each.name]
     assert len(ours) == 3, ours
     return sum(

@@ -69,7 +69,7 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def cases() -> dict[str, tuple[str, int]]:
-    """name -> (policy of loops.policies(), pipeline stages)."""
+    """Return name -> (policy of loops.policies(), pipeline stages)."""
     return {**{name: (name, 1) for name in loops.policies()}, "PP 2, zeropp": ("zeropp", 2)}
 
 
@@ -96,7 +96,7 @@ def cells(found: Found, waits: Counter[str] | None, steps: int) -> dict[str, Any
 
 
 def by_allocator(step: Step, steps: int) -> Found:
-    """CUDA: from the history of torch's caching allocator."""
+    """Read the allocations on CUDA from the history of torch's caching allocator."""
     torch.cuda.synchronize()
     history = torch.cuda.memory._record_memory_history
     history(enabled="all", context="alloc", stacks="python", max_entries=1_000_000)
@@ -115,7 +115,7 @@ def by_allocator(step: Step, steps: int) -> Found:
 
 
 def by_profiler(step: Step, steps: int) -> Found:
-    """CPU: every call of torch's allocator."""
+    """Read the allocations on a CPU from torch's profiler: every call of its allocator."""
     found = Tally()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as profiler:
         for _ in range(steps):
@@ -129,7 +129,7 @@ def by_profiler(step: Step, steps: int) -> Found:
 def _add_allocations(
     event: Any, frames: list[tuple[str, int, str]], call: dict[int, int] | None, found: Tally
 ) -> None:
-    """Add those of an event and of what it called.
+    """Add the allocations of an event and of what it called.
 
     frames: the Python frames around it, innermost first. call: small allocations, by address, of the call of torch
     that the event is a part of.

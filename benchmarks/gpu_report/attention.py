@@ -76,7 +76,7 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def masking_of(words: frozenset[str], length: int, heads: int, width: int, device: torch.device) -> Masking:
-    """Documents of 1/8 of the sample on average; windows of 1/8."""
+    """Return the masking. Documents are 1/8 of the sample on average, windows 1/8."""
     return Masking(
         width**-0.5,
         50.0 if "capped scores" in words else 0.0,
@@ -87,7 +87,7 @@ def masking_of(words: frozenset[str], length: int, heads: int, width: int, devic
 
 
 def gradients(tables: AttentionTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Output and gradients of q, k and v."""
+    """Return the output, and the gradients of q, k and v."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs, tables)
     return (out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out)))

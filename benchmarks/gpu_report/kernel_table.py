@@ -104,7 +104,7 @@ def spills(found: list[dict[str, Any]]) -> str:
 
 
 def kernels() -> Iterator[tuple[str, int, str, Callable[[], object]]]:
-    """Name, bits, rounding, launch: those that the report on a GPU measures, and one more."""
+    """Yield name, bits, rounding and launch of those that the report on a GPU measures, and of one more."""
     import torch
 
     for bits in BITS:
@@ -116,7 +116,7 @@ def kernels() -> Iterator[tuple[str, int, str, Callable[[], object]]]:
 
 
 def accesses(sass: str) -> dict[str, Counter[int]]:
-    """LDG and STG (loads and stores of global memory) -> width in bits -> how many stand in the machine code."""
+    """Count the machine code's LDG and STG (loads and stores of global memory) by width in bits."""
     found: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
     for kind, rest in re.findall(r"\b(LDG|STG)\.([\w.]+)", sass):
         (width,) = re.findall(r"(?:^|\.)[US]?(8|16|64|128)(?=\.|$)", rest) or ["32"]
@@ -129,7 +129,8 @@ def told(widths: Counter[int]) -> str:
 
 
 def warps(registers: int, shared: int, program: int) -> int:
-    """Warps that a multiprocessor holds, in programs of ``program`` warps. Registers come in 256 for a warp."""
+    """Return how many warps a multiprocessor holds, in programs of ``program`` warps. A warp's registers come in
+    256."""
     of_warp = -(-registers * 32 // 256) * 256
     by_registers = REGISTERS // of_warp // program
     by_shared = SHARED // (shared + RESERVED)

@@ -92,7 +92,7 @@ def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
 
 
 def _updates(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
-    """Updates of ROWS * n elements, of parameters with so many bits."""
+    """Yield updates of ROWS * n elements, of parameters with so many bits."""
     state = torch.zeros(4, ROWS * n, device=device)
     beside = torch.zeros(ROWS * n, dtype=EXACT[bits], device=device)
     moved = state.nbytes + 3 * state[0].nbytes
@@ -113,7 +113,7 @@ def _filled(size: int) -> int:
 
 
 def _copy_rate(moved: int, setting: Setting) -> float:
-    """Bytes read and written per second of a copy that moves ``moved``."""
+    """Return the bytes read and written per second of a copy that moves ``moved``."""
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
     return moved / quickest(lambda: target.copy_(source), setting)

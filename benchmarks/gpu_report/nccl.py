@@ -135,7 +135,7 @@ def _collectives(world: int, setting: Setting) -> Rows:
 
 
 def _engines(world: int, setting: Setting) -> Rows:
-    """The engine as ranks that are nodes of their own; losses are those of the first steps."""
+    """Train with every rank as a node. Losses are the first steps'."""
     shape: Shape = setting.pick(
         Shape(layers=8, hidden=1024, ffn=2752, heads=8, sequence=1024, micro_batch=1, dtype=torch.bfloat16),
         Shape(layers=2, hidden=64, ffn=128, heads=4, vocabulary=256, sequence=16, micro_batch=1),

@@ -51,7 +51,7 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def throughput(race: Any, setting: Setting) -> dict[str, Any]:
-    """Steps with waits and without take turns; nothing sleeps and nothing is compared meanwhile."""
+    """Measure steps with waits and without in turns. Nothing sleeps and nothing is compared meanwhile."""
     import pytest
 
     with pytest.MonkeyPatch.context() as patch:
@@ -87,7 +87,7 @@ def throughput(race: Any, setting: Setting) -> dict[str, Any]:
 
 
 def _restore(cluster: Any) -> None:
-    """The same weights for every step, and all of them refreshed in it."""
+    """Restore the same weights for every step, so that it refreshes all of them."""
     for unit in cluster.engine.units:
         (own,) = unit.layout.pieces(unit.levels.os)
         unit.master.copy_(cluster.truth[unit][own.start : own.start + own.numel])

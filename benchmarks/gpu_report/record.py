@@ -53,6 +53,6 @@ class Record:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """An exception in a table's cell."""
+    """Return an exception as a table's cell."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
     return text if len(text) <= most else text[: most - 3] + "..."

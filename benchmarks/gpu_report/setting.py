@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds that the piece has left."""
         return self.seconds - (time.monotonic() - self.began)
 
     def need(self, seconds: float) -> None:

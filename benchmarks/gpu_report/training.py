@@ -94,7 +94,8 @@ def _plain(size: Size, device: torch.device, recompute: str, compiled: bool = Fa
 
 
 def _fsdp2(size: Size, device: torch.device, recompute: str) -> Step:
-    """Each block compiled whole, then sharded, on this one rank; fp32 parameters, cast to bf16 for the gather."""
+    """Return a step of FSDP2 on this one rank: each block is compiled whole, then sharded; fp32 parameters are cast
+    to bf16 for the gather."""
     model = loops.decoder(size, device, recompute, dtype=torch.float32)
     for name, layer in list(model.layers.items()):
         model.layers[name] = torch.compile(layer, backend=loops.compile_backend(device), fullgraph=True)
@@ -189,7 +190,7 @@ def fitting(size: Size, setting: Setting, record: Record) -> Size:
 
 
 def needed(size: Size) -> float:
-    """Bytes of the largest contestant with full recompute: the plain loop's 20 per parameter (two kinds of
+    """Return the bytes of the largest contestant with full recompute: the plain loop's 20 per parameter (two kinds of
     gradients), one layer's activations, inputs of all, and the logits in bf16 and three times in fp32."""
     layer = size.tokens * (22 * size.hidden + 8 * size.ffn)
     inputs = 2 * size.tokens * size.hidden * size.layers

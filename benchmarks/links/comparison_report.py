@@ -55,7 +55,7 @@ def _is(rival: str) -> Callable[[str], bool]:
 
 
 def joined(name: str) -> tuple[str, str]:
-    """A preset's contestants: with four layers in a unit (--zero-unit-layers 4), and with each in its own."""
+    """Return a preset's contestants: with four layers in a unit (--zero-unit-layers 4), and with one."""
     return (f"megazero {name} joined", f"megazero {name}")
 
 
@@ -113,12 +113,12 @@ def fastest(result: Result, among: Callable[[str], bool]) -> str | None:
 
 
 def sent(result: Result, name: str) -> float:
-    """Bytes per step of the node that sent most, averaged over rounds."""
+    """Return the bytes per step of the node that sent most, averaged over rounds."""
     return statistics.mean(max(turn) for turn in result["sent"][name])
 
 
 def share(result: Result, name: str) -> float:
-    """``sent`` over 2N: the model in bf16."""
+    """Return ``sent`` over 2N, the model in bf16."""
     return sent(result, name) / (2 * result["elements"])
 
 
@@ -192,7 +192,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def table(result: Result) -> str:
-    """Fastest first."""
+    """Return a result's table, the fastest first."""
     header = ["", "bytes / 2N", "of formula", "of counters", "s per step", f"times {BASELINE}", "loss"]
     most = result.get("most")  # there is none in results from before outer steps
     header += ["most bytes / 2N", "of formula"] if most else []
@@ -216,7 +216,7 @@ def table(result: Result) -> str:
 
 
 def most_cells(result: Result, name: str) -> list[str]:
-    """The most bytes of a step, over 2N and over a meeting of the largest fragment by its formula."""
+    """Return the most bytes of a step, over 2N and over the formula of a meeting of the largest fragment."""
     if name not in result["most"]:
         return ["-", "-"]
     most = result["most"][name]
@@ -288,7 +288,7 @@ def page(stored: Mapping[str, Any]) -> str:
 
 
 def chart(results: Sequence[Result], file: Path) -> None:
-    """Bars of seconds per step with the bytes beside them; a row of panels per rate and heat, a column per
+    """Draw bars of seconds per step with the bytes beside them; a row of panels per rate and heat, a column per
     micro-batches. Of the heats in CHARTED; if there is none, of all."""
     from matplotlib.figure import Figure
 

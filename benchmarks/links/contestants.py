@@ -92,7 +92,8 @@ def policy_of(wire: Wire) -> Policy:
 
 
 def megazero(shards: str, wire: Wire | None = None, joined: int = 1) -> Contestant:
-    """A preset's factors, or '1,1,d'; exact without ``wire``. joined: --zero-unit-layers."""
+    """Make a contestant of a preset's factors, or '1,1,d'. wire: its messages, exact by default. joined:
+    --zero-unit-layers."""
     policy = policy_of(wire) if wire else Policy()
 
     def factors(nodes: int, ranks_per_node: int) -> tuple[int, int, int]:
@@ -113,7 +114,8 @@ def megazero(shards: str, wire: Wire | None = None, joined: int = 1) -> Contesta
 
 
 def outer_steps(**options: Any) -> Contestant:
-    """A replica on each node, inside which only the optimizer is sharded. options: of OuterConfig."""
+    """Make a contestant with a replica on each node, inside which only the optimizer is sharded. options: of
+    OuterConfig."""
     config = OuterConfig(outer_interval=INTERVAL, **options)
 
     def build(shape: Shape, ranks_per_node: int) -> Running:
@@ -132,7 +134,7 @@ def outer_steps(**options: Any) -> Contestant:
 
 
 def replicated(shape: Shape, once: bool, group: dist.ProcessGroup | None = None) -> tuple[Step, AdamW]:
-    """A step of DDP over ``group``, by default all ranks, and its optimizer."""
+    """Return a step of DDP over ``group``, by default all ranks, and its optimizer."""
     where = device()
     exact = decoder(replace(shape, dtype=torch.float32)).to(where)
     optimizer = AdamW(exact.parameters(), shape.dtype != torch.float32)
@@ -192,14 +194,14 @@ def diloco(dtype: torch.dtype = torch.float32) -> Contestant:
 
 @cache
 def _kept_mesh(world: Any, device_type: str, dims: tuple[int, ...]) -> DeviceMesh:
-    """One mesh for all contestants that have it, as ``contestants.shared_mesh``."""
+    """Return one mesh for all contestants that have it, as ``steps.shared_mesh`` does."""
     return init_device_mesh(device_type, dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
 
 
 def sharded(
     shape: Shape, ranks_per_node: int, hybrid: bool, reshard: bool | None = None
 ) -> tuple[FSDPModule, torch.device]:
-    """The decoder with fully_shard on every layer and the root, and its device. Shards are fp32."""
+    """Return the decoder with fully_shard on every layer and the root, and its device. Shards are fp32."""
     world = dist.get_world_size()
     dims = (world // ranks_per_node, ranks_per_node) if hybrid else (world,)
     where = device()
@@ -359,7 +361,7 @@ PAGE_HEATS = tuple(heat for heat in HEATS if heat != "outer")  # those of docs/c
 
 
 def absent(name: str) -> str | None:
-    """Why a contestant cannot take part here; None if it can."""
+    """Return why a contestant cannot take part here, or None."""
     if name.startswith("DeepSpeed") and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed (pip install deepspeed)"
     return None

@@ -35,7 +35,7 @@ THREADS = 2  # of gloo, for a communicator: so many messages of a lane are on th
 
 
 def exchanges(rounds: int) -> dict[str, list[float]]:
-    """Seconds of so many small exchanges at once, and of a large one."""
+    """Return the seconds of so many small exchanges at once, and of a large one."""
     (axis,) = create_mesh(shards=(2, 2, 2), ranks_per_node=1).data_axes
 
     def exchange(number: int, size: int) -> float:

@@ -29,7 +29,7 @@ Case = dict[str, Callable[[], Any]]  # contestant -> one operation; the first ta
 
 
 def gathers(n: int, nested: Mesh, flat: Axis) -> Case:
-    """Full parameters [n] bf16 from each rank's slice [n / d]."""
+    """Return the ways to gather full parameters [n] bf16 from each rank's slice [n / d]."""
     full = torch.zeros(n, dtype=torch.bfloat16)
     traffic, size = Traffic(), n // nested.world_size
 
@@ -58,7 +58,7 @@ def gathers(n: int, nested: Mesh, flat: Axis) -> Case:
 
 
 def reductions(n: int, nested: Mesh, flat: Axis, across: Identity) -> Case:
-    """fp32 sums [n / d] of every rank's gradient [n] bf16.
+    """Return the ways to reduce every rank's gradient [n] bf16 to fp32 sums [n / d].
 
     across: format of two hops' sums between nodes. From a node of r ranks a flat all-to-all sends r times as many
     bytes as two hops with bf16 across, r / 2 times as many as with fp32 (the engine's exact default): with 2 ranks
@@ -95,7 +95,7 @@ def reductions(n: int, nested: Mesh, flat: Axis, across: Identity) -> Case:
 
 
 def steps(ranks_per_node: int) -> Case:
-    """A step of the comparison's decoder under zero3."""
+    """Return steps of the comparison's decoder under zero3."""
     shape = shape_of(1)
 
     def step(node: int) -> Step:

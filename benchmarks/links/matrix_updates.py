@@ -41,7 +41,7 @@ def make(hidden: int, layers: int) -> tuple[Decoder, zero.Engine, Shape]:
 
 
 def gather_everything(engine: zero.Engine) -> None:
-    """Step the matrices with every rank gathering and stepping all of them."""
+    """Update the matrices: every rank gathers and steps all of them."""
     optimizer, folded = engine.optimizer, engine.optimizer.fold()
     muon = optimizer.by_matrix
     for unit in engine.units:

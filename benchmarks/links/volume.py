@@ -94,20 +94,20 @@ def diloco(case: Case, width: float) -> float:
 
 
 def fsdp2(case: Case, once: bool, keep: bool) -> float:
-    """The root's unit, first and last layer, stays gathered from forward to backward."""
+    """Return FSDP2's bytes. The root's unit, first and last layer, stays gathered from forward to backward."""
     root, m = sum(case.ends), case.micro_batches
     gathered = case.elements if keep else m * (2 * case.elements - root)
     return case.ring * BF16 * (gathered + 2 * case.elements * (1 if once else m))
 
 
 def hsdp(case: Case, once: bool) -> float:
-    """All-reduce of shards between replicas; gathers stay inside a node."""
+    """Return HSDP's bytes: shards are all-reduced between replicas, and gathers stay inside a node."""
     return 2 * case.hop * BF16 * case.elements * (1 if once else case.micro_batches)
 
 
 def patched(codecs: Codecs, case: Case, hybrid: bool) -> float:
-    """FSDP2 under fsdp2_patch, once per step: between replicas (``hybrid``) shares of the sums there and back, else
-    sums and weights to the ranks of the same place."""
+    """Return the bytes of FSDP2 under fsdp2_patch, once per step. hybrid: shares of the sums go between replicas and
+    back; else sums and weights go to the ranks of the same place."""
     if hybrid:
         return 2 * case.hop * case.elements * bytes_per_element(codecs.gradients_inter, BF16, case)
     each = bytes_per_element(codecs.weights, BF16, case) + bytes_per_element(
@@ -121,10 +121,10 @@ def ddp(case: Case, once: bool) -> float:
 
 
 def deepspeed_zero1(case: Case) -> float:
-    """Gradients are all-reduced and weights gathered, once per step."""
+    """Return ZeRO-1's bytes: gradients are all-reduced and weights gathered once per step."""
     return 3 * case.ring * BF16 * case.elements
 
 
 def deepspeed_zero3(case: Case) -> float:
-    """Two gathers and one reduce-scatter with every micro-batch."""
+    """Return ZeRO-3's bytes: two gathers and one reduce-scatter with every micro-batch."""
     return 3 * case.ring * BF16 * case.elements * case.micro_batches

@@ -59,14 +59,15 @@ class Difference:
         return f"{self.lower:+.2f} to {self.upper:+.2f}" if math.isfinite(self.upper) else "-"
 
     def verdict(self, target: float) -> str:
-        """'met': at most the target even at the upper bound; 'missed': above it at the lower one; else 'open'."""
+        """Return 'met' if even the upper bound is at most the target, 'missed' if even the lower one is above it,
+        else 'open'."""
         if self.upper <= target:
             return "met"
         return "missed" if self.lower > target else "open"
 
 
 def difference(baseline: BySeed, other: BySeed) -> Difference:
-    """Welch's interval (unequal variances) over the seeds that both have. Raises ValueError if there are none.
+    """Return Welch's interval (unequal variances) over the seeds that both have. Raises ValueError if there are none.
 
     The baseline's mean as divisor counts as known: its own error of a few thousandths is of second order.
     """
@@ -140,8 +141,8 @@ def t_probability(t: float, freedom: float) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """Regularised I_x(a, b), by its continued fraction (Abramowitz and Stegun 26.5.8), which converges quickly for
-    x < (a + 1) / (a + b + 2); else by symmetry."""
+    """Return the regularised I_x(a, b), by its continued fraction (Abramowitz and Stegun 26.5.8), which converges
+    quickly for x < (a + 1) / (a + b + 2); else by symmetry."""
     if x in (0.0, 1.0):
         return x
     if x > (a + 1) / (a + b + 2):

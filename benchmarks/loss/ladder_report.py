@@ -165,7 +165,7 @@ class LadderReport:
         return harness.table(["rung", "steps", "peak", "loss"], rows)
 
     def chart(self, file: Path) -> None:
-        """The gap over parameters, with bounds, beside the published points."""
+        """Draw the gap over parameters, with bounds, beside the published points."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 6), layout="constrained")

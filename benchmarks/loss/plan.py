@@ -77,7 +77,7 @@ class Results:
         return sum(mine == base for mine, base in pairs), len(pairs)
 
     def verdict(self, variant: str) -> str | None:
-        """'met', 'missed' or 'open'; None for a variant without target."""
+        """Return 'met', 'missed' or 'open', or None for a variant without target."""
         target = VARIANTS[variant].target
         if target is None:
             return None

@@ -170,8 +170,8 @@ class Report:
     # -- chart -----------------------------------------------------------------------------------
 
     def chart(self, file: Path) -> None:
-        """Loss against step (mean and deviation of a run), the difference to the baseline's mean, final differences
-        with their bounds, and loss against wall time where that was measured."""
+        """Draw loss against step (mean and deviation of a run), the difference to the baseline's mean, final
+        differences with their bounds, and loss against wall time where that was measured."""
         from matplotlib.figure import Figure
 
         shown = [name for name in self.names if name in DEFAULT] or self.names

@@ -108,7 +108,7 @@ def rounded(coding: Blockwise, rows: torch.Tensor) -> torch.Tensor:
 
 
 def error(coding: Blockwise, x: torch.Tensor) -> float:
-    """||decoded - x|| / ||x|| of one parameter."""
+    """Return ||decoded - x|| / ||x|| of one parameter."""
     row = x.view(1, -1)
     return float((rounded(coding, row) - row).norm() / row.norm())
 

@@ -48,7 +48,7 @@ class Added:
 
 
 def noise(draws: torch.Tensor) -> tuple[float, float]:
-    """(||E g||^2, tr Cov g) of draws [m, n], both without bias; the first may come out below 0."""
+    """Return (||E g||^2, tr Cov g) of draws [m, n], both without bias; the first may be below 0."""
     mean = draws.mean(0, dtype=torch.float64)
     spread = float((draws - mean).square().sum()) / (len(draws) - 1)
     return float(mean.square().sum()) - spread / len(draws), spread
@@ -70,14 +70,14 @@ def compare(draws: Sequence[torch.Tensor], coding: Blockwise) -> Added:
 
 
 def grouped(draws: Mapping[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
-    """Gradients of batches ``size`` times as large."""
+    """Return the gradients of batches ``size`` times as large."""
     return {name: g.view(-1, size, g.shape[1]).mean(1) for name, g in draws.items()}
 
 
 def gradients(
     folder: Path, settings: Settings, model: Decoder, names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """[NODES, n] by matrix: of one rank's batches each."""
+    """Return gradients [NODES, n] by matrix, each row of one rank's batch."""
     data = train_samples(folder, settings.sequence, SEED, NODES * settings.micro_batch)
     drawn: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     with Batches(data, micro_batch_size=settings.micro_batch, rank=0, size=1) as batches:

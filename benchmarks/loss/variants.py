@@ -39,24 +39,26 @@ class Variant:
 
 
 def _crossing(codec: Codec, feedback: bool = False) -> Variant:
-    """Exact weights; gradients exact inside a node, in ``codec`` across nodes, once per step."""
+    """Make a variant with exact weights, and gradients exact inside a node and in ``codec`` across nodes, once per
+    step."""
     return Variant("hhd", Codecs(gradients_inter=codec, feedback=feedback))
 
 
 def _both(weights: Blockwise, gradients: Blockwise, inside: Blockwise | None = None, **more: Any) -> Variant:
-    """Differences of weights and gradients across nodes; ``inside`` a node gradients too, if given."""
+    """Make a variant that quantises differences of weights and gradients across nodes, and with ``inside`` gradients
+    in a node, too."""
     return Variant(
         "hhd", Codecs(weights=weights, delta=True, gradients_intra=inside, gradients_inter=gradients, **more)
     )
 
 
 def _moments(first: str, second: str, **adamw: Any) -> Variant:
-    """The baseline with moments that are kept so."""
+    """Make the baseline with moments of these dtypes."""
     return Variant("ddd", Codecs(), adamw={"exp_avg_dtype": first, "exp_avg_sq_dtype": second, **adamw})
 
 
 def mixing(codec: Blockwise, size: int | None = None) -> Blockwise:
-    """The codec after a Hadamard transform of ``size`` elements, by default of its block."""
+    """Return the codec after a Hadamard transform of ``size`` elements, by default of its block."""
     return replace(codec, transform=Hadamard(size or codec.form.block))
 
 

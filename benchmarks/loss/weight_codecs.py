@@ -47,7 +47,7 @@ def _update(engine: zero.Engine, master: Master) -> None:
 
 
 def _error(model: Decoder, engine: zero.Engine, master: Master) -> float:
-    """||weights that the model computes with - master|| / ||master||."""
+    """Return ||weights that the model computes with - master|| / ||master||."""
     with engine.gathered():
         pairs = [(p.detach().double(), master[name].double()) for name, p in model.named_parameters()]
         wrong, whole = ([x.norm() for x in xs] for xs in zip(*((p - m, m) for p, m in pairs), strict=True))

@@ -57,7 +57,8 @@ def main(doc: str | None, plain: str, contestants: Mapping[str, Any], case: Any,
 
 
 def rows(found: dict[str, dict[int, list[float]]], plain: str) -> Iterator[list[str]]:
-    """One row a contestant, of its losses by seed: their mean, and the differences to the unpatched runs' means."""
+    """Yield a row for each contestant: its losses' mean, and their differences to the unpatched runs' means by
+    seed."""
     base = {seed: statistics.fmean(losses) for seed, losses in found[plain].items()}
     for name, by_seed in found.items():
         away = {seed: [loss - base[seed] for loss in losses] for seed, losses in by_seed.items()}

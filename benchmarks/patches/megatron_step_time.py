@@ -87,7 +87,7 @@ def compare(counts: list[int], rounds: int, steps: int, overlap: bool) -> dict[s
 
 
 def rows(count: str, found: dict[str, list[tuple[float, float, int]]]) -> Iterator[list[str]]:
-    """One row a contestant."""
+    """Yield a row for each contestant."""
     base = [seconds for seconds, _, _ in found[BASE]]
     for name, turns in found.items():
         seconds = [each for each, _, _ in turns]

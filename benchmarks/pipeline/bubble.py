@@ -42,7 +42,7 @@ alive. {rounds} rounds, the schedules in turn; {setting}.
 
 
 def replayed(case: Case, run: Run) -> Timeline:
-    """The schedule with the times that each action took."""
+    """Return the schedule, simulated with each action's measured time."""
     took = {span.action: span.stop - span.start for span in run.spans}
     schedule = make_schedule(case.schedule, case.pp, case.virtual, case.micro_batches)
     return simulate(schedule, case.pp, times=took.__getitem__)
@@ -66,7 +66,7 @@ def row(case: Case, runs: list[Run]) -> list[str]:
 
 
 def typical(case: Case, runs: list[Run]) -> Timeline:
-    """The run whose bubble is the median."""
+    """Return the timeline of the run with the median bubble."""
     timelines = sorted((Timeline(case.pp, run.spans) for run in runs), key=lambda timeline: timeline.bubble)
     return timelines[len(timelines) // 2]
 

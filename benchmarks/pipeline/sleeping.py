@@ -37,7 +37,7 @@ class Activations:
     peak: int = 0
 
     def take(self) -> int:
-        """The most since the last take."""
+        """Return the most since the last take."""
         peak, self.peak = self.peak, self.now
         return peak
 

@@ -67,7 +67,7 @@ B is a whole backward, I and W are its halves: gradients of the input and of the
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the storages that ops have made since it was entered and that are alive; ``known``: none of these."""
+    """Counts the bytes of living storages that ops have made inside. ``known`` ones are left out."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Alive(TorchDispatchMode):
         self.now -= count
 
     def take(self) -> int:
-        """The most since the last take."""
+        """Return the most since the last take."""
         most, self.most = self.most, self.now
         return most
 
@@ -175,7 +175,8 @@ class Contestant:
         return x, self.stack(x)
 
     def turn(self) -> float:
-        """CPU seconds of a backward: one thread that only computes, so that other programs do not count."""
+        """Return the CPU seconds of a backward. It has one thread, which only computes, so other programs do not
+        count."""
         x, y = self._forward()
         backward = self.backward(self.stack, x, y, self.grad)
         del y
@@ -185,7 +186,8 @@ class Contestant:
         return time.process_time() - began
 
     def count(self) -> dict[str, Any]:
-        """runs: (layers, attention) in I and in W, per layer; hooks: that see a gradient; bytes; gradients."""
+        """Count in one backward: runs (layers, attention) in I and in W, per layer; hooks that see a gradient; bytes.
+        The gradients are returned, too."""
         hooked = [0]
 
         def hook(p: Tensor) -> None:

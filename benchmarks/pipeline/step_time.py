@@ -116,7 +116,8 @@ class PeerStage(nn.Module):
 
 
 def peer(keep: bool, order: str, shape: Shape, per_node: int) -> Step:
-    """Schedule1F1B over stages under fully_shard. torch's pipelining reduces once per step by itself.
+    """Return a step of Schedule1F1B over stages under fully_shard. torch's pipelining reduces once per step by
+    itself.
 
     keep: gathered parameters stay for the step (reshard_after_forward=False), so they are gathered once, too.
     """
@@ -153,7 +154,7 @@ def peer(keep: bool, order: str, shape: Shape, per_node: int) -> Step:
 
 
 def _schedule(module: PeerStage, spec: StageSpec, shape: Shape, group: Any, tokens: int) -> Schedule1F1B:
-    """With static shapes, so that none are exchanged."""
+    """Return the schedule, with static shapes, so that none are exchanged."""
     ids = torch.zeros(shape.micro_batch, shape.sequence, dtype=torch.int64)
     x = torch.zeros(shape.sequence, shape.micro_batch, shape.hidden)
     logits = torch.zeros(shape.micro_batch, shape.sequence, shape.vocabulary)

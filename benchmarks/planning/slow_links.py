@@ -68,7 +68,7 @@ class Choice(NamedTuple):
 
 
 def values_of(micro_batches: int, cluster: Cluster) -> dict[str, Any]:
-    """The options of the comparison's training, with its outer steps."""
+    """Return the options of the comparison's training, with its outer steps."""
     shape = shape_of(micro_batches)
     return with_stand_ins(
         {
@@ -83,7 +83,7 @@ def values_of(micro_batches: int, cluster: Cluster) -> dict[str, Any]:
 
 
 def link(result: Result) -> tuple[float, float]:
-    """Gb/s, and the planner's milliseconds of delay."""
+    """Return Gb/s, and the planner's milliseconds of delay."""
     bits, delay_ms = parse_link(result["rate"])
     return (bits or math.inf) / 1e9, ROUND_TRIP * delay_ms
 

@@ -154,7 +154,7 @@ def profile(lab: Lab, keep: Path, rate: str, timeout: float) -> None:
 
 
 def measure(lab: Lab, keep: Path, rate: str, cases: Sequence[Case], until: float) -> None:
-    """Measure the cases that are missing, as far as the time goes."""
+    """Measure the missing cases, as long as there is time."""
     asked = [{"key": case.key, "flags": case.flags} for case in cases]
     harness.run(
         measure_all, asked, str(step_file(keep, rate).resolve()), until,
@@ -211,7 +211,7 @@ def machine_seconds() -> float:
 
 
 def measure_all(every_asked: list[dict[str, Any]], file: str, until: float) -> None:
-    """On each rank: a line of the file for each layout, of which none is begun after time.time() ``until``.
+    """Measure on each rank, and add a line to the file for each layout. None begins after time.time() ``until``.
 
     Each has a world of its own, so that no threads of process groups are left over from the one before.
     """
@@ -255,7 +255,7 @@ def residuals(keep: Path, rates: Sequence[str], cases: Sequence[Case]) -> list[d
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line of errors for each rate and shape, and whether the choice is among the best measured."""
+    """Return a table with the errors of each rate and shape, and the choice beside the best measured."""
     out = []
     for rate, shape in dict.fromkeys((row["rate"], row["shape"]) for row in rows):
         own = [row for row in rows if (row["rate"], row["shape"]) == (rate, shape)]
