@@ -182,9 +182,10 @@ def measure(folder: str, preset: str, rounds: int, with_dcp: bool) -> tuple[list
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, ranks=2, rounds=5, preset="zero1")
+    parser = harness.parser(
+        __doc__, ranks=2, rounds=5, preset="zero1", dcp=(False, "measure torch's dcp.async_save, too")
+    )
     parser.add_argument("--folder", help="where to save (default: a temporary folder)")
-    parser.add_argument("--dcp", action="store_true", help="measure torch's dcp.async_save, too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         asked = (folder, options.preset, options.rounds, options.dcp)
