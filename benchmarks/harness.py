@@ -172,7 +172,7 @@ def take_turns(
     contestants: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 1
 ) -> dict[str, list[T]]:
     """Return what each contestant returned in each round after the ``warm_up`` ones. Each round starts with the next
-    contestant."""
+    contestant, so that nobody always follows the same one."""
     names, taken = list(contestants), {name: list[T]() for name in contestants}
     for number in range(warm_up + rounds):
         first = number % len(names)
