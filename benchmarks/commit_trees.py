@@ -1,4 +1,4 @@
-"""Another commit's code beside this working tree's, for programs that run both, each by its own scripts."""
+"""Another commit's checkout beside this working tree, for programs that run both, each by its own scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tree:
 
 
 class TreeRanks:
-    """Runs jobs of tree_ranks.py in a tree; a context manager, which ends every process it started."""
+    """Runs jobs of tree_ranks.py in a tree. A context manager; it ends every process that it started."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -42,7 +42,7 @@ class TreeRanks:
         )
 
     def ask(self, job: Any) -> Any:
-        """The answer to a job. Raises RuntimeError if the process has ended; what it said is above."""
+        """Return the answer to a job. Raises RuntimeError if the process has ended; it printed why."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             print(json.dumps(job), file=self._process.stdin, flush=True)
@@ -60,7 +60,7 @@ class TreeRanks:
 
 @contextmanager
 def two_trees(ref: str) -> Iterator[tuple[Tree, Tree]]:
-    """The commit ``ref`` of git, in a temporary worktree, and this tree. Raises ValueError where git has no such
+    """Yield git's commit ``ref``, in a temporary worktree, and this tree. Raises ValueError if git has no such
     commit."""
     commit = git("rev-parse", "--verify", f"{ref}^{{commit}}").strip()
     with tempfile.TemporaryDirectory(prefix="megazero-worktree-") as folder:

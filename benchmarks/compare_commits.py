@@ -2,9 +2,9 @@
 
     python benchmarks/compare_commits.py [--against HEAD~1] [--cases NAME ...] [--json FILE]
 
-Compared are, of the last checkpoint, every tensor (master weights, optimizer state, weights; under their checkpoint
-names) and the loss and gradient norm of every iteration. Some runs are also resumed: this tree continues the other
-commit's checkpoint of the middle and must end as its own uninterrupted run does. Exit status: 0 if all is equal, 1 if
+It compares every tensor of the last checkpoint (master weights, optimizer state, weights, by their checkpoint names),
+and the loss and gradient norm of every iteration. Some runs are also resumed: this tree continues the other commit's
+checkpoint from half way and must end as its own uninterrupted run does. Exit status: 0 if all is equal, 1 if
 anything differs or a run fails, 2 if the command line is wrong. Takes about a minute on 2 cores.
 """
 
@@ -54,8 +54,8 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 @dataclass(frozen=True)
 class Case:
-    """ranks: gloo processes. flags: over COMMON. resume: the other commit's checkpoint of the middle is resumed,
-    too. The flags must be known to both commits.
+    """ranks: gloo processes. flags: added to COMMON; both commits must know them. resume: also continue the other
+    commit's checkpoint from half way.
     """
 
     ranks: int
@@ -63,7 +63,7 @@ class Case:
     resume: bool = False
 
     def words(self, folder: str) -> list[str]:
-        """The command line of the whole run, its checkpoints and metrics in ``folder``."""
+        """Return the whole run's command line, with checkpoints and metrics in ``folder``."""
         words = f"{COMMON} {self.flags}" + (f" --save-interval {MIDDLE}" if self.resume else "")
         return [*words.split(), "--save", folder, "--log-dir", folder]
 
@@ -104,9 +104,9 @@ CASES = {
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one tensor: how many elements are other bits, of how many, and the largest absolute difference.
+    """A tensor that differs: how many elements have other bits, of how many, and the largest absolute difference.
 
-    elements = of where the tensor is in one result alone, or has another shape or dtype; most is then infinite.
+    If only one result has the tensor, or shapes or dtypes differ, all elements count, and most is infinite.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Row:
-    """A comparison. failed: what a run said that did not end well. sha256: of both results' tensors, by name."""
+    """A comparison. failed: what a run printed that failed. sha256: of both results' tensors, by name."""
 
     case: str
     iterations: int
@@ -132,7 +132,8 @@ class Row:
 
 
 def read_result(folder: Path, after: int = 0) -> dict[str, Tensor]:
-    """Kind/name -> whole tensor of the newest checkpoint, and the curves of iterations past ``after`` in fp64."""
+    """Return kind/name -> whole tensor of the newest checkpoint, and the curves of iterations past ``after`` in
+    fp64."""
     path = store.latest(folder)
     assert path is not None, f"nothing complete in {folder}"
     lines = [line for line in read_metrics(folder) if "lm_loss" in line and line["iteration"] > after]
@@ -143,7 +144,7 @@ def read_result(folder: Path, after: int = 0) -> dict[str, Tensor]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """uint8 [elements, bytes of one]."""
+    """Return uint8 [elements, bytes of one]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), -1)
 
 
@@ -152,7 +153,7 @@ def sha256(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def compare(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> tuple[Difference, ...]:
-    """What is not the same bits, by name. Zeros of both signs differ; a NaN equals a NaN of its bits."""
+    """Return the tensors whose bits differ, by name. Zeros of both signs differ; a NaN equals a NaN of its bits."""
     found = []
     for name in sorted(one.keys() | two.keys()):
         a, b = one.get(name), two.get(name)
@@ -190,7 +191,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def run(tree: Tree, jobs: Sequence[Job]) -> dict[str, str]:
-    """What went wrong with each job, by name; '' where nothing did. A run that fails does not end the others: another
+    """Run the jobs and return by name what went wrong, or ''. A run that fails does not end the others: another
     commit may not know a flag."""
     said = {}
     print(f"{tree.name}:", file=sys.stderr)
@@ -204,7 +205,7 @@ def run(tree: Tree, jobs: Sequence[Job]) -> dict[str, str]:
 
 
 def compare_trees(cases: Mapping[str, Case], there: Tree, here: Tree, folder: Path) -> list[Row]:
-    """Every case in both trees, and then the resumed ones. folder: empty, for the runs' files."""
+    """Run every case in both trees, then the resumed ones, and compare. folder: empty, for the runs' files."""
     places = {name: f"{number:02}" for number, name in enumerate(cases)}
     failed = []
     for tree, part in ((there, "there"), (here, "here")):
@@ -234,7 +235,7 @@ def whole(name: str, case: Case, folder: Path) -> Job:
 
 
 def resumed(name: str, case: Case, folder: Path, place: str) -> Job:
-    """Continues the other tree's checkpoint of the middle, which is moved out of its folder for that."""
+    """Return the job that continues the other tree's checkpoint from half way, and move that out of its folder."""
     target = folder / "resumed" / place
     target.mkdir(parents=True)
     middle = f"iter_{MIDDLE:07}"
@@ -244,7 +245,7 @@ def resumed(name: str, case: Case, folder: Path, place: str) -> Job:
 
 
 def row(name: str, iterations: int, one: Path, two: Path, wrong: str) -> Row:
-    """Both folders' results over the last ``iterations``."""
+    """Compare both folders' results over the last ``iterations``."""
     if wrong:
         return Row(name, iterations, failed=wrong)
     results = [read_result(folder, ITERATIONS - iterations) for folder in (one, two)]
@@ -275,4 +276,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.start(main)

@@ -43,11 +43,13 @@ T = TypeVar("T")
 
 
 def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """An option for each default, of its type: a list takes several words, a bool none, and a type itself is of an
-    option that must be given. A pair is that and its help."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Make an option for each default, of the default's type. A list takes several words, a bool none. A type in
+    place of a default is a required option. A pair is a default and its help."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     for name, given in defaults.items():
-        default, text = given if isinstance(given, tuple) else (given, None)
+        default, text = given if isinstance(given, tuple) else (given, "")
         flag = "--" + name.replace("_", "-")
         if isinstance(default, bool):
             made.add_argument(flag, action="store_true", help=text)
@@ -55,13 +57,14 @@ def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         several, required = isinstance(default, list), isinstance(default, type)
         kind = default if required else type(default[0] if several else default)
         kind = Path if issubclass(kind, Path) else kind
+        shown = " ".join(map(str, default)) if several else default
         made.add_argument(
             flag,
             type=kind,
             default=None if required else default,
             nargs="+" if several else None,
             required=required,
-            help=text,
+            help=text if required else f"{text} (default: {shown})".lstrip(),
         )
     return made
 
@@ -79,7 +82,7 @@ def start(main: Callable[[], int | None]) -> None:
 
 
 def labs_at(rates: Sequence[str], nodes: int = 2) -> Iterator[Lab]:
-    """One lab of nodes, at one rate ('1gbit', '1gbit+20ms') after the other. Raises ValueError for a bad one before
+    """Yield one lab of nodes at each rate ('1gbit', '1gbit+20ms') in turn. Raises ValueError for a bad rate before
     anything is measured."""
     for rate in rates:
         parse_link(rate)
@@ -99,11 +102,11 @@ def run(
     echo: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Any:
-    """What ``function(*arguments)`` returns on rank 0 of new processes, one thread each; both are JSON.
+    """Run ``function(*arguments)`` in new processes of one thread each, and return what rank 0 returns. Both are
+    JSON.
 
-    ranks: processes, of every node with ``lab``. world: they share a process group of gloo, on GPUs with NCCL; else
-    they find the environment of torchrun. timeout: seconds. Raises RuntimeError with what the ranks printed.
-    """
+    ranks: processes, with ``lab`` of each node. world: they share a process group of gloo, on GPUs with NCCL, too;
+    else they only have torchrun's environment. timeout: seconds. Raises RuntimeError with what the ranks printed."""
     environ = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", **(environ or {})}
     module = ".".join(Path(inspect.getfile(function)).relative_to(ROOT).with_suffix("").parts)
     with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +139,7 @@ def run(
 
 
 def run_rank(module: str, name: str, arguments: str, file: str, world: str) -> None:
-    """The program of one rank of ``run``."""
+    """Run one rank of ``run``."""
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -157,7 +160,7 @@ def ranks_per_node() -> int:
 
 
 def device() -> torch.device:
-    """Of this rank."""
+    """Return this rank's device."""
     cuda = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -168,8 +171,8 @@ def device() -> torch.device:
 def take_turns(
     contestants: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 1
 ) -> dict[str, list[T]]:
-    """By contestant, what it returned in each round, without those that warm up. Who is first changes from round to
-    round, so that nobody always follows the same one."""
+    """Return what each contestant returned in each round after the ``warm_up`` ones. Each round starts with the next
+    contestant, so that nobody always follows the same one."""
     names, taken = list(contestants), {name: list[T]() for name in contestants}
     for number in range(warm_up + rounds):
         first = number % len(names)
@@ -181,7 +184,7 @@ def take_turns(
 
 
 def measure(step: Callable[[], Any], steps: int = 1) -> tuple[float, int]:
-    """Seconds of a step from barrier to barrier, and bytes of a step that this node's interface sent."""
+    """Return the seconds of a step, from barrier to barrier, and the bytes that this node's interface sent in it."""
     _meet()
     sent = _sent()
     _meet()  # a rank quick to leave the first would send before its neighbour has read the interface
@@ -193,7 +196,7 @@ def measure(step: Callable[[], Any], steps: int = 1) -> tuple[float, int]:
 
 
 def measure_most(step: Callable[[], Any], steps: int = 1) -> tuple[float, int]:
-    """``measure``, with the bytes of the node that sent most."""
+    """Return what ``measure`` does, with the bytes of the node that sent most."""
     seconds, sent = measure(step, steps)
     most = torch.tensor(sent)
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -201,8 +204,7 @@ def measure_most(step: Callable[[], Any], steps: int = 1) -> tuple[float, int]:
 
 
 def _meet() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait(device())
     if dist.is_initialized():
         dist.barrier()
 
@@ -214,11 +216,45 @@ def _sent() -> int:
         return 0
 
 
+def step_seconds(
+    step: Callable[[], Any],
+    device: torch.device,
+    steps: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the seconds of a step on one device, without ranks. Launches and host waits are included."""
+    wait(device)
+    began = clock()
+    for _ in range(steps):
+        step()
+    wait(device)
+    return (clock() - began) / steps
+
+
+def own_seconds(step: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of a step; on a CPU the process's CPU time, which other programs do not change."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    return step_seconds(step, device, clock=clock)
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Return the most bytes that a card has allocated in ``run``, above those before it."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 # -- results that are kept --------------------------------------------------------------------------------
 
 
 class Store:
-    """A file with one JSON line per result, so that the same command goes on where it stopped."""
+    """A file with one JSON line per result, so that the same command continues where it stopped."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -226,8 +262,8 @@ class Store:
         self._held: ExitStack | None = None
 
     def claim(self) -> None:
-        """Keep other processes from adding to the file until this one ends: they would do the same pieces. Raises
-        ValueError if there is one already."""
+        """Keep other processes from adding to the file until this one ends: they would repeat its work. Raises
+        ValueError if another process holds the file."""
         if self._held is not None:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +288,7 @@ class Store:
 
 
 def installed(name: str) -> str:
-    """The version of a package, in words."""
+    """Return a package's version, or 'not installed'."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -263,17 +299,17 @@ def installed(name: str) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Median (least to most)."""
+    """Return the median (least to most)."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """Return the ratios round by round."""
     return [a / b for a, b in zip(own, other, strict=True)]
 
 
 def of_medians(own: Sequence[float], other: Sequence[float], digits: int = 2) -> str:
-    """The ratio of the medians (least to most round by round)."""
+    """Return the ratio of the medians (least to most, round by round)."""
     each, whole = ratios(own, other), statistics.median(own) / statistics.median(other)
     return f"{whole:.{digits}f} ({min(each):.{digits}f} to {max(each):.{digits}f})"
 
@@ -282,7 +318,8 @@ def of_medians(own: Sequence[float], other: Sequence[float], digits: int = 2) ->
 
 
 def turn_rows(turns: Mapping[str, Sequence[tuple[float, int]]]) -> list[list[str]]:
-    """Of each contestant's turns of ``measure_most``: its name, ms, MB sent, and its ratio to the first."""
+    """Return a row for each contestant's turns of ``measure_most``: name, ms, MB sent, ratio to the first
+    contestant."""
     rows: list[list[str]] = []
     base = [seconds for seconds, _ in next(iter(turns.values()))]
     for name, taken in turns.items():
@@ -294,23 +331,23 @@ def turn_rows(turns: Mapping[str, Sequence[tuple[float, int]]]) -> list[list[str
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
+    """Return a markdown table."""
     head, *lines = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
     return "\n".join([head, "|" + "---|" * len(header), *lines])
 
 
 def filled(text: str) -> str:
-    """A paragraph in lines of a page's width."""
+    """Return a paragraph, wrapped at a page's width."""
     return textwrap.fill(" ".join(text.split()), 118, break_on_hyphens=False)
 
 
 def setting() -> str:
-    """What a section was measured on, in words."""
+    """Return what a section was measured on, in words."""
     return f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def section(page: Path, title: str) -> str:
-    """The text of a section of a page of docs. Raises ValueError where it has none."""
+    """Return the text of a section of a page. Raises ValueError if the page has no such section."""
     _, heading, rest = page.read_text(encoding="utf-8").partition(f"\n## {title}\n")
     if not heading:
         raise ValueError(f"{page} has no section {title!r}")
@@ -318,7 +355,7 @@ def section(page: Path, title: str) -> str:
 
 
 def write_section(page: Path, title: str, text: str) -> None:
-    """Put ``text`` in place of a section's. A page that is not there is first copied from docs."""
+    """Replace a section's text. A page that does not exist is first copied from docs."""
     page.parent.mkdir(parents=True, exist_ok=True)
     whole = (page if page.exists() else DOCS / page.name).read_text(encoding="utf-8")
     before, heading, rest = whole.partition(f"\n## {title}\n")

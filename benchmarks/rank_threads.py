@@ -2,8 +2,8 @@
 
     losses = run_threads(4, train, settings)  # calls train(mesh_of, settings) on every rank
 
-Threads take turns, and a rank's turn ends where it waits for another one. So ranks cost what they compute, and share
-one core or one card. ``mesh_of`` is ``create_mesh`` of such a rank: it takes shards, ranks_per_node, device, outer.
+Threads take turns; a rank's turn ends when it waits for another one. So ranks cost only what they compute, and share
+one core or one card. ``mesh_of`` is the rank's ``create_mesh``, with shards, ranks_per_node, device and outer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.gpu_report.lone_rank import PretendedMesh, axes_of, own_collectives
+from benchmarks.lone_rank import PretendedMesh, axes_of, own_collectives
 from megazero.mesh.grid import AxisSpec, make_grid
 from megazero.mesh.mesh import Mesh
 
@@ -23,7 +23,7 @@ PATIENCE_S = 600.0  # a rank that waits so long waits for one that has ended
 
 
 class MeshOf(Protocol):
-    """What ``create_mesh`` is to a program that needs shard factors and outer replicas alone."""
+    """The part of ``create_mesh`` that takes shard factors and outer replicas."""
 
     def __call__(
         self,
@@ -36,7 +36,7 @@ class MeshOf(Protocol):
 
 
 class Threads:
-    """What the ranks share: whose turn it is, and the rooms where they meet."""
+    """Shared by the ranks: whose turn it is, and the rooms where they meet."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -54,7 +54,7 @@ class Threads:
         device: torch.device | str = "cpu",
         outer: int = 1,
     ) -> Mesh:
-        """``rank``'s mesh; ``made`` are those before it. All ranks make as many, in one order."""
+        """Return ``rank``'s next mesh; ``made`` has those before. All ranks make as many, in one order."""
         grid, number = make_grid(self.size, ranks_per_node, shards=shards, outer=outer), len(made)
 
         def member(spec: AxisSpec, purpose: str) -> Member:
@@ -68,7 +68,7 @@ class Threads:
 
 
 class Meeting:
-    """One collective: each member leaves where its pieces go and what it sends, by member; the last one copies."""
+    """One collective. Each member leaves its outputs and its messages, by member; the last one copies."""
 
     def __init__(self, threads: Threads, size: int) -> None:
         self.threads, self.size = threads, size

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from benchmarks import step_time_against as against
-from benchmarks.contestants import AdamW, Shape, Step, bytes_in_step, decoder, ours, torch_step
-from benchmarks.peers import ddp, fsdp2
+from benchmarks.links.contestants import ddp, fsdp2
+from benchmarks.steps import AdamW, Shape, Step, bytes_in_step, decoder, ours, torch_step
 from megazero.config import resolve_shards
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -53,7 +53,8 @@ def contestants(shape: Shape, only: list[str] | None) -> dict[str, Step]:
 
 
 def compare(options: dict[str, Any]) -> Result:
-    """Seconds per step of every turn, bytes held by preset, the model's elements and a rank's tokens of a step."""
+    """Return seconds per step of every turn, bytes held by preset, the model's elements and a rank's tokens of a
+    step."""
     shape = Shape(dtype=DTYPES[options["dtype"]], micro_batches=options["micro_batches"])
     steps = contestants(shape, options["only"])
     turns = {
@@ -73,7 +74,7 @@ def compare(options: dict[str, Any]) -> Result:
 
 
 def expected_bytes(preset: str, n: int, world: int) -> dict[str, float]:
-    """2 N/P bf16 parameters, 4 N/G accumulated gradients, 12 N/OS master and two moments."""
+    """Return 2 N/P for bf16 parameters, 4 N/G for accumulated gradients, 12 N/OS for master and two moments."""
     s = resolve_shards(preset, world, max(1, world // 2))
     return {"parameters": 2 * n / s.p, "gradients": 4 * n / s.g, "optimizer": 12 * n / s.os}
 

@@ -1,7 +1,7 @@
-"""step_time.py --against REF: this working tree's steps beside another commit's, in turn, within the same minutes.
+"""step_time.py --against REF: this working tree's steps and another commit's take turns within the same minutes.
 
-Each tree trains with its own pretrain_gpt.py on ranks of its own (tree_ranks.py), which pause after a turn's last
-update, so that those of one tree sleep while the other's step. A step is all that the trainer does in it.
+Each tree trains with its own pretrain_gpt.py on its own ranks (tree_ranks.py). Ranks pause after a turn's last
+update, so that one tree's sleep while the other's step. A step is everything that the trainer does in it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Round(NamedTuple):
 
 
 def flags_of(name: str, options: Namespace) -> list[str]:
-    """The command line of a contestant: 512 tokens a rank and step, in 2 nodes."""
+    """Return a contestant's command line: 512 tokens a rank and step, in 2 nodes."""
     ranks = options.ranks
     if name == PIPELINE:
         own = f"zero1 --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size {2 * ranks}"
@@ -52,7 +52,7 @@ def flags_of(name: str, options: Namespace) -> list[str]:
 
 
 def measure(options: Namespace) -> dict[str, list[Round]]:
-    """Rounds of every contestant, one contestant after the other. The first round warms up and is left out."""
+    """Measure the contestants one after the other; return their rounds, without the first, which warms up."""
     out: dict[str, list[Round]] = {}
     with two_trees(options.against) as trees:
         for name in options.contestants:
@@ -72,7 +72,7 @@ def measure(options: Namespace) -> dict[str, list[Round]]:
 
 
 def report(ref: str, times: Mapping[str, Sequence[Round]]) -> list[str]:
-    """Lines: median seconds per step of both trees, and the ratio of this tree's to the other's within rounds.
+    """Return lines of both trees' median seconds per step, and the ratio of this tree's to the other's within rounds.
 
     CPU time, of all ranks, is steadier than the clock where other programs take the cores.
     """

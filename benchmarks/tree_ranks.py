@@ -51,7 +51,7 @@ class Ranks:
             theirs.close()
 
     def turn(self) -> list[float]:
-        """Of one step: seconds of the slowest rank, CPU seconds of all."""
+        """Take a turn. Return of one step the slowest rank's seconds, and the CPU seconds of all ranks."""
         for gate in self.gates:
             gate.sendall(b"\n")
         answers = [gate.recv(100).split() for gate in self.gates]
@@ -60,7 +60,8 @@ class Ranks:
         return [max(float(wall) for wall, _ in answers), sum(float(cpu) for _, cpu in answers)]
 
     def wait(self) -> str:
-        """'' when all have ended well; else what the first that failed said, and the others are ended."""
+        """Return '' when all ranks have ended well; else end the others, and return what the first that failed
+        printed."""
         left, deadline, failed = dict(zip(self.pids, self.logs, strict=True)), TIMEOUT_S, ""
         began = time.monotonic()
         while left and time.monotonic() - began < deadline:
@@ -83,7 +84,7 @@ class Ranks:
 
 
 def run_rank(script: Path, job: dict[str, Any], log: Path, gate: socket.socket) -> None:
-    """The program of a forked rank; does not return."""
+    """Run the program as a forked rank. Does not return."""
     status: Any = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -110,7 +111,7 @@ def run_rank(script: Path, job: dict[str, Any], log: Path, gate: socket.socket) 
 
 
 def pause(gate: socket.socket, steps: int) -> None:
-    """Let the model's optimizer, after every ``steps`` steps, tell their times and wait for a word."""
+    """Make the model's optimizer, after every ``steps`` steps, send their times and wait for a byte."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     left, wall, cpu = 0, time.perf_counter(), time.process_time()
@@ -133,7 +134,7 @@ def pause(gate: socket.socket, steps: int) -> None:
 
 
 def loaded() -> list[tuple[str, Path]]:
-    """Modules of megazero, and their files."""
+    """Return the loaded modules of megazero, and their files."""
     files = [(name, getattr(module, "__file__", None)) for name, module in sys.modules.items()]
     return [(name, Path(file)) for name, file in files if file and name.split(".")[0] == "megazero"]
 

@@ -26,10 +26,10 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_report import loops
-from benchmarks.gpu_report.lone_rank import lone_rank
 from benchmarks.gpu_report.loops import Size, Step
 from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import ROOT, Setting, free
+from benchmarks.lone_rank import lone_rank
 from megazero import zero
 from megazero.config import resolve_shards
 
@@ -69,13 +69,13 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def cases() -> dict[str, tuple[str, int]]:
-    """name -> (policy of loops.policies(), pipeline stages)."""
+    """Return name -> (policy of loops.policies(), pipeline stages)."""
     return {**{name: (name, 1) for name in loops.policies()}, "PP 2, zeropp": ("zeropp", 2)}
 
 
 @contextmanager
 def stepping(name: str, size: Size, device: torch.device) -> Iterator[tuple[Step, zero.Engine]]:
-    """A step of one of ``cases``, and its engine. Of a pipeline the last stage is run, 2 micro-batches."""
+    """Yield a step of one of ``cases``, and its engine. Of a pipeline the last stage runs, with 2 micro-batches."""
     form, stages = cases()[name]
     preset, policy = loops.policies()[form]
     rank = 4 * stages - 1
@@ -85,7 +85,7 @@ def stepping(name: str, size: Size, device: torch.device) -> Iterator[tuple[Step
 
 
 def cells(found: Found, waits: Counter[str] | None, steps: int) -> dict[str, Any]:
-    """Of one step: allocations and kB by package, host waits."""
+    """Return allocations and kB by package, and host waits, of one step."""
     row: dict[str, Any] = {}
     for package in ("comm", "zero", "codecs", PARAMETERS):
         mine = [f for (own, _), f in found.items() if own == package]
@@ -96,7 +96,7 @@ def cells(found: Found, waits: Counter[str] | None, steps: int) -> dict[str, Any
 
 
 def by_allocator(step: Step, steps: int) -> Found:
-    """CUDA: from the history of torch's caching allocator."""
+    """Read the allocations on CUDA from the history of torch's caching allocator."""
     torch.cuda.synchronize()
     history = torch.cuda.memory._record_memory_history
     history(enabled="all", context="alloc", stacks="python", max_entries=1_000_000)
@@ -115,7 +115,7 @@ def by_allocator(step: Step, steps: int) -> Found:
 
 
 def by_profiler(step: Step, steps: int) -> Found:
-    """CPU: every call of torch's allocator."""
+    """Read the allocations on a CPU from torch's profiler: every call of its allocator."""
     found = Tally()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as profiler:
         for _ in range(steps):
@@ -129,7 +129,7 @@ def by_profiler(step: Step, steps: int) -> Found:
 def _add_allocations(
     event: Any, frames: list[tuple[str, int, str]], call: dict[int, int] | None, found: Tally
 ) -> None:
-    """Add those of an event and of what it called.
+    """Add the allocations of an event and of what it called.
 
     frames: the Python frames around it, innermost first. call: small allocations, by address, of the call of torch
     that the event is a part of.
@@ -168,7 +168,7 @@ class Tally:
 
 
 def innermost(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
-    """Package and place; None where megazero has no part, or the model has it, or torch's optimizer."""
+    """Return package and place; None if the allocation is the model's, torch's optimizer's or another program's."""
     for file, line, function in frames:
         path = file.removeprefix(f"{ROOT}/")
         if "torch/optim/" in path or path.startswith(("tests/", "benchmarks/")):
@@ -182,7 +182,7 @@ def innermost(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
 
 
 def host_waits(step: Step, steps: int) -> Counter[str]:
-    """By place: operations at which torch waits for the device, and calls of ``synchronize``."""
+    """Count, by place, operations at which torch waits for the device and calls of ``synchronize``."""
     found: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as said, _explicit(found):
         warnings.simplefilter("always")
@@ -220,7 +220,7 @@ def _relative(file: str) -> str:
 
 
 def _tell_places(name: str, found: Found, waits: Counter[str] | None, steps: int, record: Record) -> None:
-    """Notes on where most of it is."""
+    """Note the places where most of it happens."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for (_, place), (count, size) in sorted(found.items(), key=lambda item: -item[1][1])[:PLACES]:
         places["allocates"].append(f"{place} ({count / steps:g} times, {size / steps / 1e3:.3g} kB)")

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.document_mask import documents_of
+from benchmarks.features.document_mask import documents_of
 from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, elapsed, free, peak_bytes
-from benchmarks.harness import ratios, take_turns
+from benchmarks.gpu_report.setting import Setting, elapsed, free
+from benchmarks.harness import peak_bytes, ratios, take_turns
 from megazero.config.model.attention import TORCH, able
 from megazero.models.attention import (
     AttentionTables,
@@ -76,7 +76,7 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def masking_of(words: frozenset[str], length: int, heads: int, width: int, device: torch.device) -> Masking:
-    """Documents of 1/8 of the sample on average; windows of 1/8."""
+    """Return the masking. Documents are 1/8 of the sample on average, windows 1/8."""
     return Masking(
         width**-0.5,
         50.0 if "capped scores" in words else 0.0,
@@ -87,7 +87,7 @@ def masking_of(words: frozenset[str], length: int, heads: int, width: int, devic
 
 
 def gradients(tables: AttentionTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Output and gradients of q, k and v."""
+    """Return the output, and the gradients of q, k and v."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs, tables)
     return (out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out)))

@@ -40,7 +40,7 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def _theirs(module: Any, x: torch.Tensor, bits: int, setting: Setting) -> dict[str, float]:
-    """Seconds of DeepSpeed's operations on groups x [groups, values], by name."""
+    """Return the seconds of DeepSpeed's operations on groups x [groups, values], by name."""
     coded, scales = module.quantize(x, len(x), bits, module.Symmetric)
     launches = {
         "encode": lambda: module.quantize(x, len(x), bits, module.Symmetric),

@@ -37,7 +37,7 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def tell(report: ElementTree.Element, record: Record) -> None:
-    """Rows from a JUnit report; what failed, and why something was skipped, as notes."""
+    """Write rows from a JUnit report, and as notes what failed and why tests were skipped."""
     counts: dict[str, Counter[str]] = {}
     for case in report.iter("testcase"):
         file = case.get("classname", "").replace(".", "/") + ".py"

@@ -48,7 +48,8 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
-    """As the engine uses them: rows of n elements; masters and sums are fp32, gradients and parameters bf16."""
+    """Yield the operations as the engine uses them: rows of n elements, fp32 masters and sums, bf16 gradients and
+    parameters."""
     if bits in EXACT:
         x, out = torch.randn(ROWS, n, device=device).to(EXACT[bits]), torch.zeros(n, device=device)
         own, moved = x[0], x.nbytes + 2 * out.nbytes
@@ -91,7 +92,7 @@ def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
 
 
 def _updates(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
-    """Updates of ROWS * n elements, of parameters with so many bits."""
+    """Yield updates of ROWS * n elements, of parameters with so many bits."""
     state = torch.zeros(4, ROWS * n, device=device)
     beside = torch.zeros(ROWS * n, dtype=EXACT[bits], device=device)
     moved = state.nbytes + 3 * state[0].nbytes
@@ -112,7 +113,7 @@ def _filled(size: int) -> int:
 
 
 def _copy_rate(moved: int, setting: Setting) -> float:
-    """Bytes read and written per second of a copy that moves ``moved``."""
+    """Return the bytes read and written per second of a copy that moves ``moved``."""
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
     return moved / quickest(lambda: target.copy_(source), setting)

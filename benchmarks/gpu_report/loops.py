@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.contestants import ADAMW, CLIP, AdamW, llama, options_of
+from benchmarks import steps
+from benchmarks.steps import ADAMW, CLIP, AdamW, llama, options_of
 from megazero import zero
 from megazero.config import World, make_config
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, ModelConfig
 from megazero.models.compilation import compile_layers
-from megazero.train import parallelize
 
 Step = Callable[[], Any]
 
@@ -51,14 +51,14 @@ TINY = Size("tiny", layers=2, hidden=64, ffn=128, heads=4, vocabulary=256, seque
 
 
 def batch(size: Size, device: torch.device) -> torch.Tensor:
-    """Tokens [batch, sequence], the same for all."""
+    """Return tokens [batch, sequence], the same for all."""
     drawn = torch.Generator().manual_seed(1)
     return torch.randint(0, size.vocabulary, (size.batch, size.sequence), generator=drawn).to(device)
 
 
 def value(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An initial value fp32, drawn on the device: seeds that no layout changes (megazero.models) take too long for
-    billions of parameters on a host."""
+    """Return an fp32 initial value, drawn on the device: on a host, values that do not depend on the layout
+    (megazero.models) take too long for billions of parameters."""
     if parameter.ndim == 1:
         return torch.ones(parameter.shape, device=device)
     return torch.empty(parameter.shape, device=device).normal_(std=0.02)
@@ -73,7 +73,7 @@ def ours(
     policy: zero.Policy | None = None,
     compiled: bool = False,
 ) -> tuple[Step, zero.Engine]:
-    """A step of megazero on one rank, or on ``mesh``. compiled: as with --compile."""
+    """Return a step of megazero on one rank, or on ``mesh``, and its engine. compiled: as with --compile."""
     model = Decoder(size.config, recompute=recompute, device="meta", dtype=dtype)
     if compiled:
         compile_layers(model, compile_backend(device))
@@ -99,27 +99,17 @@ def ours(
 
 
 def compile_backend(device: torch.device) -> str:
-    """What inductor writes for a CPU takes minutes to compile."""
+    """Return the backend to compile with: inductor's code for a CPU takes minutes to compile."""
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
 def pipelined(size: Size, device: torch.device, mesh: Mesh, policy: zero.Policy) -> tuple[Step, zero.Engine]:
-    """A step of this rank's stage of the same decoder, by 1F1B, with two micro-batches."""
+    """Return a step of this rank's stage of the same decoder, by 1F1B with two micro-batches, and its engine."""
     values = {**options_of(size), "micro_batch_size": size.batch, "lr": 1e-4}
     values |= {"pipeline_model_parallel_size": mesh.pp.size}
     values |= {"train_iters": 10, "mock_data": True, "params_dtype": "bf16"}
     config = make_config(values, World(mesh.world_size, mesh.grid.ranks_per_node))
-    model = parallelize.build_decoder(config, mesh)
-    engine = parallelize.shard_decoder(model, config, mesh, policy=policy)
-    pipeline = parallelize.build_pipeline(model, engine, config, mesh)
-    tokens = batch(size, device)
-    data = [parallelize.MicroBatch(tokens, tokens, torch.ones(tokens.shape, device=device))] * 2
-
-    def step() -> None:
-        engine.begin_step(2, 2.0 * size.tokens * mesh.dp_size, pipeline.program(2))
-        engine.step(pipeline.step(data).reshape(1))
-
-    return step, engine
+    return steps.pipelined(config, mesh, batch(size, device).repeat(2, 1), 2, policy)
 
 
 def decoder(
@@ -133,7 +123,7 @@ def decoder(
 
 
 def plain(size: Size, device: torch.device, model: nn.Module, loss: Callable[[torch.Tensor], Any]) -> Step:
-    """A step of plain torch. loss: tokens -> their summed loss."""
+    """Return a step of plain torch. loss: tokens -> their summed loss."""
     parameters = list(model.parameters())
     optimizer = AdamW(parameters, master=parameters[0].dtype != torch.float32)
     tokens = batch(size, device)
@@ -146,8 +136,8 @@ def plain(size: Size, device: torch.device, model: nn.Module, loss: Callable[[to
 
 
 def policies() -> dict[str, tuple[str, zero.Policy]]:
-    """The forms that presets take: name -> (preset, policy)."""
-    from benchmarks.peers import DELTA, INT8, policy_of
+    """Return the presets to measure: name -> (preset, policy)."""
+    from benchmarks.links.contestants import DELTA, INT8, policy_of
 
     exact = {preset: (preset, zero.Policy()) for preset in ("zero1", "zero3", "hpz", "mics")}
     return {

@@ -1,7 +1,7 @@
 """The loss of a head with a vocabulary of 128k in chunks of tokens, whole, and by torch's linear_cross_entropy.
 
-Forward and backward of norm, projection and loss in bf16, as benchmarks/loss_chunks.py measures them on a CPU. The
-formula is the planner's (megazero/plan/activations.py).
+Forward and backward of norm, projection and loss in bf16, as benchmarks/features/loss_chunks.py measures them on a
+CPU. The formula is the planner's (megazero/plan/activations.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import statistics
 import torch
 import torch.nn.functional as F
 
+from benchmarks.features.loss_chunks import TORCH, WHOLE, Sizes, formula, make_step, name_of
 from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, free, peak_bytes
-from benchmarks.loss_chunks import TORCH, WHOLE, Sizes, formula, make_step, name_of
+from benchmarks.gpu_report.setting import Setting, free
+from benchmarks.harness import peak_bytes
 
 SIZES: tuple[Sizes, ...] = ((8192, 512, 131072, "bf16"), (8192, 4096, 131072, "bf16"))
 TINY: tuple[Sizes, ...] = ((64, 64, 256, "bf16"),)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu_report import loops
-from benchmarks.gpu_report.lone_rank import lone_rank
 from benchmarks.gpu_report.loops import Size
 from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting, free
+from benchmarks.lone_rank import lone_rank
 from megazero.config import resolve_shards
 from megazero.config.model.parameters import parameter_count
 from megazero.zero import Engine, Policy
@@ -61,7 +61,7 @@ def _measured(
 
 
 def _activations(engine: Engine, size: Size, setting: Setting) -> int:
-    """Bytes that a forward leaves behind for its backward."""
+    """Return the bytes that a forward leaves behind for its backward."""
     tokens = loops.batch(size, setting.device)
     before = torch.cuda.memory_allocated()
     engine.begin_step(1)

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contestants import Shape, ours
 from benchmarks.gpu_report.record import Record, one_line
-from benchmarks.gpu_report.setting import Setting, elapsed, step_seconds
-from benchmarks.peers import DELTA, policy_of
+from benchmarks.gpu_report.setting import Setting, elapsed
+from benchmarks.harness import step_seconds
+from benchmarks.links.contestants import DELTA, policy_of
+from benchmarks.steps import Shape, ours
 from megazero.mesh.launch import prepare_cuda
 from megazero.mesh.mesh import all_gather_flat
 
@@ -50,7 +51,7 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def together(world: int, environment: dict[str, str], setting: Setting) -> Rows:
-    """What rank 0 found. RuntimeError with what the first rank that failed said."""
+    """Return what rank 0 found. Raises RuntimeError with the error of the first rank that failed."""
     context = mp.get_context("spawn")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +79,7 @@ def together(world: int, environment: dict[str, str], setting: Setting) -> Rows:
 
 
 def _collect(queue: Any, world: int, seconds: float) -> dict[int, Rows | str]:
-    """By rank what it found, or the text of its failure; without those that did not answer in time."""
+    """Return by rank what it found, or the text of its error. Ranks that did not answer in time are left out."""
     answers: dict[int, Rows | str] = {}
     end = time.monotonic() + seconds
     while len(answers) < world and (left := end - time.monotonic()) > 0:
@@ -134,7 +135,7 @@ def _collectives(world: int, setting: Setting) -> Rows:
 
 
 def _engines(world: int, setting: Setting) -> Rows:
-    """The engine as ranks that are nodes of their own; losses are those of the first steps."""
+    """Train with every rank as a node. Losses are the first steps'."""
     shape: Shape = setting.pick(
         Shape(layers=8, hidden=1024, ffn=2752, heads=8, sequence=1024, micro_batch=1, dtype=torch.bfloat16),
         Shape(layers=2, hidden=64, ffn=128, heads=4, vocabulary=256, sequence=16, micro_batch=1),

@@ -9,8 +9,8 @@ import torch
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.loops import Size
 from benchmarks.gpu_report.record import Record
-from benchmarks.gpu_report.setting import Setting, free, step_seconds
-from benchmarks.harness import ratios, take_turns
+from benchmarks.gpu_report.setting import Setting, free
+from benchmarks.harness import ratios, step_seconds, take_turns
 
 SIZES = (
     Size("host-bound", layers=24, hidden=256, ffn=688, heads=4, vocabulary=4096, sequence=128),

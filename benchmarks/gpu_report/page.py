@@ -27,7 +27,7 @@ failure is a row with its reason. Started again, it runs only the missing and fa
 
 
 def page(stored: Stored, charts: Sequence[str] = ()) -> str:
-    """Markdown. charts: files that lie beside the page."""
+    """Return the page. charts: files beside it."""
     text = [HEAD, REHEARSAL] if stored["rehearsal"] else [HEAD]
     text += [table([{"": key, "this run": value} for key, value in stored["machine"].items()]), ""]
     text += [table([_outcome(piece, stored["pieces"].get(piece.name)) for piece in PIECES]), ""]
@@ -66,7 +66,7 @@ def _outcome(piece: Piece, result: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A markdown table; columns in the order in which rows bring them, the reason last."""
+    """Return a markdown table, its columns in the rows' order, the reason last."""
     columns = [name for name in dict.fromkeys(n for row in rows for n in row) if name != REASON]
     columns += [REASON] if any(REASON in row for row in rows) else []
     lines = [columns, ["---"] * len(columns)]
@@ -88,7 +88,7 @@ def cell(value: Any, column: str = "") -> str:
 
 
 def charts(stored: Stored, folder: Path) -> list[str]:
-    """Draw what there is; names of the files. ImportError without matplotlib."""
+    """Draw what there is; return the files' names. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     drawn = []
@@ -120,7 +120,7 @@ def _rows(stored: Stored, name: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _of_kernels(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The largest size only."""
+    """Return the bars of the largest size."""
     most = max((row["elements"] for row in rows), default=0)
     return {
         f"{row['operation']}, {row['bits']} bits, {row['rounding']}": row["of a copy"]

@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.allocations import stepping
 from benchmarks.gpu_report.record import Record
-from benchmarks.gpu_report.setting import Setting, wait
+from benchmarks.gpu_report.setting import Setting
+from benchmarks.harness import wait
 from megazero.train.profiling import label
 
 STEPS, MOST = 3, 15
@@ -53,7 +54,7 @@ def read_trace(file: Path) -> list[dict[str, Any]]:
 
 
 def tell(events: Sequence[Mapping[str, Any]], record: Record, on_device: bool) -> None:
-    """Rows of the kernels (on a CPU: operations) that take most time, and of all labels."""
+    """Write rows of the kernels (on a CPU: operations) that take most time, and of all labels."""
     where = "kernel" if on_device else "operation, CPU, with those inside"
     kernels = summed(events, ON_DEVICE if on_device else ON_HOST)
     total = sum(microseconds for _, microseconds in kernels.values())
@@ -76,7 +77,7 @@ def tell(events: Sequence[Mapping[str, Any]], record: Record, on_device: bool) -
 
 
 def _tell_idle(events: Sequence[Mapping[str, Any]], record: Record) -> None:
-    """How much of the time between the first and the last kernel no kernel ran."""
+    """Note how much of the time from the first to the last kernel the device was busy."""
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ON_DEVICE and "dur" in e)
     if not spans:
         return
@@ -88,7 +89,7 @@ def _tell_idle(events: Sequence[Mapping[str, Any]], record: Record) -> None:
 
 
 def summed(events: Sequence[Mapping[str, Any]], categories: Sequence[str]) -> dict[str, tuple[int, float]]:
-    """Name -> how many events, and their microseconds."""
+    """Return name -> how many events, and their microseconds."""
     counts: defaultdict[str, int] = defaultdict(int)
     taken: defaultdict[str, float] = defaultdict(float)
     for event in events:

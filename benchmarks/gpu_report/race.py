@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, step_seconds
-from benchmarks.harness import ratios, spread, take_turns
+from benchmarks.gpu_report.setting import Setting
+from benchmarks.harness import ratios, spread, step_seconds, take_turns
 
 LEAST = 0.98  # of the racing engine's throughput
 
@@ -51,7 +51,7 @@ def run(setting: Setting, record: Record) -> None:
 
 
 def throughput(race: Any, setting: Setting) -> dict[str, Any]:
-    """Steps with waits and without take turns; nothing sleeps and nothing is compared meanwhile."""
+    """Measure steps with waits and without in turns. Nothing sleeps and nothing is compared meanwhile."""
     import pytest
 
     with pytest.MonkeyPatch.context() as patch:
@@ -87,7 +87,7 @@ def throughput(race: Any, setting: Setting) -> dict[str, Any]:
 
 
 def _restore(cluster: Any) -> None:
-    """The same weights for every step, and all of them refreshed in it."""
+    """Restore the same weights for every step, so that it refreshes all of them."""
     for unit in cluster.engine.units:
         (own,) = unit.layout.pieces(unit.levels.os)
         unit.master.copy_(cluster.truth[unit][own.start : own.start + own.numel])

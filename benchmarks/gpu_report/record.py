@@ -1,5 +1,5 @@
-"""What a piece hands back: rows and notes in a JSON file, written anew after each row, so that a piece that is cut
-off keeps what it has."""
+"""A piece's results: rows and notes in a JSON file, written anew after each row, so that a piece that is stopped
+keeps what it has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REASON = "reason"  # the cell of a row that has no figures: why
 
 
 class Skip(Exception):
-    """Raised inside ``Record.attempt``: the row cannot be measured here, for this reason."""
+    """Raised inside ``Record.attempt`` with the reason why the row cannot be measured here."""
 
 
 class Record:
@@ -37,7 +37,7 @@ class Record:
 
     @contextmanager
     def attempt(self, **cells: Any) -> Iterator[dict[str, Any]]:
-        """One row. The block fills in its cells; if it raises, the row has the reason instead."""
+        """Yield a row's cells for the block to fill in. If the block raises, the row has the reason instead."""
         found: dict[str, Any] = {}
         try:
             yield found
@@ -53,6 +53,6 @@ class Record:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """An exception in a table's cell."""
+    """Return an exception as a table's cell."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
     return text if len(text) <= most else text[: most - 3] + "..."

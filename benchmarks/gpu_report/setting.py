@@ -1,4 +1,4 @@
-"""What a piece is told: the device, the sizes, the time it has; and what machine this is."""
+"""A piece's setting: the device, the sizes, the time left; and a description of this machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds that the piece has left."""
         return self.seconds - (time.monotonic() - self.began)
 
     def need(self, seconds: float) -> None:
@@ -55,16 +55,15 @@ class Setting:
 
 
 def peak_tflops(name: str) -> float | None:
-    """Of a device's name; None for one that the table does not have."""
+    """Return a device's peak by its name, or None if the table does not have it."""
     return next((peak for known, peak in PEAKS if known.lower() in name.lower()), None)
 
 
 def elapsed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Seconds of one ``run``, the mean of ``repeats`` that follow each other.
+    """Return the seconds of one ``run``, the mean of ``repeats`` in a row.
 
-    On CUDA by the device's clock, with the launches queued behind a pause, so that a host that launches slower than
-    the device computes is not what is measured.
-    """
+    On CUDA the device's clock counts, and the launches are queued behind a pause, so that a slow host is not
+    measured."""
     if device.type == "cpu":
         began = time.perf_counter()
         for _ in range(repeats):
@@ -81,54 +80,20 @@ def elapsed(run: Callable[[], Any], device: torch.device, repeats: int) -> float
 
 
 def quickest(launch: Callable[[], Any], setting: Setting) -> float:
-    """Seconds of one launch, after one that may compile: the least of a few means."""
+    """Return the seconds of one launch, the least of a few means, after one that may compile."""
     launch()
     return min(elapsed(launch, setting.device, setting.pick(10, 1)) for _ in range(setting.pick(5, 1)))
 
 
-def step_seconds(
-    step: Callable[[], Any],
-    device: torch.device,
-    steps: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Seconds of one step, by the host's clock: launches and host waits included."""
-    wait(device)
-    began = clock()
-    for _ in range(steps):
-        step()
-    wait(device)
-    return (clock() - began) / steps
-
-
-def own_seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one step; on a CPU of this process, so that others on the machine do not count."""
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    return step_seconds(step, device, clock=clock)
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most bytes that a card has allocated in ``run`` above those before it."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def free(device: torch.device) -> None:
-    """Give back what ended models held: engines are cycles."""
+    """Give back the memory of models that are gone: engines are reference cycles."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def machine(rehearsal: bool) -> dict[str, str]:
-    """What the figures are from, in words."""
+    """Return what the figures are measured on, in words."""
     import numpy
 
     found = {
@@ -162,7 +127,7 @@ def _driver() -> str:
 
 
 def commit() -> str:
-    """Of this checkout, with a word if it has changes of its own."""
+    """Return this checkout's commit, and whether it has changes of its own."""
     found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return (found + (" with uncommitted changes" if changed else "")) or "not a git checkout"

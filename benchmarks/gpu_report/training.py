@@ -23,7 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.loops import Size, Step
 from benchmarks.gpu_report.record import Record, Skip
-from benchmarks.gpu_report.setting import Setting, elapsed, free, peak_tflops, step_seconds
+from benchmarks.gpu_report.setting import Setting, elapsed, free, peak_tflops
+from benchmarks.harness import step_seconds
 from megazero.config.model.parameters import parameter_count, training_flops
 
 ONE = Size("1B", layers=18, hidden=2048, ffn=5632, heads=16, batch=4)
@@ -50,7 +51,7 @@ def run(real: Size, tiny: Size, contestants: Contestants, setting: Setting, reco
 
 
 def contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device], Step]]]:
-    """Name, recompute, and what builds the step: in pairs, so that those compared are measured side by side."""
+    """Yield name, recompute, and what builds the step. Those compared follow each other."""
     for recompute in RECOMPUTE:
         yield "megazero", recompute, lambda device, r=recompute: loops.ours(size, device, r)[0]
         yield "plain torch", recompute, lambda device, r=recompute: _plain(size, device, r)
@@ -59,7 +60,8 @@ def contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device],
 
 
 def compiled_contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device], Step]]]:
-    """As ``contestants``: --compile off and on, the plain loop compiled, and FSDP2 as torchtitan compiles it."""
+    """Yield as ``contestants`` does: --compile off and on, the plain loop compiled, FSDP2 as torchtitan compiles
+    it."""
     for recompute in ("none", "full"):
         yield "megazero", recompute, lambda device, r=recompute: loops.ours(size, device, r)[0]
         yield (
@@ -92,7 +94,8 @@ def _plain(size: Size, device: torch.device, recompute: str, compiled: bool = Fa
 
 
 def _fsdp2(size: Size, device: torch.device, recompute: str) -> Step:
-    """Each block compiled whole, then sharded, on this one rank; fp32 parameters, cast to bf16 for the gather."""
+    """Return a step of FSDP2 on this one rank: each block is compiled whole, then sharded; fp32 parameters are cast
+    to bf16 for the gather."""
     model = loops.decoder(size, device, recompute, dtype=torch.float32)
     for name, layer in list(model.layers.items()):
         model.layers[name] = torch.compile(layer, backend=loops.compile_backend(device), fullgraph=True)
@@ -144,7 +147,7 @@ def _transformers(size: Size, device: torch.device, recompute: str) -> Step:
 
 
 def measure(build: Callable[[], Step], size: Size, setting: Setting, ours: bool) -> dict[str, Any]:
-    """Figures of one contestant."""
+    """Return the figures of one contestant."""
     device, cuda = setting.device, setting.device.type == "cuda"
     step = build()
     for _ in range(setting.pick(3, 1)):
@@ -174,7 +177,7 @@ def _against_formula(size: Size, peak: int, resident: int) -> dict[str, float]:
 
 
 def fitting(size: Size, setting: Setting, record: Record) -> Size:
-    """The size, with fewer layers if even full recompute does not fit this card."""
+    """Return the size, with fewer layers if even full recompute does not fit this card."""
     if setting.device.type == "cpu":
         return size
     card = torch.cuda.get_device_properties(0).total_memory
@@ -187,7 +190,7 @@ def fitting(size: Size, setting: Setting, record: Record) -> Size:
 
 
 def needed(size: Size) -> float:
-    """Bytes of the largest contestant with full recompute: the plain loop's 20 per parameter (two kinds of
+    """Return the bytes of the largest contestant with full recompute: the plain loop's 20 per parameter (two kinds of
     gradients), one layer's activations, inputs of all, and the logits in bf16 and three times in fp32."""
     layer = size.tokens * (22 * size.hidden + 8 * size.ffn)
     inputs = 2 * size.tokens * size.hidden * size.layers
@@ -195,7 +198,7 @@ def needed(size: Size) -> float:
 
 
 def _measure_products(setting: Setting, record: Record) -> None:
-    """What a large product reaches here, beside the data sheet's peak."""
+    """Note what a large product reaches here, beside the data sheet's peak."""
     a, b = (torch.randn(8192, 8192, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
     seconds = min(elapsed(lambda: a @ b, setting.device, 10) for _ in range(3))
     rate = 2 * 8192**3 / seconds / 1e12

@@ -62,7 +62,7 @@ def _seconds(factory: Callable[..., torch.optim.Optimizer], left: str, n: int, s
 def _in_steps(
     optimizer: torch.optim.Optimizer, master: torch.Tensor, grad: torch.Tensor, held: torch.Tensor, left: str
 ) -> None:
-    """As the engine does with an optimizer that is not one pass."""
+    """Step as the engine does with an optimizer that is not one pass."""
     grad.mul_(FACTOR)
     optimizer.step()
     if left == "copy":

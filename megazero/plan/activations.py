@@ -21,7 +21,7 @@ from megazero.pp.partition import StageSpec
 DEVICE_LOGITS, HOST_LOGITS = 1 << 26, 1 << 19
 # Tokens of the smallest chunk that is chosen. A chunk reads the weight twice and adds to its gradient: 12 to 16 bytes
 # for each element beside 6 operations a token, which 1,024 tokens hide on a GPU (unmeasured). On a CPU 256 take no
-# longer (benchmarks/loss_chunks.py).
+# longer (benchmarks/features/loss_chunks.py).
 LEAST_CHUNK = 1024
 
 

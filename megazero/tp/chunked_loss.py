@@ -4,7 +4,8 @@ The backward of a chunk follows its forward, so no logits are computed twice (th
 of Liger Kernel: Hsu et al. 2024, section 3.2). This needs the weights of the tokens' losses in the forward.
 
 torch has F.linear_cross_entropy (2.13). It returns neither log Z nor the label's logit, without which a vocabulary
-that is split over ranks and the z-loss cannot be computed. benchmarks/loss_chunks.py has its time and memory.
+that is split over ranks and the z-loss cannot be computed. benchmarks/features/loss_chunks.py has its time and
+memory.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.sleeping import Case, sleeping_pipeline
+from benchmarks.pipeline.sleeping import Case, sleeping_pipeline
 from megazero import zero
 from megazero.comm.lane import CommunicationError
 from megazero.config import World, make_config

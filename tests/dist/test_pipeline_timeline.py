@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 from PIL import Image
 
-from benchmarks.sleeping import Case, take_turns
+from benchmarks.pipeline.sleeping import Case, take_turns
+from benchmarks.pipeline.timelines import chrome_trace, draw
 from megazero.pp.schedules import SCHEDULES, done_by, make_schedule, needs, peak_activations
 from megazero.pp.timeline import Timeline, Times
 from tests.dist.pool import run_ranks
 from tests.pipeline_walk import check_schedule
-from tools.timelines import chrome_trace, draw
 
 MILLISECOND = Times(1e-3, 1e-3, 1e-3)
 SIZES = {"gpipe": (3, 1, 4), "1f1b": (3, 1, 5), "interleaved": (3, 2, 6), "zb-h1": (3, 1, 5)}

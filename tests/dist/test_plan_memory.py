@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.plan_memory import state_bytes
+from benchmarks.planning.memory import state_bytes
 from megazero.config import World, make_config
 from megazero.config.options.cluster import Cores
 from megazero.mesh.launch import Launch

@@ -1,4 +1,4 @@
-"""One trial of benchmarks/random_kills.py, at moments that are named, and what it says of a wrong run."""
+"""One trial of benchmarks/faults/random_kills.py, at moments that are named, and what it says of a wrong run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from benchmarks import random_kills as kills
+from benchmarks.faults import random_kills as kills
 from megazero.log.metrics import METRICS_FILE, read_metrics
 
 

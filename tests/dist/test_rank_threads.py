@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import loss_data
-from benchmarks.loss_run import RANKS, Run, Settings, train
+from benchmarks.loss import data
+from benchmarks.loss.run import RANKS, Run, Settings, train
 from benchmarks.rank_threads import run_threads
 from megazero.data.text import stdlib_sources
 from megazero.mesh.mesh import create_mesh
@@ -37,8 +37,8 @@ def by_gloo(folder: Path, cases: list[tuple[str, int, int]]) -> list[dict[str, A
 
 @pytest.mark.slow
 def test_threads_train_to_gloos_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_data, "sources", lambda name: stdlib_sources()[:12])
-    folder = loss_data.prepare(tmp_path, "stdlib", TINY.vocabulary)
+    monkeypatch.setattr(data, "sources", lambda name: stdlib_sources()[:12])
+    folder = data.prepare(tmp_path, "stdlib", TINY.vocabulary)
     same = ("loss", "curve", "errors", "digest", "sent", "skipped")
     for (name, node, steps), gloo in zip(
         CASES, run_ranks(RANKS, by_gloo, folder, CASES, timeout=300)[0], strict=True

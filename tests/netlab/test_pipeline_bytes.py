@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from benchmarks.pipeline_bytes import CASES, HIDDEN, SEQUENCE, measure
+from benchmarks.pipeline.bytes import CASES, HIDDEN, SEQUENCE, measure
 from megazero.config import ConfigError
 
 COUNTS = [2, 4, 8]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import volume
-from benchmarks.comparison import case_of, merge, refuse_others, shape_of
-from benchmarks.comparison_report import (
+from benchmarks.links import volume
+from benchmarks.links.comparison import case_of, merge, refuse_others, shape_of
+from benchmarks.links.comparison_report import (
     CLAIMS,
     REPLICAS,
     ZEROPP,
@@ -18,7 +18,7 @@ from benchmarks.comparison_report import (
     speed_rows,
     table,
 )
-from benchmarks.peers import CONTESTANTS, HEATS, PAGE_HEATS
+from benchmarks.links.contestants import CONTESTANTS, HEATS, PAGE_HEATS
 from megazero.comm.codec import Blockwise
 from megazero.config.options.sections import OuterConfig
 from megazero.plan.communication import OUTER_SCALARS, SCALARS

@@ -37,6 +37,13 @@ def named(page: Path) -> list[tuple[str, str]]:
     return [(path, name) for path, name in found if not re.search(r"\b(NAME|LOG_DIR)\b", path)]
 
 
+def started(page: Path) -> list[str]:
+    """The files of this tree that a page's commands start: python a/b.py, python -m a.b."""
+    text = page.read_text("utf-8")
+    found = re.findall(r"python(?:\s+-m)?\s+((?:benchmarks|pretrain|tests|tools)[./][\w./]*\w)", text)
+    return [path if path.endswith(".py") else f"{path.replace('.', '/')}.py" for path in found]
+
+
 def test_the_readme_leads_to_every_page() -> None:
     readme = ROOT / "README.md"
     missing = {page.relative_to(ROOT).as_posix() for page in PAGES if page != readme} - {
@@ -64,11 +71,19 @@ def test_named_files_exist_and_hold_what_is_said(page: Path) -> None:
         assert not name or re.search(rf"\b{name}\b", found[0].read_text("utf-8")), f"{path} has no {name}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_start_files_that_exist(page: Path) -> None:
+    missing = [path for path in started(page) if not (ROOT / path).exists()]
+    assert not missing, f"{page.name} starts {', '.join(missing)}"
+
+
 def test_what_is_looked_for_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](b.md#c-d) ![](e.png) [f](https://g.org) `zero/h.py: i`, `a/NAME.py` and `j/k.py`\n```\n[l](m)\n```\n"
+        "[a](b.md#c-d) ![](e.png) [f](https://g.org) `zero/h.py: i`, `a/NAME.py` and `j/k.py`\n```\n[l](m)\n"
+        "python -m\ntools.n x\n    python tools/o.py\n```\n"
     )
     assert linked(page) == [(tmp_path / "b.md", "c-d"), (tmp_path / "e.png", "")]
     assert named(page) == [("zero/h.py", "i"), ("j/k.py", "")]
+    assert started(page) == ["tools/n.py", "tools/o.py"]
     assert anchor("Step time, and `memory`") == "step-time-and-memory"

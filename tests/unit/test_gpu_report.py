@@ -28,10 +28,10 @@ from benchmarks.gpu_report import (
     training,
     update,
 )
-from benchmarks.gpu_report.lone_rank import lone_rank
 from benchmarks.gpu_report.pieces import BY_NAME, PIECES
 from benchmarks.gpu_report.record import REASON, Record, Skip
 from benchmarks.gpu_report.setting import ROOT, Setting
+from benchmarks.lone_rank import lone_rank
 from megazero.config import resolve_shards
 from megazero.config.model.parameters import training_flops
 from tools import gpu_report as tool

@@ -12,7 +12,7 @@ from megazero.kernels.format import Format
 from megazero.kernels.hadamard import SIZES, Hadamard, Mixing, mixed
 
 from benchmarks.harness import DOCS
-from benchmarks.rounding_errors import DIFFERENCES, GRADIENTS, KINDS
+from benchmarks.loss.rounding_errors import DIFFERENCES, GRADIENTS, KINDS
 from megazero.comm.codec import Blockwise
 
 BITS = st.sampled_from([2, 4, 8])

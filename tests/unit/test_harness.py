@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import harness
+from benchmarks.faults.trials import run_trials
 
 
 def test_an_option_has_the_type_of_its_default() -> None:
@@ -43,6 +44,21 @@ def test_one_process_at_a_time_adds_to_a_file(tmp_path: Path) -> None:
     second.claim()
     second.append({"run": 2})
     assert second.records() == [{"run": 1}, {"run": 2}]
+
+
+def test_trials_that_are_missing_run_until_one_raises(tmp_path: Path) -> None:
+    def trial(number: int) -> dict[str, object]:
+        if number == 5:
+            raise RuntimeError("trial 5")
+        return {"trial": number, "problems": []}
+
+    store = harness.Store(tmp_path / "trials.jsonl")
+    rows = run_trials(trial, 4, store, [{"trial": 1, "problems": ["known"]}], jobs=2)
+    assert sorted(row["trial"] for row in rows) == [0, 1, 2, 3] and len(store.records()) == 3
+    assert run_trials(trial, 9, store, rows, seconds=0) == rows
+    with pytest.raises(RuntimeError, match="trial 5"):
+        run_trials(trial, 9, store, rows)
+    assert [row["trial"] for row in store.records()][3:] == [4]
 
 
 def test_ratios_are_round_by_round() -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/loss.py --ladder: ranks as threads, runs that go on, the study's order, statistics and page."""
+"""benchmarks/loss/study.py --ladder: ranks as threads, runs that go on, the study's order, statistics and page."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from benchmarks import loss_data, loss_ladder, rounding_noise
 from benchmarks.harness import DOCS, Store
-from benchmarks.loss import Trainer, ladder_report
-from benchmarks.loss_data import corpus, prepare, train_samples
-from benchmarks.loss_ladder import FIRST, NO_RUNS, Rung, following, halve
-from benchmarks.loss_ladder_report import HALF, LadderReport, known, noise_section, with_known
-from benchmarks.loss_plan import Runs
-from benchmarks.loss_run import RANKS, Run, Settings, train
-from benchmarks.loss_snapshot import Snapshot
-from benchmarks.loss_statistics import effects, t_quantile
+from benchmarks.loss import data, ladder, rounding_noise
+from benchmarks.loss.data import corpus, prepare, train_samples
+from benchmarks.loss.intervals import effects, t_quantile
+from benchmarks.loss.ladder import FIRST, NO_RUNS, Rung, following, halve
+from benchmarks.loss.ladder_report import HALF, LadderReport, known, noise_section, with_known
+from benchmarks.loss.plan import Runs
+from benchmarks.loss.rounding_errors import GRADIENTS
+from benchmarks.loss.run import RANKS, Run, Settings, train
+from benchmarks.loss.snapshot import Snapshot
+from benchmarks.loss.study import Trainer, ladder_report
 from benchmarks.rank_threads import MeshOf, run_threads
-from benchmarks.rounding_errors import GRADIENTS
 from megazero.data.text import stdlib_sources
 
 TINY = Settings(
@@ -36,7 +36,7 @@ TINY = Settings(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of 40 files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_data, "sources", lambda name: stdlib_sources()[:40])
+        patch.setattr(data, "sources", lambda name: stdlib_sources()[:40])
         return prepare(tmp_path_factory.mktemp("text"), "stdlib", TINY.vocabulary)
 
 
@@ -166,16 +166,16 @@ def test_a_rung_that_is_done_gives_way(tmp_path: Path) -> None:
 
 def test_the_plan_counts_what_is_left(tmp_path: Path) -> None:
     store = Runs(tmp_path / "runs")
-    assert "| 0.3M x 1 | 315,280 | 308 x 1,024 | 3 + 7 |" in loss_ladder.plan([RUNG], store)
+    assert "| 0.3M x 1 | 315,280 | 308 x 1,024 | 3 + 7 |" in ladder.plan([RUNG], store)
     filled(store, [RUNG], 4)
-    row = next(line for line in loss_ladder.plan([RUNG], store).splitlines() if line.startswith("| 0.3M"))
+    row = next(line for line in ladder.plan([RUNG], store).splitlines() if line.startswith("| 0.3M"))
     assert row.split(" | ")[6] == "4"
     filled(store, [RUNG])
-    assert "| 0.00 |" in loss_ladder.plan([RUNG], store).splitlines()[-1]
+    assert "| 0.00 |" in ladder.plan([RUNG], store).splitlines()[-1]
 
 
 def test_the_study_is_planned_within_eight_hours() -> None:
-    hours = loss_ladder.plan(loss_ladder.LADDER, NO_RUNS).splitlines()[-1].split(" | ")[5]
+    hours = ladder.plan(ladder.LADDER, NO_RUNS).splitlines()[-1].split(" | ")[5]
     assert float(hours) <= 8
 
 

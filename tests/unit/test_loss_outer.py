@@ -1,4 +1,4 @@
-"""benchmarks/loss.py --outer: the order of its runs, what they cost, its section of loss.md."""
+"""benchmarks/loss/study.py --outer: the order of its runs, what they cost, its section of loss.md."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import DOCS, section
-from benchmarks.loss import outer_study, parse
-from benchmarks.loss_ladder import PEAKS, RATES
-from benchmarks.loss_outer import INTERVAL, SEEDS, TITLE, OuterStudy, Piece, enlarged
-from benchmarks.loss_plan import Runs
-from benchmarks.loss_run import Run
-from benchmarks.loss_variants import AVERAGE, BASELINE, EVERY, INTERVALS, MUON, RULES, outer_name
+from benchmarks.loss.ladder import PEAKS, RATES
+from benchmarks.loss.outer import INTERVAL, SEEDS, TITLE, OuterStudy, Piece, enlarged
+from benchmarks.loss.plan import Runs
+from benchmarks.loss.run import Run
+from benchmarks.loss.study import outer_study, parse
+from benchmarks.loss.variants import AVERAGE, BASELINE, EVERY, INTERVALS, MUON, RULES, outer_name
 
 
 def filled(study: OuterStudy, count: int = 10**9, peak: float = PEAKS[1]) -> list[Piece]:

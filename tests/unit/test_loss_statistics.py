@@ -1,4 +1,4 @@
-"""benchmarks/loss.py: its statistics against known values, which run comes next, the report."""
+"""benchmarks/loss/study.py: its statistics against known values, which run comes next, the report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from statistics import NormalDist
 
 import pytest
 
-from benchmarks.loss_plan import Plan, Record, Results, Runs
-from benchmarks.loss_report import Report
-from benchmarks.loss_run import Run, Settings, nudged
-from benchmarks.loss_statistics import Difference, difference, estimate, t_quantile
+from benchmarks.loss.intervals import Difference, difference, estimate, t_quantile
+from benchmarks.loss.plan import Plan, Record, Results, Runs
+from benchmarks.loss.report import Report
+from benchmarks.loss.run import Run, Settings, nudged
 from megazero.models import initializer
 
 

@@ -1,4 +1,4 @@
-"""Defaults are Megatron's, which are read as facts; where they are not, tools/megatron_differences.py says so."""
+"""Defaults are Megatron's, which are read as facts; where they are not, tools/megatron_page.py says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megazero.config import parse
 from megazero.config.options.fields import show
 from megazero.config.run import all_options
 from megazero.config.summary import describe
-from tools.megatron_differences import DIFFERENCES
+from tools.megatron_page import DIFFERENCES
 
 LEAST = (
     "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "

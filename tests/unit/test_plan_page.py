@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.plan_memory import draw, predict, words_of
-from benchmarks.planning import amsp_table, bloom_table, memory_table, zeropp_table
-from benchmarks.planning_papers import amsp_rows, bloom_layout, table_4, zeropp_rows
+from benchmarks.planning.memory import draw, predict, words_of
+from benchmarks.planning.page import amsp_table, bloom_table, memory_table, zeropp_table
+from benchmarks.planning.papers import amsp_rows, bloom_layout, table_4, zeropp_rows
 from megazero.config.options.cluster import parse_cluster
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 def test_tables_are_current() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for table in (zeropp_table(), memory_table(), amsp_table(), bloom_table()):
-        assert table in page, "run python -m benchmarks.planning"
+        assert table in page, "run python -m benchmarks.planning.page"
 
 
 def test_who_runs_out_of_memory() -> None:
@@ -29,7 +29,10 @@ def test_predictions_beside_measured_memory_are_current() -> None:
     for line in table:
         seed, layout, _, _, _, predicted, _ = (cell.strip() for cell in line.strip("|").split("|"))
         values = {words_of(drawn): drawn for drawn in draw(int(seed), 20)}[layout]
-        assert round(predict(values).total / 2**20) == int(predicted), (layout, "run plan_memory.py")
+        assert round(predict(values).total / 2**20) == int(predicted), (
+            layout,
+            "run benchmarks/planning/memory.py",
+        )
 
 
 def test_speedups_and_ranking() -> None:

@@ -1,11 +1,11 @@
-"""benchmarks/plan_slow_links.py: the planner's schemes beside measured ones, of results that are made up."""
+"""benchmarks/planning/slow_links.py: the planner's schemes beside measured ones, of results that are made up."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.peers import HEATS
-from benchmarks.plan_slow_links import CONTESTANT, bytes_table, choice_table, choices, seconds_table
+from benchmarks.links.contestants import HEATS
+from benchmarks.planning.slow_links import CONTESTANT, bytes_table, choice_table, choices, seconds_table
 from megazero.config.options.cluster import Cluster, Device, InterNode, IntraNode
 from megazero.plan.search import OUTER
 from megazero.plan.slow_links import EXACT, QUANTISED, winner

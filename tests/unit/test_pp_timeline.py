@@ -5,9 +5,9 @@ import json
 import pytest
 from PIL import Image
 
+from benchmarks.pipeline.timelines import chrome_trace, draw
 from megazero.pp.schedules import SCHEDULES, Action, Kind, make_schedule, peak_activations, schedule_problem
 from megazero.pp.timeline import Span, Timeline, Times, ideal_bubble, simulate
-from tools.timelines import chrome_trace, draw
 
 SIZES = [
     (name, pp, virtual, m)

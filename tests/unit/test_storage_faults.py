@@ -1,7 +1,7 @@
 """Storage that fails: a save is tried again, a damaged checkpoint is passed over, copies lie in a second folder.
 
 Faults are raised here where Python asks the operating system (its audit events, and fsync).
-benchmarks/storage_faults.py lets every call fail, in whole runs and in the process that writes.
+benchmarks/faults/storage_faults.py lets every call fail, in whole runs and in the process that writes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,360 @@
+"""Kill a run at random moments, start it again, and compare with the run that nobody killed.
+
+    python -m benchmarks.faults.random_kills --trials 100 --seed 1 --out kills.jsonl
+
+A trial is one run of a small model. One to three times one rank, half of the ranks or all are killed; then the run
+may finish. A kill comes at a random time after the start (some starts are of a new Python, so that imports are
+killed, too), or at or shortly after the n-th operation on the folder of checkpoints. Every start must continue from
+the newest complete checkpoint. In the end losses, gradient norms and all tensors must have the bits of the
+uninterrupted run, and metrics.jsonl must have every iteration once. Every second trial saves with --async-save.
+
+With --outer the runs have outer replicas, so a kill comes in the middle of an interval, or of a fragment on its way.
+
+With --faults three random calls of each rank on the folder of checkpoints fail or hang, too
+(storage_faults.py), in every start but the last, of ranks that are forked. Such a start may end by itself.
+
+Each result is appended to the file at once. The same command continues with the missing trials and prints a summary
+at the end. Seed and number determine a trial, up to the machine's speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.faults import storage_faults
+from benchmarks.faults.trials import Row, run_trials
+from megazero.checkpoint import saving, store
+from megazero.checkpoint.directory import complete
+from megazero.log.metrics import read_metrics
+from megazero.mesh.launch import rank_variables
+from tests.dist.runs import Processes, checkpoint_of, differences, free_port
+from tests.sizes import TINY, words
+
+Layouts = Mapping[str, tuple[int, Mapping[str, Any]]]  # by name: ranks and options
+PLAIN: Layouts = {
+    "zero3": (2, {"zero_preset": "zero3"}),
+    "zero1, bf16": (2, {"zero_preset": "zero1", "params_dtype": "bf16"}),
+    "pp 2": (2, {"pipeline_model_parallel_size": 2}),
+    "hpz, bf16": (4, {"zero_preset": "hpz", "params_dtype": "bf16", "ranks_per_node": 2}),
+    "tp 2 x zero2": (4, {"tensor_model_parallel_size": 2, "zero_preset": "zero2"}),
+}
+# Saves of every second step see the five steps of an interval at all their ends. A fragment leaves in the second and
+# the fifth, and is on its way at one save of two.
+ALONE, PAIRS = {"ranks_per_node": 1, "outer_interval": 5}, {"ranks_per_node": 2, "outer_interval": 5}
+STREAMED = {"outer_fragments": 2, "outer_delay": 1}
+OUTER: Layouts = {
+    "outer": (2, ALONE),
+    "outer, 4 bits, bf16": (2, {**ALONE, "outer_bits": 4, "params_dtype": "bf16"}),
+    "outer, late, zero3": (4, {**PAIRS, "outer_delay": 3, "zero_preset": "zero3"}),
+    "streamed, zero1": (4, {**PAIRS, **STREAMED, "zero_preset": "zero1"}),
+    "streamed, 2 bits, mixed, on the host": (
+        2,
+        {**ALONE, **STREAMED, "outer_bits": 2, "outer_mixing": 0.5, "outer_offload": True},
+    ),
+    "streamed, 8 bits, tp 2": (4, {**PAIRS, **STREAMED, "outer_bits": 8, "tensor_model_parallel_size": 2}),
+}
+LAYOUTS: Layouts = {**PLAIN, **OUTER}
+RUN = {
+    "train_iters": 12,
+    "save_interval": 2,
+    "save_keep_last": 2,
+    "distributed_timeout_minutes": 1,
+    "eval_interval": 5,
+    "eval_iters": 1,
+}
+KEYS = (
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "consumed_samples",
+    "outer",
+)  # the last in lines after a meeting
+HIDDEN = re.compile(r"\.iter_\d+\.(partial|replaced|removed)-")
+LAUNCHER_S = 15.0
+FORKED_S, REAL_S = 5.0, 12.0  # longer than a run that is forked, or a real start with its imports, takes
+
+
+@dataclass(frozen=True)
+class Kill:
+    """victims: ranks. real: Python starts anew. seconds: when, since the start, or after the operation number
+    ``operation`` on the folder of checkpoints if that is given."""
+
+    victims: tuple[int, ...]
+    real: bool
+    seconds: float
+    operation: int | None = None
+
+
+def draw(random: Random, ranks: int) -> Kill:
+    """Return one kill of a run of so many ranks."""
+    order = random.sample(range(ranks), ranks)
+    victims = tuple(order[: random.choice((1, ranks // 2, ranks))])
+    kind = random.choice(("real", "seconds", "operation", "operation"))
+    if kind == "operation":
+        return Kill(victims, False, random.choice((0.0, random.uniform(0, 0.05))), random.randrange(150))
+    return Kill(victims, kind == "real", random.uniform(0, REAL_S if kind == "real" else FORKED_S))
+
+
+def die(rank: int, kill: Kill, folder: str) -> None:
+    """Make the first victim kill itself at the operation that ``kill`` names, or so many seconds after it."""
+    if rank != kill.victims[0] or kill.operation is None:
+        return
+    left = [kill.operation]
+    end = partial(os.kill, os.getpid(), signal.SIGKILL)
+
+    def count() -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            end() if not kill.seconds else threading.Timer(kill.seconds, end).start()
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        on_files = event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "subprocess.Popen")
+        if on_files and (event == "subprocess.Popen" or str(arguments[0]).startswith(folder)):
+            count()
+
+    fsync = os.fsync
+
+    def counted(descriptor: int) -> None:
+        count()
+        fsync(descriptor)
+
+    os.fsync = counted
+    sys.addaudithook(audit)
+
+
+def spoil(rank: int, kill: Kill, folder: str, seed: str) -> None:
+    """Make three calls of this rank fail, and let it die as ``die`` says."""
+    saving.FIRST_PAUSE_S = 0.05
+    random = Random(f"{seed}/{rank}")
+    faults = storage_faults.Faults(folder)
+    faults.arm(
+        random.choice(list(storage_faults.KINDS.values())), left=3, odds=random.choice((20, 200)), hang_ms=500
+    )
+    ctypes.CDLL(None).srand(random.randrange(1 << 30))
+    die(rank, kill, folder)
+
+
+class Started:
+    """A rank in a Python of its own, with the methods of a multiprocessing.Process."""
+
+    def __init__(self, rank: int, world: int, port: int, values: Mapping[str, Any], log: Path) -> None:
+        launcher = rank_variables(rank, world, port) | {"OMP_NUM_THREADS": "1"}
+        with open(log, "wb") as file:
+            self._popen = subprocess.Popen(
+                [sys.executable, str(harness.ROOT / "pretrain" / "pretrain_gpt.py"), *words(values)],
+                env={**os.environ, "PYTHONPATH": str(harness.ROOT), **launcher},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._popen.poll()
+
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def join(self, timeout: float | None = None) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout)
+
+
+def start(
+    ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | None, faults: str | None = None
+) -> Processes:
+    """Start all ranks; logs go to ``folder``, which is made. faults: a seed, if calls are to fail."""
+    folder.mkdir(parents=True)
+    if kill is None or not kill.real:
+        prepare = None if kill is None else partial(die, kill=kill, folder=values["save"])
+        if kill is not None and faults is not None:
+            prepare = partial(spoil, kill=kill, folder=values["save"], seed=faults)
+        return Processes.start(ranks, values, folder, prepare)
+    logs, port = [folder / f"rank{rank}.log" for rank in range(ranks)], free_port()
+    whole = {**TINY, **values}
+    return Processes([Started(rank, ranks, port, whole, logs[rank]) for rank in range(ranks)], logs)
+
+
+def attempt(
+    ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | None, faults: str | None = None
+) -> dict[str, Any]:
+    """Run until it ends or is killed and the survivors have ended. Return what became of it."""
+    save = Path(values["save"])
+    newest = store.latest(save)
+    before = 0 if newest is None else store.read_manifest(newest).step
+    left = unfinished(save)
+    began, running = time.monotonic(), start(ranks, values, folder, kill, faults)
+    if kill is not None:
+        first = running.ranks[kill.victims[0]]
+        while first.is_alive() and any(each.is_alive() for each in running.ranks):
+            if kill.operation is None and time.monotonic() - began >= kill.seconds:
+                break
+            time.sleep(0.005)
+        done = all(not each.is_alive() and each.exitcode == 0 for each in running.ranks)
+        for victim in kill.victims if not done else ():
+            running.ranks[victim].kill()
+    # Who waits for a rank that never joined is ended after a while, as launchers do.
+    statuses = running.statuses(300 if kill is None else LAUNCHER_S)
+    text = running.texts()[0]
+    begun = re.search(r"starts after\W+iteration (\d+)", text)
+    importing = kill is not None and kill.real and not text.strip()
+    during = "imports" if importing else "steps" if begun else "start"
+    during = "save" if unfinished(save) - left else during
+    return {
+        "statuses": statuses,
+        "newest": before,
+        "from": int(begun[1]) if begun else None,
+        "during": "after the end" if set(statuses) == {0} else during,
+    }
+
+
+def unfinished(save: Path) -> set[str]:
+    """Return the names of the directories that a save was at when it was killed."""
+    return {path.name for path in save.iterdir() if HIDDEN.match(path.name)} if save.is_dir() else set()
+
+
+def problems(
+    values: Mapping[str, Any], reference: Path, attempts: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yield what is not as in the uninterrupted run."""
+    for number, each in enumerate(attempts):
+        if each["from"] is not None and each["from"] != each["newest"]:
+            yield f"attempt {number} went on from {each['from']}, the newest was {each['newest']}"
+    if set(attempts[-1]["statuses"]) != {0}:
+        yield f"the last attempt ended with {attempts[-1]['statuses']}"
+        return  # its folder, with the logs, is kept
+    ours, theirs = read_metrics(values["log_dir"]), read_metrics(reference / "logs")
+    for kind in ("lm_loss", "eval_lm_loss"):
+        keys = ("iteration", *(KEYS if kind == "lm_loss" else (kind,)))
+        rows, wanted = (
+            [[line.get(k) for k in keys] for line in lines if kind in line] for lines in (ours, theirs)
+        )
+        if rows != wanted:
+            yield f"metrics ({kind}): {rows} instead of {wanted}"
+    different = differences(checkpoint_of(values["save"]), checkpoint_of(reference / "save"))
+    if different:
+        yield f"tensors differ: {different[:3]}"
+
+
+def make_values(layout: str, folder: Path, behind: bool) -> dict[str, Any]:
+    save = {"save": str(folder / "save"), "load": str(folder / "save"), "log_dir": str(folder / "logs")}
+    return {**RUN, **LAYOUTS[layout][1], **save, **({"async_save": True} if behind else {})}
+
+
+def reference_of(layout: str, folder: Path) -> Path:
+    """Return the folder of the uninterrupted run, which is made unless it is there."""
+    place = folder / re.sub(r"\W+", "-", layout)
+    newest = store.latest(place / "save")
+    if newest is None or store.read_manifest(newest).step < RUN["train_iters"]:
+        shutil.rmtree(place, ignore_errors=True)
+        done = attempt(LAYOUTS[layout][0], make_values(layout, place, False), place / "out", None)
+        if set(done["statuses"]) != {0}:
+            raise RuntimeError(f"the uninterrupted run of {layout} ended with {done}")
+    return place
+
+
+def trial(
+    number: int,
+    seed: int,
+    references: Path,
+    kills: Sequence[Kill] = (),
+    layouts: Sequence[str] = tuple(PLAIN),
+    faults: bool = False,
+) -> dict[str, Any]:
+    """Kill and restart one run, and judge it. kills: instead of random ones. layouts: one is drawn. faults: calls on
+    files fail, too."""
+    random = Random(f"{seed}/{number}")
+    layout, behind = random.choice(layouts), number % 2 == 1
+    ranks = LAYOUTS[layout][0]
+    drawn = list(kills) if kills else [draw(random, ranks) for _ in range(random.randint(1, 3))]
+    began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="kills-"))
+    values, attempts = make_values(layout, folder, behind), list[dict[str, Any]]()
+    for turn, kill in enumerate([*drawn, None]):
+        spoiled = f"{seed}/{number}/{turn}" if faults else None
+        attempts.append(attempt(ranks, values, folder / f"out{turn}", kill, spoiled))
+    wrong = list(problems(values, reference_of(layout, references), attempts))
+    whole = [path.name for path in Path(values["save"]).iterdir() if complete(path)]
+    if not wrong:
+        shutil.rmtree(folder)
+    said: dict[str, Any] = {"seed": seed, "trial": number, "faults": faults, "layout": layout}
+    said |= {"async_save": behind, "kept": sorted(whole)}
+    said |= {"kills": [asdict(kill) for kill in drawn], "attempts": attempts, "problems": wrong}
+    return {**said, "folder": str(folder) if wrong else None, "seconds": time.monotonic() - began}
+
+
+def asked_for(rows: Sequence[Row], seed: int, layouts: Sequence[str], faults: bool) -> list[Row]:
+    """Return the rows of one command line's trials: with faults the same number is another trial."""
+    return [
+        row for row in rows if (row["seed"], row.get("faults")) == (seed, faults) and row["layout"] in layouts
+    ]
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a few lines: how many were right, and what was killed when."""
+    moments: Counter[str] = Counter()
+    sizes: Counter[int] = Counter()
+    for row in rows:
+        for kill, each in zip(row["kills"], row["attempts"], strict=False):
+            if each["during"] != "after the end":  # else it had ended before
+                moments[each["during"]] += 1
+                sizes[len(kill["victims"])] += 1
+    wrong = [row["trial"] for row in rows if row["problems"]]
+    behind = sum(row["async_save"] for row in rows)
+    return (
+        f"{len(rows)} trials, {behind} of them with --async-save; kills: {sum(moments.values())}, "
+        f"in {dict(moments)}, by the number of ranks {dict(sorted(sizes.items()))}; "
+        f"wrong: {wrong or 'none'}"
+    )
+
+
+def main() -> int:
+    options = harness.parser(
+        __doc__,
+        trials=100,
+        seed=1,
+        out=(Path, "file of results, a line of JSON each"),
+        jobs=(2, "trials at a time"),
+        seconds=(1e9, "begin no trial after these"),
+        outer=(False, "of runs with outer replicas"),
+        faults=(False, "let calls on the checkpoints' files fail, too"),
+    ).parse_args()
+    if options.faults:
+        storage_faults.preload()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(storage_faults.PRELOADED)
+    multiprocessing.forkserver.ensure_running()
+    store, layouts = harness.Store(options.out), tuple(OUTER if options.outer else PLAIN)
+    store.claim()
+    references, began = options.out.with_suffix(".references"), time.monotonic()
+    for layout in layouts:
+        reference_of(layout, references)
+    done = asked_for(store.records(), options.seed, layouts, options.faults)
+    own = partial(trial, seed=options.seed, references=references, layouts=layouts, faults=options.faults)
+    left = options.seconds - (time.monotonic() - began)
+    rows = run_trials(own, options.trials, store, done, left, options.jobs)
+    print(summary(rows))
+    return int(any(row["problems"] for row in rows))
+
+
+if __name__ == "__main__":
+    harness.start(main)

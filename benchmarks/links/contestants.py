@@ -1,0 +1,367 @@
+"""Contestants of the comparison: megazero's presets and the peers, with bf16 parameters, an fp32 master, AdamW and
+clipping, on the same decoder and tokens. Peers send bf16 gradients; megazero's exact presets send fp32 where a
+rank's gradient is already a sum. All start from the same fp32 weights but DeepSpeed, which makes its master of the
+bf16 ones (0.007 of the loss after 4 steps, measured; the others agree to 0.0001).
+
+Peers stand in two forms: as most people write the loop (everything after every micro-batch), and "once", which
+crosses the nodes once per step as far as the peer's own switches allow. Those of OUTER cross every INTERVAL steps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+
+from benchmarks.harness import device
+from benchmarks.links import volume
+from benchmarks.steps import (
+    ADAMW,
+    CLIP,
+    AdamW,
+    Shape,
+    Step,
+    batches,
+    decoder,
+    ours,
+    torch_step,
+    world_group,
+)
+from fsdp2_patch.patch import Fsdp2Patch
+from megazero.comm.hops import Traffic
+from megazero.config import resolve_shards
+from megazero.config.layout.wire import Wire, asked_for
+from megazero.config.options.sections import OuterConfig, ZeroConfig
+from megazero.patches.options import MessageOptions, read_words
+from megazero.train.codecs import make_codecs
+from megazero.train.parallelize import make_outer
+from megazero.zero import Policy
+
+INT8 = asked_for(
+    ZeroConfig(zero_preset="zeropp", zero_quantized_weights_delta=False)
+)  # the formats that flags give
+DELTA = asked_for(ZeroConfig(zero_preset="zeropp"))  # the default
+MIXED = ZeroConfig(zero_preset="zeropp", zero_gradient_transform="hadamard")
+TWO_BITS = replace(
+    MIXED, zero_gradient_bits=2, zero_gradient_rounding="feedback", zero_gradient_clip_search=8
+)
+INTERVAL = 8  # steps from one meeting of outer replicas to the next
+
+
+@dataclass(frozen=True)
+class Running:
+    """traffic: the engine's own counters; None for peers."""
+
+    step: Step
+    traffic: Traffic | None = None
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """build: from the shape and the ranks per node, collective. sent: formula (volume.py), bytes per step of a node.
+
+    peer: not megazero. shards: holds parameters in parts between steps, in whichever form. plain: and in the form
+    that most people write, so that gradients and parameters are never whole: zeropp's class of memory.
+    interval: steps in which all fragments meet once: a turn has whole ones. lead: steps before the first, so that
+    nothing is on its way when a turn ends. most: formula, the bytes of a meeting of the largest fragment.
+    """
+
+    build: Callable[[Shape, int], Running]
+    sent: Callable[[volume.Case], float]
+    peer: bool = True
+    shards: bool = False
+    plain: bool = False
+    interval: int = 1
+    lead: int = 0
+    most: Callable[[volume.Case], float] | None = None
+
+
+def policy_of(wire: Wire) -> Policy:
+    return Policy(block=wire.block, exact_numel=wire.exact_numel, codecs=make_codecs(wire))
+
+
+def megazero(shards: str, wire: Wire | None = None, joined: int = 1) -> Contestant:
+    """Make a contestant of a preset's factors, or '1,1,d'. wire: its messages, exact by default. joined:
+    --zero-unit-layers."""
+    policy = policy_of(wire) if wire else Policy()
+
+    def factors(nodes: int, ranks_per_node: int) -> tuple[int, int, int]:
+        ranks = nodes * ranks_per_node
+        return resolve_shards((1, 1, ranks) if shards == "1,1,d" else shards, ranks, ranks_per_node).factors
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        chosen = factors(dist.get_world_size() // ranks_per_node, ranks_per_node)
+        # Nothing ahead but the next module: a model as small as this would fit, and be gathered once per step.
+        own = replace(policy, prefetch_bytes=0) if chosen[0] > 1 else policy
+        step, engine = ours(chosen, shape, ranks_per_node, device(), own, joined)
+        return Running(step, engine.traffic)
+
+    def sent(case: volume.Case) -> float:
+        return volume.megazero(factors(case.nodes, case.ranks_per_node), policy.codecs, case)
+
+    return Contestant(build, sent, peer=False)
+
+
+def outer_steps(**options: Any) -> Contestant:
+    """Make a contestant with a replica on each node, inside which only the optimizer is sharded. options: of
+    OuterConfig."""
+    config = OuterConfig(outer_interval=INTERVAL, **options)
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        policy = Policy(outer=make_outer(config, shape.layers))
+        step, engine = ours((1, 1, ranks_per_node), shape, ranks_per_node, device(), policy)
+        return Running(step, engine.traffic)
+
+    return Contestant(
+        build,
+        lambda case: volume.outer(config, case)[0],
+        peer=False,
+        interval=INTERVAL,
+        lead=config.outer_delay,
+        most=lambda case: volume.outer(config, case)[1],
+    )
+
+
+def replicated(shape: Shape, once: bool, group: dist.ProcessGroup | None = None) -> tuple[Step, AdamW]:
+    """Return a step of DDP over ``group``, by default all ranks, and its optimizer."""
+    where = device()
+    exact = decoder(replace(shape, dtype=torch.float32)).to(where)
+    optimizer = AdamW(exact.parameters(), shape.dtype != torch.float32)
+    model = DistributedDataParallel(exact.to(shape.dtype), process_group=group, gradient_as_bucket_view=True)
+    quiet = lambda last: model.no_sync() if once and not last else nullcontext()  # noqa: E731
+    return torch_step(model, optimizer, shape, where, quiet), optimizer
+
+
+def ddp(*, once: bool = False) -> Contestant:
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        return Running(replicated(shape, once)[0])
+
+    return Contestant(build, partial(volume.ddp, once=once))
+
+
+def diloco(dtype: torch.dtype = torch.float32) -> Contestant:
+    """DiLoCo (arXiv 2311.08105, algorithm 1) with torch's collectives: DDP inside a node, and the outer step by the
+    first rank of each, which then tells its node.
+
+    dtype: of the outer gradients that cross.
+    """
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        nodes = dist.get_world_size() // ranks_per_node
+        mesh = _kept_mesh(world_group(), device().type, (nodes, ranks_per_node))
+        across, inside = mesh.get_group("replicate"), mesh.get_group("shard")
+        inner, optimizer = replicated(shape, True, inside)
+        anchor = parameters_to_vector(optimizer.held).detach().clone()
+        outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
+
+        @torch.no_grad()
+        def meet() -> None:
+            if dist.get_rank(inside) == 0:
+                moved = (anchor - parameters_to_vector(optimizer.held)).to(dtype)
+                dist.all_reduce(moved, group=across)
+                anchor.grad = moved.to(anchor.dtype) / nodes
+                outer.step()
+            dist.broadcast(anchor, group=inside, group_src=0)
+            values = anchor.split([p.numel() for p in optimizer.held])
+            for own, p, value in zip(optimizer.held, optimizer.parameters, values, strict=True):
+                own.copy_(value.view_as(own))
+                p.copy_(own)
+
+        steps = count(1)
+
+        def step() -> torch.Tensor:
+            loss = inner()
+            if next(steps) % INTERVAL == 0:
+                meet()
+            return loss
+
+        return Running(step)
+
+    meeting = partial(volume.diloco, width=float(dtype.itemsize))
+    return Contestant(build, lambda case: meeting(case) / INTERVAL, interval=INTERVAL, most=meeting)
+
+
+@cache
+def _kept_mesh(world: Any, device_type: str, dims: tuple[int, ...]) -> DeviceMesh:
+    """Return one mesh for all contestants that have it, as ``steps.shared_mesh`` does."""
+    return init_device_mesh(device_type, dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
+
+
+def sharded(
+    shape: Shape, ranks_per_node: int, hybrid: bool, reshard: bool | None = None
+) -> tuple[FSDPModule, torch.device]:
+    """Return the decoder with fully_shard on every layer and the root, and its device. Shards are fp32."""
+    world = dist.get_world_size()
+    dims = (world // ranks_per_node, ranks_per_node) if hybrid else (world,)
+    where = device()
+    mesh = _kept_mesh(world_group(), where.type, dims)
+    precision = MixedPrecisionPolicy(param_dtype=shape.dtype, reduce_dtype=shape.dtype)
+    model = decoder(replace(shape, dtype=torch.float32)).to(where)
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    assert isinstance(model, FSDPModule)
+    return model, where
+
+
+def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Contestant:
+    """fully_shard on every layer and the root; hybrid: shards inside a node, replicas across (HSDP).
+
+    keep: gathered parameters stay for the step's other passes, so that they too cross once (ZeRO-2's memory). Else
+    FSDP2's default, which drops them after the forward but for the root's.
+    """
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        model, where = sharded(shape, ranks_per_node, hybrid, reshard=False if keep else None)
+
+        def quiet(last: bool) -> AbstractContextManager:
+            if once:
+                model.set_requires_gradient_sync(last)
+            if keep:
+                model.set_reshard_after_backward(last)
+            return nullcontext()
+
+        # Its shards are fp32, cast to bf16 for the gather.
+        return Running(torch_step(model, AdamW(model.parameters(), False), shape, where, quiet))
+
+    sent = partial(volume.hsdp, once=once) if hybrid else partial(volume.fsdp2, once=once, keep=keep)
+    return Contestant(build, sent, shards=True, plain=not once)
+
+
+def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = False) -> Contestant:
+    """FSDP2, or HSDP, across nodes once per step under fsdp2_patch."""
+    options = read_words(MessageOptions, weights, gradients)
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        model, where = sharded(shape, ranks_per_node, hybrid)
+        # Not by enable(): several contestants are there at a time.
+        patch = Fsdp2Patch(model, replace(options, ranks_per_node=ranks_per_node))
+
+        def quiet(last: bool) -> AbstractContextManager:
+            model.set_requires_all_reduce(last)
+            return nullcontext()
+
+        step = torch_step(model, AdamW(model.parameters(), False), shape, where, quiet)
+        return Running(step, patch.passing.traffic)
+
+    sent = partial(volume.patched, make_codecs(options.wire), hybrid=hybrid)
+    return Contestant(build, sent, peer=False)
+
+
+def deepspeed_zero(stage: int) -> Contestant:
+    """ZeRO-1 reduces once per step by itself; ZeRO-3 gathers and reduces with every micro-batch and cannot else."""
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__
+
+        # Its shared-memory operator would join ranks of different nodes, which here share a machine.
+        __compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        model = decoder(shape)
+        config = {
+            "train_micro_batch_size_per_gpu": shape.micro_batch,
+            "gradient_accumulation_steps": shape.micro_batches,
+            "gradient_clipping": CLIP,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 2**31,
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=ADAMW(model.parameters()), config=config)
+        data = batches(shape, device())
+
+        def step() -> torch.Tensor:
+            total = torch.zeros(())
+            for tokens in data:
+                loss = engine(tokens, tokens).sum() / (shape.sequence * shape.micro_batch)
+                engine.backward(loss)  # divides by the micro-batches itself
+                engine.step()
+                total += loss.detach()
+            return total / len(data)
+
+        return Running(step)
+
+    sent = {1: volume.deepspeed_zero1, 3: volume.deepspeed_zero3}[stage]
+    return Contestant(build, sent, shards=stage == 3, plain=stage == 3)
+
+
+CONTESTANTS: dict[str, Contestant] = {
+    "megazero zeropp INT8": megazero("zeropp", INT8),
+    "megazero zeropp": megazero("zeropp", DELTA),
+    "megazero zeropp Hadamard": megazero("zeropp", asked_for(MIXED)),
+    "megazero zeropp 0.20": megazero("zeropp", asked_for(TWO_BITS)),
+    "megazero zeropp 0.14": megazero(
+        "zeropp", asked_for(replace(TWO_BITS, zero_weight_bits=2, zero_weight_clip_search=8))
+    ),
+    "megazero 1,1,d INT8": megazero("1,1,d", INT8),
+    "megazero 1,1,d delta": megazero("1,1,d", DELTA),
+    **{f"megazero {preset}": megazero(preset) for preset in ("ddp", "zero1", "mics", "hpz", "zero3")},
+    # As DDP joins gradients into buckets of 25 MB: layers have 1.6 MB here.
+    "megazero 1,1,d INT8 joined": megazero("1,1,d", INT8, joined=4),
+    "megazero ddp joined": megazero("ddp", joined=4),
+    "megazero zero1 joined": megazero("zero1", joined=4),
+    "FSDP2": fsdp2(),
+    "FSDP2 once": fsdp2(once=True),
+    "FSDP2 once, kept": fsdp2(once=True, keep=True),
+    "HSDP": fsdp2(hybrid=True),
+    "HSDP once": fsdp2(hybrid=True, once=True),
+    "HSDP patched INT4": patched(gradients="int4", hybrid=True),
+    "FSDP2 patched INT8": patched("int8", "int4"),
+    "FSDP2 patched delta": patched("int4-delta", "int4"),
+    "DDP": ddp(),
+    "DDP once": ddp(once=True),
+    "DeepSpeed ZeRO-1": deepspeed_zero(1),
+    "DeepSpeed ZeRO-3": deepspeed_zero(3),
+    "megazero outer": outer_steps(),
+    "megazero outer INT4": outer_steps(outer_bits=4),
+    "megazero outer INT4 streamed": outer_steps(outer_bits=4, outer_fragments=2, outer_delay=3),
+    "DiLoCo": diloco(),
+    "DiLoCo bf16": diloco(torch.bfloat16),
+}
+
+# Who takes turns with whom, in processes of their own: every communicator of gloo has a thread that wakes 100 times a
+# second, and with 24 contestants in one process zeropp's steps took 10 to 25% longer, FSDP2's 2%.
+HEATS = {
+    "sharded": (
+        *("megazero zeropp INT8", "megazero zeropp", "FSDP2", "FSDP2 once", "FSDP2 once, kept"),
+        *("HSDP", "HSDP once", "DeepSpeed ZeRO-3"),
+    ),
+    "replicated": (
+        *("megazero 1,1,d INT8", "megazero 1,1,d delta", "megazero 1,1,d INT8 joined"),
+        *("megazero ddp", "megazero ddp joined", "megazero zero1", "megazero zero1 joined"),
+        *("FSDP2", "HSDP once", "DDP", "DDP once", "DeepSpeed ZeRO-1"),
+    ),
+    "presets": ("megazero mics", "megazero hpz", "megazero zero3", "FSDP2"),
+    "formats": (
+        *("megazero zeropp", "megazero zeropp Hadamard", "megazero zeropp 0.20", "megazero zeropp 0.14"),
+        "FSDP2",
+    ),
+    "patched": (
+        *("HSDP patched INT4", "FSDP2 patched INT8", "FSDP2 patched delta", "megazero zeropp"),
+        *("FSDP2", "HSDP", "HSDP once"),
+    ),
+    "outer": (
+        *("megazero outer", "megazero outer INT4", "megazero outer INT4 streamed", "DiLoCo", "DiLoCo bf16"),
+        *("megazero zero1", "megazero zeropp", "HSDP once", "DDP once"),
+    ),
+}
+PAGE_HEATS = tuple(heat for heat in HEATS if heat != "outer")  # those of docs/comparison.md
+
+
+def absent(name: str) -> str | None:
+    """Return why a contestant cannot take part here, or None."""
+    if name.startswith("DeepSpeed") and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed (pip install deepspeed)"
+    return None

@@ -1,0 +1,237 @@
+"""A training step of one decoder on the same data, by megazero's engine and by plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero import zero
+from megazero.config import RunConfig, resolve_shards
+from megazero.mesh.mesh import Mesh, create_mesh
+from megazero.models import Decoder, ModelConfig, initializer, make_model
+from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
+from megazero.zero.records import held_bytes
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
+CLIP = 1.0
+
+
+def llama(sizes: Any) -> ModelConfig:
+    """Return the model section of a Llama. sizes: has layers, hidden, ffn, heads, vocabulary and sequence, the
+    longest."""
+    return make_model(
+        model_family="llama",
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        ffn_hidden_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.sequence,
+    )
+
+
+def options_of(sizes: Any) -> dict[str, Any]:
+    """Return a run's options for ``llama``'s model, with sequences of its longest length."""
+    return {
+        "model_family": "llama",
+        "num_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": sizes.ffn,
+        "num_attention_heads": sizes.heads,
+        "vocab_size": sizes.vocabulary,
+        "seq_length": sizes.sequence,
+    }
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int = 8
+    hidden: int = 256
+    ffn: int = 688
+    heads: int = 4
+    vocabulary: int = 4096
+    sequence: int = 256
+    micro_batch: int = 8
+    micro_batches: int = 1
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def tokens(self) -> int:
+        return self.sequence * self.micro_batch * self.micro_batches
+
+
+Step = Callable[[], torch.Tensor]  # returns this rank's loss per token, detached
+
+
+def decoder(shape: Shape, device: str = "cpu") -> Decoder:
+    config = llama(shape)
+    model = Decoder(config, device=device, dtype=shape.dtype)
+    if device != "meta":
+        model.initialize(1)
+    return model
+
+
+def batches(shape: Shape, device: torch.device) -> list[torch.Tensor]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    g = torch.Generator().manual_seed(rank)
+    size = (shape.micro_batch, shape.sequence)
+    return [
+        torch.randint(0, shape.vocabulary, size, generator=g).to(device) for _ in range(shape.micro_batches)
+    ]
+
+
+def world_group() -> Any:
+    """Return the default process group, or None. Kept meshes belong to it."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def shared_mesh(
+    factors: tuple[int, int, int], ranks_per_node: int, device: torch.device, outer: int = 1
+) -> Mesh:
+    """Return the mesh of (P, G, OS) in each of so many outer replicas. All contestants with these factors share it.
+
+    Every communicator of gloo has a thread that wakes 100 times a second: with 68 of them on each of 4 ranks, steps
+    on 2 cores took up to a third longer.
+    """
+    return _kept_mesh(world_group(), factors, ranks_per_node, device, outer)
+
+
+@cache
+def _kept_mesh(
+    world: Any, factors: tuple[int, int, int], ranks_per_node: int, device: torch.device, outer: int
+) -> Mesh:
+    return create_mesh(shards=factors, ranks_per_node=ranks_per_node, device=device, outer=outer)
+
+
+def ours(
+    shards: str | tuple[int, int, int],
+    shape: Shape,
+    ranks_per_node: int,
+    device: torch.device,
+    policy: zero.Policy | None = None,
+    joined: int = 1,
+) -> tuple[Step, zero.Engine]:
+    """Return a megazero step of a preset or of (P, G, OS), and its engine, which counts bytes. joined: layers of a
+    unit. If the policy has outer steps, each node is an outer replica."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    replicas = world // ranks_per_node if policy and policy.outer else 1
+    factors = resolve_shards(shards, world // replicas, min(world, ranks_per_node)).factors
+    mesh = shared_mesh(factors, ranks_per_node, device, replicas)
+    model = decoder(shape, "meta")
+    engine = zero.shard(
+        model,
+        mesh=mesh,
+        policy=policy,
+        units=model.units(joined),
+        optimizer=ADAMW,
+        clip_norm=CLIP,
+        init=initializer(model, 1),
+    )
+    mesh.release()  # for the next contestant: they take turns, so theirs are never collectives of two engines at once
+    data = batches(shape, device)
+
+    def step() -> torch.Tensor:
+        engine.begin_step(len(data), divisor=shape.tokens * mesh.dp_size)
+        total = torch.zeros((), device=device)
+        for tokens in data:
+            loss = model(tokens, tokens).sum()
+            loss.backward()
+            total += loss.detach()
+        engine.step()
+        return total / shape.tokens
+
+    return step, engine
+
+
+def pipelined(
+    config: RunConfig,
+    mesh: Mesh,
+    tokens: torch.Tensor,
+    micro_batches: int,
+    policy: zero.Policy | None = None,
+) -> tuple[Step, zero.Engine]:
+    """Return a step of this rank's stages on its tokens [all samples, sequence], which are the labels, too; and the
+    engine. The step returns the summed loss, or 0 on ranks without the last stage."""
+    decoder = build_decoder(config, mesh)
+    engine = shard_decoder(decoder, config, mesh, policy=policy)
+    pipeline = build_pipeline(decoder, engine, config, mesh)
+    data = [MicroBatch(t, t, torch.ones(t.shape, device=t.device)) for t in tokens.chunk(micro_batches)]
+    program, total = pipeline.program(micro_batches), tokens.numel() * mesh.dp_size
+
+    def step() -> torch.Tensor:
+        engine.begin_step(micro_batches, total, program)
+        loss = pipeline.step(data)
+        engine.step(loss.reshape(1))
+        return loss
+
+    return step, engine
+
+
+class AdamW:
+    """Clips, and makes torch's own update. master: of fp32 copies, for parameters that are, or will be, in 16
+    bits."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], master: bool) -> None:
+        self.parameters, self.master = list(parameters), master
+        copies = (p.detach().to(torch.float32, copy=True) for p in self.parameters)
+        self.held = list(copies) if master else self.parameters
+        self.optimizer = ADAMW(self.held)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.master:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            assert len(gradients) == len(self.parameters)
+            for held, p in zip(self.held, self.parameters, strict=True):
+                held.grad, p.grad = torch.empty_like(held), None
+            torch._foreach_copy_([held.grad for held in self.held], gradients)
+        torch.nn.utils.clip_grad_norm_(self.held, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.master:
+            torch._foreach_copy_(self.parameters, self.held)
+
+
+def torch_step(
+    model: torch.nn.Module,
+    optimizer: AdamW,
+    shape: Shape,
+    device: torch.device,
+    quiet: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
+) -> Step:
+    """Return a step of plain torch. quiet: surrounds a micro-batch, given whether it is the last."""
+    data = batches(shape, device)
+
+    def step() -> torch.Tensor:
+        total = torch.zeros((), device=device)
+        for i, tokens in enumerate(data):
+            with quiet(i == len(data) - 1):
+                loss = model(tokens, tokens).sum() / shape.tokens
+                loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        return total
+
+    return step
+
+
+def bytes_in_step(preset: str, shape: Shape, ranks_per_node: int, device: torch.device) -> dict[str, int]:
+    """Return the bytes that a rank holds between the last backward and the update, when every P copy is present."""
+    _, engine = ours(preset, shape, ranks_per_node, device)
+    data = batches(shape, device)
+    engine.begin_step(len(data))
+    for tokens in data:
+        engine.module(tokens, tokens).sum().backward()
+    for unit in engine.units:
+        if unit.levels.p:
+            engine.gatherer.release(unit)
+    engine.optimizer.ensure_state()
+    held = held_bytes(engine)
+    engine.step()
+    return held
