@@ -9,19 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+# Loss scaling, as all of these files have it.
+SCALING = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
 # DeepSpeed's own examples share it.
 DEEPSPEED_FP16 = {
     "zero_optimization": {"stage": 0},
     "gradient_clipping": 1.0,
     "prescale_gradients": True,
-    "fp16": {
-        "enabled": True,
-        "loss_scale": 0,
-        "loss_scale_window": 500,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-        "initial_scale_power": 11,
-    },
+    "fp16": {"enabled": True, **SCALING, "initial_scale_power": 11},
 }
 
 
@@ -120,14 +115,7 @@ PUBLISHED: dict[str, Published] = {
             "steps_per_print": 1,
             "zero_optimization": {"stage": 0},
             "bf16": {"enabled": True},
-            "fp16": {
-                "enabled": False,
-                "loss_scale": 0,
-                "loss_scale_window": 500,
-                "hysteresis": 2,
-                "min_loss_scale": 1,
-                "initial_scale_power": 12,
-            },
+            "fp16": {"enabled": False, **SCALING, "initial_scale_power": 12},
             "wall_clock_breakdown": True,
         },
     ),
@@ -181,14 +169,7 @@ PUBLISHED: dict[str, Published] = {
         deepspeed={
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": 1},
-            "fp16": {
-                "enabled": True,
-                "loss_scale": 0,
-                "loss_scale_window": 500,
-                "hysteresis": 2,
-                "min_loss_scale": 1,
-                "initial_scale_power": 12,
-            },
+            "fp16": {"enabled": True, **SCALING, "initial_scale_power": 12},
             "steps_per_print": 2000,
             "wall_clock_breakdown": False,
         },

@@ -1,6 +1,6 @@
 """Published runs, small: the flags of their scripts as they stand, with other sizes, train on real text.
 
-All ten, 40 iterations each (some minutes): pytest --run-slow -m slow tests/dist/test_published_runs.py
+All ten, 40 iterations each (some minutes): pytest -m slow tests/dist/test_published_runs.py
 """
 
 from __future__ import annotations

@@ -246,18 +246,17 @@ def relayout(
     changes: dict,
     layouts: dict[str, tuple[int, dict]] = LAYOUTS,
 ) -> list[tuple]:
-    """Train 3 iterations on each source, go on for 2 on each target. What has not the losses as if it had stayed."""
+    """Train 5 iterations on each source, and the last 2 again on each target, from the checkpoint of iteration 3.
+    Return what has other losses."""
     common = {**changes, "log_dir": str(tmp_path / "logs"), "train_iters": 5, "global_batch_size": 4}
-    first = {"exit_interval": 3}
-    jobs = {name: (layouts[name][0], {**common, **layouts[name][1]}) for name in sources}
-    stayed = train_each(jobs)
-    train_each({n: (ranks, {**v, **first, "save": str(tmp_path / n)}) for n, (ranks, v) in jobs.items()})
+
+    def job(name: str, **more: Any) -> tuple[int, dict]:
+        ranks, values = layouts[name]
+        return ranks, {**common, **values, **more}
+
+    stayed = train_each({name: job(name, save=str(tmp_path / name), save_interval=3) for name in sources})
     moved = {
-        (source, target): (
-            layouts[target][0],
-            {**common, **layouts[target][1], "load": str(tmp_path / source)},
-        )
-        for source, target in pairs
+        (source, target): job(target, load=str(tmp_path / source), ckpt_step=3) for source, target in pairs
     }
     wrong: list[tuple] = []
     for pair, (got, *_) in train_each(moved).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,10 +12,24 @@ import pytest
 from benchmarks.harness import DOCS, section
 from benchmarks.loss.ladder import PEAKS, RATES
 from benchmarks.loss.outer import INTERVAL, SEEDS, TITLE, OuterStudy, Piece, enlarged
-from benchmarks.loss.plan import Runs
-from benchmarks.loss.run import Run
+from benchmarks.loss.plan import Record, Results, Runs
+from benchmarks.loss.run import Run, Settings
 from benchmarks.loss.study import outer_study, parse
 from benchmarks.loss.variants import AVERAGE, BASELINE, EVERY, INTERVALS, MUON, RULES, outer_name
+
+
+class KeptRuns(Runs):
+    """Runs in memory: a study looks at them thousands of times."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("in memory"))
+        self.kept = defaultdict[Settings, list[Record]](list)
+
+    def add(self, settings: Settings, record: Record) -> None:
+        self.kept[settings].append(record)
+
+    def results(self, settings: Settings) -> Results:
+        return Results(self.kept[settings])
 
 
 def filled(study: OuterStudy, count: int = 10**9, peak: float = PEAKS[1]) -> list[Piece]:
@@ -33,8 +48,8 @@ def filled(study: OuterStudy, count: int = 10**9, peak: float = PEAKS[1]) -> lis
     return done
 
 
-def test_what_is_searched_comes_first_and_its_runs_count(tmp_path: Path) -> None:
-    study = OuterStudy(Runs(tmp_path / "runs"))
+def test_what_is_searched_comes_first_and_its_runs_count() -> None:
+    study = OuterStudy(KeptRuns())
     done = filled(study)
     searched = [(study.first, BASELINE), (study.first, MUON), (enlarged(study.first), BASELINE)]
     rates = [(replace(s, peak=peak), Run(v, 1)) for s, v in searched for peak in RATES[1:]]
@@ -62,17 +77,17 @@ def test_what_is_searched_comes_first_and_its_runs_count(tmp_path: Path) -> None
     + [(8e-3, RATES[1:], "0.008, the highest tried")],
 )
 def test_peaks_are_tried_until_the_best_has_both_neighbours(
-    peak: float, tried: tuple[float, ...], said: str, tmp_path: Path
+    peak: float, tried: tuple[float, ...], said: str
 ) -> None:
-    study = OuterStudy(Runs(tmp_path / "runs"))
+    study = OuterStudy(KeptRuns())
     assert {settings.peak for settings, _ in filled(study, peak=peak)} == {*tried}
     assert f"| {said} |" in study.section()
 
 
-def test_the_study_is_planned_within_four_hours(tmp_path: Path) -> None:
+def test_the_study_is_planned_within_four_hours() -> None:
     (hours,) = re.findall(r"of ([\d.]+) hours", outer_study(DOCS).plan())
     assert 1 < float(hours) <= 4
-    study = OuterStudy(Runs(tmp_path / "runs"))
+    study = OuterStudy(KeptRuns())
     filled(study, 9)
     assert study.plan().startswith("9 of 46 runs are done")
     filled(study)
@@ -86,8 +101,8 @@ def test_steps_after_which_replicas_have_not_met_are_refused(steps: int, tmp_pat
         outer_study(tmp_path, steps)
 
 
-def test_the_section_says_what_was_not_run(tmp_path: Path) -> None:
-    study = OuterStudy(Runs(tmp_path / "runs"))
+def test_the_section_says_what_was_not_run() -> None:
+    study = OuterStudy(KeptRuns())
     assert study.section().count("| not run |") == 13 and "0.7: not run" in study.section()
     filled(study, 20)
     text = study.section()
