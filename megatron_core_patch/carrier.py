@@ -196,8 +196,9 @@ class Carrier:
             hops.intra.size > 1 and codecs.gradients_intra or hops.inter.size > 1 and codecs.gradients_inter
         )
         self.reductions.follow()  # the gradients are the compute stream's latest
-        parts: Sequence[Columns | CodedBlocks]
-        parts = self._pieces(bucket, hops) if quantised else self._whole(grads, hops)
+        parts = list[Columns | CodedBlocks](
+            self._pieces(bucket, hops) if quantised else self._whole(grads, hops)
+        )
         chains: list[tuple[Sequence[Axis], Chain]] = [
             (
                 hops.axes,
