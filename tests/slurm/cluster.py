@@ -1,6 +1,6 @@
 """A real SLURM on one machine: slurmctld and a slurmd per node, in the namespaces of a lab (tests/netlab/lab.py).
 
-    python tests/slurm/cluster.py --nodes 2 -- sbatch job.sh
+    python -m tests.slurm.cluster --nodes 2 -- sbatch job.sh
 
 A node is a node of the lab: with its own host name, processes and network link, which can be shaped, and which dies
 with all its processes. It needs root, Debian's packages slurm-wlm and munge, and what the lab needs. Nothing of a

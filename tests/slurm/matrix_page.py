@@ -1,4 +1,4 @@
-"""The table of docs/slurm.md from the results of test_matrix.py: python tests/slurm/matrix_page.py results.jsonl"""
+"""The table of docs/slurm.md from the results of test_matrix.py: python -m tests.slurm.matrix_page results.jsonl"""
 
 from __future__ import annotations
 
