@@ -15,8 +15,8 @@ new gradient alone. Here rounding turns u into at most 8 u + 8 r, where r is the
 its largest sqrt(v): roots of |m| grow by one scale at most, roots of v are at most halved and stay at least a scale,
 and each scale is at most twice the least that would do. In 60 updates with blocks of 128 normal gradients, one of
 which is 1e-2, 1e-4 or 1e-6 of the others, the largest update is 1.4, 2.9 and 2.8 times the rate
-(tests/unit/test_moments.py), without rounding 1.0. In the first case linear INT8 of m and v, to nearest, gives 3,900,
-and of m and sqrt(v) 620.
+(tests/unit/zero/test_moments.py), without rounding 1.0. In the first case linear INT8 of m and v, to nearest, gives
+3,900, and of m and sqrt(v) 620.
 
 Why rounding is random. An update changes v by a share of 1 - beta2, by default 0.001; bf16 has steps of 0.004 to
 0.008, INT8 of 0.03 and more. Rounded to nearest, v never falls: 6,000 updates after gradients became ten times

@@ -4,7 +4,7 @@
     python -m tests.mutations zero comm/lane.py    those of modules whose path has one of these words
 
 The tests are the nearest ones by imports, for a minute. A mutation that no test finds wants a new one.
-``tests/unit/test_mutations.py`` tells when the table falls behind the code.
+``tests/unit/house/test_mutations.py`` tells when the table falls behind the code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.unit.test_imports import ROOT, imports, module_name
+from tests import ROOT
+from tests.unit.house.test_imports import imports, module_name
 
 LIMIT_S = 60.0  # of tests for each mutation
 FILES = 12  # of tests at most: to collect more takes much of the limit
@@ -833,12 +834,12 @@ def nearest_tests(path: str) -> list[Path]:
     Those of one process come first: they fail fast.
     """
     module, found = ROOT / path, []
-    for test in (file for top in TESTS for file in (ROOT / top).glob("test_*.py")):
+    for test in (file for top in TESTS for file in (ROOT / top).rglob("test_*.py")):
         steps = steps_from(test)
         if module in steps:
             found.append((steps[module], len(steps), test))
     nearest = [test for _, _, test in sorted(found)[:FILES]]
-    return sorted(nearest, key=lambda test: test.parent.name != "unit")
+    return sorted(nearest, key=lambda test: not test.is_relative_to(ROOT / "tests/unit"))
 
 
 # -- running them ----------------------------------------------------------------------------------

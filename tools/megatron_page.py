@@ -37,7 +37,7 @@ cannot be abbreviated. `_` may replace `-`.
 FORMS = ("", "X", "[X]", "X ...", "[X ...]")
 # (flag, what Megatron does, what megazero does, why)
 DIFFERENCES: list[tuple[str, str, str, str]] = [
-    # Defaults, which tests/unit/test_megatron_defaults.py compares.
+    # Defaults, which tests/unit/config/test_megatron_defaults.py compares.
     (
         "--eval-interval",
         "default unset: no evaluation while it trains (0.16; 1000 in older releases and in BLOOM's fork)",

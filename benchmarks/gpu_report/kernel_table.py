@@ -64,7 +64,7 @@ of zeropp, 0.6 ms less at the 4.8 TB/s of an H200's data sheet. No time has been
 piece `update`.
 
 `make test` compiles the kernels too: it checks spills, access widths, that arithmetic is exactly rounded, and that
-one compilation serves all noise (`tests/unit/test_kernels_compile.py`).
+one compilation serves all noise (`tests/unit/kernels/test_compile.py`).
 """
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning.page        # about two minutes on one core, most of it the searches
 
-``tests/unit/test_plan_page.py`` keeps the tables that need no search current.
+``tests/unit/plan/test_page.py`` keeps the tables that need no search current.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ ends instead of writing. What remains: a process that is stopped for SILENT_S ju
 add one line, or rename the folder of one whole checkpoint, unless the next run's first save has removed that.
 
 The claims about NFS follow from its rules: the server creates exclusively, an open asks the server again, a listing
-may be old. They were simulated (tests/unit/test_lease.py), not tried on a server.
+may be old. They were simulated (tests/unit/ops/test_lease.py), not tried on a server.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 PAGE = (ROOT / "docs" / "fsdp2.md").read_text()
 PLAIN = "import torchtitan.train\n\ntorchtitan.train.main()\n"
 QUANTISED = 'weights="int8", gradients="int4"'

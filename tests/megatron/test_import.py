@@ -23,8 +23,8 @@ from megazero.convert.command import main
 from megazero.convert.megatron.weights import MegatronWeights
 from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict
+from tests.dist.checkpoint.test_hugging_face import begin
 from tests.dist.pool import run_ranks
-from tests.dist.test_hugging_face import begin
 from tests.megatron.case import Case
 from tests.megatron.cases import of_one_rank
 from tests.megatron.model import build_chunks, model_config

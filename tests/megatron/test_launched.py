@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Run
 from tests.megatron.cases import CASES, INT8_INT4, SMALL
@@ -26,7 +27,6 @@ from tests.megatron.training import train
 pytest.importorskip("megatron.core")
 pytest.importorskip("megatron_core_patch")
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tests/megatron/launched_job.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 FLAGS = ["--zero-quantized-weights", "--zero-quantized-gradients", "--ranks-per-node", "1"]

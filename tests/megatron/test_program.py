@@ -18,10 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
+
 pytest.importorskip("megatron.core")
 pytest.importorskip("megatron_core_patch")
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "MEGATRON_LM"
 FOLDER_PATH = Path(os.environ.get(FOLDER, ".")).resolve()
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

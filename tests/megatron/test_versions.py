@@ -20,12 +20,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.megatron.test_refused import ADAM, REFUSED
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("megatron_core_patch")
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = "MEGATRON_CORE_VERSIONS"
 PYTHON = os.environ.get("MEGATRON_CORE_PYTHON", sys.executable)
 VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.2")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from megazero.log.exit_status import ExitStatus
-from tests.dist.test_failing_ranks import errors, iterations
+from tests import ROOT
+from tests.dist.failures.test_failing_ranks import errors, iterations
 from tests.sizes import LEAST
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 6.0
 FLAGS = (
     f"--model-family llama {LEAST} --micro-batch-size 1 --global-batch-size 3 --lr-warmup-iters 0 "

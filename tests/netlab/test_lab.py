@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.netlab.lab import TIMED_OUT, parse_rate
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 SHELL = ("sh", "-c")
 

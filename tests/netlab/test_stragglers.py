@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.netlab.test_hangs import FLAGS, NODES, ROOT
+from tests import ROOT
+from tests.netlab.test_hangs import FLAGS, NODES
 
 LARGER = ["--vocab-size", "4096", "--hidden-size", "64", "--global-batch-size", "4", "--train-iters", "40"]
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests import sizes
+from tests import ROOT, sizes
 from tests.slurm.cluster import Cluster, until
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "pretrain" / "slurm"
 ITERATIONS = 150
 FLAGS: Mapping[str, Any] = {

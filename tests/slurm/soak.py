@@ -24,8 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests import ROOT
 from tests.slurm.cluster import OVER, Cluster, until
-from tests.slurm.jobs import ROOT, curve, iterations, log, nodes_of, submit, words
+from tests.slurm.jobs import curve, iterations, log, nodes_of, submit, words
 
 ITERATIONS, SAVE_INTERVAL, SLOWLY = 1400, 25, 0.5  # the last in seconds per iteration
 ACT_S = 120.0  # that SLURM has to act, and a start: both take some 30 s here, where nodes share 2 cores

@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
+from tests import ROOT
 from tests.slurm.cluster import OVER, Cluster, until
-from tests.slurm.jobs import ROOT, curve, log, nodes_of, submit, words
+from tests.slurm.jobs import curve, log, nodes_of, submit, words
 from tests.slurm.pausing import EVALUATION, MOMENTS, SAVE
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.slurm.cluster import Cluster, until
-from tests.slurm.jobs import ITERATIONS, ROOT, curve, log, nodes_of, submit, wait_for_iterations, words
+from tests.slurm.jobs import ITERATIONS, curve, log, nodes_of, submit, wait_for_iterations, words
 
 pytestmark = pytest.mark.slow
 
@@ -110,7 +111,7 @@ def test_a_mistake_is_not_tried_again(slurm, tmp_path: Path, mistake: tuple[str,
 
 
 def test_the_status_of_a_run_is_true(slurm, tmp_path: Path) -> None:
-    """By SLURM's own word where the run has none. tests/unit/test_status.py has every state."""
+    """By SLURM's own word where the run has none. tests/unit/ops/test_status.py has every state."""
     run = tmp_path / "run"
     number = submit(slurm, run, "--hold")
 

@@ -1,0 +1,193 @@
+"""Ten secrets in the environment and the flags of real runs: none is in what they print or in any byte on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from megazero.config.run import all_options
+from megazero.config.secrets import names_secret, redact, take_secrets
+from megazero.log.exit_status import ExitStatus
+from tests import ROOT
+
+FLAGS = (
+    "--model-family llama --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--micro-batch-size 1 --lr 1e-3 --train-iters 4 --mock-data --vocab-size 50 --log-interval 1 --eval-iters 1 "
+    "--device cpu --save-interval 1"
+)
+ENVIRONMENT = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "HF_TOKEN": "hf_plantedPlantedPlantedPlanted1",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG+planted",
+    "DB_PASSWORD": 'planted "quoted" \\ it\'s',
+    "SSH_PRIVATE_KEY": "-----BEGIN KEY-----\nplantedFirstLine\nplantedSecondLine\n-----END KEY-----",
+    "MY_TOKEN": "planted1",
+    "HTTPS_PROXY": "http://someone:plantedProxy7@proxy.example:3128",
+}
+IN_FLAGS = {
+    "--kill-switch-path": "s3://someone:plantedBucket8@bucket.example/stop",
+    "--hf-token": "plantedFlagValue9",
+    "--wandb-api-key": "plantedFlagValue10",
+}
+PLANTED = (
+    *(value for name, value in ENVIRONMENT.items() if name not in ("HTTPS_PROXY", "SSH_PRIVATE_KEY")),
+    "plantedFirstLine",
+    "plantedSecondLine",
+    "plantedProxy7",
+    "plantedBucket8",
+    "plantedFlagValue9",
+    "plantedFlagValue10",
+)
+# The program, with a library in it that fails and says all that it knows.
+CRASH = r"""
+import logging, os, sys, warnings
+sys.path[:0] = ["pretrain"]
+import pretrain_gpt
+words = [os.environ[name] for name in os.environ["SECRETS"].split(",")]
+def told():
+    import megazero.train.trainer as trainer
+    step = trainer.Trainer._iterate
+    def iterate(self, batches):
+        if self.progress.iteration == 2:
+            self.outputs.console.note(f"a note of {words[1]}")
+            warnings.warn(f"a warning of {words[0]}")
+            logging.getLogger("a.library").warning("a line of %s", words[2])
+            self.outputs.event("note", text=" ".join(words))
+            raise RuntimeError(f"cannot log in as {words} with {sys.argv}")
+        return step(self, batches)
+    trainer.Trainer._iterate = iterate
+run = pretrain_gpt.run
+pretrain_gpt.run = lambda *arguments: (told(), run(*arguments))[1]
+sys.exit(pretrain_gpt.main())
+"""
+
+
+def forms(secret: str) -> set[bytes]:
+    return {
+        text.encode()
+        for text in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret, safe=""))
+    }
+
+
+def found(folder: Path, *outputs: str) -> list[tuple[str, str]]:
+    """(where, secret) of every planted one that is in a file below the folder or in an output."""
+    texts = {f"{path}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    texts |= {f"output {i}": text.encode() for i, text in enumerate(outputs)}
+    return [(where, s) for where, text in texts.items() for s in PLANTED if any(f in text for f in forms(s))]
+
+
+def start(folder: Path, command: list[str], *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **ENVIRONMENT, **environ}
+    done = subprocess.run(
+        [sys.executable, *command, *FLAGS.split(), *flags, "--log-dir", str(folder / "logs")],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    (folder / "log").write_text(done.stdout + done.stderr)
+    return done
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
+def test_a_run_that_trains_saves_and_crashes(tmp_path: Path, logger: str) -> None:
+    pytest.importorskip(logger)
+    to = ["--tensorboard-dir", str(tmp_path / "board")]
+    if logger == "wandb":
+        to = [
+            "--wandb-project",
+            "p",
+            "--wandb-save-dir",
+            str(tmp_path),
+            "--wandb-exp-name",
+            ENVIRONMENT["HF_TOKEN"],
+        ]
+    kill_switch = ["--kill-switch-path", IN_FLAGS["--kill-switch-path"]]
+    save = ["--save", str(tmp_path / "run")]
+    names = ",".join(ENVIRONMENT)
+    done = start(tmp_path, ["-c", CRASH], *save, *kill_switch, *to, WANDB_MODE="offline", SECRETS=names)
+    assert done.returncode == ExitStatus.UNEXPECTED, done.stderr
+    assert "RuntimeError: cannot log in as" in done.stderr and "Traceback" in done.stderr
+    assert "a note of ***" in done.stdout and "a warning of ***" in done.stderr
+    assert (tmp_path / "run" / "iter_0000002" / "manifest.json").exists()
+    assert "s3://***@bucket.example/stop" in (tmp_path / "logs" / "config.yaml").read_text()
+    assert "cannot log in" in (tmp_path / "logs" / "events.jsonl").read_text()
+    assert found(tmp_path, done.stdout, done.stderr) == []
+
+
+def test_mistakes_in_flags(tmp_path: Path) -> None:
+    words = [word for flag in IN_FLAGS.items() for word in flag]
+    done = start(
+        tmp_path, ["pretrain/pretrain_gpt.py"], *words, "--wandb-project", "--nr", ENVIRONMENT["MY_TOKEN"]
+    )
+    assert done.returncode == ExitStatus.MISTAKE and "--hf-token does not exist" in done.stderr, done.stderr
+    assert found(tmp_path, done.stdout, done.stderr) == []
+
+
+@pytest.mark.slow
+def test_a_mistake_that_is_found_later(tmp_path: Path) -> None:
+    load = "https://someone:plantedBucket8@host.example/run"
+    done = start(tmp_path, ["pretrain/pretrain_gpt.py"], "--load", load)
+    assert done.returncode == ExitStatus.MISTAKE and "https:" in done.stderr, done.stderr
+    assert found(tmp_path, done.stdout, done.stderr) == []
+
+
+def test_plain_words_are_secrets_of_sure_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATA_KEY", "CACHE_PASS", "SSH_AUTH"):
+        monkeypatch.setenv(name, "corpus")
+        assert redact("data/corpus") == "data/corpus", name
+        for secret in ("corpus7", "correcthorse"):  # no plain word; a long one
+            monkeypatch.setenv(name, secret)
+            assert redact(f"data/{secret}") == "data/***", name
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "swordfish")
+        assert redact("data/swordfish") == "data/***", name
+        monkeypatch.delenv(name)
+
+
+def test_what_is_hidden_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SHORT_KEY", "abc")
+    words = take_secrets([word for flag in IN_FLAGS.items() for word in flag])
+    assert words == [
+        "--kill-switch-path",
+        "s3://***@bucket.example/stop",
+        "--hf-token",
+        "***",
+        "--wandb-api-key",
+        "***",
+    ]
+    for secret in PLANTED:
+        for form in (
+            secret,
+            f"x={secret!r}",
+            json.dumps({"a": secret}),
+            f"https://host/?q={quote(secret, safe='')}",
+        ):
+            assert not any(each in redact(form).encode() for each in forms(secret)), form
+    said = {"data": ("a", 1, ["planted1"]), "wandb_api_key": "x" * 3, "n": 2.5}
+    assert redact(said) == {"data": ("a", 1, ["***"]), "wandb_api_key": "***", "n": 2.5}
+    for text in (
+        "password: plantedX",
+        "hf_token='plantedX'",
+        "?sig=plantedX&a=1",
+        "Authorization: Bearer plantedX",
+    ):
+        assert "plantedX" not in redact(text), text
+    for text in (
+        "iteration 1 | 12.3k tokens/s | tokens: 123456",
+        "eos_token='<|endoftext|>'",
+        "KeyError: 'layers', abc, key 1: value",
+        "http://host.example/a@b, sha256 0123456789abcdef",
+        "forward pass: computed",
+    ):
+        assert redact(text) == text
+    assert not [option for option in all_options() if names_secret(option)]

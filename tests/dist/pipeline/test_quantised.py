@@ -1,0 +1,318 @@
+"""Quantised messages under a pipeline: bounds, equal ends, skipped steps, fallbacks and bytes on every stage."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megazero import zero
+from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.mesh import Mesh
+from tests.dist.pipeline.staged import NAME, Staged, drawn, make, several, step_with, sums
+from tests.dist.pool import by_case, run_ranks
+from tests.dist.quantised.cases import (
+    ADAMW,
+    Q4,
+    Q8,
+    S4,
+    S8,
+    bits_of,
+    digest,
+    flat,
+    owned,
+    reduced,
+    take_step,
+)
+from tests.dist.quantised.test_rules import formula, size_of, spikes
+
+BF16, FP64 = torch.bfloat16, torch.float64
+
+
+class Place(NamedTuple):
+    """Ranks, of a node, pipeline ranks, order of the mesh; where the ends and the data-parallel ranks meet."""
+
+    world: int
+    per_node: int
+    pp: int
+    dp_outermost: bool
+    ends: str
+    data: set[str]
+
+
+PLACES = {
+    "a stage on each node": Place(4, 2, 2, False, INTER, {INTRA}),
+    "pipelines in nodes": Place(4, 2, 2, True, INTRA, {INTER}),
+    "a stage on two nodes": Place(8, 2, 2, False, INTER, {INTRA, INTER}),
+    "two pipelines in each node": Place(8, 4, 2, True, INTRA, {INTRA, INTER}),
+    "four stages on four nodes": Place(8, 2, 4, False, INTER, {INTRA}),
+    "pipelines over two nodes": Place(8, 2, 4, True, INTER, {INTER}),
+}
+CODECS = {
+    "across": zero.Codecs(weights=Q8, gradients_inter=Q4),
+    "both": zero.Codecs(weights=Q8, gradients_intra=Q8, gradients_inter=Q4),
+    "both, stochastic": zero.Codecs(weights=S4, gradients_intra=S8, gradients_inter=S4),
+    "feedback": zero.Codecs(gradients_inter=Q4, feedback=True),
+    "differences": zero.Codecs(weights=Q4, delta=True, gradients_inter=S4),
+    "differences, feedback": zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4, feedback=True),
+}
+LETTERS = ("hhd", "11d", "ddd", "hhh")
+
+
+def staged(place: Place, letters: str, codecs: zero.Codecs, **changes) -> Staged:
+    return Staged(letters, place.per_node, codecs, pp=place.pp, dp_outermost=place.dp_outermost, **changes)
+
+
+def layouts(place: Place) -> list[str]:
+    """Letters with shard factors of their own here."""
+    found = {staged(place, x, zero.Codecs()).shards(place.world): x for x in reversed(LETTERS)}
+    return list(found.values())
+
+
+def everywhere(place: Place, names=tuple(CODECS), **changes) -> list[Staged]:
+    """Every layout with every codec; on 8 ranks a third of them, each layout with others."""
+    return [
+        staged(place, letters, CODECS[name], micro_batches=1 + (i + j) % 2, **changes)
+        for i, letters in enumerate(layouts(place))
+        for j, name in enumerate(names)
+        if place.world == 4 or (i + j) % 3 == 0
+    ]
+
+
+ALWAYS = ("a stage on each node", "pipelines over two nodes")  # both orders of a pipeline's groups
+places = pytest.mark.parametrize(
+    "place",
+    [pytest.param(p, id=n, marks=[] if n in ALWAYS else [pytest.mark.slow]) for n, p in PLACES.items()],
+)
+
+
+# -- sums ---------------------------------------------------------------------------------------
+
+
+def against_the_bound(case: Staged, mesh: Mesh) -> tuple[float, set[str], str]:
+    """Largest |reduced - sum| / bound of the tied unit; an exact step agrees to fp32. And links of the mesh."""
+    model, engine = make(case, mesh)
+    worst = 0.0
+    for exact in (False, True):
+        engine.exact_gradients = exact
+        step_with(case, model, engine)
+        rounded = sums(case, engine, case.codecs)
+        wanted = sums(case, engine, zero.Codecs()) if exact else rounded
+        for unit, sum_, lossy in zip(engine.units, wanted, rounded, strict=True):
+            at = owned(unit)
+            # With feedback the exact step carries what the first one owed.
+            allowed = ((lossy.bound if case.codecs.feedback else sum_.bound) + sum_.slack)[at]
+            error = (reduced(unit) - sum_.value[at]).abs()
+            assert (error <= allowed).all(), (case, unit.name, exact, float((error - allowed).max()))
+            if unit.tied and not exact and (sum_.bound[at] > 0).any():
+                worst = max(worst, float((error / allowed)[sum_.bound[at] > 0].max()))
+    return worst, {axis.link for axis in mesh.data_axes}, mesh.ends.link if mesh.ends else ""
+
+
+@places
+def test_sums_are_within_the_derived_bound_on_every_stage(place):
+    cases = everywhere(place)
+    for case, ranks in by_case(place.world, several, against_the_bound, cases):
+        worst, links, ends = zip(*ranks, strict=True)
+        assert set(ends) - {""} == {place.ends} and links[0] == place.data
+        rounds = place.ends == INTER or case.codecs.gradients_intra or INTER in place.data
+        # What is rounded comes near its bound: it is not slack.
+        assert 0.2 < max(worst) <= 1 if rounds else not any(worst), (case, worst)
+
+
+# -- replicas of the ends -----------------------------------------------------------------------
+
+
+def after_updates(case: Staged, mesh: Mesh, updates: int = 4) -> dict:
+    """Digests by what they are slices of: gathered weights, P copies (R among them), masters with moments."""
+    model, engine = make(case, mesh, ADAMW)
+    found = defaultdict(list)
+    for step in range(updates):
+        assert not step_with(case, model, engine, step, divisor=4.0).skipped
+        with engine.gathered():
+            for unit in engine.units:
+                found["full", unit.name].append(digest(unit.full))
+    for unit in engine.units:
+        levels, at = unit.levels, unit.layout.pieces
+        states = [engine.optimizer.torch.state[r.leaf] for r in engine.optimizer.runs if r.unit is unit]
+        moments = [s[k] for s in states for k in ("exp_avg", "exp_avg_sq")]
+        found["copy", unit.name, at(levels.p)].append(digest(unit.copy) if unit.copy_present else "")
+        found["master", unit.name, at(levels.os)].append(digest(unit.master, *moments))
+    return dict(found)
+
+
+@places
+def test_both_ends_and_their_replicas_are_equal(place):
+    cases = everywhere(place, dtype=BF16)
+    for case, ranks in by_case(place.world, several, after_updates, cases):
+        seen = defaultdict(list)
+        for results in ranks:
+            for key, value in results.items():
+                seen[key].append(str(value))
+        assert all(len(set(values)) == 1 for values in seen.values()), (case, seen)
+        holders = [len(values) for key, values in seen.items() if key[:2] == ("full", NAME)]
+        assert holders == [2 * place.world // place.pp], "both ends have it, the stages between do not"
+
+
+# -- the norm -----------------------------------------------------------------------------------
+
+
+def norms(case: Staged, mesh: Mesh) -> tuple[float, float]:
+    """The step's, and that of one rank which has all stages and the tied parameter once."""
+    model, engine = make(case, mesh)
+    info = step_with(case, model, engine, divisor=2.0)
+    square, ranks = torch.zeros((), dtype=FP64), range(mesh.dp_size)
+    tied: list[torch.Tensor] = []
+    for stage in range(case.pp):
+        every = [drawn(case, stage, r, m) for r in ranks for m in range(case.micro_batches)]
+        for u, unit in enumerate(zip(*every, strict=True)):
+            total = [torch.stack(gradients).sum(0) for gradients in zip(*unit, strict=True)]
+            if u == case.tied(stage):
+                tied += total
+            else:
+                square += sum(g.square().sum() for g in total)
+    square += (tied[0] + tied[1]).square().sum()
+    return info.grad_norm, float(square.sqrt()) / 2
+
+
+@places
+def test_the_norm_counts_the_tied_weight_once(place):
+    cases = [staged(place, x, zero.Codecs(), dtype=FP64, micro_batches=2) for x in (*layouts(place), "111")]
+    for case, ranks in by_case(place.world, several, norms, cases):
+        for got, want in ranks:
+            assert abs(got - want) <= 1e-12 * want, (case, got, want)
+
+
+# -- what is not finite -------------------------------------------------------------------------
+
+
+def poisoned(case: Staged, mesh: Mesh) -> None:
+    """A bad element in one stage of one rank leaves nothing behind on any; compared with an engine without it."""
+    (model, engine), (plain, plain_engine) = make(case, mesh, ADAMW), make(case, mesh, ADAMW)
+    tied = case.tied(case.pp - 1)
+    # A unit of the first stage; the tied one, at the last.
+    for step, (stage, u) in enumerate([(0, 1), (case.pp - 1, tied), (None, None)]):
+        one = step_with(case, model, engine, step, divisor=2.0)
+        other = step_with(case, plain, plain_engine, step, divisor=2.0)
+        assert not one.skipped and one.grad_norm == other.grad_norm, (case, step)
+        if stage is None:
+            break
+
+        def bad(index, stage=stage, u=u):
+            gradients = drawn(case, mesh.pp.index, mesh.dp_rank, index, 7)
+            if (mesh.pp.index, mesh.dp_rank, index) == (stage, 1, 0):
+                gradients[u][0].view(-1)[40] = math.nan
+            return gradients
+
+        engine.refresh()  # R advances at the first use of a master version, bad step or not
+        before = bits_of(engine)
+        info = take_step(case, model, engine, bad, divisor=3.0)
+        assert info.skipped and not math.isfinite(info.grad_norm), case
+        assert bits_of(engine) == before, (case, stage)
+    assert bits_of(engine) == bits_of(plain_engine), case
+
+
+@places
+def test_one_stage_that_is_not_finite_skips_the_step_on_all(place):
+    cases = everywhere(place, ("both, stochastic", "feedback", "differences, feedback"), dtype=BF16)
+    run_ranks(place.world, several, poisoned, cases, timeout=300)
+
+
+# -- fallback -----------------------------------------------------------------------------------
+
+
+def falling(case: Staged, mesh: Mesh, at: int | None) -> tuple:
+    """The unit of a stage that is given spikes: the last stage's plain one, or with ``at`` None the tied one."""
+    model, engine = make(case, mesh)
+    last = case.pp - 1
+
+    def gradients(index):
+        out = [[g.sign() for g in unit] for unit in drawn(case, mesh.pp.index, 0, index)]
+        u = case.tied(mesh.pp.index) if at is None else at if mesh.pp.index == last else None
+        if u is not None:
+            out[u] = [spikes(g.shape, case.dtype, 0.75) for g in out[u]]
+        return out
+
+    def exact(engine):
+        """Of every unit that has spikes here."""
+        seen = []
+        for u, unit in enumerate(engine.units):
+            times = mesh.dp_size * (2 if unit.tied else 1)
+            if (unit.tied and at is None) or (mesh.pp.index == last and u == at):
+                want = flat(unit, gradients(0)[u])[owned(unit)] * times
+                seen.append(bool(((reduced(unit) - want).abs() <= 1e-6 * want.abs()).all()))
+        return seen
+
+    infos, seen = [], []
+    for _ in range(2 * len(engine.rounding.names)):
+        infos.append(take_step(case, model, engine, gradients))
+        seen.append(exact(engine))
+    state = json.loads(json.dumps(engine.state()))
+    names = engine.rounding.names
+    model, engine = make(case, mesh)
+    engine.load_state(state)
+    take_step(case, model, engine, gradients)
+    assert engine.state()["fallen_back"] == state["fallen_back"]
+    return infos, names, state["fallen_back"], seen, exact(engine)
+
+
+@places
+@pytest.mark.parametrize("tied", [False, True], ids=["a stage's own", "tied"])
+def test_all_stages_fall_back_alike(place, tied):
+    lossy = zero.Codecs(gradients_intra=Q4, gradients_inter=Q4)
+    case = staged(place, "hhd", lossy, options={"gradient_error_bound": 0.04})
+    at = None if tied else 1
+    name = NAME if tied else f"leaves.{place.pp - 1}_1"
+    every = [rank for (rank,) in run_ranks(place.world, several, falling, [case], at, timeout=120)]
+    infos, names, fallen, *_ = every[0]
+    assert all(rank[:3] == (infos, names, fallen) for rank in every), case
+    assert len(names) == 2 * place.pp + 1 and [i.sampled for i in infos] == [*names, *names]
+    lines = [line for info in infos for line in info.fallbacks]
+    assert len(lines) == 1 and f"gradients of unit {name!r}" in lines[0] and fallen == {name: ["gradients"]}
+    told = next(i for i, info in enumerate(infos) if info.fallbacks)
+    holders = [rank for rank in every if rank[3][0]]
+    assert len(holders) == place.world // place.pp * (2 if tied else 1)
+    for *_, seen, resumed in holders:
+        assert seen[told + 1 :] == [[True]] * (len(seen) - told - 1) and resumed == [True]
+    assert not all(rank[3][0][0] for rank in holders), "what is rounded is not exact"
+
+
+# -- counted bytes ------------------------------------------------------------------------------
+
+
+def counted(case: Staged, mesh: Mesh) -> tuple:
+    model, engine = make(case, mesh, ADAMW)
+    for step in range(2):
+        engine.traffic.take()
+        step_with(case, model, engine, step)
+    regions = [[n for _, n in u.layout.regions] for u in engine.units]
+    tied = [[p.numel for p in u.layout.pieces(u.levels.os)] for u in engine.units if u.tied]
+    axes = [(a.size, a.link, a.spec.role) for a in mesh.data_axes]
+    ends = mesh.ends.link.removesuffix("_node") if mesh.ends else ""
+    return engine.traffic.take(), regions, axes, tied, ends
+
+
+@places
+@pytest.mark.parametrize(
+    "name", ["both", *(pytest.param(n, marks=pytest.mark.slow) for n in ("across", "differences, feedback"))]
+)
+def test_the_ends_send_one_message_of_a_slice_each_in_a_step(place, name):
+    cases = [
+        staged(place, letters, CODECS[name], micro_batches=m) for letters in layouts(place) for m in (1, 3)
+    ]
+    for case, ranks in by_case(place.world, several, counted, cases):
+        for got, regions, axes, tied, ends in ranks:
+            plain = formula(case, regions, axes)
+            for link in ("intra", "inter"):
+                key = f"reduce_{link}_node_bytes"
+                joined = got.get(key, 0) - plain.get(key, 0)
+                codec = case.codecs.gradients(f"{link}_node")
+                want = size_of(codec, tied[0], 4, 4) if tied and link == ends else 0
+                assert joined == want, (case, link)
+            nodes = place.world // place.per_node
+            assert got["scalar_intra_node_bytes"] == (place.per_node - 1) * nodes * 6 * 8
+            assert got["scalar_inter_node_bytes"] == (nodes - 1) * 6 * 8

@@ -1,0 +1,181 @@
+"""megazero verify: a right configuration is certified, every seeded fault is seen and named."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megazero.cli import main
+from megazero.mesh.local_ranks import RanksFailed
+from megazero.verify import verification
+from megazero.verify.certificate import Certificate
+from megazero.verify.options import read_request
+from tests import ROOT
+from tests.dist.pool import pool
+from tests.dist.verify.seeded_faults import FAULTS, seeded
+
+CONFIGS = ROOT / "pretrain" / "configs"
+LLAMA = (
+    "--model-family llama --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --num-query-groups 8 "
+    "--seq-length 2048 --vocab-size 32000 --micro-batch-size 2 --global-batch-size 64 --lr 1e-4 --train-iters 100 "
+    "--mock-data --bf16 --world-size 4"
+)
+# Tensors, stages, sequence slices and tied ends at once.
+GRID = (
+    f"{LLAMA} --model-family bloom --num-query-groups 16 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--pipeline-model-parallel-size 2"
+)
+TENSORS = f"{LLAMA} --tensor-model-parallel-size 2"
+NODES = f"{LLAMA} --ranks-per-node 2"
+ZEROPP = f"{NODES} --zero-preset zeropp"
+JOINED = "--zero-unit-layers 2"
+SMALL_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype int8"
+ZEROPP_FP16 = ZEROPP.replace("--bf16", "--fp16")
+RANDOM = (
+    f"{NODES} --zero-preset ddp --zero-quantized-gradients --zero-gradient-bits-intra-node 8 "
+    "--zero-gradient-rounding stochastic"
+)
+OUTER = f"{NODES} --zero-preset zero3 --outer-interval 8"
+EIGHT = LLAMA.replace("--world-size 4", "--world-size 8")
+OUTER_TENSORS = (
+    f"{EIGHT} --ranks-per-node 2 --tensor-model-parallel-size 2 --outer-interval 1 --outer-replicas 2 "
+    "--outer-optimizer sgd --outer-bits 4"
+)
+STREAMED = (
+    f"{LLAMA} --world-size 2 --ranks-per-node 1 --outer-interval 64 --outer-fragments 4 --outer-delay 3 "
+    "--outer-mixing 0.5"
+)
+# What replicas learn while a fragment is on its way is dropped: mixing is 1.
+STREAMED_GRID = (
+    f"{GRID} --world-size 8 --ranks-per-node 4 --outer-interval 9 --outer-fragments 2 --outer-delay 2 "
+    "--outer-fragment-pattern sequential --outer-offload --outer-bits 8"
+)
+MIXED = f"{NODES} --zero-preset zero3 --outer-interval 8 --outer-fragments 3 --outer-mixing 0.5"
+
+# Not always; test_the_command_writes_both_files plants the divisor, too.
+LONG = {
+    *("lost-activation", "wrong-tied-sum", "wrong-norm-group", "swapped-shard", "wrong-noise"),
+    "missing-divisor",
+}
+# fault -> (configuration, a check that must fail, words of the likely cause)
+SEEN = {
+    "skip-last-reduction": (GRID, "Pass 1, exact: gradients", "all micro-batches but the last"),
+    "wrong-norm-group": (GRID, "Pass 1, exact: gradient replicas", "partial gradients were not summed"),
+    "missing-divisor": (TENSORS, "Pass 1, exact: gradients", "the divisor 1/d is missing"),
+    "stale-secondary": (ZEROPP, "Pass 1, exact: weights in use", "a copy of the parameters is stale"),
+    "swapped-shard": (ZEROPP, "Pass 1, exact: gradients", "two ranks' slices are swapped"),
+    "wrong-tied-sum": (
+        GRID,
+        "Pass 1, exact: gradient replicas",
+        "the pipeline's two ends hold different sums",
+    ),
+    "lost-activation": (GRID, "Pass 1, exact: activations", "as the activation of micro-batch 1, that of"),
+    "wrong-noise": (RANDOM, "Pass 2, as configured: master replicas", "draw different noise"),
+    "wrong-bytes": (ZEROPP, "Pass 1, exact: bytes sent", "what is sent is not what"),
+    "sum-of-replicas": (OUTER, "Pass 1, outer steps: outer steps", ""),
+    "unmixed-replicas": (STREAMED, "Pass 1, outer steps: weights after outer steps", ""),
+}
+
+
+def certify(words: str, fault: str | None = None) -> Certificate:
+    seed = {"around": partial(seeded, fault)} if fault else {}
+    return verification.verify(read_request(words.split()), pool(), **seed)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        GRID,
+        f"{ZEROPP} {SMALL_MOMENTS} {JOINED}",
+        STREAMED,
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (f"{GRID} {JOINED}", ZEROPP_FP16, OUTER, OUTER_TENSORS, STREAMED_GRID, MIXED)
+        ),
+    ],
+    ids=[
+        *("grid", "zeropp", "streamed replicas", "grid, joined layers", "zeropp, fp16"),
+        *("outer replicas", "outer replicas of two nodes, INT4"),
+        *("streamed replicas of stages, INT8", "mixed replicas"),
+    ],
+)
+def test_a_right_configuration_is_certified(words: str) -> None:
+    """More with outer replicas: pytest -m slow tests/dist/verify/test_verify.py -k replicas."""
+    certificate = certify(words)
+    assert certificate.good, (certificate.verdict, certificate.diagnosis)
+    names = [check.name for section in certificate.sections for check in section.checks]
+    assert names.count("bytes sent") == 2 and len([n for n in names if n.startswith("reshard")]) == 2
+    assert any(n.startswith("rounding of weights, INT4") for n in names) == (ZEROPP[len(NODES) :] in words)
+    assert names.count("outer steps") == (2 if "--outer-interval" in words else 0)
+    assert not certificate.diagnosis
+
+
+def test_every_fault_has_a_test() -> None:
+    assert set(SEEN) == set(FAULTS)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(name, marks=[pytest.mark.slow] * ("replicas" in name or name in LONG)) for name in SEEN],
+)
+def test_a_fault_is_seen_and_named(fault: str) -> None:
+    words, check, cause = SEEN[fault]
+    certificate = certify(words, fault)
+    assert not certificate.good and check in certificate.failed, certificate.verdict
+    assert not cause or cause in certificate.diagnosis[0], certificate.diagnosis
+    if fault == "wrong-noise":  # exact messages draw nothing
+        assert not [name for name in certificate.failed if name.startswith("Pass 1")]
+
+
+def test_whole_gradients_that_are_summed_are_named() -> None:
+    certificate = certify(TENSORS, "wrong-norm-group")
+    assert "by one factor" in certificate.diagnosis[0], certificate.diagnosis
+
+
+def test_the_command_writes_both_files(tmp_path: Path, monkeypatch, capsys) -> None:
+    wrong = partial(verification.verify, around=partial(seeded, "missing-divisor"))
+    monkeypatch.setattr(verification, "verify", wrong)
+    words = f"verify {LLAMA} --world-size 2 --verify-output {tmp_path}"
+    assert main(words.split()) == 1
+    stored = json.loads((tmp_path / "certificate.json").read_text())
+    assert not stored["good"] and stored["facts"]["seed"] == 1234
+    page = (tmp_path / "certificate.md").read_text()
+    assert "the divisor 1/d is missing" in page
+    assert "| hidden-size | 2048 |" in page and "| gradients |" in page
+    printed = capsys.readouterr().out
+    assert "FAILS" in printed and "does not hold" in printed
+
+
+def fail_on_one(_: object) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("this rank cannot")
+    dist.barrier()
+
+
+def test_ranks_that_fail_are_named_and_replaced() -> None:
+    with pytest.raises(RanksFailed, match="(?s)rank 1: .*this rank cannot") as caught:
+        pool().call(fail_on_one, None, world=2, timeout=30)
+    assert "rank 0" in str(caught.value) or "no answer" in str(caught.value)
+    assert pool().call(int, "7", world=2, timeout=60) == [7, 7]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "world", "node"),
+    [
+        ("llama-7b-zero1", 8, 4),
+        ("llama-13b-zeropp", 8, 4),
+        ("bloom-7b1-zb", 8, 8),
+        ("gpt-1b3-hpz", 4, 2),
+        ("llama-70b-64-nodes", 1024, 16),
+    ],
+)
+def test_shipped_configurations_hold(name: str, world: int, node: int) -> None:
+    words = f"--config {CONFIGS / name}.yaml --world-size {world} --ranks-per-node {node}"
+    certificate = certify(words)
+    assert certificate.good, (certificate.verdict, certificate.diagnosis)

@@ -1,0 +1,351 @@
+"""config.json of every family: fields that are known, refused or set aside, and which architecture a mixture has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megazero.config import RunConfig
+from megazero.config.errors import ConfigError
+from megazero.config.model.architecture import architecture_of, from_hf_config
+from megazero.config.model.rules import check_model
+from megazero.config.model.section import make_model
+from megazero.config.run import stored_values
+from megazero.families import FAMILIES
+from megazero.train.outputs import export_note
+from megazero.verify.shrink import shrink
+from tests.family_models import BLOOM, FALCON, GPT2, LLAMA, NEOX, VARIANTS, transformers
+from tests.unit.config.command_lines import WORLD, run
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# As published (by memory), with what classes of today do not have any more.
+PUBLISHED = {
+    "llama-2-7b": (
+        {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096}
+        | {"hidden_act": "silu", "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False}
+        | {"vocab_size": 32000, "pretraining_tp": 1, "torch_dtype": "float16", "_name_or_path": "x"},
+        "llama",
+    ),
+    "qwen2.5-7b": (
+        {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+        | {"num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 131072}
+        | {"max_window_layers": 28, "rope_theta": 1000000.0, "sliding_window": 131072, "use_mrope": False}
+        | {"use_sliding_window": False, "vocab_size": 152064, "hidden_act": "silu", "rms_norm_eps": 1e-06},
+        "qwen2",
+    ),
+    "phi-4-mini": (
+        {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32}
+        | {"num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75}
+        | {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48}}
+        | {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1}
+        | {"interpolate_factor": 1, "rms_norm_eps": 1e-05, "sliding_window": 262144, "hidden_act": "silu"}
+        | {"vocab_size": 200064, "tie_word_embeddings": True},
+        "phi3",
+    ),
+    "granite-3.3-8b": (
+        {"model_type": "granite", "hidden_size": 4096, "intermediate_size": 12800, "num_hidden_layers": 40}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "attention_multiplier": 0.0078125}
+        | {"embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22}
+        | {"max_position_embeddings": 131072, "rope_theta": 10000000.0, "rope_scaling": None}
+        | {"attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"}
+        | {"rms_norm_eps": 1e-05, "vocab_size": 49159, "tie_word_embeddings": True},
+        "granite",
+    ),
+    "glm-4-9b-0414": (
+        {"model_type": "glm4", "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40}
+        | {"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": False}
+        | {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "max_position_embeddings": 32768}
+        | {"hidden_act": "silu", "rms_norm_eps": 1e-05, "vocab_size": 151552, "tie_word_embeddings": False},
+        "glm4",
+    ),
+    "pythia-160m": (
+        {"model_type": "gpt_neox", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
+        | {"num_attention_heads": 12, "hidden_act": "gelu", "layer_norm_eps": 1e-05, "rotary_pct": 0.25}
+        | {"max_position_embeddings": 2048, "rotary_emb_base": 10000, "use_parallel_residual": True}
+        | {"vocab_size": 50304, "tie_word_embeddings": False},
+        "gpt_neox",
+    ),
+    "bloom": (
+        {"model_type": "bloom", "n_embed": 14336, "n_layer": 70, "num_attention_heads": 112, "n_inner": None}
+        | {"vocab_size": 250880, "seq_length": 2048, "masked_softmax_fusion": True, "offset_alibi": 100}
+        | {"apply_residual_connection_post_layernorm": False, "unk_token_id": 0, "skip_bias_add": True}
+        | {"layer_norm_epsilon": 1e-05, "attention_softmax_in_fp32": True, "bias_dropout_fusion": True},
+        "bloom",
+    ),
+    "falcon-40b": (
+        {"model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128}
+        | {"num_kv_heads": 8, "new_decoder_architecture": True, "parallel_attn": True, "alibi": False}
+        | {"bias": False, "multi_query": True, "vocab_size": 65024, "layer_norm_epsilon": 1e-05}
+        | {"apply_residual_connection_post_layernorm": False},
+        "falcon",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name):
+    config, family = PUBLISHED[name]
+    model = from_hf_config(config)
+    assert architecture_of(model).name == model.model_family == family
+
+
+@pytest.mark.parametrize("family", sorted({values[0] for values in VARIANTS.values()}))
+def test_every_field_of_the_installed_class_is_known(family):
+    kind = getattr(transformers, f"{family}Config")
+    record = {f.hugging_face.model_type: f.hugging_face for f in FAMILIES.values()}[kind.model_type]
+    declared = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()  # 5.0's are no dataclasses
+    names = {field.name for field in declared} | kind().to_dict().keys()
+    assert [name for name in sorted(names) if not record.knows(name)] == []
+    assert not record.knows("logit_scale")
+
+
+def test_what_transformers_4_writes_of_generation_changes_nothing():
+    config, _ = PUBLISHED["llama-2-7b"]
+    written = {"temperature": 0.9, "top_p": 0.6, "max_length": 4096, "torchscript": False, "pruned_heads": {}}
+    assert from_hf_config({**config, **written}) == from_hf_config(config)
+    with pytest.raises(ValueError, match=r"pruned_heads = \{1: \[0\]\} is not supported"):
+        from_hf_config({**config, "pruned_heads": {1: [0]}})
+
+
+def config_of(family: str, **changes) -> dict:
+    values = {"GPT2": GPT2, "Bloom": BLOOM, "GPTNeoX": NEOX, "Falcon": FALCON}.get(family, LLAMA)
+    return {**getattr(transformers, f"{family}Config")(**values).to_dict(), **changes}
+
+
+@pytest.mark.parametrize(
+    "family, change, message",
+    [
+        ("Llama", {"model_type": "arcee"}, "'arcee' is none of llama, gpt2, bloom, qwen2, qwen3, mistral"),
+        (
+            "Llama",
+            {"n_routed_experts": 8},
+            "n_routed_experts = 8 is of a mixture of experts, which the decoder",
+        ),
+        ("Llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported (only 'silu')"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_type = 'proportional' is none of default, linear, dynamic, llama3, yarn, longrope",
+        ),
+        ("Phi3", {"lm_head_bias": True}, "lm_head_bias = True (only False) is not supported"),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn"}}, "of type yarn: factor is missing"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "short_factor is missing, long_factor is mis",
+        ),
+        (
+            "Phi3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type = 'linear' is none of default, longrope",
+        ),
+        (
+            "Llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": ROPE},
+            "rope_scaling = {'type': 'linear'",
+        ),
+        ("Llama", {"rope_theta": 5e5, "rope_parameters": ROPE}, "differ"),
+        ("Llama", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+        ("Llama", {"rope_parameters": {"rope_type": "default", "attention_factor": 2.0}}, "attention_factor"),
+        ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported (only 1)"),
+        ("Llama", {"hidden_size": 50}, "hidden_size = 50 does not divide by num_attention_heads = 4"),
+        ("Llama", {"logit_scale": 0.1}, "logit_scale = 0.1 scales the logits"),
+        ("Llama", {"sliding_window": 9}, "sliding_window = 9 is a window"),
+        ("Llama", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported"),
+        ("Llama", {"per_layer_config": {"0": {}}}, "per_layer_config"),
+        ("Llama", {"some_new_thing": 1}, "some_new_thing = 1 is not known here"),
+        (
+            "Llama",
+            {"auto_map": {}},
+            "is custom code, which is not run (--accept-field NAME sets a field aside",
+        ),
+        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "needs use_sliding_window"),
+        ("Qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types with chunked_attention is not"),
+        ("Qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, and num_hidden_layers = 2"),
+        ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers has 1 layers, and num_hidden_layers = 2"),
+        (
+            "Gemma3Text",
+            {"attn_logit_softcapping": 9.0},
+            "attn_logit_softcapping = 9.0 is not supported (only",
+        ),
+        ("Gemma3Text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("Gemma2", {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported (only gelu"),
+        ("Gemma2", {"sliding_window": None}, "layer_types with sliding_attention needs sliding_window"),
+        (
+            "Olmo3",
+            {"rope_parameters": {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_type": "yarn"}}},
+            "yarn",
+        ),
+        ("Olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "transformers 4 and 5 differ on layers with"),
+        ("Olmo3", {"rope_parameters": None}, "rope_theta is missing"),
+        ("Qwen2", {"use_mrope": True}, "use_mrope = True is not supported (only False)"),
+        ("GPT2", {"add_cross_attention": True}, "add_cross_attention = True"),
+        ("GPT2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported (only gelu"),
+        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("GPT2", {"hidden_size": 64}, "hidden_size = 64 and n_embd = 48 differ"),
+        ("Bloom", {"n_inner": 100}, "n_inner = 100 is not supported"),
+        ("Falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "without parallel_attn fails"),
+        ("Falcon", {"num_ln_in_parallel_attn": 2}, "without new_decoder_architecture fails"),
+        ("Falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads = 2 needs new_decoder"),
+    ],
+)
+def test_what_is_not_understood_is_an_error(family, change, message):
+    with pytest.raises(ValueError) as error:
+        from_hf_config(config_of(family, **change))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "family, parts",
+    [
+        ("Mixtral", ["a mixture of experts (num_local_experts = 8)"]),
+        ("DeepseekV3", ["experts (n_routed_experts = 256)", "latent attention (kv_lora_rank = 512)"]),
+        ("Llama4", ["chunked attention (attention_chunk_size = 8192)", "experts", "images (vision_config)"]),
+        ("GptOss", ["sinks of attention", "a mixture of experts"]),
+        ("Qwen3Next", ["linear attention", "a mixture of experts"]),
+        ("Mamba", ["state space layers"]),
+        ("RecurrentGemma", ["recurrent layers"]),
+        ("Bert", ["attention that looks ahead"]),
+        ("T5", ["an encoder (is_encoder_decoder = True)"]),
+        (
+            "Gemma3",
+            ["images (vision_config)", "its text_config is of gemma3_text, so a folder of that alone"],
+        ),
+        ("OPT", ["ReLU, learned positions that begin at 2"]),
+    ],
+)
+def test_a_family_that_is_not_built_is_refused_by_what_it_has(family, parts):
+    config = getattr(transformers, f"{family}Config")().to_dict()
+    with pytest.raises(ValueError, match=f"model_type = '{config['model_type']}' is not built here") as error:
+        from_hf_config(config)
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+def test_all_errors_come_at_once_and_fields_can_be_set_aside():
+    strange = {
+        "logits_scaling": 8.0,
+        "moe_top_k": 2,
+        "hidden_act": "relu",
+        "rope_parameters": {"type": "llama4"},
+    }
+    config = config_of("Llama", **strange)
+    del config["hidden_size"]
+    with pytest.raises(ValueError) as error:
+        from_hf_config(config)
+    for part in ("logits_scaling = 8.0", "moe_top_k = 2", "hidden_act", "'llama4'", "hidden_size is missing"):
+        assert part in str(error.value)
+    plain = config_of("Llama")
+    strange = {**plain, "logits_scaling": 8.0, "hidden_act": "relu"}
+    assert from_hf_config(strange, ("logits_scaling", "hidden_act")) == from_hf_config(plain)
+    with pytest.raises(ValueError, match="there is no field moe_top_k to accept; hidden_size is read, so it"):
+        from_hf_config(plain, ("moe_top_k", "hidden_size"))
+
+
+def test_what_an_absent_field_means_and_which_may_not_be():
+    config = config_of("Llama")
+    few = {name: config[name] for name in ("model_type", *LLAMA) if name in config}
+    del few["num_key_value_heads"]
+    model = from_hf_config(few, hidden_dropout=0.1)
+    assert (model.num_query_groups, model.kv_channels, model.norm_epsilon) == (4, 12, 1e-6)
+    assert model.hidden_dropout == 0.1 and model.untie_embeddings_and_output_weights
+    with pytest.raises(ValueError, match="hidden_size is missing; intermediate_size is missing"):
+        from_hf_config({n: v for n, v in few.items() if n not in ("hidden_size", "intermediate_size")})
+    bloom = from_hf_config({n: v for n, v in PUBLISHED["bloom"][0].items() if n != "seq_length"})
+    assert (bloom.hidden_size, bloom.num_attention_heads, bloom.ffn_hidden_size) == (14336, 112, 57344)
+    assert bloom.max_position_embeddings == 2048 and not bloom.untie_embeddings_and_output_weights
+    mistral = from_hf_config({**few, "model_type": "mistral", "num_attention_heads": 8})
+    assert mistral.sliding_window == 4096 and mistral.num_query_groups == 8
+    assert from_hf_config({**few, "model_type": "qwen3", "num_key_value_heads": 2}).kv_channels == 128
+
+
+@pytest.mark.parametrize(
+    "family, choices, architecture",
+    [
+        ("llama", {"add_qkv_bias": True}, "qwen2"),
+        ("llama", {"qk_norm": "head"}, "qwen3"),
+        ("llama", {"sliding_window": 64}, "mistral"),
+        ("llama", {"qk_norm": "all-heads", "transformer_block_type": "output-norm"}, "olmo2"),
+        ("qwen2", {"add_qkv_bias": False}, "llama"),
+        ("mistral", {}, "mistral"),
+        ("olmo3", {"sliding_window": 8, "rotary_base": 5e5, "rotary_window_base": 5e5}, "olmo3"),
+        (
+            "llama",
+            {"sliding_window": 8, "window_attn_skip_freq": (0, 0)},
+            "without --window-attn-skip-freq 1",
+        ),
+        (
+            "gpt",
+            {"swiglu": True},
+            "without --position-embedding-type learned_absolute, --normalization LayerNorm",
+        ),
+        ("gpt", {"openai_gelu": False}, "gpt"),
+        ("bloom", {"openai_gelu": False}, "the nearest is bloom, without --openai-gelu off"),
+        ("bloom", {"ffn_hidden_size": 100}, "the nearest is bloom, without --ffn-hidden-size 100"),
+        ("llama", {"normalization": "LayerNorm"}, "the nearest is llama, without --normalization LayerNorm"),
+        ("llama", {"kv_channels": 20, "hidden_size": 46, "ffn_hidden_size": 80}, "mistral"),
+        ("olmo2", {"kv_channels": 16}, "the nearest is olmo2, without --kv-channels 16"),
+        ("falcon", {"transformer_block_type": "sequential", "num_query_groups": 2}, "has it as starcoder2"),
+        ("falcon", {"num_query_groups": 2}, "falcon"),
+        ("gpt_neox", {"add_bias_linear": False}, "without --add-bias-linear off"),
+        (
+            "gpt",
+            {"position_embedding_type": "alibi", "embed_layernorm": True},
+            "has it as bloom; --model-family bloom stores it under those",
+        ),
+    ],
+)
+def test_which_architecture_a_mixture_has(family, choices, architecture):  # or the message
+    sizes = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 9}
+    model = make_model(model_family=family, **{**sizes, **choices})
+    if architecture in FAMILIES:
+        assert architecture_of(model).name == architecture
+    else:
+        with pytest.raises(ValueError, match=architecture):
+            architecture_of(model)
+
+
+def test_a_run_says_at_its_start_that_it_cannot_be_exported():
+    assert export_note(run("--model-family llama")) is None
+    note = export_note(run("--model-family llama --normalization LayerNorm"))
+    assert note is not None and "--normalization LayerNorm" in note
+
+
+def test_choices_that_do_not_fit_together_are_refused():
+    sizes = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 9}
+    with pytest.raises(ConfigError, match="--qk-norm all-heads needs --normalization RMSNorm"):
+        check_model(make_model(**sizes, model_family="gpt", max_position_embeddings=8, qk_norm="all-heads"))
+    with pytest.raises(ConfigError, match="--no-openai-gelu has no effect"):
+        check_model(make_model(**sizes, model_family="llama", max_position_embeddings=8, openai_gelu=False))
+
+
+def test_verification_keeps_the_choices_of_a_family():
+    config = run("--model-family olmo2 --sliding-window 64 --num-query-groups 2")
+    small = shrink(config, WORLD, 8, 3).config.model
+    kept = ("qk_norm", "transformer_block_type", "sliding_window", "position_embedding_type")
+    assert all(getattr(small, name) == getattr(config.model, name) for name in kept)
+    assert small.norm_epsilon == 1e-2
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+@pytest.mark.parametrize("length, longer", [(4096, False), (8192, True)])
+def test_verification_keeps_the_side_of_the_original_length(scaling, length, longer):
+    line = f"--rotary-scaling {scaling} --rotary-original-max-position 4096 --kv-channels 16 --rotary-percent 0.5"
+    if scaling == "longrope":
+        line += " --rotary-short-factor 1,1,2,2 --rotary-long-factor 2,2,8,8"
+    small = shrink(run(f"--model-family phi3 --seq-length {length} {line}"), WORLD, 8, 3).config.model
+    assert (small.seq_length > small.rotary_original_max_position) == longer
+    assert len(small.rotary_long_factor or ()) == (small.rotary_channels // 2 if scaling == "longrope" else 0)
+    assert small.rotary_channels >= (4 if scaling == "dynamic" else 2)
+
+
+def test_a_configuration_stored_before_these_options_is_read():
+    new = ("add_attention_bias", "openai_gelu", "qk_norm", "transformer_block_type", "scaled_alibi")
+    for family in ("llama", "gpt"):
+        config = run(f"--model-family {family}")
+        stored = config.to_dict()
+        for name in (*new, "sliding_window"):
+            del stored["model"][name]
+        assert RunConfig.of(stored_values(stored)).model == config.model

@@ -1,0 +1,342 @@
+"""Megatron's flags: what they mean here, and what is refused."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megazero.checkpoint.manifest import Manifest, write_manifest
+from megazero.config import ConfigError, parse
+from megazero.config.foreign import deepspeed, megatron
+from megazero.config.foreign.megatron import COUNTS, flags, kind, other_values
+from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED
+from megazero.config.options.optimizers import of_schedule
+from megazero.config.read.sources import all_switches
+from megazero.config.run import all_options
+from tests import ROOT
+from tests.unit.config.command_lines import BASE, base_without, errors, run, write
+from tools.megatron_page import markdown
+
+ORIGINAL = "rotary_original_max_position"
+WORDS = {"": "", "X": "1", "[X]": "", "[X ...]": "", "X ...": "1"}  # values that stand for each form
+
+
+def names(wanted):
+    return [name for name in flags() if kind(name) == wanted]
+
+
+def test_the_table_is_well_formed():
+    """Every flag's last line says how many values it takes; options and their values exist; no flag is an option."""
+    options = {**all_options(), **megatron.derived_options()}
+    for rows in (*flags().values(), *other_values().values()):
+        for row in rows:
+            assert row.kind in (MAP, ACCEPT, REFUSE) and (row.text or row.kind == MAP), row
+            assert set(row.options) <= set(options), row
+            for name, value in row.options.items():
+                choices = options[name].choices
+                assert value == TYPED or not choices or {*str(value).split(",")} <= {*choices}, row
+        assert len({row.value for row in rows}) == len(rows) or rows[0].options, rows
+    assert all(rows[-1].value in COUNTS for rows in flags().values())
+    for name, rows in other_values().items():
+        assert not {row.value for row in rows} & {*all_switches()[name].option.choices, *COUNTS}, name
+    rows = deepspeed.keys().values()
+    assert {row.kind for row in rows} == {MAP, deepspeed.CONVERT, ACCEPT, REFUSE}
+    assert all(name in all_options() for row in rows for name in row.options)
+
+
+def test_every_accepted_flag_is_taken_and_said_in_one_note():
+    typed = {name: flags()[name][0].value for name in names(ACCEPT) if name != "no-position-embedding"}
+    values = {name: WORDS.get(form, form.partition(",")[0]) for name, form in typed.items()}
+    config = run(" ".join(f"--{n} {value}" for n, value in values.items()) + " --num-query-groups 2")
+    (note,) = (
+        note for note in config.notes if note.startswith("these flags of Megatron change nothing here")
+    )
+    assert all(f"--{name}" in note for name in typed)
+    assert config.zero.zero_preset == "zero1" and config.values() == run("--num-query-groups 2").values()
+
+
+def test_every_refused_flag_says_so_with_the_cure():
+    refused = {name: flags()[name][0] for name in names(REFUSE)}
+    found = errors(" ".join(f"--{name}" for name in refused))
+    assert len(found) == len({row.text for row in refused.values()})  # one line for each cause
+    for name, row in refused.items():
+        assert any(
+            re.search(rf"--{name}\b.*Megatron's flags?, not built here: ", e) and row.text in e for e in found
+        )
+
+
+def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
+    (tmp_path / "iter_0000001").mkdir()
+    write_manifest(tmp_path / "iter_0000001", Manifest(1, 0, 1, {}, {}, {}, {}))
+    values = {
+        "lr-warmup-tokens": "320 --lr-decay-tokens 3200",
+        "encoder-num-layers": "4",
+        "encoder-seq-length": "32",
+    }
+    values |= dict.fromkeys(
+        ("load-iteration", "override-ckpt-iteration", "load-iters"), f"1 --load {tmp_path}"
+    )
+    values |= {
+        "window-size": "7,0",
+        "checkpoint-granularity": "full",
+        "activations-checkpoint-granularity": "full",
+    }
+    grows = "--weight-decay-incr-style linear"
+    values |= {"start-wd": f"0 --end-weight-decay 1 {grows}", "end-wd": f"1 --start-weight-decay 0 {grows}"}
+    values |= {"wd-incr-style": "linear --start-weight-decay 0 --end-weight-decay 1"}
+    values |= {"virtual-pipeline-model-parallel-size": "2 --pipeline-model-parallel-size 2"}
+    values |= {
+        "padded-vocab-size": "128",
+        "train-tokens": "6400",
+        "lr-decay-tokens": "3200",
+        "min-scale": "1 --fp16",
+        "rotary-seq-len-interpolation-factor": "2",
+        "yarn-original-max-position-embeddings": "64",
+        "sliding-window-size": "64",
+    }
+    for row in (row for name in names(MAP) for row in flags()[name] if row.kind == MAP):
+        value = values.get(row.name, WORDS[row.value]) if row.value in COUNTS else row.value
+        line = f"--{row.name} {value} --global-batch-size 16"
+        rope = "" if "position_embedding_type" in row.options else " --position-embedding-type rope"
+        notes = run(line + rope).notes
+        said = [n for n in notes if n.startswith(("Megatron's names", "--")) and f"--{row.name}" in n]
+        assert bool(said) == bool(row.options), (line, notes)
+
+
+@pytest.mark.parametrize(
+    "line, name, value",
+    [
+        ("--checkpoint-activations", "recompute_granularity", "full"),
+        ("--deepspeed-activation-checkpointing --partition-activations", "recompute_granularity", "full"),
+        ("--activations-checkpoint-method uniform", "recompute_granularity", "full"),
+        ("--recompute-activations", "recompute_granularity", "selective"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "recompute_granularity",
+            "full",
+        ),
+        (
+            "--recompute-method uniform --recompute-num-layers 1",
+            "recompute_granularity",
+            "none",
+        ),  # as in Megatron
+        ("--use-rotary-position-embeddings --no-position-embedding", "position_embedding_type", "rope"),
+        ("--position-embedding-type rotary", "position_embedding_type", "rope"),
+        ("--position-embedding-type absolute", "position_embedding_type", "learned_absolute"),
+        ("--normalization rmsnorm", "normalization", "RMSNorm"),
+        ("--layernorm-epsilon 1e-6", "norm_epsilon", 1e-6),
+        ("--layernorm_epsilon=1e-6", "norm_epsilon", 1e-6),
+        ("--attention-head-type multiquery", "num_query_groups", 1),
+        ("--attention-head-type multihead", "num_query_groups", 4),
+        (
+            "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path t",
+            "tokenizer_type",
+            "HuggingFaceTokenizer",
+        ),
+        ("--tokenizer-type TokenizerFromFile --tokenizer-file t", "tokenizer_model", "t"),
+        (
+            "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model t",
+            "tokenizer_type",
+            "SentencePieceTokenizer",
+        ),
+        ("--glu-activation swiglu", "ffn_hidden_size", 256),
+        ("--glu-activation swiglu --ffn-hidden-size 128", "ffn_hidden_size", 128),
+        ("--wandb-project-name p --wandb-entity-name e", "wandb_entity", "e"),
+        ("--data-parallel-sharding-strategy optim_grads_params --use-megatron-fsdp", "zero_preset", "zero3"),
+        (
+            "--rotary-seq-len-interpolation-factor 4 --position-embedding-type rope",
+            "rotary_scaling_factor",
+            4.0,
+        ),
+        ("--position-embedding-type yarn --rotary-scaling-factor 4", "rotary_scaling", "yarn"),
+        ("--position-embedding-type yarn", "rotary_original_max_position", 4096),
+        ("--position-embedding-type yarn --mscale 0.7", "yarn_mscale", 0.7),
+        ("--position-embedding-type yarn --yarn-original-max-position-embeddings 64", ORIGINAL, 64),
+        ("--glu-activation geglu", "openai_gelu", False),
+        ("--glu-activation geglu", "ffn_hidden_size", 256),
+        ("--window-size 7,0", "sliding_window", 8),
+        ("--window-size (7,0) --sliding-window 8", "sliding_window", 8),
+        ("--window-size -1,-1", "sliding_window", None),
+        ("--window-size 7,0 --window-attn-skip-freq 2", "window_attn_skip_freq", (2,)),
+        ("--window-size 7,0 --window-attn-skip-freq ([1]+[0])*2", "window_attn_skip_freq", (1, 0, 1, 0)),
+        ("--use-rotary-position-embeddings --no-rope-freq [0,1]*2", "no_rope_freq", (0, 1, 0, 1)),
+        ("--apply-layernorm-1p", "apply_layernorm_1p", True),
+        ("--input-embeddings-multiplier 12", "embedding_multiplier", 12.0),
+        ("--split '9,1,0'", "split", "'9,1,0'"),
+    ],
+)
+def test_other_names_and_spellings(line, name, value):
+    assert run(line).get(name) == value
+
+
+@pytest.mark.parametrize(
+    "line, part",
+    [
+        (
+            "--checkpoint-activations --recompute-granularity selective",
+            "but --recompute-granularity selective is given",
+        ),
+        ("--recompute-activations --checkpoint-activations", "leave one of them out"),
+        (
+            "--use-rotary-position-embeddings --position-embedding-type alibi",
+            "--position-embedding-type rope, but",
+        ),
+        (
+            "--layernorm-epsilon 1e-6 --norm-epsilon 1e-5",
+            "is --norm-epsilon 1e-06, but --norm-epsilon 1e-05 is given",
+        ),
+        (
+            "--position-embedding-type learned_absolute --no-position-embedding",
+            "a model without positions is not",
+        ),
+        (
+            "--position-embedding-type yarn --use-rope-scaling",
+            "--position-embedding-type yarn is --rotary-scaling yarn, but --rotary-scaling llama3 is given",
+        ),
+        ("--position-embedding-type none", "none is Megatron's, not built here"),
+        ("--tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t", "not built here"),
+        ("--context-parallel-size 2", "--context-parallel-size 2 is Megatron's flag, not built here"),
+        ("--num-experts 8 --moe-router-topk 2", "--num-experts 8 is Megatron's flag, not built here"),
+        ("--num-experts 1 8", "mixtures of experts are not built"),
+        ("--data-impl cached", "convert the data"),
+        ("--glu-activation reglu", "SwiGLU and GEGLU are built"),
+        ("--window-size 7,1", "--window-size 7,1 must be tokens before and after a query"),
+        ("--window-size 7,0 --sliding-window 7", "is --sliding-window 8, but 7 is given; leave one of"),
+        (
+            "--sliding-window 7 --window-attn-skip-freq 1,0",
+            "has 2 numbers for --num-layers 4; give one for each",
+        ),
+        ("--sliding-window 7 --window-attn-skip-freq 0", "must be at least 1, as every N-th layer is meant"),
+        ("--sliding-window 7 --window-attn-skip-freq 1,0,2,0", "lists layers by 0 and 1, got 2"),
+        ("--sliding-window 7 --window-attn-skip-freq [1,0", "takes numbers or a list of Python, got '[1,0'"),
+        ("--sliding-window 7 --window-attn-skip-freq [print()]", "takes numbers or a list of Python"),
+        ("--geglu --swiglu", "--geglu and --swiglu exclude each other"),
+        ("--main-grads-dtype bf16", "sums of gradients are in fp32"),
+        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "leave one of them out"),
+        ("--tensorboard-queue-size", "takes one value, got none"),
+        ("--no-bias-gelu-fusion 1", "takes no value, got 1"),
+        ("--layernorm-epsilon x", "--layernorm-epsilon x takes a number"),
+        ("--group-query-attention", "needs --num-query-groups"),
+        ("--train-tokens 0 --global-batch-size 16", "--train-tokens 0 must be at least 1"),
+        ("--lr-warmup-tokens 100 --global-batch-size 16", "--lr-warmup-tokens needs --lr-decay-tokens"),
+        (
+            "--tensorboard-queue 5",
+            "nearest: --tensorboard-queue-size (Megatron's, changes nothing here)",
+        ),  # no prefixes
+    ],
+)
+def test_contradictions_and_values_that_are_not_built(line, part):
+    found = errors(line)
+    assert len(found) == 1 and part in found[0]
+
+
+def in_tokens(line):
+    return parse([*base_without("train_iters"), *line.split()])
+
+
+def test_of_a_flag_that_stands_twice_the_last_one_counts():
+    config = run("--layernorm-epsilon 1e-6 --global-batch-size 16 --layernorm-epsilon 1e-7")
+    assert config.model.norm_epsilon == 1e-7
+    assert "--layernorm-epsilon 1e-7 replaces the earlier 1e-6" in config.notes
+    config = in_tokens("--train-tokens 9600 --global-batch-size 16 --train-tokens 3200")
+    assert config.training.train_samples == 112
+
+
+def test_tokens_are_samples_of_the_sequence_length():
+    """At --seq-length 32: 3200 tokens are 100 samples, which batches of 16 reach in iteration 7."""
+    config = in_tokens(
+        "--train-tokens 3200 --global-batch-size 16 --lr-decay-tokens 1600 --lr-warmup-tokens 320"
+    )
+    assert config.training.train_samples == 112
+    assert (config.optimizer.lr_decay_samples, config.optimizer.lr_warmup_samples) == (50, 10)
+    # --train-samples ends earlier or later; without --lr-decay-tokens it is the length of the decay
+    config = in_tokens("--train-tokens 3200 --train-samples 100000 --global-batch-size 16")
+    assert (config.training.train_samples, config.optimizer.lr_decay_samples) == (112, 100000)
+    assert (
+        in_tokens("--train-tokens 3200 --train-samples 64 --global-batch-size 16").training.train_samples
+        == 64
+    )
+    # with iterations the same in samples
+    config = in_tokens("--train-tokens 3200 --train-iters 5 --lr-warmup-iters 2 --global-batch-size 16")
+    assert (config.training.train_samples, config.training.train_iters) == (80, None)
+    assert (config.optimizer.lr_warmup_samples, config.optimizer.lr_decay_samples) == (32, 80)
+    assert in_tokens("--train-samples 64 --lr-decay-tokens").optimizer.lr_decay_samples is None
+
+
+def test_tokens_end_a_ramp_up_where_megatron_deepspeed_ends_it():
+    from megazero.config.layout.batch_sizes import BatchSizeRampup
+
+    for tokens in (1, 160, 320, 1900, 3200, 3232, 6400, 9599, 12800):
+        line = (
+            f"--train-tokens {tokens} --global-batch-size 16 --rampup-batch-size 4 4 60 --micro-batch-size 2"
+        )
+        samples = in_tokens(line).training.train_samples
+        ramp = BatchSizeRampup(
+            start=4, increment=4, ramp_samples=60, target=16, micro_batch=2, data_parallel=1
+        )
+        consumed, iterations = 0, 0  # the loop of Megatron-DeepSpeed
+        while consumed * 32 < tokens:
+            consumed, iterations = consumed + ramp.batch_size(consumed), iterations + 1
+        assert ramp.iterations_within(samples) == iterations
+
+
+def test_yaml_takes_megatrons_names(tmp_path):
+    path = write(
+        tmp_path,
+        "run.yaml",
+        "checkpoint-activations: true\nlayernorm_epsilon: 1e-6\nfp8-hybrid: false\nmanual-gc: true\n",
+    )
+    config = run(f"--config {path}")
+    assert config.training.recompute_granularity == "full" and config.model.norm_epsilon == 1e-6
+    assert any("manual-gc" in note for note in config.notes)
+
+
+def test_megatron_page_is_current_and_has_every_flag():
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    assert page == markdown(), "run: python tools/megatron_page.py > docs/megatron.md"
+    assert all(f"`--{name}" in page for name in flags())
+
+
+def test_help_and_own_flags_do_not_read_the_tables():
+    code = (
+        "import sys; sys.argv = ['x']; from megazero.config import parse\n"
+        "from megazero.config.foreign.table import rows\n"
+        f"parse({BASE!r})\ntry: parse(['--help'])\nexcept SystemExit: pass\n"
+        "print(rows.cache_info().misses)\nparse([*" + repr(BASE) + ", '--manual-gc'])\n"
+        "print(rows.cache_info().misses)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert out.stdout.split()[-2:] == ["0", "1"]
+
+
+def test_a_resume_takes_the_schedule_of_the_flags_or_of_the_checkpoint(tmp_path):
+    """Megatron refuses other flags; here they decide, with a note, unless the checkpoint is asked for."""
+    before = run("--lr-decay-style cosine --lr-warmup-fraction 0.1 --min-lr 1e-5 --weight-decay 0.3")
+    (tmp_path / "iter_0000001").mkdir()
+    write_manifest(tmp_path / "iter_0000001", Manifest(1, 0, 1, {}, {}, before.to_dict(), {}))
+    same = "--lr-decay-style cosine --lr-warmup-fraction 0.1 --min-lr 1e-5 --weight-decay 0.3"
+    assert not any("schedule" in note for note in run(f"{same} --load {tmp_path}").notes)
+    longer = [w if w != "10" else "40" for w in BASE]  # --train-iters, and with it the decay
+    other = [*longer, *f"--load {tmp_path} --weight-decay 0.1 --clip-grad 2".split()]
+    flags = parse(other)
+    (note,) = (note for note in flags.notes if "the flags decide the schedule" in note)
+    for part in (
+        "--min-lr 0 (was 1e-05)",
+        "--lr-decay-style linear (was cosine)",
+        "--lr-decay-iters 40 (was 10)",
+        "--lr-warmup-fraction unset (was 0.1)",
+        "--weight-decay 0.1 (was 0.3)",
+    ):
+        assert part in note, note
+    assert "clip-grad" not in note and flags.lr_lengths.decay == 40 and flags.optimizer.weight_decay == 0.1
+    for word in ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"):
+        kept = parse([*other, word])
+        named = [name for name in all_options() if of_schedule(name) and name != "lr_decay_iters"]
+        assert [kept.get(name) for name in named] == [before.get(name) for name in named]
+        assert (
+            kept.lr_lengths.decay == 10 and kept.training.train_iters == 40 and kept.optimizer.clip_grad == 2
+        )
+        assert any("--lr-decay-style cosine" in note and "as in" in note for note in kept.notes)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        parse([*other, "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler"])

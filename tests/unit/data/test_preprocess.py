@@ -1,0 +1,214 @@
+"""tools/preprocess_data.py: the same bytes for any workers, killed or not; clear errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.data import IndexedDataset
+from megazero.data.preprocess import Counts, Encoder, Job, cut, preprocess
+from megazero.data.text import find_inputs, json_lines
+from megazero.data.tokenizer import check_meta, load_tokenizer
+from tests import ROOT
+
+NULL = Job(("",), ("text",), "NullTokenizer", None, 1000, True, False)
+OUTPUTS = ("bin", "idx", "meta.json")
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> str:
+    random = np.random.default_rng(0)
+    with open(tmp_path / "in.jsonl", "w") as handle:
+        for i in range(500):
+            words = " ".join(map(str, random.integers(0, 1000, random.integers(0, 40))))
+            handle.write(
+                json.dumps({"text": words, "other": [str(i), "", "1 2"]}) + "\n" * (1 + (i % 50 == 0))
+            )
+    return str(tmp_path / "in.jsonl")
+
+
+def contents(prefix: str) -> list[bytes]:
+    return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in OUTPUTS]
+
+
+def test_tokens_documents_and_empty_ones(jsonl: str, tmp_path: Path) -> None:
+    job = replace(NULL, files=(jsonl,), json_keys=("text", "other"))
+    outputs, counts = preprocess(job, tmp_path / "o", chunk_bytes=20000)
+    assert outputs == [f"{tmp_path}/o_text_document", f"{tmp_path}/o_other_document"]
+    texts = [json.loads(line) for line in Path(jsonl).read_text().split("\n") if line]
+    data, other = map(IndexedDataset, outputs)
+    wanted = [[*map(int, t["text"].split()), 1000] for t in texts if t["text"]]
+    assert [data.get(i).tolist() for i in range(len(data))] == wanted
+    assert np.diff(data.documents).tolist() == [int(bool(t["text"])) for t in texts]
+    assert other.get(0).tolist() == [0] and other.get(1).tolist() == [1, 2, 1000]
+    assert np.diff(other.documents).tolist() == [2] * 500
+    assert counts == Counts(500, data.tokens + other.tokens, 0)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == []
+    check_meta(outputs[0], load_tokenizer("NullTokenizer", vocab_size=1000).info)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 100, 10**6])
+def test_lines_are_found_once_however_the_file_is_cut(tmp_path: Path, chunk_bytes: int) -> None:
+    text = b"\n".join([b"a", b"", b"bcd" * 9, b" ", b"e", b"f" * 100, b"g"])
+    (tmp_path / "x.jsonl").write_bytes(text)
+    found = []
+    for chunk in cut([str(tmp_path / "x.jsonl")], chunk_bytes):
+        found += list(json_lines(chunk.files[0], chunk.start, chunk.stop))
+    assert [line.strip() for _, line in found] == [line for line in text.split(b"\n") if line.strip()]
+    assert all(text[at:].startswith(line) for at, line in found)
+
+
+def test_workers_do_not_change_a_byte(jsonl: str, tmp_path: Path) -> None:
+    job = replace(NULL, files=(jsonl,))
+    results = []
+    for workers in (1, 3):
+        (output,), _ = preprocess(job, tmp_path / f"w{workers}", workers=workers, chunk_bytes=12000)
+        results.append(contents(output))
+    assert results[0] == results[1]
+
+
+def test_interrupted_run_continues(jsonl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = replace(NULL, files=(jsonl,))
+    (whole,), counts = preprocess(job, tmp_path / "whole", chunk_bytes=12000)
+    encode = Encoder.__call__
+    made: list[object] = []
+
+    def stop_at(limit: int | None) -> None:
+        def call(self: Encoder, chunk: object) -> object:
+            if len(made) == limit:
+                raise KeyboardInterrupt
+            made.append(chunk)
+            return encode(self, chunk)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Encoder, "__call__", call)
+
+    stop_at(3)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(job, tmp_path / "o", chunk_bytes=12000)
+    assert not (tmp_path / "o_text_document.bin").exists()
+    said: list[str] = []
+    made.clear()
+    stop_at(None)
+    (output,), again = preprocess(job, tmp_path / "o", chunk_bytes=12000, say=said.append)
+    chunks = len(cut(job.files, 12000))
+    assert said == [f"continuing: 3 of {chunks} chunks are finished"] and len(made) == chunks - 3
+    assert contents(output) == contents(whole) and again == counts
+
+
+@pytest.mark.parametrize("change", ["arguments", "inputs"])
+def test_changed_job_starts_again_and_says_so(
+    jsonl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    job = replace(NULL, files=(jsonl,))
+    with monkeypatch.context() as patched:
+        patched.setattr("megazero.data.preprocess._join", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(job, tmp_path / "o", chunk_bytes=12000)
+    if change == "arguments":
+        job = replace(job, append_eod=False)
+    else:
+        with open(jsonl, "a") as handle:
+            handle.write('{"text": "5"}\n')
+    said: list[str] = []
+    (output,), _ = preprocess(job, tmp_path / "o", chunk_bytes=12000, say=said.append)
+    (fresh,), _ = preprocess(job, tmp_path / "fresh", chunk_bytes=12000)
+    assert len(said) == 1 and said[0].startswith("starting again")
+    assert contents(output) == contents(fresh)
+
+
+BAD = {
+    "not JSON": b"{oops",
+    "a JSON list, not an object": b"[1]",
+    "no key 'text'; it has 'a'": b'{"a": "1"}',
+    "'text' holds a int": b'{"text": 5}',
+    "not UTF-8": b'{"text": "\xff"}',
+    "half a surrogate": b'{"text": "\\ud800"}',
+    "outside 0..1000": b'{"text": "2000"}',
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+@pytest.mark.parametrize("chunk_bytes", [20, 10**6])
+def test_bad_line_is_named_or_left_out(tmp_path: Path, message: str, chunk_bytes: int) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "1"}\n\n{"text": "2"}\n' + BAD[message] + b'\n{"text": "3"}\n')
+    job = replace(NULL, files=(str(path),))
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 4: .*" + message):
+        preprocess(job, tmp_path / "o", chunk_bytes=chunk_bytes)
+    lenient = replace(job, skip_bad_lines=True)
+    (output,), counts = preprocess(lenient, tmp_path / "o", chunk_bytes=chunk_bytes, say=lambda _: None)
+    assert counts == Counts(3, 6, 1) and len(IndexedDataset(output)) == 3
+
+
+def test_text_files_and_directories(tmp_path: Path) -> None:
+    (tmp_path / "d/e").mkdir(parents=True)
+    for name, text in {
+        "d/b.txt": "2",
+        "d/e/a.txt": "3 4",
+        "d/.hidden": "9",
+        "d/x.md": "5",
+        "c.txt": "1",
+    }.items():
+        (tmp_path / name).write_text(text)
+    files = find_inputs([str(tmp_path / "d"), str(tmp_path / "*.txt")])
+    assert [Path(f).name for f in files] == ["b.txt", "a.txt", "x.md", "c.txt"]
+    assert len(find_inputs([str(tmp_path / "d")], "*.txt")) == 2
+    with pytest.raises(ValueError, match="nothing matches"):
+        find_inputs([str(tmp_path / "*.none")])
+    (output,), counts = preprocess(replace(NULL, files=files), tmp_path / "o", workers=2, chunk_bytes=2)
+    data = IndexedDataset(output)
+    assert [data.get(i).tolist() for i in range(4)] == [[2, 1000], [3, 4, 1000], [5, 1000], [1, 1000]]
+    (tmp_path / "bad.txt").write_bytes(b"1\n2 \xff")
+    with pytest.raises(ValueError, match="bad.txt, line 2: not UTF-8"):
+        preprocess(replace(NULL, files=(str(tmp_path / "bad.txt"),)), tmp_path / "p")
+
+
+def command(*arguments: str) -> list[str]:
+    tool = str(ROOT / "tools/preprocess_data.py")
+    return [sys.executable, tool, "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000", *arguments]
+
+
+def test_killed_process_continues(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = json.dumps({"text": " ".join(["12 345"] * 2000)}) + "\n"
+    (tmp_path / "in.jsonl").write_text(line * 650)  # 9 MB, 3 chunks
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--append-eod", "--output-prefix"]
+    running = subprocess.Popen(
+        command(*arguments, str(tmp_path / "o")),
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("o.parts/*.done")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    assert not (tmp_path / "o_text_document.idx").exists()
+    again = subprocess.run(
+        command(*arguments, str(tmp_path / "o")), env=environment, capture_output=True, text=True, check=True
+    )
+    assert "continuing:" in again.stderr and again.stdout.strip() == f"{tmp_path}/o_text_document"
+    whole = replace(NULL, files=(str(tmp_path / "in.jsonl"),))
+    (output,), _ = preprocess(whole, tmp_path / "whole")
+    assert contents(output) == contents(f"{tmp_path}/o_text_document")
+
+
+def test_tool_reports_an_error_and_fails(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("--input", str(tmp_path / "none.jsonl"), "--output-prefix", str(tmp_path / "o")),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "error: input" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,142 @@
+"""The tree as it lies and as a wheel: kernels/ is megazero.kernels in both, with nothing installed beside them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tools.releases import interpreter
+
+# On PYTHONPATH their .pth files do nothing, and so neither does an editable install of this tree.
+PACKAGES = [path for path in sys.path if path.endswith("-packages")]
+
+
+def files_of(modules: str, where: Path, *paths: object) -> list[Path]:
+    """The files that ``import modules`` loads in a new interpreter without site-packages, started in ``where``."""
+    names = modules.split(", ")
+    code = f"import sys, {modules}; print(*(sys.modules[name].__file__ for name in {names!r}), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=where,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(where / line).resolve() for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the tree", "from elsewhere"])
+def test_a_bare_checkout_has_its_kernels(inside: bool, tmp_path: Path) -> None:
+    where, path = (ROOT, ".") if inside else (tmp_path, ROOT)
+    assert files_of("megazero.kernels", where, path) == [ROOT / "kernels" / "__init__.py"]
+
+
+def test_the_patches_leave_torch_as_it_is_and_need_numpy_beside_it_alone() -> None:
+    """Their pages' install lines take no requirements; what only megazero's own trainer needs may be missing."""
+    assert {install_line(page) for page in ("megatron-patch", "fsdp2")} == {"pip install --no-deps ."}
+    others = ("yaml", "rich", "safetensors", "sentencepiece", "tokenizers", "transformers")
+    code = f"""
+import sys
+for name in {others}:
+    sys.modules[name] = None
+import fsdp2_patch, megatron_core_patch.__main__, megatron_core_patch.patch
+from fsdp2_patch import patch
+# Models need a newer torch than the patches do.
+assert not [name for name in sys.modules if name.startswith("megazero.models")]
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# The oldest of megatron-core 0.13's images with a Python that megazero runs on: NVIDIA's 25.03 has torch 2.7, Python
+# 3.12 and this numpy. The long-term one, 24.01, has Python 3.10.
+IMAGE = ("torch==2.7.0", "numpy==1.26.4", "packaging", "pytest")
+CASES = (
+    "test_exact.py::test_exact_messages_change_nothing[tp2 sp]",
+    "test_quantised.py::test_every_shape[overlap-INT8 + INT4]",
+)
+
+
+@pytest.mark.slow
+def test_the_megatron_pages_install_line_beside_an_images_torch(tmp_path: Path) -> None:
+    """It changes nothing of the image's, and what it installs trains with megatron-core 0.13 there.
+
+    Some 3 GB of torch's CUDA build and ten minutes:
+    PYTHON_3_12=PYTHON python -m pytest tests/unit/house/test_install.py -m slow
+    """
+    python, source, elsewhere = tmp_path / "image/bin/python", tmp_path / "source", tmp_path / "elsewhere"
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = partial(subprocess.run, env=bare, check=True, timeout=1200)
+    run([interpreter("3.12"), "-m", "venv", tmp_path / "image"])
+    run([python, "-m", "pip", "install", "--quiet", *IMAGE])
+    run([python, "-m", "pip", "install", "--quiet", "--no-deps", "megatron-core==0.13.1"])
+    before = installed(python)
+    checkout(source)
+    run([python, "-m", *install_line("megatron-patch").split()], cwd=source)
+    after = installed(python)
+    assert before < after and {name.partition("==")[0] for name in after - before} == {"megazero"}
+    shutil.copytree(ROOT / "tests", elsewhere / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.cfg", elsewhere)
+    tests = [f"tests/megatron/{name}" for name in CASES]
+    done = run([python, "-m", "pytest", *tests], cwd=elsewhere, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and f"{len(CASES)} passed" in done.stdout, done.stdout
+
+
+def installed(python: Path) -> set[str]:
+    """What an interpreter's environment has, as NAME==VERSION."""
+    command = [python, "-m", "pip", "list", "--format", "freeze"]
+    return set(
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.split()
+    )
+
+
+def install_line(page: str) -> str:
+    """The command of a page's first lines."""
+    lines = (ROOT / "docs" / f"{page}.md").read_text().split("## In ten lines")[1].split("```")[1]
+    (line,) = (line.partition("#")[0].strip() for line in lines.splitlines() if line.startswith("pip"))
+    return line
+
+
+def checkout(target: Path) -> None:
+    """Copy what a wheel is made of."""
+    for name in ("megazero", "kernels", "megatron_core_patch", "fsdp2_patch"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+
+
+@pytest.mark.slow
+def test_a_bare_checkout_runs_the_engine(tmp_path: Path) -> None:
+    files = files_of("megazero.zero, megazero.kernels.quantize", tmp_path, ROOT, *PACKAGES)
+    assert files == [ROOT / "megazero" / "zero" / "__init__.py", ROOT / "kernels" / "quantize.py"]
+
+
+@pytest.mark.slow
+def test_a_wheel_has_every_package(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    checkout(source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, source]
+    subprocess.run(command, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("megazero-*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        held = {name for name in packed.namelist() if name.endswith((".py", ".tsv", ".yaml"))}
+        packed.extractall(target)
+    packages = [*source.glob("mega*/**/*"), *source.glob("fsdp2_patch/*")]
+    files = [path for path in packages if path.suffix in (".py", ".tsv", ".yaml")]
+    own = {path.relative_to(source).as_posix() for path in files}
+    assert held == own | {f"megazero/kernels/{path.name}" for path in source.glob("kernels/*.py")}
+    files = files_of("megazero.zero, megazero.kernels.quantize", tmp_path, target, *PACKAGES)
+    assert files == [
+        target / "megazero" / "zero" / "__init__.py",
+        target / "megazero" / "kernels" / "quantize.py",
+    ]

@@ -1,0 +1,258 @@
+"""What people see: console lines with and without a terminal, loggers, the loss curve."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.log.console import TrainConsole, interval_line
+from megazero.log.history import Start, new_run_id
+from megazero.log.loggers import Loggers, TensorBoardLogger, WandbLogger, scalars
+from megazero.log.metrics import MetricsWriter, read_metrics
+from megazero.log.plot import plot_loss
+from megazero.log.units import human_bytes, human_count
+from megazero.train.outputs import Outputs
+from megazero.train.state.progress import LeftOut
+from tests import ROOT
+from tests.unit.log.test_metrics import _line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _run(stream: io.StringIO, enabled: bool = True) -> str:
+    with TrainConsole(total=7, log_interval=3, enabled=enabled, stream=stream) as console:
+        console.header("megazero [run]", {"model": "llama [tiny]", "ranks": 4})
+        for iteration in range(1, 8):
+            console.iteration(_line(iteration))
+        console.evaluation(7, 2.0)
+        console.warning("a [bracketed] warning")
+        console.note("saved")
+    return stream.getvalue()
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    text = _run(io.StringIO())
+    assert all(c == "\n" or c.isprintable() for c in text), "control characters in a log file"
+    lines = text.splitlines()
+    assert [line.split("|")[0].strip() for line in lines if "iteration " in line] == [
+        "iteration 3/7", "iteration 6/7", "iteration 7/7",
+    ]  # fmt: skip
+    assert "  model  llama [tiny]" in lines
+    assert " evaluation at 7 on validation | loss 2.0000 | perplexity 7.389" in lines
+    assert " warning: a [bracketed] warning" in lines
+
+
+def test_an_interval_whose_end_was_left_out_ends_with_the_next_iteration() -> None:
+    stream = io.StringIO()
+    with TrainConsole(total=20, begin=4, log_interval=5, stream=stream) as console:
+        for iteration in (8, 9, 11, 12, 16):
+            console.iteration(_line(iteration))
+    assert [line.split("|")[0].strip() for line in stream.getvalue().splitlines()] == [
+        "iteration  8/20", "iteration 11/20", "iteration 16/20",
+    ]  # fmt: skip
+
+
+def test_terminal_draws_a_bar_and_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = _run(Terminal())
+    assert "\x1b[" in text
+    assert "7/7" in text and "━" in text
+    assert "a [bracketed] warning" in text
+    assert text.count("ms/iter") == 3
+
+
+def test_other_ranks_and_dumb_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _run(io.StringIO(), enabled=False) == ""
+    assert _run(Terminal(), enabled=False) == ""
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in _run(Terminal())
+
+
+def test_an_interrupted_interval_is_still_printed() -> None:
+    stream = io.StringIO()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        TrainConsole(total=100, log_interval=10, stream=stream) as console,
+    ):
+        console.iteration(_line(1))
+        raise KeyboardInterrupt
+    assert "iteration   1/100" in stream.getvalue()
+
+
+def test_numbers_for_people() -> None:
+    assert [human_count(n) for n in (0, 999, 1000, 12_345, 999_960, 1e9)] == [
+        "0", "999", "1.00k", "12.3k", "1.00M", "1.00G",
+    ]  # fmt: skip
+    assert [human_bytes(n) for n in (0, 1500, 42_000_000)] == ["0 B", "1.50 kB", "42.0 MB"]
+    line = interval_line(_line(5, extra={"skipped": 2}, inter_node_bytes=4_560_000), 1000)
+    assert line == (
+        " iteration    5/1000 | samples 40 | loss 4.0000 | grad norm 1.000 | lr 1.000e-03 | 500 ms/iter | "
+        "1.00k tokens/s | 0.1 TFLOP/s per rank | sent 10 B in node, 4.56 MB across | memory 30 B | skipped 2"
+    )
+    scaled = interval_line(_line(5, extra={"skipped": 2, "loss_scale": 65536.0}), 1000)
+    assert scaled.endswith("| memory 30 B | loss scale 65536 | skipped 2")
+
+
+def test_console_and_metrics_leave_torch_out() -> None:
+    code = (
+        "import sys, megazero.log.console, megazero.log.metrics, megazero.log.time_bill, "
+        "megazero.train.schedule.learning_rate, megazero.train.schedule.run_length, megazero.ops.failures, "
+        "megazero.log.loggers, megazero.log.plot\n"
+        "assert not {'torch', 'numpy', 'matplotlib', 'wandb'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+class Broken:
+    def log(self, iteration: int, values: object) -> None:
+        raise OSError("disk full")
+
+    def close(self) -> None:
+        raise AssertionError("a dropped logger is not used again")
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.closed = False
+
+    def log(self, iteration: int, values: object) -> None:
+        self.seen.append(iteration)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_failing_logger_is_dropped_once() -> None:
+    kept = Kept()
+    loggers = Loggers([Broken(), kept])
+    with pytest.warns(UserWarning, match="Broken failed.*disk full") as caught:
+        loggers.log(1, {})
+        loggers.log(2, {})
+        loggers.close()
+    assert len(caught) == 1
+    assert kept.seen == [1, 2] and kept.closed
+
+
+def test_scalars_flatten() -> None:
+    values = {"a": 1, "b": {"c": 2.5, "d": None}, "text": "NaN", "flag": True, "nan": math.nan}
+    flat = dict(scalars(values))
+    assert math.isnan(flat.pop("nan"))
+    assert flat == {"a": 1.0, "b/c": 2.5, "flag": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("blocked", "make", "message"),
+    [
+        ("torch.utils.tensorboard", lambda: TensorBoardLogger("x"), "--tensorboard-dir.*pip install tensorb"),
+        ("wandb", lambda: WandbLogger("p", run_id="1"), "--wandb-project p.*pip install wandb"),
+        ("matplotlib.figure", lambda: plot_loss(["x"], "y.png"), "pip install matplotlib"),
+    ],
+)
+def test_missing_packages_say_how(monkeypatch: pytest.MonkeyPatch, blocked: str, make, message: str) -> None:
+    monkeypatch.setitem(sys.modules, blocked, None)
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_tensorboard_events(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last in ((1, 6), (4, 8)):  # the second resumes after iteration 3
+        logger = TensorBoardLogger(tmp_path, iteration=first - 1)
+        for iteration in range(first, last):
+            logger.log(iteration, _line(iteration, lm_loss=float(first)).as_dict())
+        logger.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert {"lm_loss", "time_bill/compute"} <= set(events.Tags()["scalars"])
+    seen = [(e.step, e.value) for e in events.Scalars("lm_loss")]
+    assert seen == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 4.0), (5, 4.0), (6, 4.0), (7, 4.0)]
+
+
+def test_what_a_rollback_undid_leaves_tensorboard_as_it_leaves_the_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics, board = MetricsWriter(tmp_path, iteration=0), TensorBoardLogger(tmp_path / "board")
+    console = TrainConsole(total=8, enabled=False, stream=io.StringIO())
+    outputs = Outputs(Start("1"), console, Loggers([board]), metrics)
+    for iteration in (1, 2, 3, 4, 5, 8):
+        metrics.iteration(_line(iteration))
+        outputs.loggers.log(iteration, _line(iteration).as_dict())
+        if iteration == 5:
+            outputs.went_back("a spike", LeftOut(3, 7, 16, 56, rollback=True))
+    for each in (outputs.loggers, metrics):
+        each.close()
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    kept = [event.step for event in events.Scalars("lm_loss")]
+    assert kept == [1, 2, 8] == [line["iteration"] for line in read_metrics(tmp_path)]
+    assert [(step, math.isnan(loss)) for step, loss in _seen_by_the_fast_reader(tmp_path / "board")] == [
+        (1, False), (2, False), (3, True), (8, False),
+    ]  # fmt: skip
+
+
+def _seen_by_the_fast_reader(board: Path) -> list[tuple[int, float]]:
+    """(iteration, lm_loss), as TensorBoard's own process for reading has them."""
+    pytest.importorskip("tensorboard_data_server")
+    from tensorboard.context import RequestContext
+    from tensorboard.data.server_ingester import SubprocessServerDataIngester, get_server_binary
+    from tensorboard.util.grpc_util import ChannelCredsType
+
+    server = SubprocessServerDataIngester(
+        server_binary=get_server_binary(), logdir=str(board), reload_interval=0, samples_per_plugin={},
+        channel_creds_type=ChannelCredsType.LOCAL,
+    )  # fmt: skip
+    server.start()
+    asked = {"experiment_id": "", "plugin_name": "scalars", "downsample": 100}
+    (of_run,) = server.data_provider.read_scalars(RequestContext(), **asked).values()
+    return [(point.step, point.value) for point in of_run["lm_loss"]]
+
+
+def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_id = new_run_id()
+    for _ in range(2):  # a restart continues the run of the same id
+        logger = WandbLogger("megazero-test", run_id=run_id, name="x", directory=str(tmp_path))
+        logger.log(1, _line(1).as_dict())
+        logger.close()
+    runs = [p for p in (tmp_path / "wandb").iterdir() if p.name.startswith("offline-run-")]
+    # wandb numbers the folders of starts in the same second.
+    assert runs and all(re.fullmatch(rf"offline-run-\d+_\d+-{run_id}(-\d+)?", p.name) for p in runs)
+    assert any(file.stat().st_size for p in runs for file in p.glob("*.wandb"))
+
+
+def test_loss_curve(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for run in ("a", "b"):
+        for begin, end in ((0, 20), (10, 30)):
+            writer = MetricsWriter(tmp_path / run, iteration=begin)
+            for iteration in range(begin + 1, end + 1):
+                writer.iteration(_line(iteration, lm_loss=10 / iteration if iteration != 15 else math.nan))
+            writer.evaluation(end, 8 * end, 10 / end)
+            writer.close()
+    one = plot_loss([tmp_path / "a" / "metrics.jsonl"], tmp_path / "plots" / "one.png")
+    both = plot_loss([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png", title="two runs")
+    for path in (one, both):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert one.read_bytes() != both.read_bytes()
+    assert sorted(p.name for p in one.parent.iterdir()) == ["one.png"]
+    (tmp_path / "empty.jsonl").write_text('{"iteration": 1}\n')
+    with pytest.raises(ValueError, match="no line with lm_loss"):
+        plot_loss([tmp_path / "empty.jsonl"], tmp_path / "x.png")
+    with pytest.raises(ValueError, match="no metrics files"):
+        plot_loss([], tmp_path / "x.png")

@@ -1,0 +1,115 @@
+"""Ranks meet within one time limit, and who does not come is named: by rank, and by host as far as it is known.
+
+The ranks are threads here. tests/dist/failures/test_failing_ranks.py has a run whose rank does not come.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megazero.mesh.launch import Launch
+from megazero.mesh.rendezvous import RanksMissing, in_ranges, meet, missing_ranks
+from megazero.mesh.starter import free_port
+
+HERE = socket.gethostname()
+
+
+def come(world: int, ranks: Sequence[int], seconds: float = 1.0, **launch: Any) -> list[Any]:
+    """What ``meet`` returned or raised for each of these ranks, which come at once, in their order."""
+    base = Launch(world_size=world, local_world_size=world, master_port=free_port(), **launch)
+    out: list[Any] = [None] * len(ranks)
+
+    def one(place: int) -> None:
+        try:
+            out[place] = meet(replace(base, rank=ranks[place]), seconds)
+        except (RanksMissing, ValueError) as error:
+            out[place] = error
+
+    threads = [threading.Thread(target=one, args=(place,)) for place in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return out
+
+
+def test_all_come_and_have_one_store() -> None:
+    stores = come(3, [0, 1, 2], seconds=60)
+    stores[1].set("word", "said")
+    assert stores[2].get("word") == b"said"
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_rank_that_does_not_come_is_named_once(missing: int) -> None:
+    there = [rank for rank in range(3) if rank != missing]
+    errors = come(3, there)
+    assert [type(error) for error in errors] == [RanksMissing] * 2
+    assert {str(error) for error in errors} == {f"1 of 3 ranks did not come: rank {missing} on {HERE}"}
+    assert sorted(error.told for error in errors) == [False, True]
+
+
+def test_the_rank_that_holds_the_store_is_named() -> None:
+    began = time.monotonic()
+    errors = come(3, [1, 2], seconds=0.5)
+    assert time.monotonic() - began < 30  # not a multiple of torch's own limits
+    for rank, error in zip((1, 2), errors, strict=True):
+        words = f"rank {rank} on {HERE} did not reach rank 0, which holds the store"
+        assert isinstance(error, RanksMissing) and words in str(error) and "Connection refused" in str(error)
+
+
+def test_a_rank_that_comes_too_late_hears_the_same() -> None:
+    launch = Launch(world_size=3, local_world_size=3, master_port=free_port())
+    with pytest.raises(RanksMissing, match="2 of 3 ranks did not come: ranks 1-2 on") as early:
+        meet(launch, 0.1)
+    # The store goes with the rank that made it, which waits a little: here its exception holds it.
+    with pytest.raises(RanksMissing) as late:
+        meet(replace(launch, rank=1), 60)
+    assert late.value.told and str(late.value) == str(early.value)
+
+
+def test_two_runs_at_one_port_are_told_so() -> None:
+    outcomes = come(3, [0, 1, 1], seconds=1)
+    (refused,) = [each for each in outcomes if isinstance(each, ValueError)]
+    assert "two processes came as rank 1 to 127.0.0.1:" in str(refused) and "MASTER_PORT" in str(refused)
+    with closing(socket.socket()) as other:
+        other.bind(("", 0))
+        other.listen()
+        with pytest.raises(
+            ValueError, match=f"port {other.getsockname()[1]} on .* is in use.*set MASTER_PORT"
+        ):
+            meet(Launch(world_size=2, master_port=other.getsockname()[1]), 1)
+
+
+NODES = ("gpu03", "gpu04")
+# hosts of the ranks that came (None: it did not), ranks per node, the launcher's hosts -> where to look
+PLACES = {
+    "a rank whose neighbours came": (["a", None, "b", "b"], 2, (), "1 of 4 ranks did not come: rank 1 on a"),
+    "a node of SLURM's list": (["a", "a", None, None], 2, NODES, "ranks 2-3 on gpu04, which is all of it"),
+    "a node without a name": (["a", "a", None, None], 2, (), "ranks 2-3 on node 1, which is all of it"),
+    "ranks of two nodes": (
+        [None, "a", None, "b"],
+        2,
+        NODES,
+        "2 of 4 ranks did not come: rank 0 on a; rank 2 on b",
+    ),
+    "ranks of unknown nodes": (["a", None, None, None], None, (), "3 of 4 ranks did not come: ranks 1-3"),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_where_a_missing_rank_is_to_be_looked_for(case: str) -> None:
+    came, per_node, hosts, words = PLACES[case]
+    text = missing_ranks(came, Launch(world_size=4, local_world_size=per_node, hosts=hosts))
+    assert text.endswith(words)
+
+
+def test_ranks_in_short() -> None:
+    assert in_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"

@@ -1,0 +1,140 @@
+"""Which attention kernel torch takes: repeated heads, and what a run says of its backend at the start."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megazero.models import Decoder, attention
+from megazero.models.attention import attend, attention_note, fused
+from megazero.models.masking import AttentionTables, Masking
+from megazero.tp import TensorParallel
+from tests.unit.models.test_decoder import batch, make
+
+
+@pytest.fixture
+def fused_kernels(monkeypatch):
+    """torch's answers on a GPU: flash takes 16 bits without a mask, the memory-efficient kernel no grouped heads."""
+
+    def flash(inputs):
+        return cuda.flash_sdp_enabled() and inputs.query.dtype.itemsize == 2 and inputs.attn_mask is None
+
+    def efficient(inputs):
+        aligned = inputs.query.shape[-1] * inputs.query.dtype.itemsize % 16 == 0
+        allowed = cuda.mem_efficient_sdp_enabled() and not inputs.enable_gqa
+        return allowed and inputs.query.dtype != torch.float64 and aligned
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", flash)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", efficient)
+
+
+@pytest.mark.parametrize(
+    ("position", "dtype", "grouped"),
+    [
+        ("rope", torch.bfloat16, True),
+        ("rope", torch.float32, False),
+        ("rope", torch.float64, False),
+    ],
+)
+def test_heads_are_repeated_where_no_fused_kernel_takes_groups(
+    position, dtype, grouped, fused_kernels, monkeypatch
+):
+    decoder = Decoder(make("llama", num_query_groups=2, position_embedding_type=position), dtype=dtype)
+    decoder.initialize(7)
+    seen = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, **options):
+        seen.append((k.shape[1], options["enable_gqa"]))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    expected = decoder(*batch())
+    assert set(seen) == {(4, False)}  # on a CPU
+    seen.clear()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    loss = decoder(*batch())
+    monkeypatch.undo()
+    assert set(seen) == {(2, True) if grouped else (4, False)}
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize(("backend", "heads"), [("torch", 2), ("flash", 2), ("efficient", 4), ("cudnn", 4)])
+def test_groups_are_left_to_the_kernel_that_is_asked_for(backend, heads, fused_kernels, monkeypatch):
+    seen = []
+
+    def watched(q, k, v, **options):
+        seen.append((k.shape[1], options["enable_gqa"]))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    q, k, v = (torch.zeros(16, 2, each, 8, dtype=torch.bfloat16) for each in (4, 2, 2))
+    attend(q, k, v, AttentionTables(Masking(0.3), backend))
+    assert seen == [(heads, heads == 2)]
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+def test_a_graph_knows_what_kernels_take(backend, fused_kernels):
+    def compute(q, k):
+        with sdpa_kernel(backend):
+            grouped = fused(q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device, 0.0)
+        return q + 1 if grouped else q - 1
+
+    q, k = (torch.zeros(2, each, 16, 8, dtype=torch.bfloat16) for each in (4, 2))
+    found = torch.compile(compute, backend="eager", fullgraph=True)(q, k)
+    assert torch.equal(found, compute(q, k))
+    assert bool((found == 1).all()) == (backend == SDPBackend.FLASH_ATTENTION)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "changes", "said"),
+    [
+        ("llama", torch.bfloat16, {}, None),
+        ("llama", torch.float32, {}, None),
+        ("llama", torch.float64, {}, "2 heads of 12 in float64 on"),
+        ("llama", torch.bfloat16, {"sliding_window": 32}, None),
+        (
+            "llama",
+            torch.bfloat16,
+            {"hidden_size": 64, "sliding_window": 31},
+            "attention with windows: --attention-backend flash",
+        ),
+        ("llama", torch.float64, {"sliding_window": 31}, "above 256 and windows in float64"),
+        ("bloom", torch.bfloat16, {"hidden_size": 64}, "attention with ALiBi: --attention-backend flex"),
+        (
+            "gemma2",
+            torch.bfloat16,
+            {"hidden_size": 64},
+            "attention with capped scores: --attention-backend flex",
+        ),
+        (
+            "gemma2",
+            torch.bfloat16,
+            {"hidden_size": 64, "attention_dropout": 0.1},
+            "no kernel here computes capped scores and dropout in bfloat16 (flash-attn: the package",
+        ),
+    ],
+)
+def test_a_run_says_which_backend_computes_more_than_plain_attention(
+    family, dtype, changes, said, fused_kernels, monkeypatch
+):
+    absent = {"flash-attn": "the package flash-attn is not installed"}
+    monkeypatch.setattr(attention, "missing_backends", lambda: absent)
+    of = (TensorParallel(size=2), torch.device("meta"), dtype)
+    note = attention_note(make(family, **changes), *of)
+    assert note is None if said is None else said in note
+    assert attention_note(make("llama"), TensorParallel(), torch.device("cpu"), dtype) is None
+
+
+def test_a_run_says_what_computes_documents(monkeypatch):
+    monkeypatch.setattr(attention, "missing_backends", dict)
+    odd = (make("llama"), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
+    said = "attention with documents and heads whose width is no multiple of 8 or above 256: --attention-backend flex"
+    assert attention_note(*odd, documents=True) == said
+    of = (make("llama", hidden_size=64), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
+    assert attention_note(*of, documents=True) == "attention with documents: --attention-backend flash"
+    named = attention_note(*of, "flash-attn", documents=True)
+    assert named == "attention with documents: --attention-backend flash-attn"

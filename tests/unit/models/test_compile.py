@@ -1,0 +1,75 @@
+"""--compile's options, and what it says where it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from megazero.config import ConfigError, World, make_config
+from megazero.models import Decoder
+from megazero.models.compilation import CompileTime, compile_layers
+from megazero.zero.build import plain_name
+from tests.sizes import TINY
+from tests.unit.models.test_decoder import DROPOUT, batch, make
+
+
+def step(decoder: Decoder, key: int | None) -> list[torch.Tensor]:
+    decoder.zero_grad()
+    decoder(*batch(), dropout_key=key).sum().backward()
+    found = [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
+    with torch.no_grad():
+        return [*found, decoder.eval()(*batch()), decoder.train()(*batch(), dropout_key=key)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_one_graph_for_training_and_one_for_evaluation_with_new_masks_every_step(recompute):
+    torch._dynamo.reset()
+    counters.clear()
+    choices = {**DROPOUT, "attention_dropout": 0.0, "num_layers": 3}
+    plain, decoder = (Decoder(make("llama", **choices), recompute=recompute) for _ in range(2))
+    plain.initialize(7), decoder.initialize(7)
+    compile_layers(decoder, "aot_eager")
+    told = CompileTime()
+    for key in (3, 4, 5):
+        assert all(map(torch.equal, step(decoder, key), step(plain, key)))
+        line = told.news()
+        # Training, evaluation, and what is not usual: masks without gradient.
+        assert line is not None and line.startswith("compiled 3 graphs") if key == 3 else line is None
+    assert not counters["graph_break"]
+
+
+def test_what_compiling_needs_is_said(monkeypatch, tmp_path):
+    decoder = Decoder(make("llama"), device="meta")
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    with pytest.raises(ValueError, match=r"--compile needs a C\+\+ compiler \(no-such.* package g\+\+"):
+        compile_layers(decoder, "inductor")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(ValueError, match="python3-dev"):
+        compile_layers(decoder, "inductor")
+    compile_layers(decoder, "aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"compile": True, "attention_dropout": 0.1}, "--compile does not take --attention-dropout 0.1"),
+        ({"compile": True, "norm_impl": "apex"}, "--compile does not take --norm-impl apex"),
+        ({"compile_backend": "aot_eager"}, "--compile-backend aot_eager has no effect without --compile"),
+        ({"compile": True, "compile_backend": "eager", "compile_cache": "x"}, "--compile with inductor"),
+        ({"compile": True, "compile_backend": "tvm"}, "inductor"),
+    ],
+)
+def test_choices_that_do_not_go_together_are_refused(values, said):
+    with pytest.raises(ConfigError) as error:
+        make_config({**TINY, **values}, World(1, 1))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["_orig_mod.layers.0.weight", "layers.0._orig_mod.weight", "layers.0.weight._orig_mod"]
+)
+def test_what_was_compiled_has_the_names_of_what_was_not(name: str) -> None:
+    """The last one stands for a unit that is the module inside of the wrapper: its noise goes by its name."""
+    assert plain_name(name) == "layers.0.weight" and plain_name("_orig_mod") == ""

@@ -1,0 +1,173 @@
+"""A rank that is steadily slower than its peers is named, with what it is slower in.
+
+tests/dist/failures/test_stragglers.py has a run of it.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.comm import timing
+from megazero.comm.timing import Waits
+from megazero.log.time_bill import ITEMS, TimeBill
+from megazero.ops import tcp
+from megazero.ops.stragglers import STEADY, WINDOW, RankSeconds, Stragglers
+from megazero.ops.tcp import LinkMeter, Sent, busy_share, connections
+
+HOSTS = ["n0", "n0", "n1", "n1"]
+BILL = dict.fromkeys(ITEMS, 0.0) | {"compute": 1.0, "exposed_reduce_inter": 0.8, "data": 0.2}
+EVEN = RankSeconds(1.0, 0.2, 0.1)
+
+
+def judged(rows: list[Any], times: int, judge: Stragglers) -> tuple[list[dict[str, Any]], list[str]]:
+    """Metrics and warnings of so many iterations of 2 s with the same rows."""
+    out = [judge.take([RankSeconds(*row) for row in rows], BILL, 2.0) for _ in range(times)]
+    return [metrics for metrics, _ in out], [line for _, lines in out for line in lines]
+
+
+def stragglers(stages: list[list[int]]) -> Stragglers:
+    judge = Stragglers(stages, HOSTS, judges=True)
+    assert judge.take([RankSeconds()] * 4, BILL, 2.0) == (
+        {},
+        [],
+    )  # nothing is known of an iteration before the first
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"), [("compute", (1.5, 0.2, 0.1)), ("data", (1.0, 0.6, 0.1)), ("link", (1.0, 0.2, 0.7))]
+)
+def test_a_steadily_slower_rank_is_named_once_with_its_kind(kind: str, row: tuple[float, ...]) -> None:
+    judge = stragglers([[0, 1, 2, 3]])
+    _, early = judged([EVEN, EVEN, EVEN, row], STEADY - 1, judge)
+    metrics, lines = judged([EVEN, EVEN, EVEN, row], WINDOW, judge)
+    assert early == [] and len(lines) == 1
+    assert lines[0].startswith(
+        f"rank 3 on n1 is slower than its peers, in {STEADY} of the last {STEADY} iterations"
+    )
+    assert f"{kind} takes it {row[('compute', 'data', 'link').index(kind)]:.3g} s of 2 s, them" in lines[0]
+    if kind != "link":
+        want = {"least_s": 1.2, "most_s": sum(row[:2]), "slowest_rank": 3, "slowest_host": "n1"}
+        assert metrics[-1] == {"rank_times": want}
+    _, lines = judged([EVEN] * 4, 2 * WINDOW, judge)
+    assert lines == ["rank 3 on n1 is as fast as its peers again"]
+
+
+def test_now_and_then_is_not_steady_and_a_little_is_not_slow() -> None:
+    slow, little = (1.5, 0.2, 0.1), (1.19, 0.2, 0.1)
+    judge = stragglers([[0, 1, 2, 3]])
+    for turn in range(5 * WINDOW):
+        rows = [EVEN] * 4
+        rows[turn % 4] = slow
+        assert judged(rows, 1, judge)[1] == []
+    assert judged([EVEN, little, EVEN, EVEN], 3 * WINDOW, judge)[1] == []
+
+
+def test_stages_have_other_work_and_are_not_compared() -> None:
+    heavy = (1.9, 0.2, 0.1)
+    assert judged([EVEN, EVEN, heavy, heavy], WINDOW, stragglers([[0, 1], [2, 3]]))[1] == []
+    (line,) = judged([EVEN, EVEN, heavy, (2.3, 0.2, 0.1)], WINDOW, stragglers([[0, 1], [2, 3]]))[1]
+    assert "rank 3 on n1" in line and "compute takes it 2.3 s of 2 s, them 1.9 s" in line
+
+
+def test_a_rank_alone_in_its_stage_is_judged_by_its_data_and_links_only() -> None:
+    alone = [[0], [1], [2], [3]]
+    assert judged([EVEN, EVEN, EVEN, (1.9, 0.2, 0.1)], WINDOW, stragglers(alone))[1] == []
+    (line,) = judged([EVEN, EVEN, EVEN, (1.9, 0.6, 0.1)], WINDOW, stragglers(alone))[1]
+    assert "rank 3 on n1" in line and "data takes it 0.6 s of 2 s, them 0.2 s" in line
+
+
+def test_own_time_is_without_waits_and_links_count_for_what_was_waited() -> None:
+    judge = Stragglers([[0, 1, 2, 3]], HOSTS, judges=False, link=lambda: 0.9)
+    assert judge.take([EVEN] * 4, BILL, 2.0) == ({}, [])
+    assert judge.own == pytest.approx(
+        RankSeconds(1.0, 0.2, 0.8)
+    )  # not 0.9 x 2 s: the rest was hidden behind compute
+    assert judge.take([EVEN, EVEN, EVEN, RankSeconds(9.0)], BILL, 2.0) == ({}, [])  # another rank speaks
+
+
+# -- what is measured -------------------------------------------------------------------------------
+
+
+def test_a_share_is_the_mean_over_connections_that_sent() -> None:
+    before = {"a": Sent(0, 0.0), "b": Sent(100, 1.0), "store": Sent(0, 0.0), "gone": Sent(7, 7.0)}
+    now = {"a": Sent(10_000, 1.0), "b": Sent(10_100, 1.5), "store": Sent(50, 2.0), "new": Sent(9, 9.0)}
+    assert busy_share(before, now, 2.0) == pytest.approx((0.5 + 0.25) / 2)
+    assert busy_share(now, now, 2.0) == busy_share({}, {}, 2.0) == 0.0
+
+
+def test_the_kernel_tells_what_a_connection_sent_and_one_host_s_own_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        to = server.getsockname()
+        with socket.create_connection(to) as own, server.accept()[0] as other:
+            own.sendall(b"x" * 1000)
+            assert other.recv(1000, socket.MSG_WAITALL) == b"x" * 1000
+            assert not any(to in ends for ends in connections())  # loopback
+            monkeypatch.setattr(tcp, "is_here", lambda own, other: False)
+            (sent,) = [each for ends, each in connections().items() if ends == (own.getsockname(), to)]
+    assert 1000 <= sent.bytes < 2000 and 0 <= sent.busy < 60
+
+
+class FakeEvent:
+    """An event of a stream whose time is a count."""
+
+    now = 0.0
+    reached = math.inf  # by the device
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.now
+
+    def query(self) -> bool:
+        return self.at <= FakeEvent.reached
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.query() and later.query(), "CUDA raises an error"
+        return later.at - self.at
+
+
+def test_waits_are_spans_on_a_cpu_and_events_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    bill = TimeBill(lambda: FakeEvent.now)
+    with bill.span("compute"):
+        FakeEvent.now += 2
+        with Waits(torch.device("cpu"), bill.span)("exposed_tp_intra"):
+            FakeEvent.now += 3
+    assert bill.close(5.0) == dict.fromkeys(ITEMS, 0.0) | {"compute": 2.0, "exposed_tp_intra": 3.0}
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    timer = Waits(torch.device("cuda"), bill.span)
+    for _ in range(3 * timing.MOST):
+        with timer("exposed_tp_intra"):
+            FakeEvent.now += 1  # in milliseconds here
+    assert len(timer.stalls.waits) <= timing.MOST
+    assert timer.stalls.take() == pytest.approx({"exposed_tp_intra": 3e-3 * timing.MOST})
+    assert timer.stalls.take() == {}
+    with Waits(torch.device("cuda"))("exposed_tp_intra"):  # nobody watches
+        pass
+
+
+def test_a_wait_that_is_not_over_is_left_for_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "reached", FakeEvent.now)
+    timer = Waits(torch.device("cuda"), TimeBill().span)
+    with timer("exposed_tp_intra"):
+        FakeEvent.now += 4
+    assert timer.stalls.take() == {}
+    monkeypatch.setattr(FakeEvent, "reached", FakeEvent.now)
+    assert timer.stalls.take() == pytest.approx({"exposed_tp_intra": 4e-3})
+
+
+def test_the_meter_stops() -> None:
+    meter = LinkMeter()
+    meter.start()
+    meter.stop()
+    assert not any(thread.name == "link meter" for thread in threading.enumerate())

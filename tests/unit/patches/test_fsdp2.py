@@ -1,0 +1,131 @@
+"""fsdp2_patch without ranks: words, where parameters lie in messages, names of torch's private parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megazero.kernels.arena import Arena
+
+import fsdp2_patch
+from fsdp2_patch.group import Group
+from fsdp2_patch.packing import Packing
+from fsdp2_patch.report import start_line
+from fsdp2_patch.torch_parts import NEEDED, check_torch
+from megazero.comm.hops import Traffic
+from megazero.config.layout.wire import EXACT_NUMEL
+from megazero.patches.checks import Differences
+from megazero.patches.hops import Passing
+from megazero.patches.names import Replaced, lookup, missing
+from megazero.patches.options import MessageOptions, read_words
+from megazero.patches.two_hops import TwoHops
+from megazero.zero.policy import Codecs
+from tests import ROOT
+
+
+def test_words() -> None:
+    options = read_words(MessageOptions, "int4-delta", "int4")
+    assert options.wire.delta and options.wire.exact_numel == EXACT_NUMEL
+    assert read_words(MessageOptions, gradients="int8", exact_numel=0).wire.exact_numel == 0
+    with pytest.raises(TypeError, match="unexpected keyword 'chunk_numel'"):
+        read_words(MessageOptions, chunk_numel=1)
+    with pytest.raises(TypeError, match="unexpected keyword 'weight_bits'; nearest: one of block_size"):
+        read_words(MessageOptions, "int8", weight_bits=4)
+    with pytest.raises(ValueError, match="- exact_numel -1"):  # by the word, not the flag
+        read_words(MessageOptions, exact_numel=-1)
+    with pytest.raises(
+        ValueError, match="exact_numel 0 has no effect without weights='int8' or gradients='int4'"
+    ):
+        read_words(MessageOptions, exact_numel=0)
+
+
+def test_the_page_lists_every_keyword() -> None:
+    table = (ROOT / "docs" / "fsdp2.md").read_text().split("| keyword | values |")[1].split("\n\n")[0]
+    listed = {
+        word
+        for line in table.splitlines()
+        for word in re.findall(r"`(\w+)`", line.split("|")[1] if line else "")
+    }
+    formats = {
+        "quantized_weights",
+        "weight_bits",
+        "quantized_weights_delta",
+        "quantized_gradients",
+        "gradient_bits",
+    }
+    options = {field.name.removeprefix("zero_") for field in dataclasses.fields(MessageOptions)} - formats
+    assert listed == options - {"gradient_bits_intra_node"} | {"weights", "gradients", "gradients_intra_node"}
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+def test_no_block_holds_elements_of_two_parameters(shares: int) -> None:
+    """Parameters of 100, 7, 0, 64 and 5 elements, of which the second and the last are exact."""
+    packing = Packing.of([100, 7, 0, 64, 5], [False, True, False, False, True], 64, shares)
+    coded, exact = packing.regions
+    assert coded.runs == ((0, 100, 0), (107, 64, 128)) and exact.runs == ((100, 7, 0), (171, 5, 7))
+    assert coded.numel == 192 and exact.numel == 12
+    rows = torch.arange(2 * 176.0).view(2, 176) + 1
+    with Arena().frame(rows.device) as frame:
+        packed = packing.pack(rows, frame.take)
+        assert not packed[0][:, 100:128].any() and not packed[0][:, 192:].any()
+        back = torch.zeros_like(rows)
+        packing.unpack(packed, back)
+        assert torch.equal(back, rows)
+
+
+def test_exact_neighbours_move_as_one() -> None:
+    (region,) = Packing.of([5, 6, 7], [True] * 3, 64, 4).regions
+    assert region.runs == ((0, 18, 0),) and region.numel == 20
+
+
+def test_the_private_parts_are_there_in_this_torch() -> None:
+    check_torch()
+    assert not list(missing(NEEDED))
+    for module, paths in NEEDED.items():
+        for path in paths:
+            lookup(module, path)
+
+
+def test_a_name_that_is_replaced_keeps_its_signature() -> None:
+    names = Replaced()
+    for module, paths in NEEDED.items():
+        for path in paths:
+            names.wrap(module, path, lambda original, *rest, **words: original(*rest, **words))
+    assert not list(missing(NEEDED))  # as for a second model that is patched
+    names.restore()
+    check_torch()
+
+
+def test_the_start_line_says_what_a_large_model_keeps() -> None:
+    """7 billion elements on a rank, in bf16 from 2 nodes, and sums of both nodes in fp32."""
+    policy = SimpleNamespace(param_dtype=torch.bfloat16, reduce_dtype=None)
+    size, shard = torch.Size([7_000_000_000]), torch.empty(0, requires_grad=True)
+    parameter = SimpleNamespace(sharded_param=shard, mp_policy=policy, padded_sharded_param_size=size)
+    two: Any = SimpleNamespace(size=2, index=0)
+    passing = Passing(Traffic(), Arena(), shard.device)
+    group = Group(
+        name="model",
+        module=None,
+        raw=SimpleNamespace(fsdp_params=[parameter]),
+        hops=TwoHops((0, 1, 2, 3), two, two),
+        replicas=False,
+        exact=frozenset(),
+        names={},
+        codecs=Codecs(),
+        passing=passing,
+        differences=Differences("fsdp2_patch"),
+        verified_steps=0,
+        checksum_interval=0,
+    )
+    line = start_line([group])
+    assert "keeps 28.0 GB of weights" in line and "56.0 GB of sums" in line, line
+
+
+def test_nothing_is_on_without_enable() -> None:
+    fsdp2_patch.disable()
+    with pytest.raises(RuntimeError, match=r"call enable\(\) first"):
+        fsdp2_patch.counters()

@@ -1,0 +1,730 @@
+"""megatron_core_patch without ranks: words and flags, refusals, versions, the cut at the node boundary, blocks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from types import SimpleNamespace as Config
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megazero.kernels.adamw import SILENCE
+from megazero.kernels.arena import Arena
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron_core_patch
+from megatron_core_patch import names, patch
+from megatron_core_patch.__main__ import main, parse, split
+from megatron_core_patch.carrier import Carrier, Held
+from megatron_core_patch.chains import BucketRounding, gather_coded, gather_exact, reduce_exact, reduce_rows
+from megatron_core_patch.checks import MessageChecks
+from megatron_core_patch.layout import Columns, cut_bucket
+from megatron_core_patch.options import PatchOptions
+from megatron_core_patch.refusals import (
+    ddp_problems,
+    module_problems,
+    optimizer_problems,
+    wrapper_problems,
+)
+from megatron_core_patch.report import Teller, start_line
+from megatron_core_patch.rounding import Errors, Residual
+from megatron_core_patch.tied import exchange_parts, is_tied
+from megazero.comm import codec as codec_module
+from megazero.comm.codec import Blockwise
+from megazero.comm.hops import Traffic
+from megazero.mesh.grid import INTER, INTRA, AxisSpec
+from megazero.mesh.mesh import Axis
+from megazero.patches import hops as patch_hops
+from megazero.patches.hops import Passing
+from megazero.patches.names import lookup
+from megazero.patches.options import read_words
+from megazero.patches.two_hops import TwoHops, cut_groups, ranks_on_a_node, settings_like
+from megazero.train.codecs import make_codecs
+from megazero.zero.policy import Codecs
+from megazero.zero.rounding import GRADIENTS, WEIGHTS
+from tests import ROOT
+
+from_words = partial(read_words, PatchOptions)
+GOOD = {
+    "use_distributed_optimizer": True,
+    "num_distributed_optimizer_instances": 1,
+    "use_megatron_fsdp": False,
+    "nccl_ub": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+}
+
+
+@pytest.mark.parametrize(
+    "words, flags",
+    [
+        ({}, ""),
+        ({"weights": "int8", "gradients": "int4"}, "--zero-quantized-weights --zero-quantized-gradients"),
+        ({"weights": "int4-delta"}, "--zero-quantized-weights-delta"),
+        ({"gradients": "int2", "gradients_intra_node": "int8"}, "--zero-quantized-gradients --zero-gradient-bits 2 "
+         "--zero-gradient-bits-intra-node 8"),
+    ],
+)  # fmt: skip
+def test_words_mean_what_flags_mean(words: dict, flags: str) -> None:
+    assert from_words(**words).wire == parse(flags.split()).wire
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--zero-weight-bits 4", "--zero-weight-bits 4 has no effect without --zero-quantized-weights"),
+        ("--zero-gradient-bits 3 --zero-quantized-gradients", "is not one of 8, 4, 2"),
+        ("--zero-quantized-weights --zero-block-size 128", "a power of two from 8 to 64; nearest: 64"),
+        ("--no-zero-quantized-weights --zero-quantized-weights-delta", "leave one out"),
+        ("--bf16", "--bf16 is no flag of megatron_core_patch"),
+        ("--zero-exact-numel 0", "--zero-exact-numel 0 has no effect without --zero-quantized-weights or"),
+        (
+            "--zero-quantized-gradients --zero-gradient-feedback-beta 0.5",
+            "--zero-gradient-feedback-beta 0.5 has no effect without --zero-gradient-rounding feedback",
+        ),
+        ("--zero-gradient-error-bound 0.1", "no effect without --zero-quantized-gradients"),
+        (
+            "--zero-weight-transform hadamard --zero-quantized-gradients",
+            "no effect without --zero-quantized-weights",
+        ),
+        (
+            "--zero-quantized-gradients --zero-gradient-rounding stochastic --zero-gradient-clip-search 4",
+            "brings back the bias",
+        ),
+    ],
+)
+def test_bad_flags(flags: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse(flags.split())
+
+
+def test_bad_words() -> None:
+    with pytest.raises(ValueError, match="weights='fp8' is no format.*(?s:.)*gradients='int3' is no format"):
+        from_words("fp8", "int3")
+
+
+def test_the_script_and_its_words_are_its_own() -> None:
+    words = ["--zero-quantized-gradients", "pretrain_gpt.py", "--zero-quantized-weights", "--bf16"]
+    assert split(words) == (words[:1], words[1:])
+
+
+def test_the_launcher_reports_mistakes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_core_patch", "--zero-gradient-bits", "4", "absent.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "no effect without --zero-quantized-gradients" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "bad, said",
+    [
+        ({"use_distributed_optimizer": False}, "add --use-distributed-optimizer"),
+        ({"num_distributed_optimizer_instances": 2}, "instances 2"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"nccl_ub": True}, "--use-nccl-ub"),
+        ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "mxfp8"),
+    ],
+)
+def test_refused_configurations(bad: dict, said: str) -> None:
+    assert not list(ddp_problems(Config(**GOOD), Config(cuda_graph_scope="full")))
+    (problem,) = ddp_problems(Config(**{**GOOD, **bad}), Config())
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    "config, refused",
+    [
+        (Config(enable_cuda_graph=True, cuda_graph_scope="full_iteration"), True),  # 0.14
+        (Config(cuda_graph_impl="local", cuda_graph_scope="full_iteration"), True),  # 0.15
+        (Config(cuda_graph_impl="local", cuda_graph_scope=["CudaGraphScope.full_iteration"]), True),
+        (
+            Config(cuda_graph_impl="local", cuda_graph_scope=[Config(name="full_iteration")]),
+            True,
+        ),  # 0.16, an enum
+        (
+            Config(cuda_graph_impl="full_iteration", cuda_graph_modules=[], cuda_graph_scope=None),
+            True,
+        ),  # 0.18
+        (Config(cuda_graph_impl="local", cuda_graph_scope=[Config(name="full_iteration_inference")]), False),
+        (Config(cuda_graph_impl="local", cuda_graph_scope="attn,mlp"), False),
+        (Config(cuda_graph_impl="transformer_engine", cuda_graph_modules=[]), False),
+        (Config(), False),
+    ],
+)
+def test_whole_iterations_as_cuda_graphs_are_refused(config: Config, refused: bool) -> None:
+    assert bool(list(ddp_problems(Config(**GOOD), config))) == refused
+
+
+def test_refused_optimizers_and_wrappers() -> None:
+    exact, quantised = from_words(), from_words("int8")
+    remainders = Config(use_precision_aware_optimizer=True, store_param_remainders=True)
+    assert not list(optimizer_problems(remainders, exact)) and list(optimizer_problems(remainders, quantised))
+    assert list(optimizer_problems(Config(optimizer_cpu_offload=True), exact))
+    assert list(optimizer_problems(Config(optimizer_cuda_graph=True), exact))
+    fed = from_words(gradients="int4", gradient_rounding="feedback")
+    assert list(optimizer_problems(Config(fp16=True), fed))
+    assert not list(optimizer_problems(Config(fp16=True), quantised))
+    assert not list(optimizer_problems(Config(fp16=False), fed))
+    assert not list(wrapper_problems("DistributedDataParallel"))
+    assert list(wrapper_problems("FullyShardedDataParallel"))
+    module = torch.nn.Linear(1, 1)
+    module.weight.is_managed_by_layer_wise_optimizer = False  # type: ignore[assignment]
+    assert not list(module_problems(module))
+    module.bias.is_managed_by_layer_wise_optimizer = True  # type: ignore[assignment]
+    assert list(module_problems(module))
+
+
+def test_tensor_parallel_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This rank's errors are within the bound, those of its tensor-parallel peer are not."""
+    monkeypatch.setattr(dist, "all_reduce", lambda squares, group: squares.add_(group.others))
+    group = Config(rank=lambda: 0, others=torch.tensor([[0.0, 1.0]]))
+    peer = Config(rank=lambda: 1, others=torch.tensor([[2.0, 2.0]]))
+    for alike, exceeded in ((None, set()), (peer, {GRADIENTS})):
+        held = Held(0, alike=alike)  # type: ignore[arg-type]
+        held.errors[GRADIENTS] = Errors()
+        held.errors[GRADIENTS].add(torch.tensor([0.1]), torch.tensor([1.0]))
+        options = from_words(gradients="int4", gradient_error_bound=0.5)
+        carrier: Any = Config(
+            options=options, state=lambda _, held=held: held, passing=Config(device=torch.device("cpu"))
+        )
+        Carrier._compare_errors(carrier, [Bucket()], group)  # type: ignore[arg-type]
+        assert held.exceeded == exceeded
+
+
+def test_the_ranks_that_decide_alike() -> None:
+    """By the collection of groups that DistributedDataParallel was given, else by parallel_state, which has none."""
+    pytest.importorskip("megatron.core")
+    two, one = Config(size=lambda: 2), Config(size=lambda: 1)
+    given = {"config": Config(tensor_model_parallel_size=2, expert_tensor_parallel_size=None)}
+    assert patch.tensor_group("dense", {**given, "pg_collection": Config(tp=two)}) is two
+    assert patch.tensor_group("expert", {**given, "model_comm_pgs": Config(tp=two, expt_tp=one)}) is None
+    for kind in ("dense", "expert"):
+        with pytest.raises(ValueError, match="tensor-parallel ranks decide alike, but"):
+            patch.tensor_group(kind, {**given, "pg_collection": Config()})
+        assert patch.tensor_group(kind, {"config": Config()}) is None
+
+
+@pytest.mark.parametrize("version, warned", [("0.16.1", False), ("0.19.2", False), ("0.20.0", True)])
+def test_versions(version: str, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = pytest.importorskip("megatron.core")
+    monkeypatch.setattr(core, "__version__", version)
+    assert bool(names.check_names()[1]) == warned
+
+
+def test_older_versions_and_missing_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = pytest.importorskip("megatron.core")
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "__version__", "0.12.3")
+        with pytest.raises(ValueError, match=r"0\.12\.3 is older than 0\.13"):
+            megatron_core_patch.enable()
+    from megatron.core.distributed import param_and_grad_buffer
+
+    monkeypatch.delattr(param_and_grad_buffer, "dist_all_gather_func")
+    with pytest.raises(ValueError, match="dist_all_gather_func"):
+        megatron_core_patch.enable()
+    with pytest.raises(RuntimeError, match="is not on"):
+        megatron_core_patch.counters()
+
+
+def test_every_name_is_given_back() -> None:
+    pytest.importorskip("megatron.core")
+    found = [(*lookup(module, path),) for module, paths in names.NEEDED.items() for path in paths]
+    before = [getattr(owner, name) for owner, name in found]
+    megatron_core_patch.enable()
+    assert [getattr(owner, name) for owner, name in found] != before
+    megatron_core_patch.disable()
+    assert [getattr(owner, name) for owner, name in found] == before
+
+
+def test_the_launcher_runs_the_script_with_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("import sys\nprint(__name__, sys.argv[1:], sys.path[0])")
+    on: list = []
+    monkeypatch.setattr(megatron_core_patch, "turn_on", lambda options: on.extend([options, sys.path[0]]))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["--zero-quantized-gradients", str(script), "--bf16"]) == 0
+    assert capsys.readouterr().out.split() == ["__main__", "['--bf16']", str(tmp_path)]
+    assert on[0].wire == from_words(gradients="int4").wire
+    assert on[1] == str(
+        tmp_path
+    )  # from where megatron.core is imported: a script may lie in a checkout of it
+
+
+@pytest.mark.parametrize("tied, stages, sent", [(True, 2, 16), (True, 4, 24), (False, 2, 0)])
+def test_stages_exchange_this_ranks_shard_of_a_tied_gradient(
+    tied: bool, stages: int, sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Megatron's function does, with an addition for its all-reduce: of two ranks' shards, rank 1's alone."""
+    finalize = ModuleType("finalize")
+    finalize._unshard_if_dtensor = lambda grad: grad  # type: ignore[attr-defined]
+    finalize._reshard_if_dtensor = lambda grad, like: grad  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, names.FINALIZE, finalize)
+    bucket = Config(grad_data=torch.zeros(8), params_list=[Config(shared_embedding=tied)])
+    weight = Config(main_grad=bucket.grad_data[:6].view(2, 3))
+    assert is_tied(bucket) == tied
+
+    def exchange() -> None:
+        part = finalize._unshard_if_dtensor(weight.main_grad)
+        part.add_(1)
+        weight.main_grad = finalize._reshard_if_dtensor(part, weight.main_grad)
+
+    traffic, hops = Traffic(), Config(ranks=(0, 1), index=1)
+    exchange_parts(exchange, [(bucket, hops)] if tied else [], stages, traffic, INTER)
+    assert weight.main_grad.shape == (2, 3)
+    assert bucket.grad_data.tolist() == ([0, 0, 0, 0, 1, 1, 1, 1] if tied else [1, 1, 1, 1, 1, 1, 0, 0])
+    assert traffic.bytes == ({("tied", INTER): sent} if tied else {})
+
+
+def test_first_steps_are_compared_with_exact_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """One rank of one: what is 'sent' is off by a tenth, then exact; the third step is not looked at."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    watch, hops = MessageChecks(from_words(verify_first_steps=2)), Config(ranks=(0,), index=0)
+    copy = lambda out, source, **_: out.copy_(source)  # noqa: E731
+    for updates, factor in ((0, 1.1), (1, 1.0), (2, 1.1)):
+        bucket = Config(grad_data=torch.ones(4), param_data=torch.ones(4, dtype=torch.bfloat16))
+        checks = watch.gradients(bucket, hops, updates, copy, None, None)
+        checks += watch.weights(bucket, hops, updates + 1, copy, None)
+        assert len(checks) == (0 if updates == 2 else 2)
+        bucket.grad_data.mul_(factor)
+        for check in checks:
+            check()
+        watch.tell(GRADIENTS)
+        watch.tell(WEIGHTS)
+    told = capsys.readouterr().out
+    assert "step 1: gradients differ from exact ones by 1.00e-01" in told
+    assert "step 2: gradients differ from exact ones by 0.00e+00" in told and "step 3" not in told
+    assert "step 1: weights differ from exact ones by 0.00e+00" in told
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_checksums_tell_replicas_apart(change: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's checksum is that of parameters of which one has another last bit, or of the same."""
+
+    def gather(every: list, own: torch.Tensor, group: object) -> None:
+        every[0].copy_(own)
+        every[1].copy_(own + change)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0, 1])
+    watch, hops = MessageChecks(from_words(checksum_interval=3)), Config(ranks=(0, 1), index=0)
+    bucket = Config(param_data=torch.randn(10, dtype=torch.bfloat16))
+    assert not watch.weights(bucket, hops, 2, None, None)
+    (check,) = watch.weights(bucket, hops, 3, None, None)
+    if change:
+        with pytest.raises(RuntimeError, match="after step 3 data-parallel ranks hold different parameters"):
+            check()
+    else:
+        check()
+
+
+def test_groups_are_cut_at_the_node() -> None:
+    assert ranks_on_a_node([0, 2, 4, 6], 4) == 2 and ranks_on_a_node([1, 5], 4) == 1
+    with pytest.raises(ValueError, match="every node holds equally many"):
+        ranks_on_a_node([0, 1, 2], 2)
+    with pytest.raises(ValueError, match="goes back to a node"):
+        ranks_on_a_node([0, 2, 1, 3], 2)
+
+
+EXACT_AT = [(128, 192), (6400, 6528)]  # of a bucket: parameters that are not quantised
+
+
+@pytest.mark.parametrize(
+    "nodes, size, n", [(2, 2, 4096), (2, 2, 4064), (3, 2, 1088), (1, 3, 3008), (4, 1, 96), (2, 2, 32)]
+)
+def test_every_element_moves_once_and_no_block_holds_two_parameters(nodes: int, size: int, n: int) -> None:
+    """Shards that are multiples of a block, and others; rows of less than a block are exact."""
+    d = nodes * size
+    moved = torch.zeros(d * n, dtype=torch.int64)
+    pieces, beside = cut_bucket(
+        d * n, EXACT_AT, two_hops(nodes, size), lambda m: [slice(i, min(m, i + 512)) for i in range(0, m, 512)],
+        torch.device("cpu"),
+    )  # fmt: skip
+    for piece in pieces:
+        for rank, blocks in enumerate(piece.blocks):
+            for low, high in blocks:
+                assert rank * n <= low * 64 and high * 64 <= (rank + 1) * n
+                assert not any(low * 64 < end and begin < high * 64 for begin, end in EXACT_AT)
+                moved[low * 64 : high * 64] += 1
+    for rank, ranges in enumerate(beside.ranges if beside else []):
+        for low, high in ranges:
+            assert rank * n <= low and high <= (rank + 1) * n
+            moved[low:high] += 1
+    assert bool((moved == 1).all())
+
+
+@pytest.mark.parametrize("local, node", [(0, 0), (1, 2)])
+def test_pieces_are_packed_and_put_back(local: int, node: int) -> None:
+    """A bucket of 6 rows, of which some have fewer coded blocks than others."""
+    hops = two_hops(3, 2, local, node)
+    values = torch.arange(6 * 4000, dtype=torch.float32)
+    pieces, beside = cut_bucket(
+        len(values), EXACT_AT, hops, lambda m: [slice(0, 1024), slice(1024, m)], values.device
+    )
+    take = lambda numel, dtype: torch.full((numel,), -1, dtype=dtype)  # noqa: E731
+    back, own = torch.zeros_like(values), torch.zeros_like(values)
+    for piece in pieces:
+        rows, place = piece.rows(values, take)
+        assert rows.shape == (2, 3, piece.width) and place == 1
+        piece.store(rows[place][node], own)
+        gathered = take(6 * piece.width, values.dtype).view(6, -1)
+        piece.load_all(values, gathered)
+        assert torch.equal(gathered[piece.place()][: piece.own(values).numel()], piece.own(values))
+        piece.store_all(gathered, back, take)
+    assert beside is not None
+    for whole, ranges in ((back, beside.all), (own, beside.own)):
+        whole.index_copy_(0, ranges.index(), values[ranges.index()])
+    assert torch.equal(back, values)
+    mine = slice(hops.index * 4000, (hops.index + 1) * 4000)
+    assert torch.equal(own[mine], values[mine]) and int((own != 0).sum()) <= 4000
+
+
+class CountsOperations(TorchDispatchMode):
+    """Counts what is asked of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations(nodes: int, size: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many operations each chain of a bucket takes, whose shards are no multiples of 64.
+
+    Nothing is sent. Codecs and sums are one kernel each on a GPU, and are not counted.
+    """
+    for name in ("encode", "decode", "decode_add", "decode_sum"):
+        monkeypatch.setattr(Blockwise, name, lambda *_, **__: None)
+    monkeypatch.setattr(codec_module, "sum_rows", lambda *_: None)
+    monkeypatch.setattr(patch_hops, "start_exchange", lambda *_: None)
+    monkeypatch.setattr(patch_hops, "start_gather", lambda *_: None)
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: None)
+    d, n = nodes * size, 1000
+    hops, bucket = two_hops(nodes, size), torch.zeros(d * n)
+    pieces, beside = cut_bucket(d * n, EXACT_AT, hops, lambda m: [slice(0, m)], bucket.device)
+    passing = Passing(Traffic(), Arena(), bucket.device)
+    codec, found = Blockwise(4, 64), {}
+    held = torch.zeros(pieces[0].own(bucket).numel())
+    assert beside is not None
+    chains = {
+        "gradients": lambda: reduce_rows(
+            pieces[0], bucket, Codecs(gradients_inter=codec), 1.0, passing, BucketRounding(lambda _: SILENCE)
+        ),
+        "weights": lambda: gather_coded(pieces[0], bucket, codec, held, passing, None),
+        "exact gradients": lambda: reduce_exact(beside, bucket, 1.0, passing),
+        "exact weights": lambda: gather_exact(beside, bucket, passing),
+    }
+    for name, chain in chains.items():
+        list(chain())  # makes positions
+        with CountsOperations() as counted:
+            list(chain())
+        found[name] = counted.count
+    return found
+
+
+def test_operations_do_not_grow_with_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of 8 ranks, and 64 nodes of them: 512 ranks took 1,034 operations with a copy of each row."""
+    few, many = (operations(nodes, 8, monkeypatch) for nodes in (2, 64))
+    assert many == few and max(many.values()) < 100, (few, many)
+
+
+@pytest.mark.parametrize(
+    "n, given, pieces",
+    [
+        (100, None, [100]),
+        (2**18 + 1, None, [2**18, 1]),
+        (4 * 300_000, None, [300_032] * 3 + [299_904]),  # a quarter, in whole blocks
+        (2**25, None, [2**23] * 4),  # of 4 ranks, so of 2^25 elements in all
+        (200, 1, [64, 64, 64, 8]),
+        (200, 400, [64, 64, 64, 8]),  # of 4 ranks: 100 of each, in whole blocks below that
+    ],
+)
+def test_buckets_move_in_pieces(n: int, given: int | None, pieces: list[int]) -> None:
+    """Of a shard of n elements."""
+    columns = Carrier._columns(Config(options=from_words(chunk_numel=given)), n, two_hops(2, 2))
+    assert [part.stop - part.start for part in columns] == pieces
+    assert [part.start for part in columns] == [sum(pieces[:i]) for i in range(len(pieces))]
+
+
+def two_hops(nodes: int, size: int, local: int = 0, node: int = 0) -> TwoHops:
+    """The group of the first ranks, seen by one of them; it has no communicators."""
+    inter = Axis(
+        AxisSpec("inter", "data", nodes, 1, INTER), node, tuple(range(0, nodes * size, size)), None, None
+    )
+    intra = Axis(AxisSpec("intra", "data", size, 1, INTRA), local, tuple(range(size)), None, None)
+    return TwoHops(tuple(range(nodes * size)), inter, intra)
+
+
+@pytest.mark.parametrize("dtype, nodes, size", [(torch.float16, 2, 1), (torch.bfloat16, 1, 3)])
+def test_averages_are_rounded_once(
+    dtype: torch.dtype, nodes: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks send what this one does. Two of fp16's largest have a sum that fp16 lacks."""
+    monkeypatch.setattr(patch_hops, "start_exchange", echo)
+    d = nodes * size
+    values = torch.linspace(-65504.0, 65504.0, 64).to(dtype)
+    grads, hops = values.repeat(d), two_hops(nodes, size)
+    passing = Passing(Traffic(), Arena(), torch.device("cpu"))
+    list(
+        reduce_rows(
+            Columns(hops, slice(0, 64)), grads, Codecs(), 1 / d, passing, BucketRounding(lambda _: SILENCE)
+        )
+    )
+    assert torch.equal(grads[:64], values)
+
+
+def test_groups_wait_as_long_as_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, whose data-parallel group has a time of its own."""
+    given: list = []
+    monkeypatch.setattr(
+        patch, "cut_groups", lambda *args: given.append(args[3]["dense"].timeout) or cut_groups(*args)
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = Config(
+            module=torch.nn.Linear(1, 1),
+            intra_dp_cp_group=dist.new_group([0], timeout=timedelta(minutes=47)),
+            pp_group=dist.group.WORLD,
+        )
+        patch.Patch._make_carrier(Config(options=from_words(ranks_per_node=1), traffic=Traffic()), ddp)
+    finally:
+        dist.destroy_process_group()
+    assert given == [timedelta(minutes=47)]
+
+
+class NamedNCCL:
+    """Stands for NCCL's process group where torch has none."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = Config(cga_cluster_size=None, max_ctas=None, min_ctas=None, net_name=None)
+            self._timeout = timedelta(minutes=10)
+
+
+def test_groups_have_the_options_of_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of ``nccl_communicator_config_path`` and ``high_priority_stream_groups``, new ones for every group."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NamedNCCL, raising=False)
+    given = NamedNCCL.Options(is_high_priority_stream=True)
+    given.config.max_ctas, given.config.net_name = 8, "IB"
+    group: Any = Config(_get_backend=lambda _: Config(options=given))
+    made: list = []
+    new_group = dist.new_group
+
+    def note(ranks: list[int], *, pg_options: Any, **words: Any) -> Any:
+        made.append(pg_options)
+        return new_group(ranks, **words)
+
+    monkeypatch.setattr(dist, "new_group", note)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        cpu = torch.device("cpu")
+        cut_groups({"dense": [0], "expert": [0]}, 1, cpu, {"dense": settings_like(group, cpu)})
+        assert settings_like(dist.group.WORLD, cpu).options() is None  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+    with_options = [options for options in made if options is not None]
+    assert len(with_options) == 4 == len(set(map(id, with_options)))
+    for options in with_options:
+        assert options.is_high_priority_stream and options._timeout == timedelta(minutes=10)
+        assert vars(options.config) == {
+            "cga_cluster_size": None, "max_ctas": 8, "min_ctas": None, "net_name": "IB",
+        }  # fmt: skip
+
+
+class Bucket:
+    """One of a weight that another pipeline stage holds, too."""
+
+    def __init__(self) -> None:
+        self.grad_data = torch.zeros(64)
+        weight = torch.nn.Parameter(torch.zeros(8, 8))
+        weight.shared_embedding = True  # type: ignore[attr-defined]
+        weight.main_grad = self.grad_data.view(8, 8)  # type: ignore[attr-defined]
+        self.params_list = [weight]
+
+
+def built(on: patch.Patch, module: torch.nn.Module, buckets: Sequence[Any]) -> None:
+    """Have a patch see Megatron build its DistributedDataParallel of a module, on one rank."""
+    world = dist.group.WORLD
+    bucket_group = Config(buckets=buckets, intra_distributed_optimizer_instance_group=world)
+    ddp = Config(
+        module=module, intra_dp_cp_group=world, pp_group=world, buffers=[], expert_parallel_buffers=[],
+        bucket_groups=[bucket_group], expert_parallel_bucket_groups=[],
+    )  # fmt: skip
+    on._build(lambda self, config, ddp_config, module: None, ddp, Config(), Config(**GOOD), module)
+
+
+def test_a_restart_in_the_process_renews_what_the_first_start_made() -> None:
+    """Megatron-LM's --inprocess-restart destroys all groups and builds everything again in the same process."""
+    pytest.importorskip("megatron.core")
+    on = patch.Patch(from_words(ranks_per_node=1), switch_off=lambda: None)
+    found = []
+    try:
+        for _ in range(2):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            buckets = [Bucket(), Bucket()]
+            built(on, torch.nn.Linear(1, 1), buckets)
+            assert set(on.tied) == set(buckets) and all(bucket in on.carrier.held for bucket in buckets)  # type: ignore[union-attr]
+            found.append(on.carrier)
+            dist.destroy_process_group()
+        assert found[0] is not found[1]
+        del buckets
+        assert not on.tied  # nor is a bucket kept alive
+    finally:
+        on.remove()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_the_next_enable_takes_the_communicators_of_the_last() -> None:
+    """``disable()`` cannot destroy them; a job that turns the patch on and off would gather them."""
+    pytest.importorskip("megatron.core")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = []
+    try:
+        for _ in range(3):
+            on = patch.Patch(from_words(ranks_per_node=1), switch_off=lambda: None)
+            built(on, torch.nn.Linear(1, 1), [Bucket()])
+            on.remove()
+            groups.append(len(dist.distributed_c10d._world.pg_names))
+    finally:
+        dist.destroy_process_group()
+    assert groups[0] > 1 and len(set(groups)) == 1
+
+
+@pytest.mark.parametrize("widths, refused", [((1, 300), False), ((300, 1), False), ((1, 1), True)])
+def test_what_has_an_effect_on_some_model_chunk_is_not_refused(
+    widths: tuple[int, int], refused: bool
+) -> None:
+    """Parameters of width 1 are sent exactly, those of width 300 are not."""
+    pytest.importorskip("megatron.core")
+    on = patch.Patch(from_words(gradients="int4", ranks_per_node=1), switch_off=lambda: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for width in widths:
+            built(on, torch.nn.Linear(width, width), [Bucket()])
+        with pytest.raises(ValueError, match="exact_numel=16384") if refused else nullcontext():
+            on._build_optimizer(lambda self, config: None, Config(), Config())
+    finally:
+        on.remove()
+        dist.destroy_process_group()
+
+
+def test_routers_and_small_parameters_are_exact() -> None:
+    module = torch.nn.ModuleDict(
+        {
+            "router": torch.nn.Linear(64, 64, bias=False),
+            "wide": torch.nn.Linear(64, 64),
+            "norm": torch.nn.LayerNorm(64),
+        }
+    )
+    names = {name for name, p in module.named_parameters() if p in patch.exact_parameters(module, 64)}
+    assert names == {"router.weight", "wide.bias", "norm.weight", "norm.bias"}
+
+
+def echo(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> None:
+    """The other ranks send what this one does."""
+    out.copy_(messages)
+
+
+def two_nodes(
+    values: torch.Tensor, rounding: BucketRounding, monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
+    """Sum a row of two blocks, as INT4, with the same row of a rank of another node."""
+    monkeypatch.setattr(patch_hops, "start_exchange", echo)
+    grads, hops = values.repeat(2), two_hops(2, 1)
+    (piece,), _ = cut_bucket(len(grads), [], hops, lambda m: [slice(0, m)], grads.device)
+    passing = Passing(Traffic(), Arena(), grads.device)
+    codecs = Codecs(gradients_inter=Blockwise(4, 64))
+    list(reduce_rows(piece, grads, codecs, 1.0, passing, rounding))
+    return grads[: len(values)]
+
+
+def test_a_residual_makes_sums_of_steps_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradient in 50 steps: without it the same error 50 times; with it never more than one."""
+    values = torch.randn(128, generator=torch.Generator().manual_seed(1))
+    lost = {}
+    for name, residual in (("plain", None), ("fed", Residual(0.0))):
+        rounding = BucketRounding(lambda _: SILENCE, residual)
+        total = sum(two_nodes(values, rounding, monkeypatch) for _ in range(50))
+        lost[name] = float((total - 100 * values).abs().max())
+    assert lost["fed"] < 0.1 * lost["plain"], lost
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_arrives_as_documented(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quantised block with NaN or Inf is NaN at the receiver, other blocks are untouched; nothing is fed back."""
+    values = torch.ones(128)
+    values[3] = value
+    residual = Residual(0.0)
+    sums = two_nodes(values, BucketRounding(lambda _: SILENCE, residual), monkeypatch)
+    assert bool(sums[:64].isnan().all()) and bool(((sums[64:] - 2).abs() < 0.01).all())
+    assert (
+        residual.lost is not None and not residual.lost[:, :64].any() and bool(residual.lost.isfinite().all())
+    )
+
+
+def test_errors_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, errors = torch.randn(128, generator=torch.Generator().manual_seed(1)), Errors()
+    sums = two_nodes(values, BucketRounding(lambda _: SILENCE, None, errors), monkeypatch)
+    lost, exact = errors.take(values.device).tolist()
+    assert exact == pytest.approx(float(values.double().square().sum()))
+    assert lost == pytest.approx(float((sums - 2 * values).double().square().sum()), rel=1e-5)
+    assert errors.take(values.device).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_kind_has_a_line_when_it_first_gets_a_buffer(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Ranks 0 and 1 are stages of a pipeline, of which the second alone has experts; rank 2 is of another."""
+    stages = {0: ["dense"], 1: ["dense", "expert"], 2: ["dense"]}
+
+    def gather(out: list, own: list) -> None:
+        out[:] = [stages[r] if r != rank else own for r in range(3)]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    buffers = [Config(param_dtype=torch.bfloat16, grad_dtype=torch.float32)]
+    kind = lambda name: (name, two_hops(2, 1), buffers, 0)  # noqa: E731
+    teller = Teller("0.16.1", Codecs(), [2] if rank == 2 else [0, 1])
+    teller.tell(map(kind, stages[rank]))
+    told = capsys.readouterr().out
+    assert ("dense parameters" in told) == (rank == 0) and ("expert parameters" in told) == (rank == 1)
+    for new in (True, False):  # chunks after the first one
+        teller.tell(map(kind, ("dense", "expert", "other")))
+        told = capsys.readouterr().out
+        assert ("other parameters" in told) == (new and rank != 2)
+        assert "dense parameters" not in told and "expert parameters" not in told
+
+
+def test_the_line_says_what_one_node_quantises() -> None:
+    buffers = [Config(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)]
+    for words, said in (
+        ({}, "gradients exact bf16 inside a node, not quantised as no hop crosses nodes"),
+        (
+            {"gradients_intra_node": "int8"},
+            "gradients int8 (blocks of 64) inside a node, nothing across nodes",
+        ),
+    ):
+        codecs = make_codecs(from_words(gradients="int4", **words).wire)
+        assert said in start_line("0.16.1", [("dense", two_hops(1, 2), buffers, 0)], codecs)

@@ -1,0 +1,151 @@
+"""What the planner says that a layer keeps for its backward, against what autograd saves of one on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megazero.config import World, make_config
+from megazero.models import Decoder
+from megazero.models.decoder import Head
+from megazero.plan.activations import activations, layer_activations, mask_elements
+from megazero.plan.units import EMBEDDING, HEAD, LAYER
+from megazero.pp.partition import Costs, partition
+from megazero.tp import TensorParallel
+from megazero.train.parallelize import DTYPES
+from tests.unit.plan.test_plan import MODEL
+
+SIZES = {**MODEL, "num_layers": 1, "global_batch_size": 2, "micro_batch_size": 2}
+
+
+def saved_bytes(values: dict[str, object]) -> tuple[float, float]:
+    """Return the bytes of what a layer's forward saves, parameters and its input aside, and of its input."""
+    config = make_config({**SIZES, **values}, World(1, 1))
+    dtype = DTYPES[config.precision.params_dtype]
+    decoder = Decoder(config.model, dtype=dtype)
+    layer = decoder.layers["0"]
+    for parameter in layer.parameters():
+        torch.nn.init.zeros_(parameter)
+    x = torch.zeros(64, 2, config.model.hidden_size, dtype=dtype, requires_grad=True)
+    held = dict[int, int]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = decoder.run_layers([0], x, 1 if config.model.hidden_dropout else None)
+    assert y.requires_grad  # and with y what was saved lives until here
+    for other in (x, *layer.parameters()):
+        held.pop(other.untyped_storage().data_ptr(), None)
+    return float(sum(held.values())), float(x.nbytes)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "gpt", "bloom", "gemma2", "gemma3", "qwen3", "olmo2"])
+def test_what_a_layer_keeps(family: str, dtype: str) -> None:
+    values = {"model_family": family, "params_dtype": dtype, "recompute_granularity": "none"}
+    config = make_config({**SIZES, **values}, World(1, 1))
+    width = torch.finfo(DTYPES[dtype]).bits // 8
+    saved, stream = saved_bytes(values)
+    # The input of a layer is the output of the one before it: each keeps one of the two.
+    kept = layer_activations(config, width, on_host=True).kept
+    least = 0.9 if config.model.attention_dropout else 0.99  # of the math kernel's scores, an estimate
+    assert least < kept / (saved + stream) < 1.1
+
+
+def test_attention_with_dropout_keeps_its_scores_on_processors() -> None:
+    values = {"params_dtype": "fp32", "attention_dropout": 0.1}
+    with_scores, without = (
+        saved_bytes({**values, "attention_dropout": p, "hidden_dropout": 0.1})[0] for p in (0.1, 0.0)
+    )
+    config = make_config({**SIZES, **values}, World(1, 1))
+    kept = [layer_activations(config, 4, on_host).kept for on_host in (True, False)]
+    assert kept[0] - kept[1] == pytest.approx(with_scores - without, rel=0.2)
+
+
+def test_masks_are_counted_once_for_each_kind_that_a_stage_holds() -> None:
+    def masks(stages: int = 1, **values: object) -> float:
+        sizes = {**SIZES, "num_layers": 4, "position_embedding_type": "rope", **values}
+        config = make_config(sizes, World(1, 1))
+        held = partition(4, 2, costs=Costs(1, 1, 1))[:stages] if stages < 2 else config.stages()
+        return mask_elements(config, [i for s in held for i in s.layers]) / config.model.seq_length**2
+
+    window = {"sliding_window": 8, "window_attn_skip_freq": (2,)}
+    heads = make_config(SIZES, World(1, 1)).model.num_attention_heads
+    assert [masks(2, **each) for each in ({}, {"sliding_window": 4096}, window)] == [0, 0, 1]
+    assert masks(2, **window, reset_attention_mask=True) == 2 * 2  # with documents, those of each sample
+    assert masks(2, **window, position_embedding_type="alibi") == 2 * heads
+    assert masks(1, sliding_window=8, window_attn_skip_freq=(0, 0, 1, 1)) == 0
+
+
+def test_activations_go_as_the_backward_proceeds() -> None:
+    config = make_config({**SIZES, "num_layers": 4}, World(1, 1))
+    (stage,) = config.stages()
+    sizes = {kind: sum(items.values()) for kind, items in activations(config, 4, [stage], 1).items()}
+    assert set(sizes) == {EMBEDDING, LAYER, HEAD} and sizes[EMBEDDING] < min(sizes[LAYER], sizes[HEAD])
+
+
+def test_at_the_embedding_only_other_micro_batches_hold_layers() -> None:
+    def at(moment: str, layers: int, peak: int) -> float:
+        config = make_config({**SIZES, "num_layers": layers}, World(1, 1))
+        return sum(activations(config, 4, config.stages(), peak)[moment].values())
+
+    assert at(EMBEDDING, 4, 1) == at(EMBEDDING, 1, 1), "the last micro-batch's have gone"
+    assert at(EMBEDDING, 4, 3) - at(EMBEDDING, 4, 1) == at(LAYER, 4, 3) - at(LAYER, 4, 1) > 0
+
+
+def test_each_micro_batch_under_way_holds_the_masks_of_its_documents() -> None:
+    def more(**values: object) -> float:
+        """Return what the second and third micro-batch add, in masks of one sample."""
+        sizes = {**SIZES, "position_embedding_type": "rope", "attention_backend": "efficient", **values}
+        config = make_config(sizes, World(1, 1))
+        one, three = (sum(activations(config, 4, config.stages(), peak)[LAYER].values()) for peak in (1, 3))
+        return (three - one) / (4 * config.model.seq_length**2)
+
+    assert more(reset_attention_mask=True) - more() == 2 * SIZES["micro_batch_size"]
+    assert more(sliding_window=8) == more(), "a mask of positions alone is shared by all"
+    assert more(reset_attention_mask=True, attention_backend="auto") == more(), "only that backend has masks"
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_bands_of_queries_hold_the_matrices_of_one(on_host: bool) -> None:
+    def working(length: int, backend: str) -> float:
+        sizes = {**SIZES, "seq_length": length, "max_position_embeddings": length, "params_dtype": "fp32"}
+        sizes |= {"attention_backend": backend, "attention_dropout": 0.0}
+        return layer_activations(make_config(sizes, World(1, 1)), 4, on_host).working
+
+    heads = make_config(SIZES, World(1, 1)).model.num_attention_heads
+    more = [working(length, "math") - working(length, "auto") for length in (128, 1024, 2048)]
+    assert more == [4 * rows * heads * length * 4 for rows, length in ((128, 128), (256, 1024), (256, 2048))]
+
+
+@pytest.mark.parametrize("chunk", [None, 200, 256, 1024])
+@pytest.mark.parametrize("family, dtype", [("llama", "fp32"), ("llama", "bf16"), ("gemma2", "fp32")])
+def test_what_the_head_has_at_its_peak(family: str, dtype: str, chunk: int | None) -> None:
+    values: dict[str, Any] = {"model_family": family, "params_dtype": dtype, "recompute_granularity": "none"}
+    values |= {"vocab_size": 8192, "hidden_size": 128, "seq_length": 256}
+    config = make_config({**SIZES, **values}, World(1, 1))
+    width, tokens = torch.finfo(DTYPES[dtype]).bits // 8, torch.zeros(2, 256, dtype=torch.int64)
+    head = Head(config.model, TensorParallel(), None, 0.0, chunk, dtype=DTYPES[dtype])
+    torch.nn.init.zeros_(head.weight)
+    x = torch.zeros(256, 2, 128, dtype=DTYPES[dtype], requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        head(x, tokens, torch.ones(2, 256)).backward()
+    assert found.profiler is not None and found.profiler.kineto_results is not None
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda e: e.start_ns())
+    measured = max(itertools.accumulate(e.nbytes() for e in events))
+    predicted = activations(config, width, config.stages(), 1, True, chunk)[HEAD]["head"]
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
+def test_smaller_chunks_of_the_loss_take_less() -> None:
+    config = make_config({**SIZES, "seq_length": 4096, "max_position_embeddings": 4096}, World(1, 1))
+    chunks = (None, 8192, 4096, 2048, 1024)  # of 2 samples of 4096
+    heads = [activations(config, 2, config.stages(), 1, False, chunk)[HEAD]["head"] for chunk in chunks]
+    assert heads[0] == heads[1] and heads == sorted(heads, reverse=True) and heads[3] > heads[4]

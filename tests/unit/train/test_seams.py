@@ -1,0 +1,532 @@
+"""The trainer's use of its parts: what runs of one rank say, against a plain torch loop and Megatron's schedules."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megazero.checkpoint import store
+from megazero.comm.codec import Hadamard
+from megazero.config import RunConfig, World, make_config
+from megazero.config.model.parameters import training_flops
+from megazero.config.options.sections import CheckpointConfig
+from megazero.data.build import Dataset, MockDataset
+from megazero.data.gpt import SampleSpec
+from megazero.data.tokenizer import NullTokenizer
+from megazero.log.metrics import read_metrics
+from megazero.mesh.launch import Launch
+from megazero.models import Decoder
+from megazero.ops.failures import NonFiniteLoss
+from megazero.train import setup
+from megazero.train.data.feeding import Feeding
+from megazero.train.parallelize import dropout_key, make_policy
+from megazero.train.schedule.learning_rate import LearningRate
+from megazero.train.state import checkpointing
+from megazero.train.trainer import Trainer
+from tests.oracle import megatron_batch_sizes
+from tests.oracle_muon import POLYNOMIALS, plain_step
+from tests.sizes import TINY
+from tests.unit.train.test_schedule import STYLES, WSD_STYLES
+
+SMALL = {**TINY, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2}
+SMALL |= {"ffn_hidden_size": 8, "seq_length": 4}
+BY_SAMPLES = {"train_iters": None, "lr_warmup_iters": None}
+RAMP = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 12}  # 4, 4, 4, 8, 8, 12, ...
+
+
+def run(values: dict[str, Any], watch: Callable[[Trainer], None] = lambda _: None) -> RunConfig:
+    """A run of one rank in this process. watch: gets the trainer before it runs."""
+    config = make_config(values, World(1, 1))
+    with ExitStack() as stack, redirect_stdout(io.StringIO()):
+        trainer = setup.prepare(config, Launch(0, 1, local_world_size=1), stack, time.monotonic())
+        watch(trainer)
+        trainer.run()
+    return config
+
+
+def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], float, int]]:
+    """(learning rates, weight decay, global batch) of every iteration, as Megatron's schedulers step.
+
+    The second rate is that of the parameters with a peak and a minimum of their own.
+    """
+    core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    o, span, batch = config.optimizer, config.lr_samples, config.batch
+    apart = {"max_lr": o.decoupled_lr or o.lr, "min_lr": o.min_lr}
+    apart |= {} if o.decoupled_min_lr is None else {"min_lr": o.decoupled_min_lr}
+    holder = SimpleNamespace(param_groups=[{}, apart])
+    scheduler = core.OptimizerParamScheduler(
+        holder, 0.0, o.lr, o.min_lr, span.warmup, span.decay, o.lr_decay_style,
+        *((o.weight_decay,) * 2 if o.start_weight_decay is None else (o.start_weight_decay, o.end_weight_decay)),
+        span.total, o.weight_decay_incr_style,
+        wsd_decay_steps=span.wsd_decay, lr_wsd_decay_style=o.lr_wsd_decay_style,
+    )  # fmt: skip
+    sizes = megatron_batch_sizes(batch.global_batch_size, batch.micro_batch_size, 1, batch.rampup_batch_size)
+    consumed = 0
+    while True:
+        sizes.update(consumed, consistency_check=True)
+        size = sizes.get_current_global_batch_size()
+        yield [group["lr"] for group in holder.param_groups], apart["weight_decay"], size
+        consumed += size
+        scheduler.step(size)
+
+
+@pytest.mark.parametrize("unit", ["iterations", "samples"])
+def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -> None:
+    """Of every style, past the end of the decay; of one of each kind across a resume, too."""
+    length: dict[str, Any] = {"train_iters": 9, "lr_warmup_iters": 2}
+    decay: dict[str, Any] = {"lr_decay_iters": 7, "min_lr": 1e-3}
+    wsd: dict[str, Any] = {"lr_wsd_decay_iters": 4}
+    if unit == "samples":
+        length = {**BY_SAMPLES, **RAMP, "train_samples": 80, "lr_warmup_samples": 10}
+        decay = {"lr_decay_samples": 70, "min_lr": 1e-3}
+        wsd = {"lr_wsd_decay_samples": 40}
+    styles = [{"lr_decay_style": "constant"}]
+    styles += [{"lr_decay_style": style, **decay} for style in STYLES if style != "constant"]
+    styles += [{"lr_decay_style": "WSD", "lr_wsd_decay_style": w, **decay, **wsd} for w in WSD_STYLES]
+    for number, style in enumerate(styles):
+        folder = tmp_path / str(number)
+        values = {
+            **SMALL,
+            "micro_batch_size": 4,
+            **length,
+            **style,
+            "decoupled_lr": 3e-2,
+            "log_dir": str(folder),
+        }
+        values |= {"decoupled_min_lr": 2e-3} if "min_lr" in style and number % 2 else {}
+        if "cosine" in style.values():
+            saved = str(folder / "saved")
+            run({**values, "save": saved, "exit_interval": 3})
+            values["load"] = saved
+        config = run(values)
+        lines = read_metrics(folder)
+        assert len(lines) == 9, style
+        wanted = [(rates, size) for rates, _, size in islice(megatron_rates(config), 9)]
+        names = ("learning_rate", "decoupled_learning_rate")
+        assert [([line[name] for name in names], line["batch_size"]) for line in lines] == wanted, style
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Chen et al. 2023, algorithm 2, as it is printed."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+            for p in group["params"]:
+                m, g, w = self.state[p].get("m", torch.zeros_like(p)), p.grad, p.detach()
+                c = beta1 * m + (1 - beta1) * g
+                w.copy_(w - rate * (torch.sign(c) + decay * w))
+                self.state[p]["m"] = beta2 * m + (1 - beta2) * g
+
+
+class PlainMuon(torch.optim.AdamW):
+    """Muon for ``matrices``, by their singular values (tests/oracle_muon.py), and AdamW for the rest."""
+
+    matrices: list[torch.nn.Parameter]
+    momenta: list[torch.Tensor]
+
+    def step(self) -> None:  # type: ignore[override]
+        (group,) = (g for g in self.param_groups if any(p is self.matrices[0] for p in g["params"]))
+        with torch.no_grad():
+            for p, momentum in zip(self.matrices, self.momenta, strict=True):
+                assert p.grad is not None
+                plain_step(
+                    p, p.grad, momentum, lr=group["lr"], decay=group["weight_decay"], beta=0.7, nesterov=True,
+                    polynomials=POLYNOMIALS["simple"][:4], scale=lambda m, n: 0.3 * (m / n) ** 0.5,
+                )  # fmt: skip
+                p.grad = None
+        super().step()
+
+
+def plain_optimizer(config: RunConfig, model: Decoder) -> torch.optim.Optimizer:
+    """The configured optimizer over three groups: matrices, vectors, embedding and head."""
+    o = config.optimizer
+    tokens = [model.embedding.tokens.weight]  # type: ignore[union-attr]
+    if config.model.untie_embeddings_and_output_weights:
+        tokens.append(model.head.weight)  # type: ignore[union-attr]
+    others = [p for p in model.parameters() if all(p is not token for token in tokens)]
+    groups = [
+        {"params": [p for p in others if p.ndim > 1], "weight_decay": o.weight_decay},
+        {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": tokens, "weight_decay": o.weight_decay},
+    ]
+    if o.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=o.sgd_momentum)
+    if o.optimizer == "lion":
+        return PlainLion(groups, {"lr": 0.0, "betas": (o.lion_beta1, o.lion_beta2)})
+    adam = {"lr": 0.0, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps}
+    if o.optimizer != "muon":
+        return torch.optim.AdamW(groups, **adam)
+    muon, named = PlainMuon(groups, **adam), model.named_parameters()
+    muon.matrices = [p for name, p in named if name.startswith("layers.") and p.ndim == 2]
+    muon.momenta = [torch.zeros_like(p) for p in muon.matrices]
+    return muon
+
+
+def mean_loss(model: Decoder, rows: Sequence[Mapping[str, Any]], length: int, z_loss: float) -> torch.Tensor:
+    """The mean over the tokens that count of ``rows`` of a dataset, each cut to ``length`` tokens."""
+    tokens, labels, mask = (
+        torch.stack([torch.from_numpy(row[k]) for row in rows])[:, :length]
+        for k in ("tokens", "labels", "loss_mask")
+    )
+    logits = model(tokens)[..., : model.config.vocab_size]
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return ((losses + z_loss * logits.logsumexp(-1) ** 2) * mask).sum() / mask.sum()
+
+
+def reference(config: RunConfig) -> list[dict[str, Any]]:
+    """The lines of an uninterrupted run: whole batches, autograd, torch.optim, clip_grad_norm_."""
+    o, training, batch = config.optimizer, config.training, config.batch
+    torch.manual_seed(0)
+    model = Decoder(config.model, dtype=torch.float64)
+    model.initialize(training.seed)
+    optimizer, total = plain_optimizer(config, model), training.train_samples or 0
+    tokenizer = NullTokenizer(config.model.vocabulary - 1).info
+    spec = SampleSpec(config.model.seq_length, training.seed, tokenizer, eod_mask_loss=True)
+    train, valid = MockDataset(total, 0, spec), MockDataset(10**4, 1, spec)
+    evaluated = [valid[i] for i in range(training.eval_iters * (batch.global_batch_size or 0))]
+
+    def evaluation(iteration: int, consumed: int) -> dict[str, Any]:
+        with torch.no_grad():
+            loss = mean_loss(model, evaluated, 8, 0.0).item()
+        return {"iteration": iteration, "consumed_samples": consumed, "eval_lm_loss": loss}
+
+    consumed, seen, lines = 0, 0, [evaluation(0, 0)]
+    for iteration, ((rate, apart), decay, size) in enumerate(megatron_rates(config), 1):
+        if consumed + size > total:
+            return lines
+        length = min(4 + 4 * iteration // 6 // 2 * 2, 8) if batch.rampup_seq_length else 8  # 4 8 2 6
+        if batch.lr_by_tokens:
+            rate = apart = LearningRate.of(config)(seen / 8)
+        rows = [train[i] for i in range(consumed, consumed + size)]
+        loss = mean_loss(model, rows, length, training.z_loss_strength)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad).item()
+        for group, own in zip(optimizer.param_groups, (rate, rate, apart), strict=True):
+            group["lr"], group["weight_decay"] = own, decay if group["weight_decay"] else 0.0
+        optimizer.step()
+        consumed, seen = consumed + size, seen + size * length
+        line = {
+            "iteration": iteration,
+            "consumed_samples": consumed,
+            "lm_loss": loss.item(),
+            "grad_norm": norm,
+        }
+        line |= {"decoupled_learning_rate": apart} if o.decoupled_lr else {}
+        line |= {"seq_length": length, "weight_decay": decay} if batch.rampup_seq_length else {}
+        lines.append({**line, "learning_rate": rate, "batch_size": size})
+        if iteration % training.eval_interval == 0:
+            lines.append(evaluation(iteration, consumed))
+    raise AssertionError("unreachable")
+
+
+ADAMW = {"adam_beta1": 0.7, "adam_beta2": 0.8, "adam_eps": 1e-2}
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.6}
+
+
+LION = {"optimizer": "lion", "lion_beta1": 0.6, "lion_beta2": 0.7}
+MUON = {
+    **{**ADAMW, "optimizer": "muon", "muon_momentum": 0.7, "muon_nesterov": True, "muon_num_ns_steps": 4},
+    **{"muon_coefficient_type": "simple", "muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 0.3},
+    **{"muon_fp32_matmul_prec": "high"},
+}
+DECOUPLED = {**ADAMW, "decoupled_lr": 0.2, "decoupled_min_lr": 0.03}
+GROWING = {
+    **{**ADAMW, "z_loss_strength": 0.1, "rampup_seq_length": (4, 8, 2, 6), "lr_by_tokens": True},
+    **{"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.9},
+}
+UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [ADAMW, SGD, LION, MUON, DECOUPLED, UNTIED, GROWING],
+    ids=["adamw", "sgd", "lion", "muon", "decoupled", "decoupled, untied", "growing, z-loss"],
+)
+def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Every number of every line in fp64, none of the options at its default; what is logged and saved when."""
+    values = {
+        **SMALL, **BY_SAMPLES, **RAMP, "model_family": "gpt", "params_dtype": "fp64", "micro_batch_size": 2,
+        "train_samples": 110, "eod_mask_loss": True, "seed": 5, "seq_length": 8,
+        "lr": 0.05, "min_lr": 0.01, "lr_warmup_samples": 10, "weight_decay": 0.5, "clip_grad": 0.8,
+        **options,
+        "eval_interval": 3, "eval_iters": 2, "eval_at_start": True, "save_interval": 2,
+        "log_dir": str(tmp_path / "logs"), "save": str(tmp_path / "run"),
+    }  # fmt: skip
+    logged: list[Any] = []
+
+    def watch(trainer: Trainer) -> None:
+        trainer.outputs.loggers.log = lambda _, line: logged.append(line)  # type: ignore[method-assign]
+
+    run({**values, "exit_interval": 5}, watch)
+    assert sorted(path.name[-2:] for path in (tmp_path / "run").iterdir()) == ["02", "04", "05"]
+    config = run({**values, "load": str(tmp_path / "run")}, watch)
+    saved = sorted((tmp_path / "run").iterdir())
+    assert [path.name[-2:] for path in saved[3:]] == ["06", "08", "10", "11"]
+    (run_id,) = {store.read_state(path)["run_id"] for path in saved}
+    assert run_id
+    wanted, lines = reference(config), read_metrics(tmp_path / "logs")
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9, 10, 11]
+    assert any(line.get("grad_norm", 0) > config.optimizer.clip_grad for line in lines)
+    for seen, line in zip(logged, lines, strict=True):  # the file has the clock and the start's facts, too
+        assert all(line[name] == value for name, value in seen.items() if name != "resumed_from")
+    for got, want in zip(lines, wanted, strict=True):
+        assert {name: got.get(name) for name in want} == pytest.approx(want, rel=1e-9), got
+        assert ("eval_lm_loss" in got) == ("eval_lm_loss" in want)
+        if "batch_size" in got:
+            seconds, length = got["iteration_time_s"], got.get("seq_length", 8)
+            flops = training_flops(config.model, [length], 1)
+            assert got["tokens_per_s"] * seconds == pytest.approx(length * got["batch_size"])
+            assert got["tflops_per_rank"] * seconds * 1e12 == pytest.approx(flops * got["batch_size"])
+
+
+def test_dropout_draws_anew_in_every_iteration_and_micro_batch(tmp_path: Path) -> None:
+    """The key that the decoder gets: another one per seed, iteration and first sample, none without dropout."""
+    keys: list[list[int | None]] = []
+
+    def watch(trainer: Trainer) -> None:
+        step = trainer.pipeline.step
+        keys.append([])
+
+        def note(batches: Any, *rest: Any) -> torch.Tensor:
+            keys[-1].extend(batch.dropout_key for batch in batches)
+            return step(batches, *rest)
+
+        trainer.pipeline.step = note  # type: ignore[method-assign]
+
+    values = {
+        **SMALL,
+        "global_batch_size": 2,
+        "train_iters": 3,
+        "lr_warmup_iters": 0,
+        "log_dir": str(tmp_path),
+    }
+    for changes in (
+        {"hidden_dropout": 0.1},
+        {"attention_dropout": 0.1},
+        {"hidden_dropout": 0.1, "seed": 9},
+        {},
+    ):
+        run({**values, **changes}, watch)
+    first, second, reseeded, none = keys
+    assert first == second and len({*first, *reseeded}) == 12 and none == [None] * 6
+    config = make_config({**values, "hidden_dropout": 0.1}, World(1, 1))
+    for iteration in range(2):
+        own = [dropout_key(config, iteration, 2 * iteration + i) for i in range(2)]
+        assert own == first[2 * iteration :][:2]
+        assert (dropout_key(config, iteration, 0) == first[0]) == (iteration == 0)
+
+
+def test_steps_that_are_not_finite_are_skipped_told_and_ten_in_a_row_the_end(tmp_path: Path) -> None:
+    updated: list[int] = []
+
+    def watch(trainer: Trainer) -> None:
+        step, optimizer = trainer.engine.step, trainer.engine.optimizer
+
+        def spoiled(scalars: torch.Tensor) -> Any:
+            iteration, before = trainer.progress.iteration + 1, optimizer.runs[0].leaf.detach().clone()
+            if iteration == 3 or iteration > 4:
+                optimizer.runs[0].grad.fill_(torch.inf)
+            info = step(scalars)
+            updated.extend([] if torch.equal(before, optimizer.runs[0].leaf) else [iteration])
+            return info
+
+        trainer.engine.step = spoiled  # type: ignore[method-assign]
+
+    with pytest.raises(NonFiniteLoss, match="iteration 14: the gradient norm is (inf|nan), and so 10 steps"):
+        run({**SMALL, "train_iters": 20, "log_dir": str(tmp_path)}, watch)
+    lines = read_metrics(tmp_path)
+    assert updated == [2, 4]  # the first has rate 0
+    assert [line["iteration"] for line in lines if line.get("skipped")] == [3, *range(5, 14)]
+
+
+def test_what_is_due_among_iterations_left_out_comes_after_them(tmp_path: Path) -> None:
+    """Evaluation, save, exit and the end of the trace: none is passed over with them."""
+    told: list[str] = []
+    recording: dict[int, bool] = {}
+
+    def watch(trainer: Trainer) -> None:
+        iterate, profiler = trainer._iterate, trainer.profiler
+        profiler.say = told.append
+
+        def note(batches: Any) -> Any:
+            recording[trainer.progress.iteration + 1] = profiler.recorder is not None
+            return iterate(batches)
+
+        trainer._iterate = note  # type: ignore[method-assign]
+
+    values = {
+        **SMALL, "train_iters": 12, "skip_train_iteration_range": ("4-6",), "eval_interval": 4, "eval_iters": 1,
+        "save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "save_interval": 5,
+        "log_dir": str(tmp_path), "profile": True, "profile_step_start": 2,
+    }  # fmt: skip
+    run({**values, "exit_interval": 5, "profile_step_end": 4}, watch)
+    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1, 2, 3, 6]
+    assert recording == {1: False, 2: False, 3: True}
+    run({**values, "profile_step_end": 4}, watch)
+    evaluated = [line["iteration"] for line in read_metrics(tmp_path) if "eval_lm_loss" in line]
+    assert evaluated == [6, 8, 12]
+    assert [path.name[-2:] for path in store.checkpoints(tmp_path / "run")] == ["06", "10", "12"]
+    fresh = {**values, "save": None, "load": None, "save_interval": None}
+    run({**fresh, "profile_step_end": 4}, watch)
+    assert [at for at, records in recording.items() if records] == [3]
+    run({**fresh, "profile_step_start": 3, "profile_step_end": 6}, watch)
+    assert [" ".join(line.split()[:4]) for line in told] == [
+        "iterations 3 to 3", "no trace was written:", "iterations 3 to 3", "no trace was written:",
+    ]  # fmt: skip
+
+
+def test_a_run_of_a_given_duration_ends_and_is_saved(tmp_path: Path) -> None:
+    began: list[float] = []
+    values = {**SMALL, "exit_duration_in_mins": 1e-9, "log_dir": str(tmp_path), "save": str(tmp_path / "run")}
+    before = time.monotonic()
+    run(values, lambda trainer: began.append(trainer.exits.began))
+    assert before <= began[0] <= time.monotonic() and store.latest(tmp_path / "run") is not None
+    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1]
+
+
+def test_generators_go_on_from_a_checkpoint_unless_told_not_to(tmp_path: Path) -> None:
+    values = {**SMALL, "train_iters": 1, "lr_warmup_iters": 0, "log_dir": str(tmp_path)}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        run({**values, "save": str(tmp_path / "run")})
+        saved, seen = torch.get_rng_state(), []
+        for load_rng in (True, False):
+            torch.manual_seed(2)
+            run(
+                {**values, "load": str(tmp_path / "run"), "load_rng": load_rng},
+                lambda _: seen.append(torch.equal(torch.get_rng_state(), saved)),
+            )
+    assert seen == [True, False]
+
+
+def test_finetuning_takes_the_weights_and_nothing_else(tmp_path: Path) -> None:
+    values = {**SMALL, "train_iters": 2, "lr_warmup_iters": 0, "log_dir": str(tmp_path)}
+    run({**values, "save": str(tmp_path / "run")})
+    masters, moments = [], []
+
+    def watch(trainer: Trainer) -> None:
+        masters.append(torch.cat([unit.master for unit in trainer.engine.units]).clone())
+        states = trainer.engine.optimizer.torch.state.values()
+        moments.append(sum(float(value.abs().sum()) for state in states for value in state.values()))
+
+    for load in ({"load": str(tmp_path / "run")}, {"load": str(tmp_path / "run"), "finetune": True}, {}):
+        run({**values, **load}, watch)
+    assert torch.equal(masters[0], masters[1]) and not torch.equal(masters[0], masters[2])
+    assert moments[0] > 0 and moments[1:] == [0, 0]
+    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
+    values = {
+        **TINY, "zero_preset": "zeropp", "zero_exact_numel": 40, "zero_block_size": 32, "zero_chunk_numel": 999,
+        "zero_prefetch_bytes": 777, "seed": 5, "zero_weight_error_bound": 0.1, "zero_gradient_error_bound": 0.2,
+        "zero_gradient_bits": 8, "zero_gradient_rounding": "stochastic", "zero_weight_clip_search": 3,
+        "ranks_per_node": 2, "zero_gradients_lifetime": "step", "zero_gradient_transform": "hadamard",
+    }  # fmt: skip
+    grid = SimpleNamespace(world_size=4, ranks_per_node=2)
+    policy: Any = make_policy(make_config(values, World(4, 2)), SimpleNamespace(grid=grid))  # type: ignore[arg-type]
+    assert (policy.exact_numel, policy.chunk_numel, policy.prefetch_bytes, policy.seed) == (40, 999, 777, 5)
+    assert (policy.weight_error_bound, policy.gradient_error_bound) == (0.1, 0.2)
+    weights, gradients = policy.codecs.weights, policy.codecs.gradients_inter
+    assert (weights.form.bits, weights.form.block, gradients.form.bits, gradients.form.block) == (
+        4,
+        32,
+        8,
+        32,
+    )
+    assert policy.whole_gradients
+    assert policy.codecs.delta and not policy.codecs.feedback and policy.codecs.gradients_intra is None
+    assert (weights.stochastic, gradients.stochastic, weights.clip, gradients.clip) == (False, True, 3, 0)
+    assert weights.transform is None and gradients.transform == Hadamard(32, seed=5)
+
+
+def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and evaluation take their batches from the one place above."""
+    made: list[bool] = []
+    plain = Feeding.batches
+
+    def note(self: Feeding, data_set: Dataset, *whole: bool, **position: int) -> Any:
+        made.append("consumed" in position)
+        return plain(self, data_set, *whole, **position)
+
+    monkeypatch.setattr(Feeding, "batches", note)
+    run(
+        {
+            **SMALL,
+            "train_iters": 1,
+            "lr_warmup_iters": 0,
+            "eval_iters": 1,
+            "eval_interval": 1,
+            "log_dir": str(tmp_path),
+        }
+    )
+    assert made == [True, False]
+
+
+def test_gradients_are_exact_from_the_end_of_their_rounding_on() -> None:
+    """The iteration that begins there is the first: what was owed goes with it."""
+    said: list[str] = []
+    codecs = SimpleNamespace(gradients_intra=None, gradients_inter=object())
+    engine = SimpleNamespace(exact_gradients=False, policy=SimpleNamespace(codecs=codecs))
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(quantized_gradients_end=3),
+        engine=engine,
+        length=SimpleNamespace(position=lambda progress: progress),
+        outputs=SimpleNamespace(console=SimpleNamespace(note=said.append)),
+    )
+    exact = []
+    for trainer.progress in range(6):
+        Trainer._set_rounding(trainer, trainer.progress + 1)
+        exact.append(engine.exact_gradients)
+    assert exact == [False] * 3 + [True] * 3 and said == ["gradients are sent exactly from iteration 4 on"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_way_back_loads_all_whatever_the_start_left_out(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--finetune is for the checkpoint that a run starts from; its own it takes with moments, counters and scale."""
+    did: list[str] = []
+    noted: Any = {
+        name: lambda *_, name=name: did.append(name) for name in ("load_scalars", "load_state", "invalidate")
+    }
+    engine: Any = SimpleNamespace(optimizer=SimpleNamespace(**noted), **noted)
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        checkpointing, "load_records", lambda _, __, optimizer, residual: asked.append(optimizer)
+    )
+    monkeypatch.setattr(checkpointing, "load_kinds", lambda *_: {})
+    monkeypatch.setattr(checkpointing, "load_rank_tensors", lambda *_: did.append("load_rank_tensors"))
+    monkeypatch.setattr(checkpointing, "world_group", lambda: None)
+    monkeypatch.setattr(checkpointing.store, "load", lambda *_, **__: SimpleNamespace(rank_tensors=None))
+    options = CheckpointConfig(finetune=True, load_optim=False, load_rng=False)
+    fake: Any = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=options),
+        engine=engine,
+        placements={},
+        scaling=SimpleNamespace(**noted),
+        spikes=SimpleNamespace(**noted),
+        _layout={},
+        _moments=lambda *_: ["exp_avg"],
+        _check_tokenizer=lambda *_: None,
+    )
+    state = {"optimizer": {}, "engine": {}, "loss_scaling": {}, "spikes": {}}
+    saved = "iter_0000001", SimpleNamespace(kinds={}), state
+    origin: Any = SimpleNamespace(published=None, saved=saved, own=whole)
+    fake._load_rest = partial(checkpointing.Checkpointing._load_rest, fake)
+    checkpointing.Checkpointing.load(fake, origin)
+    everything = ["invalidate", "load_scalars", "load_rank_tensors", *["load_state"] * 3]
+    assert asked == [whole] and did == (everything if whole else ["invalidate"])

@@ -1,0 +1,370 @@
+"""What `megazero verify` runs instead of what was asked for, and the bytes it expects: pure functions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megazero.cli import COMMANDS, main
+from megazero.config import ConfigError, make_config
+from megazero.config.layout.wire import Coding
+from megazero.families.layer_kinds import layer_kinds
+from megazero.mesh.grid import data_cuts, make_grid
+from megazero.plan import communication
+from megazero.plan.communication import Activation, Formats, UnitShape
+from megazero.plan.gathers import Copies, gathers
+from megazero.plan.options import with_stand_ins
+from megazero.pp.partition import partition
+from megazero.pp.schedules import make_schedule
+from megazero.verify.options import VerifyConfig, read_request
+from megazero.verify.shrink import like, shrink, stage_layers
+from megazero.verify.verification import other_layouts
+from tests import ROOT
+
+CONFIGS = sorted((ROOT / "pretrain" / "configs").glob("*.yaml"))
+BASE = (
+    "--model-family llama --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+    "--micro-batch-size 4 --lr 1e-4 --train-iters 1000 --mock-data --vocab-size 32000"
+)
+
+
+def shrunk(words: str, most: int = 16):
+    request = read_request(f"{BASE} {words}".split())
+    return shrink(request.config, request.world, most, request.options.verify_steps)
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "wanted"), [(3, 8, 3), (4096, 8, 8), (4097, 8, 7), (5, 2, 1), (6, 3, 2)]
+)
+def test_like_keeps_odd_and_even(size: int, most: int, wanted: int) -> None:
+    assert like(size, most) == wanted
+
+
+def test_the_ratio_of_two_learning_rates_is_kept() -> None:
+    words = "--world-size 2 --ranks-per-node 2 --min-lr 1e-5 --decoupled-lr 3e-4 --decoupled-min-lr 1e-6"
+    optimizer = shrunk(words).config.optimizer
+    assert optimizer.lr and optimizer.decoupled_lr == pytest.approx(3 * optimizer.lr)
+
+
+def test_what_a_cpu_does_not_run_is_told() -> None:
+    words = "--world-size 2 --ranks-per-node 2 --device cuda --optimizer-impl apex --attention-backend flex"
+    changes = shrunk(words).changes
+    assert changes["optimizer_impl"] == ("apex", "auto") and "norm_impl" not in changes
+    assert changes["attention_backend"] == ("flex", "auto")
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_implementations_that_run_anywhere_are_kept(name: str) -> None:
+    found = shrunk(f"--world-size 2 --ranks-per-node 2 --optimizer-impl {name}")
+    assert found.config.training.optimizer_impl == name and "optimizer_impl" not in found.changes
+
+
+@pytest.mark.parametrize(
+    "asked, ends",
+    [("", None), ("1000000", 0), ("16384", 0), ("8192", 0), ("1000", 1), ("auto", 1)],  # of 16384 tokens
+)
+def test_the_loss_keeps_its_chunks(asked: str, ends: int | None) -> None:
+    config = shrunk(
+        f"--world-size 2 --ranks-per-node 2 {f'--loss-chunk-tokens {asked}' if asked else ''}"
+    ).config
+    chunk, tokens = config.training.loss_chunk_tokens, config.batch.micro_batch_size * config.model.seq_length
+    if ends is None:
+        assert chunk is None
+        return
+    assert isinstance(chunk, int) and bool(tokens % chunk) == bool(ends)
+    assert (chunk < tokens) == (asked not in ("16384", "1000000"))
+
+
+def test_other_layouts_compute_the_same_loss() -> None:
+    """On other layouts the loss is asked for again; lengths and rates that change are left out on all."""
+    growing = "--rampup-seq-length 64 4096 64 500 --weight-decay-incr-style linear --start-weight-decay 0"
+    words = f"{growing} --end-weight-decay 1 --z-loss-strength 1e-3 --world-size 4 --ranks-per-node 4"
+    found = shrunk(f"{words} --tensor-model-parallel-size 2")
+    others = [config for _, config, _ in other_layouts(found.config, found.layout.world, 2)]
+    assert len(others) == 2
+    for run in (found.config, *others):
+        assert run.training.z_loss_strength == 1e-3 and run.batch.rampup_seq_length is None
+        assert run.optimizer.weight_decay_incr_style == "constant"
+
+
+def test_structure_is_kept_and_sizes_are_not() -> None:
+    words = "--tensor-model-parallel-size 2 --sequence-parallel --num-query-groups 8 --ranks-per-node 4"
+    found = shrunk(
+        f"{words} --world-size 8 --global-batch-size 512 --vocab-size 32001 --recompute-granularity full --bf16"
+    )
+    model, run = found.config.model, found.config
+    assert found.layout.world.world_size == 8 and found.layout.world.ranks_per_node == 4
+    assert model.hidden_size <= 64 and model.seq_length <= 16 and model.num_layers == 2
+    assert model.num_attention_heads > model.num_query_groups > 2  # grouped queries, several groups per rank
+    assert model.vocab_size % model.make_vocab_size_divisible_by  # still padded
+    assert run.parallel.sequence_parallel and run.training.recompute_granularity == "full"
+    assert run.precision.params_dtype == "bf16" and run.zero.zero_preset == "zero1"
+    assert run.num_micro_batches(found.layout.world) == 2 and run.batch.micro_batch_size == 2
+    assert (
+        found.changes["hidden_size"] == (4096, model.hidden_size) and "sequence_parallel" not in found.changes
+    )
+
+
+def test_a_vocabulary_that_divides_still_does_and_one_group_stays_one() -> None:
+    model = shrunk("--world-size 2 --num-query-groups 1 --vocab-size 32000").config.model
+    assert model.vocab_size % model.make_vocab_size_divisible_by == 0 and model.num_query_groups == 1
+
+
+def test_each_kind_of_layer_stays_and_windows_stay_shorter_than_samples() -> None:
+    words = "--world-size 2 --num-layers 12 --seq-length 64 --position-embedding-type rope --vocab-size 32000"
+    windows = "--sliding-window 16 --window-attn-skip-freq 6 --rotary-window-base 100"
+    model = shrunk(f"{words} {windows}").config.model
+    assert [kind.window for kind in layer_kinds(model)] == [4, None] and model.seq_length == 8
+    model = shrunk(f"{words} --sliding-window 64 --no-rope-freq [0,0,1]*4").config.model
+    assert [(kind.window, kind.rotary) for kind in layer_kinds(model)] == [(64, True), (64, False)]
+
+
+def test_key_heads_that_ranks_share_stay_shared() -> None:
+    words = "--world-size 4 --tensor-model-parallel-size 4 --vocab-size 32000 --num-query-groups"
+    for groups in (1, 2):
+        model = shrunk(f"{words} {groups}").config.model
+        assert model.num_query_groups == groups and model.num_attention_heads == 8
+    assert (
+        shrunk(f"{words} {2} --num-attention-heads 12 --kv-channels 64").config.model.num_attention_heads
+        == 12
+    )
+
+
+def test_an_exact_padded_size_and_partial_rotary_positions_stay() -> None:
+    words = "--world-size 2 --tensor-model-parallel-size 2 --pad-vocab-size-to 32100 --rotary-percent 0.25"
+    model = shrunk(f"{words} --vocab-size 32000 --squared-relu").config.model
+    assert model.pad_vocab_size_to > replace(model, pad_vocab_size_to=None).padded_vocab_size(2)
+    assert model.rotary_percent == 0.25 and model.kv_channels == 8 and model.squared_relu
+    model = shrunk(f"{words} --vocab-size 32100").config.model
+    assert model.pad_vocab_size_to == model.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--num-layers 32 --pipeline-partition uniform", [2, 2]),
+        ("--num-layers 31 --pipeline-partition uniform", [1, 2]),
+        ("--pipeline-partition 20,12", [2, 1]),
+        ("--num-virtual-stages-per-pipeline-rank 3 --pipeline-partition 6,5,5,5,5,6", [2, 1, 1, 1, 1, 2]),
+        ("--num-layers-per-virtual-pipeline-stage 4", [1] * 8),
+    ],
+)
+def test_uneven_stages_stay_uneven(words: str, wanted: list[int]) -> None:
+    found = shrunk(f"--pipeline-model-parallel-size 2 --world-size 4 --global-batch-size 64 {words}")
+    assert [len(stage.layers) for stage in found.config.stages()] == wanted
+    assert found.config.pipeline_schedule == ("interleaved" if len(wanted) > 2 else "1f1b")
+    assert found.config.num_micro_batches(found.layout.world) == (4 if len(wanted) > 2 else 3)
+
+
+def test_a_large_world_keeps_every_cut() -> None:
+    words = (
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --zero-preset zeropp --num-query-groups 8 "
+        "--world-size 1024 --ranks-per-node 16 --global-batch-size 1024"
+    )
+    found = shrunk(words)
+    layout, world = found.layout, found.layout.world
+    h, d = found.config.data_ranks_per_node(world), found.config.data_parallel_size(world)
+    assert world.world_size <= 16 and (layout.tp, layout.pp) == (2, 2) and (h, d) == (2, 4)
+    assert found.config.shards(world).factors == layout.shards == (2, 2, 4)
+    assert data_cuts(d, h, layout.shards) == [1, 2, 4]
+    assert world.world_size // world.ranks_per_node > 1
+    assert "tensor-parallel 8 -> 2" in found.notes[0] and "no rank between" in found.notes[1]
+    assert (shrunk(words, most=64).layout.tp, shrunk(words, most=64).layout.pp) == (2, 8)
+    with pytest.raises(ValueError, match="takes at least 16 ranks; nearest: 16"):
+        shrunk(words, most=8)
+
+
+def test_pipelines_inside_nodes_stay_inside() -> None:
+    words = "--pipeline-model-parallel-size 4 --use-tp-pp-dp-mapping --zero-preset zeropp --world-size 64"
+    found = shrunk(f"{words} --ranks-per-node 8 --global-batch-size 256")
+    world = found.layout.world
+    assert (found.layout.pp, world.world_size, world.ranks_per_node) == (4, 16, 8)
+    assert found.config.data_ranks_per_node(world) == 2
+
+
+def test_explicit_factors_and_quantised_sizes_are_scaled() -> None:
+    words = "--zero-shard 2,8,32 --zero-quantized-weights --zero-quantized-gradients --world-size 32"
+    found = shrunk(f"{words} --ranks-per-node 8 --global-batch-size 256")
+    assert found.config.zero.zero_shard == found.layout.shards == (2, 4, 8)
+    wire = found.config.wire(found.layout.world)
+    assert wire.weights and wire.gradients_inter and wire.block == 64 and wire.weights.block == 8
+    assert (
+        wire.exact_numel == found.config.model.hidden_size
+    )  # norms are exact, as they were; matrices are not
+
+
+def test_ramp_up_has_two_sizes() -> None:
+    found = shrunk("--world-size 2 --rampup-batch-size 64 64 10000 --global-batch-size 512")
+    start, increment, samples = found.config.batch.rampup_batch_size or (0, 0, 0)
+    assert start + increment == found.config.batch.global_batch_size and samples == 2 * start
+
+
+def test_own_flags_and_faults_of_the_command_line() -> None:
+    request = read_request(
+        f"{BASE} --verify-steps=6 --verify-output out --pipeline-model-parallel-size 2".split()
+    )
+    assert request.options == VerifyConfig(None, "out", 6, 16) and request.world.world_size == 4
+    with pytest.raises(ConfigError) as caught:
+        read_request(f"{BASE} --verify-steps 2 --world-size many --hidden-size 4097 --verify-output".split())
+    text = str(caught.value)
+    assert "--verify-steps 2 must be at least 4; nearest: 4" in text and "4097" in text
+    assert (
+        "--world-size takes a whole number, got 'many'" in text and "--verify-output takes one value" in text
+    )
+
+
+@pytest.mark.parametrize(
+    "words, wanted, steps",
+    [
+        ("--outer-interval 64", (2, 1, 0), 4),
+        ("--outer-interval 1", (1, 1, 0), 4),
+        ("--outer-interval 64 --outer-fragments 8 --outer-mixing 0.5", (2, 2, 0), 4),
+        ("--outer-interval 64 --outer-delay 9", (2, 1, 1), 5),
+        ("--outer-interval 64 --outer-fragments 5 --outer-delay 9", (4, 2, 1), 9),
+        ("--outer-interval 64 --outer-fragments 5 --outer-delay 9 --verify-steps 12", (4, 2, 1), 12),
+    ],
+)
+def test_outer_steps_keep_fragments_and_delay(words: str, wanted: tuple[int, int, int], steps: int) -> None:
+    """Each fragment arrives twice, so that the second time the outer momentum counts."""
+    found = shrunk(f"--world-size 8 --ranks-per-node 2 {words}")
+    outer = found.config.outer
+    assert (outer.outer_interval, outer.outer_fragments, outer.outer_delay) == wanted
+    assert outer.outer_replicas == 4 and outer.outer_mixing == (0.5 if "mixing" in words else 1)
+    assert found.config.training.train_iters == steps
+
+
+def test_wrong_configurations_end_with_status_2(capsys) -> None:
+    assert main(f"verify {BASE} --num-attention-heads 33".split()) == 2
+    assert "nearest hidden size" in capsys.readouterr().err
+    assert main(["certify"]) == 2 and "does not exist; nearest: megazero verify" in capsys.readouterr().err
+    assert main([]) == 2
+    assert main(["--help"]) == 0 and "verify" in capsys.readouterr().out
+
+
+def test_help_and_plans_need_no_torch() -> None:
+    code = (
+        "import json, sys; from megazero.cli import COMMANDS, main; main(['--help'])\n"
+        "import megazero.plan.communication\n"
+        "assert not [name for name in COMMANDS if main([name, '--help'])]\n"
+        "print(json.dumps('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) is False
+    assert all(name in done.stdout and command.help in done.stdout for name, command in COMMANDS.items())
+    assert "--verify-steps N\n        optimizer steps of each run, 4 to 100; with outer" in done.stdout
+
+
+def test_shipped_configurations_shrink() -> None:
+    assert len(CONFIGS) == 5
+    for path in CONFIGS:
+        command = next(line for line in path.read_text().splitlines() if line.startswith("# megazero verify"))
+        words = (
+            command.removeprefix("# megazero verify ").replace("pretrain/configs", str(path.parent)).split()
+        )
+        request = read_request(words)
+        found = shrink(
+            request.config, request.world, request.options.verify_ranks, request.options.verify_steps
+        )
+        assert found.layout.world.world_size <= 16 and sum(stage_layers(request.config, found.layout.pp)) >= 2
+
+
+# -- bytes ---------------------------------------------------------------------------------------------
+
+
+def test_messages() -> None:
+    assert communication.message(UnitShape(128, 16, True), 2, None, 2, 4) == 144
+    # 64 digits of 4 bits and 8 scales of 2 bytes are 48 bytes; 3 exact elements of 4 bytes fill 16
+    assert communication.message(UnitShape(128, 6, True), 2, Coding(4, 8), 2, 4) == 48 + 16
+
+
+def test_what_stays_gathered_is_not_gathered_again() -> None:
+    copies, sizes = Copies([[[0], [1], [2]]]), [1, 1, 1]
+    once, twice = [("F", 0), ("B", 0)], [("F", 0), ("B", 0)] * 2
+    assert gathers(copies, once, sizes) == {0: 2, 1: 2, 2: 1}
+    assert gathers(copies, twice, sizes) == {0: 3, 1: 4, 2: 2}
+    assert gathers(replace(copies, keep_gathered=True), twice, sizes) == {0: 1, 1: 1, 2: 1}
+    tied = Copies([[[0], [1], [2, 0]]])  # the head needs the embedding, to the end of the backward
+    assert gathers(tied, once, sizes) == {0: 2, 1: 2, 2: 1}
+    split = [("F", 0), ("F", 0), ("I", 0), ("W", 0), ("I", 0), ("W", 0)]
+    assert gathers(copies, split, sizes) == {0: 4, 1: 4, 2: 3}
+
+
+@pytest.mark.parametrize(
+    ("prefetch_bytes", "expected"),
+    [(0, {0: 3, 1: 4, 2: 4, 3: 2}), (1, {0: 3, 1: 3, 2: 2, 3: 2}), (2, {0: 3, 1: 1, 2: 1, 3: 2})],
+)
+def test_what_comes_again_within_the_bytes_stays(prefetch_bytes: int, expected: dict[int, int]) -> None:
+    """F 0 1 2 3, B 3 2 1 0, twice. Of 1 and 2 none stays while the others turn, the one beside them, or both."""
+    copies = Copies([[[0], [1], [2], [3]]], prefetch_bytes=prefetch_bytes)
+    program = [("F", 0), ("B", 0)] * 2
+    assert gathers(copies, program, [1] * 4) == expected
+
+
+def test_zeropp_crosses_nodes_once_per_step() -> None:
+    grid = make_grid(4, 2, shards=(2, 2, 4))
+    formats = Formats(2, 4, Coding(4, 64), {"inter_node": Coding(4, 64)}, delta=True)
+    unit, copies = UnitShape(4096, 0, True), Copies([[[0]]])
+    sent = {}
+    for count in (1, 4):
+        program = [("F", 0), ("B", 0)] * count
+        sent[count] = communication.model_state([unit], grid, formats, copies, program, count)
+    inter = 1024 // 2 + 2 * 1024 // 64  # a quarter of the unit at 4 bits, with its scales
+    assert sent[4]["refresh", "inter_node"] == sent[1]["refresh", "inter_node"] == inter
+    assert sent[4]["reduce", "inter_node"] == sent[1]["reduce", "inter_node"] == inter
+    assert sent[4]["reduce", "intra_node"] == 4 * sent[1]["reduce", "intra_node"] == 4 * 2048 * 2
+
+
+def test_whole_gradients_cross_nodes_once_per_step() -> None:
+    """zero3, bf16 parameters, 4 micro-batches."""
+    grid, unit, formats = make_grid(4, 2, shards=(4, 4, 4)), UnitShape(4096, 0, True), Formats(2, 4)
+    program, sent = [("F", 0), ("B", 0)] * 4, {}
+    for whole in (False, True):
+        copies = Copies([[[0]]], whole_gradients=whole)
+        sent[whole] = communication.model_state([unit], grid, formats, copies, program, 4)
+    assert sent[True]["reduce", "inter_node"] == 1024 * 4
+    assert sent[False]["reduce", "inter_node"] == 4 * 1024 * 4
+    assert sent[True]["reduce", "intra_node"] == 2048 * 4  # a sum of 4 micro-batches, in fp32
+    assert sent[False]["reduce", "intra_node"] == 4 * 2048 * 2
+
+
+def test_boundaries_of_a_pipeline() -> None:
+    grid, schedule = make_grid(4, 2, tp=2, pp=2), make_schedule("1f1b", 2, 1, 3)
+    whole = communication.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2))
+    assert whole["pp", "inter_node"] == 3 * 8 * 2 * 16  # half of an activation of 2 bytes an element
+    assert whole["tp", "intra_node"] == 3 * 8 * 2 * 16  # gathered where it arrives: three gradients
+    cut = communication.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2, sequence_parallel=True))
+    assert cut["pp", "inter_node"] == whole["pp", "inter_node"] and not cut["tp", "intra_node"]
+
+
+def test_tensor_parallel_sums() -> None:
+    (stage,) = partition(3, 1)
+    actions = make_schedule("1f1b", 1, 1, 2)[0]
+
+    def sent(**options) -> int:
+        values = {
+            "num_layers": 3,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "vocab_size": 32,
+            "seq_length": 8,
+        }
+        values |= {"tensor_model_parallel_size": 2, "micro_batch_size": 1, "hidden_dropout": 0.0}
+        config = make_config(with_stand_ins(values | options))
+        return communication.tensor_parallel(config, [stage], actions, Activation.of(config, 4))[
+            "tp", "intra_node"
+        ]
+
+    ring, loss = 8 * 16 * 4, 2 * 8 * 4
+    # a micro-batch: the embedding's sum, two forward and two backward in each layer, the head's backward, the loss
+    whole = 2 * (ring * (1 + 3 * 4 + 1) + loss)
+    assert sent() == sent(recompute_granularity="selective") == whole
+    assert sent(recompute_granularity="full") == whole + 2 * 3 * ring, "each layer's first sum runs again"
+    cut = {"sequence_parallel": True}
+    saved = sent(**cut) - sent(**cut, loss_chunk_tokens=4)
+    assert saved == 2 * ring / 2, "each backward gathers the head's input once less"
