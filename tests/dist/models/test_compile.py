@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.dist.models.test_parity import cover
+from tests.dist.engine.test_parity import cover
 from tests.dist.parity import assemble, gradient_errors, run_cases
 from tests.dist.parity_cases import Case
 from tests.dist.pipeline.cases import pipeline_cover

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from tests.dist.models.test_parity import check
+from tests.dist.engine.test_parity import check
 from tests.dist.parity import run_cases
 from tests.dist.parity_cases import FEW_STEPS_OF_PIPELINES, STEPS_OF_PIPELINES, Case, pairs
 from tests.dist.pipeline.cases import covered, pipeline_cover, pipeline_product
