@@ -13,10 +13,10 @@ from benchmarks.gpu_report.loops import Size
 from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting, free
 from benchmarks.lone_rank import lone_rank
+from benchmarks.steps import held_bytes
 from megazero.config import resolve_shards
 from megazero.config.model.parameters import parameter_count
 from megazero.zero import Engine, Policy
-from megazero.zero.records import held_bytes
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz")
 WORLD, NODE = 4, 2

@@ -341,33 +341,3 @@ def _own_placement(slot: Slot) -> Placement:
     """Place the parameter as it is; tensors that are not 1-D or 2-D are stored flat."""
     shape = slot.shape if len(slot.shape) in (1, 2) else (slot.numel,)
     return Placement.plain(slot.name, shape)
-
-
-def held_bytes(engine: Engine) -> dict[str, int]:
-    """Return how many bytes this rank holds now, by what they are for.
-
-    'parameters' are the P copies and gathered buffers, 'optimizer' the master and the moments; the third key
-    is 'gradients'. A master that is a part of the P copy counts as parameters only. What outer
-    steps keep counts where its like does.
-    """
-    parameters, gradients, optimizer = set[int](), 0, 0
-    total = 0
-    for unit in engine.units:
-        for tensor in (unit.full, unit.copy):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in parameters:
-                parameters.add(storage.data_ptr())
-                total += storage.nbytes()
-        for each in (unit.grad, unit.residual, unit.lost, unit.carry):
-            gradients += 0 if each is None else each.nbytes
-        if unit.master.untyped_storage().data_ptr() not in parameters:
-            optimizer += unit.master.nbytes
-    for state in engine.optimizer.torch.state.values():
-        optimizer += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
-    for unit, anchor in engine.outer.anchors.items() if engine.outer else ():
-        here = [t for t in (anchor.value, anchor.momentum) if t is not None and t.device == unit.device]
-        optimizer += sum(t.nbytes for t in here)
-        gradients += 0 if anchor.residual is None else anchor.residual.nbytes
-    if engine.outer is not None and engine.outer.flight is not None:
-        gradients += sum(sums.nbytes for sums in engine.outer.flight.sums.values())
-    return {"parameters": total, "gradients": gradients, "optimizer": optimizer}

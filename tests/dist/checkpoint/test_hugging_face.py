@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.steps import held_bytes
 from megazero.checkpoint import store
 from megazero.config import ConfigError, World, make_config
 from megazero.convert.export import finish, write_folder
@@ -17,7 +18,6 @@ from megazero.convert.importing import Published, write_checkpoint
 from megazero.convert.source import Source
 from megazero.mesh.launch import Launch
 from megazero.train import setup
-from megazero.zero.records import held_bytes
 from tests.dist.pool import run_ranks
 from tests.dist.runs import refusals
 from tests.family_models import save
