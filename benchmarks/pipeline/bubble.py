@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.pipeline.sleeping import Case, Run, take_turns
-from benchmarks.pipeline.timelines import chrome_trace, draw
+from benchmarks.pipeline.timelines import Timeline, chrome_trace, draw
 from megazero.pp.schedules import SCHEDULES, make_schedule, peak_activations
-from megazero.pp.timeline import Timeline, Times, ideal_bubble, simulate
+from megazero.pp.timeline import Times, ideal_bubble, simulate
 from tests.dist.pool import run_ranks
 
 TITLE = "Bubble against theory"
@@ -45,7 +45,7 @@ def replayed(case: Case, run: Run) -> Timeline:
     """Return the schedule, simulated with each action's measured time."""
     took = {span.action: span.stop - span.start for span in run.spans}
     schedule = make_schedule(case.schedule, case.pp, case.virtual, case.micro_batches)
-    return simulate(schedule, case.pp, times=took.__getitem__)
+    return Timeline(case.pp, simulate(schedule, case.pp, time_of=took.__getitem__))
 
 
 def percent(values: list[float]) -> str:

@@ -1,14 +1,15 @@
-"""Draws timelines of pipelines as a picture (needs matplotlib), or writes a trace for Perfetto."""
+"""Timelines of pipelines, measured or simulated: idle time, a picture (needs matplotlib), a trace for Perfetto."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megazero.charts import new_figure, save
 from megazero.pp.schedules import Kind
-from megazero.pp.timeline import Timeline
+from megazero.pp.timeline import Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +21,44 @@ NAMES = {
     Kind.INPUT: "gradient of the input",
     Kind.WEIGHT: "gradient of the weights",
 }
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All spans of one step, at least one, in any order."""
+
+    pp: int
+    spans: tuple[Span, ...]
+
+    @property
+    def makespan(self) -> float:
+        return max(span.stop for span in self.spans) - min(span.start for span in self.spans)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Return the time that each rank computes."""
+        return tuple(sum(s.stop - s.start for s in self.spans if s.rank == rank) for rank in range(self.pp))
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Return, per rank, the time not computing between the first start and the last stop of any rank."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of all ranks' time that is idle."""
+        return 1 - sum(self.busy) / (self.pp * self.makespan)
+
+    def peak_activations(self) -> tuple[int, ...]:
+        """Return, per rank, the most forwards whose backward (the weights' half, if split) has not ended."""
+        held, peak = [0] * self.pp, [0] * self.pp
+        for span in sorted(self.spans, key=lambda span: span.start):
+            if span.action.kind == Kind.FORWARD:
+                held[span.rank] += 1
+                peak[span.rank] = max(peak[span.rank], held[span.rank])
+            elif span.action.kind != Kind.INPUT:
+                held[span.rank] -= 1
+        return tuple(peak)
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:

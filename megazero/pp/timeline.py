@@ -1,7 +1,6 @@
-"""When every action of a schedule runs: simulated from times per action, or measured. Pure.
+"""When every action of a schedule runs, simulated from times per action, and what follows from it. Pure.
 
-A span is one action of one rank, and a timeline is all of them. Bubbles and peaks are read off the spans, so measured
-and simulated runs are judged by the same code. When a rank may post a receive is read off a simulated timeline, too.
+The timeline of a step is the spans of all its actions. When a rank may post a receive is read off a simulated one.
 """
 
 from __future__ import annotations
@@ -35,14 +34,17 @@ class Times:
     backward_input: float = 1.0
     backward_weight: float = 1.0
 
-    def of(self, kind: Kind) -> float:
-        whole = self.backward_input + self.backward_weight
+    @property
+    def backward(self) -> float:
+        return self.backward_input + self.backward_weight
+
+    def of(self, action: Action) -> float:
         return {
             Kind.FORWARD: self.forward,
-            Kind.BACKWARD: whole,
+            Kind.BACKWARD: self.backward,
             Kind.INPUT: self.backward_input,
             Kind.WEIGHT: self.backward_weight,
-        }[kind]
+        }[action.kind]
 
 
 @dataclass(frozen=True)
@@ -55,69 +57,26 @@ class Span:
     stop: float
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """All spans of one step, at least one, in any order."""
-
-    pp: int
-    spans: tuple[Span, ...]
-
-    @property
-    def makespan(self) -> float:
-        return max(span.stop for span in self.spans) - min(span.start for span in self.spans)
-
-    @property
-    def busy(self) -> tuple[float, ...]:
-        """Return the time that each rank computes."""
-        return tuple(sum(s.stop - s.start for s in self.spans if s.rank == rank) for rank in range(self.pp))
-
-    @property
-    def idle(self) -> tuple[float, ...]:
-        """Return, per rank, the time not computing between the first start and the last stop of any rank."""
-        return tuple(self.makespan - busy for busy in self.busy)
-
-    @property
-    def bubble(self) -> float:
-        """Return the share of all ranks' time that is idle."""
-        return 1 - sum(self.busy) / (self.pp * self.makespan)
-
-    def peak_activations(self) -> tuple[int, ...]:
-        """Return, per rank, the most forwards whose backward (the weights' half, if split) has not ended."""
-        held, peak = [0] * self.pp, [0] * self.pp
-        for span in sorted(self.spans, key=lambda span: span.start):
-            if span.action.kind == Kind.FORWARD:
-                held[span.rank] += 1
-                peak[span.rank] = max(peak[span.rank], held[span.rank])
-            elif span.action.kind != Kind.INPUT:
-                held[span.rank] -= 1
-        return tuple(peak)
-
-
 def simulate(
     schedule: Sequence[Sequence[Action]],
     pp: int,
     *,
-    times: Times | Sequence[Times] | Callable[[Action], float],
+    time_of: Callable[[Action], float],
     latency: float = 0.0,
-) -> Timeline:
+) -> tuple[Span, ...]:
     """Run every action as soon as its rank is free and its inputs are there.
 
-    times: one for all stages, one for each virtual stage, or a function of the action.
     latency: the time between the end of an action and the start of one on another rank that needs it.
     Raises ValueError if the schedule hangs.
     """
     stages = stage_count(schedule)
-    if isinstance(times, Sequence) and len(times) != stages:
-        raise ValueError(
-            f"times of {len(times)} stages for a schedule of {stages}; give one each, or one for all"
-        )
     free, done, spans = [0.0] * pp, dict[Action, float](), []
     for rank, action in in_order(schedule, stages):
         ready = [done[event] + latency * (event.stage % pp != rank) for event in needs(action, stages)]
         start = max([free[rank], *ready])
-        free[rank] = done[done_by(action)] = start + _time(times, action)
+        free[rank] = done[done_by(action)] = start + time_of(action)
         spans.append(Span(rank, action, start, free[rank]))
-    return Timeline(pp, tuple(spans))
+    return tuple(spans)
 
 
 def post_after(schedule: Sequence[Sequence[Action]], pp: int) -> Mapping[Message, int]:
@@ -135,19 +94,13 @@ def post_after(schedule: Sequence[Sequence[Action]], pp: int) -> Mapping[Message
     rank has posted.
     """
     stages = stage_count(schedule)
-    order = simulate(schedule, pp, times=Times(), latency=POSTING_LATENCY).spans
+    order = simulate(schedule, pp, time_of=Times().of, latency=POSTING_LATENCY)
     issued, after = [0] * pp, dict[Message, int]()
     for span in sorted(order, key=lambda span: span.start):
         if message := sent_by(span.action, stages, pp):
             after[message] = issued[message.target_stage % pp]
         issued[span.rank] += 1
     return after
-
-
-def _time(times: Times | Sequence[Times] | Callable[[Action], float], action: Action) -> float:
-    if isinstance(times, Times):
-        return times.of(action.kind)
-    return times[action.stage].of(action.kind) if isinstance(times, Sequence) else times(action)
 
 
 def ideal_bubble(name: str, pp: int, virtual: int, micro_batches: int, times: Times = Times()) -> float:  # noqa: B008
@@ -165,4 +118,4 @@ def ideal_bubble(name: str, pp: int, virtual: int, micro_batches: int, times: Ti
     hidden = min(micro_batches, pp) - 1
     idle = (pp - 1) * (times.forward + times.backward_input)
     idle -= hidden * min(times.backward_input, times.backward_weight)
-    return idle / (micro_batches * (times.of(Kind.FORWARD) + times.of(Kind.BACKWARD)) + idle)
+    return idle / (micro_batches * (times.forward + times.backward) + idle)

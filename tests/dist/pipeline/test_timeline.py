@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from benchmarks.pipeline.sleeping import Case, take_turns
-from benchmarks.pipeline.timelines import chrome_trace, draw
+from benchmarks.pipeline.timelines import Timeline, chrome_trace, draw
 from megazero.pp.schedules import SCHEDULES, done_by, make_schedule, needs, peak_activations
-from megazero.pp.timeline import Timeline, Times
+from megazero.pp.timeline import Times
 from tests.dist.pool import run_ranks
 from tests.pipeline_walk import check_schedule
 

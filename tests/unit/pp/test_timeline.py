@@ -5,9 +5,9 @@ import json
 import pytest
 from PIL import Image
 
-from benchmarks.pipeline.timelines import chrome_trace, draw
+from benchmarks.pipeline.timelines import Timeline, chrome_trace, draw
 from megazero.pp.schedules import SCHEDULES, Action, Kind, make_schedule, peak_activations, schedule_problem
-from megazero.pp.timeline import Span, Timeline, Times, ideal_bubble, simulate
+from megazero.pp.timeline import Span, Times, ideal_bubble, simulate
 
 SIZES = [
     (name, pp, virtual, m)
@@ -17,17 +17,18 @@ SIZES = [
     for m in (1, 2, 3, 4, 6, 8, 12)
     if not schedule_problem(name, pp, virtual, m)
 ]
-RATIOS = [Times(), Times(2, 3, 1), Times(1, 1, 4), Times(5, 1, 2)]
+UNIT = Times()
+RATIOS = [UNIT, Times(2, 3, 1), Times(1, 1, 4), Times(5, 1, 2)]
 
 
-def timeline(name, pp, virtual, m, **kwargs):
-    return simulate(make_schedule(name, pp, virtual, m), pp, **{"times": Times(), **kwargs})
+def timeline(name, pp, virtual, m, time_of=UNIT.of, latency=0.0):
+    return Timeline(pp, simulate(make_schedule(name, pp, virtual, m), pp, time_of=time_of, latency=latency))
 
 
 @pytest.mark.parametrize("name, pp, virtual, m", SIZES)
 @pytest.mark.parametrize("times", RATIOS)
 def test_bubbles_are_the_closed_forms(name, pp, virtual, m, times):
-    run = timeline(name, pp, virtual, m, times=times)
+    run = timeline(name, pp, virtual, m, times.of)
     assert run.bubble == pytest.approx(ideal_bubble(name, pp, virtual, m, times), abs=1e-12)
     assert run.peak_activations() == peak_activations(name, pp, virtual, m)
 
@@ -44,7 +45,7 @@ def test_closed_forms_of_the_papers():
 
 
 def test_spans_respect_ranks_needs_and_latency():
-    run = timeline("1f1b", 2, 1, 1, times=Times(1, 2, 3), latency=0.5)
+    run = timeline("1f1b", 2, 1, 1, time_of=Times(1, 2, 3).of, latency=0.5)
     expected = [(0, Kind.FORWARD, 0, 1), (1, Kind.FORWARD, 1.5, 2.5), (1, Kind.BACKWARD, 2.5, 7.5)]
     expected.append((0, Kind.BACKWARD, 8, 13))
     assert [(s.rank, s.action.kind, s.start, s.stop) for s in run.spans] == expected
@@ -52,14 +53,10 @@ def test_spans_respect_ranks_needs_and_latency():
     assert timeline("1f1b", 1, 1, 4, latency=9.0).bubble == 0
 
 
-def test_times_per_stage_and_as_a_function():
+def test_times_may_differ_between_stages():
     per_stage = [Times(1, 1, 1), Times(2, 2, 2)]
-    run = timeline("1f1b", 2, 1, 3, times=per_stage)
+    run = timeline("1f1b", 2, 1, 3, lambda action: per_stage[action.stage].of(action))
     assert run.busy == (9, 18)
-    by_function = timeline("1f1b", 2, 1, 3, times=lambda action: per_stage[action.stage].of(action.kind))
-    assert run == by_function
-    with pytest.raises(ValueError, match="times of 2 stages for a schedule of 4"):
-        timeline("interleaved", 2, 2, 2, times=per_stage)
 
 
 def test_measured_spans_need_not_start_at_zero():
@@ -84,7 +81,7 @@ def test_the_picture(tmp_path):
     sizes = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
     chunked = {name: Times(1 / v, 1 / v, 1 / v) for name, v in sizes}
     draw(
-        {name: timeline(name, 4, v, 8, times=chunked[name]) for name, v in sizes},
+        {name: timeline(name, 4, v, 8, chunked[name].of) for name, v in sizes},
         tmp_path / "new" / "four.png",
     )
     picture = tmp_path / "new" / "four.png"
