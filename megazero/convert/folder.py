@@ -135,7 +135,12 @@ def _read_index(root: Path) -> dict[str, str] | None:
     index = root / INDEX_FILE
     if not index.exists():
         return None
-    return read_json(index, "it says which file has which tensor").get("weight_map", {})
+    named = read_json(index, "it says which file has which tensor").get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise ValueError(
+            f"'{index}' is damaged (its weight_map does not name a file for each tensor): get it again"
+        )
+    return named
 
 
 def _files(root: Path, named: Mapping[str, str] | None) -> Iterator[Path]:

@@ -281,6 +281,10 @@ def remove_index(folder):
     (folder / "model.safetensors.index.json").unlink()
 
 
+def reindex(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 def remove_shard(folder):
     first_shard(folder).unlink()
 
@@ -294,6 +298,8 @@ MISTAKES = {
     "a shard truncated": (truncate, "bytes long and its header says"),
     "a damaged header": (header, "is no safetensors file, or is cut off"),
     "a missing index": (remove_index, "model.safetensors.index.json' is missing: there are"),
+    "an index that is a list": (lambda f: reindex(f, ["lm_head.weight"]), "index.json' is damaged"),
+    "an index of numbers": (lambda f: reindex(f, {"lm_head.weight": 1}), "index.json' is damaged"),
     "a missing shard": (remove_shard, "is missing, and .* names it"),
     "an unknown field": (lambda f: edit(f, brand_new=3), "brand_new = 3 is not known here.*--accept-field"),
     "another model type": (
