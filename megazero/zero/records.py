@@ -264,7 +264,7 @@ def load_records(
     return records
 
 
-def load_kinds(
+def kinds_to_load(
     engine: Engine, stored: Sequence[str], optimizer: Sequence[str], residual: bool = False
 ) -> dict[str, str]:
     """Map each kind of ``load_records`` to a kind in the checkpoint: the master falls back to the weights."""

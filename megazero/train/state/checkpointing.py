@@ -44,7 +44,7 @@ from megazero.zero.records import (
     NOT_OPTIMIZER,
     RESIDUAL,
     WEIGHTS,
-    load_kinds,
+    kinds_to_load,
     load_rank_tensors,
     load_records,
     optimizer_kinds,
@@ -224,7 +224,7 @@ class Checkpointing:
             path,
             records=load_records(self.engine, self.placements, with_optimizer, residual),
             group=world_group(),
-            kinds=load_kinds(self.engine, list(manifest.kinds), moments, residual),
+            kinds=kinds_to_load(self.engine, list(manifest.kinds), moments, residual),
             layout=self._layout,
             checked=True,  # train/state/origin.py has, before anything was allocated
         )

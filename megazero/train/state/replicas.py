@@ -33,7 +33,7 @@ from megazero.zero.records import (
     SUMS,
     WEIGHTS,
     in_replica,
-    load_kinds,
+    kinds_to_load,
     load_records,
     load_replica_records,
     of_replica,
@@ -117,7 +117,7 @@ def _merge(
     """Load the replicas one after the other, and go on from their mean as the module says."""
     stored = saved.manifest.kinds
     loaded = saved.fill(
-        load_records(engine, placements, optimizer=False), load_kinds(engine, list(stored), ())
+        load_records(engine, placements, optimizer=False), kinds_to_load(engine, list(stored), ())
     )
     anchors = {unit: unit.master.clone() for unit in engine.units}
     momentum: dict[Unit, torch.Tensor] = {}

@@ -20,7 +20,7 @@ from megazero.config import World, make_config
 from megazero.mesh.launch import Launch
 from megazero.train import setup
 from megazero.zero.records import (
-    load_kinds,
+    kinds_to_load,
     load_rank_tensors,
     load_records,
     rank_tensors,
@@ -104,7 +104,7 @@ def resume(case: Case, path):
         path,
         records=load_records(engine, residual=True),
         group=dist.group.WORLD,
-        kinds=load_kinds(engine, list(manifest.kinds), ["exp_avg", "exp_avg_sq"], True),
+        kinds=kinds_to_load(engine, list(manifest.kinds), ["exp_avg", "exp_avg_sq"], True),
         layout={"case": case.letters, "per_node": case.per_node},
     )
     engine.invalidate()

@@ -508,7 +508,7 @@ def test_a_way_back_loads_all_whatever_the_start_left_out(
     monkeypatch.setattr(
         checkpointing, "load_records", lambda _, __, optimizer, residual: asked.append(optimizer)
     )
-    monkeypatch.setattr(checkpointing, "load_kinds", lambda *_: {})
+    monkeypatch.setattr(checkpointing, "kinds_to_load", lambda *_: {})
     monkeypatch.setattr(checkpointing, "load_rank_tensors", lambda *_: did.append("load_rank_tensors"))
     monkeypatch.setattr(checkpointing, "world_group", lambda: None)
     monkeypatch.setattr(checkpointing.store, "load", lambda *_, **__: SimpleNamespace(rank_tensors=None))
