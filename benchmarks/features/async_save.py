@@ -170,7 +170,7 @@ def measure(folder: str, preset: str, rounds: int, with_dcp: bool) -> tuple[list
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it starts one
     others = [Dcp(kind, folder) for kind in ("thread", "process") if with_dcp]
     with ExitStack() as stack:
-        trainer = setup.prepare(config, launch, stack, time.monotonic())
+        trainer = setup.prepare(config, launch, stack)
         with trainer.feeding.batches(trainer.data.train, consumed=0) as batches:
             taken = [
                 {name: asdict(each) for name, each in one_round(trainer, batches, others).items()}

@@ -107,7 +107,7 @@ def measure(values: dict[str, Any]) -> dict[str, int]:
     with ExitStack() as stack, redirect_stdout(StringIO()):
         logs = stack.enter_context(tempfile.TemporaryDirectory())
         config = make_config({**MODEL, **values, "log_dir": logs}, World(RANKS, RANKS))
-        trainer = setup.prepare(config, read_launch(), stack, time.monotonic())
+        trainer = setup.prepare(config, read_launch(), stack)
         # The rounding of the largest units, the last and the first, is measured in the first steps.
         trainer.engine.rounding.updates = len(trainer.engine.rounding.names) - 1
         states = list[int]()

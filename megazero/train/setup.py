@@ -70,7 +70,7 @@ def main(
                 timeout_s=config.training.distributed_timeout_minutes * 60,
                 phase=lambda: supervisor.phase,
             ):
-                trainer = prepare(config, launch, stack, supervisor.began, signals, supervisor)
+                trainer = prepare(config, launch, stack, signals, supervisor)
                 supervisor.trainer = trainer
                 with trainer.outputs.console:
                     status = trainer.run()
@@ -234,14 +234,13 @@ def prepare(
     config: RunConfig,
     launch: Launch,
     stack: ExitStack,
-    began: float,
     signals: StopSignals | None = None,
     supervisor: Supervisor | None = None,
 ) -> Trainer:
     """Make all that a run needs, in the order in which mistakes are cheapest to find. Collective.
 
-    stack: closes what is opened here. began: time.monotonic() at the start of the process. supervisor: learns how far
-    the preparation is. Raises NotStarted.
+    stack: closes what is opened here. supervisor: knows when the process began, and learns how far the preparation
+    is. Raises NotStarted.
     """
     supervisor = supervisor or Supervisor(config, launch)
     config, tokenizer, mesh, forecast, found = _join(config, launch, supervisor)
@@ -272,7 +271,7 @@ def prepare(
     first, guard = mesh.rank == 0, partial(supervisor.lease.check, config.logging.log_dir)
     outputs = open_outputs(config, progress, start, length.last_iteration, stack, guard, first=first)
     report_start(config, mesh, decoder, progress, outputs, forecast.lines() if forecast else ())
-    exits = ExitConditions.of(config.training, signals, length.halt, began)
+    exits = ExitConditions.of(config.training, signals, length.halt, supervisor.began)
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)
     if signals is not None:
         signals.hold()

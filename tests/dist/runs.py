@@ -94,7 +94,7 @@ def _train(configure: Callable[[World], RunConfig]) -> Seen:
     feeding.Batches = recorder = _Recorder(original)
     try:
         with ExitStack() as stack, redirect_stdout(io.StringIO()):
-            run = setup.prepare(config, launch, stack, time.monotonic())
+            run = setup.prepare(config, launch, stack)
             start, notes, log = run.progress.iteration, run.progress.notes, run._log
 
             def note(loss: float, *rest: Any) -> None:

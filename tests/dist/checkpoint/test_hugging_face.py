@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from contextlib import ExitStack, redirect_stdout
 
 import pytest
@@ -54,9 +53,7 @@ def begin(values):
     world = dist.get_world_size()
     config = make_config({**RUN, **values}, World(world, world))
     with ExitStack() as stack, redirect_stdout(io.StringIO()):
-        run = setup.prepare(
-            config, Launch(dist.get_rank(), world, local_world_size=world), stack, time.monotonic()
-        )
+        run = setup.prepare(config, Launch(dist.get_rank(), world, local_world_size=world), stack)
         run.engine.optimizer.ensure_state()  # which a run from random weights makes in its first step
         held = held_bytes(run.engine)
         if config.checkpoint.save:
@@ -70,9 +67,7 @@ def train(values):
     world = dist.get_world_size()
     config = make_config({**RUN, **values}, World(world, world))
     with ExitStack() as stack, redirect_stdout(io.StringIO()):
-        setup.prepare(
-            config, Launch(dist.get_rank(), world, local_world_size=world), stack, time.monotonic()
-        ).run()
+        setup.prepare(config, Launch(dist.get_rank(), world, local_world_size=world), stack).run()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
@@ -55,7 +54,7 @@ def hold(layouts: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float, fl
         with ExitStack() as stack, redirect_stdout(io.StringIO()):
             logs = stack.enter_context(tempfile.TemporaryDirectory())
             config = make_config({**MODEL, **values, "log_dir": logs}, World(4, 4))
-            run = setup.prepare(config, launch, stack, time.monotonic())
+            run = setup.prepare(config, launch, stack)
             states, step = list[int](), run.engine.step
             run.engine.step = lambda *row, e=run.engine, s=step, n=states: (
                 n.append(state_bytes(e)),

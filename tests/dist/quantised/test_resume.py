@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -285,9 +284,7 @@ def pass_on(values: dict[str, Any]) -> None:
     world = dist.get_world_size()
     config = make_config({**TINY, **values}, World(world, world))
     with ExitStack() as stack, redirect_stdout(io.StringIO()):
-        run = setup.prepare(
-            config, Launch(dist.get_rank(), world, local_world_size=world), stack, time.monotonic()
-        )
+        run = setup.prepare(config, Launch(dist.get_rank(), world, local_world_size=world), stack)
         run.checkpointing.save(run.progress)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import time
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -369,7 +368,7 @@ def printed(values: dict[str, Any]) -> str:
     config = make_config({**TINY, **values}, World(RANKS, RANKS))
     launch = Launch(dist.get_rank(), RANKS, local_world_size=RANKS)
     with ExitStack() as stack, redirect_stdout(io.StringIO()) as text:
-        run = setup.prepare(config, launch, stack, time.monotonic())
+        run = setup.prepare(config, launch, stack)
         with run.outputs.console:
             run.run()
     return text.getvalue()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def overflowing(values: dict[str, Any], culprit: int) -> list[tuple[float | None
     seen: list[tuple[float | None, bool]] = []
     with ExitStack() as stack, redirect_stdout(io.StringIO()):
         launch = Launch(dist.get_rank(), RANKS, local_world_size=RANKS)
-        run = setup.prepare(config, launch, stack, time.monotonic())
+        run = setup.prepare(config, launch, stack)
         forward, log, leaves = run.pipeline.forward, run._log, [r.leaf for r in run.engine.optimizer.runs]
         before = [leaf.detach().clone() for leaf in leaves]
 

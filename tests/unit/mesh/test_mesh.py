@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import time
 from contextlib import ExitStack
 
 import pytest
@@ -126,5 +125,5 @@ def test_cuda_finds_its_settings_when_it_starts(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, starts)
     with ExitStack() as stack, pytest.raises(ValueError, match="sees no CUDA device"):
         config = make_config({**TINY, "device": "cuda"}, World(1, 1))
-        setup.prepare(config, read_launch({}), stack, time.monotonic())
+        setup.prepare(config, read_launch({}), stack)
     assert set(found) == {("32", "EAGER")}

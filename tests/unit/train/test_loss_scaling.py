@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import random
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from itertools import pairwise
@@ -123,7 +122,7 @@ RUN = {**TINY, "params_dtype": "fp16", "num_layers": 1, "global_batch_size": 2, 
 
 def trainer_of(values: dict[str, Any], folder: Path, stack: ExitStack) -> Trainer:
     config = make_config({**RUN, "log_dir": str(folder), **values}, World(1, 1))
-    run = setup.prepare(config, Launch(0, 1, local_world_size=1), stack, time.monotonic())
+    run = setup.prepare(config, Launch(0, 1, local_world_size=1), stack)
     stack.enter_context(run.outputs.console)
     return run
 

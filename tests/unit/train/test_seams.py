@@ -49,7 +49,7 @@ def run(values: dict[str, Any], watch: Callable[[Trainer], None] = lambda _: Non
     """A run of one rank in this process. watch: gets the trainer before it runs."""
     config = make_config(values, World(1, 1))
     with ExitStack() as stack, redirect_stdout(io.StringIO()):
-        trainer = setup.prepare(config, Launch(0, 1, local_world_size=1), stack, time.monotonic())
+        trainer = setup.prepare(config, Launch(0, 1, local_world_size=1), stack)
         watch(trainer)
         trainer.run()
     return config
