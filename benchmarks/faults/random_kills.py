@@ -20,7 +20,6 @@ at the end. Seed and number determine a trial, up to the machine's speed.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import re
 import shutil
@@ -341,8 +340,6 @@ def main() -> int:
     ).parse_args()
     if options.faults:
         storage_faults.preload()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(storage_faults.PRELOADED)
-    multiprocessing.forkserver.ensure_running()
     store, layouts = harness.Store(options.out), tuple(OUTER if options.outer else PLAIN)
     store.claim()
     references, began = options.out.with_suffix(".references"), time.monotonic()

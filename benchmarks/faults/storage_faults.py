@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import json
 import mmap
-import multiprocessing
 import os
 import struct
 import subprocess
@@ -50,7 +49,6 @@ HANG_MS, FOR_GOOD_MS = 3000, 30_000
 ENDS = 50, 80  # of a save's calls, which are all tried; of those between, MIDDLE
 MIDDLE = 20
 FEW = 40  # of those that hang
-PRELOADED = ["megazero.train.setup", "megazero.train.entry_point", "tests.dist.runs"]
 STATE = struct.Struct("8i4096s")  # as in storage_faults.c
 RUN = {"zero_preset": "zero3", "save_interval": 1, "save_keep_last": 2, "eval_iters": 0, "lr_warmup_iters": 0}
 RUN |= {"distributed_timeout_minutes": LIMIT_S / 60, "lr_decay_style": "constant", "log_interval": 1000}
@@ -217,7 +215,6 @@ def main() -> int:
         at=([0, 5, 20, 41], "calls from which on all fail"),
         few=(0, "try a sample of so many calls (0: all)"),
     ).parse_args()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     folder, results = Path(tempfile.mkdtemp(prefix="faults-")), harness.Store(options.out)
     results.claim()
     done = {(each["fault"], each["async_save"], each["at"]) for each in results.records()}
