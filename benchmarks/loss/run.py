@@ -400,7 +400,7 @@ def whole_master(engine: zero.Engine) -> dict[str, torch.Tensor]:
         whole[name].view(-1)[low:high] = values
     for tensor in whole.values():
         rows = engine.mesh.gather_rows(tensor.view(-1).to(engine.mesh.device))
-        tensor.view(-1).copy_(rows[: engine.mesh.grid.site_size].sum(0))
+        tensor.view(-1).copy_(rows[: engine.mesh.grid.replica_size].sum(0))
     return whole
 
 

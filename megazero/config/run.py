@@ -35,7 +35,7 @@ from megazero.config.options.sections import (
     ZeroConfig,
 )
 from megazero.config.options.skipping import SkippingConfig
-from megazero.mesh.grid import data_ranks_per_node, site_size
+from megazero.mesh.grid import data_ranks_per_node, replica_size
 from megazero.pp.partition import StageSpec, partition
 from megazero.pp.schedules import micro_batch_multiple
 
@@ -134,17 +134,17 @@ class RunConfig:
             return 1
         return self.outer.outer_replicas or max(1, world.world_size // self.ranks_per_node(world))
 
-    def site(self, world: World) -> World:
+    def replica_world(self, world: World) -> World:
         """Return the ranks of one outer replica. Raises ValueError if nodes do not divide into the replicas."""
         replicas = self.outer_replicas(world)
         if replicas == 1:
             return world
         node = self.ranks_per_node(world)
-        return World(site_size(world.world_size, node, replicas), node)
+        return World(replica_size(world.world_size, node, replicas), node)
 
     def shard_ranks(self, world: World) -> int:
         """Return d, the number of ranks in one data-parallel group, over which states are sharded."""
-        return self.data_parallel_size(self.site(world))
+        return self.data_parallel_size(self.replica_world(world))
 
     def data_ranks_per_node(self, world: World) -> int:
         """Return h, the number of ranks of one data-parallel group that share a node.
@@ -152,7 +152,7 @@ class RunConfig:
         Raises ValueError if groups straddle nodes unevenly.
         """
         return data_ranks_per_node(
-            self.site(world).world_size,
+            self.replica_world(world).world_size,
             self.ranks_per_node(world),
             self.parallel.tensor_model_parallel_size,
             self.parallel.pipeline_model_parallel_size,

@@ -62,7 +62,7 @@ class Grid:
 
     @property
     def dp(self) -> int:
-        return self.site_size // (self.tp * self.pp)
+        return self.replica_size // (self.tp * self.pp)
 
     @property
     def data_axes(self) -> tuple[AxisSpec, ...]:
@@ -80,7 +80,7 @@ class Grid:
         return rank // self.dp_stride % self.dp
 
     @property
-    def site_size(self) -> int:
+    def replica_size(self) -> int:
         """Return how many ranks an outer replica has. They are consecutive."""
         return self.world_size // self.outer
 
@@ -101,14 +101,14 @@ class Grid:
 
     def rank_of(self, pp: int, dp: int, tp: int, outer: int = 0) -> int:
         """Return the world rank with these indices."""
-        return outer * self.site_size + pp * self.axis("pp").stride + dp * self.dp_stride + tp
+        return outer * self.replica_size + pp * self.axis("pp").stride + dp * self.dp_stride + tp
 
     def link(self, a: int, b: int) -> str:
         """Return the link class between two world ranks."""
         return INTRA if a // self.ranks_per_node == b // self.ranks_per_node else INTER
 
 
-def site_size(world_size: int, ranks_per_node: int, outer: int) -> int:
+def replica_size(world_size: int, ranks_per_node: int, outer: int) -> int:
     """Return the ranks of one of ``outer`` replicas. Raises ValueError if they are not groups of whole nodes."""
     nodes, rest = divmod(world_size, ranks_per_node)
     if rest or nodes % outer:
@@ -245,10 +245,10 @@ def make_grid(
     are groups of whole nodes. Raises ValueError for sizes that do not divide and for factors that are illegal.
     """
     if outer > 1:
-        inside = site_size(world_size, ranks_per_node, outer)
-        site = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost)
+        inside = replica_size(world_size, ranks_per_node, outer)
+        one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost)
         axis = AxisSpec("outer", "outer", outer, inside, INTER)
-        return replace(site, world_size=world_size, axes=(axis, *site.axes), outer=outer)
+        return replace(one, world_size=world_size, axes=(axis, *one.axes), outer=outer)
     h = data_ranks_per_node(world_size, ranks_per_node, tp, pp, dp_outermost)
     d = world_size // (tp * pp)
     if problem := shard_problem(shards, d, h):

@@ -62,7 +62,7 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
 def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -> SubLayout:
     """Return the sub-layout of one replica, as often as there are replicas left."""
     few = next(k for k in range(2, replicas + 1) if replicas % k == 0)
-    one = sub_layout(replace(config, outer=OuterConfig()), config.site(world), most // few)
+    one = sub_layout(replace(config, outer=OuterConfig()), config.replica_world(world), most // few)
     small = World(one.world.world_size * few, one.world.ranks_per_node)
     note = (f"outer replicas {replicas} -> {few}",) if few < replicas else ()
     return replace(one, world=small, replicas=few, notes=(*note, *one.notes))

@@ -91,9 +91,9 @@ class StepScalars:
         for link, rows in self.mesh.grid.rows_sent.items():
             if rows:
                 traffic.add("scalar", link, rows * self.row.nbytes)
-        for site, sums in zip(self.rows.split(self.mesh.grid.site_size), self.sums, strict=True):
-            torch.sum(site[:, 0], 0, out=sums[0])
-            torch.sum(site[:, 2:OWN], 0, out=sums[2:])
+        for replica, sums in zip(self.rows.split(self.mesh.grid.replica_size), self.sums, strict=True):
+            torch.sum(replica[:, 0], 0, out=sums[0])
+            torch.sum(replica[:, 2:OWN], 0, out=sums[2:])
 
     def read(self) -> tuple[list[float], dict[str, float], Rows]:
         """Return the global norm of the gradients of every outer replica (nan if one is not finite), this replica's
@@ -104,10 +104,10 @@ class StepScalars:
         received = self.received.tolist()  # the host waits here, for all that the step has enqueued
         k, world = self.row.numel(), self.mesh.world_size
         rows = [received[r * k : (r + 1) * k] for r in range(world)]
-        stage, site = self.mesh.grid.axis("pp").index, self.mesh.grid.site_size
+        stage, size = self.mesh.grid.axis("pp").index, self.mesh.grid.replica_size
         hashes: dict[tuple[int, int], set[float]] = {}
         for rank, row in enumerate(rows):
-            hashes.setdefault((rank // site, stage(rank)), set()).add(row[1])
+            hashes.setdefault((rank // size, stage(rank)), set()).add(row[1])
         if any(len(issued) > 1 for issued in hashes.values()):
             self.differ()
             raise RuntimeError(
@@ -116,7 +116,7 @@ class StepScalars:
             )
         sums, norms = received[world * k :], []
         for replica in range(self.mesh.grid.outer):
-            finite = all(math.isfinite(row[0]) for row in rows[replica * site : (replica + 1) * site])
+            finite = all(math.isfinite(row[0]) for row in rows[replica * size : (replica + 1) * size])
             norms.append(math.sqrt(sums[replica * OWN]) if finite else math.nan)
         _, _, *errors = sums[self.mesh.replica * OWN :][:OWN]
         return norms, relative_errors(errors), tuple(tuple(row[OWN:]) for row in rows)

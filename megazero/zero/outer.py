@@ -226,15 +226,15 @@ class OuterSteps:
 
         Raises RuntimeError if anchors differ.
         """
-        site = len(rows) // self.axis.size
-        odd = [rank for rank, row in enumerate(rows) if row[0] != rows[rank % site][0]]
+        size = len(rows) // self.axis.size
+        odd = [rank for rank, row in enumerate(rows) if row[0] != rows[rank % size][0]]
         if odd:
             raise RuntimeError(
                 f"outer replicas hold different anchors: those of ranks {odd} are not the first replica's. Start all "
                 "replicas from the same weights; load the last checkpoint"
             )
         own, mean = (sum(row[at] for row in rows) / self.axis.size for at in (1, 2))
-        divisors, rest = tuple(row[3] for row in rows[::site]), tuple(row[SCALARS:] for row in rows)
+        divisors, rest = tuple(row[3] for row in rows[::size]), tuple(row[SCALARS:] for row in rows)
         if not (own or mean):
             return Met(divisors), rest
         return Met(divisors, mean**0.5, max(own - mean, 0.0) ** 0.5), rest

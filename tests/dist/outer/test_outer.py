@@ -49,8 +49,10 @@ MORE = [
         {"outer_interval": 1, "outer_lr": 0.5, "outer_momentum": 0.0, "outer_optimizer": "sgd"},
     ),
     OuterCase("long", 2, {"outer_interval": 4}, steps=14),
-    OuterCase("two nodes in a site", 2, {**OUTER, "outer_replicas": 2, "zero_preset": "zero3"}, world=8),
-    OuterCase("ddp on two nodes in a site", 2, {**OUTER, "outer_replicas": 2, "zero_preset": "ddp"}, world=8),
+    OuterCase("two nodes in a replica", 2, {**OUTER, "outer_replicas": 2, "zero_preset": "zero3"}, world=8),
+    OuterCase(
+        "ddp, two nodes in a replica", 2, {**OUTER, "outer_replicas": 2, "zero_preset": "ddp"}, world=8
+    ),
     OuterCase("tp 2 x zero3, virtual stages", 2, {**OUTER, **TP2, **PP2}, world=8, per_node=4),
     OuterCase("one after the other", 2, {"outer_interval": 3, "outer_fragments": 3}, steps=8),
     OuterCase("late", 2, {"outer_interval": 4, "outer_delay": 2, "zero_preset": "ddp"}, steps=12),
@@ -64,7 +66,7 @@ MORE = [
     OuterCase("streamed, pp 2", 2, {**STREAMED, **PP2, **RUNS}, steps=9),
     OuterCase("streamed, four", 4, {**STREAMED, "outer_optimizer": "sgd"}, per_node=1, steps=9),
     OuterCase("streamed, skipped", 2, STREAMED, steps=9, skips=(4, 1)),
-    OuterCase("streamed, two nodes in a site", 2, {**STREAMED, "outer_replicas": 2}, world=8, steps=9),
+    OuterCase("streamed, two nodes in a replica", 2, {**STREAMED, "outer_replicas": 2}, world=8, steps=9),
     OuterCase("streamed, tp 2 x pp 2", 2, {**STREAMED, **TP2, **PP2}, world=8, per_node=4, steps=9),
 ]
 
@@ -158,8 +160,8 @@ def moved(
         got = outer * own(before - anchor.value) + total(kept)
         missing = max(missing, ((got - wanted).norm() / wanted.norm()).item())
     formula = 3 * 2 * (outer - 1) / outer * WIDTH[name] * NUMEL / mesh.dp_size
-    rows, site = mesh.gather_rows(steps.scalars[:1]), mesh.grid.site_size
-    equal = all(bool(rows[i] == rows[i % site]) for i in range(mesh.world_size))
+    rows, size = mesh.gather_rows(steps.scalars[:1]), mesh.grid.replica_size
+    equal = all(bool(rows[i] == rows[i % size]) for i in range(mesh.world_size))
     return missing, sent / formula, (kept.norm() / way.norm()).item(), equal
 
 
@@ -323,7 +325,7 @@ def test_other_replicas_first_take_the_step_that_is_due(tmp_path: Path) -> None:
 
 
 INSIDE = {
-    "zeropp between a site's nodes": (
+    "zeropp between a replica's nodes": (
         8,
         {
             "zero_preset": "zeropp",
@@ -398,7 +400,7 @@ STREAMED_RUNS = {
         3,
     ),
     "tp 2 x pp 2, bf16": (8, {**TP2, **PP2, "ranks_per_node": 4, "params_dtype": "bf16", **TIED}, 4),
-    "zeropp between a site's nodes": (
+    "zeropp between a replica's nodes": (
         8,
         {
             "zero_preset": "zeropp",
