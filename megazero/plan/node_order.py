@@ -22,7 +22,7 @@ class NodeOrder:
     """An order of hosts, node by node.
 
     under, before: bytes of a step that stay under leaf switches, in this order and in the one given. total: all that
-    cross nodes. together: the axes by which nodes were packed under leaves, the first one first.
+    cross nodes.
     """
 
     hosts: tuple[str, ...]
@@ -30,7 +30,6 @@ class NodeOrder:
     under: float
     before: float
     total: float
-    together: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def place(layout: Layout, topology: Topology, hosts: Sequence[str]) -> NodeOrder
     leaf_of = {node: leaf for leaf, nodes in topology.leaves.items() for node in nodes}
     axes = rings(layout)
     before = _under(axes, [leaf_of[host] for host in hosts])
-    best: tuple[tuple[str, ...], float, tuple[str, ...]] = (tuple(hosts), before, ())
+    chosen, most = tuple(hosts), before
     tall = sorted(hosts, key=lambda host: topology.path(leaf_of[host]))  # neighbours in the tree; stable
     for order in permutations([axis for axis in axes if axis.size > 1]):
         packed = _packed([axis.size for axis in order], tall, leaf_of)
@@ -56,11 +55,10 @@ def place(layout: Layout, topology: Topology, hosts: Sequence[str]) -> NodeOrder
         for at, host in zip(_coordinates(order, len(hosts)), packed, strict=True):
             placed[at] = host
         under = _under(axes, [leaf_of[host] for host in placed])
-        if under > best[1] * (1 + 1e-9):
-            best = tuple(placed), under, tuple(axis.name for axis in order)
-    chosen, under, together = best
+        if under > most * (1 + 1e-9):
+            chosen, most = tuple(placed), under
     total = sum(axis.sent for axis in axes) * len(hosts)
-    return NodeOrder(chosen, len({leaf_of[host] for host in hosts}), under, before, total, together)
+    return NodeOrder(chosen, len({leaf_of[host] for host in hosts}), most, before, total)
 
 
 def rings(layout: Layout) -> list[Ring]:
