@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 whole (or equal), 1 damaged (or different), 2 there is nothing to look at."""
     options = parse(arguments)
     from megazero.checkpoint.store import find_checkpoint
-    from megazero.convert.inspection import describe, differences
+    from megazero.convert.inspection import DAMAGED, describe, differences
 
     try:
         path = find_checkpoint(options.checkpoint, options.ckpt_step)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("\n".join(lines))
-    return 1 if any(line.endswith("DAMAGED") for line in lines) else 0
+    return 1 if any(line.endswith(DAMAGED) for line in lines) else 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import check_checksum, open_manifest
 from megazero.checkpoint.reading import StoredTensors, pieces
 
+DAMAGED = "DAMAGED"  # the last word of a damaged file's line
+
 
 def describe(path: Path, tensors: bool = False, check: bool = True) -> Iterator[str]:
     """Yield lines that say what the checkpoint directory ``path`` holds. check: read every file's checksum.
@@ -50,7 +52,7 @@ def _state(path: Path, name: str, entry: Any, check: bool) -> str:
     try:
         check_checksum(path, name, entry)
     except CheckpointError:
-        return "DAMAGED"
+        return DAMAGED
     return "good"
 
 
