@@ -93,11 +93,8 @@ def test_the_axis_that_sends_most_is_kept_together() -> None:
     topology = parse_topology("a: n0 n2\nb: n1 n3\nc: n4 n6\nd: n5 n7\n", "t")
     found = place(tree, topology, ALTERNATING)
     busiest = max(rings(tree), key=lambda ring: ring.sent)
-    assert (
-        busiest.name != "pp"
-        and found.under == pytest.approx(busiest.sent * 8)
-        and found.before < 0.1 * found.under
-    )
+    assert busiest.name != "pp"
+    assert found.under == pytest.approx(busiest.sent * 8) and found.before < 0.1 * found.under
 
 
 def test_leaves_that_are_no_multiples_of_groups() -> None:
