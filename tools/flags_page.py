@@ -18,7 +18,7 @@ Names are Megatron's; [megatron.md](megatron.md) has Megatron's other flags, whi
 Flags override `--config`, which overrides `--deepspeed-config`, which overrides defaults; but what DeepSpeed's engine
 does, clipping and the loss scale, its file decides. The start prints what was overridden.
 Unknown and illegal values are errors, reported all at once with status 2. An option that another option makes
-meaningless gets a note; if it is megazero's own (`--zero-...`), it is an error.
+meaningless gets a note; most of megazero's own (`--zero-...`) are errors then.
 `python -m megazero.config FLAGS` checks a command line without torch.
 `--nproc-per-node N` makes `pretrain_gpt.py` start N ranks on this machine, without a launcher.
 `--local-rank N`, which `torch.distributed.launch` and `deepspeed` add, is read with the launcher's variables.

@@ -35,7 +35,7 @@ def find_errors(
     for reads, rule in RULES:
         if not broken.intersection(reads):
             errors += rule(config)
-    errors += [line for name, line in _without_effect(config, broken) if _own(name)]
+    errors += [line for name, line in _without_effect(config, broken) if _refused(name)]
     if world is not None:
         errors += _layout(config, world, broken)
     if not config.knows_nodes(world) and config.zero.zero_shard:
@@ -46,9 +46,11 @@ def find_errors(
 def notes_on(config: RunConfig, world: World | None) -> list[str]:
     """Return notes on a legal configuration: what has no effect, and what is not as one may expect.
 
-    Options without an effect are Megatron's: megazero's own are errors.
+    Options without an effect are noted here if they are not errors.
     """
-    idle = [line.split("; leave it out")[0] for name, line in _without_effect(config, ()) if not _own(name)]
+    idle = [
+        line.split("; leave it out")[0] for name, line in _without_effect(config, ()) if not _refused(name)
+    ]
     return [*idle, *outer_notes(config), *_other_lifetime(config, world)]
 
 
@@ -61,9 +63,13 @@ def _other_lifetime(config: RunConfig, world: World | None) -> Iterator[str]:
         yield f"--zero-params-lifetime {asked} is 'use' here: P = OS, the P copy is the optimizer's own slice"
 
 
-def _own(name: str) -> bool:
-    """Tell whether an option is megazero's own: no script of Megatron gives it."""
-    return name.startswith(("zero_", "outer_", "spike_", "compile_")) or name in OWN
+def _refused(name: str) -> bool:
+    """Tell whether an option is an error where it has no effect: most of megazero's own are. The others get a note.
+
+    Some of its own get a note, too. They modify Megatron's saves, evaluations and schedules; --save-keep-last also
+    follows from Megatron's --save-retain-interval.
+    """
+    return name.startswith(("zero_", "outer_", "spike_", "compile_")) or name in REFUSED
 
 
 # Options that others may decide. While one of those is not legal, the derived option is not judged.
@@ -73,7 +79,7 @@ DERIVED_FROM = {
     "num_query_groups": ("num_attention_heads",),
     "max_position_embeddings": ("seq_length",),
 }
-OWN = ("allow_fresh_start", "accept_field", "save_hf", "rollback_on_spike", "max_rollbacks")
+REFUSED = ("allow_fresh_start", "accept_field", "save_hf", "rollback_on_spike", "max_rollbacks")
 # The options that decide the arrangement of ranks.
 LAYOUT = {
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"),
