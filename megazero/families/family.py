@@ -23,9 +23,9 @@ class TensorNames:
     ``transposed`` says that matrices of layers are stored [in, out].
     ``fused`` is the order of the rows of such a tensor of q, k, v. With "sides", it has all of q, then all of k, then
     all of v. With "groups", it has the query heads, the key and the value of the first group of heads, then those of
-    the second group, and so on. ``needs`` maps an option to the value, or to the tuple of values, that these names
-    can express. ``equal`` has pairs of options that must be equal for it. ``aliases`` maps a name in
-    some release of transformers to the name in files.
+    the second group, and so on. ``needs`` maps an option, or a property of ModelConfig such as gated_mlp, to the
+    value, or to the tuple of values, that these names can express. ``equal`` has pairs of them that must be equal for
+    it. ``aliases`` maps a name in some release of transformers to the name in files.
     """
 
     model: Mapping[str, str]

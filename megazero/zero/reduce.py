@@ -221,7 +221,7 @@ class Reduction:
             unsummed = level == 1 and (unit.levels.g > 0 or self.micro_batch.single)
             once = unit.crossing is not None and level > unit.crossing and axis.link == INTER
             fed = once and unit.codecs.feedback
-            # A residual that is left when rounding ends goes with the next exact message, which then is a sum.
+            # When rounding ends, a residual may be left. It goes with the next exact message, so that one is a sum.
             owing = fed and unit.residual is not None
             codec = codecs.gradients(axis.link) or (raw if unsummed and not owing else sums)
             as_it_lies = isinstance(codec, Identity) and len(unit.layout.regions) == 1 and axis.size > 2
@@ -351,8 +351,9 @@ class Hop:
     """One collective of a reduction: it goes over ``axis``, from level - 1 to ``level``, in the codec's format.
 
     fused: the sum goes straight into the next hop's messages. feedback: the rounding is fed back.
-    whole: the own row is a message too. This holds for fused hops and the one after, since no buffer has the sum, and
-        for exact rows that can be sent from where they lie. Otherwise the own row is neither copied nor rounded.
+    whole: the own row is a message, too; else it is neither copied nor rounded. A fused hop and the one after it are
+        whole, because no buffer has the sum between them. So is an exact hop of one region among more than two ranks:
+        its rows are sent from where they lie.
     """
 
     axis: Axis
