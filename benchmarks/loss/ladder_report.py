@@ -70,7 +70,7 @@ One exact run per peak, of seed 1. Where *steps* is below that of the plan, the 
 {plan}
 
 Hours are CPU time of one core: measured where there are runs, else estimated from their operations. `--ladder RUNG`
-runs a rung that does not fit into the eight hours. 125M is for one GPU, in whose time its hours are, and is unmeasured:
+runs a rung that does not fit into the eight hours. 125M is for one GPU: its hours are that GPU's, and unmeasured:
 
 {more}
 
