@@ -23,8 +23,8 @@ HEAD = """\
     make gpu-report          # or, from a plain checkout with torch and numpy: python tools/gpu_report.py
 
 With a GPU it writes this page, gpu.json and the charts in at most 8 minutes (`--minutes`). Without one it rehearses
-on the CPU and writes only to `runs/gpu-rehearsal`. Each piece runs in its own process with a time limit; a failure is a
-row with its reason. Started again, it runs only the missing and failed pieces (`--help` lists the flags).
+on the CPU and writes only to `runs/gpu-rehearsal`. Each piece runs in its own process with a time limit; a failure
+is a row with its reason. Started again, it runs only the missing and failed pieces (`--help` lists the flags).
 """
 
 
