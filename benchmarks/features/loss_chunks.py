@@ -135,9 +135,9 @@ def main() -> int:
     header.append(f"{small[0]} tokens, vocabulary {small[2]}: time of whole")
     text = harness.table(header, rows(sizes, found, turns))
     where = f"{options.tokens} tokens, hidden {options.hidden}, vocabulary {options.vocabulary}, fp32, one thread of"
-    lines = f"Measured: {where} {harness.setting()}.\n\n{text}"
+    lines = f"Measured by `python -m benchmarks.features.loss_chunks`: {where} {harness.setting()}.\n\n{text}"
     print(lines)
-    said = harness.section(harness.DOCS / "training.md", TITLE).partition("\nMeasured: ")[0].rstrip()
+    said = harness.section(harness.DOCS / "training.md", TITLE).partition("\nMeasured by ")[0].rstrip()
     harness.write_section(options.page, TITLE, f"{said}\n\n{lines}")
     return 0
 

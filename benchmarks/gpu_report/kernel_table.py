@@ -30,12 +30,11 @@ writes this page and needs no GPU. Triton {triton} compiles every kernel for com
 and its cuobjdump reads the machine code.
 
 - *kernel*: sum (`kernels/sum_rows.py`), update (`adamw.py`), encode (`quantize.py`), decode and decode-add
-  (`dequantize.py`), decode-sum (`dequantize_accumulate.py`), decode-sum-encode (`dequantize_sum_quantize.py`),
-  reorder-encode (`reorder_quantize.py`).
+  (`dequantize.py`), decode-sum (`dequantize_accumulate.py`), decode-sum-encode (`dequantize_sum_quantize.py`).
 - *bits*: of an element of a message, exact at 32 and 16; of an update's parameters.
 - *registers*: per thread; a program has 128 threads. *spilled*: bytes of a thread's stack, used when registers run
   out.
-- *rounding*: how values are rounded; *Hadamard* also transforms each block, to nearest.
+- *rounding*: how values are rounded; *Hadamard* rounds to nearest after transforming each block.
 - *shared*: bytes of shared memory per program, through which its threads find a block's absmax or change the layout
   between loads and stores.
 - *warps*: how many a multiprocessor holds at once, of 64, as registers and shared memory allow.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from benchmarks.gpu_report.pieces import PIECES, Piece
 from benchmarks.gpu_report.record import REASON
 
+WIDTH = 118
 Stored = Mapping[str, Any]  # machine, rehearsal, pieces: name -> result
 REHEARSAL = """\
 > **This is a rehearsal, not a measurement.** It ran on a CPU with tiny sizes, to show that every piece runs. No
@@ -20,9 +22,9 @@ HEAD = """\
 
     make gpu-report          # or, from a plain checkout with torch and numpy: python tools/gpu_report.py
 
-With a card it writes this page, gpu.json and the charts, in at most 8 minutes (`--minutes`). Without one it rehearses
-on the CPU and writes them to `runs/gpu-rehearsal` alone. Each piece runs in its own process with a time limit; a
-failure is a row with its reason. Started again, it runs only the missing and failed pieces (`--help` has the flags).
+With a GPU it writes this page, gpu.json and the charts in at most 8 minutes (`--minutes`). Without one it rehearses
+on the CPU and writes only to `runs/gpu-rehearsal`. Each piece runs in its own process with a time limit; a failure
+is a row with its reason. Started again, it runs only the missing and failed pieces (`--help` lists the flags).
 """
 
 
@@ -39,7 +41,9 @@ def page(stored: Stored, charts: Sequence[str] = ()) -> str:
 
 def section(piece: Piece, result: Mapping[str, Any] | None, machine: Mapping[str, str]) -> list[str]:
     what = import_module(f"benchmarks.gpu_report.{piece.module}").__doc__ or ""
-    text = [f"## {piece.title}", "", f"`--pieces {piece.name}`. {what.strip()}", ""]
+    first, *rest = f"`--pieces {piece.name}`. {what.strip()}".split("\n\n")
+    first = textwrap.fill(" ".join(first.split()), WIDTH, break_on_hyphens=False)
+    text = [f"## {piece.title}", "", "\n\n".join([first, *rest]), ""]
     if result is None:
         return [*text, "Not run.", ""]
     if result["commit"] != machine["commit"]:

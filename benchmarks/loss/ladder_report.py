@@ -36,7 +36,8 @@ HALF = "exact, half the batch"
 PAGE = """\
 # Loss with quantised communication, over sizes
 
-Written by `{command}`; each run is a line of [loss_at_size.jsonl](loss_at_size.jsonl).
+Written by `{command}`;
+each run is a line of [loss_at_size.jsonl](loss_at_size.jsonl).
 
 {known}
 
@@ -60,7 +61,7 @@ SDP4Bit's published gaps (Jia et al. 2024, 80,000 iterations, blocks of 128 to 5
 
 ## Peak learning rates
 
-One exact run per peak, of seed 1; where the rate was tried with fewer tokens than the runs have, the steps say so.
+One exact run per peak, of seed 1. Where *steps* is below that of the plan, the rate was tried with fewer tokens.
 
 {peaks}
 
@@ -68,8 +69,8 @@ One exact run per peak, of seed 1; where the rate was tried with fewer tokens th
 
 {plan}
 
-Hours are of CPU time of one core, as runs took or, where there is none yet, by their operations. `--ladder RUNG` runs
-a rung that the eight hours do not hold; 125M is for one card, of whose time its hours are, and is unmeasured:
+Hours are CPU time of one core: measured where there are runs, else estimated from their operations. `--ladder RUNG`
+runs a rung that does not fit into the eight hours. 125M is for one GPU: its hours are that GPU's, and unmeasured:
 
 {more}
 
@@ -81,10 +82,10 @@ No run sees a token twice. 5% of the files are held out.
 """
 
 NOISE = """\
-*noise* is the variance of one node's gradient over its batches, over the mean gradient's square. *error* is
-`quantization_error_gradients` of those messages. *noise +%* is by how much rounding raises the noise: by 10% it is as
-if the batch were a tenth smaller. *bias* is the part of the error that batches share, over the gradient's norm;
-averaging does not remove it."""
+*noise* is the variance of one node's gradient over its batches, divided by the mean gradient's square. *error* is
+`quantization_error_gradients` of those messages. *noise +%* is what rounding adds to the noise: 10% acts like a batch
+that is a tenth smaller. *bias* is the part of the error that batches share, divided by the gradient's norm; averaging
+does not remove it."""
 
 
 class LadderReport:

@@ -167,7 +167,7 @@ class OuterStudy:
         hours, missing = (sum(map(self._seconds, pieces)) / 3600 for pieces in (every, left))
         return filled(f"""
             {len(every) - len(left)} of {len(every)} runs are done; {missing:.1f} of {hours:.1f} hours of one core are
-            left, of what runs took or, where there is none yet, by their operations (Muon's own not counted).""")
+                left: measured where there are runs, else estimated from their operations (without Muon's own).""")
 
     def _seconds(self, piece: Piece) -> float:
         settings, run = piece
@@ -184,11 +184,11 @@ class OuterStudy:
             table=self._table(),
             explanation=filled(f"""
 *loss* is that of the anchor, *of replicas* the mean of those that train. Gaps are at equal tokens,
-                from the first line of the size, and for Muon's outer steps from Muon's own zero3; bounds are least
-                squares over lines and {SEEDS} seeds with one deviation for all, each with 95%. Runs of seed 1 made
-                the choices and count here, too. The outer optimizer of runs every {INTERVALS[0]} steps, of few bits,
+                to the first line of the size, or for Muon's outer steps to Muon's own zero3; bounds (95%) are least
+                squares over lines and {SEEDS} seeds with one deviation for all. Runs of seed 1, which made the
+                choices, count here, too. The outer optimizer of runs every {INTERVALS[0]} steps, of few bits,
                 of fragments and of Muon is the one found for AdamW's exact differences every {SEARCHED[0]} steps. A
-                streamed fragment that has left in the last step has not arrived. {LARGER}: as many steps and tokens,
+                streamed fragment that left in the last step has not arrived. {LARGER}: as many steps and tokens,
                 its own peak, the interval of the least loss; one seed has no bounds. Bytes: sent by one
                 node."""),
             searched=harness.table(

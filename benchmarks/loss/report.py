@@ -72,7 +72,8 @@ class Report:
             per token over {s.evaluation * s.sequence:,} tokens of held-out files, the same for every run, with the
             decoded weights that the engine computes with."""
         title = "# Loss with quantised communication"
-        return f"{title}\n\nWritten by `{command}`.\n\n![loss](loss.png)\n\n{filled(text)}"
+        written = filled(f"Written by `{command}`.")
+        return f"{title}\n\n{written}\n\n![loss](loss.png)\n\n{filled(text)}"
 
     def _variants(self) -> str:
         head = "variant|P,G,OS|weights across nodes|gradients across nodes|bytes per step / 2N|runs"

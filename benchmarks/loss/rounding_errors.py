@@ -70,13 +70,13 @@ writes this page.
 
 ||sent - exact|| / ||exact|| of the messages that would cross nodes, by layer: a Llama of {parameters:,} parameters
 on the text of [loss.md](loss.md), in bf16, {tokens} tokens a step. *H*: a randomised Hadamard transform of 64
-elements before rounding (H32, H128: of so many). A number after the bits is the block that shares a scale, 64 if
-there is none, 128 for INT8. *clip*: the best of 8 scales (`--zero-gradient-clip-search 8`). SDP4Bit's settings are
-*INT4, 128 + H32* and, for differences, *INT4, 2048*.
+elements before rounding (H32, H128: of 32, of 128). A number after the bits is the size of the blocks that share a
+scale; without one it is 64, or 128 for INT8. *clip*: the best of 8 scales (`--zero-gradient-clip-search 8`).
+SDP4Bit's settings are *INT4, 128 + H32* and, for differences, *INT4, 2048*.
 
 The transform helps where a few values are large: gradients of the MLP's second matrix in INT4 have an error of
-{worst_plain:.2f} without and of {worst_mixed:.2f} with it. With it all layers are alike. Changes of weights by AdamW
-are of one size within a layer, so there it makes errors larger.
+{worst_plain:.2f} without and of {worst_mixed:.2f} with it. With it the errors of all layers are alike. AdamW changes
+the weights of a layer by similar amounts, so there the transform makes errors larger.
 
 ## Gradients
 
@@ -90,7 +90,7 @@ The mean of steps {steps}.
 
 ## Over the training
 
-All matrices as one vector: the gradient, then the weights' change.
+All matrices as one vector: first the gradient, then the weights' change.
 
 {progress}
 
