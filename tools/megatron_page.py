@@ -186,7 +186,7 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
         "--eval-iters",
         "validation and test data are evaluated at the end of the run, too",
         "validation data are, at every --eval-interval",
-        "a run that goes on has no end",
+        "a run that is continued has no end",
     ),
     (
         "--save",
@@ -253,7 +253,7 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
         "(BLOOM's fork) draws one micro-batch for each iteration of the range, and does not count the iterations",
         "takes all samples of the iterations and counts both, as Megatron-LM with --iterations-to-skip, another name "
         "of it here",
-        "the samples named are those that are left out, and a resume goes on behind them",
+        "the samples named are those that are left out, and a resume continues after them",
     ),
     (
         "--tokenizer-type",

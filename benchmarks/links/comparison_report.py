@@ -76,7 +76,7 @@ FP32_SUMS = (
     "that adds up in fp32 took 1.06 of DDP's seconds in a run in which megazero took 1.10 (4 micro-batches)."
 )
 FP32_CROSSES = (
-    "Where it is not met: sums cross in fp32, DDP's in bf16, which is half the bytes. It is so on purpose."
+    "Where it is not met: sums cross in fp32, DDP's in bf16, which is half the bytes. That is on purpose."
 )
 CODING = (
     "Where it is not met: on a link without a rate nothing that quantisation saves is waited for, and encoding and "
@@ -226,7 +226,7 @@ def most_cells(result: Result, name: str) -> list[str]:
 INTRODUCTION = """\
 # Comparison with FSDP2, HSDP, DDP and DeepSpeed
 
-    python -m benchmarks.links.comparison --out docs
+    python -m benchmarks.links.comparison --micro-batches {micro_batches} --out docs
 
 writes this page, comparison.json and the chart. {nodes} nodes of {ranks_per_node} ranks run on one machine ({cores}
 cores, gloo, torch {torch}, DeepSpeed {deepspeed}). Each node is a network namespace, joined to the others by links
@@ -268,7 +268,8 @@ replicas on their own tokens.
 def page(stored: Mapping[str, Any]) -> str:
     results = stored["results"]
     sharing = stored["nodes"] * stored["ranks_per_node"] / stored["cores"]
-    text = [INTRODUCTION.format(**stored, sharing=sharing)]
+    counts = " ".join(map(str, sorted({result["micro_batches"] for result in results})))
+    text = [INTRODUCTION.format(**stored, sharing=sharing, micro_batches=counts)]
     text += [MEETINGS] if any(result.get("most") for result in results) else []
     text += [
         "![Seconds and bytes per step](comparison.png)",

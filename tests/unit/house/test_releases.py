@@ -97,5 +97,6 @@ def test_the_page_lists_every_private_part_of_torch() -> None:
         if line.startswith("| `_"):
             names, paths = (re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:3])
             listed |= {name: set(paths) for name in names}
+            used = set().union(*(found.get(name, set()) for name in names))
+            assert set(paths) == used, f"{names} are used in {sorted(used)}"
     assert found.keys() == listed.keys()
-    assert [name for name in found if not found[name] <= listed[name]] == []
