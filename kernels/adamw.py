@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 from megazero.kernels import moments
-from megazero.kernels.accumulate import accumulate
+from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dispatch import CHUNK, tl, use_kernel
 from megazero.kernels.format import fp32
@@ -164,7 +164,7 @@ def _leave(weight: torch.Tensor, gradient: torch.Tensor, refresh: Refresh, round
     """Leave what ``refresh`` asks for; ``rounded`` has the dtype of ``held``."""
     copy, held = refresh
     if held is not None:
-        accumulate(gradient.copy_(rounded.copy_(weight)), held, alpha=-1.0)
+        add_to(gradient.copy_(rounded.copy_(weight)), held, alpha=-1.0)
     elif copy is not None:
         copy.copy_(weight)
 

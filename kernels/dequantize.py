@@ -11,7 +11,7 @@ reads as many bytes as it writes. It accesses memory as quantize does.
 from __future__ import annotations
 
 import torch
-from megazero.kernels.accumulate import accumulate
+from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
@@ -56,7 +56,7 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool
                 if mixing is not None:
                     mixing.inverse(digits)
                 if add:
-                    accumulate(digits, piece)
+                    add_to(digits, piece)
                 if not direct:
                     piece.copy_(digits)
 

@@ -21,7 +21,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from megazero.kernels.accumulate import accumulate as add_to
+from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate

@@ -31,7 +31,7 @@ import torch
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import start_gather
 from megazero.comm.lane import Chain, Lane
-from megazero.kernels.accumulate import accumulate as add_to
+from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import Take
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice

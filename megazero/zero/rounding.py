@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.codec import Codec, Identity
-from megazero.kernels.accumulate import accumulate
+from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import Arena, Take
 from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER
@@ -109,7 +109,7 @@ class Rounding:
             squares = frame.take(2, torch.float64)
             error = frame.take(decoded.numel(), decoded.dtype).view(decoded.shape)
             wide = frame.take(decoded.numel(), torch.float64)
-            accumulate(error.copy_(decoded), exact, alpha=-1.0)
+            add_to(error.copy_(decoded), exact, alpha=-1.0)
             for values, square in zip((error, exact), squares, strict=True):
                 wide.view(values.shape).copy_(values)
                 torch.sum(wide.square_(), 0, out=square)

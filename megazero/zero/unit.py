@@ -47,8 +47,8 @@ from torch import nn
 
 from megazero.comm.codec import Codec, Identity, at_least_fp32
 from megazero.comm.lane import Ticket
-from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.adamw import NOTHING, Refresh
+from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.kernels.fingerprint import fingerprint
 from megazero.zero.layout import Slice, UnitLayout

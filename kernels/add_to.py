@@ -11,7 +11,7 @@ from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dispatch import CHUNK
 
 
-def accumulate(out: torch.Tensor, x: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+def add_to(out: torch.Tensor, x: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
     """Compute out += alpha * x and return ``out``. They have the same shape, and any float dtypes."""
     if x.dtype == out.dtype or x.is_cuda or x.dtype.itemsize > out.dtype.itemsize:
         return out.add_(x, alpha=alpha)
