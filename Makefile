@@ -65,9 +65,10 @@ test-dist: $(VENV)/.test
 test-netlab: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
 
-# The full parity products and other long runs: some three hours on 2 cores.
+# The full parity products and other long runs: some three hours on 2 cores. What measures links, and SLURM, runs alone.
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 -m slow --ignore tests/netlab --ignore tests/slurm $(PYTEST_ARGS) $(NONE_SELECTED)
+	$(BIN)/python -m pytest -m slow tests/netlab tests/slurm $(PYTEST_ARGS) $(NONE_SELECTED)
 
 # A real SLURM on this machine (some minutes, as root). Without slurm-wlm and munge it says what to install.
 slurm-test: $(VENV)/.test

@@ -74,9 +74,14 @@ def sends_nothing(began: Path, rank: int) -> None:
 
 
 def hold(pid: int) -> None:
-    """Attach to a process as a debugger does, which stops it, until it is killed, and reap it before its parent."""
+    """Attach to a process as a debugger does, which stops it, until it is killed, and reap it before its parent.
+
+    It is held while it waits: a thread that is stopped with the interpreter's lock would silence the others, too.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long] * 4
+    while Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        pass
     if libc.ptrace(PTRACE_ATTACH, pid, 0, 0) != 0:
         os._exit(ctypes.get_errno())
     while os.WIFSTOPPED(os.waitpid(pid, 0x40000000)[1]):  # __WALL: it is no child
