@@ -156,10 +156,12 @@ def run(patch: Sequence[str], flags: Sequence[str]) -> tuple[list[tuple[float, f
 
 def finish(command: Sequence[str], folder: Path, **words: str) -> tuple[list[tuple[float, float]], str]:
     """Run a command; return each iteration's loss and norm as they are printed, and all that is printed."""
+    paths = [str(ROOT / "tests" / "megatron" / "program"), str(ROOT), os.environ.get("PYTHONPATH")]
     environ = {
         **os.environ,
         "MEGATRON_LM": str(FOLDER_PATH),
-        "PYTHONPATH": f"{ROOT / 'tests' / 'megatron' / 'program'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        # Without an empty entry, the working directory, whose megatron.core is not the installed one.
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
