@@ -1,7 +1,7 @@
 """The registry of model families: one record each, with defaults by flag, tensor names and Hugging Face's
 config.json.
 
-This package needs no torch. To add a family, write a file with its record here, and append it to the registry, whose
+This package needs no torch. To add a family, write its record in a file here, and append it to the registry, whose
 order decides which architecture a mixture gets. What the record says is all that the configuration, the decoder's
 placements and the import from Hugging Face know of it.
 """
@@ -18,13 +18,10 @@ from megazero.families.gemma import GEMMA2, GEMMA3
 from megazero.families.glm import GLM, GLM4
 from megazero.families.gpt import GPT
 from megazero.families.gpt_neox import GPT_NEOX
-from megazero.families.granite import GRANITE
-from megazero.families.llama import LLAMA
-from megazero.families.mistral import MISTRAL
+from megazero.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
 from megazero.families.olmo2 import OLMO2, OLMO3
 from megazero.families.phi3 import PHI3
 from megazero.families.qwen import QWEN2, QWEN3
-from megazero.families.smollm3 import SMOLLM3
 from megazero.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(

@@ -1,4 +1,9 @@
-"""Llama 1 to 3 and models of its shape have RMSNorm, rotary positions, SwiGLU and no biases."""
+"""Llama 1 to 3 and models of its shape have RMSNorm, rotary positions, SwiGLU and no biases.
+
+- Mistral (Jiang et al. 2023) looks back through a window at most.
+- SmolLM3 (Bakouch et al. 2025) has rotary positions in three layers of four.
+- Granite 3 (IBM 2024) has multipliers of embeddings, scores and residual sums, and a divisor of logits.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,8 @@ from typing import Any
 
 from megazero.families.config_json.field_groups import WHOLE_HEADS, biases
 from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
-from megazero.families.config_json.rotary_fields import ROTARY
+from megazero.families.config_json.layer_groups import UNTURNED_LAYERS, window
+from megazero.families.config_json.rotary_fields import ROTARY, rotary
 from megazero.families.family import Family, TensorNames
 
 DEFAULTS = {
@@ -106,4 +112,30 @@ LLAMA = relative(
     "LlamaForCausalLM",
     names=(NAMES, SANDWICH_NAMES),
     groups=(biases(mlp=True), ROTARY, WHOLE_HEADS),
+)
+MISTRAL = relative(
+    "mistral",
+    "MistralForCausalLM",
+    absent={"num_query_groups": 8, "max_position_embeddings": 131072},
+    groups=(ROTARY, window(4096)),
+)
+SMOLLM3 = relative(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    absent={"num_query_groups": 4, "max_position_embeddings": 32768},
+    tied=True,
+    groups=(biases(mlp=True), rotary(absent_base=2e6), UNTURNED_LAYERS),
+)
+ATTENTION_MULTIPLIER = FieldGroup(
+    ("attention_multiplier",),
+    lambda config: {"softmax_scale": config.get("attention_multiplier", 1.0)},
+    lambda options: {"attention_multiplier": options.attention_scale},
+)
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+GRANITE = relative(
+    "granite",
+    "GraniteForCausalLM",
+    fields={**FIELDS, **{name: name for name in MULTIPLIERS}},
+    absent={"max_position_embeddings": 2048, **dict.fromkeys(MULTIPLIERS, 1.0)},
+    groups=(ATTENTION_MULTIPLIER, biases(mlp=True), ROTARY),
 )
