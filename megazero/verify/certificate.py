@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,10 @@ class Certificate:
         return "\n".join(lines)
 
     def print(self) -> None:
-        """Print the short table on standard output. It has every check with its figure, limit and verdict."""
+        """Print the short table on standard output: every check with its figure, limit and verdict.
+
+        Of the first that fails it says where, too.
+        """
         console = Console(highlight=False)
         table = Table(box=None, pad_edge=False)
         for title in ("check", "figure", "limit", "verdict"):
@@ -122,6 +126,9 @@ class Certificate:
             if note.startswith("sub-layout"):
                 console.print(note, markup=False)
         console.print(table)
+        places = (check.where for section in self.sections for check in section.checks if not check.good)
+        for name, where in islice(zip(self.failed, places, strict=True), 1):
+            console.print(f"first failure: {name}: {where}", markup=False, soft_wrap=True)
         for line in self.diagnosis:
             console.print(f"likely cause: {line}", markup=False)
         console.print(f"parity {self.verdict}; {self.facts['wall time']}", markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -147,6 +148,8 @@ def test_the_command_writes_both_files(tmp_path: Path, monkeypatch, capsys) -> N
     assert "| hidden-size | 2048 |" in page and "| gradients |" in page
     printed = capsys.readouterr().out
     assert "FAILS" in printed and "does not hold" in printed
+    (first,) = re.findall("first failure: Pass 1, exact: gradients: (.*)", printed)
+    assert f"| {first} |" in page
 
 
 def fail_on_one(_: object) -> None:
