@@ -166,9 +166,10 @@ def test_an_unknown_commit_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @needs_git
+@pytest.mark.slow
 def test_the_committed_tree_beside_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs, reads and removes what it made. Whether they are equal is for the program to say: the tree may have
-    changes that are not committed."""
+    changes that are not committed. pytest -m slow tests/unit/benchmarks/test_compare_commits.py"""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     file = tmp_path / "rows.json"
     status = compare_commits.main(["--against", "HEAD", "--cases", "one rank, fp32", "--json", str(file)])

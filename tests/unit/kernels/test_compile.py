@@ -19,7 +19,7 @@ from tests import ROOT
 KERNELS = (
     "quantize", "quantize with clip", "dequantize", "dequantize and add", "accumulate",
     "sum_quantize", "sum_rows", "adamw", "adamw with copy", "adamw with difference",
-    "sum_quantize", "sum_rows", "quantize and mix", "dequantize and mix", "accumulate and mix", "adamw in bf16",
+    "quantize and mix", "dequantize and mix", "accumulate and mix", "adamw in bf16",
     "adamw in int8",
 )  # fmt: skip
 
