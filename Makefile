@@ -49,18 +49,18 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# In stages, the fastest first, each of which stops the rest; alone, too: make test-unit. Processes wait for each other,
-# ranks most of all, so it takes three workers to keep two cores busy, and four with ranks. What measures links runs
-# alone. What PYTEST_ARGS select may be in one of the stages alone: the others' "no tests" (5) is no failure then.
+# In stages, the fastest first, each of which stops the rest; alone, too: make test-unit. Ranks wait for each other
+# often, so it takes three workers to keep two cores busy there. What measures links runs alone. What PYTEST_ARGS select
+# may be in one of the stages alone: the others' "no tests" (5) is no failure then.
 NONE_SELECTED = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 PARALLEL := --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 test: lint test-unit test-dist test-netlab
 
 test-unit: $(VENV)/.test
-	$(BIN)/python -m pytest -n 3 $(PARALLEL) --ignore tests/dist --ignore tests/megatron --ignore tests/fsdp2 --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
+	$(BIN)/python -m pytest -n 2 $(PARALLEL) --ignore tests/dist --ignore tests/megatron --ignore tests/fsdp2 --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
 
 test-dist: $(VENV)/.test
-	$(BIN)/python -m pytest -n 4 $(PARALLEL) --ignore tests/unit --ignore tests/gpu --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
+	$(BIN)/python -m pytest -n 3 $(PARALLEL) --ignore tests/unit --ignore tests/gpu --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
 
 test-netlab: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
