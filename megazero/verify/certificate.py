@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +125,9 @@ class Certificate:
             if note.startswith("sub-layout"):
                 console.print(note, markup=False)
         console.print(table)
-        places = (check.where for section in self.sections for check in section.checks if not check.good)
-        for name, where in islice(zip(self.failed, places, strict=True), 1):
-            console.print(f"first failure: {name}: {where}", markup=False, soft_wrap=True)
+        places = [check.where for section in self.sections for check in section.checks if not check.good]
+        if places:
+            console.print(f"first failure: {self.failed[0]}: {places[0]}", markup=False, soft_wrap=True)
         for line in self.diagnosis:
             console.print(f"likely cause: {line}", markup=False)
         console.print(f"parity {self.verdict}; {self.facts['wall time']}", markup=False)
