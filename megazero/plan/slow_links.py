@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, make_config
 from megazero.config.options.cluster import Cluster
+from megazero.config.run import all_options
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.report import outer_words
@@ -34,7 +35,7 @@ class Steps:
 
     @property
     def has_room(self) -> bool:
-        """Whether a fragment arrives before the next one leaves (config/rules.py)."""
+        """Whether a fragment arrives before the next one leaves (config/layout/outer_rules.py)."""
         return self.delay < self.interval // self.fragments
 
 
@@ -146,8 +147,10 @@ def _rungs(values: Mapping[str, Any]) -> list[Steps]:
 
 def _options(steps: Steps, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a rung."""
-    mixing = {"outer_mixing": MIXING} if steps.delay and values.get("outer_mixing") is None else {}
-    return {**{"outer_" + name: value for name, value in asdict(steps).items()}, **mixing}
+    mixing = values.get("outer_mixing")
+    if mixing is None:
+        mixing = MIXING if steps.delay else all_options()["outer_mixing"].default
+    return {**{"outer_" + name: value for name, value in asdict(steps).items()}, "outer_mixing": mixing}
 
 
 def _pools(

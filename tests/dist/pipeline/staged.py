@@ -1,4 +1,4 @@
-"""Pipelines of modules whose gradients are given: quantised.py's cases cut into stages, tied ends (tests only).
+"""The cases of quantised/cases.py cut into stages, with tied ends: pipelines whose modules' gradients are given.
 
 Only what the stages' engines exchange is at stake here, so no activations are sent: every rank runs its own stage.
 """

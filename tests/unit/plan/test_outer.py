@@ -156,6 +156,7 @@ def test_the_slower_the_link_the_rarer_the_meetings_and_the_likelier_that_outer_
         assert fastest is not None and fastest.timing.seconds > 0
         chosen = fastest.layout.config.outer
         rungs.append(slow_links.LADDER.index(steps_of(chosen)))
+        assert chosen.outer_mixing == (0.5 if chosen.outer_delay else 1.0)
     assert rungs == sorted(rungs) and rungs[0] == 0 and rungs[2] > 0
     assert all(
         later.found["exact"].timing.seconds > row.found["exact"].timing.seconds
