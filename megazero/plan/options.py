@@ -100,9 +100,14 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
     errors += faults
     explain = None
     if layout is not None:
-        explain, faults = read_values(layout)
-        errors += faults
-        if not explain and not faults:
+        _, own, _ = read_section(PlanConfig, layout)
+        explain, faults = read_values(own)
+        errors += [f"after {EXPLAIN}: {each}" for each in faults]
+        if own != layout or {"cluster", "loss_policy"} & explain.keys():
+            errors.append(
+                f"--cluster, --loss-policy and flags of plan stand before {EXPLAIN}; a layout's after it"
+            )
+        elif not explain and not faults:
             errors.append(f"{EXPLAIN} takes the flags of a layout after it, such as --zero-preset zero3")
     named, policy = (values.pop(name, all_options()[name].default) for name in ("cluster", "loss_policy"))
     cluster = None

@@ -453,3 +453,8 @@ def test_faults_of_a_command_line_are_reported_at_once(capsys: pytest.CaptureFix
     words = [word for word in WORDS if word != "--bf16"]
     assert main([*words, "--bf16", "--cluster", "dgx2-v100-1ib"]) == 2
     assert "nearest: --fp16" in capsys.readouterr().err
+    after = ["--explain", "--zero-presett", "zero3", "--loss-policy", "zeropp", "--plan-output", "plans"]
+    assert main([*words, "--cluster", "dgx2-v100-1ib", *after]) == 2
+    said = capsys.readouterr().err
+    assert "after --explain: --zero-presett" in said and "flags of plan stand before --explain" in said
+    assert "--plan-output does not exist" not in said
