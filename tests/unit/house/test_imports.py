@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,11 @@ def sources() -> list[Path]:
     return sorted(path for top in tops for path in top.rglob("*.py"))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def module_name(path: Path) -> str:
     """Dotted name; the kernels folder is installed as megazero.kernels."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
@@ -82,13 +88,13 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str,
                 yield f"{base}.{alias.name}", node.lineno
 
 
-def upward(path: Path, text: str) -> list[str]:
-    """Imports of ``path`` that do not go to a lower floor or stay in its own package."""
+def upward(path: Path, tree: ast.Module) -> list[str]:
+    """Imports of ``path``, whose text is ``tree``, that do not go to a lower floor or stay in its own package."""
     module = module_name(path)
     own, wrong = package(module), []
     if own is None:
-        return [f"{path.name}: {name}" for name, _ in imports(ast.parse(text), module, True) if package(name)]
-    for name, line in imports(ast.parse(text), module, path.name == "__init__.py"):
+        return [f"{path.name}: {name}" for name, _ in imports(tree, module, True) if package(name)]
+    for name, line in imports(tree, module, path.name == "__init__.py"):
         other = package(name)
         if other is None or other == own:
             continue
@@ -102,7 +108,7 @@ def test_imports_go_downward() -> None:
     known = set().union(*FLOORS)
     assert parts <= known, f"give {sorted(parts - known)} a floor"
     assert {"config", "zero", "train", "pretrain"} <= parts, "the walk found nothing"
-    assert not [line for path in sources() for line in upward(path, path.read_text())]
+    assert not [line for path in sources() for line in upward(path, parsed(path))]
 
 
 @pytest.mark.parametrize(
@@ -122,13 +128,16 @@ def test_imports_go_downward() -> None:
     ],
 )
 def test_the_walk_sees_upward_imports(where: str, text: str) -> None:
-    assert upward(ROOT / where, text)
+    assert upward(ROOT / where, ast.parse(text))
 
 
 def test_the_walk_accepts_downward_imports() -> None:
-    assert not upward(ROOT / "megazero/train/setup.py", "from megazero import zero\nfrom . import trainer")
-    assert not upward(ROOT / "megazero/config/run.py", "from megazero.mesh.grid import data_ranks_per_node")
-    assert not upward(ROOT / "megazero/config/run.py", "from megazero.pp.partition import partition")
+    for where, text in (
+        ("megazero/train/setup.py", "from megazero import zero\nfrom . import trainer"),
+        ("megazero/config/run.py", "from megazero.mesh.grid import data_ranks_per_node"),
+        ("megazero/config/run.py", "from megazero.pp.partition import partition"),
+    ):
+        assert not upward(ROOT / where, ast.parse(text))
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -136,7 +145,7 @@ def test_no_module_imports_itself_through_others() -> None:
     found = {
         module: {
             name if name in names else name.rpartition(".")[0]
-            for name, _ in imports(ast.parse(path.read_text()), module, path.name == "__init__.py")
+            for name, _ in imports(parsed(path), module, path.name == "__init__.py")
         }
         & names.keys() - {module}
         for module, path in names.items()
@@ -150,7 +159,7 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_a_class_name_means_one_thing() -> None:
     places: dict[str, set[str]] = {}
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, set()).add(path.relative_to(ROOT).as_posix())
     assert len(places) > 200 and not {name: where for name, where in places.items() if len(where) > 1}
@@ -167,7 +176,7 @@ def at_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 def test_optional_packages_are_imported_in_functions_only() -> None:
     for path in sources():
-        for node in at_import(ast.parse(path.read_text())):
+        for node in at_import(parsed(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -181,7 +190,7 @@ def test_imports_in_functions_are_few_and_say_why() -> None:
     """They keep torch or an optional package out. Others save time, or lead to torch: a comment says which."""
     found = []
     for path in (path for path in sources() if path.is_relative_to(ROOT / "megazero")):
-        lines, tree = path.read_text().splitlines(), ast.parse(path.read_text())
+        lines, tree = path.read_text().splitlines(), parsed(path)
         functions = (f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)))
         for name, line in {each for f in functions for each in imports(f, module_name(path), False)}:
             if not set(name.split(".")) & (OPTIONAL | {"torch"}):
@@ -229,7 +238,7 @@ def test_importing_the_whole_tree_loads_no_optional_package() -> None:
 def test_launcher_variables_are_read_in_one_place() -> None:
     found = {}
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             value = node.value if isinstance(node, ast.Constant) else None
             if isinstance(value, str) and LAUNCHER.fullmatch(value):
                 found.setdefault(path.relative_to(ROOT).as_posix(), []).append(f"{node.lineno}: {value}")
