@@ -14,6 +14,8 @@ REPORT_ARGS ?=
 RELEASES_ARGS ?=
 
 BIN := $(VENV)/bin
+# Tests start hundreds of processes: they find megazero compiled, also where the environment says not to keep that.
+export PYTHONDONTWRITEBYTECODE :=
 # The stamp names the requirement, so that another TORCH is installed over the first.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 

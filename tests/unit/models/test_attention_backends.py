@@ -33,7 +33,14 @@ ALIBI = {
     "slopes": (torch.tensor([0.5, 0.3, 0.1, 0.02], dtype=torch.float64), None),
     "steps": (None, torch.linspace(0, 3, HEADS * LENGTH, dtype=torch.float64).view(HEADS, LENGTH)),
 }
-CASES = list(itertools.product([None, 5, BAND + 44], DOCUMENTS, ALIBI, [0.0, 2.0], [HEADS, 2]))
+AXES = ([None, 5, BAND + 44], list(DOCUMENTS), list(ALIBI), [0.0, 2.0], [HEADS, 2])
+# Always: every second one along each axis, among which are all combinations of any four axes. The others are slow.
+CASES = [
+    pytest.param(
+        *(axis[i] for axis, i in zip(AXES, at, strict=True)), marks=[pytest.mark.slow] * (sum(at) % 2)
+    )
+    for at in itertools.product(*(range(len(axis)) for axis in AXES))
+]
 
 
 def reference(q, k, v, masking: Masking):
