@@ -20,8 +20,6 @@ export PYTHONDONTWRITEBYTECODE :=
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
 .PHONY: quickstart test test-unit test-dist test-netlab test-slow test-releases slurm-test bench gpu-report lint clean
-.NOTPARALLEL:
-
 $(TORCH_STAMP):
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "megazero needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
@@ -51,12 +49,16 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# In stages, the fastest first, each of which stops the rest; alone, too: make test-unit. Ranks wait for each other
-# often, so it takes three workers to keep two cores busy there. What measures links runs alone. What PYTEST_ARGS select
-# may be in one of the stages alone: the others' "no tests" (5) is no failure then.
+# In stages, the fastest first, each of which stops the rest; alone, too: make test-unit. mypy has one core of two, so
+# tests begin beside it. Ranks wait for each other often, so it takes three workers to keep two cores busy there. What
+# measures links runs alone. What PYTEST_ARGS select may be in one of the stages alone: the others' "no tests" (5) is no
+# failure then.
 NONE_SELECTED = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 PARALLEL := --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
-test: lint test-unit test-dist test-netlab
+test: $(VENV)/.test
+	$(MAKE) --no-print-directory --jobs 2 lint test-unit
+	$(MAKE) --no-print-directory --jobs 1 test-dist
+	$(MAKE) --no-print-directory --jobs 1 test-netlab
 
 test-unit: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 $(PARALLEL) --ignore tests/dist --ignore tests/megatron --ignore tests/fsdp2 --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)

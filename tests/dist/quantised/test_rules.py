@@ -207,7 +207,7 @@ def weights_fall_back(case: Case, skipped: bool = False):
     return infos, seen, engine.state()["fallen_back"]
 
 
-@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("skipped", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_weights_above_the_bound_fall_back_whatever_holds_them(skipped):
     rounded = zero.Codecs(weights=Q4)
     bound = {"weight_error_bound": 0.18}

@@ -251,7 +251,7 @@ RESUMED = {
 @pytest.mark.parametrize(
     "names",
     [
-        ("delta, feedback, fp32", "tp 2, stochastic"),
+        ("tp 2, stochastic",),
         pytest.param(tuple(RESUMED), marks=pytest.mark.slow),
     ],
     ids=["some", "all"],

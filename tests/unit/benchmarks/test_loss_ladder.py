@@ -65,7 +65,13 @@ def test_a_rank_that_fails_ends_the_others() -> None:
         run_threads(4, fail_on_rank_2)
 
 
-@pytest.mark.parametrize("variant", ["zero3", "zeropp-0.20", "outer-8-0.7-streamed", "muon"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("zeropp-0.20", "outer-8-0.7-streamed"),
+        *(pytest.param(variant, marks=pytest.mark.slow) for variant in ("zero3", "muon")),
+    ],
+)
 def test_a_run_that_stops_goes_on_to_the_same_bits(variant: str, folder: Path, tmp_path: Path) -> None:
     """With differences, residuals, a step's measurements and a fragment under way, at every point of the curve."""
     settings, run = replace(TINY, node=1), Run(variant, 1, 1)
