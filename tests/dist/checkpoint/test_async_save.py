@@ -75,7 +75,7 @@ def tensors(folder: Path) -> dict[str, str]:
 
 
 def test_checkpoints_are_those_of_saves_at_once(tmp_path: Path) -> None:
-    """Those of bf16 with an interval of one step, too, and a resume from them goes on bit for bit."""
+    """Those of bf16 with an interval of one step, too."""
     jobs, folders = [], []
     for number, options in enumerate(({}, {"params_dtype": "bf16", "save_interval": 1, "save_keep_last": 2})):
         for behind in (True, False):
