@@ -20,6 +20,11 @@ export PYTHONDONTWRITEBYTECODE :=
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
 .PHONY: quickstart test test-unit test-dist test-netlab test-slow test-releases slurm-test bench gpu-report lint clean
+# Stages come one after another whatever -j says; make test itself asks for the first two together.
+ifndef TOGETHER
+.NOTPARALLEL:
+endif
+
 $(TORCH_STAMP):
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "megazero needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
@@ -56,9 +61,9 @@ lint: $(VENV)/.test
 NONE_SELECTED = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 PARALLEL := --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 test: $(VENV)/.test
-	$(MAKE) --no-print-directory --jobs 2 lint test-unit
-	$(MAKE) --no-print-directory --jobs 1 test-dist
-	$(MAKE) --no-print-directory --jobs 1 test-netlab
+	$(MAKE) --no-print-directory --jobs 2 TOGETHER=1 lint test-unit
+	$(MAKE) --no-print-directory test-dist
+	$(MAKE) --no-print-directory test-netlab
 
 test-unit: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 $(PARALLEL) --ignore tests/dist --ignore tests/megatron --ignore tests/fsdp2 --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)

@@ -61,8 +61,9 @@ RELEASES = (
 def interpreter(version: str) -> str:
     """Return the command of a Python of this version. Raises SystemExit where there is none."""
     variable = f"PYTHON_{version.replace('.', '_')}"
-    found = os.environ.get(variable) or shutil.which(f"python{version}")
-    if found is None:
+    found = shutil.which(os.environ.get(variable) or f"python{version}")
+    # pyenv's commands stand on the PATH also for versions that are not active.
+    if found is None or subprocess.run([found, "-c", ""], capture_output=True).returncode:
         sys.exit(
             f"there is no python{version} on the PATH: set {variable} to one, or leave it out with --only"
         )

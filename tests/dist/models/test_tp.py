@@ -115,13 +115,8 @@ def reference() -> dict:
     return {name: run(name, TensorParallel()) for name in CASES}
 
 
-@pytest.mark.parametrize(
-    "size, sequence_parallel",
-    [
-        *((2, False), (4, True)),
-        *(pytest.param(*both, marks=pytest.mark.slow) for both in ((2, True), (4, False))),
-    ],
-)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize("size", [2, 4])
 def test_decoder_equals_one_rank(size, sequence_parallel, reference):
     results = run_ranks(size, on_ranks, list(CASES), sequence_parallel)
     for name in CASES:

@@ -123,7 +123,10 @@ def train_beside_one_rank(
 
 
 # Of RUNS, run always; every one with -m slow.
-FEW = ("interleaved x hpz, outermost dp, ramp-up, clipped", "zb-h1 x tp 2, sequence parallel, growing")
+FEW = (
+    *("zb-h1, ramp-up from one micro-batch, clipped", "1f1b x zero3, ramp-up, masked, tied"),
+    *("interleaved x hpz, outermost dp, ramp-up, clipped", "zb-h1 x tp 2, sequence parallel, growing"),
+)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +171,7 @@ def test_the_options_of_these_runs_take_effect(tmp_path: Path) -> None:
     assert len({each.losses for each in seen}) == len(seen)
 
 
-@pytest.mark.parametrize(
-    "ranks, layout",
-    [
-        pytest.param(2, pipeline(2, "zb-h1"), marks=pytest.mark.slow),
-        (4, pipeline(2, virtual=2, **TIED)),
-    ],
-)
+@pytest.mark.parametrize("ranks, layout", [(2, pipeline(2, "zb-h1")), (4, pipeline(2, virtual=2, **TIED))])
 def test_evaluations_do_not_change_training(tmp_path: Path, ranks: int, layout: dict[str, Any]) -> None:
     base = {
         **layout,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -47,46 +46,45 @@ MODEL = {**TINY, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 192, "tr
 MODEL |= {"vocab_size": 1000, "ranks_per_node": 2}
 
 
-# Of LAYOUTS, run always.
-FEW = ("whole gradients", "hpz", "joined layers", "streamed replicas", "muon", "tied ends")
-layouts = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in LAYOUTS]
-)
+def hold(layouts: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float, float]]:
+    """Train each; return the bytes of states and of the pool at its fullest, then what the planner says of them."""
+    out = []
+    for values in layouts:
+        launch = Launch(dist.get_rank(), dist.get_world_size(), local_world_size=dist.get_world_size())
+        with ExitStack() as stack, redirect_stdout(io.StringIO()):
+            logs = stack.enter_context(tempfile.TemporaryDirectory())
+            config = make_config({**MODEL, **values, "log_dir": logs}, World(4, 4))
+            run = setup.prepare(config, launch, stack)
+            states, step = list[int](), run.engine.step
+            run.engine.step = lambda *row, e=run.engine, s=step, n=states: (
+                n.append(state_bytes(e)),
+                s(*row),
+            )[1]  # type: ignore[misc]
+            run.run()
+        on = cluster(2, 2)
+        on = replace(on, cores=Cores(2, 2), device=replace(on.device, fp32_tflops=1.0))
+        said = Layout(BaseLayout(run.config, World(4, 2), on, Collectives(on)), run.config.zero)
+        memory = said.memory_of(run.mesh.pp.index, said.loss_chunk)
+        arenas = {run.engine.arena} | ({run.engine.outer.context.arena} if run.engine.outer else set())
+        peak = sum(arena.peak for arena in arenas)
+        out.append((states[-1], peak, memory.model_states, memory.staging + memory.margin))
+    return out
 
 
-def hold(values: Mapping[str, Any]) -> tuple[int, int, float, float]:
-    """Train; return the bytes of states and of the pool at its fullest, then what the planner says of them."""
-    launch = Launch(dist.get_rank(), dist.get_world_size(), local_world_size=dist.get_world_size())
-    with ExitStack() as stack, redirect_stdout(io.StringIO()):
-        logs = stack.enter_context(tempfile.TemporaryDirectory())
-        config = make_config({**MODEL, **values, "log_dir": logs}, World(4, 4))
-        run = setup.prepare(config, launch, stack)
-        states, step = list[int](), run.engine.step
-        run.engine.step = lambda *row: (states.append(state_bytes(run.engine)), step(*row))[1]  # type: ignore[misc]
-        run.run()
-    on = cluster(2, 2)
-    on = replace(on, cores=Cores(2, 2), device=replace(on.device, fp32_tflops=1.0))
-    said = Layout(BaseLayout(run.config, World(4, 2), on, Collectives(on)), run.config.zero)
-    memory = said.memory_of(run.mesh.pp.index, said.loss_chunk)
-    arenas = {run.engine.arena} | ({run.engine.outer.context.arena} if run.engine.outer else set())
-    peak = sum(arena.peak for arena in arenas)
-    return states[-1], peak, memory.model_states, memory.staging + memory.margin
+@pytest.fixture(scope="module")
+def held() -> dict[str, list[tuple[int, int, float, float]]]:
+    every = run_ranks(4, hold, list(LAYOUTS.values()), timeout=120)
+    return {name: [rank[number] for rank in every] for number, name in enumerate(LAYOUTS)}
 
 
-@cache
-def held(name: str) -> list[tuple[int, int, float, float]]:
-    """What ``hold`` returns on each rank."""
-    return run_ranks(4, hold, LAYOUTS[name], timeout=120)
-
-
-@layouts
-def test_model_states_are_what_is_held(name: str) -> None:
-    for states, _, predicted, _ in held(name):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_model_states_are_what_is_held(held: Any, name: str) -> None:
+    for states, _, predicted, _ in held[name]:
         assert predicted == pytest.approx(states, rel=0.005)  # states are whole blocks of every rank's slice
 
 
-@layouts
-def test_the_pool_is_bounded(name: str) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_pool_is_bounded(held: Any, name: str) -> None:
     """How many chains are under way at once depends on the ranks' timing: the planner says the most, about."""
-    for _, pool, _, predicted in held(name):
+    for _, pool, _, predicted in held[name]:
         assert predicted / 4 <= pool <= 1.25 * predicted, (pool, predicted)

@@ -74,9 +74,7 @@ def assert_agreed(found) -> None:
 def test_parameters_and_replicas_are_equal_on_every_rank():
     for letters, updates, kinds in (
         (("hhd", "11d"), 22, ((DELTA, BF16), (DELTA2, BF16))),  # R on every holder, the owner included
-        (("hhd", "111"), 4, ((ROUNDED, torch.float32), (STOCHASTIC, BF16))),
-        (("11d", "ddd"), 4, ((ROUNDED, torch.float32),)),
-        (("hhh",), 4, ((STOCHASTIC, BF16),)),
+        (("hhd", "11d", "ddd", "hhh", "111"), 4, ((ROUNDED, torch.float32), (STOCHASTIC, BF16))),
     ):
         cases = [Case(x, 2, codecs, dtype=dtype) for x in letters for codecs, dtype in kinds]
         assert_agreed(by_case(4, several, after_updates, cases, updates))

@@ -152,9 +152,7 @@ NOISY = zero.Codecs(
 MIXED = zero.Codecs(weights=H4, delta=True, gradients_intra=H8, gradients_inter=H4, feedback=True)
 
 
-@pytest.mark.parametrize(
-    ("letters", "codecs"), [("11d", MIXED), pytest.param("hhd", NOISY, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("letters", "codecs"), [("hhd", NOISY), ("11d", MIXED)])
 def test_a_resume_keeps_residuals_and_what_receivers_hold(letters, codecs, tmp_path):
     case, steps = Case(letters, 2, codecs, dtype=BF16), 6
     every = run_ranks(4, straight, case, tmp_path, steps, timeout=300)

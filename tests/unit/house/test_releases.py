@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import configparser
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -58,7 +60,14 @@ def test_the_table_is_of_the_newest_runs() -> None:
     assert "| 1, 1 failed, 2 skipped |" in tool.table(lines[:1])
 
 
-def test_an_interpreter_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no python3\.99 on the PATH: set PYTHON_3_99"):
+        tool.interpreter("3.99")
+    (command := tmp_path / "python3.99").write_text(
+        "#!/bin/sh\nexit 127\n"
+    )  # as pyenv's for what is not active
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SystemExit, match=r"no python3\.99 on the PATH: set PYTHON_3_99"):
         tool.interpreter("3.99")
     monkeypatch.setenv("PYTHON_3_99", sys.executable)
