@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megazero.config import RunConfig, World, make_config
 from megazero.config.options.cluster import Cluster
-from megazero.mesh.mesh import create_mesh, gather_objects
+from megazero.mesh.mesh import create_mesh, destroy_mesh, gather_objects
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import Compute
@@ -85,6 +85,7 @@ def measure_modules(
             "backward_seconds": max(both.median - forward.median, forward.median / 10) * each,
             "spread": both.spread,
         }
+    destroy_mesh(mesh)
 
 
 def _tried(
