@@ -1,4 +1,4 @@
-"""What a rank does on its device before it trains: libraries take their memory, a kernel is tried, pages are locked."""
+"""What a rank does on its device before it trains: libraries take memory, a kernel is tried, pages are locked."""
 
 from __future__ import annotations
 
