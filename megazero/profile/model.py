@@ -61,7 +61,11 @@ def measure_modules(
     sizes = Compute(config, cluster, Collectives(cluster)).sizes
     mesh = create_mesh(tp=point.tp, ranks_per_node=cluster.ranks_per_node, device=clock.device)
     tp = TensorParallel(mesh.tp.gather_group, mesh.tp.index, mesh.tp.size, config.parallel.sequence_parallel)
-    decoder, calls = _tried(config, tp, point.micro_batch, clock.device)
+    try:
+        decoder, calls = _tried(config, tp, point.micro_batch, clock.device)
+    except DoesNotFit:  # on all ranks
+        destroy_mesh(mesh)
+        raise
     whole = calls.pop(WHOLE)
     times = {
         kind: (clock(call, slowest=False), clock(_with_backward(call, decoder), slowest=False))
