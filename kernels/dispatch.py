@@ -3,6 +3,9 @@
 A kernel runs where its tensors are on CUDA and Triton is installed. Elsewhere its torch reference runs, which gives
 the same bits. TRITON_INTERPRET=1, set before the first import, runs the kernels on CPU tensors (tests). Triton is
 imported only where a kernel can run: with a CUDA build of torch, which imports it too, or in the interpreter.
+
+The first kernel of a machine has Triton build parts of its own, for which it needs a C compiler and Python's headers.
+A run launches a kernel at its start to see whether they are there (``why_none_runs``).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 AVAILABLE = find_spec("triton") is not None and (INTERPRETED or torch.version.cuda is not None)
+LACKING = "Triton is not installed"  # why no kernel runs, where none is available
 # Elements a program takes, whole blocks of every format: 16-byte accesses by 128 threads, of 4-bit payload too.
 TILE = 4096
 
@@ -59,12 +63,36 @@ def use_kernel(messages: torch.Tensor, values: torch.Tensor) -> bool:
     return AVAILABLE
 
 
+def why_none_runs(device: torch.device) -> str:
+    """Launch a kernel on this CUDA device. Return why none can run there, in a line, or '' if it has run."""
+    if not AVAILABLE:
+        return LACKING
+    touched = torch.zeros(1, dtype=torch.int32, device=device)
+    try:
+        _touch[(1,)](touched)
+        return "" if touched.item() == 1 else "Triton's kernel wrote nothing"
+    except Exception as error:  # of a compiler, of a missing file, of the driver
+        return f"Triton: {type(error).__name__}: {error}".splitlines()[0]
+
+
+def do_without(why: str) -> None:
+    """Have the references run from now on, on CUDA too."""
+    global AVAILABLE, LACKING
+    AVAILABLE, LACKING = False, why
+
+
+@jit
+def _touch(out):  # type: ignore[no-untyped-def] # Triton compiles annotations, too
+    tl.store(out, 1)
+
+
 @cache
 def _warn_of_references() -> None:
     """Warn once per process."""
     warnings.warn(
-        "Triton is not installed: on CUDA the torch references of its kernels run, which give the same bits in many "
-        "passes over memory instead of one; install Triton (pip install triton), or send exact messages",
+        f"{LACKING}: on CUDA the torch references of Triton's kernels run, which give the same bits in many passes "
+        "over memory instead of one; install Triton (pip install triton) with a C compiler and Python's headers "
+        "(gcc, python3-dev), or send exact messages",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -167,4 +167,6 @@ def far_scales() -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = {case.name: different(case, "cpu") for case in CASES}
-    json.dump({**results, "scales_at": [far_scales()], "adamw": different_updates("cpu")}, sys.stdout)
+    results |= {"scales_at": [far_scales()], "adamw": different_updates("cpu")}
+    results["why none runs"] = [dispatch.why_none_runs(torch.device("cpu"))]
+    json.dump(results, sys.stdout)

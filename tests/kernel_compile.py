@@ -177,6 +177,9 @@ def main() -> None:
             for noise in DRAWN:
                 launch(noise)
             made[name + size] = summary(compiled)
+    compiled.clear()
+    why = dispatch.why_none_runs(torch.device("cpu"))  # it compiles, but does not run
+    made["tried at a start"] = summary(compiled) if compiled else {"accesses": why}
     json.dump(made, sys.stdout)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.hops import Traffic
-from megazero.comm.timing import no_timing
+from megazero.comm.timing import Waits
 from megazero.pp.links import Links
 from megazero.pp.schedules import Action, Kind, Message, done_by, in_order, needs, sends, sent_by, stage_count
 
@@ -63,11 +63,12 @@ def _posted_by(rank: int, schedule: Schedule, pp: int, after: Mapping[Message, i
 
     def irecv(tensor: torch.Tensor, peer: int, group: object) -> object:
         log[-1].append(next(coming[peer]))
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: False)
 
     axis = SimpleNamespace(ranks=range(pp), index=rank, size=pp, gather_group=None, reduce_group=None)
-    mesh = SimpleNamespace(device=torch.device("cpu"), rank=rank, pp=axis)
-    links = Links(mesh, (1,), torch.float32, Traffic(), lambda: False, no_timing)  # type: ignore[arg-type]
+    grid = SimpleNamespace(link=lambda a, b: "intra_node")
+    mesh = SimpleNamespace(device=torch.device("cpu"), rank=rank, pp=axis, grid=grid)
+    links = Links(mesh, (1,), torch.float32, Traffic(), lambda: False, Waits())  # type: ignore[arg-type]
     links._watched = lambda direction, other, work: work  # type: ignore[method-assign]
     with patch.object(dist, "irecv", irecv):
         links.open(every, after)

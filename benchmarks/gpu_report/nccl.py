@@ -97,7 +97,7 @@ def _rank(
     rank: int, world: int, store: str, setting: Setting, environment: dict[str, str], queue: Any
 ) -> None:
     os.environ.update(environment)
-    prepare_cuda()
+    prepare_cuda(world)
     torch.set_num_threads(1)
     try:
         if setting.device.type == "cuda":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from megazero.comm.hops import Traffic
-from megazero.comm.timing import no_timing
+from megazero.comm.timing import Waits
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
@@ -157,7 +157,7 @@ def sleeping_pipeline(case: Case, mesh: Mesh) -> tuple[Pipeline, SleepingStage]:
     """Return this rank's part of the case, and its stage."""
     deferred = SleepingWeights(case.of_stage.backward_weight)
     stage, engine = SleepingStage(case.of_stage, deferred), NoEngine()
-    links = Links(mesh, SHAPE, torch.float32, Traffic(), engine.poll, no_timing)
+    links = Links(mesh, SHAPE, torch.float32, Traffic(), engine.poll, Waits())
     stages = partition(case.pp * case.virtual, case.pp, case.virtual)
     return Pipeline(stages, case.schedule, stage, engine, links, Whole(), deferred), stage
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from megazero.checkpoint.manifest import FileEntry
+from megazero.kernels.pages import lock_pages, unlock_pages
 
 PROGRAM = Path(__file__).with_name("image_writer.py")
 LOOK_S = 5.0  # of silence, after which the writer's state is looked at
@@ -55,14 +56,13 @@ class Staging:
             os.posix_fallocate(self._memory, 0, nbytes)
             self._buffer = torch.frombuffer(mmap.mmap(self._memory, nbytes), dtype=torch.uint8)
             if pinned:
-                status = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), nbytes, 0)
-                torch.cuda.check_error(status)
+                lock_pages(self._buffer)
         return Image(self._buffer[:nbytes], self._memory)
 
     def release(self) -> None:
         """Give the memory back. Images that lie in it are lost."""
         if self._buffer.is_pinned():
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
+            unlock_pages(self._buffer)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if self._memory >= 0:
             os.close(self._memory)

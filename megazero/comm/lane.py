@@ -34,6 +34,9 @@ from megazero.comm.timing import Label, Stalls, no_label, no_timing
 Chain = Generator[dist.Work, None, None]
 PATIENCE = timedelta(seconds=10)  # after which ``Lane.overdue`` is asked what is wrong
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
+# Priority of streams whose kernels start before waiting ones of 0. A chain's kernels are small and one after the
+# other: behind matrix products, which fill the device, each would wait for a wave of theirs.
+AHEAD = -1
 
 
 class Differ(RuntimeError):
@@ -78,7 +81,8 @@ class Lane:
         # Called with True when a collective has failed, with False while one is waited for; it may raise.
         self.overdue: Callable[[bool], None] = lambda failed: None
         self.tickets: deque[Ticket] = deque()
-        self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if device.type == "cuda" else []
+        cuda = device.type == "cuda"
+        self.streams = [torch.cuda.Stream(device, priority=AHEAD) for _ in range(STREAMS)] if cuda else []
         self.latest: dict[str, Any] = {}  # CUDA: event of each unit's last chain
         self.stalls = Stalls()
 

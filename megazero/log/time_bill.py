@@ -8,6 +8,7 @@ host does not see, are measured by events and added with `add`.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Self
 
@@ -38,7 +39,9 @@ class TimeBill:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._seconds = dict.fromkeys(ITEMS, 0.0)
+        self._seconds: dict[str, float] = {}
+        self._added: defaultdict[str, float] = defaultdict(float)  # of the seconds, those measured elsewhere
+        self._begin()
         self._open: list[_Span] = []
         self.label: Label = no_label  # a profiler's, while it records
 
@@ -49,30 +52,42 @@ class TimeBill:
     def add(self, name: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere. They are taken from the span that is open now, if any."""
         self._seconds[_known(name)] += seconds
+        self._added[name] += seconds
         if self._open:
             self._open[-1].inside += seconds
 
     def close(self, total: float) -> dict[str, float]:
         """Return the bill of an iteration of `total` seconds, in the order of ITEMS, and begin the next one.
 
-        Raises RuntimeError if an item came out negative, or the items exceed the total: something was
+        Seconds that were measured elsewhere may have passed while the host was in another span: a device waits while
+        Python pauses. What was booked twice is taken from them.
+
+        Raises RuntimeError if an item came out negative without them, or the items exceed the total: something was
         counted twice, or the total does not cover every span.
         """
         assert not self._open, f"the bill is closed inside the span {self._open[-1].name!r}"
-        seconds, self._seconds = self._seconds, dict.fromkeys(ITEMS, 0.0)
+        seconds, added = self._seconds, self._added
+        self._begin()
         seconds["other"] += total - sum(seconds.values())
         wrong = {name: value for name, value in seconds.items() if value < -_TOLERANCE}
-        if wrong:
+        twice, elsewhere = -sum(wrong.values()), sum(added.values())
+        if twice > elsewhere:
             raise RuntimeError(
                 f"time bill of an iteration of {total:.6f} s has negative items {wrong}: a time was booked "
                 f"twice, or outside the iteration; all items: {seconds}"
             )
+        if wrong:
+            seconds |= dict.fromkeys(wrong, 0.0)
+            seconds |= {name: seconds[name] - twice * part / elsewhere for name, part in added.items()}
         return seconds
 
     def reset(self) -> None:
         """Forget what was added since the last close: evaluation and saving belong to no iteration."""
         assert not self._open, f"the bill is reset inside the span {self._open[-1].name!r}"
-        self._seconds = dict.fromkeys(ITEMS, 0.0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seconds, self._added = dict.fromkeys(ITEMS, 0.0), defaultdict(float)
 
 
 class _Span:

@@ -19,6 +19,8 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_CONNECTIONS = 32  # that CUDA has
 USUAL_CONNECTIONS = 8  # CUDA's default
 MODULE_LOADING = "CUDA_MODULE_LOADING"
+# NCCL's, with what a run sets where the user has not.
+NCCL_SETTINGS = MappingProxyType({"NCCL_RUNTIME_CONNECT": "0", "TORCH_NCCL_HIGH_PRIORITY": "1"})
 
 # From 2.38 on glibc finds freed aligned blocks again (its bug 14581).
 TUNABLES, MENDED_GLIBC = "GLIBC_TUNABLES", (2, 38)
@@ -360,24 +362,27 @@ def given_gpus(environ: Mapping[str, str]) -> tuple[int, str]:
     return 0, ""
 
 
-def cuda_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def cuda_settings(environ: Mapping[str, str], world_size: int) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return what to set in this environment before CUDA starts, and notes on values of its own that are replaced.
 
-    - Kernels are loaded at the start. The first launch of a kernel that is loaded lazily waits for all kernels
-      under way, and a collective or a receive among them may be waiting for just that launch on another rank.
     - Streams that share a hardware connection run their kernels in the order of launch, so a receive that waits
       holds up what was launched after it on another stream. There are some 20 streams: one to compute, two to
       gather and two to reduce, and one for each communicator (two per data-parallel axis, tensor parallel, the
       pipeline's pairs, its ends, all ranks). So all connections that CUDA has are used. A number that the user sets
       is kept if it is CUDA's default or more.
+
+    The rest is for a world of several ranks:
+
+    - Kernels are loaded at the start. The first launch of a kernel that is loaded lazily waits for all kernels
+      under way, and a collective or a receive among them may be waiting for just that launch on another rank.
+    - NCCL connects all its algorithms when it makes a communicator, and not each at the first message of a size that
+      takes it: that waits for the other ranks and allocates memory, in the middle of a step. Buffers of algorithms
+      that are never taken are the price; they are there when the run's memory is checked. A value of the user's is
+      kept, as is that of the next.
+    - NCCL's kernels come before those of matrix products that are queued, as the lanes' do (comm/lane.py).
     """
-    settings, notes = {MODULE_LOADING: "EAGER", CONNECTIONS: f"{MOST_CONNECTIONS}"}, []
+    settings, notes = {CONNECTIONS: f"{MOST_CONNECTIONS}"}, []
     loading, connections = environ.get(MODULE_LOADING), environ.get(CONNECTIONS)
-    if loading not in (None, "EAGER"):
-        notes.append(
-            f"{MODULE_LOADING}={loading} of the environment is replaced by EAGER: a kernel that is loaded at its "
-            "first launch waits for collectives that wait for other ranks"
-        )
     if connections is not None and connections.strip().isdecimal() and int(connections) >= USUAL_CONNECTIONS:
         settings[CONNECTIONS] = connections
     elif connections is not None:
@@ -385,15 +390,24 @@ def cuda_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str
             f"{CONNECTIONS}={connections} of the environment is replaced by {MOST_CONNECTIONS}: with fewer than "
             f"{USUAL_CONNECTIONS}, what a rank computes stands behind messages that wait for other ranks"
         )
+    if world_size == 1:
+        return settings, tuple(notes)
+    settings[MODULE_LOADING] = "EAGER"
+    settings |= {name: environ.get(name, value) for name, value in NCCL_SETTINGS.items()}
+    if loading not in (None, "EAGER"):
+        notes.append(
+            f"{MODULE_LOADING}={loading} of the environment is replaced by EAGER: a kernel that is loaded at its "
+            "first launch waits for collectives that wait for other ranks"
+        )
     return settings, tuple(notes)
 
 
-def prepare_cuda() -> tuple[str, ...]:
+def prepare_cuda(world_size: int) -> tuple[str, ...]:
     """Put ``cuda_settings`` into this process's environment, before CUDA starts (asking for devices starts it).
 
     Returns the notes.
     """
-    settings, notes = cuda_settings(os.environ)
+    settings, notes = cuda_settings(os.environ, world_size)
     os.environ.update(settings)
     return notes
 

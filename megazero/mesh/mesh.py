@@ -204,13 +204,30 @@ def create_mesh(
     grid = make_grid(world_size, ranks_per_node or world_size, tp, pp, shards, dp_outermost, outer)
     device = torch.device(device)
     if world_size > 1:
-        _level_group_counts(world_size, rank, device, timeout)
+        _level_group_counts(rank, timeout)
     axes = {spec.name: _make_axis(spec, rank, timeout) for spec in grid.axes}
     joined = _join_ends(grid, rank, timeout) if ends and pp > 1 else None
     mesh = Mesh(grid, rank, device, axes, joined, tuple(_make_axis(s, rank, timeout) for s in grid.row_axes))
     _connect((*axes.values(), *([joined] if joined else [])), device)
     mesh.gather_rows(torch.zeros(1, device=device))  # these connect, too
     return mesh
+
+
+def destroy_mesh(mesh: Mesh) -> None:
+    """Free the communicators of the mesh that was made last, without ends. Collective.
+
+    torch names a new group by how many there are (``_level_group_counts``). Groups of one rank, with no communicator,
+    take the places of the old ones: under their names the store still says where the old ones met.
+    """
+    axes = (*mesh.axes.values(), *mesh.row_axes)
+    groups = dict.fromkeys(group for axis in axes for group in (axis.gather_group, axis.reduce_group))
+    own = [group for group in groups if group not in (None, world_group())]
+    if dist.is_initialized():
+        dist.barrier()  # nobody is in a collective of theirs
+    for group in reversed(own):
+        dist.destroy_process_group(group)
+    for _ in own:
+        _new_group([mesh.rank], None)
 
 
 @dataclass(frozen=True)
@@ -236,7 +253,7 @@ def create_axes(
         every: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(every, [list(ranks) for _, ranks, _ in wanted])
     else:
-        _level_group_counts(dist.get_world_size(), rank, device, wanted[0][2].timeout if wanted else None)
+        _level_group_counts(rank, wanted[0][2].timeout if wanted else None)
     axes = []
     for place, (spec, ranks, settings) in enumerate(wanted):
         if bound:
@@ -266,35 +283,39 @@ def _new_pair_of_all(every: Sequence[Sequence[int]], settings: GroupSettings) ->
     return own
 
 
-def _level_group_counts(world_size: int, rank: int, device: torch.device, timeout: timedelta | None) -> None:
+def _level_group_counts(rank: int, timeout: timedelta | None) -> None:
     """Make groups of one rank until every rank has as many groups as the one with the most. This is collective.
 
     torch names a group of ``use_local_synchronization`` by its ranks and by how many groups the process has. Ranks
     whose numbers of groups differ, as a program with groups of its own leaves them, would wait for each other under
-    different names. This is the first collective of the default group, so its communicator is made here.
+    different names. Objects travel over gloo where there is gloo: a communicator of all ranks on their devices would
+    take memory there for one number.
     """
     own = len(dist.distributed_c10d._world.pg_names)  # get_pg_count() leaves such groups out
-    counts = torch.empty(world_size, dtype=torch.int64, device=device)
-    all_gather_flat(counts, torch.tensor([own], device=device))
-    for _ in range(int(counts.max()) - own):
+    for _ in range(max(gather_objects(own)) - own):
         _new_group([rank], timeout)
 
 
 def _connect(axes: Sequence[Axis], device: torch.device) -> None:
-    """Run one small collective on every communicator of the axes, in the order of the axes, which all ranks share.
+    """Run a small collective of each kind that an axis will carry on each of its communicators, axis by axis.
 
-    NCCL makes a communicator, and the connections that a verb needs, at the first use. In that, the ranks wait for
-    each other and memory is allocated, which waits for kernels under way. In the middle of a step, these kernels
-    may be waiting for this rank. The communicators of a pipeline are for pairs, which its schedule knows:
-    ``pp/links.py: connect``.
+    All ranks share the order of the axes. NCCL makes a communicator, and its connections between pairs for an
+    all-to-all, at the first use; the connections of other collectives, too, unless it makes them all with the
+    communicator (``launch.NCCL_SETTINGS``). In that, the ranks wait for each other and memory is allocated, which
+    waits for kernels under way. In the middle of a step, these kernels may be waiting for this rank. Communicators
+    of a pipeline are for pairs, which its schedule knows: ``pp/links.py: connect``.
     """
     for axis in axes:
         if axis.spec.role == "pp" or axis.size == 1:
             continue
-        row = torch.zeros(axis.size, device=device)
-        all_gather_flat(row, row[:1].clone(), group=axis.gather_group)
-        if axis.reduce_group is not axis.gather_group:
+        row, own = torch.zeros(axis.size, device=device), torch.zeros(1, device=device)
+        all_gather_flat(row, own, group=axis.gather_group)
+        if axis.spec.role == "tp":
+            dist.all_reduce(row, group=axis.reduce_group)
+            reduce_scatter_flat(own, row, group=axis.reduce_group)
+        else:  # a sum's way there and its way back
             dist.all_to_all_single(torch.empty_like(row), row, group=axis.reduce_group)
+            all_gather_flat(row, own, group=axis.reduce_group)
 
 
 def _join_ends(grid: Grid, rank: int, timeout: timedelta | None) -> Axis | None:

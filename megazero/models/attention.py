@@ -72,6 +72,21 @@ def fused(
     Of those that ``sdpa_kernel`` allows. The answer is False for other devices. cuDNN's kernel is not asked: where
     the other two refuse, torch prefers math to it.
     """
+    allowed = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+    return _fused(allowed, heads, groups, width, dtype, device, dropout)
+
+
+@lru_cache  # every layer of every forward asks: two tensors and two checks, some 30 us
+def _fused(
+    allowed: tuple[bool, bool],
+    heads: int,
+    groups: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    dropout: float,
+) -> bool:
+    """Answer ``fused``. allowed: whether flash and memory-efficient kernels may run, which the answer depends on."""
     q, k = (
         torch.empty(1, each, 64, width, device=device, dtype=dtype, requires_grad=True)
         for each in (heads, groups)

@@ -8,7 +8,7 @@ was fast enough.
 
 On gloo a send or receive cannot be asked whether it is done. So a thread for each peer and direction waits for it,
 and the stage waits for the thread and lets the engine's chains move on meanwhile. On CUDA the stream does the
-waiting.
+waiting, between two events where it is timed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.hops import Traffic
+from megazero.comm.timing import Waits
 from megazero.mesh.mesh import Mesh
 from megazero.pp.schedules import Message
 
@@ -43,7 +44,7 @@ class Links:
     """This rank's messages with the other pipeline ranks. All of a step have one shape and dtype.
 
     ``shape`` and ``dtype`` are those of a message as it travels. ``poll`` is called while the host waits, and returns
-    True if there is more for it to do. ``timed`` makes a context manager for each of these waits.
+    True if there is more for it to do. ``waits`` times each of these waits, and those of the stream.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class Links:
         dtype: torch.dtype,
         traffic: Traffic,
         poll: Callable[[], bool],
-        timed: Callable[[str], Any],
+        waits: Waits,
     ) -> None:
         self.mesh, self.shape, self.dtype, self.traffic = mesh, tuple(shape), dtype, traffic
-        self.poll, self.timed = poll, timed
+        self.poll, self.waits = poll, waits
         self.threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
         self.expected: dict[int, deque[Message]] = {}  # by source, not posted yet
         self.after: Mapping[Message, int] = {}  # own actions to be issued before a receive is posted
@@ -177,22 +178,28 @@ class Links:
         self.sent.popleft()
 
     def _wait(self, work: Any, other: int, what: str = "receipt of a message") -> None:
-        if not isinstance(work, Future):
-            work.wait()
-            return
-        if work.done():
-            work.result()
+        if _is_done(work):
+            _finish(work)
             return
         peer = self.mesh.pp.ranks[other]
-        self.awaited = Awaited(peer, what, time.time())
         link = self.mesh.grid.link(self.mesh.rank, peer).removesuffix("_node")
-        with self.timed(f"exposed_pipeline_{link}"):
-            # Not result(timeout): work that ends as a look at it does would seem to have timed out itself.
-            while self.poll() and not wait([work], POLL_S).done:
-                pass
-            work.result()
+        with self.waits(f"exposed_pipeline_{link}"):
+            if isinstance(work, Future):
+                self.awaited = Awaited(peer, what, time.time())
+                # Not result(timeout): work that ends as a look at it does would seem to have timed out itself.
+                while self.poll() and not wait([work], POLL_S).done:
+                    pass
+            _finish(work)
         self.awaited = None  # not after an error: then it says what failed
 
 
 def _is_done(work: Any) -> bool:
     return work.done() if isinstance(work, Future) else work.is_completed()
+
+
+def _finish(work: Any) -> None:
+    """Wait for the end, on CUDA on the current stream. Raises what the message failed with."""
+    if isinstance(work, Future):
+        work.result()
+    else:
+        work.wait()

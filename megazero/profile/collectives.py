@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megazero.comm.hops import Traffic, start_exchange, start_gather
-from megazero.comm.timing import no_timing
+from megazero.comm.timing import Waits
 from megazero.mesh.grid import INTER, INTRA
-from megazero.mesh.mesh import Mesh, create_mesh
+from megazero.mesh.mesh import Mesh, create_mesh, destroy_mesh
 from megazero.pp.links import Links
 from megazero.pp.schedules import Message
 from megazero.profile.points import CollectivePoint
@@ -37,7 +38,8 @@ def measure_wire(
             "spread": sample.spread,
         }
         if sample.median / each > SLOW_S:
-            return
+            break
+    destroy_mesh(mesh)  # the memory of its communicators is for what is measured next
 
 
 def _mesh(wire: CollectivePoint, per_node: int, device: torch.device) -> Mesh:
@@ -46,7 +48,7 @@ def _mesh(wire: CollectivePoint, per_node: int, device: torch.device) -> Mesh:
     if operation == "sum":
         return create_mesh(tp=ranks, ranks_per_node=per_node, device=device)
     if operation == "message":
-        world = create_mesh(ranks_per_node=per_node, device=device).world_size
+        world = dist.get_world_size()
         stages = 2 if nodes == 1 else next(k for k in range(2, world + 1) if (world // per_node) % k == 0)
         return create_mesh(pp=stages, dp_outermost=nodes == 1, ranks_per_node=per_node, device=device)
     shard = ranks if nodes == 1 else per_node * ranks
@@ -82,7 +84,7 @@ def _operation(
 
 def _messages(mesh: Mesh, size: int) -> tuple[int, Operation, int]:
     """Return an operation in which neighbouring stages send each other one message after the other."""
-    links = Links(mesh, (size,), torch.uint8, Traffic(), lambda: False, no_timing)
+    links = Links(mesh, (size,), torch.uint8, Traffic(), lambda: False, Waits())
     pairs = [(stage, stage + 1) for stage in range(0, mesh.pp.size - 1, 2)]
     links.connect(pairs)
     own = mesh.pp.index

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megazero.config import RunConfig, World, make_config
 from megazero.config.options.cluster import Cluster
-from megazero.mesh.mesh import create_mesh, gather_objects
+from megazero.mesh.mesh import create_mesh, destroy_mesh, gather_objects
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import Compute
@@ -61,7 +61,11 @@ def measure_modules(
     sizes = Compute(config, cluster, Collectives(cluster)).sizes
     mesh = create_mesh(tp=point.tp, ranks_per_node=cluster.ranks_per_node, device=clock.device)
     tp = TensorParallel(mesh.tp.gather_group, mesh.tp.index, mesh.tp.size, config.parallel.sequence_parallel)
-    decoder, calls = _tried(config, tp, point.micro_batch, clock.device)
+    try:
+        decoder, calls = _tried(config, tp, point.micro_batch, clock.device)
+    except DoesNotFit:  # on all ranks
+        destroy_mesh(mesh)
+        raise
     whole = calls.pop(WHOLE)
     times = {
         kind: (clock(call, slowest=False), clock(_with_backward(call, decoder), slowest=False))
@@ -85,6 +89,7 @@ def measure_modules(
             "backward_seconds": max(both.median - forward.median, forward.median / 10) * each,
             "spread": both.spread,
         }
+    destroy_mesh(mesh)
 
 
 def _tried(

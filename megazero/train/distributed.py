@@ -18,12 +18,14 @@ from megazero.config.layout.elastic import fit
 from megazero.config.options.fields import show
 from megazero.config.options.sections import TrainingConfig
 from megazero.config.run import all_options
+from megazero.kernels import dispatch
 from megazero.mesh.launch import Launch, allocator_notes, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, gather_objects, init_distributed
 from megazero.mesh.rendezvous import RanksMissing, meet
 from megazero.ops.failures import RankFailure
 from megazero.ops.health import refuse_missing_gpus
 from megazero.ops.health_probes import missing_gpus
+from megazero.ops.memory import use_libraries
 
 # Options that may differ between ranks: what only the first rank uses, and where files lie on a node.
 OWN_OPTIONS = {"data_cache_path", "tokenizer_model", "vocab_file", "merge_file"}
@@ -45,7 +47,7 @@ def start_rank(
     Raises ValueError if the device that was asked for is not there, Unhealthy if a node lacks GPUs that it was given,
     RankFailure if ranks do not come.
     """
-    notes = prepare_cuda()  # before anyone asks for devices: that starts CUDA
+    notes = prepare_cuda(launch.world_size)  # before anyone asks for devices: that starts CUDA
     device = pick_device(training.device, launch)
     if training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first use
@@ -57,8 +59,45 @@ def start_rank(
         init_distributed(launch, device, timeout, store)
     refuse_missing_gpus(training.device, launch.host)
     if device.type == "cuda":
-        return device, notes
+        refuse_shared_gpus(launch.host, str(torch.cuda.get_device_properties(device).uuid))
+        use_libraries(device)
+        return device, (*notes, *try_kernels(device))
     return device, allocator_notes(os.environ) if launch.world_size > 1 else ()
+
+
+def refuse_shared_gpus(host: str, gpu: str) -> None:
+    """Raise ValueError, the same on all ranks, if two ranks have one GPU. Collective.
+
+    host, gpu: this rank's node, and its device's UUID.
+    """
+    # By NCCL's rule: ranks of one GPU each run as if on a host of its own where NCCL_HOSTID says so (rehearsals).
+    every = gather_objects((os.environ.get("NCCL_HOSTID", host), gpu))
+    taken: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(every):
+        taken.setdefault(place, []).append(rank)
+    for (node, uuid), ranks in taken.items():
+        if len(ranks) > 1:
+            raise ValueError(
+                f"ranks {', '.join(map(str, ranks))} of {node} have one GPU ({uuid}): start one rank for each GPU, "
+                "show each rank its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1), or use --device cpu"
+            )
+
+
+def try_kernels(device: torch.device) -> tuple[str, ...]:
+    """Launch a Triton kernel, and have all ranks do without if one cannot. Collective. Returns a note of that.
+
+    The references give the same bits; but AdamW is torch's then, which rounds differently, so replicas must agree.
+    """
+    failed = {rank: why for rank, why in enumerate(gather_objects(dispatch.why_none_runs(device))) if why}
+    if not failed:
+        return ()
+    rank, why = next(iter(failed.items()))
+    dispatch.do_without(why)
+    return (
+        f"no Triton kernel runs on {len(failed)} ranks, the first is rank {rank}: {why}. On all ranks the torch "
+        "references run, and torch's fused AdamW; a C compiler and Python's headers are what Triton needs (gcc, "
+        "python3-dev)",
+    )
 
 
 def _meet(seconds: float, launch: Launch) -> dist.Store:
@@ -75,6 +114,7 @@ def _meet(seconds: float, launch: Launch) -> dist.Store:
 def pick_device(wanted: str, launch: Launch) -> torch.device:
     """Return the device that --device names. 'auto' takes CUDA where there is one, one GPU for each local rank.
 
+    A rank that sees one GPU alone takes it: of srun --gpus-per-task=1, or a MIG slice (``refuse_shared_gpus``).
     A rank whose node lacks GPUs that it was given gets the CPU, to meet the others: ``refuse_missing_gpus`` names
     the node.
     """
@@ -85,6 +125,8 @@ def pick_device(wanted: str, launch: Launch) -> torch.device:
         raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or auto")
     if not present:
         return torch.device("cpu")
+    if torch.cuda.device_count() == 1:
+        return torch.device("cuda", 0)
     if launch.local_rank is None:
         raise ValueError(
             f"{launch.launcher} does not say which rank of its node this is, so which GPU it has: set LOCAL_RANK, or "

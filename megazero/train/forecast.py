@@ -20,7 +20,7 @@ from megazero.config.layout.shards import AUTO
 from megazero.config.options.cluster import Cluster, Cores, Device, InterNode, IntraNode, cluster_of_run
 from megazero.config.run import all_options
 from megazero.mesh.mesh import Mesh, gather_objects
-from megazero.ops.memory import host_memory, mapped_memory, peak_memory, resident_memory
+from megazero.ops.memory import host_memory, mapped_memory, peak_memory, resident_memory, use_libraries
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory, saved_width
@@ -35,7 +35,7 @@ RELEASED = (("loss_chunk_tokens",), ZERO, ("recompute_granularity",), ("micro_ba
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction for a run. memory: of the rank that needs most, at the peak of a step.
+    """The prediction for a run of ``layout``.
 
     seconds: of a step, without a meeting of outer replicas, or None without a cluster file. resident: bytes in use
     before the model is built, on a CPU without mapped files. copied: bytes of host memory for --async-save's copy on
@@ -44,7 +44,7 @@ class Forecast:
     seconds that the meetings of ``interval`` steps take more.
     """
 
-    memory: Memory
+    layout: Layout
     seconds: float | None
     resident: int = 0
     copied: float = 0.0
@@ -55,8 +55,12 @@ class Forecast:
 
     def before_the_model(self, device: torch.device) -> Forecast:
         """Return the forecast with the bytes in use now, including what torch loads at its first use."""
-        if device.type == "cpu":
-            _use_libraries()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(
+                device
+            )  # the health check has taken 1 GiB and more for a while
+        else:
+            use_libraries(device)
         return replace(self, resident=resident_memory(device))
 
     def grown(self, device: torch.device) -> int:
@@ -66,6 +70,16 @@ class Forecast:
         """
         mapped = mapped_memory() if device.type == "cpu" else 0
         return peak_memory(device) - mapped - self.resident
+
+    def refuse_without(self, room: float | None) -> None:
+        """Raise ValueError if the run needs more than ``room`` bytes on some rank (None: not known)."""
+        if room is not None and self.layout.config.planning.memory_check:
+            refuse_too_large(self.layout, room, self.copied if self.on_host else 0.0)
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of the rank that needs most, at the peak of a step."""
+        return self.layout.memory
 
     @property
     def total(self) -> float:
@@ -146,19 +160,17 @@ def foresee(
         )
         notes.append(f"--loss-chunk-tokens auto: {said}")
         layout = Layout(BaseLayout(config, world, cluster, base.collectives), config.zero)
-    copied, on_host = copied_bytes(layout), device.type == "cpu"
-    if config.planning.memory_check and room is not None:
-        refuse_too_large(layout, room, copied if on_host else 0.0)
     timing, interval = simulate(layout) if name is not None else None, config.outer.outer_interval
     forecast = Forecast(
-        layout.memory,
+        layout,
         timing.seconds - timing.bill["outer"] if timing else None,
-        copied=copied,
-        on_host=on_host,
+        copied=copied_bytes(layout),
+        on_host=device.type == "cpu",
         meeting=layout.bytes_of_meetings,
         interval=interval,
         met=timing.bill["outer"] * interval if timing else 0.0,
     )
+    forecast.refuse_without(room)
     return config, forecast, notes
 
 
@@ -279,13 +291,3 @@ def room_of(device: torch.device, local_ranks: int) -> float | None:
         available = host_memory().get("MemAvailable")
         own = None if available is None else available / local_ranks
     return min((room for room in gather_objects(own) if room is not None), default=None)
-
-
-def _use_libraries() -> None:
-    """Make torch load now all that it loads at first use: on a CPU it is resident memory, but not the model's.
-
-    Its optimizers import torch._dynamo, and with it Triton: 95 MB of 110 here. The rest is oneDNN's and autograd's.
-    """
-    weight = torch.nn.Parameter(torch.zeros(64, 64))
-    (weight @ weight).sum().backward()
-    torch.optim.AdamW([weight], fused=True).step()

@@ -239,11 +239,10 @@ def build_pipeline(
     engine: zero.Engine,
     config: RunConfig,
     mesh: Mesh,
-    timed: Callable[[str], Any] = no_timing,
 ) -> Pipeline:
     """Make the executor that runs MicroBatches by the configuration's pipeline schedule.
 
-    Its losses are sums over the tokens that count. timed: as in ``shard_decoder``.
+    Its losses are sums over the tokens that count. The engine's ``waits`` time its waits, too.
     """
 
     def forward(stage: StageSpec, x: Tensor | None, batch: MicroBatch) -> Tensor:
@@ -256,7 +255,7 @@ def build_pipeline(
     model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size
     carrier = Slices((model.seq_length, size, model.hidden_size), tp)
     dtype = DTYPES[config.precision.params_dtype]
-    links = Links(mesh, carrier.wire_shape, dtype, engine.traffic, engine.poll, timed)
+    links = Links(mesh, carrier.wire_shape, dtype, engine.traffic, engine.poll, engine.waits)
     stages, schedule = config.stages(), config.pipeline_schedule
     pipeline = Pipeline(stages, schedule, forward, engine, links, carrier, tp.deferred)
     return pipeline

@@ -33,7 +33,7 @@ from megazero.ops.stragglers import Stragglers
 from megazero.ops.watchdog import judging_s
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.distributed import find_world, make_mesh, start_rank
-from megazero.train.forecast import Forecast, foresee
+from megazero.train.forecast import Forecast, foresee, room_of
 from megazero.train.nvidia_apex import refuse_without_apex
 from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
@@ -207,6 +207,10 @@ def _join(
     config, forecast, planned = foresee(config, world, device)  # before anything is allocated
     supervisor.joining = "making communicators"
     mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
+    if forecast is not None:
+        forecast.refuse_without(
+            room_of(device, mesh.grid.ranks_per_node)
+        )  # communicators have taken their part
     supervisor.joining = None
     _look_for_kill_switch(config.training.kill_switch_path)
     found = (*found, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
@@ -255,7 +259,7 @@ def prepare(
     forecast = forecast and forecast.before_the_model(mesh.device)
     decoder = build_decoder(config, mesh, Traffic(), bill.span)
     engine = shard_decoder(decoder, config, mesh, bill.span)
-    pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
+    pipeline = build_pipeline(decoder, engine, config, mesh)
     checkpointing = _checkpointing(config, tokenizer, engine, decoder, supervisor.lease)
     if config.checkpoint.save is not None and origin.progress.iteration < length.last_iteration:
         checkpointing.try_saving()

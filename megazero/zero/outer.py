@@ -39,16 +39,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 
 from megazero.comm.codec import Blockwise, Codec, Identity, decoded, encoded
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
-from megazero.kernels.arena import Arena, Frame
+from megazero.kernels.arena import ALIGN, Arena, Frame
 from megazero.kernels.fingerprint import fingerprint
+from megazero.kernels.pages import lock_pages, unlock_pages
 from megazero.mesh.mesh import Mesh
 from megazero.zero.context import Context
 from megazero.zero.grad_norm import Rows
@@ -136,7 +139,10 @@ class OuterSteps:
         rounding = Rounding(context.policy.seed, mesh.rank, mesh.device, arena)
         axes = (*context.axes, mesh.outer)
         self.context = replace(context, axes=axes, rounding=rounding, arena=arena)
-        self.anchors = {unit: self._begin(unit) for unit in units}
+        self.device = mesh.device
+        kept = 2 if outer.momentum else 1  # buffers of a unit's anchor
+        rooms = self._rooms([unit.master for unit in units for _ in range(kept)])
+        self.anchors = {unit: self._begin(unit, rooms) for unit in units}
         self.clock, self.since = 0, [0] * outer.count
         self.flight: Flight | None = None
         self.scalars = torch.zeros(SCALARS, dtype=torch.float64, device=mesh.device)
@@ -144,19 +150,29 @@ class OuterSteps:
         self.hashes = torch.zeros(len(units), dtype=torch.int64, device=mesh.device)
         self.note_anchors()
 
-    def _begin(self, unit: Unit) -> Anchor:
-        value = self._room(unit.master).copy_(unit.master)
-        momentum = self._room(unit.master).zero_() if self.outer.momentum else None
+    def _begin(self, unit: Unit, rooms: Iterator[torch.Tensor]) -> Anchor:
+        value = next(rooms).copy_(unit.master)
+        momentum = next(rooms).zero_() if self.outer.momentum else None
         residual = None
         if self.outer.feedback:
             residual = unit.master.new_zeros(unit.layout.level_numel(unit.levels.all))
         return Anchor(value, momentum, residual)
 
-    def _room(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for an anchor or a momentum: the device's, or pages of the host that the device can read."""
+    def _rooms(self, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield memory for anchors and momenta like these 1-D ones, one after the other.
+
+        It is the device's, or one stretch of the host's, which the device reads and writes while the host goes on.
+        """
         if not self.outer.offload:
-            return torch.empty_like(like)
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            yield from map(torch.empty_like, like)
+            return
+        ends = list(accumulate(-(-each.nbytes // ALIGN) * ALIGN for each in like))
+        memory = torch.empty(ends[-1], dtype=torch.uint8)
+        if self.device.type == "cuda":
+            lock_pages(memory)
+            finalize(self, unlock_pages, memory).atexit = False
+        for each, start in zip(like, (0, *ends), strict=False):
+            yield memory[start : start + each.nbytes].view(each.dtype)
 
     def begin(
         self,
@@ -252,9 +268,10 @@ class OuterSteps:
         for unit, anchor in self.anchors.items():
             with self.context.frame() as frame:
                 held = frame.take(unit.master.numel(), unit.master.dtype).copy_(unit.master)
-                unit.master.copy_(anchor.value)
-                anchor.value.copy_(held)
+                unit.master.copy_(anchor.value, non_blocking=True)
+                anchor.value.copy_(held, non_blocking=True)
             unit.master_version += 1
+        self._wait_for_copies()
 
     def note_anchors(self) -> None:
         """Hash the anchors into ``scalars``."""
@@ -307,6 +324,12 @@ class OuterSteps:
                 self.lane.wait(pending.popleft())
         while pending:
             self.lane.wait(pending.popleft())
+        self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        """Let the host wait until what it holds is there, so that others may read it: once for all units."""
+        if self.outer.offload and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _issue(self, unit: Unit) -> None:
         self.context.issued.add(f"o{self.index[unit]}")
@@ -400,10 +423,10 @@ class OuterSteps:
             outer_update(here, mean, self.outer)
             mix(unit.master, here.value, self.outer.mixing)
             self.hashes[index].copy_(fingerprint(here.value))
-            if self.outer.offload:  # the host waits, so that others may read what it has
-                anchor.value.copy_(here.value)
+            if self.outer.offload:
+                anchor.value.copy_(here.value, non_blocking=True)
                 if anchor.momentum is not None and here.momentum is not None:
-                    anchor.momentum.copy_(here.momentum)
+                    anchor.momentum.copy_(here.momentum, non_blocking=True)
 
     def _on_device(self, anchor: Anchor, frame: Frame) -> Anchor:
         """Return the anchor in memory of the device: a copy in the frame if it is elsewhere."""

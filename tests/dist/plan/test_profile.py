@@ -24,6 +24,11 @@ MODEL = ["--model-family", "llama", "--num-layers", "2", "--hidden-size", "32", 
 MODEL += ["--seq-length", "16", "--vocab-size", "64"]
 
 
+def shared_groups() -> int:
+    """Return how many groups of several ranks there are."""
+    return sum(group.size() > 1 for group in torch.distributed.distributed_c10d._world.pg_map)
+
+
 def profile(output: str, more: list[str]) -> str:
     """Return what a rank was told of its flags, or ''."""
     timing.ROUND_S, rates.ELEMENTS["cpu"], rates.MATRIX["cpu"] = 1e-4, 1 << 12, 64
@@ -36,7 +41,9 @@ def profile(output: str, more: list[str]) -> str:
         run = Profile(request, config, launch, 2, torch.device("cpu"))
     except ConfigError as error:
         return f"{error}"
+    before = shared_groups()
     run.measure()
+    assert shared_groups() == before, "communicators of what was measured are left"
     if rank == 0:
         run.write()
     return ""

@@ -190,3 +190,10 @@ def test_a_wait_finishes_older_chains_first() -> None:
     wire.lane.wait(second)
     assert first.done and second.done and not wire.lane.busy
     assert wire.units_on("a") == wire.units_on("b") == ["u", "v"]
+
+
+def test_kernels_of_chains_come_before_waiting_ones_of_the_compute(monkeypatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: made.append(priority))
+    Lane("gather", torch.device("cuda", 0), 0, no_timing)
+    assert made == [-1, -1]

@@ -80,6 +80,10 @@ def test_what_the_update_leaves() -> None:
         assert torch.equal(held, before) and torch.equal(difference, copied.to(wide) - held.to(wide))
 
 
+def test_the_kernel_that_is_tried_at_a_start_runs(interpreted: dict[str, list[str]]) -> None:
+    assert interpreted["why none runs"] == [""]
+
+
 def test_offsets_reach_beyond_31_bits(interpreted: dict[str, list[str]]) -> None:
     """The scales of a row of 16 GiB lie 2 ** 33 int16 from its start."""
     assert interpreted["scales_at"] == [str(7 * (1 << 34) // 2 + (1 << 33) + 5)]

@@ -9,11 +9,11 @@ import pytest
 from megazero.mesh import launch
 from megazero.mesh.grid import INTER, INTRA, data_ranks_per_node, make_grid
 from megazero.mesh.launch import (
+    Launch,
     allocator_notes,
     allocator_settings,
     computes_on_host,
     cuda_settings,
-    read_launch,
 )
 
 
@@ -64,6 +64,7 @@ def test_host_names_are_cross_checked():
 
 
 CONNECTIONS, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+NCCL = {"NCCL_RUNTIME_CONNECT": "0", "TORCH_NCCL_HIGH_PRIORITY": "1"}
 
 
 @pytest.mark.parametrize(
@@ -72,17 +73,27 @@ CONNECTIONS, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
     + [("8", "8", False), ("16", "16", False), ("32", "32", False), ("64", "64", False)],
 )
 def test_connections_that_cannot_work_are_replaced_with_a_note(connections, taken, noted):
-    settings, notes = cuda_settings({} if connections is None else {CONNECTIONS: connections})
-    assert settings == {LOADING: "EAGER", CONNECTIONS: taken}
+    settings, notes = cuda_settings({} if connections is None else {CONNECTIONS: connections}, 2)
+    assert settings == {LOADING: "EAGER", CONNECTIONS: taken, **NCCL}
     assert [f"{CONNECTIONS}={connections} of the environment is replaced by 32" in n for n in notes] == [
         True
     ] * noted
 
 
 def test_kernels_are_loaded_at_the_start_with_a_note_where_the_environment_says_else():
-    assert cuda_settings({LOADING: "EAGER"}) == cuda_settings({})
-    settings, notes = cuda_settings({LOADING: "LAZY"})
+    assert cuda_settings({LOADING: "EAGER"}, 2) == cuda_settings({}, 2)
+    settings, notes = cuda_settings({LOADING: "LAZY"}, 2)
     assert settings[LOADING] == "EAGER" and len(notes) == 1 and f"{LOADING}=LAZY" in notes[0]
+
+
+def test_a_rank_alone_waits_for_nobody_and_loads_kernels_as_it_meets_them():
+    for environment in ({}, {LOADING: "LAZY"}):
+        assert cuda_settings(environment, 1) == ({CONNECTIONS: "32"}, ())
+
+
+def test_how_nccl_connects_is_the_users_choice():
+    settings, notes = cuda_settings({"NCCL_RUNTIME_CONNECT": "1"}, 2)
+    assert settings.items() >= {**NCCL, "NCCL_RUNTIME_CONNECT": "1"}.items() and not notes
 
 
 @pytest.mark.parametrize(
@@ -124,6 +135,6 @@ def test_cuda_finds_its_settings_when_it_starts(monkeypatch):
     for name in ("is_available", "device_count", "init", "current_device"):
         monkeypatch.setattr(torch.cuda, name, starts)
     with ExitStack() as stack, pytest.raises(ValueError, match="sees no CUDA device"):
-        config = make_config({**TINY, "device": "cuda"}, World(1, 1))
-        setup.prepare(config, read_launch({}), stack)
+        config = make_config({**TINY, "device": "cuda"}, World(2, 2))
+        setup.prepare(config, Launch(world_size=2), stack)
     assert set(found) == {("32", "EAGER")}

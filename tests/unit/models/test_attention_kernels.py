@@ -28,6 +28,9 @@ def fused_kernels(monkeypatch):
 
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", flash)
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", efficient)
+    attention._fused.cache_clear()
+    yield
+    attention._fused.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,15 @@ def test_a_graph_knows_what_kernels_take(backend, fused_kernels):
     found = torch.compile(compute, backend="eager", fullgraph=True)(q, k)
     assert torch.equal(found, compute(q, k))
     assert bool((found == 1).all()) == (backend == SDPBackend.FLASH_ATTENTION)
+
+
+def test_kernels_are_asked_once_for_all_layers_and_again_under_other_settings(fused_kernels, monkeypatch):
+    asked, ask = [], cuda.can_use_efficient_attention
+    monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda inputs: asked.append(1) or ask(inputs))
+    shape = 4, 2, 8, torch.float32, torch.device("cpu"), 0.0
+    assert not any(fused(*shape) for _ in range(24)) and len(asked) == 1
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert not fused(*shape) and len(asked) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from megazero.comm.hops import Traffic
-from megazero.comm.timing import no_timing
+from megazero.comm.timing import Waits
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import partition
 from megazero.pp.schedules import SCHEDULES, Message, make_evaluation, make_schedule, schedule_problem
 from megazero.pp.timeline import post_after
 from tests.pipeline_walk import depends, ends, posted
+from tests.unit.ops.test_stragglers import FakeEvent
 
 
 class JustLate(Future):
@@ -37,7 +38,7 @@ def links(poll) -> Links:
         grid=SimpleNamespace(link=lambda a, b: "intra_node"),
         pp=SimpleNamespace(ranks=(0, 1)),
     )
-    return Links(mesh, (1,), torch.float32, Traffic(), poll, no_timing)  # type: ignore[arg-type]
+    return Links(mesh, (1,), torch.float32, Traffic(), poll, Waits())  # type: ignore[arg-type]
 
 
 def after(looks: int, act):
@@ -78,6 +79,28 @@ def test_when_nothing_else_moves_it_waits_for_the_message_alone():
 
     links(poll)._wait(work, 1)
     assert polls == [True]
+
+
+def test_waits_of_the_stream_are_timed_where_a_message_has_not_come(monkeypatch):
+    """On CUDA, between two events."""
+
+    class Work:
+        def __init__(self, takes: int) -> None:
+            self.takes = takes
+
+        def is_completed(self) -> bool:
+            return not self.takes
+
+        def wait(self) -> None:
+            FakeEvent.now += self.takes  # in milliseconds here
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    between = links(lambda: False)
+    between.waits = Waits(torch.device("cuda"), lambda name: nullcontext())
+    for takes in (3, 0, 4):
+        between._wait(Work(takes), 1)
+    assert len(between.waits.stalls.waits) == 2
+    assert between.waits.stalls.take() == pytest.approx({"exposed_pipeline_intra": 7e-3})
 
 
 def test_each_direction_has_its_own_communicator(monkeypatch):

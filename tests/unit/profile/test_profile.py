@@ -131,7 +131,7 @@ def test_what_one_rank_cannot_do_is_said_by_it(capsys, monkeypatch, tmp_path: Pa
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    monkeypatch.setattr("megazero.train.distributed.prepare_cuda", lambda: ())
+    monkeypatch.setattr("megazero.train.distributed.prepare_cuda", lambda _: ())
     assert main([*WORDS, "--cluster-output", str(tmp_path / "c.yaml")]) == 2
     assert "rank 3: local rank 3 has no GPU: torch sees 3" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["check_nodes.py"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,16 @@ import torch
 from megazero.config import ConfigError, World, make_config, parse
 from megazero.config.model.parameters import parameter_count
 from megazero.config.options.cluster import Cluster, cluster_of_run
-from megazero.mesh.mesh import create_mesh
+from megazero.mesh.launch import Launch
+from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
-from megazero.train import forecast
+from megazero.train import forecast, setup
 from megazero.verify.options import read_request
+from tests.sizes import TINY
 from tests.unit.plan.test_plan import ALONE, MODEL, WORDS, cluster, layout, write_cluster
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hpz", "zeropp")
@@ -90,6 +93,29 @@ def test_the_memory_of_the_devices_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert forecast.foresee(config, World(1, 1), cpu)[1] is not None
     wide = make_config({**MODEL, "global_batch_size": 1, "params_dtype": "fp64"}, World(1, 1))
     assert forecast.foresee(wide, World(1, 1), cpu)[1] is None
+
+
+def test_room_is_measured_again_when_communicators_have_taken_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, order = make_config({**TINY, "global_batch_size": 1}, World(1, 1)), list[str]()
+    make = setup.make_mesh
+
+    def made(*given: object) -> Mesh:
+        order.append("communicators")
+        return make(*given)  # type: ignore[arg-type]
+
+    def room_of(*_: object) -> float:
+        order.append("room")
+        return 1e12 if len(order) < 2 else 1000.0
+
+    monkeypatch.setattr(setup, "make_mesh", made)
+    for module in (forecast, setup):
+        monkeypatch.setattr(module, "room_of", room_of)
+    with ExitStack() as stack, pytest.raises(ValueError, match="does not fit"):
+        setup.prepare(config, Launch(), stack)
+    assert order == ["room", "communicators", "room"]
+    unchecked = replace(config, planning=replace(config.planning, memory_check=False))
+    with ExitStack() as stack:
+        setup.prepare(unchecked, Launch(), stack)
 
 
 def test_a_run_is_told_of_how_many_tokens_it_holds_logits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.config import World, make_config
 from megazero.train.state.origin import _changed_replicas
 from megazero.zero import Outer
-from megazero.zero.outer import Flight, OuterSteps, leaving
+from megazero.zero import outer as outer_steps
+from megazero.zero.outer import Anchor, Flight, OuterSteps, leaving
 from megazero.zero.records import in_replica
 from tests.sizes import SMALL
 
@@ -102,3 +104,62 @@ def test_a_merge_of_replicas_is_told(now: int, values: dict[str, Any], said: str
     origin: Any = SimpleNamespace(state={"replicas": [{}, {}]}, manifest=saved)
     notes = list(_changed_replicas(config(**values), now, origin))
     assert [said in note for note in notes if said] == ([True] if said else []) and (said or not notes)
+
+
+class OneUnit:
+    """Of one rank: nothing comes back from others. It is its own frame, too."""
+
+    name, levels = "unit", SimpleNamespace(all=0, os=0)
+
+    def __init__(self) -> None:
+        self.master, self.master_version = torch.ones(4), 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+
+def test_what_lies_in_host_memory_is_one_stretch_and_the_host_waits_once_for_all_units(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On CUDA, by fakes: a copy that the host waited for would hold up the next unit's chain."""
+    told: list[Any] = []
+    for name in ("lock_pages", "unlock_pages"):
+        monkeypatch.setattr(outer_steps, name, lambda memory, name=name: told.append((name, memory.nbytes)))
+    stream = SimpleNamespace(synchronize=lambda: told.append("the host waits"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    steps: Any = object.__new__(OuterSteps)
+    steps.outer, steps.device = Outer(4, momentum=0.5, nesterov=True, offload=True), torch.device("cuda")
+    rooms = list(steps._rooms([torch.zeros(4)] * 4 + [torch.zeros(129, dtype=torch.float64)]))
+    first = rooms[0].data_ptr()
+    assert [(room.data_ptr() - first, room.numel()) for room in rooms] == [
+        *((512 * k, 4) for k in range(4)), (2048, 129),
+    ]  # fmt: skip
+    assert told == [("lock_pages", 2048 + 1536)]
+
+    units, copy = [OneUnit(), OneUnit()], torch.Tensor.copy_
+
+    def copied(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if to.data_ptr() in {room.data_ptr() for room in rooms}:
+            told.append("copied to the host" if non_blocking else "the host waits")
+        return copy(to, source)
+
+    for room in rooms:
+        room.zero_()
+    steps.anchors = {unit: Anchor(*rooms[2 * k : 2 * k + 2], None) for k, unit in enumerate(units)}
+    steps.index, steps.axis = {unit: k for k, unit in enumerate(units)}, SimpleNamespace(size=2)
+    steps.squares, steps.hashes = torch.zeros(2, 2).double(), torch.zeros(2, dtype=torch.int64)
+    steps.runs = {unit: [] for unit in units}
+    steps.context = SimpleNamespace(
+        issued=set(), frame=lambda: nullcontext(units[0]), policy=SimpleNamespace(pending_reductions=1)
+    )
+    steps.lane = SimpleNamespace(follow=list, wait=list, submit=lambda name, plan, chain: list(chain))
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    told.clear()
+    steps._run(units, lambda _: (), lambda unit: steps._take_up(unit, SimpleNamespace(buffer=torch.ones(4))))
+    assert told == ["copied to the host"] * 4 + ["the host waits"]
+    told.clear()
+    with steps.evaluated():
+        pass
+    assert told == (["copied to the host"] * 2 + ["the host waits"]) * 2
+    steps = None
+    assert told[-1] == ("unlock_pages", 2048 + 1536)
