@@ -30,7 +30,7 @@ def run(setting: Setting, record: Record) -> None:
             sys.executable,
             "-m",
             "pytest",
-            "-vrfEs",
+            "-vvrfEs",
             "-m",
             "gpu",
             "-p",
