@@ -17,6 +17,7 @@ from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
+from megazero.kernels.values import small_floats
 
 
 def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
@@ -78,13 +79,38 @@ class Summed:
 
 @jit
 def sum_tile(
-    acc: tl.tensor, messages: tl.tensor, halves: tl.tensor, sources: tl.tensor, g: tl.tensor,
-    valid: tl.tensor, row_bytes: tl.tensor, row_blocks: tl.tensor,
+    messages: tl.tensor, halves: tl.tensor, sources: tl.tensor, b: tl.tensor, valid: tl.tensor,
+    row_bytes: tl.tensor, row_blocks: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """acc fp32 [r, pack, part] + blocks g int64 [r] of messages 0, 1, ... sources - 1, in this order."""
+    """The sum, fp32 [r, pack, part], of blocks b int64 [r] of messages 0, 1, ... sources - 1, in this order.
+
+    It starts from bytes that are masked everywhere, and not from a constant. So the compiler gives the sum the layout
+    of 16-byte accesses, in which a thread has the elements of one block or two and reads as many scales. A constant
+    leaves it one element of each of 32 blocks: 255 registers, and 32 reciprocals a thread where the sum is encoded.
+    """
+    PACK: tl.constexpr = 8 // BITS
+    PART: tl.constexpr = BLOCK // PACK
+    p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
+    nowhere = (b < tl.minimum(sources, 0))[:, None, None]
+    wide = (
+        messages if PACK < 4 else halves
+    )  # 16 bytes of it: as many elements as a thread has bytes of payload
+    nothing = tl.load(wide + b[:, None, None] * BLOCK + p * PART + j, mask=nowhere, other=0)
+    acc = small_floats(nothing.to(tl.int32), 0)
+    return add_tiles(acc, messages, halves, sources, b, valid, row_bytes, row_blocks, BITS, BLOCK)
+
+
+@jit
+def add_tiles(
+    acc: tl.tensor, messages: tl.tensor, halves: tl.tensor, sources: tl.tensor, b: tl.tensor, valid: tl.tensor,
+    row_bytes: tl.tensor, row_blocks: tl.tensor,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """acc fp32 [r, pack, part] + blocks b int64 [r] of messages 0, 1, ... sources - 1, in this order."""
     for k in range(sources):
-        acc += load_tile(messages, halves, g + k * row_blocks, valid, row_bytes, row_blocks, BITS, BLOCK)
+        row = tl.cast(k, tl.int64)
+        acc += load_tile(messages, halves, row, b, valid, row_bytes, row_blocks, BITS, BLOCK)
     return acc
 
 
@@ -96,21 +122,20 @@ def _kernel(
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
-    g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    valid = g < row_blocks
-    p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
-    at = g[:, None, None] * BLOCK + p * PART + j
-    acc = tl.zeros((R, PACK, PART), tl.float32)
-    if ACCUMULATE or SIZE > 0:
-        # Messages that are to be transformed are summed from zeros: masked loads, which give the sum the layout of
-        # wide accesses. Constants leave it one element a thread, with up to 255 registers and a stack of 56 bytes.
-        starts = valid & ((SIZE == 0) | (sources < 0))
-        acc = tl.load(out + at, mask=starts[:, None, None], other=0.0)
-    acc = sum_tile(acc, messages, halves, sources, g, valid, row_bytes, row_blocks, BITS, BLOCK)
-    acc = inverse_tile(acc, sign0, sign1, SIZE)
-    if ACCUMULATE and SIZE > 0:
-        acc += tl.load(out + at, mask=valid[:, None, None], other=0.0)
-    tl.store(out + at, acc, mask=valid[:, None, None])
+    b = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    valid = b < row_blocks
+    if ACCUMULATE and SIZE == 0:
+        p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
+        at, mask = b[:, None, None] * BLOCK + p * PART + j, valid[:, None, None]
+        acc = tl.load(out + at, mask=mask, other=0.0)
+        acc = add_tiles(acc, messages, halves, sources, b, valid, row_bytes, row_blocks, BITS, BLOCK)
+    else:
+        acc = sum_tile(messages, halves, sources, b, valid, row_bytes, row_blocks, BITS, BLOCK)
+        acc = tl.reshape(inverse_tile(acc, sign0, sign1, SIZE), (R, BLOCK))
+        at, mask = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], valid[:, None]
+        if ACCUMULATE:
+            acc += tl.load(out + at, mask=mask, other=0.0)
+    tl.store(out + at, acc, mask=mask)
 
 
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:

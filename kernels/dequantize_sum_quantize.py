@@ -20,6 +20,7 @@ from megazero.kernels.format import Format
 from megazero.kernels.hadamard import forward_tile, inverse_tile, transform_arguments
 from megazero.kernels.noise import Noise, drawing_jit, launch_arguments, word_tile
 from megazero.kernels.quantize import encode_rows, encode_tile, store_tile
+from megazero.kernels.values import tile_of
 
 
 def dequantize_sum_quantize(
@@ -78,27 +79,26 @@ def _untransformed(form: Format, next_form: Format) -> tuple[Format, Format]:
 @drawing_jit
 def _kernel(
     messages: tl.tensor, halves: tl.tensor, out: tl.tensor, out_halves: tl.tensor, sources: tl.tensor,
-    row_blocks: tl.tensor, row_bytes: tl.tensor, out_blocks: tl.tensor, out_bytes: tl.tensor,
-    total: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor,
+    row_blocks: tl.tensor, row_bytes: tl.tensor, share_blocks: tl.tensor, out_blocks: tl.tensor,
+    out_bytes: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor,
     sign1: tl.tensor, SIZE: tl.constexpr, next_sign0: tl.tensor, next_sign1: tl.tensor, NEXT_SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, NEXT_BITS: tl.constexpr, NEXT_BLOCK: tl.constexpr,
     CLIP: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr, ELEMENTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    PACK: tl.constexpr = 8 // BITS
     NEXT_PACK: tl.constexpr = 8 // NEXT_BITS
     NEXT_PART: tl.constexpr = NEXT_BLOCK // NEXT_PACK
     R: tl.constexpr = ELEMENTS // BLOCK
     NEXT_R: tl.constexpr = ELEMENTS // NEXT_BLOCK
-    g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    acc = tl.zeros((R, PACK, BLOCK // PACK), tl.float32)
-    acc = sum_tile(acc, messages, halves, sources, g, g < row_blocks, row_bytes, row_blocks, BITS, BLOCK)
+    row, h, valid = tile_of(out_blocks, NEXT_R)
+    _, b, there = tile_of(share_blocks, R)  # the same elements
+    b += row * share_blocks
+    acc = sum_tile(messages, halves, sources, b, there, row_bytes, row_blocks, BITS, BLOCK)
     acc = inverse_tile(acc, sign0, sign1, SIZE)
     acc = tl.reshape(acc, (NEXT_R, NEXT_PACK, NEXT_PART))
     acc = forward_tile(acc, next_sign0, next_sign1, NEXT_SIZE)
-    h = tl.program_id(0).to(tl.int64) * NEXT_R + tl.arange(0, NEXT_R)
-    word = word_tile(h, word0, NEXT_PACK, NEXT_PART)
+    word = word_tile(row * out_blocks + h, word0, NEXT_PACK, NEXT_PART)
     payload, scale = encode_tile(acc, word, key0, key1, NEXT_BITS, CLIP, STOCHASTIC, LARGEST)
-    store_tile(payload, scale, h, h < total, out, out_halves, out_bytes, out_blocks, NEXT_PART)
+    store_tile(payload, scale, row, h, valid, out, out_halves, out_bytes, out_blocks, NEXT_PART)
 
 
 def _launch(
@@ -110,10 +110,11 @@ def _launch(
     noise: Noise | None,
 ) -> None:
     form, next_form = _untransformed(form, next_form)
-    _kernel[(-(-n // TILE),)](
+    share = n // len(out)
+    _kernel[(-(-share // TILE) * len(out),)](
         messages.view(torch.int8), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
-        len(messages), form.blocks(n), messages.shape[1],
-        next_form.blocks(n // len(out)), out.shape[1], next_form.blocks(n), *launch_arguments(noise),
+        len(messages), form.blocks(n), messages.shape[1], form.blocks(share),
+        next_form.blocks(share), out.shape[1], *launch_arguments(noise),
         *transform_arguments(form.transform), *transform_arguments(next_form.transform),
         form.bits, form.block, next_form.bits, next_form.block,
         next_form.clip, noise is not None, next_form.largest_scale, TILE,

@@ -1,6 +1,6 @@
 """Hashes values, to find out whether they were written or whether ranks hold the same.
 
-It reads 3 GB/s on one core, and takes no buffer of the values' size.
+It reads 3 GB/s on one core, and takes no buffer of the values' size: 0.5 MB on a CPU, 32 MB on another device.
 """
 
 from __future__ import annotations
@@ -9,15 +9,22 @@ from functools import cache
 
 import torch
 
-PIECE = 1 << 16  # values of a pass: their products stay in cache (2.2 GB/s with 2^20, 2.7 with 2^14)
+PIECE = 1 << 16  # values of a sum: their products stay in cache (2.2 GB/s with 2^20, 2.7 with 2^14)
+PASS = 64  # sums of a pass on CUDA, where each costs a launch: 1.3B parameters take 640 launches, not 40,000
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Return a 64-bit hash, a scalar int64, of ``values`` and their places: 1-D, contiguous, any dtype."""
+    """Return a 64-bit hash, a scalar int64, of ``values`` and their places: 1-D, contiguous, any dtype.
+
+    Every device gives the same.
+    """
     aligned = all(n * values.itemsize % 4 == 0 for n in (values.numel(), values.storage_offset()))
     weights = _weights(values.device)
-    pieces = values.view(torch.int32 if aligned else torch.uint8).split(PIECE)
-    sums = torch.stack([(piece * weights[: len(piece)]).sum() for piece in pieces])
+    words = values.view(torch.int32 if aligned else torch.uint8)
+    whole = len(words) // PIECE * PIECE
+    passes = words[:whole].view(-1, PIECE).split(PASS if values.is_cuda else 1)
+    rest = (words[whole:] * weights[: len(words) - whole]).sum(0, keepdim=True)
+    sums = torch.cat([*((rows * weights).sum(1) for rows in passes), rest[: whole < len(words) or not whole]])
     return fingerprint(sums) if len(sums) > 1 else sums[0]
 
 

@@ -18,6 +18,7 @@ from hashlib import blake2b
 import torch
 from megazero.kernels.arena import Take
 from megazero.kernels.dispatch import jit, tl
+from megazero.kernels.values import small_floats
 
 LIMIT = 1 << 33  # elements of a stream: 2 per 32-bit counter
 # Decorates a kernel that draws. These arguments of it differ from step to step and from unit to unit; Triton would
@@ -156,6 +157,6 @@ def draws_tile(word: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
     word = word ^ (word >> 15)
     word = word * 0x846CA68B
     word = (word ^ (word >> 16)) | 0x00010001
-    low = (word << 16).to(tl.int32, bitcast=True) >> 16
-    high = word.to(tl.int32, bitcast=True) >> 16
-    return tl.interleave(low, high).to(tl.float32)
+    # int16 x as the unsigned x + 2 ** 15: a flipped top bit
+    halves = tl.interleave(word & 0xFFFF, word >> 16) ^ 0x8000
+    return small_floats(halves, 0x8000)

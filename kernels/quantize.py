@@ -45,7 +45,7 @@ from megazero.kernels.noise import (
     launch_arguments,
     word_tile,
 )
-from megazero.kernels.values import load_values, raw, scales_at
+from megazero.kernels.values import load_values, raw, scales_at, small_integers, tile_of
 
 
 def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None = None) -> None:
@@ -282,27 +282,26 @@ def encode_tile(
                 usable, tl.div_rn(tl.where(usable, tried, 0.0), tl.where(usable, absmax, 1.0)), 0.0
             )
             error = tl.abs(exact - rint_tile(tl.clamp(exact, -1.0 * QMAX, 1.0 * QMAX)))
-            error = rint_tile(tl.minimum(error * (unit * 2048.0)[:, None, None], 1023.0)).to(tl.int32)
+            error = small_integers(tl.minimum(error * (unit * 2048.0)[:, None, None], 1023.0))
             total = tl.sum(tl.sum(error * error, axis=2), axis=1)
             scale = tl.where(total < best, tried, scale)
             best = tl.minimum(total, best)
     y = tl.clamp(x * inverse_tile(scale)[:, None, None], -1.0 * QMAX, 1.0 * QMAX)
     if STOCHASTIC:
         y = y + draws_tile(word, key0, key1) * 0.0000152587890625
-    digits = rint_tile(y).to(tl.int32)
+    digits = small_integers(y)
     p = tl.arange(0, PACK)[None, :, None]
     return tl.sum(digits << (p * BITS), axis=1).to(tl.int8), scale
 
 
 @jit
 def store_tile(
-    payload: tl.tensor, scale: tl.tensor, g: tl.tensor, valid: tl.tensor, messages: tl.tensor,
-    halves: tl.tensor, row_bytes: tl.tensor, row_blocks: tl.tensor,
+    payload: tl.tensor, scale: tl.tensor, row: tl.tensor, b: tl.tensor, valid: tl.tensor,
+    messages: tl.tensor, halves: tl.tensor, row_bytes: tl.tensor, row_blocks: tl.tensor,
     PART: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store blocks g int64 [r]: payload int8 [r, PART] and scale [r]; messages int8 and halves int16 are one
-    buffer, rows of row_bytes and row_blocks blocks."""
-    row, b = g // row_blocks, g % row_blocks
+    """Store blocks b int64 [r] of a row int64: payload int8 [r, PART] and scale [r]; messages int8 and halves int16
+    are one buffer, rows of row_bytes and row_blocks blocks."""
     j = tl.arange(0, PART)
     tl.store(messages + (row * row_bytes + b * PART)[:, None] + j[None, :], payload, mask=valid[:, None])
     top = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
@@ -311,30 +310,28 @@ def store_tile(
 
 @drawing_jit
 def _kernel(
-    x: tl.tensor, messages: tl.tensor, halves: tl.tensor, total: tl.tensor, row_blocks: tl.tensor,
-    row_bytes: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor,
-    sign1: tl.tensor, SIZE: tl.constexpr,
+    x: tl.tensor, messages: tl.tensor, halves: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
+    word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr,
     LARGEST: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
-    g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    valid = g < total
+    row, b, valid = tile_of(row_blocks, R)
+    g = row * row_blocks + b
     p = tl.arange(0, PACK)[None, :, None]
     at = g[:, None, None] * BLOCK + p * PART + tl.arange(0, PART)[None, None, :]
     values = forward_tile(load_values(x, at, valid[:, None, None]), sign0, sign1, SIZE)
     word = word_tile(g, word0, PACK, PART)
     payload, scale = encode_tile(values, word, key0, key1, BITS, CLIP, STOCHASTIC, LARGEST)
-    store_tile(payload, scale, g, valid, messages, halves, row_bytes, row_blocks, PART)
+    store_tile(payload, scale, row, b, valid, messages, halves, row_bytes, row_blocks, PART)
 
 
 def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None) -> None:
-    row_blocks = form.blocks(x.shape[1])
-    total, r = row_blocks * len(x), TILE // form.block
-    _kernel[(-(-total // r),)](
+    row_blocks, r = form.blocks(x.shape[1]), TILE // form.block
+    _kernel[(-(-row_blocks // r) * len(x),)](
         raw(x), messages.view(torch.int8), messages.view(torch.int16),
-        total, row_blocks, messages.shape[1], *launch_arguments(noise), *transform_arguments(form.transform),
+        row_blocks, messages.shape[1], *launch_arguments(noise), *transform_arguments(form.transform),
         form.bits, form.block, form.clip, noise is not None, form.largest_scale, r,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -17,11 +17,40 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 
 
 @jit
+def tile_of(row_blocks: tl.tensor, R: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What this program takes of rows of row_blocks blocks: its row, int64; its blocks of the row, int64 [R]; and
+    which of these there are.
+
+    A program stays in one row, so it divides once. With a row for every block, 64-bit divisions were most of what a
+    program ran: 64 a thread and source in decode-sum-encode, at 2 to 3% of a copy's bandwidth.
+    """
+    tiles = tl.cdiv(row_blocks, R)
+    program = tl.program_id(0)
+    b = (program % tiles).to(tl.int64) * R + tl.arange(0, R)
+    return (program // tiles).to(tl.int64), b, b < row_blocks
+
+
+@jit
+def small_floats(x: tl.tensor, OFFSET: tl.constexpr) -> tl.tensor:
+    """fp32 of x - OFFSET, for integers x from 0 to 2 ** 16 - 1: as the last bits of 2 ** 23, which is then taken off.
+
+    A conversion runs at a quarter of an addition's rate, and one per element and source bounded decode-sum-encode.
+    """
+    return (x | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)
+
+
+@jit
+def small_integers(x: tl.tensor) -> tl.tensor:
+    """int32 of fp32 x rounded half to even, for abs(x) < 2 ** 21: the last bits of the sum with 1.5 x 2 ** 23."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@jit
 def scales_at(
     row: tl.tensor, b: tl.tensor, row_bytes: tl.tensor, row_blocks: tl.tensor,
     PART: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Where a message's scales lie, in int16 from the buffer's start: blocks b int64 of rows int64. The payload
+    """Where a message's scales lie, in int16 from the buffer's start: blocks b int64 of a row int64. The payload
     before them may be 4 GiB or more, so that its size is no int32."""
     return row * (row_bytes // 2) + tl.cast(row_blocks, tl.int64) * (PART // 2) + b
 

@@ -31,14 +31,14 @@ class Case:
     next_form: Format
     dtype: torch.dtype
     noise: Noise | None
-    blocks: int = 4  # of a slice; a multiple of 2
+    blocks: int = 4  # of a slice; a multiple of 4, so that half of it is whole blocks of next_form, too
 
 
 def mixed(bits: int, block: int, size: int, clip: int = 0) -> Format:
     return Format(bits, block, clip, Hadamard(size, 3))
 
 
-END = (1 << 33) - (1 << 16)  # near the last element that noise counts
+END = (1 << 33) - (1 << 20)  # near the last element that noise counts
 CASES = (
     Case("8 bits, fp32", Format(8, 128), Format(4, 64), torch.float32, None),
     Case("8 bits, bf16, noise, clip", Format(8, 16, 2), Format(8, 16), torch.bfloat16, Noise(5, 7, 9, 32)),

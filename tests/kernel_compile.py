@@ -164,6 +164,9 @@ def summary(compiled: list[Any]) -> dict[str, Any]:
         **resources(compiled[0]),
         "accesses": sorted(set(re.findall(r"(?:ld|st)\.global\.[\w.]+", ptx))),
         "inexact": sorted(set(re.findall(r"\w+\.(?:approx|full)\.\w+|\w+\.ftz\.\w+|fma\.\w+\.\w+", ptx))),
+        # of 64 bits, as one per block and source was; of numbers, at a quarter of an addition's rate
+        "divisions": len(re.findall(r"(?:div|rem)\.[su]64", ptx)),
+        "conversions": len(re.findall(r"cvt\.\w+\.(?:f32\.[su]\d|[su]\d+\.f32)", ptx)),
         "compilations": len({id(kernel) for kernel in compiled}),
     }
 

@@ -16,8 +16,10 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +50,17 @@ def main(argv: list[str] | None = None) -> int:
     results: dict[str, Any] = {}
     for piece in PIECES:
         file = out / f"{piece.name}.result.json"
-        kept = json.loads(file.read_text()) if file.exists() else None
-        if piece in options.pieces and (options.fresh or not still_good(kept, facts)):
+        if file.exists():
+            results[piece.name] = json.loads(file.read_text())
+    stored = {"rehearsal": rehearsal, "machine": facts, "pieces": results}
+    for piece in options.pieces:
+        if options.fresh or not still_good(results.get(piece.name), facts):
             left = 60 * options.minutes - (time.monotonic() - began)
-            kept = run(piece, out, rehearsal, left, facts)
-            write_text(file, json.dumps(kept, indent=1))
+            kept = results[piece.name] = run(piece, out, rehearsal, left, facts)
+            write_text(out / f"{piece.name}.result.json", json.dumps(kept, indent=1))
             print(f"{piece.name:12} {kept['seconds']:5.0f} s  {kept[REASON] or 'done'}", flush=True)
-        if kept is not None:
-            results[piece.name] = kept
-            stored = {"rehearsal": rehearsal, "machine": facts, "pieces": results}
             write(stored, out)
+            keep(out, os.environ.get("OUT"))
     if docs is not None and results:
         write(stored, docs, draw=not rehearsal)
     return int(any(piece.name not in results or results[piece.name][REASON] for piece in options.pieces))
@@ -141,9 +144,18 @@ def _process(piece: Piece, rows: Path, log: Path, rehearsal: bool, seconds: floa
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # and those that it started: a session of their own
-                process.wait()
+            with suppress(
+                ProcessLookupError
+            ):  # those that it started, too, which may outlive it: one session
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def keep(out: Path, folder: str | None) -> None:
+    """Pack the results so far into ``folder``, where it is named, for a machine of which nothing else stays."""
+    if folder:
+        with tarfile.open(Path(folder) / "gpu-report.tgz", "w:gz") as packed:
+            packed.add(out, "gpu-report")
 
 
 def last_words(log: Path) -> str:

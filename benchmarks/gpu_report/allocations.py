@@ -12,6 +12,7 @@ the P copy of lifetime 'step'. Views that the backward saved keep a storage, so 
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections import Counter, defaultdict
@@ -216,7 +217,9 @@ def _explicit(found: Counter[str]) -> Iterator[None]:
 
 
 def _relative(file: str) -> str:
-    return file[len(str(ROOT)) + 1 :] if file.startswith(str(ROOT)) else file
+    """Return the path below the checkout, or below site-packages: a page names no machine's folders."""
+    inside = file[len(str(ROOT)) + 1 :] if file.startswith(str(ROOT)) else file
+    return re.sub(r".*(?:site|dist)-packages/", "", inside)
 
 
 def _tell_places(name: str, found: Found, waits: Counter[str] | None, steps: int, record: Record) -> None:

@@ -1,54 +1,68 @@
-"""The tests marked gpu, by file: how many pass."""
+"""The tests marked gpu, by file: how many pass. Each file is a process of its own; one that is stopped keeps what it
+had."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
-from xml.etree import ElementTree
 
 from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import ROOT, Setting
 
-COUNTS = ("passed", "failed", "skipped")
+WORDS = {"PASSED": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped"}
+MANY = {"test_kernels.py": ("-n", "4")}  # tests that compile for long and time nothing
+OUTCOME = re.compile(
+    r"::.* (PASSED|FAILED|ERROR|SKIPPED)\b|\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) ", re.MULTILINE
+)
 
 
 def run(setting: Setting, record: Record) -> None:
     if importlib.util.find_spec("pytest") is None:
         record.row(file="tests/gpu", reason="pytest is not installed (pip install pytest)")
         return
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
-        try:
-            done = subprocess.run(
-                [*command, f"--junitxml={report}"], cwd=ROOT, timeout=max(1.0, setting.left - 5)
-            )
-        except subprocess.TimeoutExpired:
-            record.row(file="tests/gpu", reason="not done in the time of this piece")
-            return
-        if not report.exists():
-            record.row(file="tests/gpu", reason=f"pytest ended with status {done.returncode} before any test")
-            return
-        tell(ElementTree.parse(report).getroot(), record)
+    for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        many = MANY.get(file.name, ()) if importlib.util.find_spec("xdist") is not None else ()
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-vvrfEs",
+            "-m",
+            "gpu",
+            "-p",
+            "no:cacheprovider",
+            *many,
+            str(file),
+        ]
+        log = setting.folder / f"{file.stem}.log"
+        with open(log, "w") as text:
+            try:
+                subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    timeout=max(1.0, setting.left - 5),
+                    stdout=text,
+                    stderr=subprocess.STDOUT,
+                )
+                reason = {}
+            except subprocess.TimeoutExpired:
+                reason = {"reason": "not done in the time of this piece"}
+        tell(file.relative_to(ROOT), log.read_text(errors="replace"), record, reason)
 
 
-def tell(report: ElementTree.Element, record: Record) -> None:
-    """Write rows from a JUnit report, and as notes what failed and why tests were skipped."""
-    counts: dict[str, Counter[str]] = {}
-    for case in report.iter("testcase"):
-        file = case.get("classname", "").replace(".", "/") + ".py"
-        outcome = "passed"
-        for kind, word in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
-            found = case.find(kind)
-            if found is None:
-                continue
-            outcome = word
-            why = " ".join((found.get("message") or "").split())[:200].replace("|", "/")
-            record.note(f"{word}{': ' + case.get('name', '') if word == 'failed' else ''}: {why}")
-        counts.setdefault(file, Counter())[outcome] += 1
-    for file, found in sorted(counts.items()):
-        record.row(file=file, **{word: found[word] for word in COUNTS})
+def tell(file: Path, printed: str, record: Record, reason: dict[str, str]) -> None:
+    """Write a row from what pytest printed, and as notes what failed and why tests were skipped."""
+    found = Counter(WORDS[one or other] for one, other in OUTCOME.findall(printed))
+    if not found and not reason:
+        reason = {
+            "reason": "pytest ended before any test: "
+            + (printed.strip().splitlines() or ["it printed nothing"])[-1]
+        }
+    record.row(file=str(file), **{word: found[word] for word in ("passed", "failed", "skipped")}, **reason)
+    for line in re.findall(r"^(?:FAILED|ERROR|SKIPPED) .*", printed, re.MULTILINE):
+        if " - " in line or line.startswith("SKIPPED"):
+            record.note(" ".join(line.split())[:240].replace("|", "/"))

@@ -37,7 +37,7 @@ def run(setting: Setting, record: Record) -> None:
             "the kernels ran in Triton's interpreter" if dispatch.INTERPRETED else "the references ran"
         )
     copied = cache(lambda size: _copy_rate(size, setting))
-    for n in setting.pick((1 << 22, 1 << 24, 1 << 26), (1 << 10,)):
+    for n in setting.pick((1 << 22, 1 << 26), (1 << 10,)):
         for bits in BITS:
             for name, rounding, moved, launch in operations(n, bits, setting.device):
                 with record.attempt(operation=name, bits=bits, rounding=rounding, elements=ROWS * n) as row:

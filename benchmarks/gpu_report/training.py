@@ -1,9 +1,13 @@
 """Training of decoders of 1B and 3B parameters on one card: tokens per second, share of the peak, peak memory.
 
-megazero's engine, with --compile and without; the same decoder in a plain torch loop, with its modules compiled and
-without; under FSDP2 as torchtitan has it (blocks compiled, then sharded); and transformers' LlamaForCausalLM of the
-same sizes in the plain loop. All compute in bf16 with an fp32 master, fused AdamW, clipping, one micro-batch a step.
-FLOPs are megazero/config/model/parameters.py's for all: recompute is not counted.
+megazero's engine as a run has it (--optimizer-impl auto: the update in one pass), with torch's AdamW, and with
+--compile; the same decoder in a plain torch loop, with its modules compiled and without; under FSDP2 as torchtitan
+has it (blocks compiled, then sharded); and transformers' LlamaForCausalLM of the same sizes in the plain loop. All
+compute in bf16 with an fp32 master, AdamW, clipping, one micro-batch a step. FLOPs are
+megazero/config/model/parameters.py's for all: recompute is not counted.
+
+The plain contestant compiles the head with its loss, and each layer with its recompute inside. megazero and FSDP2
+compile layers alone. In megazero full recompute is around the compiled layer, which then runs whole once more.
 """
 
 from __future__ import annotations
@@ -25,12 +29,14 @@ from benchmarks.gpu_report.loops import Size, Step
 from benchmarks.gpu_report.record import Record, Skip
 from benchmarks.gpu_report.setting import Setting, elapsed, free, peak_tflops
 from benchmarks.harness import step_seconds
+from benchmarks.steps import ADAMW
 from megazero.config.model.parameters import parameter_count, training_flops
 
 ONE = Size("1B", layers=18, hidden=2048, ffn=5632, heads=16, batch=4)
 THREE = Size("3B", layers=26, hidden=3072, ffn=8192, heads=24)
 RECOMPUTE = ("none", "selective", "full")
 LEAST_LAYERS = 4
+AS_A_RUN, TORCHS = "megazero, as a run has it", "megazero, torch's AdamW"
 BYTES = 2 + 4 + 12  # per parameter, of one rank: 2N/P + 4N/G + 12N/OS with P = G = OS = 1
 
 
@@ -53,7 +59,9 @@ def run(real: Size, tiny: Size, contestants: Contestants, setting: Setting, reco
 def contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device], Step]]]:
     """Yield name, recompute, and what builds the step. Those compared follow each other."""
     for recompute in RECOMPUTE:
-        yield "megazero", recompute, lambda device, r=recompute: loops.ours(size, device, r)[0]
+        yield AS_A_RUN, recompute, lambda device, r=recompute: loops.ours(size, device, r)[0]
+        if recompute == "none":
+            yield TORCHS, recompute, lambda device: loops.ours(size, device, optimizer=ADAMW)[0]
         yield "plain torch", recompute, lambda device, r=recompute: _plain(size, device, r)
         if recompute != "selective":
             yield "transformers", recompute, lambda device, r=recompute: _transformers(size, device, r)
@@ -63,7 +71,7 @@ def compiled_contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch
     """Yield as ``contestants`` does: --compile off and on, the plain loop compiled, FSDP2 as torchtitan compiles
     it."""
     for recompute in ("none", "full"):
-        yield "megazero", recompute, lambda device, r=recompute: loops.ours(size, device, r)[0]
+        yield AS_A_RUN, recompute, lambda device, r=recompute: loops.ours(size, device, r)[0]
         yield (
             "megazero, compiled",
             recompute,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import tarfile
+import time
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from benchmarks.gpu_report import (
     training,
     update,
 )
-from benchmarks.gpu_report.pieces import BY_NAME, PIECES
+from benchmarks.gpu_report.pieces import BY_NAME, PIECES, Piece
 from benchmarks.gpu_report.record import REASON, Record, Skip
 from benchmarks.gpu_report.setting import ROOT, Setting
 from benchmarks.lone_rank import lone_rank
@@ -131,7 +132,9 @@ def test_the_loss_in_chunks_beside_the_formula(rehearsal: Setting) -> None:
     assert measured["32 tokens"] > measured["16 tokens"] > 0 and len(record.rows) == 4
 
 
-@pytest.mark.parametrize("name", ["megazero", "plain torch", "megazero, compiled", "FSDP2, compiled"])
+@pytest.mark.parametrize(
+    "name", [training.AS_A_RUN, training.TORCHS, "plain torch", "megazero, compiled", "FSDP2, compiled"]
+)
 def test_training_contestants_step(rehearsal: Setting, name: str) -> None:
     every = (*training.contestants(loops.TINY), *training.compiled_contestants(loops.TINY))
     build = next(build for who, _, build in every if who == name)
@@ -235,19 +238,22 @@ def test_a_profile_tells_operations_labels_and_idle_time(rehearsal: Setting) -> 
     assert record.notes == ["the device was busy for 60.0% of the profiled steps"]
 
 
-def test_test_reports_are_counted() -> None:
-    report = """<testsuites><testsuite>
-      <testcase classname="tests.gpu.test_a" name="x"/>
-      <testcase classname="tests.gpu.test_a" name="y"><failure message="1 | 2"/></testcase>
-      <testcase classname="tests.gpu.test_b" name="z"><skipped message="no"/></testcase>
-    </testsuite></testsuites>"""
-    record = Record()
-    gpu_tests.tell(ElementTree.fromstring(report), record)
-    assert record.rows == [
-        {"file": "tests/gpu/test_a.py", "passed": 1, "failed": 1, "skipped": 0},
-        {"file": "tests/gpu/test_b.py", "passed": 0, "failed": 0, "skipped": 1},
+@pytest.mark.parametrize("many", [False, True])
+def test_outcomes_of_tests_are_counted_however_far_they_came(many: bool) -> None:
+    """As pytest -v prints them, alone and with -n: a test that is stopped has no summary."""
+    ids = {"test_a.py::x[4 bits, fp16]": "PASSED", "test_a.py::y": "FAILED", "test_a.py::z": "SKIPPED"}
+    lines = [
+        f"[gw1] [ 33%] {word} tests/gpu/{name} " if many else f"tests/gpu/{name} {word}   [ 33%]"
+        for name, word in ids.items()
     ]
-    assert record.notes == ["failed: y: 1 / 2", "skipped: no"]
+    record = Record()
+    gpu_tests.tell(Path("tests/gpu/test_a.py"), "\n".join(lines), record, {REASON: "not done"})
+    assert record.rows == [
+        {"file": "tests/gpu/test_a.py", "passed": 1, "failed": 1, "skipped": 1, REASON: "not done"}
+    ]
+    gpu_tests.tell(Path("tests/gpu/test_a.py"), "FAILED tests/gpu/test_a.py::y - 1 | 2", record, {})
+    assert record.notes == ["FAILED tests/gpu/test_a.py::y - 1 / 2"]
+    assert record.rows[1][REASON].startswith("pytest ended before any test")
 
 
 def test_peaks_are_of_the_longest_name() -> None:
@@ -299,6 +305,47 @@ def test_the_program_keeps_results_and_does_what_is_missing(
     assert stored["deepspeed"][REASON] == "" and stored["overhead"][REASON].startswith("stopped after")
     now = (ROOT / "docs" / "gpu.md").stat().st_mtime_ns if docs is not None else None
     assert now == docs, "a rehearsal leaves docs/gpu.md alone"
+
+
+def test_pieces_run_in_the_order_asked_and_results_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def run(piece: Piece, *_: Any) -> dict[str, Any]:
+        asked.append(piece.name)
+        return {"rows": [], "notes": [], "seconds": 1.0, REASON: "", "device": "", "torch": "", "commit": ""}
+
+    monkeypatch.setattr(tool, "run", run)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert tool.main(["--rehearsal", "--out", str(tmp_path / "out"), "--pieces", "race,kernels,update"]) == 0
+    assert asked == ["race", "kernels", "update"]
+    with tarfile.open(tmp_path / "gpu-report.tgz") as packed:
+        assert {"gpu-report/gpu.md", "gpu-report/update.result.json"} <= set(packed.getnames())
+
+
+def test_a_piece_that_ends_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that it started, and did not wait for, would be on the card beside the next piece."""
+    package = tmp_path / "benchmarks" / "gpu_report"
+    package.mkdir(parents=True)
+    started = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
+    (package / "pieces.py").write_text(started)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    log = tmp_path / "log"
+    assert tool._process(BY_NAME["race"], tmp_path / "rows", log, True, 60.0) == 0
+    left = Path("/proc", log.read_text().strip(), "stat")
+    for _ in range(100):
+        if not left.exists() or left.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("it runs on")
+
+
+def test_a_place_in_a_package_is_told_without_the_machines_folders() -> None:
+    assert allocations._relative(f"{ROOT}/megazero/zero/unit.py") == "megazero/zero/unit.py"
+    assert allocations._relative("/x/.venv/lib/python3.12/site-packages/torch/a.py") == "torch/a.py"
+    assert allocations._relative("/usr/lib/python3/dist-packages/torch/a.py") == "torch/a.py"
 
 
 def test_a_piece_that_dies_has_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -50,18 +49,16 @@ def test_compiles_to_wide_accesses_and_exact_arithmetic(kernel: str, compiled: d
     assert compiled[kernel]["inexact"] == []
 
 
-# The sums of decode-sum-encode, which are not stored, get a layout of one element a thread, in which every thread
-# reads the scales of 32 blocks: 255 registers, and in some releases a stack of 8 to 112 bytes. With 8 warps a program
-# it is 146 to 168 registers and no stack, and accesses of 8 bytes at 4 bits; whether that is faster needs a GPU.
-# By release of Triton; Triton 3.6 puts 8 bytes of quantize there instead.
-SPILLS = {"3.6": {"quantize"}, "3.8": set(), "3.9": {"sum_quantize"}}
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_blocks_stay_in_registers(kernel: str, compiled: dict[str, Any]) -> None:
-    """A release that is not in the table is to keep all of them there."""
-    known = SPILLS.get(".".join(version("triton").split(".")[:2]), set())
-    assert (compiled[kernel]["spilled"] > 0) == (kernel in known), compiled[kernel]
+    """decode-sum-encode had 255 of them, and 2 to 3% of a copy's bandwidth on an H100."""
+    assert compiled[kernel]["spilled"] == 0
+    assert compiled[kernel]["registers"] <= (192 if "clip" in kernel else 128)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if "adamw" not in kernel])
+def test_addresses_and_digits_take_no_slow_arithmetic(kernel: str, compiled: dict[str, Any]) -> None:
+    assert (compiled[kernel]["divisions"], compiled[kernel]["conversions"]) == (0, 0)
 
 
 @pytest.mark.parametrize("size", ["", " of one block"])
