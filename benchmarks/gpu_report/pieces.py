@@ -34,6 +34,7 @@ PIECES = (
     Piece("overhead", "The engine's cost on one rank", "overhead.run", 50),
     Piece("profile", "A profile of training steps", "profile_steps.run", 20),
     Piece("kernels", "Bandwidth of the kernels", "kernels.run", 40, {"TRITON_INTERPRET": "1"}),
+    Piece("products", "Rates of a decoder's operations", "products.run", 40),
     Piece("train-1b", "Training, 1B parameters", "training.run_one", 65),
     Piece("allocations", "Allocations and host waits in steady steps", "allocations.run", 25),
     Piece("memory", "Peak memory against the formula", "memory.run", 20),

@@ -23,6 +23,7 @@ from benchmarks.gpu_report import (
     memory,
     overhead,
     page,
+    products,
     profile_steps,
     race,
     setting,
@@ -72,6 +73,13 @@ def test_bytes_of_an_operation_are_what_it_reads_and_writes() -> None:
     assert moved["decode-add bf16"] == 2 * 4 * 2048 + coded
     assert moved["decode-sum fp32"] == coded + 2 * 4096
     assert moved["decode-sum-encode"] == coded + 1040
+
+
+def test_operations_of_a_decoder_are_timed_by_kind(rehearsal: Setting) -> None:
+    record = Record()
+    products.run(rehearsal, record)
+    assert not failed(record)
+    assert {row["kind"] for row in record.rows} == {"product", "experts", "attention", "memory"}
 
 
 def test_an_update_counts_its_bytes_and_apex_says_why_it_is_not_there(rehearsal: Setting) -> None:
@@ -373,7 +381,7 @@ def test_which_results_stand(changed: dict[str, str], good: bool) -> None:
 
 def test_wrong_options_name_the_cure(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, said in (
-        (["--pieces", "kernel"], "there are tests, kernels"),
+        (["--pieces", "kernel"], "there are tests, nccl"),
         (["--minutes", "0"], "default is 8"),
     ):
         with pytest.raises(SystemExit):
