@@ -143,6 +143,9 @@ megazero/zero/layout.py
   a block has two parameters' elements
 
 megazero/zero/gather.py
+- elif unit.stale and not unit.pinned:
++ elif False:
+  with P = 1 parameters stay as a block wrote them, unrounded
 - self.ahead.difference(following))
 + self.ahead)
   the next module's bytes count as those beyond it
@@ -208,6 +211,10 @@ megazero/zero/reduce.py
   one unit's staging more than allowed
 
 megazero/zero/unit.py
+-         self.master_version += 1
+-         hide(self)
++         self.master_version += 1
+  with P = 1 parameters read as before an update
 - torch.where(values == own.to(self.dtype), own, values.to(own.dtype))
 + values.to(own.dtype)
   a write rounds the masters that it did not change
@@ -287,6 +294,9 @@ megazero/zero/records.py
   a sum that is carried is lost by a save before it is paid
 
 megazero/comm/lane.py
+- if self.streams or not self.tickets:
++ if not self.tickets:
+  nothing waits for gathers that ran ahead and were not used (CUDA)
 - ticket.plan[ticket.issued].axis in reserved
 + ticket.plan[ticket.issued].axis in older
   ranks use an axis in different orders

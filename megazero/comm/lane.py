@@ -111,9 +111,10 @@ class Lane:
 
         A chain stops in front of an axis that an older chain still has to use: how fast collectives finish
         differs from rank to rank, but their order on an axis must not. After its first collective a chain
-        also waits for older chains of its unit, because their sums come first.
+        also waits for older chains of its unit, because their sums come first. On CUDA chains have run through:
+        ``drain`` has to find them here until the device is done with them.
         """
-        if not self.tickets:
+        if self.streams or not self.tickets:
             return
         reserved: set[str] = set()  # axes that older chains still have to use
         older: set[str] = set()  # units of older chains: their sums come first

@@ -254,7 +254,7 @@ class OuterSteps:
                 held = frame.take(unit.master.numel(), unit.master.dtype).copy_(unit.master)
                 unit.master.copy_(anchor.value)
                 anchor.value.copy_(held)
-            unit.master_version += 1
+            unit.outdate()
 
     def note_anchors(self) -> None:
         """Hash the anchors into ``scalars``."""
@@ -319,7 +319,7 @@ class OuterSteps:
         """Note that the replicas have met in these units of a fragment."""
         self.since[fragment] = 0
         for unit in units:
-            unit.master_version += 1
+            unit.outdate()
         self.scalars[1:3].add_(self.squares[[self.index[unit] for unit in units]].sum(0))
         self._write_hash()
 

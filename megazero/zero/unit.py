@@ -3,7 +3,8 @@
 Glossary (n: elements of the unit; "compact" is explained in layout.py)
 --------
 full      [n], parameter dtype. The storage of the Parameters, which are views of it for life. With P > 1 a release
-          resizes the storage to 0, and a gather allocates it again.
+          resizes the storage to 0, and a gather allocates it again. With P = 1 it stays, and the Parameters are
+          hidden while it is behind the master.
 message   A codec's encoding of a slice: m elements of its wire dtype. Messages of nested slices concatenate in layout
           order. ``wire`` is the layout of the messages that gathers send, ``refresh_wire`` of those that refreshes
           send; each has one region. Refreshes send one message per OS slice. Gathers send the messages received or,
@@ -158,6 +159,7 @@ class Unit:
         self._plan_wire()
         # Rounded, or in another format: stale even if the step that found out was skipped.
         self.copy_version = 0
+        hide(self)
         if self.delta:
             self.copy = copy  # R goes on
         elif self.levels.p and not self.copy_present:
@@ -179,7 +181,17 @@ class Unit:
         ]
         if self.levels.p:
             self.drop_full()
+        elif self.stale:
+            hide(self)
         return bindings
+
+    def outdate(self) -> None:
+        """Note that the master weights have changed, and hide the parameters until a refresh has landed.
+
+        With P = 1 they would read as the old values, or as some slices of the new ones.
+        """
+        self.master_version += 1
+        hide(self)
 
     def check_unwritten(self, when: str, cure: str) -> None:
         """Raise RuntimeError if the user wrote into a parameter since the engine last took its values."""

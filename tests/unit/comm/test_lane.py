@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +87,22 @@ def test_chains_of_one_unit_follow_each_other_on_cuda(monkeypatch: pytest.Monkey
     third = lane.submit("u", (), iter(()))  # type: ignore[arg-type]
     assert entered[0] is entered[2] is not entered[1] is entered[3]
     assert waited == [(entered[2], first.event), (entered[3], second.event)] and third.done and other.done
+
+
+def test_on_cuda_drain_waits_for_chains_that_were_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have run through for the host, not for the device. Every module's hook polls."""
+    waited = list[Event]()
+    compute = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", partial(Event, over=False))
+    lane = Lane("gather", torch.device("cpu"), 0, no_timing)
+    lane.streams = [Stream(), Stream()]
+    tickets = [lane.submit(unit, (), iter(())) for unit in "uvw"]  # type: ignore[arg-type]
+    lane.poll()
+    assert not lane.busy
+    lane.drain()
+    assert waited == [ticket.event for ticket in tickets] and not lane.tickets
 
 
 class Wire:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tests.gpu.test_hpz_race import CPU, Cluster, Landing, Wire
 
 BLOCK = 512  # more than the layers fill: every unit has padding within its last block
 CODED = Blockwise(4, BLOCK)
+DELTA = zero.Codecs(weights=CODED, delta=True)
 LR = 0.1  # of the cluster's plain SGD
 
 
@@ -66,7 +68,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_for_the_next(
 
 def test_a_load_of_what_receivers_hold_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """R was loaded with the master weights: a refresh before their next update would advance it once more."""
-    held = engine(monkeypatch, (2, 2, 4), codecs=zero.Codecs(weights=CODED, delta=True)).engine
+    held = engine(monkeypatch, (2, 2, 4), codecs=DELTA).engine
     held.refresh()
     held.traffic.take()
     for unit in held.units:
@@ -214,7 +216,7 @@ def test_what_the_parameters_cannot_hold_is_no_difference(monkeypatch: pytest.Mo
         return encode(codec, x, *more, **options)
 
     monkeypatch.setattr(Blockwise, "encode", noted)
-    cluster = engine(monkeypatch, (2, 2, 4), codecs=zero.Codecs(weights=CODED, delta=True))
+    cluster = engine(monkeypatch, (2, 2, 4), codecs=DELTA)
     for unit in cluster.engine.units:
         unit.master.mul_(1 + 2**-11)
         unit.copy_version = 0
@@ -241,6 +243,66 @@ def test_a_write_keeps_the_bits_of_what_was_not_written(monkeypatch: pytest.Monk
         weight.view(-1)[at[0] + 1] = 7.0
     changed = (unit.master != before).nonzero().flatten().tolist()
     assert changed == [at[1] + 1] and unit.master[changed[0]] == 7.0
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"dtype": torch.float32}, {"lifetime": "step"}, {"codecs": DELTA}],
+    ids=["bf16", "fp32", "dropped", "differences"],
+)
+@pytest.mark.parametrize("shards", [(1, 1, 1), (1, 1, 4)], ids=str)
+def test_what_can_be_read_is_what_the_next_forward_reads(
+    shards: tuple[int, int, int], policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the user's own loop, between forwards: what an update or a load left behind raises, with P = 1, too."""
+    cluster = engine(monkeypatch, shards, **policy)
+    cluster.inputs = cluster.inputs.to(policy.get("dtype", torch.bfloat16))
+    held, module, used = cluster.engine, cluster.module, list[torch.Tensor]()
+    weight = module[0].weight
+    module[0].register_forward_pre_hook(lambda *_: used.append(weight.detach().clone()))
+
+    def seen() -> torch.Tensor | None:
+        try:
+            return weight.detach().clone()
+        except RuntimeError:
+            return None
+
+    def write() -> None:
+        with held.gathered(write=True), torch.no_grad():
+            weight.mul_(1.25)
+            assert seen() is not None
+
+    def fall_back() -> None:
+        for unit in held.units:
+            unit.send_exactly("weights")
+
+    def change() -> None:
+        for unit in held.units:
+            unit.master.mul_(1.25)
+        held.invalidate()
+
+    acts: dict[str, Callable[[], object]] = {
+        "shard": lambda: None,
+        "update": lambda: step(cluster),
+        "begin_step": lambda: (step(cluster), held.begin_step()),
+        "abort_step": held.abort_step,
+        "skipped": lambda: step(cluster, torch.inf),
+        "write": write,
+        "fallback": fall_back,
+        "load": change,
+    }
+    for name, act in acts.items():
+        act()
+        before = seen()
+        with torch.no_grad():
+            module(cluster.inputs)
+        assert before is None or torch.equal(before, used[-1]), name
+        if name in ("update", "begin_step", "write", "load"):
+            assert before is None, name
+        if name == "skipped" and policy.get("lifetime") != "step":
+            assert before is not None
+        after = seen()
+        assert after is not None and torch.equal(after, used[-1]), name
 
 
 def test_what_ranks_share_counts_once() -> None:
