@@ -72,7 +72,7 @@ class Lane:
 
     def __init__(self, name: str, device: torch.device, rank: int, timed: Callable[[str], Any]) -> None:
         self.name = name
-        self.rank = rank
+        self.device, self.rank = device, rank
         self.timed = timed
         self.label: Label = no_label  # a profiler's, while it records
         # Called with True when a collective has failed, with False while one is waited for; it may raise.
@@ -85,7 +85,7 @@ class Lane:
     def follow(self) -> None:
         """On CUDA, make chains submitted from now on wait for all compute enqueued so far."""
         if self.streams:
-            event = torch.cuda.current_stream().record_event()
+            event = torch.cuda.current_stream(self.device).record_event()
             for stream in self.streams:
                 stream.wait_event(event)
 
@@ -217,7 +217,7 @@ class Lane:
             self.tickets.popleft()
 
     def _wait_event(self, ticket: Ticket) -> None:
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self.device)
         if not ticket.event.query() and self.timed is not no_timing:
             before = torch.cuda.Event(enable_timing=True)
             before.record(stream)

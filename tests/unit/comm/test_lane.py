@@ -14,7 +14,7 @@ import torch
 
 from megazero.comm import timing
 from megazero.comm.hops import HopSpec
-from megazero.comm.lane import Chain, Lane, Ticket
+from megazero.comm.lane import Chain, CommunicationError, Differ, Lane, Ticket
 from megazero.comm.timing import no_timing
 
 
@@ -38,7 +38,7 @@ class Stream:
 
 
 def test_waits_that_nobody_takes_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     lane = Lane("gather", torch.device("cpu"), 0, timed=lambda name: None)
     lane.streams = [Stream()]
@@ -53,7 +53,7 @@ def test_waits_that_nobody_takes_are_added_up(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_host_does_not_wait_for_waits_that_are_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     lane = Lane("gather", torch.device("cpu"), 0, timed=lambda name: None)
     lane.streams = [Stream()]
@@ -103,6 +103,34 @@ def test_on_cuda_drain_waits_for_chains_that_were_polled(monkeypatch: pytest.Mon
     assert not lane.busy
     lane.drain()
     assert waited == [ticket.event for ticket in tickets] and not lane.tickets
+
+
+class Broken:
+    """A collective that failed."""
+
+    def wait(self, *_: object) -> None:
+        raise RuntimeError("connection reset")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_of_a_failed_collective_others_are_asked_what_they_issued(differs: bool) -> None:
+    """With time for their answers: that ranks differ says more than what the backend says of it."""
+    lane, asked = Lane("gather", torch.device("cpu"), 3, no_timing), list[bool]()
+
+    def overdue(failed: bool) -> None:
+        asked.append(failed)
+        if differs:
+            raise Differ("rank 0 gathers unit 'b'")
+
+    lane.overdue = overdue
+    kind, said = (Differ, "unit 'b'") if differs else (CommunicationError, "unit 'a' failed on axis 'p'")
+    lane.tickets.append(ticket := Ticket("a", (HopSpec("p", "gather_intra"),), iter([Broken()])))  # type: ignore[arg-type]
+    with pytest.raises(kind, match=said):
+        lane.wait(ticket)
+    assert asked == [True]
 
 
 class Wire:

@@ -94,6 +94,16 @@ def test_a_static_scale_stays_and_none_is_none() -> None:
     assert fp16(loss_scale=0.0).scale == 2**32  # 0 is dynamic, as in Megatron
 
 
+def test_a_step_that_moved_some_replica_is_not_left_out_of_the_schedule() -> None:
+    """The scale, which all outer replicas share, falls where one of them overflows."""
+    one, all_of_them = fp16(loss_scale=0.0, hysteresis=1), fp16(loss_scale=0.0, hysteresis=1)
+    one.update(True, samples=8, unmoved=False)
+    all_of_them.update(True, samples=8, unmoved=True)
+    assert one.scale == all_of_them.scale == 2**31
+    assert (one.skipped(by_samples=False), one.skipped(by_samples=True)) == (0, 0)
+    assert (all_of_them.skipped(by_samples=False), all_of_them.skipped(by_samples=True)) == (1, 8)
+
+
 def test_scaled_gradients_are_those_of_a_ranks_mean() -> None:
     factor, divisor = fp16(loss_scale=8.0).factors(tokens=1000, ranks=4)
     assert factor == 8 * 4 / 1000 and factor / divisor == 1 / 1000

@@ -79,7 +79,7 @@ class Watch:
         self.compute = Stream()
         Streams.now = [self.compute]
         patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "current_stream", lambda: Streams.now[-1])
+        patch.setattr(torch.cuda, "current_stream", lambda *_: Streams.now[-1])
         patch.setattr(torch.cuda, "stream", Streams.entered)
         self.wrong: set[str] = set()
         self.behind: list[int] = []
