@@ -211,9 +211,9 @@ megazero/zero/reduce.py
   one unit's staging more than allowed
 
 megazero/zero/unit.py
--         self.master_version += 1
--         hide(self)
-+         self.master_version += 1
+-         if not self.pinned:
+-             hide(self)
++         pass
   with P = 1 parameters read as before an update
 - torch.where(values == own.to(self.dtype), own, values.to(own.dtype))
 + values.to(own.dtype)

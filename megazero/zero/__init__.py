@@ -61,9 +61,8 @@ def shard(
 
     Returns the engine. This is collective, and every rank must pass the same. Raises ValueError for units that nest
     or mix dtypes, for policies that the shard factors do not allow, for modules that another framework parallelised,
-    for a mesh on another CUDA device than the current one,
-    for parameters and modules that training would damage, and for optimizers that are neither elementwise (the
-    factory is tried on a few small tensors) nor by matrix.
+    for a mesh on another CUDA device than the current one, for parameters and modules that training would damage, and
+    for optimizers that are neither elementwise (the factory is tried on a few small tensors) nor by matrix.
     """
     refuse_foreign_parallelism(module)
     _refuse_other_device(mesh.device)

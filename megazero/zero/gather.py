@@ -129,7 +129,7 @@ class Gatherer:
             unit.ticket = None
             if unit.levels.p and not unit.pinned:
                 unit.drop_full()
-            elif unit.stale and not unit.pinned:  # written in a ``gathered`` block that has ended
+            elif unit.stale and not unit.pinned:  # outdated in a ``gathered`` block
                 hide(unit)
 
     def _awaited(self, unit: Unit) -> bool:

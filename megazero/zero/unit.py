@@ -193,10 +193,12 @@ class Unit:
     def outdate(self) -> None:
         """Note that the master weights have changed, and hide the parameters until a refresh has landed.
 
-        With P = 1 they would read as the old values, or as some slices of the new ones.
+        With P = 1 they would read as the old values, or as some slices of the new ones. In a ``gathered`` block they
+        stay what they are; its end hides them (``Gatherer.drop_all``).
         """
         self.master_version += 1
-        hide(self)
+        if not self.pinned:
+            hide(self)
 
     def check_unwritten(self, when: str, cure: str) -> None:
         """Raise RuntimeError if the user wrote into a parameter since the engine last took its values."""
@@ -237,7 +239,7 @@ class Unit:
             for slot, low, high, at in self.layout.ranges(self.levels.p):
                 if slot.name in changed:
                     self.copy[at : at + high - low].copy_(self.full[slot.start + low : slot.start + high])
-        self.master_version += 1
+        self.outdate()
         for binding in self.bindings:
             if self.writers:
                 binding.accept()

@@ -284,6 +284,11 @@ def test_what_can_be_read_is_what_the_next_forward_reads(
             unit.master.mul_(1.25)
         held.invalidate()
 
+    def load_in_block() -> None:
+        with held.gathered():
+            held.invalidate()
+            assert seen() is not None
+
     acts: dict[str, Callable[[], object]] = {
         "shard": lambda: None,
         "update": lambda: step(cluster),
@@ -293,6 +298,7 @@ def test_what_can_be_read_is_what_the_next_forward_reads(
         "write": write,
         "fallback": fall_back,
         "load": change,
+        "load in a block": load_in_block,
     }
     for name, act in acts.items():
         act()
