@@ -143,6 +143,9 @@ megazero/zero/layout.py
   a block has two parameters' elements
 
 megazero/zero/gather.py
+- elif unit.stale and not unit.pinned:
++ elif False:
+  with P = 1 parameters stay as a block wrote them, unrounded
 - self.ahead.difference(following))
 + self.ahead)
   the next module's bytes count as those beyond it
@@ -208,6 +211,10 @@ megazero/zero/reduce.py
   one unit's staging more than allowed
 
 megazero/zero/unit.py
+-         if not self.pinned:
+-             hide(self)
++         pass
+  with P = 1 parameters read as before an update
 - torch.where(values == own.to(self.dtype), own, values.to(own.dtype))
 + values.to(own.dtype)
   a write rounds the masters that it did not change
@@ -287,6 +294,12 @@ megazero/zero/records.py
   a sum that is carried is lost by a save before it is paid
 
 megazero/comm/lane.py
+- self.overdue(True)
++ pass
+  a failed collective does not tell that ranks differ
+- if self.streams or not self.tickets:
++ if not self.tickets:
+  nothing waits for gathers that ran ahead and were not used (CUDA)
 - ticket.plan[ticket.issued].axis in reserved
 + ticket.plan[ticket.issued].axis in older
   ranks use an axis in different orders
@@ -303,6 +316,11 @@ kernels/dequantize_sum_quantize.py
 - if form.transform == next_form.transform:
 + if form.transform and next_form.transform:
   sums under one transform's signs are sent as another's
+
+kernels/hadamard.py
+- .sign().to(dtype)[:, None]
++ .neg().sign().to(dtype)[:, None]
+  what a GPU sends a CPU reads with other signs
 
 kernels/moments.py
 - roots.clamp_(min=1.0)
@@ -500,6 +518,9 @@ megazero/log/exit_status.py
   what follows from a rank's end takes the place of its status
 
 megazero/train/schedule/loss_scaling.py
+- if overflow if unmoved is None else unmoved:
++ if overflow:
+  the learning rate leaves out a step that moved some replica
 - self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
 + self.growth_tracker = 0
   after the scale grew the first overflow halves it
@@ -535,6 +556,9 @@ megazero/train/trainer.py
   exact gradients begin an iteration late
 
 megazero/plan/memory.py
+-         return self.shards.os * self._own_message(unit)
++         return 0.0
+  with P = 1 gathers ahead of use take no bytes
 - return messages + difference
 + return messages
   the difference of a delta refresh takes no memory
@@ -703,6 +727,9 @@ megazero/convert/conversions.py
   an export whose check failed can be loaded
 
 megazero/convert/shards.py
+- if groups[-1] and held + tensor.nbytes > limit:
++ if held + tensor.nbytes > limit:
+  a first tensor above the limit leaves an empty file before it
 - groups.append([])
 -             held = 0
 + groups.append([])

@@ -75,7 +75,7 @@ class Lane:
 
     def __init__(self, name: str, device: torch.device, rank: int, timed: Callable[[str], Any]) -> None:
         self.name = name
-        self.rank = rank
+        self.device, self.rank = device, rank
         self.timed = timed
         self.label: Label = no_label  # a profiler's, while it records
         # Called with True when a collective has failed, with False while one is waited for; it may raise.
@@ -89,7 +89,7 @@ class Lane:
     def follow(self) -> None:
         """On CUDA, make chains submitted from now on wait for all compute enqueued so far."""
         if self.streams:
-            event = torch.cuda.current_stream().record_event()
+            event = torch.cuda.current_stream(self.device).record_event()
             for stream in self.streams:
                 stream.wait_event(event)
 
@@ -115,9 +115,10 @@ class Lane:
 
         A chain stops in front of an axis that an older chain still has to use: how fast collectives finish
         differs from rank to rank, but their order on an axis must not. After its first collective a chain
-        also waits for older chains of its unit, because their sums come first.
+        also waits for older chains of its unit, because their sums come first. On CUDA chains have run through:
+        ``drain`` has to find them here until the device is done with them.
         """
-        if not self.tickets:
+        if self.streams or not self.tickets:
             return
         reserved: set[str] = set()  # axes that older chains still have to use
         older: set[str] = set()  # units of older chains: their sums come first
@@ -220,7 +221,7 @@ class Lane:
             self.tickets.popleft()
 
     def _wait_event(self, ticket: Ticket) -> None:
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self.device)
         if not ticket.event.query() and self.timed is not no_timing:
             before = torch.cuda.Event(enable_timing=True)
             before.record(stream)

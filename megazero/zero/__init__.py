@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from megazero.comm.hops import Traffic
@@ -60,10 +61,11 @@ def shard(
 
     Returns the engine. This is collective, and every rank must pass the same. Raises ValueError for units that nest
     or mix dtypes, for policies that the shard factors do not allow, for modules that another framework parallelised,
-    for parameters and modules that training would damage, and for optimizers that are neither elementwise (the
-    factory is tried on a few small tensors) nor by matrix.
+    for a mesh on another CUDA device than the current one, for parameters and modules that training would damage, and
+    for optimizers that are neither elementwise (the factory is tried on a few small tensors) nor by matrix.
     """
     refuse_foreign_parallelism(module)
+    _refuse_other_device(mesh.device)
     policy = policy or Policy()
     choose = traits or _no_decay_for_vectors
     named = ((plain_name(n), p) for n, p in module.named_parameters())
@@ -87,6 +89,18 @@ def shard(
         )
     mesh.claim()
     return Engine(module, mesh, policy, plan, chosen, slices, clip_norm, timed, traffic or Traffic())
+
+
+def _refuse_other_device(device: torch.device) -> None:
+    """Raise ValueError unless the mesh's CUDA device is the current one, whose streams kernels and NCCL take."""
+    if device.type != "cuda" or device.index is None:
+        return
+    current = torch.cuda.current_device()
+    if device.index != current:
+        raise ValueError(
+            f"the mesh is on {device}, and kernels would be launched on the current device, cuda:{current}: call "
+            f"torch.cuda.set_device({device.index}) before zero.shard"
+        )
 
 
 def _refuse_no_matrices(module: nn.Module, traits: Mapping[str, Traits]) -> None:

@@ -301,7 +301,7 @@ class Engine:
         """
         self.optimizer.take_loaded()
         for unit in self.units:
-            unit.master_version += 1
+            unit.outdate()
             if unit.delta:
                 unit.copy_version = unit.master_version
         if self.outer is not None and anchored:
@@ -425,7 +425,7 @@ class Engine:
             if unit.lifetime == "step":
                 unit.drop_copy()
             if updated:
-                unit.master_version += 1
+                unit.outdate()
                 exact, updates = self.reducer.exact, self.rounding.updates + 1
                 commit_residual(unit, self.mesh.data_axes, self.divisor, exact, updates)
         self.rounding.updates += int(updated)

@@ -129,6 +129,8 @@ class Gatherer:
             unit.ticket = None
             if unit.levels.p and not unit.pinned:
                 unit.drop_full()
+            elif unit.stale and not unit.pinned:  # outdated in a ``gathered`` block
+                hide(unit)
 
     def _awaited(self, unit: Unit) -> bool:
         """Whether the unit has to be gathered for a later module, or is here or on its way for one."""

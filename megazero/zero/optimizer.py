@@ -138,7 +138,10 @@ class SliceOptimizer:
             )
         # Steps what is no matrix: all runs, unless the optimizer is one by matrix.
         self.elementwise = self.torch.rest if isinstance(self.torch, ByMatrix) else self.torch
-        self._norms = [torch.empty((), dtype=r.leaf.dtype, device=r.leaf.device) for r in self.runs]
+        # One scalar for each dtype of gradients: a norm is copied on before the next is taken.
+        self._norms = {
+            r.leaf.dtype: torch.empty((), dtype=r.leaf.dtype, device=r.leaf.device) for r in self.runs
+        }
         device = units[0].device if units else None
         self._squares = torch.empty(len(self.runs), dtype=torch.float64, device=device)
         self._factor = 1.0  # of the gradients, for an optimizer that scales them as it updates
@@ -172,8 +175,8 @@ class SliceOptimizer:
     def squared_norm(self, runs: Sequence[Run], out: torch.Tensor) -> None:
         """Write the sum of squares of these runs' gradients to ``out``, an fp64 scalar."""
         squares = self._squares[: len(runs)]
-        for run, norm, square in zip(runs, self._norms, squares, strict=False):
-            square.copy_(torch.linalg.vector_norm(run.grad, out=norm))
+        for run, square in zip(runs, squares, strict=True):
+            square.copy_(torch.linalg.vector_norm(run.grad, out=self._norms[run.leaf.dtype]))
         torch.sum(squares.square_(), 0, out=out)
 
     def scale(self, factor: float) -> None:

@@ -270,7 +270,7 @@ class OuterSteps:
                 held = frame.take(unit.master.numel(), unit.master.dtype).copy_(unit.master)
                 unit.master.copy_(anchor.value, non_blocking=True)
                 anchor.value.copy_(held, non_blocking=True)
-            unit.master_version += 1
+            unit.outdate()
         self._wait_for_copies()
 
     def note_anchors(self) -> None:
@@ -342,7 +342,7 @@ class OuterSteps:
         """Note that the replicas have met in these units of a fragment."""
         self.since[fragment] = 0
         for unit in units:
-            unit.master_version += 1
+            unit.outdate()
         self.scalars[1:3].add_(self.squares[[self.index[unit] for unit in units]].sum(0))
         self._write_hash()
 

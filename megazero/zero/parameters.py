@@ -1,11 +1,11 @@
 """The module's Parameters while an engine has them: bound to a unit's buffer, and hidden while that is released.
 
 A Parameter stays one object, whose data is a view of its unit's buffer (``Binding``). While its values are not
-gathered, a read gathers the unit or raises; it never sees freed memory. For that the object's class is swapped for
-one whose ``__torch_function__`` intercepts every operation (``Released``). Shape, dtype, gradient and hooks can be
-read as ever. Other operations are handed to ``Unit.read``. Inside a forward or backward they gather the unit, as a
-module that holds it does; elsewhere they raise. Gathered Parameters have their own class, so forwards pay nothing. To
-hide or show one takes 0.15 us.
+gathered, a read gathers the unit or raises; it never sees freed memory, nor, with P = 1, values from before an
+update. For that the object's class is swapped for one whose ``__torch_function__`` intercepts every operation
+(``Released``). Shape, dtype, gradient and hooks can be read as ever. Other operations are handed to ``Unit.read``.
+Inside a forward or backward they gather the unit, as a module that holds it does; elsewhere they raise. Gathered
+Parameters have their own class, so forwards pay nothing. To hide or show one takes 0.15 us.
 
 state_dict, load_state_dict and deepcopy read a module's parameters as a whole; they work inside ``gathered`` alone
 (``guard_reads``).

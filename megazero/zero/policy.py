@@ -60,8 +60,8 @@ class Outer:
 
     interval: how many steps they train apart. lr, momentum, nesterov: of the outer optimizer, which is SGD.
         lr 1 without momentum averages the replicas.
-    codec: the format of outer gradients, without noise; None sends them as they are. feedback: what rounding lost is
-        added to the next outer gradient.
+    codec: the format of outer gradients, rounded to nearest; None sends them as they are. feedback: what rounding
+        lost is added to the next outer gradient.
     fragments: the modules, by name, that meet together, in the order in which they do (Streaming DiLoCo, arXiv
         2501.18512). Each fragment meets once per interval. By default there is one, of all modules.
     delay: how many steps a fragment is on its way while the training goes on. 0: it is waited for.
@@ -91,6 +91,11 @@ class Outer:
             raise ValueError(
                 f"{self.count} fragments do not each have a step of their own in interval={self.interval}; nearest: "
                 f"{self.interval}"
+            )
+        if isinstance(self.codec, Blockwise) and self.codec.stochastic:
+            raise ValueError(
+                f"codec={self.codec} rounds with noise, and meetings have none: outer gradients are rounded to "
+                "nearest; nearest: stochastic=False, with feedback=True for what rounding loses"
             )
         longest = self.interval // self.count - 1  # one fragment is on its way at a time
         if not 0 <= self.delay <= longest or not 0 < self.mixing <= 1:

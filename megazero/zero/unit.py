@@ -3,7 +3,8 @@
 Glossary (n: elements of the unit; "compact" is explained in layout.py)
 --------
 full      [n], parameter dtype. The storage of the Parameters, which are views of it for life. With P > 1 a release
-          resizes the storage to 0, and a gather allocates it again.
+          resizes the storage to 0, and a gather allocates it again. With P = 1 it stays, and the Parameters are
+          hidden while it is behind the master.
 message   A codec's encoding of a slice: m elements of its wire dtype. Messages of nested slices concatenate in layout
           order. ``wire`` is the layout of the messages that gathers send, ``refresh_wire`` of those that refreshes
           send; each has one region. Refreshes send one message per OS slice. Gathers send the messages received or,
@@ -84,6 +85,7 @@ class Unit:
         self.full = torch.empty(layout.numel, dtype=dtype, device=device)
         self.full_present = self.copy_present = True
         self._plan_wire()
+        self.copy = self._make_copy()
         self.master = self._make_master()
         self.grad: torch.Tensor | None = None
         self.residual: torch.Tensor | None = None
@@ -112,7 +114,7 @@ class Unit:
     # -- storage ---------------------------------------------------------------------------------
 
     def _plan_wire(self) -> None:
-        """Choose the codecs and layouts of what refreshes and gathers send, and the P copy that holds it."""
+        """Choose the codecs and layouts of what refreshes and gathers send."""
         identity = Identity(self.dtype)
         self.refresh_codec = self.codecs.weights or identity
         self.codec = identity if self.delta else self.refresh_codec  # of gathers
@@ -122,10 +124,13 @@ class Unit:
         self.wire = self._wire_layout(self.codec, self.levels.p) if self.delta else self.refresh_wire
         self.refresh_hops = self.refresh_wire.gather_hops(self.levels.os, self.levels.p, self.levels.p)
         self.gather_hops = self.wire.gather_hops(self.levels.p, 0, 0)
-        self.copy = self.full
-        if self.levels.p:
-            numel = self.wire.level_numel(self.levels.p)
-            self.copy = torch.empty(numel, dtype=self.codec.wire_dtype, device=self.device)
+
+    def _make_copy(self) -> torch.Tensor:
+        """Return the P copy, which holds what gathers send."""
+        if not self.levels.p:
+            return self.full
+        numel = self.wire.level_numel(self.levels.p)
+        return torch.empty(numel, dtype=self.codec.wire_dtype, device=self.device)
 
     def _wire_layout(self, codec: Codec, level: int) -> UnitLayout:
         """Return the layout of the messages of all slices of a level, cut by the same sub-axes as the parameters."""
@@ -154,13 +159,15 @@ class Unit:
         if self.codecs.weights is None:  # a checkpoint's fallback, in a run that is exact anyway
             return
         self.codecs = replace(self.codecs, weights=None)
-        copy = self.copy
         self._plan_wire()
         # Rounded, or in another format: stale even if the step that found out was skipped.
         self.copy_version = 0
-        if self.delta:
-            self.copy = copy  # R goes on
-        elif self.levels.p and not self.copy_present:
+        hide(self)
+        if self.delta:  # R goes on
+            return
+        self.copy = self.full  # frees the old one before the new one is made
+        self.copy = self._make_copy()
+        if self.levels.p and not self.copy_present:
             self.copy.untyped_storage().resize_(0)
 
     def _adopt(self, values: Mapping[str, torch.Tensor]) -> list[Binding]:
@@ -179,7 +186,19 @@ class Unit:
         ]
         if self.levels.p:
             self.drop_full()
+        elif self.stale:
+            hide(self)
         return bindings
+
+    def outdate(self) -> None:
+        """Note that the master weights have changed, and hide the parameters until a refresh has landed.
+
+        With P = 1 they would read as the old values, or as some slices of the new ones. In a ``gathered`` block they
+        stay what they are; its end hides them (``Gatherer.drop_all``).
+        """
+        self.master_version += 1
+        if not self.pinned:
+            hide(self)
 
     def check_unwritten(self, when: str, cure: str) -> None:
         """Raise RuntimeError if the user wrote into a parameter since the engine last took its values."""
@@ -220,7 +239,7 @@ class Unit:
             for slot, low, high, at in self.layout.ranges(self.levels.p):
                 if slot.name in changed:
                     self.copy[at : at + high - low].copy_(self.full[slot.start + low : slot.start + high])
-        self.master_version += 1
+        self.outdate()
         for binding in self.bindings:
             if self.writers:
                 binding.accept()
@@ -344,7 +363,7 @@ class Unit:
         if self.delta and self.prepared:
             self.prepared = 0
             if self.ticket is not None and self.ticket.event is not None:
-                torch.cuda.current_stream().wait_event(self.ticket.event)
+                torch.cuda.current_stream(self.device).wait_event(self.ticket.event)
 
     def _new_staging(self) -> torch.Tensor:
         self.staged = self.arena.frame(self.device)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from megazero.comm import timing
 from megazero.comm.hops import HopSpec
-from megazero.comm.lane import Chain, Lane, Ticket
+from megazero.comm.lane import Chain, CommunicationError, Differ, Lane, Ticket
 from megazero.comm.timing import no_timing
 
 
@@ -36,7 +38,7 @@ class Stream:
 
 
 def test_waits_that_nobody_takes_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     lane = Lane("gather", torch.device("cpu"), 0, timed=lambda name: None)
     lane.streams = [Stream()]
@@ -51,7 +53,7 @@ def test_waits_that_nobody_takes_are_added_up(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_host_does_not_wait_for_waits_that_are_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     lane = Lane("gather", torch.device("cpu"), 0, timed=lambda name: None)
     lane.streams = [Stream()]
@@ -85,6 +87,50 @@ def test_chains_of_one_unit_follow_each_other_on_cuda(monkeypatch: pytest.Monkey
     third = lane.submit("u", (), iter(()))  # type: ignore[arg-type]
     assert entered[0] is entered[2] is not entered[1] is entered[3]
     assert waited == [(entered[2], first.event), (entered[3], second.event)] and third.done and other.done
+
+
+def test_on_cuda_drain_waits_for_chains_that_were_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have run through for the host, not for the device. Every module's hook polls."""
+    waited = list[Event]()
+    compute = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", partial(Event, over=False))
+    lane = Lane("gather", torch.device("cpu"), 0, no_timing)
+    lane.streams = [Stream(), Stream()]
+    tickets = [lane.submit(unit, (), iter(())) for unit in "uvw"]  # type: ignore[arg-type]
+    lane.poll()
+    assert not lane.busy
+    lane.drain()
+    assert waited == [ticket.event for ticket in tickets] and not lane.tickets
+
+
+class Broken:
+    """A collective that failed."""
+
+    def wait(self, *_: object) -> None:
+        raise RuntimeError("connection reset")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_of_a_failed_collective_others_are_asked_what_they_issued(differs: bool) -> None:
+    """With time for their answers: that ranks differ says more than what the backend says of it."""
+    lane, asked = Lane("gather", torch.device("cpu"), 3, no_timing), list[bool]()
+
+    def overdue(failed: bool) -> None:
+        asked.append(failed)
+        if differs:
+            raise Differ("rank 0 gathers unit 'b'")
+
+    lane.overdue = overdue
+    kind, said = (Differ, "unit 'b'") if differs else (CommunicationError, "unit 'a' failed on axis 'p'")
+    lane.tickets.append(ticket := Ticket("a", (HopSpec("p", "gather_intra"),), iter([Broken()])))  # type: ignore[arg-type]
+    with pytest.raises(kind, match=said):
+        lane.wait(ticket)
+    assert asked == [True]
 
 
 class Wire:

@@ -387,6 +387,10 @@ def test_shards_are_planned_by_size():
     planned = shards.plan_shards(tensors, 100)
     assert [[t.name for t in shard.tensors] for shard in planned] == [["0", "1"], ["2"], ["3", "4"]]
     assert shards.plan_shards(tensors, 10**6)[0].file == "model.safetensors"
+    # To the byte; and a first tensor above the limit leaves no empty file before it.
+    assert [len(shard.tensors) for shard in shards.plan_shards(tensors, 80)] == [2, 1, 2]
+    assert [len(shard.tensors) for shard in shards.plan_shards(tensors, 79)] == [1, 1, 1, 2]
+    assert [len(shard.tensors) for shard in shards.plan_shards(tensors, 39)] == [1, 1, 1, 2]
 
 
 def test_torch_reads_our_checkpoints(checkpoint, folder, tmp_path):

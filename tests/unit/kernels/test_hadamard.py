@@ -50,6 +50,31 @@ def test_signs_are_those_of_the_seed() -> None:
     assert 40 < (first > 0).sum() < 88 and 40 < (first == other).sum() < 88  # 4 standard deviations
 
 
+@pytest.mark.parametrize(
+    "seed, expected",
+    [(0, "+----------+-++++----+-----+--+-"), (7, "+++----+-++---++--+-+-+-++--++-+")],
+)
+def test_signs_are_what_kernels_have(seed: int, expected: str) -> None:
+    """Both ends of a message have to have the same, and one may be a CPU. Worked out from the kernel's integers."""
+    signs = "".join("+" if sign > 0 else "-" for sign in matrix(32, seed)[:, 0].tolist())
+    assert signs == expected == "".join("+" if draw > 0 else "-" for draw in kernel_draws(seed, 32))
+
+
+def kernel_draws(seed: int, n: int) -> list[int]:
+    """The first draws of ``draws_tile`` under the keys of the signs, in Python's integers."""
+    key0, key1 = (key & 0xFFFFFFFF for key in Hadamard(8, seed).noise.keys)
+    draws = []
+    for element in range(n):
+        word = (element // 2 + key0) & 0xFFFFFFFF
+        word ^= word >> 16
+        word = (word * 0x7FEB352D & 0xFFFFFFFF) ^ key1
+        word ^= word >> 15
+        word = word * 0x846CA68B & 0xFFFFFFFF
+        half = ((word ^ word >> 16) | 0x00010001) >> 16 * (element % 2) & 0xFFFF
+        draws.append((half ^ 0x8000) - 0x8000)
+    return draws
+
+
 def round_trip(codec: Blockwise, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=dtype)
     codec.decode(codec.encode(x), out)

@@ -130,6 +130,23 @@ def test_a_gathers_messages(
     assert engine.arena.peak == pytest.approx(said, rel=0.02), "up to the alignment of buffers"
 
 
+@pytest.mark.parametrize("codecs", ["exact", "weights", "differences"])
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
+def test_what_a_gather_ahead_of_use_adds(
+    shards: tuple[int, int, int], codecs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With P = 1 its messages, by which gathers run ahead there: the parameters are there anyway."""
+    weights, _, delta = CODECS[codecs]
+    made = zero.Codecs(weights=weights and Blockwise(*weights), delta=delta)
+    (unit, *_) = Cluster(
+        CPU, 3, monkeypatch, shards=shards, policy=zero.Policy(codecs=made, block=BLOCK)
+    ).engine.units
+    formats = Formats(2, 4, Coding(*weights) if weights else None, delta=delta)
+    states = States(make_grid(4, 2, shards=shards), Shards(*shards, "resident"), formats, False, 0)
+    assert states.ahead_bytes(UnitShape(unit.layout.numel, 0, True)) == unit.gather_bytes
+    assert (unit.gather_bytes > 0) == (shards[0] > 1 or weights is not None)
+
+
 def test_what_the_next_module_needs_takes_none_of_the_bytes_beyond_it() -> None:
     """Of layers of 100, 100 and 150 bytes, the second stays for its backward: the third comes before it anyway."""
     copies = Copies([[[0], [1], [2]]], prefetch_bytes=100)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,10 @@ from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
-from megazero.mesh.grid import INTER, AxisSpec
+from megazero.mesh.grid import INTER, AxisSpec, make_grid
+from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.zero import records, reduce
+from megazero.zero.build import _refuse_different_starts
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.records import MASTER, RESIDUAL, load_records, rank_tensors, residual_sum, save_records
 from megazero.zero.rounding import Rounding
@@ -22,6 +26,7 @@ from tests.gpu.test_hpz_race import CPU, Cluster, Landing, Wire
 
 BLOCK = 512  # more than the layers fill: every unit has padding within its last block
 CODED = Blockwise(4, BLOCK)
+DELTA = zero.Codecs(weights=CODED, delta=True)
 LR = 0.1  # of the cluster's plain SGD
 
 
@@ -66,7 +71,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_for_the_next(
 
 def test_a_load_of_what_receivers_hold_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """R was loaded with the master weights: a refresh before their next update would advance it once more."""
-    held = engine(monkeypatch, (2, 2, 4), codecs=zero.Codecs(weights=CODED, delta=True)).engine
+    held = engine(monkeypatch, (2, 2, 4), codecs=DELTA).engine
     held.refresh()
     held.traffic.take()
     for unit in held.units:
@@ -214,7 +219,7 @@ def test_what_the_parameters_cannot_hold_is_no_difference(monkeypatch: pytest.Mo
         return encode(codec, x, *more, **options)
 
     monkeypatch.setattr(Blockwise, "encode", noted)
-    cluster = engine(monkeypatch, (2, 2, 4), codecs=zero.Codecs(weights=CODED, delta=True))
+    cluster = engine(monkeypatch, (2, 2, 4), codecs=DELTA)
     for unit in cluster.engine.units:
         unit.master.mul_(1 + 2**-11)
         unit.copy_version = 0
@@ -241,6 +246,72 @@ def test_a_write_keeps_the_bits_of_what_was_not_written(monkeypatch: pytest.Monk
         weight.view(-1)[at[0] + 1] = 7.0
     changed = (unit.master != before).nonzero().flatten().tolist()
     assert changed == [at[1] + 1] and unit.master[changed[0]] == 7.0
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"dtype": torch.float32}, {"lifetime": "step"}, {"codecs": DELTA}],
+    ids=["bf16", "fp32", "dropped", "differences"],
+)
+@pytest.mark.parametrize("shards", [(1, 1, 1), (1, 1, 4)], ids=str)
+def test_what_can_be_read_is_what_the_next_forward_reads(
+    shards: tuple[int, int, int], policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the user's own loop, between forwards: what an update or a load left behind raises, with P = 1, too."""
+    cluster = engine(monkeypatch, shards, **policy)
+    cluster.inputs = cluster.inputs.to(policy.get("dtype", torch.bfloat16))
+    held, module, used = cluster.engine, cluster.module, list[torch.Tensor]()
+    weight = module[0].weight
+    module[0].register_forward_pre_hook(lambda *_: used.append(weight.detach().clone()))
+
+    def seen() -> torch.Tensor | None:
+        try:
+            return weight.detach().clone()
+        except RuntimeError:
+            return None
+
+    def write() -> None:
+        with held.gathered(write=True), torch.no_grad():
+            weight.mul_(1.25)
+            assert seen() is not None
+
+    def fall_back() -> None:
+        for unit in held.units:
+            unit.send_exactly("weights")
+
+    def change() -> None:
+        for unit in held.units:
+            unit.master.mul_(1.25)
+        held.invalidate()
+
+    def load_in_block() -> None:
+        with held.gathered():
+            held.invalidate()
+            assert seen() is not None
+
+    acts: dict[str, Callable[[], object]] = {
+        "shard": lambda: None,
+        "update": lambda: step(cluster),
+        "begin_step": lambda: (step(cluster), held.begin_step()),
+        "abort_step": held.abort_step,
+        "skipped": lambda: step(cluster, torch.inf),
+        "write": write,
+        "fallback": fall_back,
+        "load": change,
+        "load in a block": load_in_block,
+    }
+    for name, act in acts.items():
+        act()
+        before = seen()
+        with torch.no_grad():
+            module(cluster.inputs)
+        assert before is None or torch.equal(before, used[-1]), name
+        if name in ("update", "begin_step", "write", "load"):
+            assert before is None, name
+        if name == "skipped" and policy.get("lifetime") != "step":
+            assert before is not None
+        after = seen()
+        assert after is not None and torch.equal(after, used[-1]), name
 
 
 def test_what_ranks_share_counts_once() -> None:
@@ -348,6 +419,66 @@ def test_after_a_fallback_the_rounded_copy_is_not_used(
             for slot, low, high, at in unit.layout.ranges(unit.levels.os):
                 own = unit.master[at : at + high - low]
                 assert torch.equal(unit.full[slot.start + low : slot.start + high], own.to(unit.dtype))
+
+
+@pytest.mark.parametrize("codecs", [zero.Codecs(weights=CODED), DELTA], ids=["whole", "differences"])
+def test_a_fallback_holds_one_copy(codecs: zero.Codecs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when memory is as full as ever: the rounded copy goes before the exact one is made; R stays."""
+    held = engine(monkeypatch, (2, 4, 4), codecs=codecs, lifetime="resident").engine
+    held.refresh()
+    old, made, empty = [weakref.ref(unit.copy) for unit in held.units], list[bool](), torch.empty
+
+    def noted(*sizes: Any, **options: Any) -> torch.Tensor:
+        made.append(old[len(made)]() is None)
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    for unit in held.units:
+        unit.send_exactly("weights")
+    assert made == ([] if codecs.delta else [True] * len(held.units))
+
+
+def test_starts_are_compared_to_the_bit_and_without_copies() -> None:
+    """Of values that have one sum; an fp64 copy of an embedding of 128k x 8k takes 8 GB."""
+    module = torch.nn.Linear(64, 1 << 14, bias=False, dtype=torch.bfloat16)
+    rows: list[torch.Tensor] = []
+
+    def gather(row: torch.Tensor) -> torch.Tensor:
+        rows.append(row)
+        return torch.stack([rows[0], row])
+
+    mesh: Any = SimpleNamespace(dp_size=2, device=CPU, gather_data_rows=gather)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        _refuse_different_starts(module, mesh)
+    sizes = [event.self_cpu_memory_usage for event in profile.events()]
+    assert 0 < max(sizes) < module.weight.nbytes
+    with torch.no_grad():
+        module.weight.copy_(module.weight.flip(0))
+    with pytest.raises(ValueError, match="start from different values of 'weight'"):
+        _refuse_different_starts(module, mesh)
+
+
+def test_a_mesh_on_another_device_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    mesh = Mesh(make_grid(1, 1), 0, torch.device("cuda", 1), {})
+    with pytest.raises(
+        ValueError, match=r"on cuda:1.*current device, cuda:0: call torch.cuda.set_device\(1\)"
+    ):
+        zero.shard(torch.nn.Linear(2, 2), mesh=mesh)
+
+
+def test_norms_of_some_runs_have_their_own_dtypes() -> None:
+    """The counted ones may leave out the first: fp64 was written to a scalar of fp32."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double())
+    held = zero.shard(module, mesh=create_mesh(), units=module)
+    held.begin_step()
+    for unit in held.units:
+        assert unit.grad is not None
+        unit.grad.fill_(2.0)
+    runs = [run for run in held.optimizer.runs if run.unit is held.units[1]]
+    out = torch.zeros((), dtype=torch.float64)
+    held.optimizer.squared_norm(runs, out)
+    assert float(out) == pytest.approx(4.0 * sum(run.stop - run.start for run in runs))
 
 
 def test_both_ends_residuals_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ class Watch:
         self.compute = Stream()
         Streams.now = [self.compute]
         patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "current_stream", lambda: Streams.now[-1])
+        patch.setattr(torch.cuda, "current_stream", lambda *_: Streams.now[-1])
         patch.setattr(torch.cuda, "stream", Streams.entered)
         self.wrong: set[str] = set()
         self.behind: list[int] = []
@@ -240,6 +240,41 @@ def test_gathers_do_not_wait_for_the_computing_before_them(monkeypatch: pytest.M
     watch = Watch(monkeypatch, (1, 1, 4))
     watch.step()
     assert watch.behind == [0] * len(watch.cluster.engine.units)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "hpz"])
+def test_what_ran_ahead_and_was_not_used_is_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a forward after a step that was broken off, and by the update of a step that leaves modules out."""
+    shards, policy = LAYOUTS[name]
+    watch = Watch(monkeypatch, shards, **policy)
+    cluster, engine = watch.cluster, watch.cluster.engine
+
+    def in_flight() -> list[str]:
+        return [
+            u.name for u in engine.units if not engine.gathers.latest[u.name].before <= watch.compute.before
+        ]
+
+    def begin() -> None:
+        watch.step()
+        watch.change()
+        engine.begin_step(2)
+        cluster.module[0](cluster.inputs).sum().backward()
+        assert in_flight(), "nothing ran ahead"
+
+    watch.step()
+    begin()
+    engine.abort_step()
+    assert not in_flight()
+    with torch.no_grad():
+        cluster.module(cluster.inputs)
+    begin()
+    cluster.module[0](cluster.inputs).sum().backward()
+    update, behind = engine.optimizer.update, list[list[str]]()
+    monkeypatch.setattr(
+        engine.optimizer, "update", lambda rounding: (behind.append(in_flight()), update(rounding))
+    )
+    engine.step()
+    assert behind == [[]] and not watch.wrong
 
 
 def test_gradients_wait_for_a_refresh_of_what_an_update_left_in_their_place(

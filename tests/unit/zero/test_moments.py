@@ -246,7 +246,8 @@ def test_slices_that_would_cut_blocks_are_refused() -> None:
         ValueError, match="block=192 is not a multiple of 128, in which exp_avg in.*nearest: 256"
     ):
         zero.shard(module, mesh=create_mesh(), policy=policy, units=[module], optimizer=first)
-    zero.shard(module, mesh=create_mesh(), policy=policy, optimizer=zero.default_adamw(exp_avg_dtype="bf16"))
+    other = torch.nn.Linear(20, 10)  # an engine had the first one
+    zero.shard(other, mesh=create_mesh(), policy=policy, optimizer=zero.default_adamw(exp_avg_dtype="bf16"))
 
 
 def test_small_moments_take_no_memory_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
+from megazero.comm.codec import Blockwise
+from megazero.comm.lane import Chain
 from megazero.config import World, make_config
+from megazero.mesh.grid import make_grid
+from megazero.mesh.mesh import Axis, Mesh
 from megazero.train.state.origin import _changed_replicas
-from megazero.zero import Outer
+from megazero.zero import Outer, Policy, shard
 from megazero.zero import outer as outer_steps
+from megazero.zero.layout import Slice
 from megazero.zero.outer import Anchor, Flight, OuterSteps, leaving
 from megazero.zero.records import in_replica
+from megazero.zero.reduce import Reduction
 from tests.sizes import SMALL
 
 
@@ -53,6 +61,42 @@ def meetings(clock: int, outer: Outer, steps: int, left: int | None = None) -> l
     return found
 
 
+def test_what_the_returned_sum_lost_is_sent_by_its_owner_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas of one rank, of which the other's differences are as this one's."""
+    grid = make_grid(2, 1, outer=2)
+    axes = {spec.name: Axis(spec, spec.index(0), spec.ranks(0), None, None) for spec in grid.axes}
+    monkeypatch.setattr(Mesh, "gather_data_rows", lambda mesh, row: row.expand(mesh.dp_size, -1))
+    landed = SimpleNamespace(is_completed=lambda: True, wait=lambda *_: None)
+
+    def exchange(out: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> Any:
+        out.copy_(own)
+        return landed
+
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    module, codec = nn.Linear(16, 16), Blockwise(4, 32)
+    policy = Policy(block=32, outer=Outer(1, codec=codec, feedback=True))
+    engine = shard(module, mesh=Mesh(grid, 0, torch.device("cpu"), axes), policy=policy)
+    held = engine.outer
+    assert held is not None
+    (unit,) = engine.units
+    own: list[torch.Tensor] = []
+    share_back = Reduction.share_back
+
+    def noted(reduction: Reduction, hop: Any, sums: Slice) -> Chain:
+        own.append(sums.rows(hop.level, 1)[0].clone())
+        yield from share_back(reduction, hop, sums)
+        own.append(sums.rows(hop.level, 1)[0].clone())
+
+    monkeypatch.setattr(Reduction, "share_back", noted)
+    unit.master.add_(torch.randn_like(unit.master))
+    held.count()
+    summed, returned = own
+    residual = held.anchors[unit].residual
+    assert residual is not None and not torch.equal(summed, returned)
+    kept = Slice(unit.layout, residual, unit.levels.all).rows(unit.levels.all, 2)[0]
+    assert torch.equal(kept[:1], summed - returned) and kept[1].any()
+
+
 @pytest.mark.parametrize("clock, meets", [(0, [4, 8]), (3, [1, 5]), (4, [1, 5]), (30, [1, 5])])
 def test_replicas_meet_also_under_a_shorter_interval_than_before(clock: int, meets: list[int]) -> None:
     """clock: steps since the last meeting when the checkpoint was saved."""
@@ -79,6 +123,10 @@ def test_fragments_are_of_modules_by_name() -> None:
         ({"fragments": (("a",),) * 5}, "5 fragments do not each have a step of their own in interval=4"),
         ({"fragments": (("a",), ("b",)), "delay": 2}, "delay=2 must be from 0 to 1"),
         ({"mixing": 0.0}, "mixing=0.0"),
+        (
+            {"codec": Blockwise(4, stochastic=True)},
+            "outer gradients are rounded to nearest.*stochastic=False",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             Outer(4, **wrong)
