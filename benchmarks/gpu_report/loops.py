@@ -72,8 +72,10 @@ def ours(
     mesh: Mesh | None = None,
     policy: zero.Policy | None = None,
     compiled: bool = False,
+    **more: Any,
 ) -> tuple[Step, zero.Engine]:
-    """Return a step of megazero on one rank, or on ``mesh``, and its engine. compiled: as with --compile."""
+    """Return a step of megazero on one rank, or on ``mesh``, and its engine. compiled: as with --compile. more:
+    further arguments of ``zero.shard``."""
     model = Decoder(size.config, recompute=recompute, device="meta", dtype=dtype)
     if compiled:
         compile_layers(model, compile_backend(device))
@@ -87,6 +89,7 @@ def ours(
         optimizer=ADAMW,
         clip_norm=CLIP,
         init=lambda name: value(shapes[name], device),
+        **more,
     )
     tokens = batch(size, device)
 
