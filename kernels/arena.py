@@ -70,7 +70,7 @@ class Frame:
         region, size = self.arena.region(self.device), numel * dtype.itemsize
         block, start = region.take(_aligned(size))
         self._taken.append((region, block, start))
-        return block.memory[start : start + size].view(dtype)
+        return block.buffer(start, size, dtype)
 
     def close(self) -> None:
         """Let others have the memory. See the module on when this may be. A closed frame may be closed again."""
@@ -92,6 +92,15 @@ class _Block:
         with torch.inference_mode(False):  # else nothing could be written to it outside of that mode
             self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.taken: list[tuple[int, int]] = []
+        self._buffers: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def buffer(self, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer of these bytes, the same tensor each time: steady steps take the same ones."""
+        key = start, size, dtype
+        if key not in self._buffers:
+            with torch.inference_mode(False):
+                self._buffers[key] = self.memory[start : start + size].view(dtype)
+        return self._buffers[key]
 
     def hole(self, size: int) -> tuple[int, int] | None:
         """Return the place in ``taken`` and the start of the first hole of this size."""

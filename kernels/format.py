@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from megazero.kernels.hadamard import Hadamard
@@ -112,7 +113,7 @@ class Format:
         """Return what makes a byte's digits non-negative: byte + bias has the unsigned digits q + offset."""
         return self.offset * sum(1 << (self.bits * p) for p in range(self.pack))
 
-    @property
+    @cached_property
     def ratios(self) -> tuple[float, ...]:
         """Return the factors that absmax is multiplied by to get the scales that are tried."""
         tries = max(1, self.clip)
@@ -128,7 +129,7 @@ class Format:
         """Return the smallest scale as fp32 bits."""
         return SMALLEST_SCALE if self.least is None else (self.least + 127) << 23
 
-    @property
+    @cached_property
     def largest_scale(self) -> int:
         """Return the largest scale as fp32 bits."""
         return bf16_floor_bits(BF16_MAX / self.qmax) & ~self.dropped

@@ -12,7 +12,7 @@ are made by the finalizer of splitmix64 (Sebastiano Vigna, public domain).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
@@ -59,7 +59,7 @@ class Noise:
 
     def at(self, elements: int) -> Noise:
         """Return the same stream, moved on by this many elements."""
-        return replace(self, start=self.start + elements)
+        return Noise(self.seed, self.step, self.stream, self.start + elements)
 
     def check(self, n: int) -> None:
         if self.start % 2 or self.start < 0 or self.start + n > LIMIT:

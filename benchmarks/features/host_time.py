@@ -140,7 +140,9 @@ def ours(size: Size, preset: str, stack: ExitStack) -> Step:
     """Return a step of one rank of a preset, as a run has it: the update in one pass, norms without weight decay."""
     nodes = PRESETS[preset]
     known = {**loops.policies(), "zero3": ("zero3", zero.Policy(prefetch_bytes=0))}
-    policy = replace(known[preset][1], exact_numel=size.hidden)
+    policy = known[preset][1]
+    if not policy.codecs.exact:
+        policy = replace(policy, exact_numel=size.hidden)  # norms, as a run's default of a larger model
     factors = resolve_shards(preset, RANKS * nodes, RANKS).factors
     mesh = stack.enter_context(lone_rank.lone_rank(RANKS * nodes, RANKS, factors, CPU))
     with patch.object(loops, "ADAMW", partial(OnePassAdamW, lr=1e-4, weight_decay=0.1)):

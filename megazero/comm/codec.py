@@ -43,6 +43,11 @@ class Codec(Protocol):
     @property
     def wire_dtype(self) -> torch.dtype: ...
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether ``encode`` draws random numbers, from a noise."""
+        ...
+
     def message_numel(self, n: int, exact: int = 0) -> int:
         """Return how many elements of wire_dtype a slice of n elements and ``exact`` exact elements takes."""
         ...
@@ -89,6 +94,10 @@ class Identity:
     """Sends elements as they are, in ``wire_dtype``: exact if the source has no more precision than that."""
 
     wire_dtype: torch.dtype
+
+    @property
+    def stochastic(self) -> bool:
+        return False
 
     def message_numel(self, n: int, exact: int = 0) -> int:
         return n + exact
@@ -340,9 +349,10 @@ class Blockwise:
         if out is None:
             out = torch.empty(k, m, dtype=torch.uint8, device=device)
         assert out.shape == (k, m) and out.dtype == torch.uint8 and out.is_contiguous(), (out.shape, k, m)
-        start = self._exact_start(n)
-        out[:, self.form.coded_bytes(n) : start].zero_()
-        out[:, start + e * self.exact_dtype.itemsize :].zero_()
+        start, end = self._exact_start(n), e * self.exact_dtype.itemsize
+        for low, high in ((self.form.coded_bytes(n), start), (start + end, m)):
+            if low < high:
+                out[:, low:high].zero_()
         return out
 
 

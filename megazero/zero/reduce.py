@@ -128,16 +128,14 @@ class Reduction:
             order += [*range(levels.g + 1, levels.all + 1), *range(levels.all, levels.os, -1)]
         return self.context.hop_specs("reduce", order)
 
-    def chain(self, staging: torch.Tensor | None) -> Chain:
-        """Yield each collective's Work. staging [n], parameter dtype: the micro-batch's gradients; None: they
+    def chain(self, staging: Slice | None) -> Chain:
+        """Yield each collective's Work. staging, parameter dtype: the micro-batch's gradients; None: they
         are in ``grad``.
         """
-        unit, levels = self.unit, self.unit.levels
-        assert unit.grad is not None
-        sums = Slice(unit.layout, unit.grad, levels.g)
+        unit, levels, sums = self.unit, self.unit.levels, self.unit.grad_slice
         if levels.g:
             assert staging is not None
-            yield from self.descend(self._hops(range(1, levels.g + 1)), Slice(unit.layout, staging, 0), sums)
+            yield from self.descend(self._hops(range(1, levels.g + 1)), staging, sums)
         if not self.micro_batch.last:
             return
         yield from self.descend(self._hops(range(levels.g + 1, levels.all + 1)), sums, sums)
@@ -196,7 +194,7 @@ class Reduction:
         round it.
         """
         start = self.unit.layout.pieces(hop.level)[0].start
-        noise = self.context.rounding.noise(self.unit, f"return {hop.level}", start)
+        noise = self.context.rounding.noise_for(hop.codec, self.unit, f"return {hop.level}", start)
         share = sums.rows(hop.level, 1)
         with self.context.frame() as frame:
             messages = encoded(hop.codec, share, frame.take, noise)
@@ -254,8 +252,8 @@ class Reduction:
         messages = take((hop.axis.size - 1) * m, hop.codec.wire_dtype).view(-1, m)
 
         def encode(rows: list[torch.Tensor], at: slice, to: slice) -> None:
-            start = at.start * regions[0].shape[1]
-            hop.codec.encode(*rows, noise=noise.at(start), out=messages[to])
+            drawn = noise and noise.at(at.start * regions[0].shape[1])
+            hop.codec.encode(*rows, noise=drawn, out=messages[to])
             if not hop.feedback:  # else ``_keep_error`` has the difference
                 self._measure(hop, rows, messages[to])
 
@@ -290,10 +288,10 @@ class Reduction:
         accumulate = accumulate or in_place and not hop.whole
         hop.codec.decode_sum(received, out[0], accumulate, *out[1:], own=own)
 
-    def _noise(self, hop: Hop) -> Noise:
+    def _noise(self, hop: Hop) -> Noise | None:
         rounding = self.context.rounding
         where = f"reduce {hop.level} micro-batch {self.micro_batch.index} from {rounding.rank}"
-        return rounding.noise(self.unit, where)
+        return rounding.noise_for(hop.codec, self.unit, where)
 
     def _others(
         self, hop: Hop, source: Slice, act: Callable[[list[torch.Tensor], slice, slice], Any]
@@ -372,13 +370,12 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     layout, and each has reduced its own gradients. Both add up the same decoded messages, so masters, moments and
     what refreshes send (noise goes by name and element) stay the same bits at both.
     """
-    assert unit.grad is not None
     codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
     rounding = context.rounding
-    rows = Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1)
+    rows = unit.grad_slice.rows(unit.levels.os, 1)
     start = unit.layout.pieces(unit.levels.os)[0].start
     # By end, not by rank: replicas of an end hold the same sum and must send the same bits.
-    noise = rounding.noise(unit, f"end {ends.index}", start)
+    noise = rounding.noise_for(codec, unit, f"end {ends.index}", start)
     with context.frame() as frame:
         own = encoded(codec, rows, frame.take, noise)
         rounding.measure(unit, codec, GRADIENTS, rows[0], lambda take: decoded(codec, own, rows, take)[0])
@@ -387,4 +384,4 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
         first, *rest = (r.view(-1) for r in rows)
         codec.decode_sum(both, first, False, *rest)
         if unit.codecs.mixes:
-            Slice(unit.layout, unit.grad, unit.levels.g).clear_padding()
+            unit.grad_slice.clear_padding()
