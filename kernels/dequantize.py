@@ -136,7 +136,7 @@ def _kernel(
 
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool) -> None:
     row_blocks = form.blocks(out.shape[1])
-    total, r = row_blocks * len(messages), TILE // form.block
+    total, r = row_blocks * messages.shape[0], TILE // form.block
     _kernel[(-(-total // r),)](
         messages.view(torch.int8), messages.view(torch.int16), raw(out),
         total, row_blocks, messages.shape[1], out.stride(0), *transform_arguments(form.transform),

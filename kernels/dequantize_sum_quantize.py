@@ -38,7 +38,7 @@ def dequantize_sum_quantize(
     """
     if noise is not None:
         noise.check(n)
-    form.blocks(n // len(out))  # a row of out is whole blocks of both
+    form.blocks(n // out.shape[0])  # a row of out is whole blocks of both
     if not n:
         return
     if use_kernel(messages, out):
@@ -112,8 +112,8 @@ def _launch(
     form, next_form = _untransformed(form, next_form)
     _kernel[(-(-n // TILE),)](
         messages.view(torch.int8), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
-        len(messages), form.blocks(n), messages.shape[1],
-        next_form.blocks(n // len(out)), out.shape[1], next_form.blocks(n), *launch_arguments(noise),
+        messages.shape[0], form.blocks(n), messages.shape[1],
+        next_form.blocks(n // out.shape[0]), out.shape[1], next_form.blocks(n), *launch_arguments(noise),
         *transform_arguments(form.transform), *transform_arguments(next_form.transform),
         form.bits, form.block, next_form.bits, next_form.block,
         next_form.clip, noise is not None, next_form.largest_scale, TILE,

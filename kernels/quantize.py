@@ -331,7 +331,7 @@ def _kernel(
 
 def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None) -> None:
     row_blocks = form.blocks(x.shape[1])
-    total, r = row_blocks * len(x), TILE // form.block
+    total, r = row_blocks * x.shape[0], TILE // form.block
     _kernel[(-(-total // r),)](
         raw(x), messages.view(torch.int8), messages.view(torch.int16),
         total, row_blocks, messages.shape[1], *launch_arguments(noise), *transform_arguments(form.transform),

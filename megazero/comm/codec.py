@@ -242,7 +242,7 @@ class Blockwise:
         A stochastic codec raises ValueError without ``noise``.
         """
         e = 0 if exact is None else exact.shape[1]
-        out = self._message(len(x), x.shape[1], e, x.device, out)
+        out = self._message(x.shape[0], x.shape[1], e, x.device, out)
         quantize(x.contiguous(), out, self.form, self._drawn(noise))
         if exact is not None:
             self.exact(out, x.shape[1], e).copy_(exact)
@@ -365,7 +365,7 @@ def encoded(
     """
     if isinstance(codec, Identity) and len(regions) == 1 and regions[0].dtype == codec.wire_dtype:
         return regions[0]
-    rows, m = len(regions[0]), codec.message_numel(*(r.shape[1] for r in regions))
+    rows, m = regions[0].shape[0], codec.message_numel(*(r.shape[1] for r in regions))
     return codec.encode(*regions, noise=noise, out=take(rows * m, codec.wire_dtype).view(rows, m))
 
 

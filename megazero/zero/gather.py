@@ -97,7 +97,8 @@ class Gatherer:
                 continue
             seen.update(needs)
             following = [self.units[i] for i in needs]
-            self._start(following)
+            for unit in following:
+                self._start(unit)
             if any(map(self._awaited, following)):
                 break
         budget = self.context.policy.prefetch_bytes
@@ -107,10 +108,11 @@ class Gatherer:
                 continue
             seen.add(i)
             unit = self.units[i]
-            budget -= self._further_bytes(unit)
+            if unit not in self.ahead:
+                budget -= self._further_bytes(unit)
             if budget < 0:
                 return
-            self._start([unit])
+            self._start(unit)
 
     def release(self, unit: Unit) -> None:
         """Drop the gathered parameters unless they are used now or soon."""
@@ -150,19 +152,16 @@ class Gatherer:
         return self.program.returns_to(unit.part)
 
     def _further_bytes(self, unit: Unit) -> int:
-        """How many bytes the unit takes for a later module that are not counted yet."""
-        if unit in self.ahead:
-            return 0
+        """How many bytes a unit that is not ahead takes for a later module."""
         in_use = not self._awaited(unit)
         return 0 if in_use and (not unit.levels.p or self._kept(unit)) else unit.gather_bytes
 
-    def _start(self, units: Sequence[Unit]) -> None:
-        """Gather the missing units ahead of use, and note that all of these stay."""
-        self.coming.update(units)
-        for unit in units:
-            if self._awaited(unit) and unit not in self.ahead:
-                self._launch(unit)
-                self.ahead.add(unit)
+    def _start(self, unit: Unit) -> None:
+        """Gather the unit ahead of use if it is missing, and note that it stays."""
+        self.coming.add(unit)
+        if unit not in self.ahead and self._awaited(unit):
+            self._launch(unit)
+            self.ahead.add(unit)
 
     def _launch(self, unit: Unit) -> None:
         self.context.issued.add(f"g{self.index[unit]}")

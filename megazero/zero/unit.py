@@ -57,7 +57,6 @@ from megazero.zero.layout import Slice, UnitLayout
 from megazero.zero.parameters import Binding, Read, Released, hide, refuse_read, released_class
 from megazero.zero.policy import Codecs, Levels
 
-
 # Gradients of a unit wait for each other and are staged in one operation: one at a time, 9 of a small layer took 9
 # launches. Large ones do not wait, so that a layer's gradients and its staging are not there at once.
 STAGED_BYTES = 32 << 20
