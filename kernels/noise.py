@@ -13,6 +13,7 @@ are made by the finalizer of splitmix64 (Sebastiano Vigna, public domain).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 import torch
@@ -74,6 +75,7 @@ class Noise:
         return stream_keys(self.seed, self.step, self.stream)
 
 
+@lru_cache(maxsize=256)  # chunks of a slice ask again, and so do slices that draw nothing
 def stream_keys(*name: int) -> tuple[int, int]:
     """Return the keys of the stream of this name, as ``Noise.keys``."""
     key = 0

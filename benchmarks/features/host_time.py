@@ -2,11 +2,11 @@
 
     python -m benchmarks.features.host_time [--only zero3 plain] [--rounds 9] [--page docs/decisions.md]
 
-One rank of a cluster steps a decoder of ``--layers`` layers and tiny tensors, so a step's time is the host's: Python,
-torch's dispatch and the little that operations compute on a CPU. The engine takes its CUDA paths. Streams, events and
-collectives do nothing, and kernels of megazero's own are not launched; their numbers stand in the table. Seconds are of
-one thread, so that others on the machine count little. Contestants take turns; ratios are taken round by round. Writes
-the section of ``--page``.
+One rank of a cluster steps a decoder of ``--layers`` layers and tiny tensors, so a step's time is the host's:
+Python, torch's dispatch and the little that operations compute on a CPU. The engine takes its CUDA paths. Streams,
+events and collectives do nothing, and kernels of megazero's own are not launched; their numbers stand in the table.
+Seconds are of one thread, so that others on the machine count little. Contestants take turns; ratios are taken round
+by round. Writes the section of ``--page``.
 """
 
 from __future__ import annotations

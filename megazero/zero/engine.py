@@ -370,7 +370,8 @@ class Engine:
                 if now != unit.trainable:
                     changed = sorted(set(now) ^ set(unit.trainable))
                     raise RuntimeError(
-                        f"requires_grad of {changed[0]} changed after zero.shard: freeze parameters before, or shard anew"
+                        f"requires_grad of {changed[0]} changed after zero.shard: freeze parameters before, or shard "
+                        "anew"
                     )
 
     def _check_written(self, units: Sequence[Unit], write: bool) -> None:

@@ -193,6 +193,9 @@ def make_layout(
     return UnitLayout(tuple(slots), tuple(regions), tuple(sizes), tuple(indices))
 
 
+Views = tuple[torch.Tensor, ...]  # one per region
+
+
 @dataclass(frozen=True)
 class Slice:
     """A compact buffer of one level's slice: the whole unit (0), a P slice, a G slice, ...
@@ -204,15 +207,28 @@ class Slice:
     buffer: torch.Tensor
     level: int
 
-    def rows(self, level: int, count: int) -> tuple[torch.Tensor, ...]:
-        """Return views [count, -1] of a deeper level's slice of this rank, one per region, in the buffer's dtype."""
-        if (level, count) not in self._rows:
-            within = self.layout.within(level, self.level)
-            self._rows[level, count] = tuple(self.buffer[p.span].view(count, -1) for p in within)
-        return self._rows[level, count]
+    def flat(self, level: int) -> Views:
+        """Return 1-D views of a deeper level's slice of this rank, in the buffer's dtype."""
+        if level not in self._made:
+            self._made[level] = tuple(self.buffer[p.span] for p in self.layout.within(level, self.level))
+        return self._made[level]
+
+    def rows(self, level: int, count: int) -> Views:
+        """Return the same as views [count, -1]."""
+        if (level, count) not in self._made:
+            self._made[level, count] = tuple(x.view(count, -1) for x in self.flat(level))
+        return self._made[level, count]
+
+    def row(self, level: int, count: int, at: int | slice) -> Views:
+        """Return one of ``rows`` [-1], or a run of them [k, -1]."""
+        key = level, count, (at.start, at.stop) if isinstance(at, slice) else at
+        if key not in self._made:
+            self._made[key] = tuple(x[at] for x in self.rows(level, count))
+        return self._made[key]
 
     @cached_property
-    def _rows(self) -> dict[tuple[int, int], tuple[torch.Tensor, ...]]:
+    def _made(self) -> dict[object, Views]:
+        """What was asked for."""
         return {}
 
     @cached_property

@@ -23,7 +23,7 @@ from megazero.kernels.arena import Take
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
-from megazero.zero.layout import Slice
+from megazero.zero.layout import Slice, Views
 from megazero.zero.policy import Codecs
 from megazero.zero.rounding import GRADIENTS, add_residual, lost_slice
 from megazero.zero.unit import Unit
@@ -251,7 +251,7 @@ class Reduction:
         m = hop.codec.message_numel(*(r.shape[1] for r in regions))
         messages = take((hop.axis.size - 1) * m, hop.codec.wire_dtype).view(-1, m)
 
-        def encode(rows: list[torch.Tensor], at: slice, to: slice) -> None:
+        def encode(rows: Views, at: slice, to: slice) -> None:
             drawn = noise and noise.at(at.start * regions[0].shape[1])
             hop.codec.encode(*rows, noise=drawn, out=messages[to])
             if not hop.feedback:  # else ``_keep_error`` has the difference
@@ -281,10 +281,10 @@ class Reduction:
 
         In place the own row is already there.
         """
-        out = [r.view(-1) for r in sums.rows(hop.level, 1)]
-        in_place, own = source.buffer is sums.buffer, list[torch.Tensor]()
+        out = sums.flat(hop.level)
+        in_place, own = source.buffer is sums.buffer, tuple[torch.Tensor, ...]()
         if not (hop.whole or in_place):
-            own = [rows[hop.axis.index] for rows in source.rows(hop.level - 1, hop.axis.size)]
+            own = source.row(hop.level - 1, hop.axis.size, hop.axis.index)
         accumulate = accumulate or in_place and not hop.whole
         hop.codec.decode_sum(received, out[0], accumulate, *out[1:], own=own)
 
@@ -293,13 +293,10 @@ class Reduction:
         where = f"reduce {hop.level} micro-batch {self.micro_batch.index} from {rounding.rank}"
         return rounding.noise_for(hop.codec, self.unit, where)
 
-    def _others(
-        self, hop: Hop, source: Slice, act: Callable[[list[torch.Tensor], slice, slice], Any]
-    ) -> None:
+    def _others(self, hop: Hop, source: Slice, act: Callable[[Views, slice, slice], Any]) -> None:
         """Call ``act(rows, their place, their messages' place)`` for the ranks but this one (``other_rows``)."""
-        regions = source.rows(hop.level - 1, hop.axis.size)
         for at, to in other_rows(hop.axis, hop.axis.index):
-            act([region[at] for region in regions], at, to)
+            act(source.row(hop.level - 1, hop.axis.size, at), at, to)
 
     def _measure(self, hop: Hop, rows: Sequence[torch.Tensor], messages: torch.Tensor) -> None:
         """Measure the rounding of messages [k, m] against rows [k, -1] per region, if this unit is the sample."""
@@ -314,7 +311,7 @@ class Reduction:
         """Keep the rounding error of the messages to other ranks; ``commit_residual`` takes it after a good step."""
         kept = lost_slice(self.unit).rows(hop.level - 1, hop.axis.size)
 
-        def subtract(rows: list[torch.Tensor], at: slice, to: slice) -> None:
+        def subtract(rows: Views, at: slice, to: slice) -> None:
             with self.context.frame() as frame:
                 sent = decoded(hop.codec, messages[to], rows, frame.take)
                 self.context.rounding.measure(self.unit, hop.codec, GRADIENTS, rows[0], lambda _: sent[0])

@@ -71,7 +71,7 @@ class Rounding:
         return Noise.named(self.seed, self.updates, f"{unit.name}/{hop}", start)
 
     def noise_for(self, codec: Codec, unit: Unit, hop: str, start: int = 0) -> Noise | None:
-        """Return ``noise`` if the codec draws from it. It is two hashes of Python's, which steady steps need not make."""
+        """Return ``noise`` if the codec draws from it. To name a stream takes the host a hash."""
         return self.noise(unit, hop, start) if codec.stochastic else None
 
     @contextmanager

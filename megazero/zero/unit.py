@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 import torch
@@ -133,7 +133,7 @@ class Unit:
         self.wire = self._wire_layout(self.codec, self.levels.p) if self.delta else self.refresh_wire
         self.refresh_hops = self.refresh_wire.gather_hops(self.levels.os, self.levels.p, self.levels.p)
         self.gather_hops = self.wire.gather_hops(self.levels.p, 0, 0)
-        # The bytes that a gather ahead of use adds to the memory held: full parameters; with P = 1 transient messages.
+        # The bytes that a gather ahead of use adds to the memory held: full parameters; if P = 1, transient messages.
         self.gather_bytes = 0
         if self.levels.p:
             self.gather_bytes = self.full.nbytes
@@ -382,7 +382,8 @@ class Unit:
 
     def _new_staging(self) -> Slice:
         self.staged = self.arena.frame(self.device)
-        return Slice(self.layout, self.staged.take(self.layout.numel, self.dtype), 0)
+        make = partial(Slice, self.layout, level=0)
+        return self.staged.bind(self.layout.numel, self.dtype, self.name, make)
 
     def _fill_missing(self) -> None:
         """Let parameters without a gradient add zeros: to staging in every micro-batch, to grad in the last."""
@@ -423,7 +424,7 @@ class Unit:
 
     @cached_property
     def copy_slice(self) -> Slice:
-        """The P copy where it has elements, not messages: R, or with P = 1 ``full``. Such a copy is never replaced."""
+        """The P copy where it has elements, not messages: R, or with P = 1 ``full``. It is then never replaced."""
         assert self.delta or not self.levels.p
         return Slice(self.layout, self.copy, self.levels.p)
 
