@@ -6,8 +6,6 @@ chunks, in memory that is reused. CUDA converts as it loads. The bits are those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dispatch import CHUNK
@@ -28,7 +26,7 @@ def add_to(out: torch.Tensor, x: torch.Tensor, alpha: float = 1.0) -> torch.Tens
     return out
 
 
-def add_each(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
+def add_each(outs: list[torch.Tensor], xs: list[torch.Tensor]) -> None:
     """Compute out += x of every pair, as ``add_to`` does: in one operation where it would not convert by chunks."""
     if outs[0].is_cuda or outs[0].dtype == xs[0].dtype:
         torch._foreach_add_(outs, xs)

@@ -362,7 +362,8 @@ megazero/comm/codec.py
 - frame.take(exact, at_least_fp32(self.exact_dtype))
 + frame.take(exact, torch.float32)
   fp64 sums pass through fp32 between two hops
--         out[:, self.form.coded_bytes(n) : start].zero_()
+- out[:, low:high].zero_()
++ pass
   messages have bytes of other tensors
 
 megazero/comm/hops.py

@@ -349,9 +349,9 @@ class Blockwise:
         if out is None:
             out = torch.empty(k, m, dtype=torch.uint8, device=device)
         assert out.shape == (k, m) and out.dtype == torch.uint8 and out.is_contiguous(), (out.shape, k, m)
-        start, end = self._exact_start(n), e * self.exact_dtype.itemsize
-        for low, high in ((self.form.coded_bytes(n), start), (start + end, m)):
-            if low < high:
+        start = self._exact_start(n)
+        for low, high in ((self.form.coded_bytes(n), start), (start + e * self.exact_dtype.itemsize, m)):
+            if low < high:  # often there are none
                 out[:, low:high].zero_()
         return out
 

@@ -215,7 +215,7 @@ class Hooks:
             return output
         output = outliving(needs, output)
         self._forwards -= 1
-        # Nothing is checked after a forward that raised: torch would warn at length about each module whose hook does.
+        # After a forward that raised nothing is checked: torch would warn at length about each hook that raises then.
         raised = output is None and sys.exc_info()[0] is not None
         for unit in needs:
             unit.active -= 1
