@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -211,11 +212,16 @@ def _launch(
     forms = [moments.FORMS[power] for power in (moments.EXP_AVG, moments.EXP_AVG_SQ)]
     _kernel[(-(-master.numel() // TILE),)](
         master, grad, *_raw(exp_avg, master), *_raw(exp_avg_sq, master), raw(beside), master.numel(),
-        *launch_arguments(noise), *map(fp32, rates),
+        *launch_arguments(noise), *_fp32(rates),
         copy is not None and held is None, held is not None, TILE // moments.BLOCK, moments.BLOCK,
         forms[0].largest_scale, *(form.smallest_scale for form in forms),
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=16)  # all slices of a group have the same
+def _fp32(rates: Rates) -> tuple[float, ...]:
+    return tuple(map(fp32, rates))
 
 
 def _raw(held: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

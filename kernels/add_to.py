@@ -24,3 +24,12 @@ def add_to(out: torch.Tensor, x: torch.Tensor, alpha: float = 1.0) -> torch.Tens
         for total, values in zip(out.view(-1).split(CHUNK), x.view(-1).split(CHUNK), strict=True):
             total.add_(buffer[: values.numel()].copy_(values), alpha=alpha)
     return out
+
+
+def add_each(outs: list[torch.Tensor], xs: list[torch.Tensor]) -> None:
+    """Compute out += x of every pair, as ``add_to`` does: in one operation where it would not convert by chunks."""
+    if outs[0].is_cuda or outs[0].dtype == xs[0].dtype:
+        torch._foreach_add_(outs, xs)
+        return
+    for out, x in zip(outs, xs, strict=True):
+        add_to(out, x)

@@ -16,13 +16,14 @@ No event is recorded or asked for here, and no host waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import torch
 
 ALIGN = 512  # bytes, as torch's caching allocator: kernels and collectives read 16 at a time or more
 
 Take = Callable[[int, torch.dtype], torch.Tensor]
+Bound = TypeVar("Bound")
 
 
 class Arena:
@@ -70,7 +71,21 @@ class Frame:
         region, size = self.arena.region(self.device), numel * dtype.itemsize
         block, start = region.take(_aligned(size))
         self._taken.append((region, block, start))
-        return block.memory[start : start + size].view(dtype)
+        return block.buffer(start, size, dtype)
+
+    def bind(
+        self, numel: int, dtype: torch.dtype, key: object, make: Callable[[torch.Tensor], Bound]
+    ) -> Bound:
+        """Take a buffer, and return what ``make`` makes of it: views, say, which steady steps need not make again.
+
+        The same object comes for the same place and ``key`` as long as the memory is there.
+        """
+        buffer = self.take(numel, dtype)
+        _, block, start = self._taken[-1]
+        place = start, numel, dtype, key
+        if place not in block.bound:
+            block.bound[place] = make(buffer)
+        return block.bound[place]
 
     def close(self) -> None:
         """Let others have the memory. See the module on when this may be. A closed frame may be closed again."""
@@ -92,6 +107,16 @@ class _Block:
         with torch.inference_mode(False):  # else nothing could be written to it outside of that mode
             self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.taken: list[tuple[int, int]] = []
+        self._buffers: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self.bound: dict[tuple[int, int, torch.dtype, object], Any] = {}
+
+    def buffer(self, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer of these bytes, the same tensor each time: steady steps take the same ones."""
+        key = start, size, dtype
+        if key not in self._buffers:
+            with torch.inference_mode(False):
+                self._buffers[key] = self.memory[start : start + size].view(dtype)
+        return self._buffers[key]
 
     def hole(self, size: int) -> tuple[int, int] | None:
         """Return the place in ``taken`` and the start of the first hole of this size."""

@@ -133,7 +133,7 @@ def _kernel(
 
 def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool) -> None:
     row_blocks, r = form.blocks(out.shape[1]), TILE // form.block
-    _kernel[(-(-row_blocks // r) * len(messages),)](
+    _kernel[(-(-row_blocks // r) * messages.shape[0],)](
         messages.view(torch.int8), messages.view(torch.int16), raw(out),
         row_blocks, messages.shape[1], out.stride(0), *transform_arguments(form.transform),
         form.bits, form.block, add, r,

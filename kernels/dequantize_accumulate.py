@@ -142,7 +142,7 @@ def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate:
     row_blocks, r = form.blocks(out.numel()), TILE // form.block
     _kernel[(-(-row_blocks // r),)](
         messages.view(torch.int8), messages.view(torch.int16), out,
-        len(messages), row_blocks, messages.shape[1], *transform_arguments(form.transform),
+        messages.shape[0], row_blocks, messages.shape[1], *transform_arguments(form.transform),
         form.bits, form.block, accumulate, r,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -39,7 +39,7 @@ def dequantize_sum_quantize(
     """
     if noise is not None:
         noise.check(n)
-    form.blocks(n // len(out))  # a row of out is whole blocks of both
+    form.blocks(n // out.shape[0])  # a row of out is whole blocks of both
     if not n:
         return
     if use_kernel(messages, out):
@@ -110,10 +110,11 @@ def _launch(
     noise: Noise | None,
 ) -> None:
     form, next_form = _untransformed(form, next_form)
-    share = n // len(out)
-    _kernel[(-(-share // TILE) * len(out),)](
+    rows = out.shape[0]
+    share = n // rows
+    _kernel[(-(-share // TILE) * rows,)](
         messages.view(torch.int8), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
-        len(messages), form.blocks(n), messages.shape[1], form.blocks(share),
+        messages.shape[0], form.blocks(n), messages.shape[1], form.blocks(share),
         next_form.blocks(share), out.shape[1], *launch_arguments(noise),
         *transform_arguments(form.transform), *transform_arguments(next_form.transform),
         form.bits, form.block, next_form.bits, next_form.block,

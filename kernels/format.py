@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from megazero.kernels.hadamard import Hadamard
@@ -88,47 +89,47 @@ class Format:
                 f"large; nearest: {self.block}"
             )
 
-    @property
+    @cached_property
     def qmax(self) -> int:
         return (1 << (self.bits - 1)) - 1
 
-    @property
+    @cached_property
     def pack(self) -> int:
         """Return how many digits a byte holds."""
         return 8 // self.bits
 
-    @property
+    @cached_property
     def part(self) -> int:
         """Return how many payload bytes a block has."""
         return self.block // self.pack
 
-    @property
+    @cached_property
     def offset(self) -> int:
         """Return the number that makes a digit non-negative when it is added."""
         return 1 << (self.bits - 1)
 
-    @property
+    @cached_property
     def bias(self) -> int:
         """Return what makes a byte's digits non-negative: byte + bias has the unsigned digits q + offset."""
         return self.offset * sum(1 << (self.bits * p) for p in range(self.pack))
 
-    @property
+    @cached_property
     def ratios(self) -> tuple[float, ...]:
         """Return the factors that absmax is multiplied by to get the scales that are tried."""
         tries = max(1, self.clip)
         return tuple(fp32((1 - j / (2 * tries)) / self.qmax) for j in range(tries))
 
-    @property
+    @cached_property
     def dropped(self) -> int:
         """Return the bits of an fp32 scale that are zero: those below bf16's, or below the exponent."""
         return 0xFFFF if self.least is None else 0x7FFFFF
 
-    @property
+    @cached_property
     def smallest_scale(self) -> int:
         """Return the smallest scale as fp32 bits."""
         return SMALLEST_SCALE if self.least is None else (self.least + 127) << 23
 
-    @property
+    @cached_property
     def largest_scale(self) -> int:
         """Return the largest scale as fp32 bits."""
         return bf16_floor_bits(BF16_MAX / self.qmax) & ~self.dropped

@@ -12,7 +12,8 @@ are made by the finalizer of splitmix64 (Sebastiano Vigna, public domain).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 import torch
@@ -60,7 +61,7 @@ class Noise:
 
     def at(self, elements: int) -> Noise:
         """Return the same stream, moved on by this many elements."""
-        return replace(self, start=self.start + elements)
+        return Noise(self.seed, self.step, self.stream, self.start + elements)
 
     def check(self, n: int) -> None:
         if self.start % 2 or self.start < 0 or self.start + n > LIMIT:
@@ -75,6 +76,7 @@ class Noise:
         return stream_keys(self.seed, self.step, self.stream)
 
 
+@lru_cache(maxsize=256)  # chunks of a slice ask again, and so do slices that draw nothing
 def stream_keys(*name: int) -> tuple[int, int]:
     """Return the keys of the stream of this name, as ``Noise.keys``."""
     key = 0

@@ -329,7 +329,7 @@ def _kernel(
 
 def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None) -> None:
     row_blocks, r = form.blocks(x.shape[1]), TILE // form.block
-    _kernel[(-(-row_blocks // r) * len(x),)](
+    _kernel[(-(-row_blocks // r) * x.shape[0],)](
         raw(x), messages.view(torch.int8), messages.view(torch.int16),
         row_blocks, messages.shape[1], *launch_arguments(noise), *transform_arguments(form.transform),
         form.bits, form.block, form.clip, noise is not None, form.largest_scale, r,

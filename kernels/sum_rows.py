@@ -80,6 +80,6 @@ def _launch(rows: torch.Tensor, out: torch.Tensor, accumulate: bool, own: torch.
     n = out.numel()
     given = rows if own is None else own
     _kernel[(-(-n // TILE),)](
-        raw(rows), raw(given), out, n, rows.stride(0), len(rows), own is not None, accumulate, TILE,
+        raw(rows), raw(given), out, n, rows.stride(0), rows.shape[0], own is not None, accumulate, TILE,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -218,10 +218,10 @@ megazero/zero/unit.py
 - torch.where(values == own.to(self.dtype), own, values.to(own.dtype))
 + values.to(own.dtype)
   a write rounds the masters that it did not change
--             Slice(self.layout, buffer, 0).clear_padding()
+-             self.grad_slice.clear_padding()
 +             pass
   padding that was not finite stays so, G = 1
-- Slice(self.layout, self.staging, 0).clear_padding()
+- self.staging.clear_padding()
 + pass
   padding of the gradients is what the buffer held
 -         self.touched.clear()
@@ -362,7 +362,8 @@ megazero/comm/codec.py
 - frame.take(exact, at_least_fp32(self.exact_dtype))
 + frame.take(exact, torch.float32)
   fp64 sums pass through fp32 between two hops
--         out[:, self.form.coded_bytes(n) : start].zero_()
+- out[:, low:high].zero_()
++ pass
   messages have bytes of other tensors
 
 megazero/comm/hops.py

@@ -77,9 +77,13 @@ def ours(
     policy: zero.Policy | None = None,
     compiled: bool = False,
     optimizer: Callable[..., torch.optim.Optimizer] = AS_A_RUN,
+    **more: Any,
 ) -> tuple[Step, zero.Engine]:
-    """Return a step of megazero on one rank, or on ``mesh``, and its engine. compiled: as with --compile. optimizer:
-    a run's own, or ADAMW, torch's, which the plain loop has."""
+    """Return a step of megazero on one rank, or on ``mesh``, and its engine.
+
+    compiled: as with --compile. optimizer: a run's own, or ADAMW, torch's, which the plain loop has. more: further
+    arguments of ``zero.shard``.
+    """
     model = Decoder(size.config, recompute=recompute, device="meta", dtype=dtype)
     if compiled:
         compile_layers(model, compile_backend(device))
@@ -93,6 +97,7 @@ def ours(
         optimizer=optimizer,
         clip_norm=CLIP,
         init=lambda name: value(shapes[name], device),
+        **more,
     )
     tokens = batch(size, device)
 

@@ -43,6 +43,11 @@ class Codec(Protocol):
     @property
     def wire_dtype(self) -> torch.dtype: ...
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether ``encode`` draws random numbers, from a noise."""
+        ...
+
     def message_numel(self, n: int, exact: int = 0) -> int:
         """Return how many elements of wire_dtype a slice of n elements and ``exact`` exact elements takes."""
         ...
@@ -89,6 +94,10 @@ class Identity:
     """Sends elements as they are, in ``wire_dtype``: exact if the source has no more precision than that."""
 
     wire_dtype: torch.dtype
+
+    @property
+    def stochastic(self) -> bool:
+        return False
 
     def message_numel(self, n: int, exact: int = 0) -> int:
         return n + exact
@@ -233,7 +242,7 @@ class Blockwise:
         A stochastic codec raises ValueError without ``noise``.
         """
         e = 0 if exact is None else exact.shape[1]
-        out = self._message(len(x), x.shape[1], e, x.device, out)
+        out = self._message(x.shape[0], x.shape[1], e, x.device, out)
         quantize(x.contiguous(), out, self.form, self._drawn(noise))
         if exact is not None:
             self.exact(out, x.shape[1], e).copy_(exact)
@@ -341,8 +350,9 @@ class Blockwise:
             out = torch.empty(k, m, dtype=torch.uint8, device=device)
         assert out.shape == (k, m) and out.dtype == torch.uint8 and out.is_contiguous(), (out.shape, k, m)
         start = self._exact_start(n)
-        out[:, self.form.coded_bytes(n) : start].zero_()
-        out[:, start + e * self.exact_dtype.itemsize :].zero_()
+        for low, high in ((self.form.coded_bytes(n), start), (start + e * self.exact_dtype.itemsize, m)):
+            if low < high:  # often there are none
+                out[:, low:high].zero_()
         return out
 
 
@@ -355,7 +365,7 @@ def encoded(
     """
     if isinstance(codec, Identity) and len(regions) == 1 and regions[0].dtype == codec.wire_dtype:
         return regions[0]
-    rows, m = len(regions[0]), codec.message_numel(*(r.shape[1] for r in regions))
+    rows, m = regions[0].shape[0], codec.message_numel(*(r.shape[1] for r in regions))
     return codec.encode(*regions, noise=noise, out=take(rows * m, codec.wire_dtype).view(rows, m))
 
 

@@ -131,6 +131,6 @@ def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffi
     own precision and in source order.
     """
     splits = [messages.shape[1]] * axis.size
-    if len(messages) < axis.size:
+    if messages.shape[0] < axis.size:
         splits[axis.index] = 0
     return start_route(axis, out.view(-1), messages.view(-1), splits, splits, "reduce", traffic)

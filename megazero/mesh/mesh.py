@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,15 +39,15 @@ class Axis:
     gather_group: dist.ProcessGroup | None
     reduce_group: dist.ProcessGroup | None
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.spec.name
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.spec.size
 
-    @property
+    @cached_property
     def link(self) -> str:
         return self.spec.link
 

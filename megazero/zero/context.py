@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megazero.comm.hops import HopSpec, Traffic, hop_spec
 from megazero.kernels.arena import Arena, Frame
@@ -11,6 +12,8 @@ from megazero.mesh.mesh import Axis
 from megazero.zero.policy import Policy
 from megazero.zero.program import IssueHash
 from megazero.zero.rounding import Rounding
+
+KINDS = ("refresh", "gather", "reduce")  # of the hops of an engine's chains
 
 
 @dataclass(frozen=True)
@@ -39,4 +42,9 @@ class Context:
 
     def hop_specs(self, kind: str, levels: Sequence[int]) -> tuple[HopSpec, ...]:
         """Return one collective of a kind ('refresh', 'gather', 'reduce') on each of these levels' axes, in order."""
-        return tuple(hop_spec(kind, self.axis(level)) for level in levels)
+        return tuple(self._hop_specs[kind, level] for level in levels)
+
+    @cached_property
+    def _hop_specs(self) -> dict[tuple[str, int], HopSpec]:
+        levels = range(1, len(self.axes) + 1)
+        return {(kind, m): hop_spec(kind, self.axis(m)) for kind in KINDS for m in levels}

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megazero.kernels import dispatch, moments
-from megazero.kernels.adamw import NOTHING, Rates, Refresh, adamw
+from megazero.kernels.adamw import NOTHING, SILENCE, Rates, Refresh, adamw
 from megazero.kernels.noise import Noise
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -87,8 +87,9 @@ class OnePassAdamW(torch.optim.Optimizer):
                     state |= {name: moments.room(p, KEPT[chosen]) for name, chosen in self.kept.items()}
                 count = int(state["step"]) + 1
                 state["step"].fill_(count)
-                flat = (x.view(-1) for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
-                drawn = noise.get(p) or Noise(0, count, at)
+                tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
+                flat = (x if x.ndim == 1 else x.view(-1) for x in tensors)
+                drawn = noise.get(p) or (Noise(0, count, at) if self.rounds else SILENCE)
                 adamw(*flat, Rates.of(count, *numbers), refresh.get(p, NOTHING), drawn)
         return loss
 

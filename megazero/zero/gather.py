@@ -89,21 +89,30 @@ class Gatherer:
         """
         if self.whole and all(u.ticket is not None or u.ready for u in self.units):
             return
-        modules = islice(self.program.upcoming(), self.window)
-        needed = ([self.units[i] for i in needs] for needs in modules)
         self.coming.clear()
+        modules, seen = islice(self.program.upcoming(), self.window), set[int]()
         following: list[Unit] = []
-        while not any(map(self._awaited, following)) and (units := next(needed, None)):
-            following = units
-            self._start(units)
+        for needs in modules:
+            if seen.issuperset(needs):  # of small models all fit, and most uses look at all of them
+                continue
+            seen.update(needs)
+            following = [self.units[i] for i in needs]
+            for unit in following:
+                self._start(unit)
+            if any(map(self._awaited, following)):
+                break
         budget = self.context.policy.prefetch_bytes
         budget -= sum(u.gather_bytes for u in self.ahead.difference(following))
-        for unit in chain.from_iterable(needed):
-            if unit not in self.coming:
+        for i in chain.from_iterable(modules):
+            if i in seen:
+                continue
+            seen.add(i)
+            unit = self.units[i]
+            if unit not in self.ahead:
                 budget -= self._further_bytes(unit)
-                if budget < 0:
-                    return
-                self._start([unit])
+            if budget < 0:
+                return
+            self._start(unit)
 
     def release(self, unit: Unit) -> None:
         """Drop the gathered parameters unless they are used now or soon."""
@@ -143,19 +152,16 @@ class Gatherer:
         return self.program.returns_to(unit.part)
 
     def _further_bytes(self, unit: Unit) -> int:
-        """How many bytes the unit takes for a later module that are not counted yet."""
-        if unit in self.ahead:
-            return 0
+        """How many bytes a unit that is not ahead takes for a later module."""
         in_use = not self._awaited(unit)
         return 0 if in_use and (not unit.levels.p or self._kept(unit)) else unit.gather_bytes
 
-    def _start(self, units: Sequence[Unit]) -> None:
-        """Gather the missing units ahead of use, and note that all of these stay."""
-        self.coming.update(units)
-        for unit in units:
-            if self._awaited(unit) and unit not in self.ahead:
-                self._launch(unit)
-                self.ahead.add(unit)
+    def _start(self, unit: Unit) -> None:
+        """Gather the unit ahead of use if it is missing, and note that it stays."""
+        self.coming.add(unit)
+        if unit not in self.ahead and self._awaited(unit):
+            self._launch(unit)
+            self.ahead.add(unit)
 
     def _launch(self, unit: Unit) -> None:
         self.context.issued.add(f"g{self.index[unit]}")
@@ -189,10 +195,9 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
             yield start_gather(context.axis(hop.level), every[hop.into], own, "gather", context.traffic)
         if not unit.direct:
             rows = prod(unit.wire.sizes)
-            full = Slice(unit.layout, unit.full, 0)
-            unit.codec.decode(every.view(rows, -1), *full.rows(0, rows))
+            unit.codec.decode(every.view(rows, -1), *unit.full_slice.rows(0, rows))
             if unit.codecs.mixes:
-                full.clear_padding()
+                unit.full_slice.clear_padding()
 
 
 def _refresh(unit: Unit, context: Context) -> Chain:
@@ -209,13 +214,13 @@ def _refresh(unit: Unit, context: Context) -> Chain:
             yield start_gather(context.axis(hop.level), into, own, "refresh", context.traffic)
         if unit.delta or not (unit.levels.p or unit.direct):  # else they were received in the P copy
             rows = prod(unit.refresh_wire.sizes[unit.levels.p :])
-            regions = Slice(unit.layout, unit.copy, unit.levels.p).rows(unit.levels.p, rows)
+            regions = unit.copy_slice.rows(unit.levels.p, rows)
             if unit.delta and isinstance(unit.refresh_codec, Blockwise):
                 unit.refresh_codec.decode_add(messages.view(rows, -1), *regions)
             else:
                 unit.refresh_codec.decode(messages.view(rows, -1), *regions)
             if unit.codecs.mixes:  # R, too: the next difference is taken to it, and a checkpoint holds it
-                Slice(unit.layout, unit.copy, unit.levels.p).clear_padding()
+                unit.copy_slice.clear_padding()
     unit.copy_version = unit.master_version
     used = partial(used_weights, unit)
     context.rounding.measure(unit, unit.refresh_codec, WEIGHTS, unit.master, used)
@@ -226,24 +231,23 @@ def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
     levels = unit.levels
     (own,) = unit.refresh_wire.within(levels.os, levels.p)
     message = messages[own.span].view(1, -1)
-    source = Slice(unit.layout, unit.master, levels.os).rows(levels.os, 1)
+    source, *exact = unit.master_slice.rows(levels.os, 1)
     prepared = unit.prepared == unit.master_version
     if unit.direct and not unit.delta:
         if not prepared:
-            unit.codec.encode(source[0], out=message)  # a cast, or nothing where master is the copy
+            unit.codec.encode(source, out=message)  # a cast, or nothing where master is the copy
         return
     start = unit.layout.pieces(levels.os)[0].start
-    noise = context.rounding.noise(unit, "refresh", start)
+    noise = context.rounding.noise_for(unit.refresh_codec, unit, "refresh", start)
     with context.frame() as frame:
         if unit.delta and unit.codecs.weights is not None and prepared:
-            assert unit.grad is not None
-            source[0] = Slice(unit.layout, unit.grad, levels.g).rows(levels.os, 1)[0]
+            source = unit.grad_slice.rows(levels.os, 1)[0]
         elif unit.delta and unit.codecs.weights is not None:
-            held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)[0]
-            rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source[0])
+            held = unit.copy_slice.rows(levels.os, 1)[0]
+            rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source)
             difference = frame.take(held.numel(), unit.sum_dtype).view(held.shape)
-            source[0] = add_to(difference.copy_(rounded), held, alpha=-1.0)
-        unit.refresh_codec.encode(*source, noise=noise, out=message)
+            source = add_to(difference.copy_(rounded), held, alpha=-1.0)
+        unit.refresh_codec.encode(source, *exact, noise=noise, out=message)
 
 
 def used_weights(unit: Unit, take: Take | None = None) -> torch.Tensor:
@@ -254,7 +258,7 @@ def used_weights(unit: Unit, take: Take | None = None) -> torch.Tensor:
     levels, numel = unit.levels, unit.layout.level_numel(unit.levels.os)
     out = take(numel, unit.sum_dtype)
     if unit.delta or not levels.p:
-        Slice(unit.layout, out, levels.os).copy_(Slice(unit.layout, unit.copy, levels.p), levels.os)
+        Slice(unit.layout, out, levels.os).copy_(unit.copy_slice, levels.os)
         return out
     (own,) = unit.wire.within(levels.os, levels.p)
     message, read = unit.copy[own.span].view(1, -1), take(numel, unit.dtype)

@@ -18,7 +18,7 @@ compact
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -34,9 +34,13 @@ class Slot:
     shape: tuple[int, ...]
     start: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        return tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Piece:
     compact: int
     numel: int
 
-    @property
+    @cached_property
     def span(self) -> slice:
         return slice(self.start, self.start + self.numel)
 
@@ -74,7 +78,7 @@ class UnitLayout:
     sizes: tuple[int, ...]
     indices: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(n for _, n in self.regions)
 
@@ -83,7 +87,11 @@ class UnitLayout:
 
     def pieces(self, level: int) -> tuple[Piece, ...]:
         """Return this rank's slice of the level: one piece per region, in compact order."""
-        return self.pieces_of(self.indices[:level])
+        return self._pieces[level]
+
+    @cached_property
+    def _pieces(self) -> list[tuple[Piece, ...]]:
+        return [self.pieces_of(self.indices[:level]) for level in range(len(self.sizes) + 1)]
 
     def pieces_of(self, indices: Sequence[int]) -> tuple[Piece, ...]:
         """Return the slice of the rank with these sub-axis indices (innermost first, as many as the level)."""
@@ -137,16 +145,23 @@ class UnitLayout:
 
     def gaps(self, level: int = 0) -> list[tuple[int, int]]:
         """Return the padding: runs (start, end) of the level's compact buffer that belong to no parameter."""
-        out = []
-        for piece in self.pieces(level):
-            at = piece.compact
-            for _, low, high, start in self.ranges_of(piece):
-                if start > at:
-                    out.append((at, start))
-                at = start + high - low
-            if at < piece.compact + piece.numel:
-                out.append((at, piece.compact + piece.numel))
-        return out
+        if level not in self._gaps:
+            self._gaps[level] = [gap for piece in self.pieces(level) for gap in self._gaps_of(piece)]
+        return self._gaps[level]
+
+    def _gaps_of(self, piece: Piece) -> Iterator[tuple[int, int]]:
+        at = piece.compact
+        for _, low, high, start in self.ranges_of(piece):
+            if start > at:
+                yield at, start
+            at = start + high - low
+        if at < piece.compact + piece.numel:
+            yield at, piece.compact + piece.numel
+
+    @cached_property
+    def _gaps(self) -> dict[int, list[tuple[int, int]]]:
+        """What was asked for, as ``_within``."""
+        return {}
 
 
 def make_layout(
@@ -178,18 +193,50 @@ def make_layout(
     return UnitLayout(tuple(slots), tuple(regions), tuple(sizes), tuple(indices))
 
 
+Views = tuple[torch.Tensor, ...]  # one per region
+
+
 @dataclass(frozen=True)
 class Slice:
-    """A compact buffer of one level's slice: the whole unit (0), a P slice, a G slice, ..."""
+    """A compact buffer of one level's slice: the whole unit (0), a P slice, a G slice, ...
+
+    Its views are made once, so a slice of a buffer that stays is kept (``Unit``).
+    """
 
     layout: UnitLayout
     buffer: torch.Tensor
     level: int
 
-    def rows(self, level: int, count: int) -> list[torch.Tensor]:
-        """Return views [count, -1] of a deeper level's slice of this rank, one per region, in the buffer's dtype."""
-        within = self.layout.within(level, self.level)
-        return [self.buffer[p.span].view(count, -1) for p in within]
+    def flat(self, level: int) -> Views:
+        """Return 1-D views of a deeper level's slice of this rank, in the buffer's dtype."""
+        if level not in self._made:
+            self._made[level] = tuple(self.buffer[p.span] for p in self.layout.within(level, self.level))
+        return self._made[level]
+
+    def rows(self, level: int, count: int) -> Views:
+        """Return the same as views [count, -1]."""
+        if (level, count) not in self._made:
+            self._made[level, count] = tuple(x.view(count, -1) for x in self.flat(level))
+        return self._made[level, count]
+
+    def row(self, level: int, count: int, at: int | slice) -> Views:
+        """Return one of ``rows`` [-1], or a run of them [k, -1]."""
+        key = level, count, (at.start, at.stop) if isinstance(at, slice) else at
+        if key not in self._made:
+            self._made[key] = tuple(x[at] for x in self.rows(level, count))
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[object, Views]:
+        """What was asked for."""
+        return {}
+
+    @cached_property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Every parameter's part [its shape] of the whole unit's buffer."""
+        assert not self.level
+        first, slots = self.buffer.storage_offset(), self.layout.slots
+        return {s.name: self.buffer.as_strided(s.shape, s.strides, first + s.start) for s in slots}
 
     def copy_(self, other: Slice, level: int) -> None:
         """Copy this rank's slice of a level, which both hold, from another buffer of any dtype."""

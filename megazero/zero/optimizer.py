@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,8 +82,9 @@ class Run:
     origin: tuple[int, int]
     leaf: nn.Parameter
 
-    @property
+    @cached_property
     def grad(self) -> torch.Tensor:
+        """The run's part of the unit's ``grad``, which stays the same buffer."""
         assert self.unit.grad is not None
         return self.unit.grad[self.grad_start : self.grad_start + self.stop - self.start]
 
@@ -138,11 +140,12 @@ class SliceOptimizer:
             )
         # Steps what is no matrix: all runs, unless the optimizer is one by matrix.
         self.elementwise = self.torch.rest if isinstance(self.torch, ByMatrix) else self.torch
-        # One scalar for each dtype of gradients: a norm is copied on before the next is taken.
-        self._norms = {
-            r.leaf.dtype: torch.empty((), dtype=r.leaf.dtype, device=r.leaf.device) for r in self.runs
-        }
         device = units[0].device if units else None
+        dtypes = dict.fromkeys(run.leaf.dtype for run in self.runs)
+        norms = {dtype: torch.empty(len(self.runs), dtype=dtype, device=device) for dtype in dtypes}
+        self._norms = {
+            dtype: (each, each.unbind()) for dtype, each in norms.items()
+        }  # of the runs of a dtype
         self._squares = torch.empty(len(self.runs), dtype=torch.float64, device=device)
         self._factor = 1.0  # of the gradients, for an optimizer that scales them as it updates
         self._whole = {unit: runs for unit in units if (runs := self._covering(unit))}
@@ -174,9 +177,13 @@ class SliceOptimizer:
 
     def squared_norm(self, runs: Sequence[Run], out: torch.Tensor) -> None:
         """Write the sum of squares of these runs' gradients to ``out``, an fp64 scalar."""
-        squares = self._squares[: len(runs)]
-        for run, square in zip(runs, squares, strict=True):
-            square.copy_(torch.linalg.vector_norm(run.grad, out=self._norms[run.leaf.dtype]))
+        rest = squares = self._squares[: len(runs)]
+        for dtype, (norms, places) in self._norms.items():
+            own = [run.grad for run in runs if run.leaf.dtype == dtype]
+            for grad, place in zip(own, places, strict=False):
+                torch.linalg.vector_norm(grad, out=place)
+            rest[: len(own)].copy_(norms[: len(own)])
+            rest = rest[len(own) :]
         torch.sum(squares.square_(), 0, out=out)
 
     def scale(self, factor: float) -> None:

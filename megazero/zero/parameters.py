@@ -261,6 +261,9 @@ def outliving(units: Sequence[Holder], output: Any) -> Any:
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a module's output: of pytrees, and of objects (dataclasses, say) in their attributes."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
     seen, queue = set[int](), tree_leaves(output)
     for leaf in queue:  # which grows
         if isinstance(leaf, torch.Tensor):

@@ -12,6 +12,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 from zlib import crc32
 
@@ -87,12 +88,14 @@ class Program:
         self.orders[self.current].use(needs)
 
     def upcoming(self) -> Iterator[Use]:
-        """Yield what the modules of the rest of the program will need, in their order, as far as it is recorded."""
+        """Return what the modules of the rest of the program will need, in their order, as far as it is recorded."""
+        rest: Sequence[Use] = ()
         if self.current is not None:
             order = self.orders[self.current]
-            yield from order.sequence[order.position :]
-        for i in self._following():
-            yield from self.orders[self.segments[i]].sequence
+            rest = order.sequence[order.position :]
+        return chain(
+            rest, chain.from_iterable(self.orders[self.segments[i]].sequence for i in self._following())
+        )
 
     def returns_to(self, part: int) -> bool:
         """Whether a later segment needs the part's parameters."""

@@ -23,7 +23,7 @@ from megazero.kernels.arena import Take
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
-from megazero.zero.layout import Slice
+from megazero.zero.layout import Slice, Views
 from megazero.zero.policy import Codecs
 from megazero.zero.rounding import GRADIENTS, add_residual, lost_slice
 from megazero.zero.unit import Unit
@@ -128,16 +128,14 @@ class Reduction:
             order += [*range(levels.g + 1, levels.all + 1), *range(levels.all, levels.os, -1)]
         return self.context.hop_specs("reduce", order)
 
-    def chain(self, staging: torch.Tensor | None) -> Chain:
-        """Yield each collective's Work. staging [n], parameter dtype: the micro-batch's gradients; None: they
+    def chain(self, staging: Slice | None) -> Chain:
+        """Yield each collective's Work. staging, parameter dtype: the micro-batch's gradients; None: they
         are in ``grad``.
         """
-        unit, levels = self.unit, self.unit.levels
-        assert unit.grad is not None
-        sums = Slice(unit.layout, unit.grad, levels.g)
+        unit, levels, sums = self.unit, self.unit.levels, self.unit.grad_slice
         if levels.g:
             assert staging is not None
-            yield from self.descend(self._hops(range(1, levels.g + 1)), Slice(unit.layout, staging, 0), sums)
+            yield from self.descend(self._hops(range(1, levels.g + 1)), staging, sums)
         if not self.micro_batch.last:
             return
         yield from self.descend(self._hops(range(levels.g + 1, levels.all + 1)), sums, sums)
@@ -196,7 +194,7 @@ class Reduction:
         round it.
         """
         start = self.unit.layout.pieces(hop.level)[0].start
-        noise = self.context.rounding.noise(self.unit, f"return {hop.level}", start)
+        noise = self.context.rounding.noise_for(hop.codec, self.unit, f"return {hop.level}", start)
         share = sums.rows(hop.level, 1)
         with self.context.frame() as frame:
             messages = encoded(hop.codec, share, frame.take, noise)
@@ -253,9 +251,9 @@ class Reduction:
         m = hop.codec.message_numel(*(r.shape[1] for r in regions))
         messages = take((hop.axis.size - 1) * m, hop.codec.wire_dtype).view(-1, m)
 
-        def encode(rows: list[torch.Tensor], at: slice, to: slice) -> None:
-            start = at.start * regions[0].shape[1]
-            hop.codec.encode(*rows, noise=noise.at(start), out=messages[to])
+        def encode(rows: Views, at: slice, to: slice) -> None:
+            drawn = noise and noise.at(at.start * regions[0].shape[1])
+            hop.codec.encode(*rows, noise=drawn, out=messages[to])
             if not hop.feedback:  # else ``_keep_error`` has the difference
                 self._measure(hop, rows, messages[to])
 
@@ -283,25 +281,22 @@ class Reduction:
 
         In place the own row is already there.
         """
-        out = [r.view(-1) for r in sums.rows(hop.level, 1)]
-        in_place, own = source.buffer is sums.buffer, list[torch.Tensor]()
+        out = sums.flat(hop.level)
+        in_place, own = source.buffer is sums.buffer, tuple[torch.Tensor, ...]()
         if not (hop.whole or in_place):
-            own = [rows[hop.axis.index] for rows in source.rows(hop.level - 1, hop.axis.size)]
+            own = source.row(hop.level - 1, hop.axis.size, hop.axis.index)
         accumulate = accumulate or in_place and not hop.whole
         hop.codec.decode_sum(received, out[0], accumulate, *out[1:], own=own)
 
-    def _noise(self, hop: Hop) -> Noise:
+    def _noise(self, hop: Hop) -> Noise | None:
         rounding = self.context.rounding
         where = f"reduce {hop.level} micro-batch {self.micro_batch.index} from {rounding.rank}"
-        return rounding.noise(self.unit, where)
+        return rounding.noise_for(hop.codec, self.unit, where)
 
-    def _others(
-        self, hop: Hop, source: Slice, act: Callable[[list[torch.Tensor], slice, slice], Any]
-    ) -> None:
+    def _others(self, hop: Hop, source: Slice, act: Callable[[Views, slice, slice], Any]) -> None:
         """Call ``act(rows, their place, their messages' place)`` for the ranks but this one (``other_rows``)."""
-        regions = source.rows(hop.level - 1, hop.axis.size)
         for at, to in other_rows(hop.axis, hop.axis.index):
-            act([region[at] for region in regions], at, to)
+            act(source.row(hop.level - 1, hop.axis.size, at), at, to)
 
     def _measure(self, hop: Hop, rows: Sequence[torch.Tensor], messages: torch.Tensor) -> None:
         """Measure the rounding of messages [k, m] against rows [k, -1] per region, if this unit is the sample."""
@@ -316,7 +311,7 @@ class Reduction:
         """Keep the rounding error of the messages to other ranks; ``commit_residual`` takes it after a good step."""
         kept = lost_slice(self.unit).rows(hop.level - 1, hop.axis.size)
 
-        def subtract(rows: list[torch.Tensor], at: slice, to: slice) -> None:
+        def subtract(rows: Views, at: slice, to: slice) -> None:
             with self.context.frame() as frame:
                 sent = decoded(hop.codec, messages[to], rows, frame.take)
                 self.context.rounding.measure(self.unit, hop.codec, GRADIENTS, rows[0], lambda _: sent[0])
@@ -372,13 +367,12 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     layout, and each has reduced its own gradients. Both add up the same decoded messages, so masters, moments and
     what refreshes send (noise goes by name and element) stay the same bits at both.
     """
-    assert unit.grad is not None
     codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
     rounding = context.rounding
-    rows = Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1)
+    rows = unit.grad_slice.rows(unit.levels.os, 1)
     start = unit.layout.pieces(unit.levels.os)[0].start
     # By end, not by rank: replicas of an end hold the same sum and must send the same bits.
-    noise = rounding.noise(unit, f"end {ends.index}", start)
+    noise = rounding.noise_for(codec, unit, f"end {ends.index}", start)
     with context.frame() as frame:
         own = encoded(codec, rows, frame.take, noise)
         rounding.measure(unit, codec, GRADIENTS, rows[0], lambda take: decoded(codec, own, rows, take)[0])
@@ -387,4 +381,4 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
         first, *rest = (r.view(-1) for r in rows)
         codec.decode_sum(both, first, False, *rest)
         if unit.codecs.mixes:
-            Slice(unit.layout, unit.grad, unit.levels.g).clear_padding()
+            unit.grad_slice.clear_padding()

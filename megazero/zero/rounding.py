@@ -70,6 +70,10 @@ class Rounding:
         """
         return Noise.named(self.seed, self.updates, f"{unit.name}/{hop}", start)
 
+    def noise_for(self, codec: Codec, unit: Unit, hop: str, start: int = 0) -> Noise | None:
+        """Return ``noise`` if the codec draws from it. To name a stream takes the host a hash."""
+        return self.noise(unit, hop, start) if codec.stochastic else None
+
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Measure nothing inside."""
@@ -168,9 +172,9 @@ def lost_slice(unit: Unit) -> Slice:
     These are other ranks' rows of ``grad``, whose sums are not needed here. With replicas the way back fills
     those rows, so it is ``unit.lost``.
     """
-    assert unit.grad is not None and unit.crossing is not None
+    assert unit.crossing is not None
     if unit.levels.all == unit.levels.os:
-        return Slice(unit.layout, unit.grad, unit.levels.g)
+        return unit.grad_slice
     if unit.lost is None:
         unit.lost = torch.empty_like(unit.open_residual())
     return Slice(unit.layout, unit.lost, unit.crossing)

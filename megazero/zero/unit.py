@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property, partial
 from math import prod
 
 import torch
@@ -49,12 +50,16 @@ from torch import nn
 from megazero.comm.codec import Codec, Identity, at_least_fp32
 from megazero.comm.lane import Ticket
 from megazero.kernels.adamw import NOTHING, Refresh
-from megazero.kernels.add_to import add_to
+from megazero.kernels.add_to import add_each
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.kernels.fingerprint import fingerprint
 from megazero.zero.layout import Slice, UnitLayout
 from megazero.zero.parameters import Binding, Read, Released, hide, refuse_read, released_class
 from megazero.zero.policy import Codecs, Levels
+
+# Gradients of a unit wait for each other and are staged in one operation: one at a time, 9 of a small layer took 9
+# launches. Large ones do not wait, so that a layer's gradients and its staging are not there at once.
+STAGED_BYTES = 32 << 20
 
 
 class Unit:
@@ -83,10 +88,12 @@ class Unit:
         self.part = 0  # of the module: a virtual pipeline stage
         self.tied = False  # the pipeline's other end holds the same parameter, in a unit of the same name
         self.full = torch.empty(layout.numel, dtype=dtype, device=device)
+        self.full_slice = Slice(layout, self.full, 0)
         self.full_present = self.copy_present = True
         self._plan_wire()
         self.copy = self._make_copy()
         self.master = self._make_master()
+        self.master_slice = Slice(layout, self.master, levels.os)
         self.grad: torch.Tensor | None = None
         self.residual: torch.Tensor | None = None
         self.lost: torch.Tensor | None = None
@@ -95,7 +102,7 @@ class Unit:
         self.master_version = 1
         self.copy_version = self.prepared = 0
         self.arena = Arena()  # until an engine gives it the one of all its units
-        self.staging: torch.Tensor | None = None
+        self.staging: Slice | None = None
         self.staged: Frame | None = None  # has the staging
         self.ticket: Ticket | None = None  # gather in flight
         self.released: type[Released] = released_class(self)  # the Parameters' class while they are hidden
@@ -107,6 +114,8 @@ class Unit:
         self.writers = 0  # those of them that are to write
         self.seen: list[int] = []  # fingerprints of the parameters, in the layout's order, while it is pinned
         self.pending: set[str] = set()  # trainable parameters without a gradient in this micro-batch
+        self.arrived: dict[str, torch.Tensor] = {}  # gradients that wait to be staged, arrived_bytes in all
+        self.arrived_bytes = 0
         self.touched: set[str] = set()  # parameters whose part of grad was written in this step
         self.backwards = 0  # completed backwards in this step
         self.bindings = self._adopt(values)
@@ -124,6 +133,12 @@ class Unit:
         self.wire = self._wire_layout(self.codec, self.levels.p) if self.delta else self.refresh_wire
         self.refresh_hops = self.refresh_wire.gather_hops(self.levels.os, self.levels.p, self.levels.p)
         self.gather_hops = self.wire.gather_hops(self.levels.p, 0, 0)
+        # The bytes that a gather ahead of use adds to the memory held: full parameters; if P = 1, transient messages.
+        self.gather_bytes = 0
+        if self.levels.p:
+            self.gather_bytes = self.full.nbytes
+        elif self.delta or not self.direct:
+            self.gather_bytes = self.refresh_wire.level_numel(0) * self.refresh_codec.wire_dtype.itemsize
 
     def _make_copy(self) -> torch.Tensor:
         """Return the P copy, which holds what gathers send."""
@@ -287,7 +302,7 @@ class Unit:
         """
         levels = self.levels
         if self.delta and self.codecs.weights is not None:
-            return Refresh(held=Slice(self.layout, self.copy, levels.p).rows(levels.os, 1)[0].view(-1))
+            return Refresh(held=self.copy_slice.rows(levels.os, 1)[0].view(-1))
         if self.delta or not self.direct or self.dtype == self.sum_dtype or self.lifetime == "step":
             return NOTHING
         (own,) = self.wire.within(levels.os, levels.p)
@@ -302,18 +317,6 @@ class Unit:
         return self.residual
 
     @property
-    def gather_bytes(self) -> int:
-        """How many bytes a gather ahead of use adds to the memory held.
-
-        They are the full parameters; with P = 1 they are transient messages.
-        """
-        if self.levels.p:
-            return self.full.nbytes
-        if self.direct and not self.delta:
-            return 0
-        return self.refresh_wire.level_numel(0) * self.refresh_codec.wire_dtype.itemsize
-
-    @property
     def stale(self) -> bool:
         """Whether the P copy is behind the master weights."""
         return self.copy_version != self.master_version
@@ -325,10 +328,10 @@ class Unit:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def stage(self, name: str, param: nn.Parameter) -> None:
-        """Move a parameter's fresh gradient into staging (G > 1), or add it to ``grad`` (G = 1).
+    def take_gradient(self, name: str, param: nn.Parameter) -> None:
+        """Take a parameter's fresh gradient [the parameter's shape and dtype].
 
-        The gradient has the parameter's shape and dtype.
+        Gradients wait for the unit's others, then move together; ``STAGED_BYTES`` bounds what waits.
         """
         assert param.grad is not None
         if param.grad.layout != torch.strided:
@@ -337,23 +340,37 @@ class Unit:
                 "reduced and sharded is dense: leave sparse=True out, or give the parameter a hook first: "
                 "register_hook(lambda gradient: gradient.to_dense())"
             )
+        self.arrived[name] = param.grad
+        self.arrived_bytes += param.grad.nbytes
+        param.grad = None
+        self.pending.discard(name)
+        if not self.pending or self.arrived_bytes > STAGED_BYTES:
+            self.stage()
+
+    def stage(self) -> None:
+        """Move the gradients that have arrived into staging (G > 1), or add them to ``grad`` (G = 1)."""
         self._open_grad()
-        slot = self.slots[name]
         if self.levels.g:
             if self.staging is None:
                 self.staging = self._new_staging()
-                Slice(self.layout, self.staging, 0).clear_padding()
-            target = self.staging[slot.start : slot.start + slot.numel].view(slot.shape)
-            target.copy_(param.grad)
+                self.staging.clear_padding()
+            targets = self.staging.parts
         else:
             assert self.grad is not None
-            target = self.grad[slot.start : slot.start + slot.numel].view(slot.shape)
-            if name in self.touched:
-                add_to(target, param.grad)
-            else:
-                target.copy_(param.grad)
-                self.touched.add(name)
-        param.grad = None
+            targets = self.grad_slice.parts
+        added = [name for name in self.arrived if name in self.touched]
+        copied = [name for name in self.arrived if name not in self.touched]
+        if copied:
+            torch._foreach_copy_([targets[n] for n in copied], [self.arrived[n] for n in copied])
+        if added:
+            add_each([targets[n] for n in added], [self.arrived[n] for n in added])
+        if not self.levels.g:
+            self.touched.update(copied)
+        self._forget_arrived()
+
+    def _forget_arrived(self) -> None:
+        self.arrived.clear()
+        self.arrived_bytes = 0
 
     def _open_grad(self) -> None:
         """Discard the differences that an update left in ``grad``: gradients come next.
@@ -365,34 +382,37 @@ class Unit:
             if self.ticket is not None and self.ticket.event is not None:
                 torch.cuda.current_stream(self.device).wait_event(self.ticket.event)
 
-    def _new_staging(self) -> torch.Tensor:
+    def _new_staging(self) -> Slice:
         self.staged = self.arena.frame(self.device)
-        return self.staged.take(self.layout.numel, self.dtype)
+        make = partial(Slice, self.layout, level=0)
+        return self.staged.bind(self.layout.numel, self.dtype, self.name, make)
 
     def _fill_missing(self) -> None:
         """Let parameters without a gradient add zeros: to staging in every micro-batch, to grad in the last."""
         if self.levels.g:
             if self.staging is None:
-                self.staging = self._new_staging().zero_()
+                self.staging = self._new_staging()
+                self.staging.buffer.zero_()
                 return
             missing = set(self.slots) - (set(self.trainable) - self.pending)
-            buffer = self.staging
+            buffer = self.staging.buffer
         else:
             assert self.grad is not None
             missing, buffer = set(self.slots) - self.touched, self.grad
-            # A block that was not finite came back so with its padding.
-            Slice(self.layout, buffer, 0).clear_padding()
+            self.grad_slice.clear_padding()  # a block that was not finite came back so with its padding
         for name in missing:
             slot = self.slots[name]
             buffer[slot.start : slot.start + slot.numel].zero_()
 
-    def close_micro_batch(self, last: bool) -> tuple[torch.Tensor, Frame] | None:
-        """Return the staging [n] of a micro-batch whose gradients have all arrived, and the arena's frame it lies in.
+    def close_micro_batch(self, last: bool) -> tuple[Slice, Frame] | None:
+        """Return the staging of a micro-batch whose gradients have all arrived, and the arena's frame it lies in.
 
         Where G = 1 there is none.
 
         last: this is the step's last micro-batch. Afterwards the unit waits for the next micro-batch's gradients.
         """
+        if self.arrived:
+            self.stage()
         if self.levels.g or last:
             self._open_grad()
             self._fill_missing()
@@ -404,6 +424,17 @@ class Unit:
         self.backwards += 1
         return handed
 
+    @cached_property
+    def copy_slice(self) -> Slice:
+        """The P copy where it has elements, not messages: R, or with P = 1 ``full``. It is then never replaced."""
+        assert self.delta or not self.levels.p
+        return Slice(self.layout, self.copy, self.levels.p)
+
+    @cached_property
+    def grad_slice(self) -> Slice:
+        assert self.grad is not None
+        return Slice(self.layout, self.grad, self.levels.g)
+
     def begin_step(self) -> None:
         """Forget the last step's gradients, and count backwards from 0."""
         if self.grad is None and self.trainable:
@@ -411,6 +442,7 @@ class Unit:
                 self.layout.level_numel(self.levels.g), dtype=self.sum_dtype, device=self.device
             )
         self.backwards = 0
+        self._forget_arrived()
         self.touched.clear()
         self.pending = set(self.trainable)
         if self.staged is not None:  # of a step that was given up

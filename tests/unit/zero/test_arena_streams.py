@@ -60,10 +60,10 @@ class ArenaWatch(Watch):
             self.use(out, messages)
             return exchange(wire, out, messages)
 
-        def staging(unit: Unit, name: str, param: Any) -> None:
-            stage(unit, name, param)
+        def staging(unit: Unit) -> None:
+            stage(unit)
             if unit.staging is not None:
-                self.use(unit.staging)
+                self.use(unit.staging.buffer)
 
         def adding(reduction: Reduction, hop: Any, received: Any, source: Any, sums: Any, more: bool) -> None:
             self.use(received, source.buffer, sums.buffer)

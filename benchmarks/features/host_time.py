@@ -1,0 +1,251 @@
+"""Host time of a step: what the engine adds to a plain eager loop, beside FSDP2, without a card.
+
+    python -m benchmarks.features.host_time [--only zero3 plain] [--rounds 9] [--page docs/decisions.md]
+
+One rank of a cluster steps a decoder of ``--layers`` layers and tiny tensors, so a step's time is the host's:
+Python, torch's dispatch and the little that operations compute on a CPU. The engine takes its CUDA paths. Streams,
+events and collectives do nothing, and kernels of megazero's own are not launched; their numbers stand in the table.
+Seconds are of one thread, so that others on the machine count little. Contestants take turns; ratios are taken round
+by round. Writes the section of ``--page``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import megazero.kernels
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # the backend "fake"
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import harness, lone_rank
+from benchmarks.gpu_report import loops
+from benchmarks.gpu_report.loops import Size, Step
+from megazero import zero
+from megazero.config import resolve_shards
+from megazero.zero.elementwise import OnePassAdamW
+
+TITLE = "Host time"
+CPU = torch.device("cpu")
+RANKS = 8  # of a node
+PLAIN = "plain loop"
+# Preset -> nodes. zero3 gathers nothing ahead but the next module: so small a model would be gathered once per step.
+PRESETS = {"zero1": 1, "zero3": 1, "hpz": 2, "zeropp": 2}
+
+
+class Event:
+    """Does nothing, and counts as not reached."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        COUNTS["events"] += 1
+
+    def query(self) -> bool:
+        return False
+
+
+class Stream:
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: object) -> None:
+        COUNTS["waits"] += 1
+
+    def wait_stream(self, other: object) -> None:
+        COUNTS["waits"] += 1
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Silence(lone_rank.Echo):
+    """A communicator that moves nothing."""
+
+    def gather(self, out: torch.Tensor, own: torch.Tensor) -> lone_rank.Landed:
+        COUNTS["collectives"] += 1
+        return lone_rank.Landed()
+
+    @staticmethod
+    def exchange(out: torch.Tensor, sent: torch.Tensor, *_: object) -> lone_rank.Landed:
+        COUNTS["collectives"] += 1
+        return lone_rank.Landed()
+
+
+class Kernel:
+    """A Triton kernel that is not launched."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*_: object, **__: object) -> None:
+            COUNTS["kernels"] += 1
+
+        return launch
+
+
+COUNTS: Counter[str] = Counter()
+COMPUTE = Stream()
+
+
+@contextmanager
+def no_device() -> Iterator[None]:
+    """Let streams, events, collectives and own kernels do nothing but count."""
+    with ExitStack() as stack:
+        stack.enter_context(
+            patch.multiple(torch.cuda, Event=Event, current_stream=lambda device=None: COMPUTE)
+        )
+        stack.enter_context(patch.object(torch.cuda, "stream", lambda stream: stream))
+        stack.enter_context(patch.object(lone_rank, "Echo", Silence))
+        for found in pkgutil.iter_modules(megazero.kernels.__path__):
+            module = importlib.import_module(f"megazero.kernels.{found.name}")
+            if hasattr(module, "_kernel"):
+                stack.enter_context(patch.object(module, "_kernel", Kernel()))
+                stack.enter_context(patch.object(module, "use_kernel", lambda *_: True))
+        yield
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations of torch that run a kernel on a card: those that return tensors other than views."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = [each for each in func._schema.returns if "Tensor" in str(each.type)]
+        views = any(each.alias_info is not None and not each.alias_info.is_write for each in made)
+        name = func._schema.name.removeprefix("aten::")
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        if (made and not views or writes) and not name.startswith(("empty", "new_empty", "_unsafe_view")):
+            COUNTS["operations"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ours(size: Size, preset: str, stack: ExitStack) -> Step:
+    """Return a step of one rank of a preset, as a run has it: the update in one pass, norms without weight decay."""
+    nodes = PRESETS[preset]
+    known = {**loops.policies(), "zero3": ("zero3", zero.Policy(prefetch_bytes=0))}
+    policy = known[preset][1]
+    if not policy.codecs.exact:
+        policy = replace(policy, exact_numel=size.hidden)  # norms, as a run's default of a larger model
+    factors = resolve_shards(preset, RANKS * nodes, RANKS).factors
+    mesh = stack.enter_context(lone_rank.lone_rank(RANKS * nodes, RANKS, factors, CPU))
+    with patch.object(loops, "ADAMW", partial(OnePassAdamW, lr=1e-4, weight_decay=0.1)):
+        step, engine = loops.ours(size, CPU, mesh=mesh, policy=policy, traits=undecayed)
+    for lane in engine.hooks.lanes:
+        lane.streams = [Stream(), Stream()]
+    return step
+
+
+def undecayed(name: str, parameter: torch.Tensor) -> zero.Traits:
+    return zero.Traits((("weight_decay", 0.0),) if parameter.ndim == 1 else ())
+
+
+def plain(size: Size, stack: ExitStack) -> Step:
+    model = loops.decoder(size, CPU)
+    return loops.plain(size, CPU, model, lambda tokens: model(tokens, tokens).sum())
+
+
+def fsdp2(size: Size, stack: ExitStack) -> Step:
+    """Return a step of FSDP2 over the node: every layer, then the root. It has torch's own clipping and AdamW."""
+    model = loops.decoder(size, CPU, dtype=torch.float32)
+    mesh, half = init_device_mesh("cpu", (RANKS,)), torch.bfloat16
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half))
+    return loops.plain(size, CPU, model, lambda tokens: model(tokens, tokens).sum())
+
+
+BUILDERS: dict[str, Callable[[Size, ExitStack], Step]] = {
+    PLAIN: plain,
+    **{preset: partial(ours, preset=preset) for preset in PRESETS},
+    "FSDP2": fsdp2,
+}
+
+
+Found = dict[str, dict[str, Any]]  # by contestant: the seconds of each round, and the counts of one step
+
+
+def measure(names: list[str], layers: int, hidden: int, rounds: int, steps: int) -> Found:
+    """Let contestants take turns. The process is a benchmark's own: it gets a process group that does nothing."""
+    size = Size("host", layers, hidden, 2 * hidden, heads=4, vocabulary=512, sequence=16)
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
+    dist.init_process_group("fake", rank=1, world_size=RANKS, store=dist.HashStore())  # FSDP2's collectives
+    with no_device(), ExitStack() as stack:
+        made = {name: BUILDERS[name](size, stack=stack) for name in names}
+        turn = partial(harness.step_seconds, device=CPU, steps=steps, clock=time.thread_time)
+        turns = {name: partial(turn, step) for name, step in made.items()}
+        seconds = harness.take_turns(turns, rounds, warm_up=2)
+        return {name: {"seconds": seconds[name], "counts": counted(step)} for name, step in made.items()}
+
+
+def counted(step: Step) -> Counter[str]:
+    """Return what one step does, by kind."""
+    COUNTS.clear()
+    with Launches():
+        step()
+    return Counter(COUNTS)
+
+
+def rows(found: Found) -> list[list[str]]:
+    """Return a row for each contestant: name, ms, ms above the plain loop's, their ratio to it, and counts."""
+    base, made = found[PLAIN]["seconds"], []
+    for name, each in found.items():
+        seconds, counts = each["seconds"], each["counts"]
+        added = [(own - plain) * 1e3 for own, plain in zip(seconds, base, strict=True)]
+        share = [ratio - 1 for ratio in harness.ratios(seconds, base)]
+        more = [harness.spread(added, 1), harness.spread(share, 2)] if name != PLAIN else ["", ""]
+        own = [
+            str(counts.get(key, 0)) if name in PRESETS else "" for key in ("kernels", "collectives", "events")
+        ]
+        made.append([name, f"{statistics.median(seconds) * 1e3:.1f}", *more, str(counts["operations"]), *own])
+    return made
+
+
+def main() -> int:
+    options = harness.parser(
+        __doc__,
+        only=(list(BUILDERS), "contestants; the plain loop always"),
+        layers=24,
+        hidden=64,
+        rounds=9,
+        steps=(3, "of a turn"),
+        page=harness.DOCS / "decisions.md",
+    ).parse_args()
+    names = list(dict.fromkeys([PLAIN, *options.only]))
+    sizes = (options.layers, options.hidden, options.rounds, options.steps)
+    found = harness.run(measure, names, *sizes, ranks=1, world=False)
+    header = [
+        "",
+        "ms",
+        "ms added",
+        "of the plain loop's",
+        "operations",
+        "own kernels",
+        "collectives",
+        "events",
+    ]
+    lines = f"Measured by `python -m benchmarks.features.host_time`: one thread of {harness.setting()}.\n\n"
+    lines += harness.table(header, rows(found))
+    print(lines)
+    said = harness.section(harness.DOCS / "decisions.md", TITLE).partition("\nMeasured by ")[0].rstrip()
+    harness.write_section(options.page, TITLE, f"{said}\n\n{lines}")
+    return 0
+
+
+if __name__ == "__main__":
+    harness.start(main)
