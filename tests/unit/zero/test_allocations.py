@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_steady_steps_allocate_nothing(name: str) -> None:
 def test_steady_steps_with_small_moments_allocate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     small = zero.default_adamw(lr=1e-3, exp_avg_dtype="int8", exp_avg_sq_dtype="bf16")
     whole = {name: (form, replace(policy, block=128)) for name, (form, policy) in loops.policies().items()}
-    monkeypatch.setattr(loops, "ADAMW", small)
+    monkeypatch.setattr(loops, "ours", partial(loops.ours, optimizer=small))
     monkeypatch.setattr(loops, "policies", lambda: whole)
     assert steady("zeropp") == {}
 

@@ -160,7 +160,7 @@ class OneUnit:
     name, levels = "unit", SimpleNamespace(all=0, os=0)
 
     def __init__(self) -> None:
-        self.master, self.master_version = torch.ones(4), 0
+        self.master, self.outdate = torch.ones(4), lambda: None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
