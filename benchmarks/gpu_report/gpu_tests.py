@@ -15,8 +15,9 @@ from benchmarks.gpu_report.setting import ROOT, Setting
 
 WORDS = {"PASSED": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped"}
 MANY = {"test_kernels.py": ("-n", "4")}  # tests that compile for long and time nothing
+# A test's own line, with and without xdist: the summary at the end names failures once more.
 OUTCOME = re.compile(
-    r"::.* (PASSED|FAILED|ERROR|SKIPPED)\b|\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) ", re.MULTILINE
+    r"(PASSED|FAILED|ERROR|SKIPPED)(?: \(.*\))?\s+\[ *\d+%\]|\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) "
 )
 
 
