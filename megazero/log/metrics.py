@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config.options.skipping import range_around
-from megazero.config.secrets import redact
 from megazero.files import replacing
 from megazero.log.line_file import LineFile
 
@@ -167,7 +166,7 @@ def perplexity(loss: float) -> float:
 
 def encode(line: Mapping[str, Any]) -> bytes:
     """Return one line of strict JSON, with its newline."""
-    return json.dumps(_encodable(redact(line)), allow_nan=False).encode("ascii") + b"\n"
+    return json.dumps(_encodable(line), allow_nan=False).encode("ascii") + b"\n"
 
 
 def decode(text: str | bytes) -> dict[str, Any]:

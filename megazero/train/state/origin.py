@@ -20,7 +20,6 @@ from megazero.config.model.loaded import Chosen, checkpoint_to_load
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import CheckpointConfig, OuterConfig
-from megazero.config.secrets import redact
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh, world_group
 from megazero.train.state.progress import Progress
@@ -302,7 +301,7 @@ def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: b
 
     knows_number: the checkpoint has the number of samples that its order was made for.
     """
-    now = redact(config.to_dict())  # as the checkpoint has it
+    now = config.to_dict()
     for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
         old, new = before.get(section, {}).get(name), now[section][name]
         if (old or None) != (new or None):  # a checkpoint may be older than the option
