@@ -71,6 +71,7 @@ class Outputs:
         self.console.warning(f"{why}: back to iteration {out.first - 1}; left out from here on: {out}")
         if self.metrics is not None:
             self.metrics.undo(out.first, out.last)
+        self.console.undo(out.first)
         self.loggers.undo(out.first)
         self.event("rollback", why=why, first=out.first, last=out.last)
 

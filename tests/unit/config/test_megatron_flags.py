@@ -56,6 +56,13 @@ def test_every_accepted_flag_is_taken_and_said_in_one_note():
     assert config.zero.zero_preset == "zero1" and config.values() == run("--num-query-groups 2").values()
 
 
+def test_values_that_published_scripts_of_forks_give():
+    config = run("--eval-iters -1 --main-grads-dtype bf16 --max-padding-length 8 --patch-tokenizer-type A")
+    assert config.training.eval_iters == 0 and "--eval-iters -1 is 0" in config.notes
+    (error,) = errors("--main-grads-dtype fp16")
+    assert "sums of gradients are in fp32" in error
+
+
 def test_every_refused_flag_says_so_with_the_cure():
     refused = {name: flags()[name][0] for name in names(REFUSE)}
     found = errors(" ".join(f"--{name}" for name in refused))

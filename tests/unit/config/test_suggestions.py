@@ -45,6 +45,8 @@ from tests.unit.config.command_lines import base_without, errors, run, write
         ),
         ("frobnicate", ""),
         ("qwertyuiop-asdf", ""),
+        ("use-lora", ""),  # a little like --use-normhead, one of 2,000 names of others
+        ("debug-level", ""),
     ],
 )
 def test_what_a_name_probably_meant(key, text):

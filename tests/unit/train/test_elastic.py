@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,30 @@ def test_what_lies_in_the_folder_of_a_run_from_elsewhere_is_left_behind(tmp_path
     gone = directory.supersede(tmp_path / "b", directory.latest(tmp_path / "a") or tmp_path)
     assert sorted(path.name for path in gone) == ["iter_0000002.superseded", "iter_0000004.superseded"]
     assert directory.latest(tmp_path / "b") is None
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"iteration": -5}, "iteration is -5, and the checkpoint is of iteration 3"),
+        ({"iteration": 4}, "iteration is 4, and the checkpoint is of iteration 3"),
+        ({"consumed_samples": -1}, "consumed_samples is -1, and a count is"),
+        ({"consumed_samples": "8"}, "consumed_samples is '8'"),
+        ({"tokens": math.nan}, "tokens is nan"),
+        ({"rollbacks": 1.5}, "rollbacks is 1.5"),
+        ({"optimizer": {"step": -3.0}}, "optimizer step is -3.0"),
+        ({"loss_scaling": {"scale": 0.0}}, "the loss scale is 0.0"),
+        ({"loss_scaling": {"scale": math.inf}}, "the loss scale is inf"),
+        ({"loss_scaling": {"growth_tracker": -1}}, "loss_scaling growth_tracker is -1"),
+        ({"left_out": [{"first": 1, "last": 2, "begin": -8, "end": 8}]}, "left_out begin is -8"),
+    ],
+)
+def test_numbers_that_no_run_writes_are_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    state = {"iteration": 3, "consumed_samples": 24, "run_id": "", **change}
+    record = SliceRecord(Placement.plain("w", (2,)), 0, 2, {"weights": torch.zeros(2)})
+    path = store.save(tmp_path, store.Snapshot(3, [record], state))
+    with pytest.raises(store.CheckpointError, match=f"in its state {re.escape(why)}.*load an older"):
+        origin._opened(path)
 
 
 def saved(root: Path, consumed: int, batch: int, model: dict[str, Any] | None = None, step: int = 3) -> None:
