@@ -1,4 +1,4 @@
-"""Options that the configuration notes as without effect do not end the run: a real start with all of them at once."""
+"""Options that the configuration notes as without effect do not end the run: a start with all of them at once."""
 
 from __future__ import annotations
 
