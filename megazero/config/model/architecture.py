@@ -43,7 +43,8 @@ def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **op
     kind = config.get("model_type")
     if kind not in known:
         parts, inner = missing(config), config.get("text_config")
-        why = f"is not built here: it has {', '.join(parts)}; built are" if parts else "is none of"
+        lacks = f"it has {', '.join(parts)}" if parts else "its fields and tensor names have no reader"
+        why = f"is not built here: {lacks}; built are"
         text = inner.get("model_type") if isinstance(inner, Mapping) else None
         more = f" (its text_config is of {text}, so a folder of that alone is read)" if text in known else ""
         raise ValueError(f"model_type = {kind!r} {why} {', '.join(known)}{more}")

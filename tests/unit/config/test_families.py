@@ -118,7 +118,16 @@ def config_of(family: str, **changes) -> dict:
 @pytest.mark.parametrize(
     "family, change, message",
     [
-        ("Llama", {"model_type": "arcee"}, "'arcee' is none of llama, gpt2, bloom, qwen2, qwen3, mistral"),
+        (
+            "Llama",
+            {"model_type": "arcee"},
+            "'arcee' is not built here: its fields and tensor names have no reader; built are llama, gpt2, bloom",
+        ),
+        (
+            "Llama",
+            {"model_type": "mpt"},
+            "'mpt' is not built here: it has LayerNorm without a bias; built are llama",
+        ),
         (
             "Llama",
             {"n_routed_experts": 8},
