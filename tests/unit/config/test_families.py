@@ -128,6 +128,16 @@ def config_of(family: str, **changes) -> dict:
             {"model_type": "mpt"},
             "'mpt' is not built here: it has LayerNorm without a bias; built are llama",
         ),
+        ("Llama", {"hidden_size": "2"}, "hidden_size takes a number, got the text '2': leave its quotes out"),
+        ("Llama", {"num_hidden_layers": [2]}, "num_hidden_layers takes one value, got [2]"),
+        ("GPT2", {"n_embd": "x"}, "n_embd takes a whole number, got 'x'"),
+        (
+            "Llama",
+            {"rope_parameters": "2"},
+            "rope_parameters = '2' is of another kind than the field takes",
+        ),
+        ("Qwen2", {"layer_types": 5}, "layer_types = 5 is of another kind"),
+        ("Llama", {"model_type": ["llama"]}, "['llama'] is not built here"),
         (
             "Llama",
             {"n_routed_experts": 8},
