@@ -14,6 +14,9 @@ DDP = f"{CORE}.distributed.distributed_data_parallel"
 BASE = f"{CORE}.distributed.data_parallel_base"
 OPTIMIZER = f"{CORE}.optimizer.distrib_optimizer"
 STATE = f"{CORE}.parallel_state"
+# Wrappers with communication of their own, which build it before they call _BaseDataParallel.
+WRAPPERS = f"{CORE}.distributed"
+OTHER_WRAPPERS = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel")
 
 # A name without parameters is called by Megatron alone.
 NEEDED: Needed = {

@@ -15,7 +15,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_core_patch.carrier import TOO_LATE, Carrier, Sync, collective_group
-from megatron_core_patch.names import BASE, BUFFER, DDP, FINALIZE, OPTIMIZER, STATE, check_names
+from megatron_core_patch.names import (
+    BASE,
+    BUFFER,
+    DDP,
+    FINALIZE,
+    OPTIMIZER,
+    OTHER_WRAPPERS,
+    STATE,
+    WRAPPERS,
+    check_names,
+)
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.refusals import (
     ddp_problems,
@@ -79,6 +89,9 @@ class Patch:
     def _wrap_all(self) -> None:
         wrap = self.names.wrap
         wrap(BASE, "_BaseDataParallel.__init__", self._build_any)
+        for name in OTHER_WRAPPERS:
+            if hasattr(importlib.import_module(WRAPPERS), name):
+                wrap(WRAPPERS, f"{name}.__init__", self._build_any)
         wrap(DDP, "DistributedDataParallel.__init__", self._build)
         wrap(BUFFER, f"{BUCKET_GROUP}.start_param_sync", self._start_param_sync)
         wrap(BUFFER, f"{BUCKET_GROUP}.start_grad_sync", self._start_grad_sync)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_core_patch.names import OTHER_WRAPPERS
 from megatron_core_patch.options import PatchOptions
 from megazero.config.errors import ConfigError
 from megazero.patches.agreement import nothing_quantised
@@ -20,7 +21,7 @@ from megazero.patches.two_hops import TwoHops
 
 def wrapper_problems(name: str) -> Iterator[str]:
     """Say what is wrong with a data-parallel wrapper, by the name of its class."""
-    if name in ("FullyShardedDataParallel", "TorchFullyShardedDataParallel"):
+    if name in OTHER_WRAPPERS:
         yield (
             f"{name} (--use-megatron-fsdp, --use-torch-fsdp2) has communication of its own, which the patch does not "
             "carry: use --use-distributed-optimizer, or megazero's own engine (--zero-preset zeropp)"

@@ -1,13 +1,16 @@
-"""Whole-file writes: data are written beside the target, flushed to the device, then renamed."""
+"""Whole-file writes: data are written beside the target, flushed to the device, then renamed. And strict JSON."""
 
 from __future__ import annotations
 
 import fcntl
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def temporary_beside(path: Path) -> Path:
@@ -51,3 +54,30 @@ def exclusive(path: Path, wait: bool = True) -> Iterator[None]:
     with open(path, "ab") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def encodable(value: Any) -> Any:
+    """Return a value for strict JSON, which has no NaN and no infinity: these become the texts "NaN" and "Infinity".
+
+    Numbers of numpy and torch become Python's.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): encodable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encodable(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if not isinstance(value, float):
+        return encodable(value.item())  # a numpy or torch scalar
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def decoded(value: Any) -> Any:
+    """Undo ``encodable`` on what was read from JSON."""
+    if isinstance(value, dict):
+        return {key: decoded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

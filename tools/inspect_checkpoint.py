@@ -30,19 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 whole (or equal), 1 damaged (or different), 2 there is nothing to look at."""
     options = parse(arguments)
     from megazero.checkpoint.store import find_checkpoint
+    from megazero.config.secrets import redact
     from megazero.convert.inspection import DAMAGED, describe, differences
 
     try:
         path = find_checkpoint(options.checkpoint, options.ckpt_step)
         if options.other is not None:
             lines = list(differences(path, find_checkpoint(options.other)))
-            print("\n".join(lines) or "no difference")
+            print(redact("\n".join(lines)) or "no difference")
             return 1 if lines else 0
         lines = list(describe(path, options.tensors, not options.no_check))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines))
+    print(redact("\n".join(lines)))
     return 1 if any(line.endswith(DAMAGED) for line in lines) else 0
 
 

@@ -237,7 +237,7 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
         "every checkpoint can be resumed; --finetune loads weights alone",
     ),
     (
-        "--grad-reduce-in-bf16",
+        "--grad-reduce-in-bf16, --main-grads-dtype bf16",
         "sums gradients over ranks in bf16",
         "changes nothing: sums are in fp32",
         "formats of messages are --zero-quantized-gradients and its kin",

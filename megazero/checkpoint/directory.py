@@ -36,6 +36,7 @@ from megazero.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from megazero.files import decoded
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ def stated(path: Path) -> dict[str, Any]:
     """
     file = path / STATE_FILE
     try:
-        return dict(json.loads(file.read_bytes()))
+        return dict(decoded(json.loads(file.read_bytes())))
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(f"'{file}' cannot be read ({error}); load an older checkpoint") from error
 

@@ -19,6 +19,7 @@ from megazero.checkpoint.metadata import read_metadata
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import CHUNK_ELEMENTS, SliceLoadPlanner, tensors_by_kind
 from megazero.checkpoint.records import SliceRecord
+from megazero.files import decoded
 
 PIECE_ELEMENTS = CHUNK_ELEMENTS  # smaller pieces would read a chunk several times
 
@@ -77,7 +78,7 @@ def read_file(path: str | os.PathLike, name: str) -> bytes:
 
 def read_state(path: str | os.PathLike) -> dict[str, Any]:
     """Return a checkpoint directory's ``state`` as saved. CheckpointError is raised if it is damaged or not there."""
-    return json.loads(read_file(path, STATE_FILE))
+    return decoded(json.loads(read_file(path, STATE_FILE)))
 
 
 def verify(path: str | os.PathLike) -> Manifest:

@@ -58,6 +58,7 @@ from megazero.checkpoint.planners import SliceSavePlanner, tensors_by_kind
 from megazero.checkpoint.reading import rank_file
 from megazero.checkpoint.records import SliceRecord
 from megazero.checkpoint.writer import Writer
+from megazero.files import encodable
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +351,8 @@ def _small_files(snapshot: Snapshot, rank: int) -> dict[str, bytes]:
     """Return what the rank writes besides its slices, by the files' names."""
     files: dict[str, bytes] = {}
     if rank == 0:
-        state = json.dumps(to_json(snapshot.state, "state"), indent=1)
+        # An fp16 run that saves after an overflow has a loss of NaN, which is no JSON.
+        state = json.dumps(encodable(to_json(snapshot.state, "state")), indent=1, allow_nan=False)
         files = {**snapshot.files, STATE_FILE: state.encode()}
     if snapshot.rank_tensors:
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in snapshot.rank_tensors.items()}

@@ -1,7 +1,10 @@
-"""What must not be written anywhere: keys, tokens and passwords of the environment and of the command line.
+"""What must not be printed: keys, tokens and passwords of the environment and of the command line.
 
-``redact`` is the one place that knows them. Every writer passes what it writes through it: the console and the error
-texts by their streams (log/safe_stream.py), metrics, saved configurations and the manifests of checkpoints, stacks.
+``redact`` is the one place that knows them. What people read passes through it: the console and the error texts by
+their streams (log/safe_stream.py), events, stacks, what loggers get. What is compared or read again never does:
+config.yaml and the manifests of checkpoints hold every option as it was given, because two paths that redact alike
+are two runs, and one environment does not decide what another reads. No option is a secret. If one holds a secret all
+the same (``secret_options``), only the user may read the files of the run (train/entry_point.py).
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ _SURE = re.compile(
 _USER = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s/?#'\"]+)@", re.IGNORECASE)
 # Forms that are secrets wherever they stand.
 _FORMS = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|"
+    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|"
+    r"sk-(?:ant|proj|svcacct|admin)-[\w-]{16,}|sk-[A-Za-z0-9]{20,}|"
     r"xox[a-z]-[\w-]{10,}|AKIA[0-9A-Z]{16}|wandb_v\d_\w{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
 )
 # hf_token='...', "password": "...", ?sig=..., Bearer ...
@@ -77,6 +81,12 @@ def redact(value: T) -> T:
     """
     known = sorted({form for secret in _known() for form in _forms(secret)}, key=len, reverse=True)
     return _walk(value, re.compile("|".join(map(re.escape, known))) if known else None)
+
+
+def secret_options(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of options whose values hold what is taken for a secret."""
+    shown = redact(values)
+    return [name for name, value in values.items() if shown[name] != value]
 
 
 def _walk(value: Any, known: re.Pattern[str] | None) -> Any:

@@ -54,6 +54,11 @@ def notes_on(config: RunConfig, world: World | None) -> list[str]:
     return [*idle, *outer_notes(config), *_other_lifetime(config, world)]
 
 
+def idle_options(config: RunConfig) -> list[str]:
+    """Return the names of options that were changed although they have no effect here."""
+    return [name for name, _ in _without_effect(config, ())]
+
+
 def _other_lifetime(config: RunConfig, world: World | None) -> Iterator[str]:
     """Yield a note if parameter shards live for another time than is asked for."""
     asked = config.zero.zero_params_lifetime

@@ -14,10 +14,12 @@ import yaml
 from megazero.checkpoint.manifest import FileEntry
 from megazero.config.model.architecture import from_hf_config
 from megazero.config.model.published import CONFIG_FILE, find_tokenizer
+from megazero.config.model.section import complete
 from megazero.config.options.data_inputs import FILE_OPTIONS
-from megazero.config.options.fields import typed
+from megazero.config.options.fields import stand_in, typed
 from megazero.config.read.files import read_json
-from megazero.config.run import all_options
+from megazero.config.run import RunConfig, all_options
+from megazero.config.validate import idle_options
 from megazero.convert.source import Source
 from megazero.families import FAMILIES
 
@@ -110,6 +112,16 @@ def by_section(options: Mapping[str, object]) -> str:
 def flag_lines(family: str, values: Mapping[str, object]) -> list[str]:
     """Return options by name as they are typed, one a line: the family, and what differs from its defaults."""
     return [typed(all_options()[name], value) for name, value in changed(family, values).items()]
+
+
+def with_effect(options: Mapping[str, object]) -> dict[str, object]:
+    """Return options by name without those that have no effect beside the others.
+
+    Megatron's checkpoints keep every argument, given or not: Muon's, too, of a run with Adam.
+    """
+    needed = {name: stand_in(option) for name, option in all_options().items() if option.needed}
+    idle = idle_options(RunConfig.of({**needed, **complete(options)}))
+    return {name: value for name, value in options.items() if name not in idle}
 
 
 def changed(family: str, values: Mapping[str, object]) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 
 from megazero.checkpoint.reading import pieces
@@ -22,8 +20,9 @@ from megazero.config.model.published import find_tokenizer
 from megazero.config.model.section import ModelConfig
 from megazero.convert.importing import Published, Weights
 from megazero.convert.source import Source
+from megazero.convert.their_tokenizer import their_tokenizer
 from megazero.convert.tokenizer import RunTokenizer, compare_encodings, of_checkpoint, sample_texts
-from megazero.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from megazero.data.tokenizer import load_tokenizer
 from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.models import Decoder
 
@@ -209,7 +208,7 @@ def compare_ids(run: RunTokenizer, folder: Path, texts: Sequence[str]) -> Iterat
     if not found:
         raise ValueError(f"'{folder}' has no tokenizer, and the checkpoint has a {run.kind}")
     kind = found.pop("tokenizer_type")
-    ours, theirs = load_tokenizer(kind, **found), _their_tokenizer(folder)
+    ours, theirs = load_tokenizer(kind, **found), their_tokenizer(folder)
     outcome = compare_encodings(run, theirs or ours.encode, texts)
     files = "the folder's files"
     by = f"transformers {theirs.version}" if theirs else files
@@ -224,49 +223,3 @@ def compare_ids(run: RunTokenizer, folder: Path, texts: Sequence[str]) -> Iterat
     rest = f"; {out} that spell special tokens left out, which are tokens there" if out else ""
     same = f"{outcome.count - len(outcome.wrong)} of {outcome.count} texts the same ids, by {by}{rest}"
     yield Line("tokenizer", same, not outcome.wrong)
-
-
-class _Theirs:
-    """The tokenizer that transformers makes of a folder, in which a text's special tokens are what its files say."""
-
-    def __init__(self, transformers: Any, folder: Path) -> None:
-        self.version = transformers.__version__
-        try:
-            self._made = transformers.AutoTokenizer.from_pretrained(folder)
-        except Exception as error:  # noqa: BLE001 - what a reader of that library would see
-            raise ValueError(
-                f"transformers {self.version} cannot read the tokenizer in '{folder}': {error}"
-            ) from error
-        self.name = type(self._made).__name__
-
-    def __call__(self, text: str) -> list[int]:
-        return self._made.encode(text, add_special_tokens=False)
-
-    def rebuilt(self, ours: Tokenizer) -> tuple[str, Callable[[str], list[int]]] | None:
-        """Return what of the file the class replaces, and how ids are found with the file's own; None if nothing.
-
-        Added tokens stay those of transformers: they are compared in any case.
-        """
-        if not self._made.is_fast:
-            return None
-        if isinstance(ours, HuggingFaceTokenizer):
-            backend = json.loads(self._made.backend_tokenizer.to_str())
-            file = json.loads(ours.model.to_str())
-            other = [part for part in ("normalizer", "pre_tokenizer", "model") if backend[part] != file[part]]
-            made = tokenizers.Tokenizer.from_str(
-                json.dumps({**backend, **{part: file[part] for part in other}})
-            )
-            made.encode_special_tokens = self._made.split_special_tokens
-            what = f"it has another {', '.join(other)} than the files say"
-            return (what, lambda text: made.encode(text, add_special_tokens=False).ids) if other else None
-        if isinstance(ours, SentencePieceTokenizer) and self._made.get_vocab() == ours.vocabulary():
-            return "it is a conversion of tokenizer.model", ours.encode
-        return None
-
-
-def _their_tokenizer(folder: Path) -> _Theirs | None:
-    if find_spec("transformers") is None:
-        return None
-    import transformers
-
-    return _Theirs(transformers, folder)

@@ -17,7 +17,7 @@ from megazero.checkpoint.directory import TRIAL, checkpoint_name, fsync_director
 from megazero.checkpoint.reading import verify
 from megazero.checkpoint.store import find_checkpoint
 from megazero.config.model.published import CONFIG_FILE, unread_tokenizer
-from megazero.convert.card import by_section, changed, flag_lines, flag_text, yaml_text
+from megazero.convert.card import by_section, changed, flag_lines, flag_text, with_effect, yaml_text
 from megazero.convert.check import Line, compare, compare_tensors
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
@@ -73,7 +73,9 @@ def _from_megatron(options: argparse.Namespace) -> int:
         for note in weights.notes:
             progress.note(note)
         family = weights.model.model_family
-        said = changed(family, {"vocab_size": weights.model.vocab_size, **weights.arguments.options})
+        sizes = {"model_family": family, "vocab_size": weights.model.vocab_size}
+        given = {**sizes, **weights.arguments.options}
+        said = changed(family, with_effect(given))
         progress.say("writing", 0)
         path = write_checkpoint(weights, trial, {ARGUMENTS_FILE: f"{by_section(said)}\n".encode()})
         progress.say("comparing tensors", 0)

@@ -22,7 +22,6 @@ from megazero.config.model.published import find_tokenizer
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import DataConfig
 from megazero.config.run import to_store
-from megazero.config.secrets import redact
 from megazero.convert.folder import Folder
 from megazero.data.tokenizer_files import load_run_tokenizer, read_tokenizer_files, tokenizer_options
 from megazero.models.dtypes import PRECISIONS
@@ -163,7 +162,7 @@ def write_checkpoint(weights: Weights, root: Path, files: Mapping[str, bytes] | 
         step=0,
         records=[_whole(weights, name) for name in weights.shapes],
         state=state,
-        configuration=redact(to_store(values)),
+        configuration=to_store(values),
         files={**held, **(files or {})},
     )
     return store.save(root, snapshot)

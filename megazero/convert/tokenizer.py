@@ -15,6 +15,7 @@ from sentencepiece import SentencePieceProcessor
 from megazero.checkpoint import store
 from megazero.config.model.published import CONFIG_FILE, MODEL_FILES, held_tokenizer
 from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
+from megazero.convert.their_tokenizer import is_rebuilt
 from megazero.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megazero.data.tokenizer_files import (
     TOKENIZER_FILES,
@@ -149,8 +150,9 @@ class HubTokenizer:
 def hub_tokenizer(run: RunTokenizer) -> HubTokenizer:
     """Return the tokenizer as Hugging Face has it. What was imported stays byte for byte.
 
-    GPT-2's two files are written as a tokenizer.json, too. So is a SentencePiece model if that gives the same ids;
-    else the folder has the model, and the class of transformers that asks sentencepiece itself.
+    Only a class by which transformers gives other ids than the files is replaced. GPT-2's two files are written as a
+    tokenizer.json, too. So is a SentencePiece model if that gives the same ids; else the folder has the model, and
+    the class of transformers that asks sentencepiece itself.
     """
     if run.kind == "NullTokenizer":
         return HubTokenizer({})
@@ -174,8 +176,10 @@ def hub_tokenizer(run: RunTokenizer) -> HubTokenizer:
     elif isinstance(run.tokenizer, GPT2BPETokenizer):
         files["tokenizer.json"] = run.tokenizer.to_json()
         own |= {**SPELT, "add_prefix_space": False}
-    elif told.get("tokenizer_class") not in (None, "TokenizersBackend"):
-        return HubTokenizer(files)
+    elif (named := told.get("tokenizer_class")) not in (None, "TokenizersBackend"):
+        if not is_rebuilt(files, run.tokenizer, sample_texts(run.tokenizer)):
+            return HubTokenizer(files)
+        note = f"its tokenizer_class is {CLASS}: transformers' {named} builds another tokenizer than the files say"
     told = {name: value for name, value in told.items() if name != "auto_map"} | own
     files[CONFIG] = (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
     return HubTokenizer(files, note)

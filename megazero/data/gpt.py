@@ -195,11 +195,11 @@ class GPTDataset:
             head = self.source.get(self.documents[first], start)
             parts = [head, *middle, self.source.get(self.documents[last], 0, stop + 1)]
         text = np.concatenate(parts, dtype=np.int64)
-        top = int(text.max())
-        if top >= self.spec.tokenizer.vocab_size or text.min() < 0:
+        low, top, size = int(text.min()), int(text.max()), self.spec.tokenizer.vocab_size
+        if low < 0 or top >= size:
             raise ValueError(
-                f"{self.source.prefix} holds token {top if top > 0 else int(text.min())}, the tokenizer's "
-                f"vocabulary is 0..{self.spec.tokenizer.vocab_size - 1}: the data was made with another "
+                f"{self.source.prefix} holds token {low if low < 0 else top}, the tokenizer's "
+                f"vocabulary is 0..{size - 1}: the data was made with another "
                 f"tokenizer; name that one, or run tools/preprocess_data.py with this one"
             )
         return text

@@ -23,14 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config.options.skipping import range_around
-from megazero.config.secrets import redact
-from megazero.files import replacing
+from megazero.files import decoded, encodable, replacing
 from megazero.log.line_file import LineFile
 
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
-
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +164,12 @@ def perplexity(loss: float) -> float:
 
 def encode(line: Mapping[str, Any]) -> bytes:
     """Return one line of strict JSON, with its newline."""
-    return json.dumps(_encodable(redact(line)), allow_nan=False).encode("ascii") + b"\n"
+    return json.dumps(encodable(line), allow_nan=False).encode("ascii") + b"\n"
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
     """Return a line as a dict again. Raises ValueError if it is not a whole JSON object."""
-    line = _decoded(json.loads(text))
+    line = decoded(json.loads(text))
     if not isinstance(line, dict):
         raise ValueError(f"not a JSON object: {text!r:.80}")
     return line
@@ -239,25 +236,3 @@ def _supersede(path: Path, iteration: int, undone: Sequence[tuple[int, int]]) ->
             os.fsync(side.fileno())
     with replacing(path) as file:
         file.write(kept)
-
-
-def _encodable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _encodable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_encodable(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if not isinstance(value, float):
-        return _encodable(value.item())  # a numpy or torch scalar
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _decoded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from typing import NoReturn
 
 from megazero.config import RunConfig
+from megazero.config.secrets import secret_options
 from megazero.log.exit_status import ExitStatus, end_folder, process_status, record_status
 from megazero.log.history import record_end
 from megazero.mesh.launch import Launch
@@ -20,7 +21,12 @@ def run(config: RunConfig, launch: Launch) -> int:
 
     A signal during the start, while torch is loaded, ends the process at once. So does Ctrl-C without that flag, or
     the second Ctrl-C with it. Neither prints a trace: every rank would print its own.
+
+    If an option holds a secret, only the user may read what the run writes: LOG_DIR/config.yaml and the manifests of
+    checkpoints have every option as it was given, and copies of checkpoints, too.
     """
+    if secret_options(config.values()):
+        os.umask(0o077)
     lease = Lease.of(config, launch)
     with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
         try:

@@ -14,7 +14,7 @@ import yaml
 
 from megazero.config import RunConfig, World
 from megazero.config.options.sections import LoggingConfig
-from megazero.config.secrets import redact
+from megazero.config.secrets import redact, secret_options
 from megazero.config.summary import describe
 from megazero.files import replacing
 from megazero.log.console import TrainConsole
@@ -71,6 +71,7 @@ class Outputs:
         self.console.warning(f"{why}: back to iteration {out.first - 1}; left out from here on: {out}")
         if self.metrics is not None:
             self.metrics.undo(out.first, out.last)
+        self.console.undo(out.first)
         self.loggers.undo(out.first)
         self.event("rollback", why=why, first=out.first, last=out.last)
 
@@ -145,7 +146,7 @@ def _write_config(head: Sequence[str], config: RunConfig, file: Path, console: T
     try:
         with replacing(file) as handle:
             handle.write(redact(comment).encode())
-            handle.write(yaml.safe_dump(redact(config.to_dict()), sort_keys=False).encode())
+            handle.write(yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
@@ -195,6 +196,11 @@ def report_start(
     choice = config.training.attention_backend
     attention = attention_note(decoder.config, decoder.tp, mesh.device, dtype, choice, packed)
     remarks = [f"note: {text}" for text in (attention, export_note(config)) if text]
+    remarks += [
+        f"note: --{name.replace('_', '-')} holds what looks like a secret, printed as ***. {file} and every "
+        "checkpoint have it as it is, so only you may read what this run writes; give secrets by the environment"
+        for name in secret_options(config.values())
+    ]
     described = describe(config, world, every=False)
     lines = [*start.notes, *progress.notes, *described, *remarks, *predicted]
     for line in lines:

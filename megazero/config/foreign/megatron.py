@@ -11,7 +11,7 @@ from typing import Any
 
 from megazero.config.foreign.derived import DERIVED
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED, Row, rows
-from megazero.config.options.fields import Option, show
+from megazero.config.options.fields import Option, convert, fault, show
 from megazero.config.options.fields import typed as spelled
 from megazero.config.read.sources import Layer, all_switches
 from megazero.config.run import all_options
@@ -90,11 +90,11 @@ def respell(layer: Layer) -> None:
     """Replace values that Megatron spells otherwise by those of megazero, with a note. Errors for those not built."""
     for name, value in list(layer.values.items()):
         option = all_options().get(name)
-        if option is None or not option.choices or value in option.choices:
+        if option is None or not fault(option, value):
             continue
-        row = next((row for row in other_values().get(option.key, ()) if row.value == value), None)
+        row = next((row for row in other_values().get(option.key, ()) if row.value == str(value)), None)
         if row is not None and row.kind == MAP:
-            layer.values[name] = row.options[name]
+            layer.values[name] = convert(option, row.options[name])
             layer.notes.append(f"{option.flag} {value} is {row.options[name]}")
             for other in row.options.keys() - {name}:
                 layer.notes += _put(layer, other, row.options[other], f"{option.flag} {value}")

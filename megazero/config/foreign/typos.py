@@ -12,14 +12,17 @@ from megazero.config.options.fields import typed
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options
 
-ALIKE = 0.65  # in difflib's measure: 2 x the letters in common / those of both names
+# In difflib's measure: 2 x the letters in common / those of both names. There are some 2,000 names of other programs,
+# so one of them is a little like any word (--use-lora, --use-normhead): it must be that name but for a letter or two.
+ALIKE, ALIKE_ELSEWHERE = 0.65, 0.8
 
 
 def suggestion(key: str, prefix: str = "--", others: Sequence[str] = ()) -> str:
     """Return '; nearest: X' with what X is, or '' where no name is near. ``others`` are further legal names."""
     own = dict.fromkeys((*all_switches(), *others))
     keys = {name.rpartition(".")[2].replace("_", "-"): row for name, row in deepspeed.keys().items()}
-    near = closest(key.lower(), [*own, *megatron.flags(), *keys], ALIKE)
+    word = key.lower()
+    near = closest(word, [*own, *megatron.flags(), *keys], ALIKE_ELSEWHERE) or closest(word, own, ALIKE)
     if near is None:
         return ""
     if near in own:

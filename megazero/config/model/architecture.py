@@ -7,7 +7,7 @@ from typing import Any
 
 from megazero.config.model.rules import conditions
 from megazero.config.model.section import ModelConfig, make_model
-from megazero.config.options.fields import Option, section_options, show
+from megazero.config.options.fields import Option, convert, section_options, show
 from megazero.families import FAMILIES, Family
 from megazero.families.config_json.missing import missing
 from megazero.families.layer_kinds import some_layers
@@ -41,9 +41,10 @@ def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **op
     """
     known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
     kind = config.get("model_type")
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         parts, inner = missing(config), config.get("text_config")
-        why = f"is not built here: it has {', '.join(parts)}; built are" if parts else "is none of"
+        lacks = f"it has {', '.join(parts)}" if parts else "its fields and tensor names have no reader"
+        why = f"is not built here: {lacks}; built are"
         text = inner.get("model_type") if isinstance(inner, Mapping) else None
         more = f" (its text_config is of {text}, so a folder of that alone is read)" if text in known else ""
         raise ValueError(f"model_type = {kind!r} {why} {', '.join(known)}{more}")
@@ -53,9 +54,30 @@ def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **op
 def _read(
     family: Family, config: Mapping[str, Any], accept: Collection[str], options: Mapping[str, Any]
 ) -> ModelConfig:
+    if faults := list(_other_kinds(family, config)):
+        raise ValueError(f"{family.hugging_face.model_type} config: {'; '.join(faults)}")
     read = family.hugging_face.options(config, accept)
     without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     return make_model(**{"model_family": family.name, **without, **read, **options})
+
+
+def _other_kinds(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields that hold another kind of value than their option: "2" is text, where a number is needed."""
+    options = {option.name: option for option in section_options("model", ModelConfig)}
+    plain = family.hugging_face.plain_fields
+    spelt = {there: name for name, there in plain.items() if name in options}
+    spelt |= {alias: spelt[there] for alias, there in family.hugging_face.aliases.items() if there in spelt}
+    for field, name in spelt.items():
+        value = config.get(field)
+        if value is None:
+            continue
+        try:
+            convert(options[name], value)
+        except ValueError as error:
+            yield f"{field} {error}"
+        else:
+            if isinstance(value, str) and options[name].kind in ("int", "float"):
+                yield f"{field} takes a number, got the text {value!r}: leave its quotes out"
 
 
 def architecture_of(options: ModelConfig) -> Family:

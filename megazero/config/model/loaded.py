@@ -23,7 +23,6 @@ from megazero.config.options.data_inputs import FILE_OPTIONS
 from megazero.config.options.fields import typed
 from megazero.config.read.files import read_json
 from megazero.config.run import all_options
-from megazero.config.secrets import redact
 
 # Parameters have the same shapes whatever these say: a new run from the weights (--finetune) may change them.
 SHAPELESS = ("rotary_", "yarn_", "norm_epsilon")
@@ -85,7 +84,7 @@ def _begins_alike(values: Mapping[str, Any], saved: Manifest, by_name: bool) -> 
         for o in all_options().values()
         if o.name in BEGINNING or by_name and o.section in ("optimizer", "skipping")
     ]
-    now = redact({o.name: o.default if said.get(o.name) is None else said[o.name] for o in decide})
+    now = {o.name: o.default if said.get(o.name) is None else said[o.name] for o in decide}
     stored = {o.name: saved.configuration.get(o.section, {}).get(o.name, o.default) for o in decide}
     return to_json(now, "the command") == to_json(stored, "a configuration")  # where tuples are lists
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from megazero.config.errors import ConfigError
 from megazero.config.model.section import ACTIVATIONS, ModelConfig, has_gelu
 from megazero.config.nearest import around, common_divisors, multiples_around
-from megazero.config.options.fields import Condition, fault, section_options, show, without_effect
-from megazero.families import FAMILIES
+from megazero.config.options.fields import Condition, fault, section_options, show
 from megazero.families.layer_kinds import MARKS
 
 _ROTARY = (
@@ -208,7 +207,10 @@ def conditions(model: ModelConfig) -> Iterator[Condition]:
 
 
 def check_model(model: ModelConfig, tp: int = 1) -> None:
-    """Check what a decoder over ``tp`` ranks asks of its sizes and choices. Raises ConfigError with every fault."""
+    """Check what a decoder over ``tp`` ranks asks of its sizes and choices. Raises ConfigError with every fault.
+
+    Options without an effect are no faults of a decoder: config/validate.py alone judges those.
+    """
     options = {
         o.name: replace(o, required=o.name == "vocab_size") for o in section_options("model", ModelConfig)
     }
@@ -216,7 +218,5 @@ def check_model(model: ModelConfig, tp: int = 1) -> None:
     if not errors:
         errors = [*heads(model), *rotary(model), *mlp(model), *frequencies(model), *query_key_norm(model)]
         errors += [*tensor_parallel(model, tp), *padded_vocabulary(model, tp)]
-        defaults = FAMILIES[model.model_family].defaults
-        errors += [line for _, line in without_effect(conditions(model), options, vars(model), defaults)]
     if errors:
         raise ConfigError(errors)

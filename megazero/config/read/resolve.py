@@ -14,7 +14,7 @@ from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.layout.wire import format_options
 from megazero.config.model.loaded import continued_configuration, take_architecture
-from megazero.config.model.section import ModelConfig, complete, has_gelu
+from megazero.config.model.section import complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import section_of, show, stand_in, typed
 from megazero.config.options.optimizers import of_schedule
@@ -137,8 +137,8 @@ def _schedule(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unlike_megatron(said: Mapping[str, Any], accepted: Collection[str]) -> Iterator[str]:
-    """Note where Megatron makes another model of the same flags."""
-    if said.get("model_family") not in (None, ModelConfig.model_family):
+    """Note where Megatron makes another model of the same flags: those without --model-family, which it has not."""
+    if said.get("model_family") is not None:
         return
     groups = said.get("num_query_groups")
     if (

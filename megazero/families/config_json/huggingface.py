@@ -60,6 +60,11 @@ class HuggingFace:
     groups: tuple[FieldGroup, ...] = ()
 
     @property
+    def plain_fields(self) -> Mapping[str, str]:
+        """Return the field of each option whose value is the field's."""
+        return {**FIELDS, **self.fields}
+
+    @property
     def read_fields(self) -> frozenset[str]:
         """Return the fields that decide an option."""
         grouped = (name for group in self.groups for name in group.names)
@@ -89,9 +94,7 @@ class HuggingFace:
         ]
         given = {there: config[name] for name, there in self.aliases.items() if name in config} | config
         absent = {**ABSENT, **self.absent}
-        options = {
-            name: given.get(there, absent.get(name)) for name, there in {**FIELDS, **self.fields}.items()
-        }
+        options = {name: given.get(there, absent.get(name)) for name, there in self.plain_fields.items()}
         errors += [
             f"{self.fields.get(name, name)} is missing"
             for name, value in options.items()
@@ -103,6 +106,9 @@ class HuggingFace:
                 options |= group.read(given)
             except ValueError as error:
                 errors.append(str(error))
+            except (TypeError, AttributeError):
+                said = ", ".join(f"{name} = {given[name]!r}" for name in group.names if name in given)
+                errors.append(f"{said or 'a field'} is of another kind than the field takes")
         if errors:
             raise ValueError(f"{self.model_type} config: " + "; ".join(errors))
         return options
@@ -114,7 +120,7 @@ class HuggingFace:
         nothing about the tokenizer. Whether it says all that the options say is not checked here.
         """
         written: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        written |= {there: getattr(options, name) for name, there in {**FIELDS, **self.fields}.items()}
+        written |= {there: getattr(options, name) for name, there in self.plain_fields.items()}
         written |= {name: values[0] for name, values in self.only.items()}
         written[TIED] = not options.untie_embeddings_and_output_weights  # type: ignore[attr-defined]
         for group in self.groups:

@@ -55,6 +55,19 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
     "olmo": ("norms without weights",),
     "phi": ("a bias of the logits",),
     "gptj": ("a bias of the logits",),
+    "codegen": ("a bias of the logits",),
+    "apertus*": ("the activation xIELU",),
+    "bitnet": ("weights in three values",),
+    "blt": ("patches of bytes",),
+    "cohere*": ("LayerNorm without a bias",),
+    "mpt": ("LayerNorm without a bias",),
+    "persimmon": ("LayerNorm of queries and keys",),
+    "diffllama": ("differential attention",),
+    "cpmant": ("relative positions",),
+    "ctrl": ("sinusoidal positions",),
+    "xglm": ("sinusoidal positions",),
+    "biogpt": ("learned positions that begin at 2",),
+    "openai-gpt": ("norms behind the sums",),
 }
 _MULTIMODAL = "text_config"
 

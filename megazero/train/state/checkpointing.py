@@ -25,7 +25,6 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig
 from megazero.config.options.skipping import SkippingConfig
-from megazero.config.secrets import redact
 from megazero.convert.export import CONVERSION_FILE, converted_from, finish, refuse_existing, write_folder
 from megazero.convert.importing import Published, fill
 from megazero.convert.source import Source
@@ -141,7 +140,7 @@ class Checkpointing:
         count, dtype = 8, DTYPES[self.config.precision.params_dtype]
         values = {WEIGHTS: torch.zeros(count, dtype=dtype, device=self.mesh.device)}
         record = SliceRecord(Placement.plain(f"rank {rank}", (count,)), 0, count, values)
-        configuration = redact(self.config.to_dict())
+        configuration = self.config.to_dict()
         small = store.Snapshot(
             0, [record], {}, _generator_states(self.mesh.device), self._layout, configuration
         )
@@ -179,7 +178,7 @@ class Checkpointing:
             state=state,
             rank_tensors={**_generator_states(self.mesh.device), **rank_tensors(self.engine)},
             layout=self._layout,
-            configuration=redact(self.config.to_dict()),
+            configuration=self.config.to_dict(),
             files=self.tokenizer.files,
         )
 

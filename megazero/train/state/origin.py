@@ -20,10 +20,9 @@ from megazero.config.model.loaded import Chosen, checkpoint_to_load
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import CheckpointConfig, OuterConfig
-from megazero.config.secrets import redact
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh, world_group
-from megazero.train.state.progress import Progress
+from megazero.train.state.progress import Progress, impossible_numbers
 
 Answer = TypeVar("Answer")
 Damaged = dict[Path, str]  # checkpoints whose bytes have changed, and what is wrong with each
@@ -198,12 +197,18 @@ def _gone_on(options: CheckpointConfig, chosen: Chosen) -> Iterator[str]:
 
 
 def _opened(path: Path) -> SavedCheckpoint:
-    """Return a checkpoint with its manifest and state. Collective."""
-    return agree_local(
-        world_group(),
-        f"checkpoint '{path}' not loaded",
-        lambda: SavedCheckpoint(path, store.read_manifest(path), store.read_state(path)),
-    )
+    """Return a checkpoint with its manifest and state. Collective.
+
+    Raises CheckpointError on every rank if a number in the state is impossible.
+    """
+
+    def opened() -> SavedCheckpoint:
+        saved = SavedCheckpoint(path, store.read_manifest(path), store.read_state(path))
+        if faults := list(impossible_numbers(saved.state, saved.manifest.step)):
+            raise store.CheckpointError(f"in its state {'; '.join(faults)}: load an older checkpoint")
+        return saved
+
+    return agree_local(world_group(), f"checkpoint '{path}' not loaded", opened)
 
 
 def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Damaged) -> Origin:
@@ -302,7 +307,7 @@ def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: b
 
     knows_number: the checkpoint has the number of samples that its order was made for.
     """
-    now = redact(config.to_dict())  # as the checkpoint has it
+    now = config.to_dict()
     for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
         old, new = before.get(section, {}).get(name), now[section][name]
         if (old or None) != (new or None):  # a checkpoint may be older than the option

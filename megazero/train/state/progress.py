@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.options.skipping import joined, range_around
+from megazero.train.schedule.loss_scaling import SKIPPED
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,22 @@ class Progress:
             rollbacks=state.get("rollbacks", sum(each.rollback for each in left_out)),
             tokens=state.get("tokens", trained * seq_length),
         )
+
+
+def impossible_numbers(state: Mapping[str, Any], step: int) -> Iterator[str]:
+    """Yield each number in the ``state`` of a checkpoint of iteration ``step`` that no run has written there."""
+    scaling, left_out = state.get("loss_scaling", {}), state.get("left_out", ())
+    counts = {name: state.get(name, 0) for name in ("consumed_samples", "rollbacks", "tokens")}
+    counts |= {f"loss_scaling {name}": scaling.get(name, 0) for name in ("growth_tracker", *SKIPPED)}
+    counts["optimizer step"] = state.get("optimizer", {}).get("step", 0)
+    counts |= {f"left_out {name}": value for each in left_out for name, value in each.items()}
+    for name, value in counts.items():
+        if not isinstance(value, int | float) or value < 0 or value % 1:
+            yield f"{name} is {value!r}, and a count is a whole number of at least 0"
+    if not 0 < (scale := scaling.get("scale", 1.0)) < math.inf:
+        yield f"the loss scale is {scale!r}, and must be above 0 and finite"
+    if state["iteration"] != step:
+        yield f"iteration is {state['iteration']!r}, and the checkpoint is of iteration {step}"
 
 
 def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup, rollback: bool = False) -> Progress:

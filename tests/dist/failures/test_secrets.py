@@ -1,4 +1,7 @@
-"""Ten secrets in the environment and the flags of real runs: none is in what they print or in any byte on disk."""
+"""Ten secrets in the environment and the flags of real runs: none is in what they print or in any byte on disk.
+
+But for those that an option holds: config.yaml and the manifests have them, and only the user may read the files.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
+from megazero.config import parse
 from megazero.config.run import all_options
 from megazero.config.secrets import names_secret, redact, take_secrets
 from megazero.log.exit_status import ExitStatus
@@ -117,9 +121,17 @@ def test_a_run_that_trains_saves_and_crashes(tmp_path: Path, logger: str) -> Non
     assert "RuntimeError: cannot log in as" in done.stderr and "Traceback" in done.stderr
     assert "a note of ***" in done.stdout and "a warning of ***" in done.stderr
     assert (tmp_path / "run" / "iter_0000002" / "manifest.json").exists()
-    assert "s3://***@bucket.example/stop" in (tmp_path / "logs" / "config.yaml").read_text()
     assert "cannot log in" in (tmp_path / "logs" / "events.jsonl").read_text()
-    assert found(tmp_path, done.stdout, done.stderr) == []
+    options = [IN_FLAGS["--kill-switch-path"], *([ENVIRONMENT["HF_TOKEN"]] if logger == "wandb" else [])]
+    assert "note: --kill-switch-path holds what looks like a secret" in done.stdout
+    resolved = tmp_path / "logs" / "config.yaml"
+    assert parse(["--config", str(resolved)]).training.kill_switch_path == options[0]
+    held = [resolved, *(tmp_path / "run").glob("iter_*/manifest.json")]
+    for file in held:  # as they were given, for the user alone
+        assert all(option in file.read_text() for option in options), file
+        assert file.stat().st_mode & 0o077 == 0, file
+    elsewhere = found(tmp_path, done.stdout, done.stderr)
+    assert [each for each in elsewhere if each[0] not in map(str, held)] == []
 
 
 def test_mistakes_in_flags(tmp_path: Path) -> None:
@@ -188,6 +200,7 @@ def test_what_is_hidden_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None
         "KeyError: 'layers', abc, key 1: value",
         "http://host.example/a@b, sha256 0123456789abcdef",
         "forward pass: computed",
+        "hf:/models/sk-newspaper-llama-2",
     ):
         assert redact(text) == text
     assert not [option for option in all_options() if names_secret(option)]

@@ -1,6 +1,8 @@
 """The store in one process: round trips, damage, malice, kills, retention."""
 
 import errno
+import json
+import math
 import os
 import shutil
 import signal
@@ -323,6 +325,16 @@ def test_retention_where_nothing_was_saved_at_the_multiple(tmp_path):
         assert [path.name[-2:] for path in store.checkpoints(tmp_path)] == left
     saved(tmp_path, 80, retention=store.Retention(1, way_back=2))
     assert [path.name[-2:] for path in store.checkpoints(tmp_path)] == ["80"]
+
+
+def test_what_is_not_finite_comes_back_from_strict_json(tmp_path):
+    state = {"losses": {"lm_loss": math.nan, "eval_lm_loss": 2.5}, "norms": [math.inf, -math.inf]}
+    path = store.save(tmp_path, store.Snapshot(1, model(), state))
+    text = (path / "state.json").read_text()
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    for back in (store.read_state(path), store.stated(path)):
+        assert math.isnan(back["losses"].pop("lm_loss"))
+        assert back == {"losses": {"eval_lm_loss": 2.5}, "norms": [math.inf, -math.inf]}
 
 
 def test_unjsonable_state_is_an_error_and_leaves_nothing(tmp_path):

@@ -56,6 +56,11 @@ def test_every_accepted_flag_is_taken_and_said_in_one_note():
     assert config.zero.zero_preset == "zero1" and config.values() == run("--num-query-groups 2").values()
 
 
+def test_values_that_published_scripts_of_forks_give():
+    config = run("--eval-iters -1 --main-grads-dtype bf16 --max-padding-length 8 --patch-tokenizer-type A")
+    assert config.training.eval_iters == 0 and "--eval-iters -1 is 0" in config.notes
+
+
 def test_every_refused_flag_says_so_with_the_cure():
     refused = {name: flags()[name][0] for name in names(REFUSE)}
     found = errors(" ".join(f"--{name}" for name in refused))
@@ -212,7 +217,7 @@ def test_other_names_and_spellings(line, name, value):
         ("--sliding-window 7 --window-attn-skip-freq [1,0", "takes numbers or a list of Python, got '[1,0'"),
         ("--sliding-window 7 --window-attn-skip-freq [print()]", "takes numbers or a list of Python"),
         ("--geglu --swiglu", "--geglu and --swiglu exclude each other"),
-        ("--main-grads-dtype bf16", "sums of gradients are in fp32"),
+        ("--main-grads-dtype fp16", "sums of gradients are in fp32"),
         ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "leave one of them out"),
         ("--tensorboard-queue-size", "takes one value, got none"),
         ("--no-bias-gelu-fusion 1", "takes no value, got 1"),

@@ -45,6 +45,8 @@ from tests.unit.config.command_lines import base_without, errors, run, write
         ),
         ("frobnicate", ""),
         ("qwertyuiop-asdf", ""),
+        ("use-lora", ""),  # a little like --use-normhead, one of 2,000 names of others
+        ("debug-level", ""),
     ],
 )
 def test_what_a_name_probably_meant(key, text):
@@ -86,7 +88,7 @@ def test_one_fault_is_one_error():
     "line, part",
     [
         (
-            "--eval-iters -1",
+            "--eval-iters -2",
             "must be at least 0; the default is 100",
         ),  # not "nearest: 0", which evaluates nothing
         ("--eval-iters 0 --log-interval 0", "--log-interval 0 must be at least 1; nearest: 1"),

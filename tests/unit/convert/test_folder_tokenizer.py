@@ -209,8 +209,20 @@ def test_a_failed_check_leaves_nothing(published: Path, tmp_path: Path, capsys, 
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial" / "config.json").exists()
 
 
+def test_a_folder_that_transformers_cannot_read_names_the_way_past_it(tmp_path: Path, capsys) -> None:
+    """A Llama with GPT-2's two files and no tokenizer_config.json."""
+    pytest.importorskip("transformers")
+    folder = save_model(tmp_path / "hf", vocab_size=600)
+    train_byte_level().model.save(str(folder))
+    assert main(["from-hf", str(folder), str(tmp_path / "ck")]) == 2
+    said = capsys.readouterr().err
+    assert "cannot read the tokenizer" in said and "--no-check leaves the comparison out" in said
+    assert main(["from-hf", str(folder), str(tmp_path / "ck"), "--no-check"]) == 0
+
+
 def test_a_class_that_builds_another_tokenizer_is_named(tmp_path: Path, capsys) -> None:
-    """transformers 5 replaces a Llama's normalizer. The file is followed, both ways; one of other ids still fails."""
+    """transformers 5 replaces a Llama's normalizer. The file is followed; the folder that is written names a class
+    that follows it, too. One of other ids still fails."""
     transformers = pytest.importorskip("transformers")
     alphabet = [*"lowerst", "\u2581", "<unk>", "<s>", "</s>"]
     merges = [("l", "o"), ("\u2581", "lo"), ("\u2581lo", "w"), ("lo", "w")]
@@ -224,16 +236,23 @@ def test_a_class_that_builds_another_tokenizer_is_named(tmp_path: Path, capsys) 
     told = {"tokenizer_class": "LlamaTokenizer", "legacy": True, "eos_token": "</s>", "unk_token": "<unk>"}
     folder = publish_tokenizer(save_model(tmp_path / "hf"), made, tokenizer_config=told)
     assert main(["from-hf", str(folder), str(tmp_path / "ck")]) == 0
-    printed = [capsys.readouterr().out]
+    printed = capsys.readouterr().out
     assert main(["to-hf", str(tmp_path / "ck"), str(tmp_path / "out")]) == 0
-    printed.append(capsys.readouterr().out)
-    for text in printed if transformers.__version__ > "5" else ():
+    if transformers.__version__ > "5":
         named = (
             r"LlamaTokenizer +of transformers 5\.\S+ gives others to \d+ of (\d+): it has another normalizer"
         )
         assert re.search(
-            named + r".*follows the files\ntokenizer +\1 of \1 .* by the folder's files  holds", text
+            named + r".*follows the files\ntokenizer +\1 of \1 .* by the folder's files  holds", printed
         )
+        mended = capsys.readouterr().out
+        assert "LlamaTokenizer" not in mended and re.search(
+            r"tokenizer +(\d+) of \1 .* by transformers .* holds", mended
+        )
+        assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").tokenize(" low") == [
+            "\u2581",
+            "\u2581low",
+        ]
     values = Source(store.latest(tmp_path / "ck")).values  # type: ignore[arg-type]
     assert load_run_tokenizer(values, {}, {}).encode(" low") == [words[t] for t in ("\u2581", "\u2581low")]
     made.normalizer = normalizers.Lowercase()

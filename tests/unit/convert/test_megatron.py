@@ -305,6 +305,22 @@ def test_the_command_writes_weights_and_flags(tmp_path, capsys):
     assert main(["from-megatron", *words]) == 2, "what is there stays"
 
 
+def test_what_has_no_effect_is_in_no_file_of_the_run(tmp_path, capsys):
+    """Megatron keeps every argument at its default, which may not be the one here."""
+    idle = {"muon_momentum": 0.9, "muon_num_ns_steps": 7, "muon_tp_mode": "blockwise", "sgd_momentum": 0.5}
+    idle |= {"optimizer": "adam", "eval_iters": 0, "eval_interval": 100, "wandb_exp_name": "a"}
+    idle |= {"decoupled_min_lr": 0.1, "lr_wsd_decay_style": "linear", "window_attn_skip_freq": 4}
+    torch_dist(tmp_path / "m", megatron(original("llama")), arguments("llama", **idle))
+    assert main(["from-megatron", str(tmp_path / "m"), str(tmp_path / "ck")]) == 0
+    assert "muon" not in capsys.readouterr().out
+    filed = parse(["--config", str(tmp_path / "ck" / "iter_0000000" / "run.yaml")])
+    assert filed.notes == () and filed.optimizer.lr == 0.01
+    muon = arguments("llama", **{**idle, "optimizer": "muon"})
+    torch_dist(tmp_path / "n", megatron(original("llama")), muon)
+    assert main(["from-megatron", str(tmp_path / "n"), str(tmp_path / "cm")]) == 0
+    assert "--muon-tp-mode blockwise" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("said", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])
 def test_centred_norms_stay_what_they_are(said, tmp_path):
     decoder = original("llama")

@@ -280,6 +280,15 @@ def test_ranks_at_once_build_once(data: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "built\n"
 
 
+def test_a_negative_token_is_the_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = ours([corpus(tmp_path / "x", 50, 1)], None, split="1", seq_length=64, seed=1, samples=(9, 0, 0))[
+        0
+    ]
+    monkeypatch.setattr(built.source, "get", lambda *_: np.array([7, -3, 9]))
+    with pytest.raises(ValueError, match="holds token -3, the tokenizer's vocabulary"):
+        built[0]
+
+
 def test_bad_data_is_refused(data: list[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="test split gets 0 of 211 documents"):
         ours([data[0]], tmp_path, split="99,1,0", samples=(1, 1, 1))

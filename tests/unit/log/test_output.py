@@ -61,6 +61,17 @@ def test_an_interval_whose_end_was_left_out_ends_with_the_next_iteration() -> No
     ]  # fmt: skip
 
 
+def test_what_a_rollback_undid_is_in_no_mean() -> None:
+    stream = io.StringIO()
+    with TrainConsole(total=20, log_interval=10, stream=stream) as console:
+        for iteration in (1, 2, 6, 7):
+            console.iteration(_line(iteration, lm_loss=9.0 if iteration > 2 else 4.0))
+        console.undo(6)
+        for iteration in (8, 9, 10):
+            console.iteration(_line(iteration, lm_loss=4.0))
+    assert "iteration 10/20" in stream.getvalue() and "| loss 4.0000 |" in stream.getvalue()
+
+
 def test_terminal_draws_a_bar_and_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)

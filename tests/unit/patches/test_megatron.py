@@ -185,6 +185,19 @@ def test_refused_optimizers_and_wrappers() -> None:
     assert list(module_problems(module))
 
 
+def test_megatrons_fsdp_is_refused_before_it_builds_anything() -> None:
+    """It makes groups and buffers of its own before it calls the wrapper that DistributedDataParallel has, too."""
+    distributed = pytest.importorskip("megatron.core.distributed")
+    config = Config(use_megatron_fsdp=True)
+    for name in ("FullyShardedDataParallel", "TorchFullyShardedDataParallel"):
+        megatron_core_patch.enable(gradients="int4")
+        try:
+            with pytest.raises(ValueError, match=f"{name} .*has communication of its own"):
+                getattr(distributed, name)(config, config, torch.nn.Linear(1, 1))
+        finally:
+            megatron_core_patch.disable()
+
+
 def test_tensor_parallel_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """This rank's errors are within the bound, those of its tensor-parallel peer are not."""
     monkeypatch.setattr(dist, "all_reduce", lambda squares, group: squares.add_(group.others))

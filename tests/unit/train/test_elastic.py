@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,12 +170,54 @@ def test_a_command_with_another_rate_goes_on_unless_it_names_a_checkpoint(
     assert checkpoint_to_load({**values, "lr": 0.5}).again == (not how)
 
 
+def test_commands_that_read_alike_without_their_secrets_are_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make_config({**TINY, "mock_data": False, "data_path": ("/d/corpus7-one",)}, World(2, 2))
+    load, save = "hf:/models/sk-wikipedia-mistral-1", str(tmp_path / "b")
+    began = replace(one, checkpoint=replace(one.checkpoint, load=load, save=save, finetune=True))
+    record = SliceRecord(Placement.plain("w", (2,)), 0, 2, {"weights": torch.zeros(2)})
+    store.save(tmp_path / "b", store.Snapshot(5, [record], {}, configuration=began.to_dict()))
+    other = {**began.values(), "load": "hf:/models/sk-newspaper-llama-2"}
+    assert not checkpoint_to_load(other).again
+    monkeypatch.setenv("DATA_KEY", "corpus7-one")  # the same command under another environment
+    monkeypatch.setenv("MODEL_KEY", "mistral-1")
+    assert checkpoint_to_load(began.values()).again
+    moved = replace(began, data=replace(began.data, data_path=("/d/corpus7-two",)))
+    monkeypatch.setenv("DATA_PASS", "corpus7-two")
+    assert any("--data-path was" in note for note in origin._changed_order(moved, began.to_dict(), True))
+
+
 def test_what_lies_in_the_folder_of_a_run_from_elsewhere_is_left_behind(tmp_path: Path) -> None:
     for root, step in ((tmp_path / "b", 2), (tmp_path / "a", 3), (tmp_path / "b", 4)):
         saved(root, consumed=0, batch=16, step=step)
     gone = directory.supersede(tmp_path / "b", directory.latest(tmp_path / "a") or tmp_path)
     assert sorted(path.name for path in gone) == ["iter_0000002.superseded", "iter_0000004.superseded"]
     assert directory.latest(tmp_path / "b") is None
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"iteration": -5}, "iteration is -5, and the checkpoint is of iteration 3"),
+        ({"iteration": 4}, "iteration is 4, and the checkpoint is of iteration 3"),
+        ({"consumed_samples": -1}, "consumed_samples is -1, and a count is"),
+        ({"consumed_samples": "8"}, "consumed_samples is '8'"),
+        ({"tokens": math.nan}, "tokens is nan"),
+        ({"rollbacks": 1.5}, "rollbacks is 1.5"),
+        ({"optimizer": {"step": -3.0}}, "optimizer step is -3.0"),
+        ({"loss_scaling": {"scale": 0.0}}, "the loss scale is 0.0"),
+        ({"loss_scaling": {"scale": math.inf}}, "the loss scale is inf"),
+        ({"loss_scaling": {"growth_tracker": -1}}, "loss_scaling growth_tracker is -1"),
+        ({"left_out": [{"first": 1, "last": 2, "begin": -8, "end": 8}]}, "left_out begin is -8"),
+    ],
+)
+def test_numbers_that_no_run_writes_are_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    state = {"iteration": 3, "consumed_samples": 24, "run_id": "", **change}
+    record = SliceRecord(Placement.plain("w", (2,)), 0, 2, {"weights": torch.zeros(2)})
+    path = store.save(tmp_path, store.Snapshot(3, [record], state))
+    with pytest.raises(store.CheckpointError, match=f"in its state {re.escape(why)}.*load an older"):
+        origin._opened(path)
 
 
 def saved(root: Path, consumed: int, batch: int, model: dict[str, Any] | None = None, step: int = 3) -> None:
