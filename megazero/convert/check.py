@@ -149,7 +149,7 @@ def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tens
     """The logits of transformers' own class, which reads the folder as any user of it does."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config.num_hidden_layers = layers
     for name in ("layer_types", "no_rope_layers"):
         if getattr(config, name, None):
@@ -159,7 +159,7 @@ def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tens
         options["attn_implementation"] = "eager"  # the default of transformers 4.57 leaves the cap out
     with _quiet(transformers):
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, **options
+            folder, config=config, output_loading_info=True, trust_remote_code=False, **options
         )
     model, told = read
     absent = [*told["missing_keys"], *told["mismatched_keys"]]
@@ -232,10 +232,14 @@ class _Theirs:
     def __init__(self, transformers: Any, folder: Path) -> None:
         self.version = transformers.__version__
         try:
-            self._made = transformers.AutoTokenizer.from_pretrained(folder)
+            self._made = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # noqa: BLE001 - what a reader of that library would see
+            own = "trust_remote_code" in f"{error}"
+            why = (
+                "it asks for code of its own, which is never run (--no-check does without)" if own else error
+            )
             raise ValueError(
-                f"transformers {self.version} cannot read the tokenizer in '{folder}': {error}"
+                f"transformers {self.version} cannot read the tokenizer in '{folder}': {why}"
             ) from error
         self.name = type(self._made).__name__
 

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megazero.bounded import load_json
 from megazero.config.options.skipping import range_around
 from megazero.config.secrets import redact
 from megazero.files import replacing
@@ -172,7 +173,7 @@ def encode(line: Mapping[str, Any]) -> bytes:
 
 def decode(text: str | bytes) -> dict[str, Any]:
     """Return a line as a dict again. Raises ValueError if it is not a whole JSON object."""
-    line = _decoded(json.loads(text))
+    line = _decoded(load_json(text))
     if not isinstance(line, dict):
         raise ValueError(f"not a JSON object: {text!r:.80}")
     return line
