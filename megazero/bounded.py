@@ -14,6 +14,7 @@ from typing import Any
 MOST_BYTES = 1 << 26  # of a JSON file: the manifest of 500,000 ranks, six times the largest vocabulary
 MOST_YAML = 1 << 20  # of a YAML text: PyYAML reads 0.2 MB/s
 MOST_VALUES = 100_000  # of a YAML text whose aliases are written out: 330 bytes can be 10^8
+MERGE = "tag:yaml.org,2002:merge"  # of the key <<, whose mappings are taken in
 DEEP = "it is nested more deeply than anything that is written for this program"
 
 
@@ -50,7 +51,8 @@ def load_yaml(text: str) -> tuple[Any, list[str]]:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            own = [key for key, _ in node.value if key.tag != MERGE]
+            keys = [self.construct_object(key, deep=True) for key in own]
             twice.update(f"{key}" for key in keys if keys.count(key) > 1)
             return super().construct_mapping(node, deep)
 

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megazero.config.options.data_inputs import GPT2BPE, TOKENIZERS, tokenizer_type
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import find_inputs
+from megazero.log.safe_stream import guard_streams
 from megazero.log.terminal import SafeConsole
 
 
@@ -87,4 +88,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main())

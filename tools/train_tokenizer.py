@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from megazero.data.text import find_inputs
 from megazero.data.tokenizer_training import SAMPLE_BYTES, sample_lines, train_tokenizer
+from megazero.log.safe_stream import guard_streams
 from megazero.log.terminal import SafeConsole
 
 
@@ -65,4 +66,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from megazero.cli import main as command_line
 from megazero.convert.command import main
 from tests import ROOT
 from tests.hugging_face import publish_tokenizer, save_model, train_byte_level
@@ -57,3 +59,26 @@ def test_every_reader_of_transformers_says_that_no_code_is_trusted() -> None:
         for path in (ROOT / top).rglob("*.py"):
             calls = re.findall(r"\.from_pretrained\(([^)]*)\)", path.read_text())
             assert all("trust_remote_code=False" in call for call in calls), path
+
+
+EVIL, SHOWN = "\x1b]0;owned\a\x9b31m\r", r"\x1b]0;owned\x07\x9b31m\r"
+
+
+def test_a_terminal_obeys_no_name_of_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor a path: as the console script prints it."""
+    pytest.importorskip("transformers")
+    folder = save_model(tmp_path / f"published{EVIL.strip()}")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(
+        index.read_text().replace("model.norm.weight", f"model.norm{json.dumps(EVIL)[1:-1]}.weight")
+    )
+    monkeypatch.setattr(
+        "sys.argv", ["megazero", "convert", "from-hf", f"{folder}", f"{tmp_path / 'imported'}"]
+    )
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # and back: the command guards both
+    monkeypatch.setattr("sys.stderr", sys.stderr)
+    assert command_line() == 2
+    said = capsys.readouterr().err
+    assert SHOWN in said and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", said)
