@@ -50,7 +50,7 @@ class SealedStore:
     def get(self, keys: Iterable[str]) -> dict[str, str]:
         """Return the values of those keys that someone of the job has set."""
         there = [key for key in keys if self._store.check([key])]
-        values = zip(there, self._store.multi_get(there), strict=True)
+        values = zip(there, self._store.multi_get(there) if there else (), strict=True)
         opened = {key: self._opened(key, value) for key, value in values}
         return {key: value for key, value in opened.items() if value is not None}
 

@@ -28,7 +28,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class Watchdog:
         self, store: Store, launch: Launch, watched: Watched, log_dir: Path, secret: bytes = b""
     ) -> None:
         self.calls, self.rank, self.world_size = _Timed(store), launch.rank, launch.world_size
-        self.store = SealedStore(self.calls, secret)
+        self.store = SealedStore(cast(Store, self.calls), secret)
         self.job = f"{launch.address} {launch.attempt}"
         self.watched, self.log_dir, self.folder = watched, log_dir, log_dir / "hang"
         self.interval = interval_s(launch.world_size)
