@@ -661,11 +661,19 @@ def uneven(shards, order):
     return said
 
 
-@pytest.mark.parametrize("shards", [(2, 2, 2), pytest.param((1, 1, 2), marks=pytest.mark.slow)], ids=str)
-def test_an_evaluation_of_fewer_forwards_is_named(shards):
-    answers = run_ranks(2, uneven, shards, [0, 1, 2, 3], timeout=30)
-    print(answers)
-    assert answers[0][0] == answers[1][0] == "nothing"
+def test_an_evaluation_of_fewer_forwards_is_named():
+    answers = run_ranks(2, uneven, (2, 2, 2), [0, 1, 2, 3], timeout=30)
+    assert_says(
+        answers[:1],
+        [("nothing",), ("rank 0 gathers unit", "where rank 1 has ended its evaluation()", "as often")],
+    )
+    assert_says(
+        answers[1:], [("nothing",), ("rank 1 has ended its evaluation(), and another rank has failed",)]
+    )
+
+
+def test_an_evaluation_of_fewer_forwards_that_need_no_gather_is_allowed():
+    assert run_ranks(2, uneven, (1, 1, 2), [0, 1, 2, 3], timeout=30) == [["nothing", "nothing"]] * 2
 
 
 # -- torch.compile --------------------------------------------------------------------------------------
