@@ -5,7 +5,6 @@ The watchdog sends them. The beat of a lease (lease.py) is another thing: it sho
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
+
+from megazero.bounded import load_json
 
 # A main thread that has one of these modules on its stack waits for other ranks.
 # On CUDA the host waits where it reads the step's scalars.
@@ -72,8 +73,8 @@ class Heartbeat:
 
 def read(text: str, rank: int) -> Heartbeat | None:
     """Return the heartbeat of a rank from the JSON of its fields, or None if it is none."""
-    with suppress(ValueError, TypeError, LookupError, RecursionError):
-        beat = Heartbeat(**{**json.loads(text), "rank": rank})
+    with suppress(ValueError, TypeError, LookupError):
+        beat = Heartbeat(**{**load_json(text), "rank": rank})
         awaits = beat.awaits and (int(beat.awaits[0]), str(beat.awaits[1]), float(beat.awaits[2]))
         if all(type(getattr(beat, name)) in kinds for name, kinds in _KINDS.items()):
             return replace(beat, awaits=awaits or None, where={str(k): str(v) for k, v in beat.where.items()})

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from megazero.bounded import load_json
 from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
@@ -291,8 +292,8 @@ class Watchdog:
 
 def _ranks(text: str) -> list[int]:
     """Return the ranks of a verdict, which says no more than who is silent."""
-    with suppress(ValueError, RecursionError):
-        ranks = json.loads(text)
+    with suppress(ValueError):
+        ranks = load_json(text)
         return [rank for rank in ranks if type(rank) is int] if isinstance(ranks, list) else []
     return []
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megazero.bounded import load_json
 from megazero.config import RunConfig
 from megazero.log.exit_status import ExitStatus, report_to_torchrun
 from megazero.log.history import record_end
@@ -67,7 +68,7 @@ class Supervisor:
             return
         # Rank 0 is stopped, or its store is; or another program has written there.
         with suppress(RuntimeError, ValueError, TypeError):
-            owner, numbers = json.loads(store.wait("lease") or "")
+            owner, numbers = load_json(store.wait("lease") or "")
             self.lease.adopt(f"{owner}", {folder: int(number) for folder, number in dict(numbers).items()})
 
     def stop_watchdog(self) -> None:

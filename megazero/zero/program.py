@@ -21,6 +21,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from megazero.bounded import load_json
 from megazero.comm.lane import Differ
 from megazero.mesh.mesh import Mesh
 from megazero.zero.unit import Unit
@@ -226,7 +227,7 @@ class Agreement:
         for peer in self.peers:
             key = f"megazero/evaluated/{self.engine}/{peer}"
             with suppress(dist.DistError, ValueError, TypeError):
-                number, count = json.loads(store.get(key)) if store.check([key]) else (0, 0)
+                number, count = load_json(store.get(key)) if store.check([key]) else (0, 0)
                 if number == self.evaluations + 1:
                     ended[peer] = int(count)
         return ended
@@ -239,7 +240,7 @@ class Agreement:
         while True:
             for peer in self.peers:
                 if store.check([f"{key}/{peer}"]):
-                    step, history = json.loads(store.get(f"{key}/{peer}"))
+                    step, history = load_json(store.get(f"{key}/{peer}"))
                     if step == self.issued.step and all(map(self._is_entry, history)):
                         found[peer] = history
             if len(found) == len(self.peers) or time.monotonic() > until:
