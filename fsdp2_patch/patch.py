@@ -23,6 +23,7 @@ from fsdp2_patch.report import start_line
 from fsdp2_patch.weights import KeptAllGather, settle
 from megazero.comm.hops import Traffic
 from megazero.config.errors import ConfigError
+from megazero.mesh.objects import gather_objects
 from megazero.patches.agreement import agree_on, nothing_quantised
 from megazero.patches.checks import Differences, compare_replicas
 from megazero.patches.hops import Passing
@@ -154,8 +155,7 @@ class Fsdp2Patch:
 
     def _agree(self, problems: list[str], crossing: int, largest: int) -> None:
         """Raise ConfigError on every rank if some rank has problems, or if ranks differ. Collective."""
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (problems, crossing, largest))
+        every = gather_objects((problems, crossing, largest))
         first: list[str] = next((texts for texts, *_ in every if texts), [])
         if not first and len({count for _, count, _ in every}) > 1:
             first = [

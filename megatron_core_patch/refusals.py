@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_core_patch.names import OTHER_WRAPPERS
 from megatron_core_patch.options import PatchOptions
 from megazero.config.errors import ConfigError
+from megazero.mesh.objects import gather_objects
 from megazero.patches.agreement import nothing_quantised
 from megazero.patches.two_hops import TwoHops
 
@@ -110,8 +110,7 @@ def refuse_without_effect(options: PatchOptions, groups: Iterable[TwoHops], larg
 
     groups: of this rank. largest: the most elements of a parameter that may be quantised, of all its model chunks.
     """
-    every = [(False, 0)] * dist.get_world_size()
-    dist.all_gather_object(every, (any(two.intra.size > 1 for two in groups), largest))
+    every = gather_objects((any(two.intra.size > 1 for two in groups), largest))
     faults = []
     if options.wire.gradients_intra is not None and not any(inside for inside, _ in every):
         faults.append(

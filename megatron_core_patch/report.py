@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.mesh.launch import CONNECTIONS, USUAL_CONNECTIONS
+from megazero.mesh.objects import gather_objects
 from megazero.patches.report import gradient_words, short, weight_words
 from megazero.patches.two_hops import TwoHops
 from megazero.zero.policy import Codecs
@@ -35,8 +36,7 @@ class Teller:
         """
         found = {kind[0]: kind for kind in kinds}
         if self.told is None:
-            every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(every, list(found))
+            every: list[list[str]] = gather_objects(list(found))
             first = {name: rank for rank in reversed(range(len(every))) for name in every[rank]}
             new = [kind for name, kind in found.items() if first[name] == dist.get_rank()]
             self.told = set(first)

@@ -10,6 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megazero.log.safe_stream import guard_streams
+
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -59,4 +61,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main())

@@ -32,6 +32,7 @@ from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus
 from megazero.log.metrics import METRICS_FILE, read_metrics
 from megazero.log.plot import plot_loss
+from megazero.log.safe_stream import guard_streams
 
 PRETRAIN = Path(__file__).resolve().parent
 TOOLS = PRETRAIN.parent / "tools"
@@ -375,4 +376,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main())

@@ -18,6 +18,7 @@ from pathlib import Path
 from megazero.config.options.sections import TrainingConfig
 from megazero.config.run import all_options
 from megazero.log.exit_status import ExitStatus, status_of
+from megazero.log.safe_stream import guard_streams
 from megazero.mesh.launch import Launch, read_launch
 
 WAIT = "distributed_init_timeout_minutes"
@@ -81,6 +82,7 @@ def check(options: argparse.Namespace, launch: Launch) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
+    guard_streams()
     status = main()
     sys.stdout.flush()
     os._exit(status)  # the others may have left: their connections are not waited for

@@ -4,6 +4,8 @@
 import sys
 
 from megazero.convert.command import main
+from megazero.log.safe_stream import guard_streams
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main())

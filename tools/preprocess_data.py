@@ -14,12 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megazero.config.options.data_inputs import GPT2BPE, TOKENIZERS, tokenizer_type
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import find_inputs
+from megazero.log.safe_stream import guard_streams
+from megazero.log.terminal import SafeConsole
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,7 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console, began = Console(stderr=True), time.monotonic()
+    console, began = SafeConsole(), time.monotonic()
     try:
         if options.workers < 1:
             raise ValueError(f"--workers {options.workers}: at least 1")
@@ -87,4 +88,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main())

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megazero.charts import text_chart
 from megazero.files import write_text
+from megazero.log.safe_stream import guard_streams
 from megazero.ops.status import Judgement, facts, judge, restarts
 from megazero.ops.vitals import Vitals, read_run
 
@@ -118,4 +119,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main())

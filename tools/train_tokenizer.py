@@ -13,10 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from megazero.data.text import find_inputs
 from megazero.data.tokenizer_training import SAMPLE_BYTES, sample_lines, train_tokenizer
+from megazero.log.safe_stream import guard_streams
+from megazero.log.terminal import SafeConsole
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console, began = Console(stderr=True), time.monotonic()
+    console, began = SafeConsole(), time.monotonic()
     try:
         files = find_inputs(options.input, options.pattern)
         with console.status(f"reading {len(files)} files") as status:
@@ -66,4 +66,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main())

@@ -13,7 +13,6 @@ One job at a time saves into a root. Nothing else under the root is ever touched
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from megazero.bounded import read_json
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -159,7 +159,7 @@ def stated(path: Path) -> dict[str, Any]:
     """
     file = path / STATE_FILE
     try:
-        return dict(decoded(json.loads(file.read_bytes())))
+        return dict(decoded(read_json(file)))
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(f"'{file}' cannot be read ({error}); load an older checkpoint") from error
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+from megazero.mesh.objects import gather_objects
 
 if TYPE_CHECKING:  # a checkpoint's description is read without torch
     import torch.distributed as dist
@@ -20,19 +22,17 @@ class SaveError(CheckpointError):
     """The storage did not take a checkpoint. ``error_number`` of it says why."""
 
 
-def agree(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) -> list[T]:
+def agree(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T], *classes: type) -> list[T]:
     """Run ``action`` on every rank of ``group`` and return every rank's result, by rank.
 
-    Raises CheckpointError with the same text on every rank when it failed on any. The results are pickled between
-    ranks, so keep them small. Without a group the one result is returned in a list.
+    Raises CheckpointError with the same text on every rank when it failed on any. The results are sent, so keep them
+    small; they are values of ``gather_objects``, of which ``classes`` are. Without a group the one result is returned
+    in a list.
     """
     result, failures = _run(group, action)
     answers: list = [(result, failures)]
     if group is not None:
-        import torch.distributed as dist
-
-        answers = [None] * dist.get_world_size(group)
-        dist.all_gather_object(answers, (result, failures), group=group)
+        answers = gather_objects((result, failures), *classes, group=group)
     merged = {rank: failure for _, failed in answers for rank, failure in failed.items()}
     if merged:
         texts = {rank: text for rank, (text, _) in merged.items()}
@@ -48,18 +48,6 @@ def agree_local(group: dist.ProcessGroup | None, doing: str, action: Callable[[]
     results: list[T] = []
     agree(group, doing, lambda: results.append(action()))
     return results[0]
-
-
-def gather_to_first(group: dist.ProcessGroup | None, value: T) -> list[T]:
-    """Return every rank's value, by rank, on the first rank of ``group``, and nothing on the others."""
-    if group is None:
-        return [value]
-    import torch.distributed as dist
-
-    first = dist.get_rank(group) == 0
-    values: list[Any] | None = [None] * dist.get_world_size(group) if first else None
-    dist.gather_object(value, values, dst=dist.get_global_rank(group, 0), group=group)
-    return values or []
 
 
 Failure = tuple[str, int | None]  # text, and the operating system's number for it

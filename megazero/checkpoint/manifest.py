@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megazero.bounded import read_json
 from megazero.checkpoint.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
@@ -69,7 +70,7 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
     """
     file = Path(path) / MANIFEST_FILE
     try:
-        body = json.loads(file.read_bytes())
+        body = read_json(file)
         head, crc32 = (body.pop("format"), body.pop("version")), body.pop("crc32")
         if head == (FORMAT, VERSION) and crc32 == _crc32(body):
             return _parse(body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -13,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megazero.bounded import load_json
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import STATE_FILE, Manifest, check_checksum, open_manifest, read_manifest
 from megazero.checkpoint.metadata import read_metadata
@@ -78,7 +78,7 @@ def read_file(path: str | os.PathLike, name: str) -> bytes:
 
 def read_state(path: str | os.PathLike) -> dict[str, Any]:
     """Return a checkpoint directory's ``state`` as saved. CheckpointError is raised if it is damaged or not there."""
-    return decoded(json.loads(read_file(path, STATE_FILE)))
+    return decoded(load_json(read_file(path, STATE_FILE)))
 
 
 def verify(path: str | os.PathLike) -> Manifest:

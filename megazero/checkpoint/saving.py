@@ -40,7 +40,6 @@ from megazero.checkpoint.errors import (
     agree,
     agree_local,
     error_number,
-    gather_to_first,
 )
 from megazero.checkpoint.image import Staging
 from megazero.checkpoint.manifest import (
@@ -57,8 +56,9 @@ from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
 from megazero.checkpoint.planners import SliceSavePlanner, tensors_by_kind
 from megazero.checkpoint.reading import rank_file
 from megazero.checkpoint.records import SliceRecord
-from megazero.checkpoint.writer import Writer
+from megazero.checkpoint.writer import Row, Writer
 from megazero.files import encodable
+from megazero.mesh.objects import gather_to_first
 
 logger = logging.getLogger(__name__)
 
@@ -300,8 +300,9 @@ class _Task:
         temporary: Path = agree(self.group, self.doing, part.result)[0]
         try:
             yield (part := Part(f"writing '{temporary}'", partial(self._write, temporary)))
-            written = agree(self.group, self.doing, part.result)
-            results = gather_to_first(self.group, self.writer.results)
+            written = agree(self.group, self.doing, part.result, FileEntry)
+            rows = self.writer.results
+            results = [rows] if self.group is None else gather_to_first(rows, group=self.group)
             completing = partial(self._commit, temporary, written, results)
             yield (part := self.of_first(f"completing '{self.final}'", completing))
             agree(self.group, self.doing, part.result)
@@ -320,7 +321,7 @@ class _Task:
         return written | self.writer.write_tensors(temporary, tick)
 
     def _commit(
-        self, temporary: Path, written: Sequence[Mapping[str, FileEntry]], results: Sequence[Any]
+        self, temporary: Path, written: Sequence[Mapping[str, FileEntry]], results: Sequence[Sequence[Row]]
     ) -> None:
         files = {name: entry for entries in written for name, entry in entries.items()}
         self.writer.write_metadata(temporary, results)

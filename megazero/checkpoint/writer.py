@@ -17,13 +17,21 @@ from typing import IO, Any, cast
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megazero.checkpoint.image import Image, ImageBuilder, Staging, write_image
 from megazero.checkpoint.manifest import FileEntry
+
+Row = list[Any]  # where a chunk lies, as plain values: name, offset, hint, and file, first byte, bytes
+
+
+def _result(row: Row) -> WriteResult:
+    name, offset, hint, file, start, length = row
+    place = dcp_filesystem._StorageInfo(file, start, length)
+    return WriteResult(MetadataIndex(name, torch.Size(offset), hint), length, place)
 
 
 class Writer(FileSystemWriter):
@@ -42,7 +50,7 @@ class Writer(FileSystemWriter):
     def __init__(self, rank: int) -> None:
         super().__init__("", single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
         self.file_name = f"__{rank}_0.distcp"
-        self.results: list[WriteResult] = []
+        self.results: list[Row] = []
         self._plan: tuple[SavePlan, SavePlanner] | None = None
         self._metadata: Metadata | None = None
         self._image: Image | None = None
@@ -104,14 +112,14 @@ class Writer(FileSystemWriter):
         return {self.file_name: FileEntry(sink.size, sink.crc32)}
 
     def _note(self, item: WriteItem, start: int, length: int) -> None:
-        place = dcp_filesystem._StorageInfo(self.file_name, start, length)
-        self.results.append(WriteResult(item.index, length, place))
+        index = item.index
+        self.results.append([index.fqn, list(index.offset or ()), index.index, self.file_name, start, length])
 
-    def write_metadata(self, folder: Path, results: Sequence[list[WriteResult]]) -> None:
+    def write_metadata(self, folder: Path, results: Sequence[Sequence[Row]]) -> None:
         """Write ``.metadata`` of the chunks that all ranks have written. On the first rank."""
         assert self._metadata is not None
         self.path = folder
-        super().finish(self._metadata, list(results))
+        super().finish(self._metadata, [list(map(_result, rows)) for rows in results])
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()

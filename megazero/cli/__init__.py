@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from megazero.config.nearest import did_you_mean
+from megazero.log.safe_stream import guard_streams
 
 
 class Command(NamedTuple):
@@ -40,6 +41,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 0 is good, 1 a check failed, 2 the command line is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # else another program calls, whose streams are its own
+        guard_streams()
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0 if words else 2

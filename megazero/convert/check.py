@@ -148,7 +148,7 @@ def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tens
     """The logits of transformers' own class, which reads the folder as any user of it does."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config.num_hidden_layers = layers
     for name in ("layer_types", "no_rope_layers"):
         if getattr(config, name, None):
@@ -158,7 +158,7 @@ def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tens
         options["attn_implementation"] = "eager"  # the default of transformers 4.57 leaves the cap out
     with _quiet(transformers):
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, **options
+            folder, config=config, output_loading_info=True, trust_remote_code=False, **options
         )
     model, told = read
     absent = [*told["missing_keys"], *told["mismatched_keys"]]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
@@ -23,6 +22,7 @@ from megazero.convert.export import ExportProgress, converted_weights, finish, w
 from megazero.convert.importing import Published, write_checkpoint
 from megazero.convert.megatron.weights import MegatronWeights
 from megazero.convert.source import Source
+from megazero.log.terminal import SafeConsole
 from megazero.models.dtypes import DTYPES
 
 ARGUMENTS_FILE = "run.yaml"
@@ -155,7 +155,7 @@ def _printed(lines: Iterable[Line]) -> bool:
 def _progress() -> Iterator[ExportProgress]:
     """Show on stderr what is done and, of what is written, how much."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = SafeConsole()
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("", total=None)
 

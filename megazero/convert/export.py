@@ -105,7 +105,7 @@ def write_folder(
         return {s.file: write_shard(partial, s, source.pieces, name, progress.advance) for s in own}
 
     cure = f"{doing}, and finished files stay: the same command goes on in '{partial}'"
-    files = {file: entry for part in agree(group, cure, write) for file, entry in part.items()}
+    files = {file: entry for part in agree(group, cure, write, FileEntry) for file, entry in part.items()}
     agree_local(
         group, doing, lambda: _describe(source, partial, shards, run, files, progress) if run else None
     )

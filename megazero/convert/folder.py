@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import warnings
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megazero.bounded import load_json
 from megazero.config.model.published import CONFIG_FILE
 from megazero.config.read.files import read_json
 
@@ -46,7 +46,7 @@ def read_entries(file: Path) -> dict[str, Entry]:
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             raise ValueError(f"'{file}' is no safetensors file, or is cut off: get it again")
         try:
-            header = json.loads(stream.read(length))
+            header = load_json(stream.read(length))
             header.pop("__metadata__", None)
             entries = {name: _entry(file, 8 + length, **told) for name, told in header.items()}
         except (ValueError, TypeError, AttributeError) as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megazero.bounded import read_json
 from megazero.checkpoint.manifest import FileEntry, checksum
 from megazero.convert.folder import DTYPES, SINGLE_FILE
 from megazero.files import replacing
@@ -156,6 +157,6 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 
 def _read_note(path: Path) -> dict:
     try:
-        return json.loads(path.read_bytes())
+        return read_json(path)
     except (OSError, ValueError):
         return {}

@@ -20,10 +20,12 @@ class Theirs:
     def __init__(self, transformers: Any, folder: Path) -> None:
         self.version = transformers.__version__
         try:
-            self._made = transformers.AutoTokenizer.from_pretrained(folder)
+            self._made = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # noqa: BLE001 - what a reader of that library would see
+            own = "trust_remote_code" in f"{error}"
+            why = "it asks for code of its own, which is never run" if own else error
             raise ValueError(
-                f"transformers {self.version} cannot read the tokenizer in '{folder}': {error}\nWhere the folder's "
+                f"transformers {self.version} cannot read the tokenizer in '{folder}': {why}\nWhere the folder's "
                 "files are right, --no-check leaves the comparison out"
             ) from error
         self.name = type(self._made).__name__

@@ -12,6 +12,7 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
+from megazero.bounded import load_json
 from megazero.checkpoint import store
 from megazero.config.model.published import CONFIG_FILE, MODEL_FILES, held_tokenizer
 from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
@@ -156,7 +157,7 @@ def hub_tokenizer(run: RunTokenizer) -> HubTokenizer:
     """
     if run.kind == "NullTokenizer":
         return HubTokenizer({})
-    told, note = json.loads(run.files.get(CONFIG, b"{}")), None
+    told, note = load_json(run.files.get(CONFIG, b"{}")), None
     own = {**special_tokens(run), "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
     files = {name: data for name, data in run.files.items() if name not in (GENERATION, CONFIG_FILE)}
     if run.kind == "SentencePieceTokenizer":

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.bounded import read_json
 from megazero.files import exclusive, replacing
 
 Arrays = dict[str, NDArray[Any]]
@@ -72,7 +73,7 @@ def _save(base: Path, text: str, arrays: Arrays) -> None:
 
 def _load(base: Path, text: str) -> Arrays | None:
     try:
-        record = json.loads(base.with_suffix(".json").read_bytes())
+        record = read_json(base.with_suffix(".json"))
         if record["description"] != text:
             return None
         arrays: Arrays = {}

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.bounded import read_json
 from megazero.data.indexed import IndexedWriter, token_dtype
 from megazero.data.text import Text, is_json, json_lines, line_number, parse_line, read_text
 from megazero.data.tokenizer import Tokenizer, load_tokenizer, write_meta
@@ -163,7 +164,7 @@ def _claim(
     if record.exists() and record.read_bytes() == identity:
         finished = {}
         for path in sorted(parts.glob("*.done")):
-            finished[int(path.stem)] = Counts(**json.loads(path.read_bytes()))
+            finished[int(path.stem)] = Counts(**read_json(path))
         return finished
     if any(parts.iterdir()):
         say(f"starting again: {parts} was made with other arguments or from inputs that have changed")

@@ -13,6 +13,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from megazero.bounded import load_json, read_json
 from megazero.config.nearest import misspelt
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.data.tokenizer_settings import TokenizerSettings
@@ -236,7 +237,7 @@ def check_meta(prefix: str | Path, info: TokenizerInfo) -> None:
     if not path.exists():
         return
     try:
-        made_by = TokenizerInfo(**json.loads(path.read_bytes())["tokenizer"])
+        made_by = TokenizerInfo(**read_json(path)["tokenizer"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is damaged ({error}); run tools/preprocess_data.py again, or remove it to go unchecked"
@@ -263,7 +264,7 @@ def _read(path: Path, kind: str, wanted: str) -> bytes:
 
 def _token_ids(path: Path, raw: bytes) -> dict[str, int]:
     try:
-        ids = json.loads(raw)
+        ids = load_json(raw)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     whole = isinstance(ids, dict) and all(type(i) is int and i >= 0 for i in ids.values())

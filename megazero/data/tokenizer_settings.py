@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
+from megazero.bounded import load_json
 from megazero.config.model.published import CONFIG_FILE
 
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
@@ -115,7 +116,7 @@ class TokenizerSettings:
 
 def _object(name: str, raw: bytes) -> dict[str, Any]:
     try:
-        read = json.loads(raw)
+        read = load_json(raw)
         if isinstance(read, dict):
             return read
         error = f"it is a {type(read).__name__}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Frequency = tuple[int, ...] | None
+MOST_LAYERS = 10_000  # of a model: a number beyond is a mistake, whose layers would be counted out for hours
 # The numbers that list a layer: one without a window, and one without rotary positions.
 MARKS = {"window_attn_skip_freq": 0, "no_rope_freq": 1}
 

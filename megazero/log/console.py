@@ -17,7 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.progress import TimeRemainingColumn as Remaining
 
 from megazero.config.options.skipping import due
+from megazero.config.secrets import redact
 from megazero.log.metrics import IterationMetrics, average, perplexity
+from megazero.log.terminal import SafeConsole
 from megazero.log.units import human_bytes, human_count
 
 
@@ -44,7 +46,7 @@ class TrainConsole:
         self._reached = begin  # the iteration of the last metrics
         self._rich: Console | None = None
         self._progress: Progress | None = None
-        console = Console(file=self._stream, highlight=False, force_terminal=self._stream.isatty())
+        console = SafeConsole(self._stream, highlight=False, force_terminal=self._stream.isatty())
         if enabled and console.is_terminal and not console.is_dumb_terminal:
             self._rich = console
             self._progress = _progress(console)
@@ -108,7 +110,7 @@ class TrainConsole:
         if not self._enabled:
             return
         if self._rich is not None:
-            self._rich.print(escape(text), style=style, soft_wrap=True)
+            self._rich.print(escape(redact(text)), style=style, soft_wrap=True)
         else:
             print(text, file=self._stream, flush=True)
 

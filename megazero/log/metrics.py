@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megazero.bounded import load_json
 from megazero.config.options.skipping import range_around
 from megazero.files import decoded, encodable, replacing
 from megazero.log.line_file import LineFile
@@ -169,7 +170,7 @@ def encode(line: Mapping[str, Any]) -> bytes:
 
 def decode(text: str | bytes) -> dict[str, Any]:
     """Return a line as a dict again. Raises ValueError if it is not a whole JSON object."""
-    line = decoded(json.loads(text))
+    line = decoded(load_json(text))
     if not isinstance(line, dict):
         raise ValueError(f"not a JSON object: {text!r:.80}")
     return line

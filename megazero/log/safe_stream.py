@@ -1,10 +1,15 @@
-"""Standard output and error of a rank: secrets are hidden, and a full disk does no harm.
+"""Standard output and error of a program: secrets are hidden, control characters are written as \\x1b is, and a full
+disk does no harm.
 
+Names of tensors, keys of files, paths and events come from strangers' files, and a terminal obeys what stands in
+them.
 This needs no torch. It is installed first of all, so that everything Python prints goes through it.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +18,24 @@ from typing import Any, TextIO
 from megazero.config.secrets import redact, take_secrets
 from megazero.log.line_file import NO_ROOM
 
+# Control characters but tab and line feed, and marks that reorder what is read. A carriage return may begin what is
+# written, as bars do that show progress, or a line's end.
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]|(?<!^)\r(?!\n)"
+)
+
+
+def printable(text: str) -> str:
+    """Return a text whose control characters are written as in Python's source. A terminal obeys none of it."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
 
 class SafeStream:
-    """Wraps a text stream. It hides secrets, and drops what a full disk does not take instead of raising OSError.
+    """Wraps a text stream. It hides secrets and control characters, and drops what a full disk does not take instead
+    of raising OSError.
 
     Everything else is the stream's own. Libraries may replace ``write`` (wandb wraps the one it finds): theirs is
-    called with the redacted text.
+    called with the safe text.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -26,7 +43,7 @@ class SafeStream:
 
     def write(self, text: str) -> int:
         with _full_disk_ignored():
-            self._stream.write(redact(text))
+            self._stream.write(_safe(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -42,9 +59,13 @@ class SafeStream:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "write":
-            self.__dict__["write"] = lambda text: value(redact(text))
+            self.__dict__["write"] = lambda text: value(_safe(text))
         else:
             setattr(self._stream, name, value)
+
+
+def _safe(text: str) -> str:
+    return printable(redact(text))
 
 
 @contextmanager
@@ -56,9 +77,20 @@ def _full_disk_ignored() -> Iterator[None]:
             raise
 
 
+def unguarded(stream: TextIO) -> TextIO:
+    """Return the stream that a SafeStream wraps, for who writes colours and bars (log/terminal.py)."""
+    return stream._stream if isinstance(stream, SafeStream) else stream
+
+
 def guard_output() -> None:
-    """Wrap standard output and error in a SafeStream, and hide the secrets of ``sys.argv``."""
+    """Do as ``guard_streams``, and hide the secrets of ``sys.argv``."""
     sys.argv[:] = take_secrets(sys.argv)
+    guard_streams()
+
+
+def guard_streams() -> None:
+    """Wrap standard output and error in a SafeStream."""
+    os.environ.setdefault("PYTHON_COLORS", "0")  # Python 3.13 colours its traces
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, SafeStream):

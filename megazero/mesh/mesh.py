@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megazero.mesh.grid import AxisSpec, Grid, make_grid
 from megazero.mesh.launch import Launch
+from megazero.mesh.objects import gather_objects
 
 # torch's flat collectives: 2.13 renames *_tensor to *_single and warns of the old names.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -251,8 +252,7 @@ def create_axes(
     rank = dist.get_rank()
     bound = dist.distributed_c10d._get_default_group().bound_device_id is not None
     if bound:
-        every: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, [list(ranks) for _, ranks, _ in wanted])
+        every = gather_objects([list(ranks) for _, ranks, _ in wanted])
     else:
         _level_group_counts(rank, wanted[0][2].timeout if wanted else None)
     axes = []
@@ -376,15 +376,6 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta, s
 def world_group() -> dist.ProcessGroup | None:
     """Return the group of all ranks, or None in a run of one process without torch.distributed."""
     return dist.group.WORLD if dist.is_initialized() else None
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Return the value of every rank of the world, by rank. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:

@@ -7,12 +7,14 @@ which rank is missing. Here waits are short sleeps, so that signals are handled 
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
+from ipaddress import ip_address
 from itertools import groupby
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,6 +22,7 @@ from megazero.mesh.launch import Launch
 
 SHORTEST, LONGEST = 0.02, 0.5  # seconds between two looks
 ALL = "all came"
+BACKLOG = 4096  # connections that wait to be taken: every rank comes at once
 ANSWER = timedelta(seconds=30)  # that a store which has been reached has for one answer
 
 
@@ -61,16 +64,42 @@ def connect(launch: Launch, timeout: timedelta, *, serve: bool = False) -> dist.
     Raises ValueError if the port is taken on this host, RuntimeError if the store does not answer.
     """
     host, port = launch.address
+    make = partial(dist.TCPStore, host, port, wait_for_workers=False, timeout=timeout)
     try:
-        store = dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timeout)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in f"{error}":
+        store = _serve(make, launch) if serve else make(is_master=False)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
             raise
         raise ValueError(
             f"port {port} on {launch.host} is in use, by another run or program: the ranks cannot meet "
             "there; set MASTER_PORT to a free port, the same on all ranks"
-        ) from OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # of which the exit status is made
+        ) from error  # of which the exit status is made
     return dist.PrefixStore(f"megazero/{launch.attempt}", store)
+
+
+def _serve(make: Callable[..., dist.TCPStore], launch: Launch) -> dist.TCPStore:
+    """Make the store, on the interface that the launch's address names: torch's own would listen on every one.
+
+    An address that other hosts cannot reach, or that is not this host's (a forwarded one), names none.
+    """
+    host, port = launch.address
+    alone = launch.local_world_size == launch.world_size
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    named = [each for each in found if alone or not ip_address(each[4][0]).is_loopback]
+    with _listen(named, port) as listening:
+        store = make(is_master=True, master_listen_fd=listening.fileno())
+        listening.detach()  # it is the store's now
+    return store
+
+
+def _listen(named: Sequence[Any], port: int) -> socket.socket:
+    for family, _, _, _, address in named:
+        try:
+            return socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return socket.create_server(("", port), backlog=BACKLOG)
 
 
 def _reach(launch: Launch, looks: Iterator[float]) -> dist.Store:

@@ -38,7 +38,7 @@ class NonFiniteGuard:
     The engine skips such steps. Those whose loss scale can still fall do not count.
 
     Both checks take values that are equal on all ranks (the reduced loss, the global norm), so all ranks decide
-    alike. `gather` collects one object per rank into a list on every rank (as all_gather_object does); it is called
+    alike. `gather` collects one object per rank into a list on every rank (as gather_objects does); it is called
     only when the run is about to stop.
     """
 

@@ -22,7 +22,8 @@ from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus, end_folder, status_of
 from megazero.log.line_file import NO_ROOM
 from megazero.mesh.launch import Launch
-from megazero.mesh.mesh import Mesh, gather_objects
+from megazero.mesh.mesh import Mesh
+from megazero.mesh.objects import gather_objects
 from megazero.ops import health_links
 from megazero.ops.health_probes import (
     Facts,
@@ -95,7 +96,7 @@ class HealthCheck:
     def check_ranks(self, device: torch.device) -> None:
         """Test each rank's device, memory and clock. It needs no groups: ranks may differ in their devices."""
         with self._timed():
-            every: list[Facts] = gather_objects(find_facts(self.node, device, gather_objects))
+            every: list[Facts] = gather_objects(find_facts(self.node, device, gather_objects), Facts)
             self.nodes = [facts.node for facts in every]
             _refuse(device_faults(every))
             self._notes += differences(every)

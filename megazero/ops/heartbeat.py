@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
+
+from megazero.bounded import load_json
 
 # A main thread that has one of these modules on its stack waits for other ranks.
 # On CUDA the host waits where it reads the step's scalars.
@@ -33,12 +36,23 @@ _MESSAGE = re.compile(r"(activation|gradient) of micro-batch (\d+)")  # as pp/li
 Where = Mapping[str, str]  # what a rank is doing: phase, action, unit, in words
 
 
+# What a field may hold, of those that are counted with or printed.
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "count": (int,),
+    "host": (str,),
+    "pid": (int,),
+    "since": (int, float),
+    "waiting": (bool,),
+    "where": (dict,),
+    "stack": (str,),
+}
+
+
 @dataclass(frozen=True)
 class Heartbeat:
     """The last report of one rank.
 
-    count: grows with every heartbeat. start: when the process started, in clock ticks since the host's boot; with the
-    host's process id it names this process and no other. since: seconds for which the rank has not moved. awaits: the
+    count: grows with every heartbeat. since: seconds for which the rank has not moved. awaits: the
     pipeline message that it waits for: from which rank, which message, since when (seconds since 1970).
     """
 
@@ -46,7 +60,6 @@ class Heartbeat:
     count: int
     host: str
     pid: int
-    start: int
     since: float
     waiting: bool
     where: Where
@@ -56,6 +69,16 @@ class Heartbeat:
     @property
     def words(self) -> str:
         return f"rank {self.rank} on {self.host} (process {self.pid}), in {in_words(self.where)}"
+
+
+def read(text: str, rank: int) -> Heartbeat | None:
+    """Return the heartbeat of a rank from the JSON of its fields, or None if it is none."""
+    with suppress(ValueError, TypeError, LookupError):
+        beat = Heartbeat(**{**load_json(text), "rank": rank})
+        awaits = beat.awaits and (int(beat.awaits[0]), str(beat.awaits[1]), float(beat.awaits[2]))
+        if all(type(getattr(beat, name)) in kinds for name, kinds in _KINDS.items()):
+            return replace(beat, awaits=awaits or None, where={str(k): str(v) for k, v in beat.where.items()})
+    return None
 
 
 def missing_ranks(

@@ -56,6 +56,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from megazero.bounded import load_json
 from megazero.config import RunConfig
 from megazero.log.exit_status import END_FOLDER
 from megazero.log.line_file import NO_ROOM
@@ -116,7 +117,7 @@ class Leaseholder:
     def read(cls, text: str | None) -> Self | None:
         """Return what a lease says, or None if it is none (yet)."""
         try:
-            found = json.loads(text or "")
+            found = load_json(text or "")
             return cls(**{name: value for name, value in found.items() if name in cls.__dataclass_fields__})
         except (ValueError, TypeError, AttributeError):
             return None

@@ -24,7 +24,8 @@ from contextlib import ExitStack
 from statistics import median_low
 from typing import Any, NamedTuple
 
-from megazero.mesh.mesh import Mesh, gather_objects
+from megazero.mesh.mesh import Mesh
+from megazero.mesh.objects import gather_objects
 from megazero.ops.tcp import LinkMeter
 
 SLOWER = 0.1

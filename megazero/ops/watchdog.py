@@ -7,6 +7,9 @@ others wait for them in a collective. All that can still answer write their stac
 collectives to files. Then every rank ends, and kills the missing ones on its own host, which may not be able to end
 by themselves.
 
+The store answers anyone, so what is read from it only says which ranks are silent and that stacks are wanted. Who a
+rank's process is, this host's kernel says; files have names of a fixed form.
+
 ``touch LOG_DIR/dump_stacks`` asks for the same files from a run that goes on: see ``REQUEST``.
 """
 
@@ -14,41 +17,36 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from megazero.bounded import load_json
 from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
-from megazero.ops.heartbeat import Heartbeat, Where, in_words, innermost, missing_ranks, waits
-from megazero.ops.processes import is_held, started
+from megazero.mesh.sealed import SealedStore, Store
+from megazero.ops.heartbeat import Heartbeat, Where, in_words, innermost, missing_ranks, read, waits
+from megazero.ops.processes import is_held, name_process, named_process
 
 INTERVAL = 1.0  # seconds between heartbeats of up to RANKS_PER_SECOND ranks; more ranks send fewer
 RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
 REQUEST = "dump_stacks"  # in LOG_DIR: the first rank removes it, and all ranks write into LOG_DIR/stacks/TIME
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d")
 ANSWER = 1.5  # seconds for the store, and for ranks that are asked for their stacks, to answer
-
-
-class Store(Protocol):
-    """What is used of torch.distributed's stores."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 class Limit(NamedTuple):
@@ -83,21 +81,25 @@ class Watched(Protocol):
 class Watchdog:
     """Sends one rank's heartbeats from ``start()`` to ``stop()``, and ends the process when the ranks hang.
 
-    launch: this rank's. log_dir: stacks are written into its folder "hang", or "stacks" on request.
+    launch: this rank's. log_dir: stacks are written into its folder "hang", or "stacks" on request. secret: of the
+    job (``job_secret``).
     """
 
-    def __init__(self, store: Store, launch: Launch, watched: Watched, log_dir: Path) -> None:
-        self.store, self.rank, self.world_size = _Timed(store), launch.rank, launch.world_size
+    def __init__(
+        self, store: Store, launch: Launch, watched: Watched, log_dir: Path, secret: bytes = b""
+    ) -> None:
+        self.calls, self.rank, self.world_size = _Timed(store), launch.rank, launch.world_size
+        self.store = SealedStore(cast(Store, self.calls), secret)
+        self.job = f"{launch.address} {launch.attempt}"
         self.watched, self.log_dir, self.folder = watched, log_dir, log_dir / "hang"
         self.interval = interval_s(launch.world_size)
         self.error = ""  # of the collective that failed on this rank
         self._main = threading.main_thread().ident or 0
-        self._host, self._started = launch.host, started(os.getpid())
+        self._host = launch.host
         self._stopped, self._wanted = threading.Event(), threading.Event()
         self._answering = self._reported = False
         self._seen: object = None  # of ``progress``
         self._count, self._since = 0, time.monotonic()
-        self._first: list[Heartbeat] = []  # of rank 0, once heard: to be ended if the store in it is silent
         self._requests = 0  # for stacks, answered
         self._requested = threading.Event()
         # Files may hang as ranks do: a thread of its own looks for a request.
@@ -105,6 +107,7 @@ class Watchdog:
         self._threads = [threading.Thread(target=run, daemon=True, name="watchdog") for run in runs]
 
     def start(self) -> None:
+        self._name = name_process(self._place(self.rank))
         with suppress(RuntimeError):  # the store's own errors
             self._send()  # a rank that stops from here on is known, and can be ended
         for thread in self._threads:
@@ -116,6 +119,7 @@ class Watchdog:
         self._wanted.set()
         for thread in self._threads:
             thread.join(ANSWER)
+        self._name.close()
 
     def find_missing(self, error: str) -> None:
         """Find out who is missing after a collective failed on this rank, and end. Does not return."""
@@ -143,9 +147,10 @@ class Watchdog:
                 self._seen, self._since = seen, time.monotonic()
             try:
                 self._send()
-                asked = self.store.check(["hang"])
+                asked = bool(self.store.get(["hang"]))
                 if asked or self._late:
-                    self._answer(first=not asked and self.store.add("hang", 1) == 1)
+                    own = f"{self.rank}"
+                    self._answer(first=not asked and self.store.claim("hang", own) == own)
                 self._answer_request()
             except RuntimeError as error:  # the store's own errors
                 if self._late:
@@ -155,8 +160,8 @@ class Watchdog:
     def _mind_store(self) -> None:
         """The store's calls have no time limit of their own, and it may be in the process that hangs."""
         while not self._stopped.wait(ANSWER / 4):
-            if self.store.seconds > ANSWER and self._late:
-                self._leave_alone(f"no answer for {self.store.seconds:.1f} s")
+            if self.calls.seconds > ANSWER and self._late:
+                self._leave_alone(f"no answer for {self.calls.seconds:.1f} s")
 
     def _mind_requests(self) -> None:
         request = self.log_dir / REQUEST
@@ -172,9 +177,10 @@ class Watchdog:
         if self._requested.is_set():
             self._requested.clear()
             self.store.set(key, time.strftime("%Y-%m-%dT%H-%M-%S"))
-        if self.store.check([key]):
+        if (at := self.store.get([key]).get(key)) is not None:
             self._requests += 1
-            self._write_stack(self.log_dir / "stacks" / self.store.multi_get([key])[0].decode())
+            if TIME.fullmatch(at):
+                self._write_stack(self.log_dir / "stacks" / at)
 
     def _send(self) -> None:
         self._count += 1
@@ -184,7 +190,6 @@ class Watchdog:
             "count": self._count,
             "host": self._host,
             "pid": os.getpid(),
-            "start": self._started,
             "since": time.monotonic() - self._since,
             "waiting": (bool(self.error) or waits(frame)) and not held,
             "where": dict(self.watched.where()),
@@ -192,8 +197,6 @@ class Watchdog:
             "awaits": self.watched.awaits(),
         }
         self.store.set(f"heartbeat/{self.rank}", json.dumps(heartbeat))
-        if not self._first and self.store.check(["heartbeat/0"]):
-            self._first = list(self._heartbeats([0]).values())
 
     def _frame(self) -> FrameType | None:
         """Return the main thread's innermost frame. It is only looked at: no source is read."""
@@ -209,18 +212,17 @@ class Watchdog:
         if first:
             silent, line = self._judge()
             self._report(line)
-            self.store.set("verdict", json.dumps([vars(beat) for beat in silent]))
+            self.store.set("verdict", json.dumps(silent))
             self._leave(silent)
         deadline = time.monotonic() + self.interval + 4 * ANSWER
-        while not self.store.check(["verdict"]):
+        while not (verdict := self.store.get(["verdict"])):
             if time.monotonic() > deadline:
                 raise RuntimeError("the rank that noticed first fell silent")
             self._send()
             time.sleep(self.interval / 4)
-        rows = json.loads(self.store.multi_get(["verdict"])[0])
-        self._leave([Heartbeat(**row) for row in rows])
+        self._leave(_ranks(verdict["verdict"]))
 
-    def _judge(self) -> tuple[list[Heartbeat], str]:
+    def _judge(self) -> tuple[list[int], str]:
         """Return who is silent, and who is missing as a line. Waits an interval, in which the silent send nothing."""
         ranks = range(self.world_size)
         before = self._heartbeats(ranks)
@@ -232,16 +234,15 @@ class Watchdog:
         busy = [beat for beat in known if not beat.waiting]
         never = sorted(set(ranks) - after.keys())
         words = missing_ranks(silent, busy, never, known)
-        return silent, self._line(f"{words}. Stacks: {self.folder}")
+        return [beat.rank for beat in silent], self._line(f"{words}. Stacks: {self.folder}")
 
     def _heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-        keys = {rank: f"heartbeat/{rank}" for rank in ranks}
-        there = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        values = self.store.multi_get(list(there.values()))
-        return {
-            rank: Heartbeat(**{"rank": rank, **json.loads(value)})
-            for rank, value in zip(there, values, strict=True)
-        }
+        keys = {f"heartbeat/{rank}": rank for rank in ranks}
+        beats = {keys[key]: read(text, keys[key]) for key, text in self.store.get(keys).items()}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
+
+    def _place(self, rank: int) -> str:
+        return f"{self.job} {rank}"
 
     def _line(self, missing: str) -> str:
         """Return what happened, then who is missing, and only then what else a failed collective says."""
@@ -257,7 +258,7 @@ class Watchdog:
             f"{in_words(self.watched.where())}"
         )
         self._report(line)
-        self._leave(self._first)
+        self._leave([0])
 
     def _write_stack(self, folder: Path) -> None:
         text = "".join(traceback.format_stack(self._frame()))
@@ -276,16 +277,25 @@ class Watchdog:
         self._reported = True
         _try(lambda: self.watched.report(line))
 
-    def _leave(self, silent: Sequence[Heartbeat]) -> None:
-        if self.rank == 0 or any(beat.rank == 0 for beat in silent):
+    def _leave(self, silent: Collection[int]) -> None:
+        if 0 in (self.rank, *silent):
             time.sleep(self.interval)  # rank 0 may hold the store where the others are about to read
-        for beat in silent:
-            if beat.host == self._host and beat.rank != self.rank and started(beat.pid) == beat.start:
-                with suppress(OSError):  # it may have ended by itself
-                    os.kill(beat.pid, signal.SIGKILL)  # a stopped process ends by nothing else
+        for rank in set(silent) - {self.rank}:
+            with suppress(OSError):  # it is on another host, or has ended by itself
+                os.kill(
+                    named_process(self._place(rank)), signal.SIGKILL
+                )  # a stopped process ends by nothing else
         if self.error and not self._reported:
             self._report(self.error)  # the error of a collective says what it waited for
         self.watched.end()
+
+
+def _ranks(text: str) -> list[int]:
+    """Return the ranks of a verdict, which says no more than who is silent."""
+    with suppress(ValueError):
+        ranks = load_json(text)
+        return [rank for rank in ranks if type(rank) is int] if isinstance(ranks, list) else []
+    return []
 
 
 def _try(write: Callable[[], None]) -> None:

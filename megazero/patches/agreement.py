@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch.distributed as dist
-
 from megazero.config.errors import ConfigError
+from megazero.mesh.objects import gather_objects
 
 
 def agree_on(options: Any) -> None:
     """Raise ConfigError on every rank unless all were given the same options, a dataclass. Collective."""
     own = dataclasses.asdict(options)
-    every: list[dict[str, Any]] = [own] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    every: list[dict[str, Any]] = gather_objects(own)
     faults = []
     for name, first in every[0].items():
         other = next((rank for rank, given in enumerate(every) if given[name] != first), None)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.launch import Launch, read_launch
 from megazero.mesh.mesh import Axis, GroupSettings, create_axes, discover_ranks_per_node
+from megazero.mesh.objects import gather_objects
 
 # What Megatron-LM's nccl_communicator_config_path sets of a communicator, beside the priority of its stream.
 NCCL_CONFIG = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
@@ -130,8 +131,7 @@ def cut_groups(
         sizes = {name: ranks_on_a_node(ranks, ranks_per_node) for name, ranks in groups.items()}
     except ValueError as error:
         problem = str(error)
-    every = [(problem, same)] * dist.get_world_size()
-    dist.all_gather_object(every, every[0])
+    every = gather_objects((problem, same))
     if problem := next((text for text, _ in every if text), ""):
         raise ValueError(problem)
     if common := set.intersection(*(numbers for _, numbers in every)):

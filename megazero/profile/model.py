@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megazero.config import RunConfig, World, make_config
 from megazero.config.options.cluster import Cluster
-from megazero.mesh.mesh import create_mesh, destroy_mesh, gather_objects
+from megazero.mesh.mesh import create_mesh, destroy_mesh
+from megazero.mesh.objects import gather_objects
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import Compute

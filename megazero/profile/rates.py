@@ -15,7 +15,7 @@ from torch import nn
 
 from megazero.comm.codec import Blockwise, Codec, Hadamard, Identity
 from megazero.config import RunConfig
-from megazero.mesh.mesh import gather_objects
+from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import UPDATE_BYTES
 from megazero.profile.points import CODED_BITS

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megazero.bounded import load_json
 from megazero.charts import new_figure, save
 from megazero.config import ConfigError
 from megazero.config.options.cluster import TABLES, Cluster, parse_cluster
@@ -56,8 +57,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
+            found.append(load_json(line))
+        except ValueError:
             break
     return found
 

@@ -14,6 +14,7 @@ from megazero.config import ConfigError, RunConfig, make_config
 from megazero.config.options.cluster import Cluster, parse_cluster
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import discover_ranks_per_node
+from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
 from megazero.profile.collectives import measure_wire
 from megazero.profile.model import DoesNotFit, measure_modules
@@ -84,19 +85,18 @@ class Profile:
 
     def _progress(self, of: dict[str, Any]) -> Measurements:
         """Read what was measured before: the first rank's file counts. Raises ConfigError on every rank."""
-        told: list[Any] = [None]
+        told: Any = None
         progress = Measurements(None, of)
         if self.first:
             try:
                 progress = Measurements(self.request.options.progress, of, self.request.options.profile_fresh)
-                told = [progress.done]
+                told = progress.done
             except ConfigError as error:
-                told = [list(error.errors)]
-        if self.world > 1:
-            dist.broadcast_object_list(told, 0)
-        if isinstance(told[0], list):
-            raise ConfigError(told[0])
-        progress.done = told[0]
+                told = list(error.errors)
+        told = gather_objects(told)[0]
+        if isinstance(told, list):
+            raise ConfigError(told)
+        progress.done = told
         return progress
 
     def say(self, text: str) -> None:

@@ -20,7 +20,8 @@ from megazero.config.options.sections import TrainingConfig
 from megazero.config.run import all_options
 from megazero.kernels import dispatch
 from megazero.mesh.launch import Launch, allocator_notes, prepare_cuda
-from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, gather_objects, init_distributed
+from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
+from megazero.mesh.objects import gather_objects
 from megazero.mesh.rendezvous import RanksMissing, meet
 from megazero.ops.failures import RankFailure
 from megazero.ops.health import refuse_missing_gpus

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from megazero.config import RunConfig, World
 from megazero.config.layout.shards import AUTO
 from megazero.config.options.cluster import Cluster, Cores, Device, InterNode, IntraNode, cluster_of_run
+from megazero.config.options.sections import ZeroConfig
 from megazero.config.run import all_options
-from megazero.mesh.mesh import Mesh, gather_objects
+from megazero.mesh.mesh import Mesh
+from megazero.mesh.objects import gather_objects
 from megazero.ops.memory import host_memory, mapped_memory, peak_memory, resident_memory, use_libraries
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
@@ -208,7 +210,7 @@ def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:
             found = (
                 _too_large(smallest, room) if smallest else "--zero-preset auto: no sharding is legal here"
             )
-    found = gather_objects(found)[0]
+    found = gather_objects(found, ZeroConfig)[0]
     if isinstance(found, str):
         raise ValueError(found)
     zero, lines = found

@@ -23,7 +23,8 @@ from megazero.log.line_file import NO_ROOM, LineFile
 from megazero.log.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, opened
 from megazero.log.metrics import MetricsWriter
 from megazero.mesh.launch import Launch
-from megazero.mesh.mesh import Mesh, gather_objects
+from megazero.mesh.mesh import Mesh
+from megazero.mesh.objects import gather_objects
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention import attention_note
 from megazero.models.dtypes import DTYPES
@@ -92,7 +93,7 @@ def agree_on_start(config: RunConfig, launch: Launch, progress: Progress) -> Sta
     own: Start | None = None
     if launch.rank == 0:
         own = identify(config.checkpoint.save, config.logging.log_dir, progress.run_id, launch)
-    starts, hosts = zip(*gather_objects((own, socket.gethostname())), strict=True)
+    starts, hosts = zip(*gather_objects((own, socket.gethostname()), Start), strict=True)
     return replace(starts[0], hosts=hosts, iteration=progress.iteration)
 
 

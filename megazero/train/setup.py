@@ -23,7 +23,8 @@ from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_option
 from megazero.log.exit_status import ExitStatus, end_folder, forget_status, record_status, status_of
 from megazero.log.time_bill import TimeBill
 from megazero.mesh.launch import Launch
-from megazero.mesh.mesh import Mesh, gather_objects
+from megazero.mesh.mesh import Mesh
+from megazero.mesh.objects import gather_objects
 from megazero.models import Decoder
 from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
 from megazero.ops.failures import NonFiniteLoss, RankFailure, readable_failures

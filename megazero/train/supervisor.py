@@ -11,15 +11,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megazero.bounded import load_json
 from megazero.config import RunConfig
 from megazero.log.exit_status import ExitStatus, report_to_torchrun
 from megazero.log.history import record_end
 from megazero.log.units import duration
 from megazero.mesh.launch import Launch
+from megazero.mesh.sealed import SealedStore, job_secret
 from megazero.ops.failures import RankFailure
 from megazero.ops.heartbeat import Where
 from megazero.ops.lease import SAVING, FolderInUse, Lease
-from megazero.ops.watchdog import Limit, Store, Watchdog, connect
+from megazero.ops.watchdog import Limit, Watchdog, connect
 from megazero.train.trainer import Trainer
 
 LONGEST, LONGEST_PHASE = 500, 100  # characters of a reason, and of a phase in the lease
@@ -54,17 +56,20 @@ class Supervisor:
         """Start the watchdog. Call this when all ranks have joined."""
         timeout = timedelta(minutes=self.config.training.distributed_init_timeout_minutes)
         log_dir, store = Path(self.config.logging.log_dir), connect(self.launch, timeout)
-        self._share_owner(store)
-        self._watchdog = Watchdog(store, self.launch, self, log_dir)
+        secret = job_secret(self.config.checkpoint.save, self.launch.rank)
+        self._share_owner(SealedStore(store, secret))
+        self._watchdog = Watchdog(store, self.launch, self, log_dir, secret)
         self._watchdog.start()
 
-    def _share_owner(self, store: Store) -> None:
+    def _share_owner(self, store: SealedStore) -> None:
         """Tell all ranks which lease is theirs. One that ends before the first collective then knows its folder."""
         if self.launch.rank == 0:
             store.set("lease", json.dumps([self.lease.holder.owner, self.lease.numbers]))
             return
-        with suppress(RuntimeError):  # rank 0 is stopped, or its store is
-            self.lease.adopt(*json.loads(store.multi_get(["lease"])[0]))
+        # Rank 0 is stopped, or its store is; or another program has written there.
+        with suppress(RuntimeError, ValueError, TypeError):
+            owner, numbers = load_json(store.wait("lease") or "")
+            self.lease.adopt(f"{owner}", {folder: int(number) for folder, number in dict(numbers).items()})
 
     def stop_watchdog(self) -> None:
         if self._watchdog is not None:

@@ -25,7 +25,7 @@ from megazero.data.sampler import Batches
 from megazero.log.exit_status import ExitStatus
 from megazero.log.metrics import IterationMetrics
 from megazero.log.time_bill import TimeBill
-from megazero.mesh.mesh import gather_objects
+from megazero.mesh.objects import gather_objects
 from megazero.models import Decoder
 from megazero.models.compilation import CompileTime
 from megazero.ops.exit_conditions import ExitConditions
@@ -332,11 +332,11 @@ class Trainer:
     def _check_finite(
         self, iteration: int, step: StepBatches, info: StepInfo, ranks: Sequence[RankScalars], loss: float
     ) -> None:
-        samples = tuple(sample for row in step.ids for sample in row)
+        samples = tuple(int(sample) for row in step.ids for sample in row)
         own = LocalStep(self.mesh.rank, float(ranks[self.mesh.rank].loss), samples)
         if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
-            self.guard.check_loss(iteration, loss, own, gather_objects)
-        self.guard.check_norm(iteration, info.mean_norm, own, gather_objects, self.scaling.can_fall)
+            self.guard.check_loss(iteration, loss, own, _gathered)
+        self.guard.check_norm(iteration, info.mean_norm, own, _gathered, self.scaling.can_fall)
 
     def _take_stalls(self) -> None:
         """Add the waits of the compute stream to the bill, on CUDA."""
@@ -508,3 +508,7 @@ def _of_replicas(losses: Sequence[float], norms: Sequence[float]) -> dict[str, A
     each = zip(losses, norms, strict=True)
     every = {f"{number}": {"lm_loss": loss, "grad_norm": norm} for number, (loss, norm) in enumerate(each)}
     return {"replicas": every} if len(every) > 1 else {}
+
+
+def _gathered(own: LocalStep) -> list[LocalStep]:
+    return gather_objects(own, LocalStep)

@@ -6,14 +6,15 @@ It is written as JSON and as Markdown, and printed as a table on the console.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from megazero.log.terminal import SafeConsole
 from megazero.verify.checks import Check
 
 JSON, MARKDOWN = "certificate.json", "certificate.md"
@@ -111,7 +112,7 @@ class Certificate:
 
         Of the first that fails it says where, too.
         """
-        console = Console(highlight=False)
+        console = SafeConsole(sys.stdout, highlight=False)
         table = Table(box=None, pad_edge=False)
         for title in ("check", "figure", "limit", "verdict"):
             table.add_column(title, overflow="fold")

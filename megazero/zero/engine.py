@@ -233,6 +233,9 @@ class Engine:
     def evaluation(self, anchor: bool = True) -> Iterator[None]:
         """Run forwards without gradient between steps. Training continues bit for bit as without them.
 
+        Every rank runs the same modules as often: who has fewer texts to generate goes on with an input of no
+        consequence. Raises RuntimeError, which names the unit, where ranks differ.
+
         anchor: with outer replicas the parameters are the anchors, else each replica's own.
         """
         self._between_steps("evaluation()")
@@ -246,6 +249,7 @@ class Engine:
             try:
                 with torch.no_grad():
                     yield
+                self.agreement.end_evaluation(self.mesh)
             finally:
                 program.leave()
                 self.gatherer.drop_all()

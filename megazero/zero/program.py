@@ -9,15 +9,19 @@ every gather of a step, whatever the number of micro-batches. ``Agreement`` name
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
 from zlib import crc32
 
+import torch
 import torch.distributed as dist
 
+from megazero.bounded import load_json
 from megazero.comm.lane import Differ
 from megazero.mesh.mesh import Mesh
 from megazero.zero.unit import Unit
@@ -124,6 +128,10 @@ class IssueHash:
         self.history.append(text)
         self.value = crc32(text.encode(), self.value)
 
+    def of_step(self) -> list[str]:
+        """Return what has been issued in the open step."""
+        return self.history if self.step == self.taken else []
+
     def take(self) -> int:
         value, self.value = self.value, 0
         self.taken += 1
@@ -138,6 +146,8 @@ KINDS = {
     "o": "takes the outer step of",
 }
 
+_ENTRY = re.compile(f"[{''.join(KINDS)}](\\d{{1,9}})\\b")  # of a history
+
 
 class Agreement:
     """Compares what data-parallel ranks have issued in the open step, and names the unit that they disagree about.
@@ -145,7 +155,7 @@ class Agreement:
     Ranks that use different units in a step, or in another order, issue different collectives, which hang, mix up
     values, or fail in the backend's words. Steady steps pay nothing: only a rank that has waited long, has failed, or
     sees at the step's end that the hashes differ puts what it has issued into the store and reads what the others put
-    there. In a hang, all of them wait.
+    there. In a hang, all of them wait. An evaluation, which no step ends, ends with an exchange of its own.
     """
 
     def __init__(self, mesh: Mesh, units: Sequence[Unit], issued: IssueHash) -> None:
@@ -153,6 +163,7 @@ class Agreement:
         at = (mesh.pp.index, mesh.tp.index, mesh.replica)
         ranks = [mesh.grid.rank_of(at[0], i, at[1], at[2]) for i in range(mesh.dp_size)]
         self.peers = [rank for rank in ranks if rank != mesh.rank]
+        self.evaluations = 0  # that have ended here
         self.engine = 0  # its number, the same on every rank: to make one is collective
         if self.peers and dist.is_initialized():
             self.engine = self._store().add(f"megazero/engines/{mesh.rank}", 1)
@@ -166,7 +177,11 @@ class Agreement:
             return
         try:
             theirs = self._exchange(time.monotonic() + (ANSWER_S if failed else 0.0))
-        except (dist.DistError, ValueError):  # the store has gone with its rank: what failed says so
+        except (
+            dist.DistError,
+            ValueError,
+            TypeError,
+        ):  # the store has gone with its rank, or holds other words
             return
         for peer, issued in theirs.items():
             for own, other in zip(self.issued.history, issued, strict=False):
@@ -176,6 +191,46 @@ class Agreement:
                         f"rank {peer} {self._named(other)}; every rank must call the same modules in the same order "
                         "(with an input of no consequence where it has none)"
                     )
+        for peer, count in self._ended().items():
+            if own := self.issued.of_step()[count:]:
+                raise Differ(
+                    f"rank {self.rank} {self._named(own[0])} where rank {peer} has ended its evaluation(): every "
+                    "rank must call the same modules as often (with an input of no consequence where it has none)"
+                )
+
+    def end_evaluation(self, mesh: Mesh) -> None:
+        """Wait until all ranks have ended their evaluation. Raises RuntimeError where peers used other units in it.
+
+        This rank leaves word before it waits: a peer that waits for it in a gather finds that it has ended.
+        """
+        if not self.engine:
+            return
+        self.evaluations += 1
+        told = json.dumps([self.evaluations, len(self.issued.of_step())])
+        self._store().set(f"megazero/evaluated/{self.engine}/{self.rank}", told)
+        try:
+            hashes = mesh.gather_rows(
+                torch.tensor([self.issued.value], dtype=torch.float64, device=mesh.device)
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} has ended its evaluation(), and another rank has failed in its own ({error}): its "
+                "log says why"
+            ) from error
+        if any(float(hashes[peer]) != self.issued.value for peer in self.peers):
+            self.check(failed=True)
+            raise RuntimeError("ranks used other units in evaluation(), or in another order")
+
+    def _ended(self) -> dict[int, int]:
+        """Return the peers that have ended the evaluation that is open here: what they had issued by then."""
+        ended, store = dict[int, int](), self._store()
+        for peer in self.peers:
+            key = f"megazero/evaluated/{self.engine}/{peer}"
+            with suppress(dist.DistError, ValueError, TypeError):
+                number, count = load_json(store.get(key)) if store.check([key]) else (0, 0)
+                if number == self.evaluations + 1:
+                    ended[peer] = int(count)
+        return ended
 
     def _exchange(self, until: float) -> dict[int, list[str]]:
         """Publish what was issued here; return what the peers published of the same step."""
@@ -185,8 +240,8 @@ class Agreement:
         while True:
             for peer in self.peers:
                 if store.check([f"{key}/{peer}"]):
-                    step, history = json.loads(store.get(f"{key}/{peer}"))
-                    if step == self.issued.step:
+                    step, history = load_json(store.get(f"{key}/{peer}"))
+                    if step == self.issued.step and all(map(self._is_entry, history)):
                         found[peer] = history
             if len(found) == len(self.peers) or time.monotonic() > until:
                 return found
@@ -197,3 +252,8 @@ class Agreement:
 
     def _named(self, issued: str) -> str:
         return f"{KINDS[issued[0]]} unit {self.units[int(issued[1:].split()[0])].name!r}"
+
+    def _is_entry(self, issued: object) -> bool:
+        """Tell whether a peer's word is an entry of a history: the store takes words from anyone."""
+        found = _ENTRY.match(issued) if isinstance(issued, str) else None
+        return found is not None and int(found[1]) < len(self.units)

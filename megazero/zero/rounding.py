@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from megazero.comm.codec import Codec, Identity
 from megazero.kernels.add_to import add_to
@@ -24,6 +23,7 @@ from megazero.kernels.arena import Arena, Take
 from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis, Mesh
+from megazero.mesh.objects import gather_objects
 from megazero.zero.layout import Slice
 from megazero.zero.unit import Unit
 
@@ -153,8 +153,7 @@ def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:
     """Return the names of the units of all pipeline stages, each once, the same on all ranks. Collective over pp."""
     names: list[list[str]] = [[u.name for u in units]]
     if mesh.pp.size > 1:
-        names = [[] for _ in range(mesh.pp.size)]
-        dist.all_gather_object(names, [u.name for u in units], group=mesh.pp.gather_group)
+        names = gather_objects([u.name for u in units], group=mesh.pp.gather_group)
     return list(dict.fromkeys(name for stage in names for name in stage))
 
 

@@ -23,6 +23,7 @@ from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config, parse
 from megazero.data import IndexedWriter
 from megazero.mesh.launch import Launch, read_launch
+from megazero.mesh.sealed import SECRET
 from megazero.mesh.starter import free_port
 from megazero.train import entry_point, setup
 from megazero.train.data import feeding
@@ -183,8 +184,9 @@ def samples(seen: list[Seen]) -> list[tuple[int, int]]:
 
 
 def digest(root: str | os.PathLike) -> dict[str, str]:
-    """sha256 of every file below a folder but leases, by its path in it."""
-    files = sorted(path for path in Path(root).rglob("*") if path.is_file() and path.stem != "lease")
+    """sha256 of every file below a folder but leases and secrets, by its path in it."""
+    own = ("lease", SECRET)
+    files = sorted(path for path in Path(root).rglob("*") if path.is_file() and path.stem not in own)
     return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megazero.bounded import load_json, read_bytes
 from megazero.config.errors import WRONG_PATH
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, Row, rows
 from megazero.config.nearest import did_you_mean
@@ -131,8 +132,7 @@ def _load(layer: Layer, path: str) -> dict[str, Any] | None:
         return dict(pairs)
 
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file, object_pairs_hook=no_twins)
+        content = load_json(read_bytes(path), object_pairs_hook=no_twins)
     except WRONG_PATH as error:
         layer.errors.append(f"--deepspeed-config {path} cannot be read: {error.strerror or error}")
         return None

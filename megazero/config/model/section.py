@@ -11,6 +11,7 @@ from typing import Any
 
 from megazero.config.options.fields import option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
+from megazero.families.layer_kinds import MOST_LAYERS
 
 # What an MLP may have instead of GELU behind one matrix, of which it has one.
 ACTIVATIONS = ("squared_relu", "geglu", "swiglu")
@@ -33,7 +34,7 @@ class ModelConfig:
         "family that sets the defaults marked 'by family'; gpt is Megatron's architecture",
         choices=tuple(FAMILIES),
     )
-    num_layers: int = option(MISSING, "transformer layers", low=1, required=True)
+    num_layers: int = option(MISSING, "transformer layers", low=1, high=MOST_LAYERS, required=True)
     hidden_size: int = option(MISSING, "width of the residual stream", low=1, required=True)
     ffn_hidden_size: int = option(
         MISSING,

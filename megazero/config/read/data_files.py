@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megazero.bounded import load_json, read_bytes
 from megazero.config.errors import WRONG_PATH, ConfigError
 from megazero.config.options.data_inputs import (
     DATA_WORDS,
@@ -27,7 +27,7 @@ def _blend(text: str) -> Words:
 
 
 def _per_split(text: str) -> Words:
-    content = json.loads(text)
+    content = load_json(text)
     if not isinstance(content, dict) or not set(content) <= set(SPLITS):
         raise ValueError(f"must hold an object with the keys {', '.join(SPLITS)}")
     words = {
@@ -69,8 +69,8 @@ def read_data_files(values: dict[str, Any], notes: list[str]) -> list[str]:
             continue
         flag = all_options()[name].flag
         try:
-            with open(path, encoding="utf-8") as file:
-                words = {key: value for key, value in read(file.read()).items() if value}
+            text = read_bytes(path).decode("utf-8")
+            words = {key: value for key, value in read(text).items() if value}
             for key, value in words.items():
                 DATA_WORDS[key](value)  # here, so that its error names the file
         except WRONG_PATH as error:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
+from megazero import bounded
 from megazero.config.errors import WRONG_PATH
 from megazero.config.read.sources import Layer, Unknown, all_switches
 from megazero.config.run import section_types
@@ -34,24 +33,15 @@ def read_yaml(path: str) -> Layer:
 
 
 def _load(layer: Layer, path: str) -> Any:
-    import yaml  # 0.03 s, only when a file is given
-
-    class Loader(yaml.SafeLoader):
-        """This loader refuses a key that stands twice (PyYAML takes the last silently)."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-            keys = [self.construct_object(k, deep=True) for k, _ in node.value]
-            twice = {str(k) for k in keys if keys.count(k) > 1}
-            layer.errors.extend(f"{path}: {key} stands there twice" for key in sorted(twice))
-            return super().construct_mapping(node, deep)
-
     try:
-        with open(path, encoding="utf-8") as file:
-            return yaml.load(file, Loader)
+        content, twice = bounded.read_yaml(path)
     except WRONG_PATH as error:
         layer.errors.append(f"--config {path} cannot be read: {error.strerror or error}")
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        layer.errors.append(f"--config {path} is not YAML: {str(error).replace(chr(10), ' ')}")
+    except ValueError as error:
+        layer.errors.append(f"--config {path} is not YAML: {error}")
+    else:
+        layer.errors.extend(f"{path}: {key} stands there twice" for key in twice)
+        return content
     return None
 
 
@@ -83,7 +73,7 @@ def put(layer: Layer, where: str, name: str, value: Any, section: str = "") -> N
 def read_json(file: Path, why: str) -> dict[str, Any]:
     """Return a JSON object. Raises ValueError, which says why the file is needed."""
     try:
-        value = json.loads(file.read_bytes())
+        value = bounded.read_json(file)
     except FileNotFoundError:
         raise ValueError(f"'{file}' is missing: {why}") from None
     except ValueError as error:

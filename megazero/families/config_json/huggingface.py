@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megazero.families.config_json.known_fields import INERT, ONLY, refusal
+from megazero.families.layer_kinds import MOST_LAYERS
 
 Config = Mapping[str, Any]
 
@@ -100,6 +101,9 @@ class HuggingFace:
             for name, value in options.items()
             if value is None and name not in absent
         ]
+        layers = options["num_layers"]
+        if isinstance(layers, int) and layers > MOST_LAYERS:  # the groups count them out
+            raise ValueError(f"{self.model_type} config: {layers} layers; at most {MOST_LAYERS} can be meant")
         options["untie_embeddings_and_output_weights"] = not given.get(TIED, self.tied)
         for group in self.groups:
             try:

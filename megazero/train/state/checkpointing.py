@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import TRIAL, checkpoint_name
@@ -31,6 +30,7 @@ from megazero.convert.source import Source
 from megazero.convert.tokenizer import RunTokenizer, hub_tokenizer
 from megazero.data.tokenizer_files import load_run_tokenizer, tokenizer_options
 from megazero.mesh.mesh import Mesh, world_group
+from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.spikes import SpikeMonitor
@@ -187,9 +187,7 @@ class Checkpointing:
         own = {"optimizer": self.engine.optimizer.scalars(), "engine": self.engine.state()}
         if self.mesh.outer is None:
             return own
-        every = [own] * self.mesh.outer.size
-        dist.all_gather_object(every, own, group=self.mesh.outer.gather_group)
-        return {**own, "replicas": every}
+        return {**own, "replicas": gather_objects(own, group=self.mesh.outer.gather_group)}
 
     @property
     def root(self) -> str:

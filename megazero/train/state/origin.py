@@ -272,7 +272,7 @@ def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
     Its error is raised on every rank.
     """
     found: list[Any] = agree(
-        world_group(), "the first rank looked", lambda: look() if mesh.rank == 0 else None
+        world_group(), "the first rank looked", lambda: look() if mesh.rank == 0 else None, Chosen
     )
     return found[0]
 

@@ -640,6 +640,42 @@ def test_a_unit_that_one_rank_skips_is_named(shards):
         assert_says(answers, [("nothing",), ("different collectives", "unit 'layers.1'", "where rank")])
 
 
+def uneven(shards, order):
+    """Evaluations of as many forwards on both ranks, then one in which rank 1 has run fewer, in this order."""
+    model, engine = make(shards, policy=zero.Policy(block=4, prefetch_bytes=0))
+    patience, lane.PATIENCE = lane.PATIENCE, lane.PATIENCE / 20
+
+    def evaluate(count):
+        with engine.evaluation():
+            for _ in range(count):
+                model(torch.ones(3, 8), order=order)
+
+    try:
+        said = said_by(partial(evaluate, 2), partial(evaluate, 1 if dist.get_rank() else 3))
+    finally:
+        lane.PATIENCE = patience
+    store = dist.distributed_c10d._get_default_store()  # nobody leaves before the other has been told
+    store.set(f"told {dist.get_rank()}", "")
+    if dist.get_rank():  # a process that ends is what tells a rank that waits for it
+        store.wait(["told 0"])
+    return said
+
+
+def test_an_evaluation_of_fewer_forwards_is_named():
+    answers = run_ranks(2, uneven, (2, 2, 2), [0, 1, 2, 3], timeout=30)
+    assert_says(
+        answers[:1],
+        [("nothing",), ("rank 0 gathers unit", "where rank 1 has ended its evaluation()", "as often")],
+    )
+    assert_says(
+        answers[1:], [("nothing",), ("rank 1 has ended its evaluation(), and another rank has failed",)]
+    )
+
+
+def test_an_evaluation_of_fewer_forwards_that_need_no_gather_is_allowed():
+    assert run_ranks(2, uneven, (1, 1, 2), [0, 1, 2, 3], timeout=30) == [["nothing", "nothing"]] * 2
+
+
 # -- torch.compile --------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests import ROOT
 
 FLOORS = (
-    {"files"},
+    {"files", "bounded"},
     {"kernels", "families", "charts"},
     {"mesh"},
     {"checkpoint"},

@@ -11,12 +11,14 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megazero.mesh.launch import Launch
-from megazero.mesh.rendezvous import RanksMissing, in_ranges, meet, missing_ranks
+from megazero.mesh.rendezvous import RanksMissing, _listen, connect, in_ranges, meet, missing_ranks
 from megazero.mesh.starter import free_port
 
 HERE = socket.gethostname()
@@ -86,6 +88,42 @@ def test_two_runs_at_one_port_are_told_so() -> None:
             ValueError, match=f"port {other.getsockname()[1]} on .* is in use.*set MASTER_PORT"
         ):
             meet(Launch(world_size=2, master_port=other.getsockname()[1]), 1)
+
+
+EVERYWHERE, LOOPBACK, OTHER_LOOPBACK = "00000000", "0100007F", "0101007F"
+
+
+@pytest.mark.parametrize(
+    ("named", "ranks_here", "listens"),
+    [
+        ("127.0.0.1", 2, LOOPBACK),
+        ("127.0.1.1", 2, OTHER_LOOPBACK),
+        (
+            "127.0.1.1",
+            1,
+            EVERYWHERE,
+        ),  # a host's own name on Debian: the other node has another address for it
+        ("127.0.0.1", None, EVERYWHERE),
+    ],
+)
+def test_the_store_listens_where_the_address_says_alone(
+    named: str, ranks_here: int | None, listens: str
+) -> None:
+    launch = Launch(world_size=2, local_world_size=ranks_here, master_addr=named, master_port=free_port())
+    store = connect(launch, timedelta(seconds=5), serve=True)
+    store.set("word", "said")
+    assert connect(launch, timedelta(seconds=5)).get("word") == b"said"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [row[1] for row in rows if row[3] == "0A"]
+    assert [at for at in listening if at.endswith(f":{launch.master_port:04X}")] == [
+        f"{listens}:{launch.master_port:04X}"
+    ]
+
+
+def test_an_address_that_is_forwarded_to_this_host_has_every_interface() -> None:
+    there = socket.getaddrinfo("192.0.2.1", 0, type=socket.SOCK_STREAM)  # nobody's, for documents
+    with closing(_listen(there, 0)) as listening:
+        assert listening.getsockname()[0] == "0.0.0.0"
 
 
 NODES = ("gpu03", "gpu04")

@@ -8,7 +8,7 @@ from megazero.ops.heartbeat import Heartbeat, missing_ranks, starved
 def beat(rank: int, awaits: tuple[int, str, float] | None = None, **values: object) -> Heartbeat:
     where = {"phase": "iteration 7"}
     made = Heartbeat(
-        rank, 3, "n0", 40 + rank, 1, 5.0 - rank, waiting=True, where=where, stack="x.py:1 f", awaits=awaits
+        rank, 3, "n0", 40 + rank, 5.0 - rank, waiting=True, where=where, stack="x.py:1 f", awaits=awaits
     )
     return Heartbeat(**{**vars(made), **values})
 

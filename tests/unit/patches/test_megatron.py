@@ -21,7 +21,7 @@ from megazero.kernels.arena import Arena
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_core_patch
-from megatron_core_patch import names, patch
+from megatron_core_patch import names, patch, report
 from megatron_core_patch.__main__ import main, parse, split
 from megatron_core_patch.carrier import Carrier, Held
 from megatron_core_patch.chains import BucketRounding, gather_coded, gather_exact, reduce_exact, reduce_rows
@@ -711,11 +711,10 @@ def test_a_kind_has_a_line_when_it_first_gets_a_buffer(
     """Ranks 0 and 1 are stages of a pipeline, of which the second alone has experts; rank 2 is of another."""
     stages = {0: ["dense"], 1: ["dense", "expert"], 2: ["dense"]}
 
-    def gather(out: list, own: list) -> None:
-        out[:] = [stages[r] if r != rank else own for r in range(3)]
+    def gather(own: list) -> list:
+        return [stages[r] if r != rank else own for r in range(3)]
 
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(report, "gather_objects", gather)
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     buffers = [Config(param_dtype=torch.bfloat16, grad_dtype=torch.float32)]
     kind = lambda name: (name, two_hops(2, 1), buffers, 0)  # noqa: E731
