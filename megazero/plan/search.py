@@ -216,7 +216,9 @@ class Search:
         for shard in [self.given_shards(base)] if self.shards_given else self._shards(base):
             choice = ShardChoice(base, shard)
             once = shard[0] > 1 and self.values.get(LIFETIME) is None  # gathered layouts belong to it, too
-            bounds = [least_seconds(layout, ACROSS, once) for layout, _ in self.layouts(choice, gathered=False)]
+            bounds = [
+                least_seconds(layout, ACROSS, once) for layout, _ in self.layouts(choice, gathered=False)
+            ]
             if bounds:
                 yield choice, min(bounds)
 
