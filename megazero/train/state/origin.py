@@ -133,9 +133,8 @@ def _sound(mesh: Mesh, find: Callable[[Look], Chosen]) -> tuple[Chosen, Damaged]
         chosen = _of_first_rank(mesh, lambda: find(lambda path: None if path in damaged else complete(path)))
         if chosen.path is None:
             return chosen, damaged
-        doing = f"checkpoint '{chosen.path}' not loaded"
         try:
-            manifest = agree_local(world_group(), doing, partial(open_manifest, chosen.path))
+            manifest = store.shared_manifest(chosen.path, world_group())
             store.check_bytes(chosen.path, manifest, world_group())
             return chosen, damaged
         except store.CheckpointError as error:
@@ -199,11 +198,8 @@ def _gone_on(options: CheckpointConfig, chosen: Chosen) -> Iterator[str]:
 
 def _opened(path: Path) -> SavedCheckpoint:
     """Return a checkpoint with its manifest and state. Collective."""
-    return agree_local(
-        world_group(),
-        f"checkpoint '{path}' not loaded",
-        lambda: SavedCheckpoint(path, store.read_manifest(path), store.read_state(path)),
-    )
+    everyone = world_group()
+    return SavedCheckpoint(path, store.shared_manifest(path, everyone), store.shared_state(path, everyone))
 
 
 def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Damaged) -> Origin:
