@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from megazero.config import ConfigError, World, parse
+from megazero.config import CommandLine, ConfigError, World
 from megazero.config.read.data_files import refuse_missing_data
 from megazero.log.exit_status import ExitStatus, end_folder, record_status, report_to_torchrun, status_of
 from megazero.log.safe_stream import guard_output
@@ -29,7 +29,8 @@ def main() -> int:
     try:
         # Before torch is imported: a mistake is told in a fraction of a second.
         world = World(ranks, ranks) if ranks else World(launch.world_size, launch.local_world_size or 0)
-        config = parse(flags, world)
+        command = CommandLine(flags, world)
+        config = command.parse() if launch.rank == 0 else command.parse_apart()
         if launch.rank == 0:
             refuse_missing_data(config)
     except (ConfigError, OSError) as error:
@@ -37,9 +38,9 @@ def main() -> int:
     if ranks is not None:
         program = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]  # Python's own options and the script
         good = (ExitStatus.FINISHED, ExitStatus.STOPPED)
-        command = [sys.executable, *program, *flags]
-        return start_ranks(command, ranks, device=config.training.device, good=good)
-    return run(config, launch)
+        words = [sys.executable, *program, *flags]
+        return start_ranks(words, ranks, device=config.training.device, good=good)
+    return run(config, launch, command)
 
 
 def _refuse(error: ValueError | OSError, first: bool, hint: str = "") -> ExitStatus:

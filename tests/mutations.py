@@ -431,9 +431,14 @@ megazero/checkpoint/planners.py
   padding keeps what it held before a load
 
 megazero/checkpoint/reading.py
-- [rank::world_size]
-+ [rank + 1 :: world_size]
-  one file's checksum is read by nobody
+- // len(files) == rank]
++ // len(files) == rank + 1]
+  some files' checksums are read by nobody
+
+megazero/checkpoint/manifest.py
+- > _SETTLED_S
++ > -1
+  a manifest that changes within a tick of the clock is remembered as it was
 
 megazero/checkpoint/store.py
 -     same = same and to_json(layout, "layout") == manifest.layout

@@ -50,6 +50,33 @@ def agree_local(group: dist.ProcessGroup | None, doing: str, action: Callable[[]
     return results[0]
 
 
+def first_bytes(group: dist.ProcessGroup | None, doing: str, action: Callable[[], bytes]) -> bytes:
+    """Return on every rank of ``group`` what ``action`` returns on the first, the only one that runs it.
+
+    Raises CheckpointError with the same text on every rank when it failed.
+    """
+    import torch
+    import torch.distributed as dist
+
+    made: list[bytes] = []
+
+    def act() -> int:
+        if group is None or dist.get_rank(group) == 0:
+            made.append(action())
+        return len(made[0]) if made else 0
+
+    size = agree(group, doing, act)[0]
+    if group is None:
+        return made[0]
+    data = (
+        torch.frombuffer(bytearray(made[0]), dtype=torch.uint8)
+        if made
+        else torch.empty(size, dtype=torch.uint8)
+    )
+    dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
+    return data.numpy().tobytes()
+
+
 Failure = tuple[str, int | None]  # text, and the operating system's number for it
 
 

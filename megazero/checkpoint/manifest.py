@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megazero.bounded import read_json
+from megazero.bounded import load_json, read_bytes
 from megazero.checkpoint.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
@@ -18,6 +20,7 @@ STATE_FILE = "state.json"
 FORMAT = "megazero-checkpoint"
 VERSION = 1
 _READ_BYTES = 1 << 22
+_SETTLED_S = 2.0  # a file changed since may change once more within one tick of its time stamp
 
 
 @dataclass(frozen=True)
@@ -56,24 +59,29 @@ def to_json(value: Any, what: str) -> Any:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write ``manifest`` into the directory ``path``, with a checksum of itself, and fsync it."""
+    """Write ``manifest`` into the directory ``path``, and fsync it."""
+    write_file(path / MANIFEST_FILE, manifest_text(manifest))
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    """Return a manifest as its file holds it, with a checksum of itself."""
     body = asdict(manifest)
     head = {"format": FORMAT, "version": VERSION, "crc32": _crc32(body)}
-    write_file(path / MANIFEST_FILE, json.dumps({**head, **body}, indent=1).encode())
+    return json.dumps({**head, **body}, indent=1).encode()
 
 
 def read_manifest(path: str | os.PathLike) -> Manifest:
     """Return the manifest of the checkpoint directory ``path``.
 
-    Raises CheckpointError if the directory or the manifest is absent, damaged or of another format, and OSError if
-    the storage does not answer.
+    While its file stays the same, this process reads it once. Raises CheckpointError if the directory or the manifest
+    is absent, damaged or of another format, and OSError if the storage does not answer.
     """
     file = Path(path) / MANIFEST_FILE
     try:
-        body = read_json(file)
-        head, crc32 = (body.pop("format"), body.pop("version")), body.pop("crc32")
-        if head == (FORMAT, VERSION) and crc32 == _crc32(body):
-            return _parse(body)
+        seen = file.stat()
+        settled = time.time() - max(seen.st_mtime, seen.st_ctime) > _SETTLED_S
+        identity = (seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+        return _remembered(file, identity) if settled else parse_manifest(read_bytes(file), file)
     except (FileNotFoundError, NotADirectoryError):
         if not Path(path).is_dir():
             raise CheckpointError(f"there is no checkpoint directory '{path}'; check the path") from None
@@ -81,6 +89,25 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
             f"'{path}' is no complete checkpoint: it has no '{MANIFEST_FILE}'. Give a directory such as "
             "SAVE/iter_0000100 that has one"
         ) from None
+    except CheckpointError:
+        raise
+    except ValueError as error:  # larger than any manifest
+        raise CheckpointError(f"'{file}' is damaged ({error}); load an older checkpoint") from None
+
+
+@lru_cache(maxsize=256)
+def _remembered(file: Path, identity: tuple[int, ...]) -> Manifest:
+    return parse_manifest(read_bytes(file), file)
+
+
+def parse_manifest(text: bytes, file: Path) -> Manifest:
+    """Return the manifest that ``file`` holds as ``text``. Raises CheckpointError if it is damaged or of another
+    format."""
+    try:
+        body = load_json(text)
+        head, crc32 = (body.pop("format"), body.pop("version")), body.pop("crc32")
+        if head == (FORMAT, VERSION) and crc32 == _crc32(body):
+            return _parse(body)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"'{file}' is damaged ({error}); load an older checkpoint") from error
     if head != (FORMAT, VERSION):

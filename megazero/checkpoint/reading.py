@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,24 @@ def rank_file(rank: int) -> str:
 
 
 def check_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
-    """Check the checksum of every ``world_size``-th file, so that together the ranks read each file once."""
-    for name in sorted(manifest.files)[rank::world_size]:
+    """Check the checksums of this rank's share of the files; together the ranks read each file once."""
+    for name in share_of(manifest.files, rank, world_size):
         check_checksum(path, name, manifest.files[name])
+
+
+def share_of(names: Collection[str], rank: int, world_size: int) -> list[str]:
+    """Return which of a checkpoint's files a rank checks.
+
+    Files that are numbered by rank go to ranks in that order, so a rank checks what it, or its node, loads next: the
+    node's memory still has those bytes, and the storage is read once.
+    """
+
+    def numbered(name: str) -> tuple[list[str], list[int]]:
+        return re.split(r"\d+", name), [int(number) for number in re.findall(r"\d+", name)]
+
+    alike = groupby(sorted(names, key=numbered), lambda name: numbered(name)[0])
+    series = (list(files) for _, files in alike)
+    return [name for files in series for i, name in enumerate(files) if i * world_size // len(files) == rank]
 
 
 def open_metadata(path: Path, manifest: Manifest) -> Metadata:

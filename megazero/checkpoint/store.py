@@ -5,6 +5,7 @@ then torch.distributed need not be initialised."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,17 @@ from safetensors import torch as safetensors
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoint, latest, stated
-from megazero.checkpoint.errors import CheckpointError, agree, agree_local
+from megazero.checkpoint.errors import CheckpointError, agree, agree_local, first_bytes
 from megazero.checkpoint.image import Staging
-from megazero.checkpoint.manifest import Manifest, open_manifest, read_manifest, to_json
+from megazero.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    manifest_text,
+    open_manifest,
+    parse_manifest,
+    read_manifest,
+    to_json,
+)
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import tensors_by_kind
 from megazero.checkpoint.reading import (
@@ -59,6 +68,8 @@ __all__ = [
     "read_state",
     "save",
     "saving",
+    "shared_manifest",
+    "shared_state",
     "verify",
 ]
 
@@ -97,7 +108,7 @@ def load(
     rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     chosen = dict(kinds) if isinstance(kinds, Mapping) else {kind: kind for kind in kinds}
     doing = f"checkpoint '{path}' not loaded"
-    manifest = agree_local(group, doing, partial(open_manifest, path))
+    manifest = shared_manifest(path, group)
     if not checked:
         check_bytes(path, manifest, group)
     metadata = agree_local(group, doing, partial(open_metadata, path, manifest))
@@ -106,8 +117,25 @@ def load(
     agree_local(group, doing, partial(read_records, path, metadata, records, chosen))
     same = world_size == manifest.world_size and layout is not None
     same = same and to_json(layout, "layout") == manifest.layout
-    state, tensors = agree_local(group, doing, partial(_read_local, path, manifest, rank if same else None))
+    state = json.loads(first_bytes(group, doing, lambda: json.dumps(stated(path)).encode()))
+    tensors = agree_local(group, doing, partial(_rank_tensors, path, manifest, rank)) if same else None
     return LoadedState(state, tensors, manifest)
+
+
+def shared_manifest(path: Path, group: dist.ProcessGroup | None = None) -> Manifest:
+    """Return the manifest of a checkpoint whose files are all there, as the first rank sees it. Collective.
+
+    Raises CheckpointError on every rank.
+    """
+    doing = f"checkpoint '{path}' not loaded"
+    text = first_bytes(group, doing, lambda: manifest_text(open_manifest(path)))
+    return parse_manifest(text, path / MANIFEST_FILE)
+
+
+def shared_state(path: Path, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Do the same as ``read_state`` on the first rank, for all. Collective."""
+    doing = f"checkpoint '{path}' not loaded"
+    return json.loads(first_bytes(group, doing, lambda: json.dumps(read_state(path)).encode()))
 
 
 def check_bytes(path: Path, manifest: Manifest, group: dist.ProcessGroup | None = None) -> None:
@@ -188,11 +216,6 @@ def _check_model(
             )
 
 
-def _read_local(
-    path: Path, manifest: Manifest, rank: int | None
-) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
-    state = stated(path)
-    if rank is None:
-        return state, None
+def _rank_tensors(path: Path, manifest: Manifest, rank: int) -> dict[str, torch.Tensor]:
     name = rank_file(rank)
-    return state, safetensors.load((path / name).read_bytes()) if name in manifest.files else {}
+    return safetensors.load((path / name).read_bytes()) if name in manifest.files else {}

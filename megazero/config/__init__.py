@@ -5,11 +5,12 @@ It imports neither torch nor numpy.
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout.shards import PRESETS, resolve_shards
-from megazero.config.read.parse import make_config, parse, parse_or_exit, run_command
+from megazero.config.read.parse import CommandLine, make_config, parse, parse_or_exit, run_command
 from megazero.config.run import RunConfig, World
 
 __all__ = [
     "PRESETS",
+    "CommandLine",
     "ConfigError",
     "RunConfig",
     "World",

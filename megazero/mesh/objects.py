@@ -54,7 +54,10 @@ def packed(value: Any) -> bytes:
 
 def unpacked(text: bytes, *classes: type) -> Any:
     """Return the value that was ``packed``. Raises ValueError for a text that is none, or holds another class."""
-    kinds = {**_KINDS, **{cls.__name__: partial(_instance, cls) for cls in classes}}
+    kinds: dict[str, Callable[[list[Any]], Any]] = {
+        **_KINDS,
+        **{cls.__name__: partial(_instance, cls) for cls in classes},
+    }
     try:
         return load_json(text, object_hook=partial(_unpacked, kinds))
     except (ValueError, KeyError, TypeError) as error:

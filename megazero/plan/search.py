@@ -86,7 +86,6 @@ _INT2 = FormatChoice(
     "gradients INT2 with feedback",
     {**_INT4.values, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"},
 )
-# The fewest bits last.
 ZEROPP = (EXACT, _INT8, _DELTA, _INT4, _INT8 + _INT4, _DELTA + _INT4)
 AGGRESSIVE = (*ZEROPP, _INSIDE, _INT2, _DELTA + _INT2)
 OUTER = "outer"  # of the policies: outer steps are proposed (slow_links.py), and messages inside a replica are exact
@@ -212,25 +211,27 @@ class Search:
     def shard_choices(self, base: BaseLayout) -> Iterator[tuple[ShardChoice, float]]:
         """Yield the shards of a base whose model state could fit, each with a lower bound over all formats.
 
-        Fewer bits are never slower on the link between nodes, so the formats with the fewest bits give the bound.
+        The bound is the least of the formats' own: which of them sends the fewest bits depends on the shards.
         """
         for shard in [self.given_shards(base)] if self.shards_given else self._shards(base):
             choice = ShardChoice(base, shard)
             once = shard[0] > 1 and self.values.get(LIFETIME) is None  # gathered layouts belong to it, too
-            for layout, _ in self.layouts(choice, fewest_bits=True):
-                yield choice, least_seconds(layout, ACROSS, once)
+            bounds = [
+                least_seconds(layout, ACROSS, once) for layout, _ in self.layouts(choice, gathered=False)
+            ]
+            if bounds:
+                yield choice, min(bounds)
 
-    def layouts(self, choice: ShardChoice, fewest_bits: bool = False) -> Iterator[tuple[Layout, str]]:
-        """Yield every legal layout of a choice, with the name of its formats; or only one, of the fewest bits."""
-        for zero, name in self._zero_choices(choice, fewest_bits):
+    def layouts(self, choice: ShardChoice, gathered: bool = True) -> Iterator[tuple[Layout, str]]:
+        """Yield every legal layout of a choice, with the name of its formats.
+
+        gathered: also those that gather a unit once per step, where the lifetime of parameters is not given.
+        """
+        for zero, name in self._zero_choices(choice, gathered):
             try:
-                layout = Layout(choice.base, zero)
+                yield Layout(choice.base, zero), name
             except ValueError as error:
                 self.errors[str(error)] = self.errors.get(str(error), 0) + 1
-                continue
-            yield layout, name
-            if fewest_bits:
-                return
 
     @property
     def shards_given(self) -> bool:
@@ -245,7 +246,7 @@ class Search:
         quantised = any("quantized" in name for name in self.values)
         return not quantised and self.values.get("zero_preset") not in QUANTISED
 
-    def _zero_choices(self, choice: ShardChoice, fewest_bits: bool) -> Iterator[tuple[ZeroConfig, str]]:
+    def _zero_choices(self, choice: ShardChoice, gathered: bool) -> Iterator[tuple[ZeroConfig, str]]:
         base, shard = choice
         plain = {
             n: v for n, v in self.values.items() if n.startswith("zero_") and n not in ZERO and v is not None
@@ -257,9 +258,9 @@ class Search:
         )
         formats = self.policy if self._formats_free else (FormatChoice("as given"),)
         lives = [plain[LIFETIME]] if LIFETIME in plain else [None]
-        if LIFETIME not in plain and shard[0] > 1 and not fewest_bits:
+        if LIFETIME not in plain and shard[0] > 1 and gathered:
             lives.append("gathered")
-        for chosen in reversed(formats) if fewest_bits else formats:
+        for chosen in formats:
             if chosen.has_effect(shard, base):
                 for life in lives:
                     yield ZeroConfig(**{**plain, **kept, **chosen.values, LIFETIME: life}), chosen.name

@@ -159,8 +159,9 @@ def _calls(decoder: Decoder, samples: int, length: int, key: int | None) -> dict
 
 
 def _with_backward(call: Callable[[], Tensor], decoder: nn.Module) -> Callable[[], None]:
-    shape = call()
-    gradient = torch.ones_like(shape)
+    output = call()
+    # Random as a step's (rates.py: measure_device); a loss, which is one number, has 1.
+    gradient = torch.randn_like(output) if output.dim() else torch.ones_like(output)
 
     def both() -> None:
         call().backward(gradient)

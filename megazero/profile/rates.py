@@ -30,11 +30,14 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for each host, whatever na
 
 
 def measure_device(config: RunConfig, clock: Clock) -> dict[str, Any]:
-    """Return the section ``device`` of the cluster file, and where ranks share processors, ``cores``. Collective."""
+    """Return the section ``device`` of the cluster file, and where ranks share processors, ``cores``. Collective.
+
+    Operands are random: on equal values few bits switch, and a GPU that its power limits clocks higher.
+    """
     device, name = clock.device, config.precision.params_dtype
     n, elements = MATRIX[device.type], ELEMENTS[device.type]
-    a = torch.ones(n, n, dtype=DTYPES[name], device=device)
-    out, source = torch.empty_like(a), torch.ones(4 * elements, device=device)
+    a = torch.randn(n, n, dtype=DTYPES[name], device=device)
+    out, source = torch.empty_like(a), torch.randn(4 * elements, device=device)
     target = torch.empty_like(source)
     matrix = clock(lambda: torch.mm(a, a, out=out), slowest=False)
     copy = clock(lambda: target.copy_(source), slowest=False)
@@ -90,8 +93,8 @@ def _idle() -> float:
 
 def _update(config: RunConfig, clock: Clock, elements: int) -> float:
     """Return the seconds of the norm, the clip and the optimizer's update of so many fp32 master weights."""
-    weight = nn.Parameter(torch.ones(elements, device=clock.device))
-    weight.grad = gradient = torch.ones_like(weight)
+    weight = nn.Parameter(torch.randn(elements, device=clock.device))
+    weight.grad = gradient = torch.randn_like(weight)
     optimizer = optimizer_factory(config)([{"params": [weight]}])
 
     def update() -> None:

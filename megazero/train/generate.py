@@ -78,7 +78,7 @@ def load_text_model(
     held = held_tokenizer(values["tokenizer_type"], path, manifest.files)
     given = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
     tokenizer = load_run_tokenizer(values, held, given)
-    trained_with = store.load(path, records=(), kinds=()).state["tokenizer"]
+    trained_with = store.read_state(path)["tokenizer"]
     if tokenizer.info.fingerprint != trained_with:
         raise store.CheckpointError(
             f"'{path}' was trained with another tokenizer (sha256 {trained_with[:12]}, this one's is "

@@ -16,14 +16,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megazero.checkpoint.errors import first_bytes
 from megazero.comm.hops import Traffic
-from megazero.config import RunConfig
+from megazero.config import CommandLine, RunConfig
+from megazero.config.model.loaded import Beginning
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
 from megazero.log.exit_status import ExitStatus, end_folder, forget_status, record_status, status_of
 from megazero.log.time_bill import TimeBill
 from megazero.mesh.launch import Launch
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, world_group
 from megazero.mesh.objects import gather_objects
 from megazero.models import Decoder
 from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
@@ -54,11 +56,16 @@ LEAVING_S = 60.0  # that a failed rank has to report and leave
 
 
 def main(
-    config: RunConfig, launch: Launch, signals: StopSignals | None = None, lease: Lease | None = None
+    config: RunConfig,
+    launch: Launch,
+    signals: StopSignals | None = None,
+    lease: Lease | None = None,
+    command: CommandLine | None = None,
 ) -> int:
     """Train as configured, and return the process's exit status. Every expected failure is one clear message.
 
-    signals: already handles the signals that stop the run. lease: not taken yet. Raises NotStarted.
+    signals: already handles the signals that stop the run. lease: not taken yet. command: of which ``config`` is, on
+    ranks other than the first without what the folders of --load and --save say. Raises NotStarted.
     """
     supervisor = Supervisor(config, launch, lease)
     with ExitStack() as stack:
@@ -71,7 +78,7 @@ def main(
                 timeout_s=config.training.distributed_timeout_minutes * 60,
                 phase=lambda: supervisor.phase,
             ):
-                trainer = prepare(config, launch, stack, signals, supervisor)
+                trainer = prepare(config, launch, stack, signals, supervisor, command)
                 supervisor.trainer = trainer
                 with trainer.outputs.console:
                     status = trainer.run()
@@ -183,8 +190,18 @@ def _look_for_kill_switch(path: str | None) -> None:
         )
 
 
+def _completed(config: RunConfig, launch: Launch, command: CommandLine) -> RunConfig:
+    """Return the configuration with what the first rank has read of the folders of --load and --save. Collective."""
+    own = command.beginning or Beginning()
+    told = first_bytes(world_group(), "the first rank told where the run begins", lambda: own.told)
+    if launch.rank == 0 or config.checkpoint.load is None:
+        return config
+    command.beginning = Beginning.of(told)
+    return command.parse()
+
+
 def _join(
-    config: RunConfig, launch: Launch, supervisor: Supervisor
+    config: RunConfig, launch: Launch, supervisor: Supervisor, command: CommandLine | None
 ) -> tuple[RunConfig, TokenizerInfo, Mesh, Forecast | None, tuple[str, ...]]:
     """Meet the other ranks and find out what all of them run on; nothing is allocated yet. Collective.
 
@@ -200,6 +217,8 @@ def _join(
     patience = 2 * (SILENT_S + BEAT_S) if held else 0.0
     device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog, patience)
     _share_lease(supervisor)
+    if command is not None:
+        config = _completed(config, launch, command)
     refuse_without_apex(config.training, device)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
@@ -241,14 +260,15 @@ def prepare(
     stack: ExitStack,
     signals: StopSignals | None = None,
     supervisor: Supervisor | None = None,
+    command: CommandLine | None = None,
 ) -> Trainer:
     """Make all that a run needs, in the order in which mistakes are cheapest to find. Collective.
 
     stack: closes what is opened here. supervisor: knows when the process began, and learns how far the preparation
-    is. Raises NotStarted.
+    is. command: as of ``main``. Raises NotStarted.
     """
     supervisor = supervisor or Supervisor(config, launch)
-    config, tokenizer, mesh, forecast, found = _join(config, launch, supervisor)
+    config, tokenizer, mesh, forecast, found = _join(config, launch, supervisor, command)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
     origin = find_origin(config, mesh)

@@ -192,9 +192,9 @@ class Agreement:
                         "(with an input of no consequence where it has none)"
                     )
         for peer, count in self._ended().items():
-            if own := self.issued.of_step()[count:]:
+            if further := self.issued.of_step()[count:]:
                 raise Differ(
-                    f"rank {self.rank} {self._named(own[0])} where rank {peer} has ended its evaluation(): every "
+                    f"rank {self.rank} {self._named(further[0])} where rank {peer} has ended its evaluation(): every "
                     "rank must call the same modules as often (with an input of no consequence where it has none)"
                 )
 

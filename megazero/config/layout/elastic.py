@@ -15,10 +15,8 @@ from itertools import islice
 from math import gcd, log
 from typing import Any
 
-from megazero.checkpoint.directory import stated
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.layout.shards import IN_NODE, PARTITIONED, QUANTISED
-from megazero.config.model.loaded import continued
 from megazero.config.options.fields import typed
 from megazero.config.options.sections import ParallelConfig, ZeroConfig
 from megazero.config.run import RunConfig, World, all_options
@@ -28,12 +26,12 @@ from megazero.mesh.grid import nearest_divisor, nearest_shards
 MOST_WORLDS = 16  # other numbers of ranks that are tried for an error line, in each direction
 
 
-def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
+def fit(config: RunConfig, world: World, consumed: int = 0) -> tuple[RunConfig, list[str]]:
     """Return the configuration for these ranks, and error lines.
 
     With --elastic it is the nearest legal one, with a note on what was changed. Without, the error of a batch or of
     ranks that do not divide ends with the flags of that one; other errors name their own nearest choice. A ramp-up
-    takes the micro-batch that divides every size to come, if there is one.
+    takes the micro-batch that divides every size to come after ``consumed`` samples, if there is one.
     """
     errors, elastic = find_errors(config, world), config.batch.elastic
     ramped = elastic and config.batch.rampup_batch_size
@@ -43,10 +41,7 @@ def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
     uneven = uneven_ranks(config, world) or list(batch_multiples(config, world))
     if not elastic and not uneven:
         return config, errors
-    try:
-        sizes = _sizes_to_come(config)
-    except ValueError as error:
-        return config, [*errors, f"--load {config.checkpoint.load}: {error}"]
+    sizes = BatchSizeRampup.of(config, 1).sizes_from(consumed)  # the one in use first, the full one last
     found = next(_legal(config, world, sizes), None)
     batch = f"the global batch of {config.batch.global_batch_size} on {world.world_size} ranks"
     if found is None:
@@ -91,13 +86,6 @@ def _legal(config: RunConfig, world: World, sizes: Sequence[int]) -> Iterator[Ru
                 choice = _with_micro_batch(replace(arranged, zero=zero), world, divided)
                 if choice is not None and not find_errors(choice, world):
                     yield choice
-
-
-def _sizes_to_come(config: RunConfig) -> list[int]:
-    """Return the global batches from where the run goes on, the one in use first and the full one last."""
-    path = continued(config.values()) if config.batch.rampup_batch_size else None
-    consumed = stated(path).get("consumed_samples", 0) if path else 0
-    return BatchSizeRampup.of(config, 1).sizes_from(consumed)
 
 
 def _layouts(config: RunConfig, world: World) -> list[ParallelConfig]:

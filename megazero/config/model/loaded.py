@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazero.checkpoint.directory import Look, described, latest, named
-from megazero.checkpoint.manifest import Manifest, read_manifest, to_json
+from megazero.checkpoint.directory import Look, described, latest, named, stated
+from megazero.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    manifest_text,
+    parse_manifest,
+    read_manifest,
+    to_json,
+)
 from megazero.config.model.architecture import from_hf_config, is_architecture
 from megazero.config.model.published import (
     CONFIG_FILE,
@@ -66,10 +74,50 @@ def checkpoint_to_load(values: Mapping[str, Any], look: Look = described) -> Cho
     return Chosen(one, named=True) if one is not None else Chosen(latest(load, look=look))
 
 
-def continued(values: Mapping[str, Any]) -> Path | None:
-    """Return the checkpoint whose run goes on, or None where a new one begins (--finetune)."""
-    chosen = checkpoint_to_load(values)
-    return chosen.path if chosen.again or not values.get("finetune") else None
+@dataclass(frozen=True)
+class Beginning:
+    """What the folders of --load and --save say of where a run begins, as one rank has read them.
+
+    path, manifest: the checkpoint that --load means, or None. again: this command has begun before and saved it
+    since. consumed: its samples, which only a ramp-up asks for. error: why --load means none.
+    """
+
+    path: Path | None = None
+    manifest: Manifest | None = None
+    again: bool = False
+    consumed: int = 0
+    error: str = ""
+
+    @property
+    def told(self) -> bytes:
+        """What other ranks are told, of which ``of`` makes it again: JSON."""
+        text = manifest_text(self.manifest).decode() if self.manifest else None
+        return json.dumps(
+            [self.path and f"{self.path}", text, self.again, self.consumed, self.error]
+        ).encode()
+
+    @classmethod
+    def of(cls, told: bytes) -> Beginning:
+        path, text, *others = json.loads(told)
+        if path is None:
+            return cls(None, None, *others)
+        return cls(Path(path), parse_manifest(text.encode(), Path(path) / MANIFEST_FILE), *others)
+
+    def goes_on(self, values: Mapping[str, Any]) -> bool:
+        """Tell whether the checkpoint's run goes on; else a new one begins (--finetune)."""
+        return self.path is not None and (self.again or not values.get("finetune"))
+
+
+def find_beginning(values: Mapping[str, Any]) -> Beginning:
+    """Read what a run with these options by name begins from. Raises OSError if the storage does not answer."""
+    try:
+        chosen = checkpoint_to_load(values)
+        if chosen.path is None:
+            return Beginning()
+        consumed = stated(chosen.path).get("consumed_samples", 0) if values.get("rampup_batch_size") else 0
+        return Beginning(chosen.path, read_manifest(chosen.path), chosen.again, consumed)
+    except ValueError as error:
+        return Beginning(error=f"{error}")
 
 
 def _begins_alike(values: Mapping[str, Any], saved: Manifest, by_name: bool) -> bool:
@@ -104,7 +152,9 @@ class Loaded:
     note: str | None = None
 
 
-def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+def take_architecture(
+    said: Mapping[str, Any], beginning: Beginning
+) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return the options by name, completed with the architecture of what --load names, if that exists.
 
     Also return notes, on what was taken over among others, and an error line for each option that was given another
@@ -114,15 +164,16 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     values, load = dict(said), said.get("load")
     notes, errors = list[str](), list[str]()
     try:
-        chosen = checkpoint_to_load(said)
-        loaded = _published(said) if is_published(load) else _checkpoint(chosen.path)
+        if beginning.error:
+            raise ValueError(beginning.error)
+        loaded = _published(said) if is_published(load) else _checkpoint(beginning)
     except ValueError as error:
         return values, [], [f"--load {load}: {error}"]
     if loaded is None:
         return values, [], []
     if is_published(load):
         values["finetune"] = True
-        notes += [] if chosen.again else [_FRESH.format(load)]
+        notes += [] if beginning.again else [_FRESH.format(load)]
     notes += [loaded.note] if loaded.note else []
     options, architecture, rather = all_options(), dict(loaded.architecture), dict(loaded.rather)
     if said.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in architecture:
@@ -151,11 +202,11 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     return values, notes, errors
 
 
-def _checkpoint(path: Path | None) -> Loaded | None:
+def _checkpoint(beginning: Beginning) -> Loaded | None:
     """Return the model of a checkpoint, and the tokenizer that it holds."""
-    if path is None:
+    path, manifest = beginning.path, beginning.manifest
+    if path is None or manifest is None:
         return None
-    manifest = read_manifest(path)
     saved = _architecture(_trained(manifest.configuration.get("model", {})))
     kind = manifest.configuration.get("data", {}).get("tokenizer_type")
     held = held_tokenizer(kind, path, manifest.files)
@@ -169,15 +220,6 @@ def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     defaults = {name: opt.default for name, opt in options.items() if opt.section == "model"}
     known = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items() if name in defaults}
     return defaults | complete(as_trained(known)) if known else {}
-
-
-def continued_configuration(said: Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the checkpoint whose run goes on, and its configuration, or None and {} where a new one begins."""
-    try:
-        path = continued(said)
-        return path, read_manifest(path).configuration if path else {}
-    except ValueError:  # as take_architecture has said
-        return None, {}
 
 
 def _published(said: Mapping[str, Any]) -> Loaded:

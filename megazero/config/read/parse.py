@@ -15,6 +15,7 @@ from typing import Any
 from megazero.config.errors import ConfigError
 from megazero.config.foreign import megatron
 from megazero.config.layout.elastic import fit
+from megazero.config.model.loaded import Beginning
 from megazero.config.nearest import did_you_mean
 from megazero.config.read.files import read_yaml
 from megazero.config.read.flags import Flags, help_text, read_flags
@@ -30,11 +31,39 @@ def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
     Without a world, whatever needs its size stays unchecked, and a global batch that is not given stays None.
     Raises ConfigError with every fault. --help prints and leaves through SystemExit(0), as argparse does.
     """
-    flags = read_flags(argv)
-    if flags.help:
-        print(help_text(os.path.basename(sys.argv[0])))
-        raise SystemExit(0)
-    return _finish(read_layers(flags), world)
+    return CommandLine(argv, world).parse()
+
+
+class CommandLine:
+    """The command line of a run. One rank reads the folders of --load and --save, and tells the others."""
+
+    def __init__(self, argv: Sequence[str], world: World | None) -> None:
+        self.argv, self.world = argv, world
+        self.beginning: Beginning | None = None  # what the folders say, as soon as it is known
+
+    def parse(self) -> RunConfig:
+        """Do what the function ``parse`` does. The folders are read unless the beginning is known."""
+        config, self.beginning = _finish(self._said(), self.world, self.beginning)
+        return config
+
+    def parse_apart(self) -> RunConfig:
+        """Return what the words say by themselves, which is enough to meet the rank that reads the folders.
+
+        With --load nothing is judged but the words. Raises ConfigError for their faults.
+        """
+        said = self._said()
+        if said.values.get("load") is None:
+            return self.parse()  # which reads nothing then
+        if said.errors:
+            raise ConfigError(said.errors)
+        return resolve(said, self.world, Beginning())[0]
+
+    def _said(self) -> Layer:
+        flags = read_flags(self.argv)
+        if flags.help:
+            print(help_text(os.path.basename(sys.argv[0])))
+            raise SystemExit(0)
+        return read_layers(flags)
 
 
 def read_layers(flags: Flags) -> Layer:
@@ -118,25 +147,27 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
         else:
             layer.errors.append(f"{name} does not exist{did_you_mean(name, all_options())}")
     settle(layer)
-    return _finish(layer, world)
+    return _finish(layer, world)[0]
 
 
-def _finish(said: Layer, world: World | None) -> RunConfig:
+def _finish(
+    said: Layer, world: World | None, beginning: Beginning | None = None
+) -> tuple[RunConfig, Beginning]:
     try:
-        return _completed(said, world)
+        return _completed(said, world, beginning)
     except OSError as error:
         # No mistake of the user: the cause keeps the operating system's number.
         unread = f"{error.filename or said.values.get('load')} cannot be read: {error.strerror or error}"
         raise ConfigError([*said.errors, unread]) from error
 
 
-def _completed(said: Layer, world: World | None) -> RunConfig:
-    config, missing, faults = resolve(said, world)
+def _completed(said: Layer, world: World | None, beginning: Beginning | None) -> tuple[RunConfig, Beginning]:
+    config, missing, faults, beginning = resolve(said, world, beginning)
     errors = [*said.errors, *faults]
     if errors or missing or world is None:
         errors += find_errors(config, world, said.failed, missing)
     else:
-        config, errors = fit(config, world)
+        config, errors = fit(config, world, beginning.consumed if beginning.goes_on(config.values()) else 0)
     if errors:
         raise ConfigError(errors)
-    return replace(config, notes=(*config.notes, *notes_on(config, world)))
+    return replace(config, notes=(*config.notes, *notes_on(config, world))), beginning

@@ -13,7 +13,7 @@ from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_deri
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.layout.wire import format_options
-from megazero.config.model.loaded import continued_configuration, take_architecture
+from megazero.config.model.loaded import Beginning, find_beginning, take_architecture
 from megazero.config.model.section import complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import section_of, show, stand_in, typed
@@ -28,11 +28,15 @@ Stored = Mapping[str, Mapping[str, Any]]
 ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
 
 
-def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str], list[str]]:
-    """Return the completed configuration with its notes, what is missing, and error lines.
+def resolve(
+    said: Layer, world: World | None, beginning: Beginning | None = None
+) -> tuple[RunConfig, Collection[str], list[str], Beginning]:
+    """Return the completed configuration with its notes, what is missing, error lines, and where the run begins.
+
+    beginning: what another rank has read of that; None reads it here.
 
     Missing are options that must have a value and were neither given nor derived. Stand-ins take their place, by
-    which nothing may be judged. Raises OSError if a checkpoint's storage does not answer.
+    which nothing may be judged. Raises OSError if a folder's storage does not answer.
     """
     values = dict(said.values)
     accumulation = values.pop("gradient_accumulation_steps", None)
@@ -40,14 +44,16 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
     errors += complete_megatron(said, values, notes)
     if "group-query-attention" in said.accepted and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
-    values, taken, clashes = take_architecture(values)
+    beginning = find_beginning(values) if beginning is None else beginning
+    values, taken, clashes = take_architecture(values, beginning)
     notes, errors = [*notes, *taken], [*errors, *clashes]
     unread = values.get("load") and f"--load {values['load']}: "
     if unread and any(line.startswith(unread) for line in clashes):  # it may have what is missing
         said.failed.update(
             o.name for o in all_options().values() if o.section == "model" and o.name not in values
         )
-    goes_on = continued_configuration(values)
+    stored = beginning.manifest if beginning.goes_on(values) else None
+    goes_on = (beginning.path, stored.configuration) if stored else (None, {})
     errors += _complete_schedule(values, said.accepted, *goes_on, notes)
     notes += [*_unlike_megatron(values, said.accepted), *unfused_gelu(values)]
     values = complete(values)
@@ -69,7 +75,7 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
     notes += _unused_split(values)
     needed = (opt for opt in all_options().values() if opt.needed and values.get(opt.name) is None)
     missing = {opt.name: stand_in(opt) for opt in needed}
-    return RunConfig.of(values | missing, notes), missing, errors
+    return RunConfig.of(values | missing, notes), missing, errors, beginning
 
 
 def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:

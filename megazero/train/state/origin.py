@@ -132,9 +132,8 @@ def _sound(mesh: Mesh, find: Callable[[Look], Chosen]) -> tuple[Chosen, Damaged]
         chosen = _of_first_rank(mesh, lambda: find(lambda path: None if path in damaged else complete(path)))
         if chosen.path is None:
             return chosen, damaged
-        doing = f"checkpoint '{chosen.path}' not loaded"
         try:
-            manifest = agree_local(world_group(), doing, partial(open_manifest, chosen.path))
+            manifest = store.shared_manifest(chosen.path, world_group())
             store.check_bytes(chosen.path, manifest, world_group())
             return chosen, damaged
         except store.CheckpointError as error:
@@ -201,14 +200,13 @@ def _opened(path: Path) -> SavedCheckpoint:
 
     Raises CheckpointError on every rank if a number in the state is impossible.
     """
-
-    def opened() -> SavedCheckpoint:
-        saved = SavedCheckpoint(path, store.read_manifest(path), store.read_state(path))
-        if faults := list(impossible_numbers(saved.state, saved.manifest.step)):
-            raise store.CheckpointError(f"in its state {'; '.join(faults)}: load an older checkpoint")
-        return saved
-
-    return agree_local(world_group(), f"checkpoint '{path}' not loaded", opened)
+    everyone = world_group()
+    saved = SavedCheckpoint(path, store.shared_manifest(path, everyone), store.shared_state(path, everyone))
+    if faults := list(impossible_numbers(saved.state, saved.manifest.step)):
+        raise store.CheckpointError(
+            f"checkpoint '{path}' not loaded: in its state {'; '.join(faults)}: load an older checkpoint"
+        )
+    return saved
 
 
 def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Damaged) -> Origin:

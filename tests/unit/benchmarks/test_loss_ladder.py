@@ -12,19 +12,21 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from benchmarks.harness import DOCS, Store
-from benchmarks.loss import data, ladder, rounding_noise
+from benchmarks.harness import DOCS, Store, section
+from benchmarks.loss import data, ladder, published, rounding_noise
 from benchmarks.loss.data import corpus, prepare, train_samples
 from benchmarks.loss.intervals import effects, t_quantile
 from benchmarks.loss.ladder import FIRST, NO_RUNS, Rung, following, halve
 from benchmarks.loss.ladder_report import HALF, LadderReport, known, noise_section, with_known
 from benchmarks.loss.plan import Runs
+from benchmarks.loss.published import HADAMARD, INT4
 from benchmarks.loss.rounding_errors import GRADIENTS
 from benchmarks.loss.run import RANKS, Run, Settings, train
 from benchmarks.loss.snapshot import Snapshot
 from benchmarks.loss.study import Trainer, ladder_report
 from benchmarks.rank_threads import MeshOf, run_threads
 from megazero.data.text import stdlib_sources
+from tests import ROOT
 
 TINY = Settings(
     layers=1, hidden=32, ffn=64, heads=2, vocabulary=384, sequence=16, micro_batch=2, steps=6, warmup=2, interval=2,
@@ -221,6 +223,33 @@ def test_page_of_runs(tmp_path: Path) -> None:
 def test_the_first_paragraph_of_loss_md_is_of_the_runs() -> None:
     page = (DOCS / "loss.md").read_text()
     assert page == with_known(page, known(ladder_report(DOCS)))
+
+
+def test_pages_quote_the_published_losses() -> None:
+    """README.md and slow-links.md say by hand what loss.md computes; the figures are the papers'."""
+    zeropp, sdp4bit = published.ZEROPP, published.SDP4BIT
+    assert section(DOCS / "loss_at_size.md", "Published gaps").strip().endswith(published.table().strip())
+    gaps = [f"{each.gap(name):+.2f}" for name in (INT4, HADAMARD) for each in sdp4bit]
+    assert gaps == ["+0.47", "+0.40", "+1.19", "+0.06", "+0.09", "+0.19"]
+    losses = [f"{loss:.4f}" for loss in (zeropp.exact, *zeropp.losses.values())]
+    assert losses == ["2.1218", "2.1656", "2.1340", "2.1217"]
+    slow, readme = (each.read_text() for each in (DOCS / "slow-links.md", ROOT / "README.md"))
+    worst = [
+        f"{max(e.least_speed(name) for e in (zeropp, *sdp4bit) if name in e.losses):.2f}"
+        for name in (INT4, HADAMARD)
+    ]
+    assert all(figure in slow for figure in (*losses, *gaps, *worst, f"{zeropp.gap(INT4):+.2f}%"))
+    assert all(
+        figure in readme for figure in (gaps[1], gaps[3], gaps[5], *worst, f"{zeropp.gap(INT4):+.2f}%")
+    )
+
+
+def test_what_rounding_costs_in_tokens() -> None:
+    """A run with as many tokens more as the exact one needs less has the exact one's loss."""
+    found = published.Published("a paper", "1M", 1e6, 1e9, 2.0, {"rounded": 2.0 + 0.05})
+    term = published.DATA_TERM * 1e9**-published.DATA_POWER
+    fewer = 1e9 / found.least_speed("rounded")
+    assert published.DATA_TERM * fewer**-published.DATA_POWER == pytest.approx(term + 0.05)
 
 
 # -- rounding beside noise -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import pathlib
 import shutil
 import signal
 import sys
@@ -15,7 +16,7 @@ from math import prod
 import pytest
 import torch
 
-from megazero.checkpoint import directory, planners, reading, store, writer
+from megazero.checkpoint import directory, manifest, planners, reading, store, writer
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.placement import Placement, RowRange
 from megazero.checkpoint.records import SliceRecord
@@ -288,6 +289,45 @@ def test_existing_step_is_kept_unless_overwriting(tmp_path):
     assert value_of(path) == 1.0
     assert value_of(saved(tmp_path, 3, 2.0, overwrite=True)) == 2.0
     assert os.listdir(tmp_path) == ["iter_0000003"]
+
+
+def test_a_manifest_is_read_once_while_it_stays_the_same(tmp_path, monkeypatch):
+    """A start looks at each checkpoint several times; with 1,024 ranks a manifest has 128 kB."""
+    paths = [saved(tmp_path, step) for step in (1, 2)]
+    reads = []
+    text = pathlib.Path.read_bytes
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda file: reads.append(file.parent.name) or text(file))
+    monkeypatch.setattr(manifest, "_SETTLED_S", -1.0)  # these files are young
+    for _ in range(3):
+        assert [path.name for path in store.checkpoints(tmp_path)] == [path.name for path in paths]
+    assert sorted(reads) == ["iter_0000001", "iter_0000002"]
+    saved(tmp_path, 1, 2.0, overwrite=True)
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["iter_0000002", "iter_0000001"]
+
+
+def test_a_young_manifest_is_read_again(tmp_path):
+    """Within one tick of its time stamp a file may change once more, to another text of the same length."""
+    path = saved(tmp_path, 1)
+    file = path / "manifest.json"
+    stamp = os.stat(file)
+    assert store.read_manifest(path).step == 1
+    file.write_bytes(file.read_bytes().replace(b'"step": 1', b'"step": 2'))
+    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    with pytest.raises(CheckpointError, match="checksum"):
+        store.read_manifest(path)
+
+
+@pytest.mark.parametrize(("ranks", "saved_by"), [(1, 3), (2, 3), (3, 3), (16, 16), (4, 16), (16, 4), (5, 3)])
+def test_files_are_checked_by_the_ranks_that_load_them(ranks, saved_by):
+    """Each file by one rank; on the layout that saved them each rank checks its own, so storage is read once."""
+    series = ["__{}_0.distcp", "rank_{:05d}.safetensors"]
+    names = [form.format(rank) for form in series for rank in range(saved_by)]
+    small = [".metadata", "state.json", "tokenizer.json"]
+    shares = [reading.share_of([*reversed(names + small)], rank, ranks) for rank in range(ranks)]
+    assert sorted(name for share in shares for name in share) == sorted(names + small)
+    for rank, share in enumerate(shares):
+        data = [name for name in share if name.endswith(".distcp")]
+        assert data == [f"__{k}_0.distcp" for k in range(saved_by) if k * ranks // saved_by == rank]
 
 
 def test_latest_is_the_last_saved_even_after_a_roll_back(tmp_path):

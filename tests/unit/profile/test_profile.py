@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.config import ConfigError, World, make_config
 from megazero.config.options.cluster import load_cluster, parse_cluster
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
+from megazero.profile import rates
 from megazero.profile.command import main
 from megazero.profile.options import read_request
 from megazero.profile.points import CollectivePoint, modules, sizes, wires
 from megazero.profile.record import Measurements, cluster_text, links, series, write_cluster
+from megazero.profile.timing import Clock
 from tests import ROOT
 from tests.sizes import SMALL, words
 
@@ -81,6 +85,27 @@ def test_links_are_those_of_the_measured_collectives() -> None:
     assert found.intra_node.latency_us == 10 and found.inter_node.latency_us == 100
     alone = links([], 10.0)
     assert alone["intra_node"]["gbytes_per_s"] == 10 and alone["inter_node"]["gbits_per_s"] == 80
+
+
+def test_what_is_timed_has_random_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU clocks higher on equal values than on a model's."""
+    monkeypatch.setitem(rates.MATRIX, "cpu", 16)
+    monkeypatch.setitem(rates.ELEMENTS, "cpu", 1024)
+    monkeypatch.setattr(rates, "MEETING_S", 0)
+    monkeypatch.setattr("megazero.profile.timing.ROUND_S", 0)
+    operands = dict[int, torch.Tensor]()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            timed = {torch.ops.aten.mm.out: args[:2], torch.ops.aten.copy_.default: args[1:2]}.get(func, ())
+            operands.update((each.data_ptr(), each) for each in timed if each.numel() > 16)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        config = make_config({**MODEL, "lr": 1e-3, "mock_data": True})
+        rates.measure_device(config, Clock(torch.device("cpu"), rounds=1))
+    assert {each.numel() for each in operands.values()} == {16 * 16, 4 * 1024}
+    assert all(each.unique().numel() > 0.9 * each.numel() for each in operands.values())
 
 
 def test_progress_goes_on_and_refuses_another_model(tmp_path: Path) -> None:

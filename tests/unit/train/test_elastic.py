@@ -14,11 +14,11 @@ import torch
 from megazero.checkpoint import directory, manifest, store
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
-from megazero.config import ConfigError, RunConfig, World, make_config
+from megazero.config import CommandLine, ConfigError, RunConfig, World, make_config
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.model.loaded import checkpoint_to_load
+from megazero.config.model.loaded import Beginning, checkpoint_to_load
 from megazero.train.state import origin
-from tests.sizes import TINY
+from tests.sizes import TINY, words
 
 FOUR_LAYERS = {**TINY, "num_layers": 4, "elastic": True}
 
@@ -186,6 +186,38 @@ def test_commands_that_read_alike_without_their_secrets_are_two(
     moved = replace(began, data=replace(began.data, data_path=("/d/corpus7-two",)))
     monkeypatch.setenv("DATA_PASS", "corpus7-two")
     assert any("--data-path was" in note for note in origin._changed_order(moved, began.to_dict(), True))
+
+
+def test_ranks_that_are_told_read_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank reads each manifest once; the others have its configuration all the same, notes and all."""
+    world, sizes = World(2, 2), ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size")
+    began = make_config({**FOUR_LAYERS, "save": str(tmp_path)}, world)
+    record = SliceRecord(Placement.plain("w", (2,)), 0, 2, {"weights": torch.zeros(2)})
+    for step in (1, 2, 3):
+        store.save(tmp_path, store.Snapshot(step, [record], {}, configuration=began.to_dict()))
+    given = {name: value for name, value in FOUR_LAYERS.items() if name not in sizes}
+    argv = words({**given, "lr": 0.5, "load": str(tmp_path), "save": str(tmp_path)})
+    reads, text = list[Path](), manifest.read_bytes
+    monkeypatch.setattr(manifest, "read_bytes", lambda file: reads.append(file) or text(file))
+    monkeypatch.setattr(manifest, "_SETTLED_S", -1.0)  # these are young
+    first, other = CommandLine(argv, world), CommandLine(argv, world)
+    config = first.parse()
+    assert config.model == began.model and [file.name for file in reads] == [manifest.MANIFEST_FILE] * 3
+    apart = other.parse_apart()  # enough to meet the first
+    assert (apart.training, apart.checkpoint) == (config.training, config.checkpoint)
+    assert first.beginning is not None and first.beginning.path == tmp_path / "iter_0000003"
+    other.beginning = Beginning.of(first.beginning.told)
+    again = other.parse()
+    assert again == config and again.notes == config.notes and any("schedule" in note for note in again.notes)
+    assert len(reads) == 3
+
+
+def test_a_rank_that_is_not_told_finds_mistakes_of_its_own_words() -> None:
+    world = World(2, 2)
+    with pytest.raises(ConfigError, match="--hidden-sise does not exist"):
+        CommandLine([*words(FOUR_LAYERS), "--load", "x", "--hidden-sise", "3"], world).parse_apart()
+    with pytest.raises(ConfigError, match="num-attention-heads"):  # no folder could mend that
+        CommandLine([*words(FOUR_LAYERS), "--num-attention-heads", "7"], world).parse_apart()
 
 
 def test_what_lies_in_the_folder_of_a_run_from_elsewhere_is_left_behind(tmp_path: Path) -> None:

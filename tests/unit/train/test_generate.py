@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.checkpoint import store
+from megazero.checkpoint import reading, store
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import make_config
 from megazero.data.tokenizer import NullTokenizer
@@ -73,6 +73,17 @@ def test_loads_the_weights_that_were_saved(tmp_path):
         loaded = load_text_model(folder).decoder
         assert not loaded.training
         assert torch.equal(loaded.full_logits(tokens), decoder.full_logits(tokens))
+
+
+def test_the_tensors_are_checked_once(tmp_path, monkeypatch):
+    """Not once to read the tokenizer's fingerprint, and again with the weights: a file may have 100 GB."""
+    make_run(tmp_path)
+    checked, check = [], reading.check_checksum
+    monkeypatch.setattr(
+        reading, "check_checksum", lambda path, name, entry: checked.append(name) or check(path, name, entry)
+    )
+    load_text_model(tmp_path)
+    assert [name for name in checked if name.endswith(".distcp")] == ["__0_0.distcp"]
 
 
 def test_greedy_takes_the_likeliest_token_of_the_recomputed_context(model):
