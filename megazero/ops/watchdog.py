@@ -100,14 +100,16 @@ class Watchdog:
         self._first: list[Heartbeat] = []  # of rank 0, once heard: to be ended if the store in it is silent
         self._requests = 0  # for stacks, answered
         self._requested = threading.Event()
-        # Files may hang as ranks do: a thread of its own looks for a request.
-        runs = [self._run, self._mind_store, *([self._mind_requests] if self.rank == 0 else [])]
+        # The store does not answer, or files hang, as ranks do: threads of their own look after them.
+        runs = [self._mind_store, self._run, *([self._mind_requests] if self.rank == 0 else [])]
         self._threads = [threading.Thread(target=run, daemon=True, name="watchdog") for run in runs]
 
     def start(self) -> None:
+        minds_store, *others = self._threads
+        minds_store.start()
         with suppress(RuntimeError):  # the store's own errors
             self._send()  # a rank that stops from here on is known, and can be ended
-        for thread in self._threads:
+        for thread in others:
             thread.start()
 
     def stop(self) -> None:
@@ -318,9 +320,9 @@ class _Timed:
         return call
 
 
-def connect(launch: Launch, timeout: timedelta) -> Store:
+def connect(launch: Launch, timeout_s: float) -> Store:
     """Return a second connection to the store at which the ranks met: the main thread may wait in the first."""
-    store = rendezvous.connect(launch, timeout)
+    store = rendezvous.connect(launch, timeout_s)
     store.set_timeout(timedelta(seconds=ANSWER))
     return dist.PrefixStore("watchdog", store)
 

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -53,9 +54,11 @@ def start_rank(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first use
         torch.use_deterministic_algorithms(True)
     if launch.world_size > 1 and not dist.is_initialized():
-        store = _meet(training.distributed_init_timeout_minutes * 60 + patience, launch)
-        if met is not None:
-            met()
+        limit = training.distributed_init_timeout_minutes * 60 + patience
+        with _missing_named(limit):
+            store = meet(launch, limit)
+            if met is not None:
+                met()
         init_distributed(launch, device, timeout, store)
     refuse_missing_gpus(training.device, launch.host)
     if device.type == "cuda":
@@ -100,9 +103,11 @@ def try_kernels(device: torch.device) -> tuple[str, ...]:
     )
 
 
-def _meet(seconds: float, launch: Launch) -> dist.Store:
+@contextmanager
+def _missing_named(seconds: float) -> Iterator[None]:
+    """Turn RanksMissing into a RankFailure. seconds: for which this rank has waited."""
     try:
-        return meet(launch, seconds)
+        yield
     except RanksMissing as error:
         raise RankFailure(
             f"{error}. Waited {seconds:g} s (--distributed-init-timeout-minutes); look for the first error in "

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +51,10 @@ class Supervisor:
 
     def start_watchdog(self) -> None:
         """Start the watchdog. Call this when all ranks have joined."""
-        timeout = timedelta(minutes=self.config.training.distributed_init_timeout_minutes)
-        log_dir, store = Path(self.config.logging.log_dir), connect(self.launch, timeout)
-        self._share_owner(store)
+        log_dir, store = Path(self.config.logging.log_dir), connect(self.launch, self.limit().seconds)
         self._watchdog = Watchdog(store, self.launch, self, log_dir)
         self._watchdog.start()
+        self._share_owner(store)  # the store may not answer: that is watched from here on
 
     def _share_owner(self, store: Store) -> None:
         """Tell all ranks which lease is theirs. One that ends before the first collective then knows its folder."""
