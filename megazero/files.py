@@ -1,13 +1,17 @@
-"""Whole-file writes: data are written beside the target, flushed to the device, then renamed."""
+"""Whole-file writes: data are written beside the target, flushed to the device, then renamed. And waits for files."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+SEEN_S = 30.0  # until a node sees what another one wrote: network file systems cache folders
+LOOK_S = 0.05
 
 
 def temporary_beside(path: Path) -> Path:
@@ -51,3 +55,19 @@ def exclusive(path: Path, wait: bool = True) -> Iterator[None]:
     with open(path, "ab") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def appears(there: Callable[[], bool], folder: Path, tick: Callable[[], None] = lambda: None) -> bool:
+    """Wait until ``there`` finds what other nodes wrote into ``folder``, for SEEN_S at most. Return whether it has.
+
+    tick: called after each look that found nothing.
+    """
+    deadline = time.monotonic() + SEEN_S
+    while not there():
+        if time.monotonic() > deadline:
+            return False
+        tick()
+        time.sleep(LOOK_S)
+        with suppress(OSError):
+            os.listdir(folder)  # makes a network's file system ask again
+    return True

@@ -58,6 +58,7 @@ from megazero.checkpoint.planners import SliceSavePlanner, tensors_by_kind
 from megazero.checkpoint.reading import rank_file
 from megazero.checkpoint.records import SliceRecord
 from megazero.checkpoint.writer import Writer
+from megazero.files import appears
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +303,7 @@ class _Task:
             written = agree(self.group, self.doing, part.result)
             results = gather_to_first(self.group, self.writer.results)
             completing = partial(self._commit, temporary, written, results)
-            yield (part := self.of_first(f"completing '{self.final}'", completing))
+            yield (part := Part(f"completing '{self.final}'", completing))
             agree(self.group, self.doing, part.result)
         except CheckpointError as error:
             if not isinstance(error.__cause__, TimeoutError):  # else a rank may still be writing there
@@ -315,18 +316,21 @@ class _Task:
         return directory.prepare(self.root, self.snapshot.step, self.overwrite)
 
     def _write(self, temporary: Path, tick: Tick) -> dict[str, FileEntry]:
+        appears(temporary.is_dir, self.root, tick)  # the first rank made it, on another node
         written = {name: write_file(temporary / name, data) for name, data in self.small.items()}
         return written | self.writer.write_tensors(temporary, tick)
 
     def _commit(
-        self, temporary: Path, written: Sequence[Mapping[str, FileEntry]], results: Sequence[Any]
+        self, temporary: Path, written: Sequence[Mapping[str, FileEntry]], results: Sequence[Any], tick: Tick
     ) -> None:
+        if self.rank != 0:
+            return
         files = {name: entry for entries in written for name, entry in entries.items()}
         self.writer.write_metadata(temporary, results)
         files[METADATA_FILE] = checksum(temporary / METADATA_FILE)
         manifest = _manifest(temporary, self.snapshot, files, self.world_size)
         self.guard()
-        directory.commit(temporary, self.final, manifest)
+        directory.commit(temporary, self.final, manifest, tick)
 
     def retain(self, rule: Retention) -> None:
         self.guard()
