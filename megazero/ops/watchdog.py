@@ -33,7 +33,7 @@ from torch._C import _distributed_c10d
 from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
-from megazero.ops.heartbeat import Heartbeat, Where, in_words, innermost, missing_ranks, waits
+from megazero.ops.heartbeat import Heartbeat, Where, at_work, in_words, innermost, missing_ranks, waits
 from megazero.ops.processes import is_held, started
 
 INTERVAL = 1.0  # seconds between heartbeats of up to RANKS_PER_SECOND ranks; more ranks send fewer
@@ -90,7 +90,7 @@ class Watchdog:
         self.store, self.rank, self.world_size = _Timed(store), launch.rank, launch.world_size
         self.watched, self.log_dir, self.folder = watched, log_dir, log_dir / "hang"
         self.interval = interval_s(launch.world_size)
-        self.error = ""  # of the collective that failed on this rank
+        self.error = ""  # of the collective or the communicator that failed on this rank
         self._main = threading.main_thread().ident or 0
         self._host, self._started = launch.host, started(os.getpid())
         self._stopped, self._wanted = threading.Event(), threading.Event()
@@ -143,6 +143,7 @@ class Watchdog:
             seen = self.watched.progress()
             if seen != self._seen:
                 self._seen, self._since = seen, time.monotonic()
+            self.error = self.error or failed_communicator()
             try:
                 self._send()
                 asked = self.store.check(["hang"])
@@ -198,8 +199,10 @@ class Watchdog:
             self._first = list(self._heartbeats([0]).values())
 
     def _frame(self) -> FrameType | None:
-        """Return the main thread's innermost frame. It is only looked at: no source is read."""
-        return sys._current_frames().get(self._main)
+        """Return the innermost frame of what this rank does. It is only looked at: no source is read."""
+        threads = threading.enumerate()
+        pythons = {each.ident or 0 for each in threads if not isinstance(each, threading._DummyThread)}
+        return at_work(self._main, sys._current_frames(), pythons)
 
     def _answer(self, first: bool) -> None:
         """Write this rank's stack. The first rank to notice finds the missing; the others wait for its verdict.
@@ -262,7 +265,8 @@ class Watchdog:
         self._leave(self._first)
 
     def _write_stack(self, folder: Path) -> None:
-        text = "".join(traceback.format_stack(self._frame()))
+        frames = dict.fromkeys([sys._current_frames().get(self._main), self._frame()])
+        text = "".join(line for frame in frames for line in traceback.format_stack(frame))
 
         def write() -> None:
             with suppress(OSError):  # a full log disk: the line that names the ranks is printed all the same
@@ -325,6 +329,24 @@ def connect(launch: Launch, timeout_s: float) -> Store:
     store = rendezvous.connect(launch, timeout_s)
     store.set_timeout(timedelta(seconds=ANSWER))
     return dist.PrefixStore("watchdog", store)
+
+
+def failed_communicator() -> str:
+    """Return what NCCL reported of a communicator of this rank, in words; '' as long as all are well.
+
+    A lost rank ends collectives over NCCL with no Python error. torch looks every 0.1 s for what NCCL reports, waits
+    60 s for debuggers, and ends the process (SIGABRT, TORCH_NCCL_ASYNC_ERROR_HANDLING=3, its default) without saying
+    which rank is lost. In that minute the watchdog can. Its other modes would let the main thread compute on with
+    what an aborted collective left. Read in torch's source; not measured on a cluster.
+    """
+    if not torch.cuda.is_initialized():
+        return ""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # a group without NCCL
+            ask = getattr(group._get_backend(torch.device("cuda")), "get_error", None)
+            if ask is not None and (name := ask().name) != "SUCCESS":
+                return f"NCCL reports {name} of a communicator of this rank"
+    return ""
 
 
 def last_collectives() -> bytes:
