@@ -38,17 +38,20 @@ class RanksMissing(RuntimeError):
         self.told = told
 
 
-def meet(launch: Launch, timeout_s: float) -> dist.Store:
+def meet(launch: Launch, timeout_s: float, patience_s: float = 0.0) -> dist.Store:
     """Wait until all ranks are there, at most ``timeout_s`` seconds in all. Returns the store at which they met.
 
+    patience_s: that rank 0 may be later than the others. Once it has come it has to answer as without it.
     Raises RanksMissing, which names who did not come, with hosts as far as they are known. Raises ValueError if the
     port is taken, or if two processes come as the same rank.
     """
-    looks, deadline = _looks(timeout_s), time.monotonic() + timeout_s
-    store = _reach(launch, looks)
+    deadline = time.monotonic() + timeout_s + patience_s
+    store = _reach(launch, _looks(timeout_s + patience_s), timeout_s)
+    if not launch.agent_store:  # else rank 0 may be still to come
+        deadline = min(deadline, time.monotonic() + timeout_s)
     asked = Answering(store, launch, deadline)
     try:
-        verdict = _wait_for_all(asked, launch, looks)
+        verdict = _wait_for_all(asked, launch, _looks(deadline - time.monotonic()))
         told = True
         if verdict is None:
             hosts = [_host(asked, rank) for rank in range(launch.world_size)]
@@ -119,15 +122,18 @@ class Answering:
         return call
 
 
-def _reach(launch: Launch, looks: Iterator[float]) -> dist.Store:
-    """Connect as soon as the store is up. torch's own attempts take twice its limit and print traces."""
+def _reach(launch: Launch, looks: Iterator[float], answer_s: float) -> dist.Store:
+    """Connect as soon as the store is up. torch's own attempts take twice its limit and print traces.
+
+    answer_s: that a store which is up has to answer.
+    """
     if launch.rank == 0 and not launch.agent_store:
         return connect(launch, max(ANSWER_S, next(looks)), serve=True)
     why = OSError("no answer")
     for left in looks:
         try:
             socket.create_connection(launch.address, timeout=left).close()
-            return connect(launch, max(ANSWER_S, left))
+            return connect(launch, max(ANSWER_S, min(answer_s, left)))
         except OSError as error:
             why = error
         except dist.DistNetworkError as error:
