@@ -1,16 +1,21 @@
-"""Whole-file writes: data are written beside the target, flushed to the device, then renamed. And strict JSON."""
+"""Whole-file writes: data are written beside the target, flushed to the device, then renamed. Waits for files, strict
+JSON."""
 
 from __future__ import annotations
 
 import fcntl
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+SEEN_S = 30.0  # until a node sees what another one wrote: network file systems cache folders
+LOOK_S = 0.05
 
 
 def temporary_beside(path: Path) -> Path:
@@ -81,3 +86,19 @@ def decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [decoded(item) for item in value]
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def appears(there: Callable[[], bool], folder: Path, tick: Callable[[], None] = lambda: None) -> bool:
+    """Wait until ``there`` finds what other nodes wrote into ``folder``, for SEEN_S at most. Return whether it has.
+
+    tick: called after each look that found nothing.
+    """
+    deadline = time.monotonic() + SEEN_S
+    while not there():
+        if time.monotonic() > deadline:
+            return False
+        tick()
+        time.sleep(LOOK_S)
+        with suppress(OSError):
+            os.listdir(folder)  # makes a network's file system ask again
+    return True

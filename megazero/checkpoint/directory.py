@@ -32,11 +32,12 @@ from megazero.checkpoint.manifest import (
     STATE_FILE,
     Manifest,
     check_sizes,
+    has_sizes,
     open_manifest,
     read_manifest,
     write_manifest,
 )
-from megazero.files import decoded
+from megazero.files import appears, decoded
 
 logger = logging.getLogger(__name__)
 
@@ -218,12 +219,13 @@ def prepare(root: Path, step: int, overwrite: bool) -> Path:
     return temporary
 
 
-def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
+def commit(temporary: Path, final: Path, manifest: Manifest, tick: Callable[[], None] = lambda: None) -> None:
     """Make ``temporary`` the checkpoint ``final``: write the manifest last, then rename once.
 
     A checkpoint already at ``final`` is moved aside first and deleted after. If the process is killed in between, the
-    next look finds it where it was put (``checkpoints``).
+    next look finds it where it was put (``checkpoints``). tick: called while files of other nodes are not there yet.
     """
+    appears(lambda: has_sizes(temporary, manifest), temporary, tick)
     check_sizes(temporary, manifest)  # as this rank sees them: catches directories that are not shared
     others = [described(path) for path in _entries(final.parent) if _ANY.fullmatch(path.name)]
     serial = max((other.serial for other in others if other is not None), default=-1) + 1

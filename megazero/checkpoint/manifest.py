@@ -139,6 +139,11 @@ def open_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def has_sizes(path: Path, manifest: Manifest) -> bool:
+    """Tell whether every file of the manifest is there with its size."""
+    return all(file_size(path / name) == entry.size for name, entry in manifest.files.items())
+
+
 def check_sizes(path: Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless every file of the manifest is there with its size."""
     for name, entry in manifest.files.items():

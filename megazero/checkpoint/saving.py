@@ -57,7 +57,7 @@ from megazero.checkpoint.planners import SliceSavePlanner, tensors_by_kind
 from megazero.checkpoint.reading import rank_file
 from megazero.checkpoint.records import SliceRecord
 from megazero.checkpoint.writer import Row, Writer
-from megazero.files import encodable
+from megazero.files import appears, encodable
 from megazero.mesh.objects import gather_to_first
 
 logger = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ class _Task:
             rows = self.writer.results
             results = [rows] if self.group is None else gather_to_first(rows, group=self.group)
             completing = partial(self._commit, temporary, written, results)
-            yield (part := self.of_first(f"completing '{self.final}'", completing))
+            yield (part := Part(f"completing '{self.final}'", completing))
             agree(self.group, self.doing, part.result)
         except CheckpointError as error:
             if not isinstance(error.__cause__, TimeoutError):  # else a rank may still be writing there
@@ -317,18 +317,25 @@ class _Task:
         return directory.prepare(self.root, self.snapshot.step, self.overwrite)
 
     def _write(self, temporary: Path, tick: Tick) -> dict[str, FileEntry]:
+        appears(temporary.is_dir, self.root, tick)  # the first rank made it, on another node
         written = {name: write_file(temporary / name, data) for name, data in self.small.items()}
         return written | self.writer.write_tensors(temporary, tick)
 
     def _commit(
-        self, temporary: Path, written: Sequence[Mapping[str, FileEntry]], results: Sequence[Sequence[Row]]
+        self,
+        temporary: Path,
+        written: Sequence[Mapping[str, FileEntry]],
+        results: Sequence[Sequence[Row]],
+        tick: Tick,
     ) -> None:
+        if self.rank != 0:
+            return
         files = {name: entry for entries in written for name, entry in entries.items()}
         self.writer.write_metadata(temporary, results)
         files[METADATA_FILE] = checksum(temporary / METADATA_FILE)
         manifest = _manifest(temporary, self.snapshot, files, self.world_size)
         self.guard()
-        directory.commit(temporary, self.final, manifest)
+        directory.commit(temporary, self.final, manifest, tick)
 
     def retain(self, rule: Retention) -> None:
         self.guard()

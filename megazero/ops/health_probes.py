@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import torch
 
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import leftovers
+from megazero.files import appears
 from megazero.mesh.launch import given_gpus
 from megazero.ops.memory import host_memory
 
 MATRIX = 256  # rows of the matrices that are multiplied
 PATTERN = 2**28  # elements of int32 that a GPU's memory is written and read with: 1 GiB
 BLOCK = 512  # bytes of st_blocks (POSIX: what a file takes on the disk, holes left out)
-SEEN = 2.0  # seconds until other nodes may see a file: network file systems cache listings
 TOOL_LIMIT = 5.0  # seconds for nvidia-smi
 
 Gather = Callable[[Any], list]  # one object per rank, by rank
@@ -137,11 +138,14 @@ def probe_folder(folder: Path, rank: int, gather: Gather) -> Mapping[int, str | 
         problem: str | OSError | None = None
         if rank != 0:
             lost = f"does not see the file that rank 0 wrote into {folder}: it is another folder here"
-            problem = _attempt(lambda: _write(own)) if _appears(first) else lost
+            problem = (
+                _attempt(lambda: _write(own)) if appears(partial(os.path.exists, first), folder) else lost
+            )
         problems = dict(enumerate(gather(problem)))
         if rank == 0:
             for other in problems:
-                if problems[other] is None and not _appears(folder / f".probe-{token}-{other}"):
+                file = folder / f".probe-{token}-{other}"
+                if problems[other] is None and not appears(partial(os.path.exists, file), folder):
                     problems[other] = f"rank 0 does not see the file that it wrote into {folder}"
         return {other: wrong for other, wrong in gather(problems)[0].items() if wrong is not None}
     finally:
@@ -155,17 +159,6 @@ def _write(path: Path, make: bool = False) -> None:
         file.write(b"written to see whether all nodes share this folder\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _appears(path: Path) -> bool:
-    """Wait for a file that another node wrote."""
-    deadline = time.monotonic() + SEEN
-    while not os.path.exists(path):  # which no error of a broken folder leaves
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-        _attempt(lambda: os.listdir(path.parent))  # makes a network's file system ask again
-    return True
 
 
 def _attempt(action: Callable[[], object]) -> OSError | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,7 +16,7 @@ from types import FrameType
 
 from megazero.bounded import load_json
 
-# A main thread that has one of these modules on its stack waits for other ranks.
+# A thread that has one of these modules on its stack waits for other ranks.
 # On CUDA the host waits where it reads the step's scalars.
 WAITING = (
     f"torch{os.sep}distributed{os.sep}",
@@ -31,6 +31,7 @@ WAITING = (
     ),
 )
 INNERMOST = 8  # frames that are searched for them
+BACKWARD = os.path.join("torch", "autograd", "graph.py")  # where a main thread is during a backward
 _MESSAGE = re.compile(r"(activation|gradient) of micro-batch (\d+)")  # as pp/links.py writes it
 
 Where = Mapping[str, str]  # what a rank is doing: phase, action, unit, in words
@@ -138,6 +139,19 @@ def _is_due(waiting: Heartbeat, ranks: Mapping[int, Heartbeat]) -> bool:
 
 def in_words(where: Where) -> str:
     return ", ".join(value if name == "phase" else f"{name} {value}" for name, value in where.items())
+
+
+def at_work(main: int, frames: Mapping[int, FrameType], pythons: Collection[int]) -> FrameType | None:
+    """Return the innermost frame of what a rank does: the main thread's or, in a backward on CUDA, autograd's.
+
+    There autograd has a thread for each device, which runs the hooks. Python did not start it. frames: of all threads
+    by their ids. pythons: the ids of those that Python started.
+    """
+    frame = frames.get(main)
+    if frame is None or not frame.f_code.co_filename.endswith(BACKWARD):
+        return frame
+    autograds = [each for ident, each in frames.items() if ident not in pythons]
+    return next((each for each in autograds if waits(each)), next(iter(autograds), frame))
 
 
 def waits(frame: FrameType | None) -> bool:

@@ -31,6 +31,8 @@ A start takes a lease
 - otherwise when the file has not changed for SILENT_S seconds by its own monotonic clock. No time of another host is
   ever compared. If the file changes before that, the holder lives: FolderInUse.
 
+A --save that was moved or deleted is lost, too. A lease that alone was deleted is written again.
+
 A holder looks at its lease with every beat, before each checkpoint or copy is begun and completed, before older ones
 are deleted, and before lines are written (at most once per FRESH_S). A holder that was stopped for minutes therefore
 ends instead of writing. What remains: a process that is stopped for SILENT_S just between its look and its write can
@@ -157,8 +159,21 @@ def lease_file(folder: str | os.PathLike[str]) -> Path | None:
     return _file(Path(folder), number) if number else None
 
 
+NOBODY = Leaseholder("")  # has a folder that was moved or deleted
+
+
 class Files:
     """What leases need of a file system. A method that raises OSError has changed nothing that others rely on."""
+
+    def is_there(self, folder: Path) -> bool:
+        """Tell whether there is such a folder. One on a disk that does not answer is not gone."""
+        try:
+            os.stat(folder)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def numbers(self, folder: Path) -> list[int]:
         """Return the numbers of the leases in a folder; none where there is no folder."""
@@ -277,6 +292,7 @@ class Lease:
     def taker(self, folder: str) -> Leaseholder | None:
         """Return who has taken a folder over from this run, or None if nobody has, as far as the disk answers.
 
+        NOBODY has a folder that is there no more.
         A rank that does not know yet what the first rank holds gets whoever else seems to hold it.
         """
         place = Path(folder).resolve()
@@ -284,6 +300,8 @@ class Lease:
         with suppress(OSError):  # of a disk that does not answer: it takes no writes either
             if own is not None and self._is_there(_file(place, own)):
                 return None
+            if own is not None and not self._files.is_there(place):
+                return NOBODY
             number, text = _newest(self._files, place)
             holder = Leaseholder.read(text)
             if (
@@ -313,8 +331,16 @@ class Lease:
         now = self._clock()
         if not fresh and now - self._looked.get(folder, -inf) < FRESH_S:
             return
-        held = f"{Path(folder).resolve()}" in self.numbers  # a full log disk took no lease
-        if held and (taker := self.taker(folder)) is not None:
+        place = Path(folder).resolve()
+        held = f"{place}" in self.numbers  # a full log disk took no lease
+        taker = self.taker(folder) if held else None
+        if taker is NOBODY and Place(place, "--save") in self.places:
+            # The next save would make the folder anew; a start before that would find no checkpoint, and begin again.
+            self.lost(
+                f"--save {folder} was moved or deleted under this run, which ends here and writes nothing more: give "
+                "the next start its new place"
+            )
+        elif taker is not None and taker is not NOBODY:
             self.lost(
                 f"{folder} was taken over by {taker.words}: this run was silent for more than {SILENT_S:g} s, or its "
                 "job was started again; it ends here and writes nothing more"
@@ -348,7 +374,8 @@ class Lease:
                 try:
                     self._files.write(file, holder.write())
                 except FileNotFoundError:
-                    if not self._files.numbers(file.parent) and not holder.released:
+                    here = self._files.is_there(file.parent) and not self._files.numbers(file.parent)
+                    if here and not holder.released:
                         self._files.create(file, holder.write())  # deleted by hand, not taken over
 
     def _renew(self) -> None:

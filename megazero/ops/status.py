@@ -79,12 +79,12 @@ def judge(run: Vitals) -> Judgement:
     lease, job = run.lease, run.job
     if run.asked and lease and lease.job != run.asked and lives(run):
         return Judgement(State.SUPERSEDED, f"{lease.words}, holds {run.folder}, not job {run.asked}")
+    if job and job.state in _PAUSED:  # first: its last beat is recent for a while
+        return Judgement(State.PAUSED, f"job {job.number} is {job.state}, and goes on when SLURM lets it")
     if lives(run):
         return _starting(run) if not run.starts or run.begins else _training(run)
     if job and job.state in _WAITS | _HELD:
         return _waiting(run)
-    if job and job.state in _PAUSED:
-        return Judgement(State.PAUSED, f"job {job.number} is {job.state}, and goes on when SLURM lets it")
     before = lease.restarts if lease else run.starts[-1]["restarts"] if run.starts else -1
     if job and job.state in _RUNS and job.restarts > before:
         return _loading(job)

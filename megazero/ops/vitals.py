@@ -31,6 +31,7 @@ FUTURE_S = 2.0  # by which a beat may lie in the future: clocks are read at diff
 ASK_S = 20.0  # that SLURM has to answer
 _ALWAYS = (b'"eval_lm_loss"', b'"restarts"', b'"resumed_from"')  # in lines that are always decoded
 _JOB = re.compile(r"\d+(_\d+)?")  # of SLURM
+_OURS = {"consumed_samples", "eval_lm_loss"}  # in lines of a run; others' files have this name, too
 GONE = "GONE"  # stands for the state of a job that SLURM does not know, or not any more
 
 Line = Mapping[str, Any]
@@ -150,12 +151,12 @@ def read_run(
 ) -> Vitals:
     """Read a run's files, and ask SLURM about its job: ``job``, or the one that the files name.
 
-    Raises ValueError if the folder holds no run's files and no job is known.
+    Raises ValueError if the folder holds no run's files and no job is known. Another program's metrics are none.
     """
     folder = Path(log_dir)
     folder = folder.parent if folder.name == METRICS_FILE else folder
     metrics, events = folder / METRICS_FILE, _of_this_run(read_events(folder))
-    lines = list(_sampled(metrics)) if metrics.exists() else []
+    lines = [line for line in _sampled(metrics) if _OURS & line.keys()] if metrics.exists() else []
     lease, now, heard, ahead = _last_beat(folder, lines)
     starts = [event for event in events if event.get("event") == "start"]
     known = [lease.job] if lease else [event["job_id"] for event in starts[-1:]]
@@ -164,8 +165,8 @@ def read_run(
     nothing = not (lines or events or lease)
     if nothing and (found is None or found.state == GONE):
         raise ValueError(
-            f"{folder} has neither {METRICS_FILE} nor {EVENTS_FILE}: name the --log-dir of a run, or the job "
-            "(--job) that will write there"
+            f"{folder} has neither {METRICS_FILE} nor {EVENTS_FILE} of a run: name the --log-dir of a run, or the "
+            "job (--job) that will write there"
         )
     return Vitals(
         folder,
@@ -269,6 +270,7 @@ def _clock_of(folder: Path) -> float:
 
 def _of_this_run(events: Sequence[Line]) -> list[Line]:
     """Return the events of the run that was started last, from its first start: a folder may hold an older run's."""
+    events = [event for event in events if "event" in event]  # other programs have a file of this name, too
     ids = [event.get("run_id") for event in events]
     last = next((name for name in reversed(ids) if name), None)
     return list(events[ids.index(last) :] if last else events)

@@ -39,7 +39,7 @@ from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
 from megazero.mesh.sealed import SealedStore, Store
-from megazero.ops.heartbeat import Heartbeat, Where, in_words, innermost, missing_ranks, read, waits
+from megazero.ops.heartbeat import Heartbeat, Where, at_work, in_words, innermost, missing_ranks, read, waits
 from megazero.ops.processes import is_held, name_process, named_process
 
 INTERVAL = 1.0  # seconds between heartbeats of up to RANKS_PER_SECOND ranks; more ranks send fewer
@@ -93,7 +93,7 @@ class Watchdog:
         self.job = f"{launch.address} {launch.attempt}"
         self.watched, self.log_dir, self.folder = watched, log_dir, log_dir / "hang"
         self.interval = interval_s(launch.world_size)
-        self.error = ""  # of the collective that failed on this rank
+        self.error = ""  # of the collective or the communicator that failed on this rank
         self._main = threading.main_thread().ident or 0
         self._host = launch.host
         self._stopped, self._wanted = threading.Event(), threading.Event()
@@ -102,15 +102,17 @@ class Watchdog:
         self._count, self._since = 0, time.monotonic()
         self._requests = 0  # for stacks, answered
         self._requested = threading.Event()
-        # Files may hang as ranks do: a thread of its own looks for a request.
-        runs = [self._run, self._mind_store, *([self._mind_requests] if self.rank == 0 else [])]
+        # The store does not answer, or files hang, as ranks do: threads of their own look after them.
+        runs = [self._mind_store, self._run, *([self._mind_requests] if self.rank == 0 else [])]
         self._threads = [threading.Thread(target=run, daemon=True, name="watchdog") for run in runs]
 
     def start(self) -> None:
         self._name = name_process(self._place(self.rank))
+        minds_store, *others = self._threads
+        minds_store.start()
         with suppress(RuntimeError):  # the store's own errors
             self._send()  # a rank that stops from here on is known, and can be ended
-        for thread in self._threads:
+        for thread in others:
             thread.start()
 
     def stop(self) -> None:
@@ -145,6 +147,7 @@ class Watchdog:
             seen = self.watched.progress()
             if seen != self._seen:
                 self._seen, self._since = seen, time.monotonic()
+            self.error = self.error or failed_communicator()
             try:
                 self._send()
                 asked = bool(self.store.get(["hang"]))
@@ -199,8 +202,10 @@ class Watchdog:
         self.store.set(f"heartbeat/{self.rank}", json.dumps(heartbeat))
 
     def _frame(self) -> FrameType | None:
-        """Return the main thread's innermost frame. It is only looked at: no source is read."""
-        return sys._current_frames().get(self._main)
+        """Return the innermost frame of what this rank does. It is only looked at: no source is read."""
+        threads = threading.enumerate()
+        pythons = {each.ident or 0 for each in threads if not isinstance(each, threading._DummyThread)}
+        return at_work(self._main, sys._current_frames(), pythons)
 
     def _answer(self, first: bool) -> None:
         """Write this rank's stack. The first rank to notice finds the missing; the others wait for its verdict.
@@ -261,7 +266,8 @@ class Watchdog:
         self._leave([0])
 
     def _write_stack(self, folder: Path) -> None:
-        text = "".join(traceback.format_stack(self._frame()))
+        frames = dict.fromkeys([sys._current_frames().get(self._main), self._frame()])
+        text = "".join(line for frame in frames for line in traceback.format_stack(frame))
 
         def write() -> None:
             with suppress(OSError):  # a full log disk: the line that names the ranks is printed all the same
@@ -328,11 +334,29 @@ class _Timed:
         return call
 
 
-def connect(launch: Launch, timeout: timedelta) -> Store:
+def connect(launch: Launch, timeout_s: float) -> Store:
     """Return a second connection to the store at which the ranks met: the main thread may wait in the first."""
-    store = rendezvous.connect(launch, timeout)
+    store = rendezvous.connect(launch, timeout_s)
     store.set_timeout(timedelta(seconds=ANSWER))
     return dist.PrefixStore("watchdog", store)
+
+
+def failed_communicator() -> str:
+    """Return what NCCL reported of a communicator of this rank, in words; '' as long as all are well.
+
+    A lost rank ends collectives over NCCL with no Python error. torch looks every 0.1 s for what NCCL reports, waits
+    60 s for debuggers, and ends the process (SIGABRT, TORCH_NCCL_ASYNC_ERROR_HANDLING=3, its default) without saying
+    which rank is lost. In that minute the watchdog can. Its other modes would let the main thread compute on with
+    what an aborted collective left. Read in torch's source; not measured on a cluster.
+    """
+    if not torch.cuda.is_initialized():
+        return ""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # a group without NCCL
+            ask = getattr(group._get_backend(torch.device("cuda")), "get_error", None)
+            if ask is not None and (name := ask().name) != "SUCCESS":
+                return f"NCCL reports {name} of a communicator of this rank"
+    return ""
 
 
 def last_collectives() -> bytes:

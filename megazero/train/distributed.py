@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -43,7 +44,7 @@ def start_rank(
     """Choose the device and join the other ranks. Returns the device and notes for the user. Collective.
 
     timeout: of a collective. met: called when all ranks are there, before the first collective. patience: seconds to
-    wait for the others beyond --distributed-init-timeout-minutes.
+    wait for rank 0 beyond --distributed-init-timeout-minutes.
 
     Raises ValueError if the device that was asked for is not there, Unhealthy if a node lacks GPUs that it was given,
     RankFailure if ranks do not come.
@@ -54,9 +55,11 @@ def start_rank(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first use
         torch.use_deterministic_algorithms(True)
     if launch.world_size > 1 and not dist.is_initialized():
-        store = _meet(training.distributed_init_timeout_minutes * 60 + patience, launch)
-        if met is not None:
-            met()
+        limit = training.distributed_init_timeout_minutes * 60
+        with _missing_named(limit):
+            store = meet(launch, limit, patience)
+            if met is not None:
+                met()
         init_distributed(launch, device, timeout, store)
     refuse_missing_gpus(training.device, launch.host)
     if device.type == "cuda":
@@ -101,12 +104,14 @@ def try_kernels(device: torch.device) -> tuple[str, ...]:
     )
 
 
-def _meet(seconds: float, launch: Launch) -> dist.Store:
+@contextmanager
+def _missing_named(seconds: float) -> Iterator[None]:
+    """Turn RanksMissing into a RankFailure. seconds: the limit, but for patience."""
     try:
-        return meet(launch, seconds)
+        yield
     except RanksMissing as error:
         raise RankFailure(
-            f"{error}. Waited {seconds:g} s (--distributed-init-timeout-minutes); look for the first error in "
+            f"{error}. The limit is {seconds:g} s (--distributed-init-timeout-minutes); look for the first error in "
             "the logs of those ranks, or for a node to exclude",
             reported_elsewhere=error.told,
         ) from error

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,13 @@ class Supervisor:
 
     def start_watchdog(self) -> None:
         """Start the watchdog. Call this when all ranks have joined."""
-        timeout = timedelta(minutes=self.config.training.distributed_init_timeout_minutes)
-        log_dir, store = Path(self.config.logging.log_dir), connect(self.launch, timeout)
+        log_dir, store = Path(self.config.logging.log_dir), connect(self.launch, self.limit().seconds)
         secret = job_secret(self.config.checkpoint.save, self.launch.rank)
-        self._share_owner(SealedStore(store, secret))
         self._watchdog = Watchdog(store, self.launch, self, log_dir, secret)
         self._watchdog.start()
+        self._share_owner(
+            SealedStore(store, secret)
+        )  # the store may not answer: that is watched from here on
 
     def _share_owner(self, store: SealedStore) -> None:
         """Tell all ranks which lease is theirs. One that ends before the first collective then knows its folder."""

@@ -3,7 +3,7 @@
 # is called in, so a virtual environment is activated before. LAUNCH stands before python, on each node: a container's
 # "apptainer exec --nv IMAGE". No variable has to be set.
 STOPPED=75 RANK_LOST=76                   # exit statuses after which the same command goes on (docs/slurm.md)
-IN_USE=73                                 # another job writes into RUN
+IN_USE=73 STORAGE=74                      # another job writes into RUN; a disk takes nothing
 MOST_RESTARTS=${MOST_RESTARTS:-3}         # in a row, without a new checkpoint in between
 if [ -z "${SLURM_JOB_ID:-}" ]; then
     echo "this is a batch script: sbatch --nodes=N $0 FLAGS of pretrain_gpt.py" >&2
@@ -62,7 +62,10 @@ run() {
     [ -z "$MEGAZERO_END_FOLDER" ] || rm -rf "$MEGAZERO_END_FOLDER"
 }
 
-newest() { ls -d "$RUN"/iter_* 2>/dev/null | grep -v superseded | tail -1; }
+# The last name in a folder that is, whole, of this pattern, by the numbers in it.
+last() { ls -v -- "$1" 2>/dev/null | grep -xE "$2" | tail -1; }
+
+newest() { last "$RUN" 'iter_[0-9]+'; }
 
 # The nodes that the health check of the last start named, one a line.
 bad_nodes() { [ -z "$named" ] || echo "$named"; }
@@ -72,8 +75,8 @@ bad_nodes() { [ -z "$named" ] || echo "$named"; }
 decide() {
     local lease
     say "${@:2}"
-    lease=$(ls -v "$RUN/logs"/lease.* | tail -1)
-    [ -n "$lease" ] && grep -q '"released": ""' "$lease" && ! grep -q "\"job\": \"$job\"" "$lease" && return
+    lease=$(tr -d '[:space:]' < "$RUN/logs/$(last "$RUN/logs" 'lease\.[0-9]+')")  # JSON, however it is spaced
+    [[ $lease == *'"released":""'* && $lease != *"\"job\":\"$job\""* ]] && return
     mkdir -p "$RUN/logs"
     printf '{"event": "job", "time": "%s", "job_id": "%s", "status": %d, "then": "%s", "why": "%s"}\n' \
         "$(date -u +%FT%T.%3N+00:00)" "$job" "$status" "$1" "${*:2}" >> "$RUN/logs/events.jsonl"
@@ -82,23 +85,28 @@ decide() {
 say() { echo "$(date -Is) job $job: exit status $status, newest checkpoint $(newest): $*"; }
 
 # Whether to start the same command again: it was told to stop or lost a rank, and checkpoints do get newer. The file
-# holds the row of starts that got none, and the jobs that it is of; any other end ends the row.
+# holds the row of starts that got none, and the jobs that it is of; any other end ends the row. A restart that cannot
+# be counted would not be the last: it is not made.
 goes_on() {
-    local before=- of="" newest
+    local count="" before=- of="" newest why="it is not started again"
     [ "$status" != $IN_USE ] || return 1  # the files below are another job's
     newest=$(newest)
-    newest=${newest##*/}
-    [ -f "$RUN/restarts" ] && read -r restarts before of < "$RUN/restarts"
-    [ "$of" = "$series" ] && [ "${newest:-none}" = "$before" ] && restarts=$((restarts + 1)) || restarts=0
-    if [ "$status" != $STOPPED ] && [ "$status" != $RANK_LOST ]; then
-        rm -f "$RUN/restarts"
-        [ "$status" = 0 ] || decide end "it is not started again"
-        return 1
+    [ -f "$RUN/restarts" ] && read -r count before of < "$RUN/restarts"
+    # Arithmetic runs the commands in what it is given: only a number is.
+    [[ $count =~ ^[0-9]{1,9}$ && $of == "$series" && ${newest:-none} == "$before" ]] &&
+        restarts=$((10#$count + 1)) || restarts=0
+    if [ "$status" = $STOPPED ] || [ "$status" = $RANK_LOST ]; then
+        # echo would not notice a disk that takes the bytes and loses them at close.
+        if ! echo "$restarts ${newest:-none} $series" | dd of="$RUN/restarts" conv=fsync status=none; then
+            status=$STORAGE why="$RUN takes no file, so restarts cannot be counted: not again"
+        elif [ "$restarts" -lt "$MOST_RESTARTS" ]; then
+            return 0
+        else
+            why="$restarts restarts without a new checkpoint: not again"
+        fi
     fi
-    echo "$restarts ${newest:-none} $series" > "$RUN/restarts"
-    [ "$restarts" -lt "$MOST_RESTARTS" ] && return 0
-    decide end "$restarts restarts without a new checkpoint: not again"
     rm -f "$RUN/restarts"
+    [ "$status" = 0 ] || decide end "$why"
     return 1
 }
 

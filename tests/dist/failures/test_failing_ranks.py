@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ from megazero.checkpoint import store
 from megazero.checkpoint.directory import TRIAL
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, write_meta
 from megazero.log.exit_status import STATUS_FILE, ExitStatus, read_status
+from megazero.mesh import rendezvous
 from megazero.mesh.starter import free_port
 from megazero.train import distributed as start
-from megazero.train import setup
+from megazero.train import setup, supervisor
 from tests import ROOT
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Processes, digest, train_all, write_data
@@ -120,6 +122,68 @@ def test_a_rank_that_is_missing_at_the_start_is_named_within_its_own_limit(
     else:
         assert "missing: rank 1 on " in words and "in the start: no answer" in words
     assert read_status(tmp_path / "logs" / STATUS_FILE) == ExitStatus.RANK_LOST
+
+
+def stop_first(rank: int, what: Any, name: str, ready: Callable[..., bool] = lambda *_: True) -> None:
+    """Rank 0 is stopped where it calls ``what.name``, once ``ready`` says so of the arguments. It prints when."""
+    call = getattr(what, name)
+
+    def stopping(*arguments: Any) -> Any:
+        while not ready(*arguments):
+            time.sleep(0.02)
+        print(time.time(), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return call(*arguments)
+
+    if rank == 0:
+        setattr(what, name, stopping)
+
+
+def as_its_store_listens(rank: int) -> None:
+    stop_first(rank, rendezvous, "_wait_for_all")
+
+
+def while_another_waits(rank: int) -> None:
+    """Rank 2 does not come, so rank 1 waits."""
+    stop_first(rank, rendezvous, "_wait_for_all", lambda store, *_: store.add("ranks", 0) == 1)
+    if rank == 2:
+        os._exit(9)
+
+
+def when_all_have_met(rank: int) -> None:
+    stop_first(rank, supervisor, "connect")
+
+
+def as_its_watchdog_starts(rank: int) -> None:
+    stop_first(rank, supervisor.Watchdog, "start")
+
+
+STOPS = [as_its_store_listens, when_all_have_met, as_its_watchdog_starts]
+
+
+@pytest.mark.parametrize(
+    "what", [while_another_waits, *(pytest.param(each, marks=pytest.mark.slow) for each in STOPS)]
+)
+def test_a_first_rank_that_is_stopped_before_it_has_a_watchdog_is_named(
+    tmp_path: Path, what: Callable[[int], None]
+) -> None:
+    """The start has 6 s here. torch's calls wait for an answer of the store, which that rank holds, for ever."""
+    values = {**LONG, "global_batch_size": 3, "log_dir": str(tmp_path / "logs")}
+    values["distributed_init_timeout_minutes"] = 0.1
+    started = Processes.start(3, values, tmp_path, prepare=what)
+    for each in started.ranks[1:]:
+        each.join(60)
+    _, *codes = started.statuses(0)
+    stopped, *others = started.texts()
+    left = 1 if what is while_another_waits else 2
+    assert codes == [ExitStatus.RANK_LOST] * left + [9] * (2 - left), others
+    for rank, text in enumerate(others[:left], 1):
+        seconds = started.logs[rank].stat().st_mtime - float(stopped.splitlines()[-1])
+        print(f"stopped {what.__name__}: rank {rank} named it {seconds:.1f} s after that")
+        ((kind, words),) = errors(text)
+        assert kind == "RankFailure" and "rank 0" in words and "6 s (--distributed-init-timeout" in words, (
+            words
+        )
 
 
 def be_signalled_while_leaving(rank: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megazero import files
 from megazero.config import World, make_config
 from megazero.mesh.mesh import create_mesh
 from megazero.ops import health_links, health_probes
@@ -27,7 +28,8 @@ BAD_NODE = f"n{BAD}"
 
 def check(save: Path, plant: Callable[[], None] | None = None, size: int = 1) -> str:
     """The notes of a check in this rank, or what it refuses. plant: what makes rank BAD bad."""
-    kept = (health_probes.read_clock, health_probes.multiplies, dist.send)
+    kept = (health_probes.read_clock, health_probes.multiplies, dist.send, files.SEEN_S)
+    files.SEEN_S = 1.0
     rank = dist.get_rank()
     if rank == BAD and plant is not None:
         plant()
@@ -41,7 +43,7 @@ def check(save: Path, plant: Callable[[], None] | None = None, size: int = 1) ->
     except Unhealthy as error:
         return f"{error.exit_status.name} {error}"
     finally:
-        health_probes.read_clock, health_probes.multiplies, dist.send = kept
+        health_probes.read_clock, health_probes.multiplies, dist.send, files.SEEN_S = kept
 
 
 def be_late() -> None:

@@ -81,6 +81,17 @@ def test_a_second_run_on_a_folder_ends_and_the_first_goes_on(folder) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_whose_folder_is_moved_ends_and_writes_nothing_more(folder) -> None:
+    run = started(folder, "first", ranks=2)
+    until(folder, 8, run)
+    (folder / "run").rename(folder / "aside")
+    first, second = run.statuses(60)
+    assert first == ExitStatus.IN_USE and second in (ExitStatus.IN_USE, ExitStatus.RANK_LOST), run.texts()
+    assert f"--save {folder}/run was moved or deleted under this run" in run.texts()[0]
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.slow
 def test_a_run_that_was_stopped_for_long_ends_instead_of_writing(folder) -> None:
     first = started(folder, "first")
     until(folder, 8, first)

@@ -62,7 +62,7 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
         def end(self) -> None:
             os._exit(ExitStatus.RANK_LOST)
 
-    watchdog = Watchdog(connect(launch, limit), launch, Counting(), folder)
+    watchdog = Watchdog(connect(launch, 60), launch, Counting(), folder)
     watchdog.start()
     try:
         for at[0] in range(1_000):

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.checkpoint import image, saving, store
+from megazero import files
+from megazero.checkpoint import directory, image, manifest, saving, store
 from megazero.checkpoint.copying import Copier
 from megazero.checkpoint.directory import Retention, in_the_way, leftovers, retain
 from megazero.checkpoint.errors import CheckpointError, SaveError, error_number
@@ -105,6 +106,33 @@ def test_a_save_goes_on_whichever_operation_fails(tmp_path: Path, faults: Faults
     assert "Stale file handle. It is tried again in 0 s" in told[0] and "older ones are unharmed" in told[0]
     store.save(root, snapshot(step + 1), retention=Retention(2))
     assert len(store.checkpoints(root)) == 2 and not leftovers(root)
+
+
+@pytest.mark.parametrize("sees", ["the folder", "files of other nodes"])
+def test_a_save_waits_for_what_its_node_sees_late(tmp_path: Path, monkeypatch, sees: str) -> None:
+    """A network's file system keeps what it knows of a folder. Nothing is tried again for that."""
+    prepare, size, late = directory.prepare, manifest.file_size, 0.3
+    began: list[float] = []
+
+    def prepare_late(*arguments: Any) -> Path:
+        (folder := prepare(*arguments)).rename(aside := tmp_path / "aside")
+        threading.Timer(late, aside.rename, [folder]).start()
+        return folder
+
+    def size_late(file: Path) -> int | None:
+        began.append(time.monotonic())
+        return size(file) if began[-1] - began[0] > late else None
+
+    if sees == "the folder":
+        monkeypatch.setattr(directory, "prepare", prepare_late)
+    else:
+        monkeypatch.setattr(manifest, "file_size", size_late)
+    assert value(store.save(tmp_path / "save", snapshot(1))) == 1
+    monkeypatch.setattr(files, "SEEN_S", 0.0)
+    began.clear()
+    with pytest.raises(CheckpointError, match="No such file|is missing"):  # it is another folder there
+        store.save(tmp_path / "save", snapshot(2))
+    time.sleep(2 * late)
 
 
 @pytest.mark.parametrize("number", [*PERSON, errno.ESTALE, errno.EROFS, errno.EIO, errno.ENOENT])

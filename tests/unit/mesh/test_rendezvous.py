@@ -9,19 +9,28 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
 from megazero.mesh.rendezvous import RanksMissing, _listen, connect, in_ranges, meet, missing_ranks
 from megazero.mesh.starter import free_port
 
 HERE = socket.gethostname()
+
+
+def outcome(launch: Launch, seconds: float) -> Any:
+    try:
+        return meet(launch, seconds)
+    except (RanksMissing, ValueError) as error:
+        return error
 
 
 def come(world: int, ranks: Sequence[int], seconds: float = 1.0, **launch: Any) -> list[Any]:
@@ -30,10 +39,7 @@ def come(world: int, ranks: Sequence[int], seconds: float = 1.0, **launch: Any) 
     out: list[Any] = [None] * len(ranks)
 
     def one(place: int) -> None:
-        try:
-            out[place] = meet(replace(base, rank=ranks[place]), seconds)
-        except (RanksMissing, ValueError) as error:
-            out[place] = error
+        out[place] = outcome(replace(base, rank=ranks[place]), seconds)
 
     threads = [threading.Thread(target=one, args=(place,)) for place in range(len(ranks))]
     for thread in threads:
@@ -65,6 +71,52 @@ def test_the_rank_that_holds_the_store_is_named() -> None:
     for rank, error in zip((1, 2), errors, strict=True):
         words = f"rank {rank} on {HERE} did not reach rank 0, which holds the store"
         assert isinstance(error, RanksMissing) and words in str(error) and "Connection refused" in str(error)
+
+
+class Between:
+    """Stands between ranks and the store at ``port``. From ``frozen`` on it hands nothing on, as a stopped store."""
+
+    def __init__(self, port: int) -> None:
+        self.listener, self.store = socket.create_server(("127.0.0.1", 0)), ("127.0.0.1", port)
+        self.port, self.frozen, self.ends = self.listener.getsockname()[1], False, list[socket.socket]()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                pair = self.listener.accept()[0], socket.create_connection(self.store)
+                self.ends += pair
+                for ends in (pair, pair[::-1]):
+                    threading.Thread(target=self._hand_on, args=ends, daemon=True).start()
+
+    def _hand_on(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(4096):
+                if not self.frozen:
+                    other.sendall(data)
+
+    def close(self) -> None:
+        for each in (self.listener, *self.ends):
+            each.close()
+
+
+@pytest.mark.parametrize("waited", [0.0, 0.5])
+def test_a_store_that_stops_is_named_within_the_limit(waited, monkeypatch) -> None:
+    """Before the rank has joined, and while it waits for others. torch's calls wait for an answer for ever."""
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with closing(Between(store.port)) as between:
+        between.frozen = not waited
+        rank = Launch(rank=1, world_size=3, master_port=between.port)
+        heard = list[Any]()
+        asking = threading.Thread(target=lambda: heard.append(outcome(rank, 1.5)), daemon=True)
+        asking.start()
+        time.sleep(waited)
+        between.frozen = True
+        asking.join(20)
+    assert [type(error) for error in heard] == [RanksMissing]
+    words = f"rank 0, which holds the store at which ranks meet, at 127.0.0.1:{between.port}, gives rank 1 on"
+    assert words in str(heard[0]) and "no answer: its process is stopped or lost" in str(heard[0])
 
 
 def test_a_rank_that_comes_too_late_hears_the_same() -> None:

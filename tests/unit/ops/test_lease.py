@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,17 @@ import pytest
 
 from megazero.mesh.launch import Launch
 from megazero.ops import lease as module
-from megazero.ops.lease import BEAT_S, LOOK_S, SIZE, FolderInUse, Lease, Leaseholder, Place, read_lease
+from megazero.ops.lease import (
+    BEAT_S,
+    LOOK_S,
+    NOBODY,
+    SIZE,
+    FolderInUse,
+    Lease,
+    Leaseholder,
+    Place,
+    read_lease,
+)
 
 SILENT_S = module.SILENT_S
 FOLDER = Path("/save")
@@ -134,6 +145,9 @@ class Disk(module.Files):
 
     def __init__(self, world: Simulation) -> None:
         self.world = world
+
+    def is_there(self, folder: Path) -> bool:
+        return True
 
     def numbers(self, folder: Path) -> list[int]:
         self.world.pause()
@@ -457,6 +471,23 @@ def test_a_lease_that_was_deleted_by_hand_is_written_again(tmp_path) -> None:
         mine.check(f"{tmp_path}", fresh=True)
     mine.release()
     assert (found := read_lease(tmp_path)) is not None and not found.released
+
+
+def test_a_run_whose_save_was_moved_ends_and_makes_no_new_one(tmp_path) -> None:
+    """A start that found an empty folder there would begin again."""
+    save, logs = tmp_path / "run", tmp_path / "run" / "logs"
+    mine = Lease((Place(save, "--save"), Place(logs, "--log-dir")), holder())
+    mine.take()
+    lost: list[str] = []
+    mine.lost = lost.append
+    shutil.rmtree(logs)
+    mine.beat()
+    assert lost == [] and mine.taker(f"{logs}") is NOBODY and not logs.exists()
+    save.rename(tmp_path / "aside")
+    mine.beat()
+    assert len(lost) == 1 and f"--save {save} was moved or deleted under this run" in lost[0]
+    mine.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["aside"]
 
 
 def test_a_full_log_disk_takes_no_lease_and_ends_no_run(tmp_path, monkeypatch) -> None:

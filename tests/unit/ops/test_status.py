@@ -131,6 +131,7 @@ TRUE_STATES: dict[str, tuple[State, str, dict[str, Any] | None, list[dict[str, A
     "waits after its node was lost": (State.REQUEUED, "nothing", {}, [], "PENDING 3", 4000),
     "is held": (State.HELD, "JobHeldUser", OVER, [LOST], "PENDING 3 JobHeldUser", 4000),
     "is suspended": (State.PAUSED, "SUSPENDED", {}, [], "SUSPENDED 2", 4000),
+    "is just suspended": (State.PAUSED, "SUSPENDED", {}, [], "SUSPENDED 2", 2),
     "was cancelled": (State.STOPPED, "CANCELLED", OVER, [STOP], "CANCELLED 2", 100),
     "was cancelled, no SLURM": (
         State.STOPPED, "cancelled", OVER,
@@ -353,8 +354,14 @@ def test_a_run_at_its_start_and_one_of_before_there_were_events(tmp_path: Path) 
     said = facts(read_run(old))
     assert said["position"].startswith("iteration 300,") and "done" not in said and "slowest rank" not in said
     assert page([read_run(old)]).count("<figure>") > 4
-    with pytest.raises(ValueError, match="has neither metrics.jsonl nor events.jsonl: name the --log-dir"):
-        read_run(tmp_path)
+    foreign = {"metrics.jsonl": '{"step": 1, "loss": 2.0}\n', "events.jsonl": '{"level": "info"}\n'}
+    for name in (None, *foreign):
+        if name is not None:
+            (tmp_path / name).write_text(foreign[name])
+        with pytest.raises(
+            ValueError, match="has neither metrics.jsonl nor events.jsonl of a run: name the --log"
+        ):
+            read_run(tmp_path)
 
 
 def test_a_long_file_is_read_in_part_with_its_end_and_its_evaluations(

@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +44,9 @@ PROGRAMS = {
     "sleep": "exit 0",  # until SLURM ends a script that is requeued
     "scancel": 'echo "scancel $*" >> "$CALLS"',
 }
+# Runs a command with a disk at $RUN that has no byte left, as a namespace of its own sees it.
+FULL = ("unshare", "-rm", "bash", "-c")
+FULL += ('mount -t tmpfs -o size=8k none "$RUN" && head -c 1M /dev/zero 2>&- > "$RUN/all"; exec "$@"', "-")
 
 
 class Scripts:
@@ -59,21 +64,23 @@ class Scripts:
         path = self.folder / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
-    def start(self, script: str, ends: object, **variables: object) -> subprocess.Popen:
+    def start(
+        self, script: str, ends: object, inside: Sequence[str] = (), **variables: object
+    ) -> subprocess.Popen:
         job = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "name", "SLURM_JOB_NUM_NODES": 3}
         job |= {"SLURM_JOB_NODELIST": "node[0-2]", "RUN": self.run, "CALLS": self.folder / "calls"}
         job |= {"ENDS": ends, "SAID": "", "NEWEST": "0000001", "BAD": "none", "LOST": "", "CHECKS": ""}
         job |= {"SLURM_NTASKS_PER_NODE": 8, "EXCLUDED": "(null)", "STATE": "RUNNING", **variables}
         path = f"{self.folder}:{os.environ['PATH']}"
         environ = {**os.environ, "PATH": path, **{name: str(value) for name, value in job.items()}}
-        words = ["bash", f"pretrain/slurm/{script}", "--lr", "1 e"]
+        words = [*inside, "bash", f"pretrain/slurm/{script}", "--lr", "1 e"]
         return subprocess.Popen(
             words, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
-    def end(self, script: str, ends: object, **variables: object) -> tuple[int, str]:
+    def end(self, script: str, ends: object, **how: Any) -> tuple[int, str]:
         """The exit status, and what was printed."""
-        process = self.start(script, ends, **variables)
+        process = self.start(script, ends, **how)
         text, _ = process.communicate(timeout=60)
         return process.returncode, text
 
@@ -138,14 +145,17 @@ def test_a_job_that_is_cancelled_stays_so(scripts, state, again, task, job) -> N
         (scripts.folder / "calls").unlink()
 
 
+@pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize("job, released, written", [("8", "", 0), ("8", "2026-05-04", 1), ("7", "", 1)])
 def test_a_script_writes_no_word_into_a_folder_that_another_job_holds(
-    scripts, job, released, written
+    scripts, job, released, written, indent
 ) -> None:
     logs = scripts.run / "logs"
     logs.mkdir(parents=True)
     (logs / "lease.9").write_text(Leaseholder("a", "7").write())
-    (logs / "lease.10").write_text(Leaseholder("b", job, released=released).write())
+    lease = json.loads(Leaseholder("b", job, released=released).write())
+    (logs / "lease.10").write_text(json.dumps(lease, indent=indent, separators=(",", ":")))
+    (logs / "lease.11~").write_text(Leaseholder("c", "7").write())
     scripts.end("pretrain.sbatch", ends=2)
     events = (logs / "events.jsonl").read_text() if (logs / "events.jsonl").exists() else ""
     assert events.count("it is not started again") == written
@@ -172,8 +182,9 @@ def test_torchruns_success_does_not_count_where_the_run_said_nothing(scripts) ->
     assert scripts.end("torchrun.sbatch", ends=0, SAID=0)[0] == 0
 
 
-def test_ranks_that_were_all_killed_are_lost(scripts) -> None:
-    assert scripts.end("pretrain.sbatch", ends=137)[0] == ExitStatus.RANK_LOST
+@pytest.mark.parametrize("ends", [137, 134])  # 134: torch ends a process after an error of NCCL by SIGABRT
+def test_ranks_that_were_all_killed_are_lost(scripts, ends) -> None:
+    assert scripts.end("pretrain.sbatch", ends=ends)[0] == ExitStatus.RANK_LOST
     assert REQUEUE in scripts.calls
 
 
@@ -200,6 +211,40 @@ def test_only_restarts_of_one_job_in_a_row_are_counted(scripts) -> None:
     assert sum("requeue" in call for call in scripts.calls) == 5
     ends = [scripts.end("chain.sbatch", ends=76, SLURM_JOB_ID=job)[1] for job in range(4)]  # one chain
     assert ["not again" in text for text in ends] == [False, False, False, True]
+
+
+@pytest.mark.skipif(
+    subprocess.run([*FULL[:2], "true"], capture_output=True).returncode != 0, reason="no namespaces here"
+)
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("status", [75, 137])
+def test_a_restart_that_cannot_be_counted_is_not_made(scripts, script, status) -> None:
+    """The disk is full: the ranks' word, their checkpoints and the count of restarts do not fit."""
+    scripts.run.mkdir()
+    ends, text = scripts.end(script, ends=status, inside=FULL, SAID=74)
+    assert ends == ExitStatus.STORAGE and "restarts cannot be counted: not again" in text, text
+    assert not any("requeue" in call for call in scripts.calls)
+
+
+def test_a_folder_of_any_name_has_checkpoints(tmp_path) -> None:
+    (folder := tmp_path / "superseded").mkdir()
+    scripts = Scripts(folder)
+    for checkpoint in range(5):  # each start got on
+        _, text = scripts.end("pretrain.sbatch", ends=76, NEWEST=f"{checkpoint:07d}")
+        (scripts.run / "iter_9999999.superseded").mkdir(exist_ok=True)
+        assert f"newest checkpoint iter_{checkpoint:07d}:" in text
+    assert scripts.calls.count(REQUEUE) == 5
+    _, text = scripts.end("pretrain.sbatch", ends=76, NEWEST="10000000")
+    assert "newest checkpoint iter_10000000:" in text
+
+
+def test_a_count_of_restarts_is_a_number_and_nothing_else(scripts) -> None:
+    (scripts.run / "iter_0000001").mkdir(parents=True)
+    for count, goes_on in {"x[$(touch$IFS$RUN/run)]": True, "08": False, "-9": True, "": True}.items():
+        (scripts.run / "restarts").write_text(f"{count} iter_0000001 7\n")
+        _, text = scripts.end("pretrain.sbatch", ends=76)
+        assert ("back into the queue" in text) == goes_on, text
+    assert not (scripts.run / "run").exists()
 
 
 def test_a_chain_without_a_name_is_refused(scripts) -> None:

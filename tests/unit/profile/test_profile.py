@@ -174,7 +174,7 @@ def test_nodes_are_waited_for_as_long_as_told(capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["check_nodes.py", "--timeout", "0.2", "--device", "cpu"])
     assert runpy.run_path(str(CHECK_NODES))["main"]() == 76
     said = capsys.readouterr().err
-    assert "1 of 2 ranks did not come: rank 1" in said and "Waited 0.2 s (--timeout)" in said
+    assert "1 of 2 ranks did not come: rank 1" in said and "The limit is 0.2 s (--timeout)" in said
 
 
 def test_flags_that_the_profile_chooses_itself_are_named() -> None:
