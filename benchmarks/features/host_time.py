@@ -145,8 +145,8 @@ def ours(size: Size, preset: str, stack: ExitStack) -> Step:
         policy = replace(policy, exact_numel=size.hidden)  # norms, as a run's default of a larger model
     factors = resolve_shards(preset, RANKS * nodes, RANKS).factors
     mesh = stack.enter_context(lone_rank.lone_rank(RANKS * nodes, RANKS, factors, CPU))
-    with patch.object(loops, "ADAMW", partial(OnePassAdamW, lr=1e-4, weight_decay=0.1)):
-        step, engine = loops.ours(size, CPU, mesh=mesh, policy=policy, traits=undecayed)
+    update = partial(OnePassAdamW, lr=1e-4, weight_decay=0.1)  # which a run on a card has
+    step, engine = loops.ours(size, CPU, mesh=mesh, policy=policy, traits=undecayed, optimizer=update)
     for lane in engine.hooks.lanes:
         lane.streams = [Stream(), Stream()]
     return step
