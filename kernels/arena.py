@@ -15,6 +15,7 @@ No event is recorded or asked for here, and no host waits.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
@@ -158,7 +159,7 @@ class _Region:
         return block, start
 
     def free(self, block: _Block, start: int) -> None:
-        place = next(i for i, (low, _) in enumerate(block.taken) if low == start)
+        place = bisect_left(block.taken, (start, 0))
         low, high = block.taken.pop(place)
         self.used -= high - low
 

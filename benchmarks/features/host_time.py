@@ -28,6 +28,7 @@ import megazero.kernels
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # the backend "fake"
+from megazero.kernels import arena
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,10 +74,10 @@ class Stream:
         COUNTS["waits"] += 1
 
     def __enter__(self) -> None:
-        pass
+        CURRENT.append(self)
 
     def __exit__(self, *_: object) -> None:
-        pass
+        CURRENT.pop()
 
 
 class Silence(lone_rank.Echo):
@@ -103,16 +104,16 @@ class Kernel:
 
 
 COUNTS: Counter[str] = Counter()
-COMPUTE = Stream()
+CURRENT = [Stream()]  # the current stream is the last one
 
 
 @contextmanager
 def no_device() -> Iterator[None]:
     """Let streams, events, collectives and own kernels do nothing but count."""
     with ExitStack() as stack:
-        stack.enter_context(
-            patch.multiple(torch.cuda, Event=Event, current_stream=lambda device=None: COMPUTE)
-        )
+        current = patch.multiple(torch.cuda, Event=Event, current_stream=lambda device=None: CURRENT[-1])
+        stack.enter_context(current)
+        stack.enter_context(patch.object(arena, "home_of", lambda device: CURRENT[-1]))
         stack.enter_context(patch.object(torch.cuda, "stream", lambda stream: stream))
         stack.enter_context(patch.object(lone_rank, "Echo", Silence))
         for found in pkgutil.iter_modules(megazero.kernels.__path__):
@@ -145,8 +146,8 @@ def ours(size: Size, preset: str, stack: ExitStack) -> Step:
         policy = replace(policy, exact_numel=size.hidden)  # norms, as a run's default of a larger model
     factors = resolve_shards(preset, RANKS * nodes, RANKS).factors
     mesh = stack.enter_context(lone_rank.lone_rank(RANKS * nodes, RANKS, factors, CPU))
-    with patch.object(loops, "ADAMW", partial(OnePassAdamW, lr=1e-4, weight_decay=0.1)):
-        step, engine = loops.ours(size, CPU, mesh=mesh, policy=policy, traits=undecayed)
+    update = partial(OnePassAdamW, lr=1e-4, weight_decay=0.1)  # which a run on a card has
+    step, engine = loops.ours(size, CPU, mesh=mesh, policy=policy, traits=undecayed, optimizer=update)
     for lane in engine.hooks.lanes:
         lane.streams = [Stream(), Stream()]
     return step

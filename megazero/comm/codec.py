@@ -328,7 +328,14 @@ class Blockwise:
         return messages[:, start : start + e * self.exact_dtype.itemsize].view(self.exact_dtype)
 
     def _exact_start(self, n: int) -> int:
-        return _aligned(self.form.coded_bytes(n))
+        if n not in self._exact_starts:
+            self._exact_starts[n] = _aligned(self.form.coded_bytes(n))
+        return self._exact_starts[n]
+
+    @cached_property
+    def _exact_starts(self) -> dict[int, int]:
+        """What was asked for: every message of a slice asks several times."""
+        return {}
 
     def _drawn(self, noise: Noise | None) -> Noise | None:
         if not self.stochastic:

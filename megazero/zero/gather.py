@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain, islice
 from math import prod
+from operator import attrgetter
 
 import torch
 
@@ -102,7 +103,7 @@ class Gatherer:
             if any(map(self._awaited, following)):
                 break
         budget = self.context.policy.prefetch_bytes
-        budget -= sum(u.gather_bytes for u in self.ahead.difference(following))
+        budget -= sum(map(attrgetter("gather_bytes"), self.ahead.difference(following)))
         for i in chain.from_iterable(modules):
             if i in seen:
                 continue
@@ -159,7 +160,7 @@ class Gatherer:
     def _start(self, unit: Unit) -> None:
         """Gather the unit ahead of use if it is missing, and note that it stays."""
         self.coming.add(unit)
-        if unit not in self.ahead and self._awaited(unit):
+        if unit not in self.ahead and not unit.ready and unit.ticket is None:
             self._launch(unit)
             self.ahead.add(unit)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -70,6 +71,28 @@ def test_buffers_in_use_do_not_overlap_and_memory_is_used_again() -> None:
         if round_of == 0:
             held = arena.nbytes
     assert arena.used == 0 and arena.nbytes <= held <= 2 * arena.peak, "gaps between random sizes"
+
+
+def test_what_is_made_of_a_buffer_lives_as_long_as_its_memory() -> None:
+    arena, made = Arena(), list[int]()
+
+    def bound(numel: int, key: str) -> list[torch.Tensor]:
+        def make(buffer: torch.Tensor) -> list[torch.Tensor]:
+            made.append(numel)
+            return [buffer[:1], buffer[1:]]
+
+        with arena.frame(CPU) as frame:
+            return frame.bind(numel, torch.float32, key, make)
+
+    bound(1000, "a")  # of a block that a larger buffer replaces
+    for _ in range(3):
+        first, second = bound(5000, "a"), bound(5000, "b")
+        assert first is not second and addresses(first[0]) == addresses(second[0])
+    assert made == [1000, 5000, 5000]
+    alive = weakref.ref(first[0])
+    del first
+    bound(9000, "a")
+    assert alive() is None, "views do not keep memory that the arena has given up"
 
 
 def test_blocks_become_one_that_holds_the_most_that_was_in_use() -> None:
