@@ -8,7 +8,6 @@ import json
 import math
 import os
 from collections.abc import Hashable
-from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 26  # of a JSON file: the manifest of 500,000 ranks, six times the largest vocabulary
@@ -88,4 +87,4 @@ def _values(node: Any, known: dict[int, float]) -> float:
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, list[str]]:
     """Do the same as ``load_yaml`` for a file of UTF-8. Raises OSError, too."""
-    return load_yaml(read_bytes(Path(path), MOST_YAML).decode("utf-8"))
+    return load_yaml(read_bytes(path, MOST_YAML).decode("utf-8"))

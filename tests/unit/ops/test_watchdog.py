@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.mesh.launch import Launch
+from megazero.mesh.sealed import SealedStore
 from megazero.ops import watchdog
 from megazero.ops.heartbeat import innermost, waits
 from megazero.ops.watchdog import Limit, Watchdog
@@ -71,12 +72,11 @@ def test_who_is_lost_is_named_when_nccl_reports_an_error(monkeypatch, tmp_path: 
         "count": 3,
         "host": "gpu01",
         "pid": 10**7,
-        "start": 0,
         "since": 0.0,
         "waiting": False,
         "stack": "x.py:1 f",
     }
-    store.set("heartbeat/1", json.dumps({**beat, "where": {"phase": "iteration 7"}}))
+    SealedStore(store, b"").set("heartbeat/1", json.dumps({**beat, "where": {"phase": "iteration 7"}}))
     watching = Watchdog(store, Launch(0, 2, 0, 2), rank, tmp_path)
     watching.start()
     assert not rank.ended.wait(0.5) and rank.lines == []
