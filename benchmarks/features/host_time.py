@@ -223,8 +223,8 @@ def main() -> int:
         only=(list(BUILDERS), "contestants; the plain loop always"),
         layers=24,
         hidden=64,
-        rounds=9,
-        steps=(3, "of a turn"),
+        rounds=41,
+        steps=(1, "of a turn"),
         page=harness.DOCS / "decisions.md",
     ).parse_args()
     names = list(dict.fromkeys([PLAIN, *options.only]))

@@ -21,8 +21,9 @@ master    Compact [n/OS], at least fp32. The optimizer updates it. It is a part 
           the copy is never dropped (then the refresh's encoding is free).
 grad      Compact [n/G], at least fp32. The sum of this step's gradients. After the step's reduction its OS part holds
           the sum over all data-parallel ranks.
-staging   [n], parameter dtype. One micro-batch's raw gradients on their way to ``grad`` if G > 1. The first gradient
+staging   [n], parameter dtype. One micro-batch's raw gradients on their way to ``grad`` if G > 1. The first ``stage``
           takes it from the arena; waiting for its reduction frees it.
+arrived   Gradients of the micro-batch that wait to be staged together.
 crossing  The level whose slices are the first to cross nodes once per step, if there is one. (Levels up to g are
           reduced with every micro-batch.)
 residual  Compact, at least fp32, of level ``crossing``, for error feedback, in units of the divided gradient. Other
