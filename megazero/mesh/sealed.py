@@ -11,15 +11,15 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from megazero.files import appears
+
 SECRET = ".secret"  # and the user's number: a folder may be a team's
 BYTES = 32
-SEEN_S = 10.0  # for a file that another node wrote to be seen here
 
 
 class Store(Protocol):
@@ -73,14 +73,12 @@ def job_secret(save: str | None, rank: int) -> bytes:
     """
     if save is None:
         return b""
-    file, deadline = Path(save) / f"{SECRET}.{os.getuid()}", time.monotonic() + SEEN_S
+    file = Path(save) / f"{SECRET}.{os.getuid()}"
     with suppress(OSError):
         if rank == 0:
             _make(file)
-        while len(secret := _read(file)) < BYTES and time.monotonic() < deadline:
-            time.sleep(0.05)
-            os.listdir(save)  # makes a network's file system ask again
-        return secret
+        appears(lambda: len(_read(file)) >= BYTES, file.parent)
+        return _read(file)
     return b""
 
 
