@@ -59,7 +59,7 @@ megazero/zero/outer.py
 - weights.lerp_(anchor, mixing)
 + weights.copy_(anchor)
   a replica's own weights are not mixed in
-- anchor.momentum.copy_(here.momentum)
+- anchor.momentum.copy_(here.momentum, non_blocking=True)
 + pass
   the outer momentum in host memory stays what it was
 - sums.copy_(arrived, levels.all)
