@@ -22,7 +22,14 @@ SOURCES = [
     for folder in ("megazero", "kernels", "megatron_core_patch", "fsdp2_patch", "pretrain", "tools")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
-NOT_TORCHS = {"_asdict", "_exit", "_current_frames", "_unshard_if_dtensor", "_reshard_if_dtensor"}
+NOT_TORCHS = {
+    "_asdict",
+    "_exit",
+    "_current_frames",
+    "_DummyThread",
+    "_unshard_if_dtensor",
+    "_reshard_if_dtensor",
+}
 
 
 def requirements() -> dict[str, str]:
