@@ -424,14 +424,14 @@ def started(argv: list[str]) -> tuple[int, int, int]:
     """Start a run in this rank as its program does. Return its iteration, hidden size, and reads of manifests."""
     launch = Launch(dist.get_rank(), dist.get_world_size(), local_world_size=dist.get_world_size())
     command = CommandLine(argv, World(launch.world_size, launch.world_size))
-    reads, text = list[Path](), Path.read_bytes
+    reads, text = list[Path](), manifest.read_bytes
 
     def counted(file: Path) -> bytes:
         reads.append(file)
         return text(file)
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, redirect_stdout(io.StringIO()):
-        patch.setattr(Path, "read_bytes", counted)
+        patch.setattr(manifest, "read_bytes", counted)
         patch.setattr(manifest, "_SETTLED_S", -1.0)  # these checkpoints are young
         config = command.parse() if launch.rank == 0 else command.parse_apart()
         run = setup.prepare(config, launch, stack, command=command)

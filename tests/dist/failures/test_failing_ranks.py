@@ -21,6 +21,7 @@ from megazero.checkpoint.directory import TRIAL
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, write_meta
 from megazero.log.exit_status import STATUS_FILE, ExitStatus, read_status
 from megazero.mesh import rendezvous
+from megazero.mesh.sealed import SECRET
 from megazero.mesh.starter import free_port
 from megazero.train import distributed as start
 from megazero.train import setup, supervisor
@@ -237,7 +238,8 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path)
     assert {name: after[name] for name in before} == before
     assert any(".partial-" in name for name in after)
     resumed, _ = run_ranks(2, train_all, [{**values, "load": save["save"], "train_iters": 4}], timeout=300)
-    assert resumed[0].start == 3 and sorted(os.listdir(tmp_path / "run")) == ["iter_0000004", "lease.1"]
+    left = sorted(os.listdir(tmp_path / "run"))
+    assert resumed[0].start == 3 and left == [f"{SECRET}.{os.getuid()}", "iter_0000004", "lease.1"]
 
 
 def test_a_loss_that_is_nan_stops_every_rank_and_harms_no_checkpoint(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from megazero.config import RunConfig, World, make_config
 from megazero.log.exit_status import ExitStatus
+from megazero.mesh.sealed import SECRET
 from megazero.models import Decoder
 from megazero.train import setup
 from tests.dist.failures.test_failing_ranks import LONG, errors, iterations
@@ -149,6 +150,7 @@ def test_a_nan_of_a_middle_stage_stops_every_rank_and_harms_no_checkpoint(tmp_pa
         # The rank that computes the losses, and the step's samples: no other has a loss.
         assert "it came from rank 3 (loss nan, samples 8, 9, 10, 11)" in words and "Traceback" not in text
     assert list(digest(tmp_path / "run")) and sorted(os.listdir(tmp_path / "run")) == [
+        f"{SECRET}.{os.getuid()}",
         "iter_0000002",
         "lease.1",
     ]

@@ -46,15 +46,15 @@ def seeded(name: str, engine: Engine, pipeline: Pipeline, config: RunConfig) -> 
 def _skip_last_reduction(place: Place) -> None:
     """A step's last micro-batch adds nothing to the gradients."""
     count = place.engine.reducer
-    stage = Unit.stage
+    take = Unit.take_gradient
 
     def skipping(unit: Unit, name: str, param: torch.nn.Parameter) -> None:
         if count.micro_batches > 1 and unit.backwards == count.micro_batches - 1:
             assert param.grad is not None
             param.grad = torch.zeros_like(param.grad)
-        stage(unit, name, param)
+        take(unit, name, param)
 
-    place.replace(Unit, "stage", skipping)
+    place.replace(Unit, "take_gradient", skipping)
 
 
 def _wrong_norm_group(place: Place) -> None:
