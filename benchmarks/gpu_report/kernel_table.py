@@ -59,8 +59,8 @@ AdamW's update of n elements, with fp32 master, gradient and moments and paramet
 
 In 16 bits these are 28, 30 and 34 bytes against 36, 42 and 58: 22, 29 and 41% less. Encoding the differences reads
 them in both. With 1B parameters a rank that holds 1/8 of the optimizer's states moves 4.3 GB instead of 7.3 in a step
-of zeropp. On an H100 (piece `update` of [gpu.md](gpu.md)) 134M elements take 1.25, 1.34 and 1.52 ms in one pass, and 1.80,
-2.06 and 3.01 ms one operation after the other.
+of zeropp. On an H100 134M elements take 1.25, 1.34 and 1.52 ms in one pass, and 1.80, 2.06 and 3.01 ms one operation
+after the other (piece `update` of [gpu.md](gpu.md)).
 
 `make test` compiles the kernels too: it checks spills, access widths, that arithmetic is exactly rounded, and that
 one compilation serves all noise (`tests/unit/kernels/test_compile.py`).
