@@ -1,4 +1,4 @@
-"""Names the cause of failed checks where the evidence singles it out: stale weights, or one factor on every gradient."""
+"""Names the cause of failed checks where the evidence shows one: stale weights, or one factor of all gradients."""
 
 from __future__ import annotations
 
