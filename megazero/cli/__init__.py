@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from megazero.config.nearest import did_you_mean
 from megazero.log.safe_stream import guard_streams
+from megazero.mesh.launch import is_first
 
 
 class Command(NamedTuple):
@@ -30,12 +32,15 @@ COMMANDS = {
     "plan": Command(
         "find the fastest layout of a model on a cluster, before it is booked", "megazero.plan.command"
     ),
-    "profile": Command(
+    "calibrate": Command(
         "measure collectives, codecs and a model's modules on the ranks at hand: the planner's cluster file",
-        "megazero.profile.command",
+        "megazero.calibrate.command",
     ),
     "convert": Command("checkpoints to and from Hugging Face, and from Megatron", "megazero.convert.command"),
 }
+
+
+_PROFILE = re.compile("^--profile[-_](?=rounds|micro|largest|fresh)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,12 +51,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0 if words else 2
-    name, *rest = words
+    name, *rest = _renamed(words)
     if name not in COMMANDS:
         near = did_you_mean(name, COMMANDS, "megazero ")
         print(f"megazero {name} does not exist{near}\n\n{_help()}", file=sys.stderr)
         return 2
     return import_module(COMMANDS[name].module).main(rest)
+
+
+def _renamed(words: list[str]) -> list[str]:
+    """Return a command line in today's words: ``profile`` and four of its flags had names that training has, too."""
+    if words[0] != "profile":
+        return words
+    if is_first():
+        print(
+            "megazero profile is now megazero calibrate, and --profile-rounds is --calibrate-rounds",
+            file=sys.stderr,
+        )
+    return ["calibrate", *(_PROFILE.sub("--calibrate-", word) for word in words[1:])]
 
 
 def _help() -> str:
