@@ -103,11 +103,7 @@ class BaseLayout:
             busy = self.micro_batches * sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in own)
             best = max(best, before + busy)
             before += seconds[rank][Kind.FORWARD] + (0.0 if split else seconds[rank][back])
-        if self.cluster.cores is None:
-            return best
-        # A rank that computes alone is faster than measured, but a host still does the work of all its ranks.
-        work = sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in seconds) * self.micro_batches
-        return work / self.pp
+        return best
 
     @cached_property
     def sampled(self) -> tuple[int, ...]:
@@ -134,12 +130,7 @@ class BaseLayout:
 
     @cached_property
     def compute_only(self) -> tuple[float, float]:
-        """Return when the last rank and when the first one ends, if nothing waits for weights or gradients.
-
-        If ranks share processors both are lower bounds of the step time.
-        """
-        if self.cluster.cores is not None:
-            return self.least_seconds, self.least_seconds
+        """Return when the last rank and when the first one ends, if nothing waits for weights or gradients."""
         ends = [self._compute_only(micro_batches) for micro_batches in self.sampled]
         return self.extrapolated([last for last, _ in ends]), self.extrapolated([first for _, first in ends])
 

@@ -217,7 +217,7 @@ def test_an_allocation_is_seen_and_a_view_is_not() -> None:
     [
         ("megazero/comm/lane.py", "comm"),
         ("megazero/comm/codec.py", "codecs"),
-        ("kernels/quantize.py", "codecs"),
+        ("megazero/kernels/quantize.py", "codecs"),
         ("megazero/models/layer.py", None),
         ("tests/unit/benchmarks/test_gpu_report.py", None),
     ],

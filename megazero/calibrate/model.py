@@ -23,8 +23,8 @@ from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
 from megazero.pp.partition import StageSpec
-from megazero.profile.points import Modules
-from megazero.profile.timing import Clock
+from megazero.calibrate.points import Modules
+from megazero.calibrate.timing import Clock
 from megazero.tp import TensorParallel
 
 # Layers that are measured one after the other, with their activations kept: one layer again and again would find its
