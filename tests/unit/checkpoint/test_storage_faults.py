@@ -1,7 +1,7 @@
 """Storage that fails: a save is tried again, a damaged checkpoint is passed over, copies lie in a second folder.
 
 Faults are raised here where Python asks the operating system (its audit events, and fsync).
-benchmarks/faults/storage_faults.py lets every call fail, in whole runs and in the process that writes.
+tests/soak/storage_faults.py lets every call fail, in whole runs and in the process that writes.
 """
 
 from __future__ import annotations
@@ -174,7 +174,10 @@ def test_a_file_of_the_command_line_on_a_disk_that_fails_is_no_mistake(
     assert status_of(caught.value) is ExitStatus.RANK_LOST
 
 
-def test_a_folder_that_is_deleted_under_a_save(tmp_path: Path, faults: Faults) -> None:
+def test_a_folder_that_is_deleted_under_a_save(
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SEEN_S", 0.5)  # how long the folder is waited for
     doomed = ["writing", "completing"]
     for part in store.saving(tmp_path, snapshot(1), retry=store.Retry(60)):
         if doomed and part.what.startswith(doomed[0]):

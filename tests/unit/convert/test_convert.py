@@ -181,6 +181,7 @@ def raises(error, *_):
     raise error
 
 
+@pytest.mark.slow
 def test_a_killed_import_harms_nothing_and_the_same_command_does_it(folder, tmp_path):
     """It begins again, and removes what the killed one left."""
     before = weights_digest(folder)

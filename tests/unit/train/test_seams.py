@@ -81,7 +81,7 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], float, int]
         scheduler.step(size)
 
 
-@pytest.mark.parametrize("unit", ["iterations", "samples"])
+@pytest.mark.parametrize("unit", [pytest.param("iterations", marks=pytest.mark.slow), "samples"])
 def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -> None:
     """Of every style, past the end of the decay; of one of each kind across a resume, too."""
     length: dict[str, Any] = {"train_iters": 9, "lr_warmup_iters": 2}
@@ -252,7 +252,14 @@ UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": Tr
 
 @pytest.mark.parametrize(
     "options",
-    [ADAMW, SGD, LION, MUON, DECOUPLED, UNTIED, GROWING],
+    [
+        ADAMW,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (SGD, LION)),
+        MUON,
+        DECOUPLED,
+        UNTIED,
+        GROWING,
+    ],
     ids=["adamw", "sgd", "lion", "muon", "decoupled", "decoupled, untied", "growing, z-loss"],
 )
 def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options: dict[str, Any]) -> None:
