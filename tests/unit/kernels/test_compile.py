@@ -22,6 +22,7 @@ KERNELS = (
     "quantize and mix", "dequantize and mix", "accumulate and mix", "adamw in bf16",
     "adamw in int8",
 )  # fmt: skip
+pytestmark = pytest.mark.long
 ALWAYS = ("quantize", "dequantize and add", "sum_quantize", "adamw with difference")
 
 

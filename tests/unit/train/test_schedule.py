@@ -77,6 +77,7 @@ def megatron_scheduler(said: Mapping[str, Any], group: dict[str, float]) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_schedules_equal_megatrons() -> None:
     """Bit for bit, of seeded flag sets, in iterations and in samples, with warm-ups of 0, past the end."""
     for seed in range(FLAG_SETS):

@@ -81,6 +81,7 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], float, int]
         scheduler.step(size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unit", [pytest.param("iterations", marks=pytest.mark.slow), "samples"])
 def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -> None:
     """Of every style, past the end of the decay; of one of each kind across a resume, too."""
@@ -250,6 +251,7 @@ GROWING = {
 UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -359,6 +361,7 @@ def test_steps_that_are_not_finite_are_skipped_told_and_ten_in_a_row_the_end(tmp
     assert [line["iteration"] for line in lines if line.get("skipped")] == [3, *range(5, 14)]
 
 
+@pytest.mark.long
 def test_what_is_due_among_iterations_left_out_comes_after_them(tmp_path: Path) -> None:
     """Evaluation, save, exit and the end of the trace: none is passed over with them."""
     told: list[str] = []

@@ -30,6 +30,7 @@ def steady(name: str) -> dict[tuple[str, str], tuple[int, int]]:
     return {place: figures for place, figures in found.items() if place[0] in OURS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in allocations.cases()],

@@ -157,6 +157,7 @@ def test_a_part_is_decoded_as_the_whole_is() -> None:
         assert torch.equal(moments.decode(held, 2, 500, start, stop), whole[start:stop])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_a_slow_decay_is_not_lost(kind: str) -> None:
     """Gradients become ten times smaller: v, which falls by a thousandth a step, follows; to nearest it stays."""
