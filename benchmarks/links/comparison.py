@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.links.comparison_report import chart, page
+from benchmarks.links.comparison_report import chart, chart_over_rates, page
 from benchmarks.links.contestants import CONTESTANTS, HEATS, PAGE_HEATS, Running, absent
 from benchmarks.links.volume import Case, scalars
 from benchmarks.results import data_of
@@ -215,6 +215,7 @@ def main() -> int:
         return 2
     (options.out / "comparison.md").write_text(page(stored))
     chart(stored["results"], options.out / "comparison.png")
+    chart_over_rates(stored["results"], options.out / "rates.png")
     print(page(stored))
     return 0
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.mesh.grid import INTRA
 from megazero.plan.layout import LOCAL, Chain, Layout, TimedHop
 from megazero.plan.memory import PENDING_REDUCTIONS
 from megazero.plan.rank_step import RankStep
 from megazero.plan.simulate import BILL, Timing, mean_bill, simulate, update_seconds, whole_step
-from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.schedules import Action, Kind
 
 LOOKS = {LAYER: 8, HEAD: 2, EMBEDDING: 1}  # at chains in a backward: with every parameter's gradient

@@ -3,7 +3,7 @@
     python -m benchmarks.planning.slow_links --results runs/outer/comparison.json --cluster runs/outer/lab.yaml
 
 --results: what ``links/comparison.py --heats outer`` wrote, at any rates and delays. --cluster: what ``megazero
-profile`` wrote for that model in a lab without a rate; the link is taken from each result. Predictions are for the
+calibrate`` wrote for that model in a lab without a rate; the link is taken from each result. Predictions are for the
 fastest layout of each scheme without tensor and pipeline parallelism, measurements are CONTESTANT's. The planner's
 rule chooses from both. Writes a section of docs/slow-links.md (--page: another file).
 """
@@ -43,8 +43,8 @@ TEXT = """\
 
 {nodes} nodes of {ranks_per_node} ranks on one machine of {cores} cores, gloo, torch {torch}; a Llama of {elements}
 parameters in bf16, 128 tokens of a rank in a micro-batch. Outer steps meet every {interval} steps, in 4 bits. The
-cluster file is `megazero profile` of this model on links without a rate. Seconds of a step, and the scheme to take by
-the planner's rule, for predicted and for measured ones; {agree} of {number} agree.
+cluster file is `megazero calibrate` of this model on links without a rate. Seconds of a step, and the scheme to take
+by the planner's rule, for predicted and for measured ones; {agree} of {number} agree.
 
 {choices}
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 from megazero.config import RunConfig, World
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
@@ -16,7 +17,6 @@ from megazero.plan.activations import activations, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import INTER_SITE, Collectives, Cost
-from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import (
     SCHEDULES,

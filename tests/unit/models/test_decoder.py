@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.config.model.attention import TORCH
-from megazero.config.model.parameters import parameter_count, training_flops
+from megazero.config.model.spec import parameter_count, training_flops
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import frequency_of, layer_kind
 from megazero.models import Decoder, ModelConfig, initializer, layer, make_model
