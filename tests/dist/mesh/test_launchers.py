@@ -112,6 +112,7 @@ def test_a_planned_stop_shows_no_trace(tmp_path: Path, words: list[str], status:
     assert stored_values(yaml.safe_load(kept))["lr"] == 1e-3  # below its comments, every option
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "handler, status",
     [pytest.param(True, ExitStatus.STOPPED, marks=pytest.mark.slow), (False, ExitStatus.INTERRUPTED)],

@@ -136,6 +136,7 @@ def bias(case: Case, draws: int, count: int | None = None) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [40, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_stochastic_rounding_is_unbiased_through_every_hop(world, draws):
