@@ -8,7 +8,8 @@ import signal
 import sys
 import time
 
-from megazero.config import CommandLine, ConfigError, World
+from megazero.config import ConfigError, World, begun, parse
+from megazero.config.read.beginning import read_beginning
 from megazero.config.read.data_files import refuse_missing_data
 from megazero.log.exit_status import ExitStatus, end_folder, record_status, report_to_torchrun, status_of
 from megazero.log.safe_stream import guard_output
@@ -29,9 +30,10 @@ def main() -> int:
     try:
         # Before torch is imported: a mistake is told in a fraction of a second.
         world = World(ranks, ranks) if ranks else World(launch.world_size, launch.local_world_size or 0)
-        command = CommandLine(flags, world)
-        config = command.parse() if launch.rank == 0 else command.parse_apart()
-        if launch.rank == 0:
+        config, beginning = parse(flags, world), None
+        if launch.rank == 0:  # it reads the folders of --load and --save, and tells the others
+            beginning = read_beginning(config.values())
+            config = begun(config, world, beginning)
             refuse_missing_data(config)
     except (ConfigError, OSError) as error:
         return _refuse(error, launch.rank == 0, "\n--help lists every flag")
@@ -40,7 +42,7 @@ def main() -> int:
         good = (ExitStatus.FINISHED, ExitStatus.STOPPED)
         words = [sys.executable, *program, *flags]
         return start_ranks(words, ranks, device=config.training.device, good=good)
-    return run(config, launch, command)
+    return run(config, launch, beginning)
 
 
 def _refuse(error: ValueError | OSError, first: bool, hint: str = "") -> ExitStatus:

@@ -546,7 +546,7 @@ megazero/train/data/feeding.py
 + rows.view
   every stage's tokens count in the mean
 
-megazero/train/schedule/spikes.py
+megazero/train/callbacks/spikes.py
 - if len(self.losses) < config.spike_window:
 + if not self.losses:
   noise of a run's first steps is a spike

@@ -78,7 +78,8 @@ class ScheduleLengths:
 class RunConfig:
     """The configuration of a run, in frozen sections.
 
-    ``notes`` says what was accepted, implied or overridden on the way. Without a world the global batch may be open
+    ``notes`` says what was accepted, implied or overridden on the way. ``said`` holds what the user said while the
+    folder of --load is not read yet (read/parse.py: begun), else None. Without a world the global batch may be open
     (None); until the tokenizer is read, so may the vocabulary.
     """
 
@@ -97,6 +98,7 @@ class RunConfig:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     planning: PlanningConfig = field(default_factory=PlanningConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
+    said: object = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, values: Mapping[str, Any], notes: Sequence[str] = ()) -> RunConfig:
@@ -263,7 +265,8 @@ class RunConfig:
 @lru_cache(maxsize=1)
 def section_types() -> Mapping[str, type]:
     """Return the dataclass of each section name, in order."""
-    return MappingProxyType({name: cls for name, cls in get_type_hints(RunConfig).items() if name != "notes"})
+    hints = get_type_hints(RunConfig).items()
+    return MappingProxyType({name: cls for name, cls in hints if name not in ("notes", "said")})
 
 
 @lru_cache(maxsize=1)

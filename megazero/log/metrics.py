@@ -146,6 +146,12 @@ class MetricsWriter:
         self._write(line)
         return line
 
+    def results(self, iteration: int, consumed_samples: int, results: Mapping[str, float]) -> dict[str, Any]:
+        """Write and return a line with the results of other evaluations by name."""
+        line = {"iteration": iteration, "consumed_samples": consumed_samples, **results}
+        self._write(line)
+        return line
+
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.append(encode({**line, "time": now()}))
 

@@ -42,38 +42,8 @@ MADE_UP = {
 }
 # Of the data, what the model computes by.
 OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask")
-# Of no meaning in a run of a few steps of made-up tokens.
-RESET = (
-    "train_samples",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_fraction",
-    "lr_warmup_init",
-    "lr_by_tokens",
-    "min_lr",
-    "decoupled_min_lr",
-    "lr_wsd_decay_style",
-    "lr_wsd_decay_iters",
-    "lr_wsd_decay_samples",
-    "weight_decay_incr_style",
-    "start_weight_decay",
-    "end_weight_decay",
-    "rampup_seq_length",
-    "rampup_seq_length_root",
-    "seq_length_steps",
-    "exit_interval",
-    "exit_duration_in_mins",
-    "exit_signal_handler",
-    "kill_switch_path",
-    "eval_interval",
-    "eval_at_start",
-    "distributed_timeout_minutes",
-    "health_check",
-    "distributed_init_timeout_minutes",
-    "zero_weight_error_bound",
-    "zero_gradient_error_bound",
+# What ``_parallel`` says by other options.
+STAGES = (
     "num_layers_per_virtual_pipeline_stage",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -101,7 +71,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     """
     layout = sub_layout(config, world, most)
     carried = {
-        name: config.get(name) if name not in RESET else option.default
+        name: option.default if option.whole_run or name in STAGES else config.get(name)
         for name, option in all_options().items()
         if option.section in CARRIED
     }

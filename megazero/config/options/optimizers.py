@@ -160,23 +160,36 @@ class OptimizerConfig:
 
     optimizer: str = option("adamw", "update rule (Megatron's adam is adamw)", choices=tuple(OPTIMIZERS))
     lr: float = option(MISSING, "peak learning rate", above=0, required=True)
-    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0, whole_run=True)
     decoupled_lr: float | None = option(
         None, "peak learning rate of the token embedding and the head, instead of --lr", above=0
     )
-    decoupled_min_lr: float | None = option(None, "the same of --min-lr (default: --min-lr)", low=0)
-    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
-    lr_decay_iters: int | None = option(None, "iterations to decay over (default: --train-iters)", low=1)
-    lr_decay_samples: int | None = option(None, "samples to decay over (default: --train-samples)", low=1)
-    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0)
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0)
-    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay", low=0, below=1)
-    lr_warmup_init: float = option(0.0, "learning rate at the beginning of the warm-up", low=0)
-    lr_wsd_decay_style: str = option(
-        "exponential", "WSD: shape of the last phase", choices=tuple(WSD_FALLING)
+    decoupled_min_lr: float | None = option(
+        None, "the same of --min-lr (default: --min-lr)", low=0, whole_run=True
     )
-    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1)
-    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1)
+    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
+    lr_decay_iters: int | None = option(
+        None, "iterations to decay over (default: --train-iters)", low=1, whole_run=True
+    )
+    lr_decay_samples: int | None = option(
+        None, "samples to decay over (default: --train-samples)", low=1, whole_run=True
+    )
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0, whole_run=True)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0, whole_run=True)
+    lr_warmup_fraction: float | None = option(
+        None, "warm-up as a fraction of the decay", low=0, below=1, whole_run=True
+    )
+    lr_warmup_init: float = option(
+        0.0, "learning rate at the beginning of the warm-up", low=0, whole_run=True
+    )
+    lr_wsd_decay_style: str = option(
+        "exponential",
+        "WSD: shape of the last phase",
+        choices=tuple(WSD_FALLING),
+        whole_run=True,
+    )
+    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1, whole_run=True)
+    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1, whole_run=True)
     weight_decay: float = option(
         0.01, "weight decay, decoupled but for sgd (norms and biases have none)", low=0
     )
@@ -184,9 +197,14 @@ class OptimizerConfig:
         "constant",
         "how weight decay grows over the run, from --start-weight-decay to --end-weight-decay",
         choices=("constant", *GROWING),
+        whole_run=True,
     )
-    start_weight_decay: float | None = option(None, "weight decay at the start, where it grows", low=0)
-    end_weight_decay: float | None = option(None, "weight decay at the end, where it grows", low=0)
+    start_weight_decay: float | None = option(
+        None, "weight decay at the start, where it grows", low=0, whole_run=True
+    )
+    end_weight_decay: float | None = option(
+        None, "weight decay at the end, where it grows", low=0, whole_run=True
+    )
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)

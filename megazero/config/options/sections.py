@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
+from typing import ClassVar
 
 from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
@@ -68,6 +69,8 @@ class ZeroConfig:
 
     --zero-preset and --zero-shard exclude each other; the --zero-quantized flags go with either.
     """
+
+    STRICT: ClassVar[bool] = True
 
     zero_stage: int | None = option(
         None,
@@ -195,8 +198,9 @@ class ZeroConfig:
         "relative rounding error of a module's weights (norm of the error / norm) past which they are sent exactly "
         "from the next step on (default: no bound)",
         above=0,
+        whole_run=True,
     )
-    zero_gradient_error_bound: float | None = option(None, "the same for gradients", above=0)
+    zero_gradient_error_bound: float | None = option(None, "the same for gradients", above=0, whole_run=True)
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,8 @@ class OuterConfig:
 
     Everything else, tensor and pipeline parallelism and the sharding, is inside a replica.
     """
+
+    STRICT: ClassVar[bool] = True
 
     outer_interval: int = option(
         0,
@@ -306,16 +312,23 @@ class BatchConfig:
         None,
         "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in "
         "steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
+        whole_run=True,
     )
     rampup_seq_length_root: float = option(
-        1.0, "degree of the root by which --rampup-seq-length grows; 1 is a straight line", above=0
+        1.0,
+        "degree of the root by which --rampup-seq-length grows; 1 is a straight line",
+        above=0,
+        whole_run=True,
     )
     seq_length_steps: tuple[int, ...] | None = option(
-        None, "the same in steps: LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH"
+        None,
+        "the same in steps: LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH",
+        whole_run=True,
     )
     lr_by_tokens: bool = option(
         False,
         "a sample counts in the learning rate's schedule as its share of --seq-length, where lengths grow",
+        whole_run=True,
     )
     elastic: bool = option(
         False, "keep the global batch on any number of ranks, by a smaller micro-batch or another layout"
@@ -331,16 +344,23 @@ class TrainingConfig:
     """Length of the run, evaluation, recomputation, device."""
 
     train_iters: int | None = option(None, "iterations to train (or --train-samples)", low=1)
-    train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1)
-    exit_interval: int | None = option(None, "save and exit at iterations divisible by this; 0: never", low=0)
-    exit_duration_in_mins: float | None = option(None, "save and exit after these minutes; 0: never", low=0)
+    train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1, whole_run=True)
+    exit_interval: int | None = option(
+        None, "save and exit at iterations divisible by this; 0: never", low=0, whole_run=True
+    )
+    exit_duration_in_mins: float | None = option(
+        None, "save and exit after these minutes; 0: never", low=0, whole_run=True
+    )
     kill_switch_path: str | None = option(
         None,
         "save and exit at the end of an iteration if this file exists; do not begin if it exists at the start",
+        whole_run=True,
     )
-    exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
-    eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0)
-    eval_at_start: bool = option(False, "evaluate before the first iteration of a fresh run, too")
+    exit_signal_handler: bool = option(False, "save and exit on SIGTERM", whole_run=True)
+    eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0, whole_run=True)
+    eval_at_start: bool = option(
+        False, "evaluate before the first iteration of a fresh run, too", whole_run=True
+    )
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
     deterministic_mode: bool = option(False, "only deterministic kernels")
@@ -356,10 +376,12 @@ class TrainingConfig:
         INDUCTOR,
         "what makes code of the graphs; aot_eager runs their operations as they are",
         choices=COMPILE_BACKENDS,
+        strict=True,
     )
     compile_cache: str | None = option(
         None,
         "folder that keeps what inductor compiled, for later runs (default: torch's, TORCHINDUCTOR_CACHE_DIR)",
+        strict=True,
     )
     z_loss_strength: float = option(
         0.0,
@@ -374,12 +396,15 @@ class TrainingConfig:
         low=1,
         word=AUTO,
     )
-    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
-    health_check: bool | None = option(None, "try nodes first, name bad ones (default: on under SLURM)")
+    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0, whole_run=True)
+    health_check: bool | None = option(
+        None, "try nodes first, name bad ones (default: on under SLURM)", whole_run=True
+    )
     distributed_init_timeout_minutes: float = option(
         5.0,
         "limit of the start: until all ranks have joined, and again until their communicators are made",
         above=0,
+        whole_run=True,
     )
     optimizer_impl: str = option(
         "auto",
@@ -467,13 +492,17 @@ class CheckpointConfig:
     accept_field: tuple[str, ...] = option(
         (),
         "fields of the config.json of --load hf:DIR to set aside, which are not known and known to change nothing",
+        strict=True,
     )
     save_hf: str | None = option(
         None,
         "Hugging Face folder to write when the training is over, from the last checkpoint and by all ranks",
+        strict=True,
     )
     allow_fresh_start: bool = option(
-        False, "start from random weights where --load, another folder than --save, holds no checkpoint"
+        False,
+        "start from random weights where --load, another folder than --save, holds no checkpoint",
+        strict=True,
     )
     exit_on_missing_checkpoint: bool = option(
         False, "a --load without a checkpoint is an error even where it is the folder of --save"
@@ -554,7 +583,7 @@ class ProfilingConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is written beside the checkpoints. Throughput is always logged."""
+    """What is written beside the checkpoints, and what else watches the run. Throughput is always logged."""
 
     log_interval: int = option(
         100, "iterations between console lines, whose figures are means over them", low=1
@@ -567,3 +596,9 @@ class LoggingConfig:
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")
     wandb_exp_name: str | None = option(None, "name of the run there")
     wandb_save_dir: str | None = option(None, "folder of its local files")
+    callbacks: tuple[str, ...] = option(
+        (),
+        "classes of yours that watch the run (docs/extending.md): MODULE:NAME, or with options "
+        "'MODULE:NAME {\"every\": 10}'; in YAML a list, whose entries may map MODULE:NAME to options",
+        takes_options=True,
+    )

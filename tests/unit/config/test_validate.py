@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megazero.config import ConfigError, RunConfig, World, make_config, parse
+from megazero.config import ConfigError, RunConfig, World, begun, make_config, parse
 from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.optimizers import OptimizerConfig
@@ -27,7 +27,7 @@ WORLD = World(8, 4)
 
 def errors(world=WORLD, **changes):
     with pytest.raises(ConfigError) as caught:
-        make_config({**BASE, **changes}, world)
+        begun(make_config({**BASE, **changes}, world), world)
     return "\n".join(caught.value.errors)
 
 
