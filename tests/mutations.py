@@ -556,11 +556,6 @@ megazero/train/state/checkpointing.py
 + replace(options, load_optim=True,
   a run of --finetune goes back to its weights alone
 
-megazero/train/trainer.py
-- self.length.position(self.progress) >= end
-+ self.length.position(self.progress) > end
-  exact gradients begin an iteration late
-
 megazero/plan/memory.py
 -         return self.shards.os * self._own_message(unit)
 +         return 0.0

@@ -354,7 +354,6 @@ RULES: tuple[Rule, ...] = (
     lambda c: wire_rules.legal_block(c.zero),
     wire_rules.delta_refresh,
     lambda c: wire_rules.unbiased(c.zero),
-    wire_rules.until,
 )
 
 

@@ -39,11 +39,23 @@ from megazero.mesh.grid import data_ranks_per_node, replica_size
 from megazero.pp.partition import StageSpec, partition
 from megazero.pp.schedules import micro_batch_multiple
 
-# Removed options, with what to do instead. Files of earlier versions may have them: they are ignored if they are off.
-REMOVED = {
-    "log_each_rank": "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
-    "--log-dir LOGS (--tee 3 prints it, too)",
-}
+_BOUND = "a loop of your own on the engine has zero.Policy({}=...)"
+# Removed options, with their default and with what to do instead. Files of earlier versions may have the default.
+REMOVED: Mapping[str, tuple[Any, str]] = MappingProxyType(
+    {
+        "log_each_rank": (
+            False,
+            "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
+            "--log-dir LOGS (--tee 3 prints it, too)",
+        ),
+        "zero_quantized_gradients_until": (
+            None,
+            "a callback sets engine.exact_gradients (docs/extending.md), as does a loop of your own on the engine",
+        ),
+        "zero_weight_error_bound": (None, _BOUND.format("weight_error_bound")),
+        "zero_gradient_error_bound": (None, _BOUND.format("gradient_error_bound")),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -247,15 +259,6 @@ class RunConfig:
             warmup = fraction * decay
         wsd = ((opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0) * batch
         return ScheduleLengths(unit, total * batch, decay, warmup, wsd, batch)
-
-    @property
-    def quantized_gradients_end(self) -> int | None:
-        """Return the number of iterations after which gradients are exact, or None if they never are.
-
-        It is a number of samples where the run's length is in samples.
-        """
-        fraction = self.zero.zero_quantized_gradients_until
-        return None if fraction is None else round(fraction * self.lr_lengths.total)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the sections as plain JSON values, which are also a legal --config file."""

@@ -254,7 +254,6 @@ class Trainer:
         began = time.perf_counter()
         self.phase = f"iteration {iteration}"
         rates = self._set_rates()
-        self._set_rounding(iteration)
         with self.bill.span("data"):
             batch = self._load(batches)
         with self.bill.span("compute"):
@@ -341,14 +340,6 @@ class Trainer:
         return self.pipeline.step(
             [MicroBatch(**batch, dropout_key=key) for batch, key in zip(step, keys, strict=True)], loss_factor
         )
-
-    def _set_rounding(self, iteration: int) -> None:
-        """Send gradients exactly once --zero-quantized-gradients-until is over."""
-        end, codecs = self.config.quantized_gradients_end, self.engine.policy.codecs
-        exact = end is not None and self.length.position(self.progress) >= end
-        if exact and not self.engine.exact_gradients and (codecs.gradients_intra or codecs.gradients_inter):
-            self.note(f"gradients are sent exactly from iteration {iteration} on")
-        self.engine.exact_gradients = exact
 
     def _set_rates(self) -> dict[str, float]:
         """Give every group of the optimizer its learning rate and weight decay. Returns the metrics of these."""

@@ -91,8 +91,6 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     if layout.replicas > 1:
         steps = max(steps, 2 * values["outer_interval"] + values["outer_delay"])
     values["train_iters"] = steps
-    if config.quantized_gradients_end is not None:
-        values["zero_quantized_gradients_until"] = (steps // 2) / steps
     run = make_config(values, layout.world)
     changes = {
         name: (config.get(name), run.get(name)) for name in carried if config.get(name) != run.get(name)
@@ -347,8 +345,6 @@ def _notes(config: RunConfig, world: World) -> list[str]:
         notes.append("the vocabulary is the tokenizer's, which is not read: one that needs padding is run")
     if config.batch.rampup_seq_length or config.batch.seq_length_steps:
         notes.append("sequences have one length")
-    if config.zero.zero_weight_error_bound or config.zero.zero_gradient_error_bound:
-        notes.append("the bounds on rounding errors are left out: nothing falls back to exact messages")
     if config.wire(world).codings:
         notes.append(f"quantised blocks have {BLOCK} elements, so that slices of small matrices hold several")
     return notes

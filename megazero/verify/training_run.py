@@ -149,8 +149,6 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
         for step in range(run.start, run.stop):
             size = sizes.batch_size(consumed)
             batches, divisor = _micro_batches(config, mesh, step, size)
-            end = config.quantized_gradients_end
-            engine.exact_gradients = end is not None and step >= end
             recorder.open(batches)
             factor, scaled_divisor = scaling.factors(divisor, mesh.dp_size)
             engine.begin_step(len(batches), scaled_divisor, pipeline.program(len(batches)))

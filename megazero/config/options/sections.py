@@ -145,13 +145,6 @@ class ZeroConfig:
         "bits of a quantised gradient inside a node (default: not quantised there)",
         choices=BITS_INTRA_NODE,
     )
-    zero_quantized_gradients_until: float | None = option(
-        None,
-        "fraction of the training (of its iterations or samples) after which gradients are sent exactly "
-        "(default: never)",
-        above=0,
-        high=1,
-    )
     zero_gradient_rounding: str | None = option(
         None,
         "how gradients are rounded: to nearest; at random, without bias; or to nearest, adding what was lost to the "
@@ -193,14 +186,6 @@ class ZeroConfig:
         "parameters with at most this many elements on a tensor-parallel rank are never quantised (default: 16384)",
         low=0,
     )
-    zero_weight_error_bound: float | None = option(
-        None,
-        "relative rounding error of a module's weights (norm of the error / norm) past which they are sent exactly "
-        "from the next step on (default: no bound)",
-        above=0,
-        whole_run=True,
-    )
-    zero_gradient_error_bound: float | None = option(None, "the same for gradients", above=0, whole_run=True)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.config.read.beginning import Beginning
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
-from megazero.config.run import RunConfig, World, all_options
+from megazero.config.run import REMOVED, RunConfig, World, all_options
 
 # The configuration of the run that goes on, by section; {} where a new one begins.
 Stored = Mapping[str, Mapping[str, Any]]
@@ -131,8 +131,14 @@ def _complete_schedule(
 
 
 def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
-    """At a resume, take the formats of messages from the checkpoint where the options give none."""
+    """At a resume, take the formats of messages from the checkpoint where the options give none.
+
+    A note says which of its options were removed since.
+    """
     before = stored.get("zero", {})
+    for name, (default, cure) in REMOVED.items():
+        if before.get(name, default) != default:
+            notes.append(f"{path} was trained with {name} {show(before[name])}, which was removed: {cure}")
     options, said = all_options(), {name: value for name, value in values.items() if value is not None}
     rounded = {"zero_gradient_rounding": before.get("zero_gradient_rounding")}
     names = (name for name in format_options(section_of(ZeroConfig, rounded | said)) if name not in said)

@@ -435,14 +435,13 @@ def test_finetuning_takes_the_weights_and_nothing_else(tmp_path: Path) -> None:
 def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     values = {
         **TINY, "zero_preset": "zeropp", "zero_exact_numel": 40, "zero_block_size": 32, "zero_chunk_numel": 999,
-        "zero_prefetch_bytes": 777, "seed": 5, "zero_weight_error_bound": 0.1, "zero_gradient_error_bound": 0.2,
+        "zero_prefetch_bytes": 777, "seed": 5,
         "zero_gradient_bits": 8, "zero_gradient_rounding": "stochastic", "zero_weight_clip_search": 3,
         "ranks_per_node": 2, "zero_gradients_lifetime": "step", "zero_gradient_transform": "hadamard",
     }  # fmt: skip
     grid = SimpleNamespace(world_size=4, ranks_per_node=2)
     policy: Any = make_policy(make_config(values, World(4, 2)), SimpleNamespace(grid=grid))  # type: ignore[arg-type]
     assert (policy.exact_numel, policy.chunk_numel, policy.prefetch_bytes, policy.seed) == (40, 999, 777, 5)
-    assert (policy.weight_error_bound, policy.gradient_error_bound) == (0.1, 0.2)
     weights, gradients = policy.codecs.weights, policy.codecs.gradients_inter
     assert (weights.form.bits, weights.form.block, gradients.form.bits, gradients.form.block) == (
         4,
@@ -477,24 +476,6 @@ def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch
         }
     )
     assert made == [True, False]
-
-
-def test_gradients_are_exact_from_the_end_of_their_rounding_on() -> None:
-    """The iteration that begins there is the first: what was owed goes with it."""
-    said: list[str] = []
-    codecs = SimpleNamespace(gradients_intra=None, gradients_inter=object())
-    engine = SimpleNamespace(exact_gradients=False, policy=SimpleNamespace(codecs=codecs))
-    trainer: Any = SimpleNamespace(
-        config=SimpleNamespace(quantized_gradients_end=3),
-        engine=engine,
-        length=SimpleNamespace(position=lambda progress: progress),
-        note=said.append,
-    )
-    exact = []
-    for trainer.progress in range(6):
-        Trainer._set_rounding(trainer, trainer.progress + 1)
-        exact.append(engine.exact_gradients)
-    assert exact == [False] * 3 + [True] * 3 and said == ["gradients are sent exactly from iteration 4 on"]
 
 
 @pytest.mark.parametrize("whole", [False, True])
