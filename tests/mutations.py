@@ -753,7 +753,7 @@ megazero/convert/inspection.py
 -             norm += float(ours.double().norm()) ** 2
   equal pieces do not count in the relative distance
 
-megazero/config/layout/sequence_lengths.py
+megazero/config/schedule/sequence_lengths.py
 - return min(wanted - wanted % multiple, end, self.full)
 + return min(wanted, end, self.full)
   lengths are no multiples

@@ -13,8 +13,6 @@ from typing import Any
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout import outer_rules, pipeline_rules, wire_rules
-from megazero.config.layout.batch_sizes import ramp_fault
-from megazero.config.layout.sequence_lengths import growth_fault
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
@@ -33,6 +31,8 @@ from megazero.config.options.optimizers import (
 from megazero.config.options.sections import INDUCTOR
 from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, all_options
+from megazero.config.schedule.batch_sizes import ramp_fault
+from megazero.config.schedule.sequence_lengths import growth_fault
 
 Rule = Callable[[RunConfig], Iterator[str]]
 

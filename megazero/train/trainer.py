@@ -16,8 +16,8 @@ import torch
 from megazero.checkpoint.errors import CheckpointError
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
-from megazero.config.layout.sequence_lengths import SequenceLengths
 from megazero.config.options.skipping import due, iteration_ranges
+from megazero.config.schedule.sequence_lengths import SequenceLengths
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.log.exit_status import ExitStatus
@@ -30,7 +30,8 @@ from megazero.train.callbacks.callback import Callback, Numbers, TrainedStep
 from megazero.train.callbacks.chain import Callbacks, Exchange
 from megazero.train.callbacks.exits import Exits
 from megazero.train.data.datasets import RunData
-from megazero.train.data.feeding import Batch, Feeding, mean_loss
+from megazero.train.data.feeding import Batch, Feeding
+from megazero.train.evaluation import mean_loss
 from megazero.train.iteration_line import extra_metrics, iteration_metrics
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from megazero.config import RunConfig, World
-from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES

@@ -11,8 +11,8 @@ import torch
 from megazero import zero
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World
-from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.layout.outer import outer_coding
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh

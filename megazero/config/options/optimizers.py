@@ -127,7 +127,7 @@ class MomentDtype:
 MOMENT_DTYPES: Mapping[str, MomentDtype] = MappingProxyType(
     {"fp32": MomentDtype(), "bf16": MomentDtype(2, 2), "int8": MomentDtype(1 + 2 / 128, 4, 128)}
 )
-# What is left of peak - minimum when a share r of the decay is over, by the style's name.
+# Factor of peak - minimum in [0, 1] at progress r of the decay, by the style's name.
 FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
         "linear": lambda r: 1.0 - r,
@@ -165,7 +165,10 @@ class OptimizerConfig:
         None, "peak learning rate of the token embedding and the head, instead of --lr", above=0
     )
     decoupled_min_lr: float | None = option(
-        None, "the same of --min-lr (default: --min-lr)", low=0, whole_run=True
+        None,
+        "learning rate of the token embedding and the head at the end of the decay (default: --min-lr)",
+        low=0,
+        whole_run=True,
     )
     lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
     lr_decay_iters: int | None = option(
@@ -214,7 +217,7 @@ class OptimizerConfig:
         "and int8 are rounded at random, without bias",
         choices=tuple(MOMENT_DTYPES),
     )
-    exp_avg_sq_dtype: str = option("fp32", "the same of the second moment", choices=tuple(MOMENT_DTYPES))
+    exp_avg_sq_dtype: str = option("fp32", "what the second moment is kept in", choices=tuple(MOMENT_DTYPES))
     sgd_momentum: float = option(0.9, "momentum of sgd", low=0, below=1)
     lion_beta1: float = option(0.95, "share of the momentum in lion's update", low=0, below=1)
     lion_beta2: float = option(0.98, "decay of lion's momentum", low=0, below=1)
@@ -225,7 +228,7 @@ class OptimizerConfig:
         "coefficients of muon's Newton-Schulz iteration: five sets in turn, or one (simple, as torch.optim.Muon)",
         choices=("quintic", "simple"),
     )
-    muon_num_ns_steps: int = option(5, "iterations of it", low=1, high=99)
+    muon_num_ns_steps: int = option(5, "Newton-Schulz iterations of muon", low=1, high=99)
     muon_scale_mode: str = option(
         "spectral",
         "what an orthogonalised [m, n] is multiplied by: spectral is sqrt(max(m, n)), unit_rms_norm is sqrt(m / n), "
@@ -233,7 +236,9 @@ class OptimizerConfig:
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
     muon_extra_scale_factor: float = option(
-        1.0, "and by this; with spectral, 0.2 gives updates of AdamW's size, and its --lr fits", above=0
+        1.0,
+        "extra factor of muon's update; 0.2 with spectral matches AdamW's update size and --lr",
+        above=0,
     )
     muon_fp32_matmul_prec: str = option(
         "medium",

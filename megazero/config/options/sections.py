@@ -30,11 +30,13 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(1, "ranks that share the layers, stage by stage", low=1)
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
-        "layers of each of a rank's several stages (interleaved schedule); every stage gets as many",
+        "layers of each stage, where a rank has several (interleaved schedule)",
         low=1,
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "the same by the number of a rank's stages, which need not be even (default: 1)", low=1
+        None,
+        "stages of each rank (interleaved schedule); they need not have equally many layers (default: 1)",
+        low=1,
     )
     pipeline_schedule: str | None = option(
         None,
@@ -51,7 +53,9 @@ class ParallelConfig:
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers of the first stage; the others share the rest", low=1
     )
-    decoder_last_pipeline_num_layers: int | None = option(None, "the same of the last stage", low=1)
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, "layers of the last stage; the others share the rest", low=1
+    )
     use_tp_pp_dp_mapping: bool = option(
         False,
         "order of ranks, innermost first: tensor, pipeline, data instead of tensor, data, pipeline. A pipeline stays "
@@ -226,8 +230,8 @@ class OuterConfig:
     )
     outer_evaluation: str = option(
         "anchor",
-        "weights that are evaluated: those of the last meeting, which are exported, or the first replica's, which "
-        "takes as many times as long as there are replicas",
+        "weights that are evaluated: anchor takes the synchronised weights, which are also exported; replica takes "
+        "those of the first replica, and an evaluation over R replicas takes R times as long",
         choices=("anchor", "replica"),
     )
     outer_fragments: int = option(
@@ -271,14 +275,17 @@ class PrecisionConfig:
         high=2.0**127,
     )
     initial_loss_scale: float = option(
-        2.0**32, "fp16: what the dynamic loss scale starts from", above=0, high=2.0**127
+        2.0**32, "fp16: first value of the dynamic loss scale", above=0, high=2.0**127
     )
-    min_loss_scale: float = option(1.0, "fp16: what the dynamic loss scale does not fall below", above=0)
+    min_loss_scale: float = option(1.0, "fp16: least value of the dynamic loss scale", above=0)
     loss_scale_window: int = option(
         1000, "fp16: steps in a row without overflow after which the loss scale doubles", low=1
     )
     hysteresis: int = option(
-        2, "fp16: overflows, counted anew when the loss scale grows, from which on each halves it", low=1
+        2,
+        "fp16: the loss scale halves at the N-th overflow and at each one after it; the count restarts when the scale "
+        "grows",
+        low=1,
     )
 
 
@@ -307,7 +314,8 @@ class BatchConfig:
     )
     seq_length_steps: tuple[int, ...] | None = option(
         None,
-        "the same in steps: LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH",
+        "LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH: train on the first LENGTH tokens of each sample, "
+        "up to LAST_ITERATION",
         whole_run=True,
     )
     lr_by_tokens: bool = option(
@@ -416,9 +424,11 @@ class DataConfig:
         (), "data to train on, in the form of --data-path, instead of it and --split"
     )
     valid_data_path: tuple[str, ...] = option(
-        (), "the same to evaluate on while training (default: nothing is evaluated)"
+        (), "data to evaluate on while training, in the form of --data-path (default: nothing is evaluated)"
     )
-    test_data_path: tuple[str, ...] = option((), "the same to evaluate on after the last iteration")
+    test_data_path: tuple[str, ...] = option(
+        (), "data to evaluate on after the last iteration, in the form of --data-path"
+    )
     per_split_data_args_path: str | None = option(
         None, 'JSON file with the words of these three: {"train": [...], "valid": [...], "test": [...]}'
     )
@@ -430,16 +440,21 @@ class DataConfig:
     )
     valid_weighted_split_paths: tuple[str, ...] = option(
         (),
-        "the same to evaluate on while training; several of these are evaluated apart, each under its name",
+        "data to evaluate on while training, in BLOOM's form; several data sets are evaluated apart, each under its "
+        "name",
     )
     test_weighted_split_paths: tuple[str, ...] = option(
-        (), "the same to evaluate on after the last iteration"
+        (), "data to evaluate on after the last iteration, in BLOOM's form"
     )
     train_weighted_split_paths_path: str | None = option(
         None, "file with the values of --train-weighted-split-paths, each in quotes"
     )
-    valid_weighted_split_paths_path: str | None = option(None, "the same of --valid-weighted-split-paths")
-    test_weighted_split_paths_path: str | None = option(None, "the same of --test-weighted-split-paths")
+    valid_weighted_split_paths_path: str | None = option(
+        None, "file with the values of --valid-weighted-split-paths, each in quotes"
+    )
+    test_weighted_split_paths_path: str | None = option(
+        None, "file with the values of --test-weighted-split-paths, each in quotes"
+    )
     data_cache_path: str | None = option(None, "folder of index caches (default: beside the data)")
     mock_data: bool = option(False, "made-up tokens instead of --data-path")
     tokenizer_type: str | None = option(
@@ -497,8 +512,8 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = option(
         None,
-        "iterations between checkpoints that are kept for ever (the first at or after each multiple); of the others "
-        "the newest is, or --save-keep-last",
+        "keep for good the first checkpoint at or after every N-th iteration; of the rest, keep the newest "
+        "--save-keep-last (default 1)",
         low=1,
     )
     save_keep_last: int | None = option(

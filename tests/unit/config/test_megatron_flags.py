@@ -270,7 +270,7 @@ def test_tokens_are_samples_of_the_sequence_length():
 
 
 def test_tokens_end_a_ramp_up_where_megatron_deepspeed_ends_it():
-    from megazero.config.layout.batch_sizes import BatchSizeRampup
+    from megazero.config.schedule.batch_sizes import BatchSizeRampup
 
     for tokens in (1, 160, 320, 1900, 3200, 3232, 6400, 9599, 12800):
         line = (

@@ -15,8 +15,8 @@ from megazero.checkpoint import directory, manifest, store
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import ConfigError, RunConfig, World, begun, make_config, parse
-from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.read.beginning import Beginning, checkpoint_to_load, read_beginning
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.train.state import origin
 from tests.sizes import TINY, words
 

@@ -22,7 +22,7 @@ from megazero.checkpoint import store
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig, World, make_config
-from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.log.exit_status import ExitStatus
 from megazero.ops.exit_conditions import ExitConditions
 from megazero.ops.failures import LocalStep, NonFiniteGuard
