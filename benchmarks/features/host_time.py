@@ -24,20 +24,20 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import megazero.kernels
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # the backend "fake"
-from megazero.kernels import arena
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megazero.kernels
 from benchmarks import harness, lone_rank
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.loops import Size, Step
 from megazero import zero
 from megazero.config import resolve_shards
+from megazero.kernels import arena
 from megazero.zero.elementwise import OnePassAdamW
 
 TITLE = "Host time"
@@ -148,7 +148,7 @@ def ours(size: Size, preset: str, stack: ExitStack) -> Step:
     mesh = stack.enter_context(lone_rank.lone_rank(RANKS * nodes, RANKS, factors, CPU))
     update = partial(OnePassAdamW, lr=1e-4, weight_decay=0.1)  # which a run on a card has
     step, engine = loops.ours(size, CPU, mesh=mesh, policy=policy, traits=undecayed, optimizer=update)
-    for lane in engine.hooks.lanes:
+    for lane in engine.lanes:
         lane.streams = [Stream(), Stream()]
     return step
 

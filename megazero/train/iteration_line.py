@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megazero.config.model.parameters import training_flops
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import training_flops
 from megazero.log.metrics import IterationMetrics
 from megazero.mesh.mesh import Mesh
 from megazero.ops.memory import peak_memory

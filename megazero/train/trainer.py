@@ -117,7 +117,7 @@ class Trainer:
         self.saver = Saver(checkpointing, self.outputs.console, self._saved, limit_s)
         self.exchange = Exchange(OWN_NUMBERS, self.callbacks.members, self.mesh.device)
         waits = (self.engine.waits, self.decoder.tp.waits)
-        self.timed: Sequence[Lane | Waits] = (*self.engine.hooks.lanes, *waits)
+        self.timed: Sequence[Lane | Waits] = (*self.engine.lanes, *waits)
         self.phase = "start"
 
     # -- what callbacks ask of the run ------------------------------------------------------------
@@ -295,7 +295,7 @@ class Trainer:
         ids = batches.sample_ids(count)
         length, host = self.lengths.at(self.progress.iteration + 1), batches.next_step(count)
         device = [self.feeding.cut(self.feeding.to_device(batch), length) for batch in host]
-        with self.bill.span(self.engine.scalars.hop) if self.feeding.masked else nullcontext():
+        with self.bill.span(self.engine.exchange_hop) if self.feeding.masked else nullcontext():
             tokens = self.feeding.valid_tokens([self.feeding.cut(batch, length) for batch in host])
         return StepBatches(ids, host, device, tokens, batches.consumed - consumed, length)
 
@@ -348,7 +348,7 @@ class Trainer:
         at = self.progress.tokens / self.lengths.full if self.config.batch.lr_by_tokens else position
         rates = {decoupled: rate(at) for decoupled, rate in self.learning_rates.items()}
         decay, names = self.weight_decay(position), {"learning_rate": rates[False]}
-        for group in self.engine.optimizer.torch.param_groups:
+        for group in self.engine.param_groups:
             group["lr"] = rates[group.get(DECOUPLED, False)]
             group["weight_decay"] = 0.0 if group.get(UNDECAYED) else decay
         if self.config.optimizer.decoupled_lr is not None:

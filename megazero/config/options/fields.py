@@ -37,6 +37,7 @@ class Option:
     ``takes_options``: entries of a YAML list may be mappings of a word to its options (callback_words.py).
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
     ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false.
+    ``place`` names a word of a command that has no flag: DIR in ``megazero convert to-hf CHECKPOINT DIR``.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Option:
     consts: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     negative: str = ""
+    place: str = ""
 
     @property
     def key(self) -> str:
@@ -138,7 +140,7 @@ def guarded(section: Section, broken: AbstractSet[str]) -> Section:
             return super().__getattribute__(name)
 
     copy = object.__new__(Guarded)
-    vars(copy).update(vars(section))
+    copy.__dict__.update(vars(section))
     return copy
 
 

@@ -283,8 +283,8 @@ class PrecisionConfig:
     )
     hysteresis: int = option(
         2,
-        "fp16: the loss scale halves at the N-th overflow and at each one after it; the count restarts when the scale "
-        "grows",
+        "fp16: the loss scale halves at the N-th overflow and at each one after it; the count restarts when the "
+        "scale grows",
         low=1,
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +51,7 @@ def checkpoint_to_load(values: Mapping[str, Any], look: Look = described) -> Cho
         return Chosen(None)
     own = latest(save, look=look) if save else None
     by_name = not is_published(load) and (step is not None or named(load) is not None)
-    saved = None if own is None else look(own)
-    if saved is not None and _begins_alike(values, saved, by_name):
+    if own is not None and _begins_alike(values, read_manifest(own), by_name):
         return Chosen(own, again=True)
     if is_published(load):
         return Chosen(None)
@@ -96,17 +94,13 @@ class Beginning:
 
 
 def read_beginning(values: Mapping[str, Any]) -> Beginning:
-    """Read where a run with these options by name begins. Each manifest is read once.
-
-    Raises OSError if the storage does not answer.
-    """
-    look = lru_cache(maxsize=None)(described)
+    """Read where a run with these options by name begins. Raises OSError if the storage does not answer."""
     try:
-        chosen = checkpoint_to_load(values, look)
+        chosen = checkpoint_to_load(values)
         if chosen.path is None:
             return Beginning()
         consumed = stated(chosen.path).get("consumed_samples", 0) if values.get("rampup_batch_size") else 0
-        return Beginning(chosen.path, look(chosen.path) or read_manifest(chosen.path), chosen.again, consumed)
+        return Beginning(chosen.path, read_manifest(chosen.path), chosen.again, consumed)
     except ValueError as error:
         return Beginning(error=f"{error}")
 

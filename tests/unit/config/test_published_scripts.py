@@ -2,7 +2,7 @@
 
 import pytest
 
-from megazero.config import ConfigError, parse
+from megazero.config import ConfigError, begun, parse
 
 SIZES = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -165,10 +165,10 @@ def test_command_lines_of_published_scripts(name):
     line, refused, expected = EXPECTED[name]
     if refused:
         with pytest.raises(ConfigError) as caught:
-            parse(line.split())
+            begun(parse(line.split()))
         assert len(caught.value.errors) == len(refused)
         for part in refused:
             assert any(part in error and "not built here" in error for error in caught.value.errors), part
     else:
-        config = parse(line.split())
+        config = begun(parse(line.split()))
         assert {option: config.get(option) for option in expected} == expected
