@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout.pipeline import (
@@ -39,23 +39,29 @@ from megazero.mesh.grid import data_ranks_per_node, replica_size
 from megazero.pp.partition import StageSpec, partition
 from megazero.pp.schedules import micro_batch_multiple
 
+
+class Removed(NamedTuple):
+    """A removed option: what to do instead, and the word with which it did nothing.
+
+    Files of earlier versions may have it. It is ignored where it is off.
+    """
+
+    cure: str
+    off: str = "false"
+
+
 _BOUND = "a loop of your own on the engine has zero.Policy({}=...)"
-# Removed options, with their default and with what to do instead. Files of earlier versions may have the default.
-REMOVED: Mapping[str, tuple[Any, str]] = MappingProxyType(
-    {
-        "log_each_rank": (
-            False,
-            "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
-            "--log-dir LOGS (--tee 3 prints it, too)",
-        ),
-        "zero_quantized_gradients_until": (
-            None,
-            "a callback sets engine.exact_gradients (docs/extending.md), as does a loop of your own on the engine",
-        ),
-        "zero_weight_error_bound": (None, _BOUND.format("weight_error_bound")),
-        "zero_gradient_error_bound": (None, _BOUND.format("gradient_error_bound")),
-    }
-)
+REMOVED = {
+    "log_each_rank": Removed(
+        "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
+        "--log-dir LOGS (--tee 3 prints it, too)"
+    ),
+    "zero_quantized_gradients_until": Removed(
+        "a callback sets engine.exact_gradients (docs/extending.md), as does a loop of your own on the engine"
+    ),
+    "zero_weight_error_bound": Removed(_BOUND.format("weight_error_bound")),
+    "zero_gradient_error_bound": Removed(_BOUND.format("gradient_error_bound")),
+}
 
 
 @dataclass(frozen=True)

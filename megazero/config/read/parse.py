@@ -77,11 +77,11 @@ def settle(layer: Layer) -> None:
         key, said = word.key, word.said
         if said is False and f"no-{key}" in megatron.flags():
             key, said = f"no-{key}", []  # a switch that is on by default, off
-        name = key.removeprefix("no-").replace("-", "_")
-        if name in REMOVED:
-            default, cure = REMOVED[name]
-            if said not in (False, default) and not key.startswith("no-"):
-                layer.errors.append(f"{word.prefix}{key} was removed: {cure}")
+        removed = REMOVED.get(key.removeprefix("no-").replace("-", "_"))
+        if removed is not None:
+            off = said in (False, None, [removed.off]) or key.startswith("no-")
+            if not off:
+                layer.errors.append(f"{word.prefix}{key} was removed: {removed.cure}")
         elif key not in megatron.flags():
             from megazero.config.foreign.typos import suggestion  # 3 ms, only after an error
 

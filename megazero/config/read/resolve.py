@@ -136,9 +136,11 @@ def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored,
     A note says which of its options were removed since.
     """
     before = stored.get("zero", {})
-    for name, (default, cure) in REMOVED.items():
-        if before.get(name, default) != default:
-            notes.append(f"{path} was trained with {name} {show(before[name])}, which was removed: {cure}")
+    for name, removed in REMOVED.items():
+        if f"{before.get(name)}".lower() not in ("none", removed.off):
+            notes.append(
+                f"{path} was trained with {name} {show(before[name])}, which was removed: {removed.cure}"
+            )
     options, said = all_options(), {name: value for name, value in values.items() if value is not None}
     rounded = {"zero_gradient_rounding": before.get("zero_gradient_rounding")}
     names = (name for name in format_options(section_of(ZeroConfig, rounded | said)) if name not in said)
