@@ -550,7 +550,7 @@ megazero/train/data/feeding.py
 + rows.view
   every stage's tokens count in the mean
 
-megazero/train/schedule/spikes.py
+megazero/train/callbacks/spikes.py
 - if len(self.losses) < config.spike_window:
 + if not self.losses:
   noise of a run's first steps is a spike
@@ -559,11 +559,6 @@ megazero/train/state/checkpointing.py
 - replace(options, finetune=False, load_optim=True,
 + replace(options, load_optim=True,
   a run of --finetune goes back to its weights alone
-
-megazero/train/trainer.py
-- self.length.position(self.progress) >= end
-+ self.length.position(self.progress) > end
-  exact gradients begin an iteration late
 
 megazero/plan/memory.py
 -         return self.shards.os * self._own_message(unit)
@@ -762,7 +757,7 @@ megazero/convert/inspection.py
 -             norm += float(ours.double().norm()) ** 2
   equal pieces do not count in the relative distance
 
-megazero/config/layout/sequence_lengths.py
+megazero/config/schedule/sequence_lengths.py
 - return min(wanted - wanted % multiple, end, self.full)
 + return min(wanted, end, self.full)
   lengths are no multiples

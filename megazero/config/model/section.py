@@ -90,7 +90,9 @@ class ModelConfig:
         None, "longrope: divisor of each frequency in longer samples"
     )
     yarn_beta_fast: float = option(
-        32.0, "yarn: pairs that turn more often over the original length are kept", above=0
+        32.0,
+        "yarn: rotary pairs with more than this many rotations over the original length are not scaled",
+        above=0,
     )
     yarn_beta_slow: float = option(
         1.0, "yarn: pairs that turn less often over the original length are scaled wholly", above=0

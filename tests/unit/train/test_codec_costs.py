@@ -10,8 +10,8 @@ import torch
 
 from megazero.comm.codec import Blockwise
 from megazero.ops.health_links import gather_rate
-from megazero.train import codec_costs
-from megazero.train.codec_costs import LAST, WARM_UP, CodecCosts
+from megazero.train.callbacks import codec_costs
+from megazero.train.callbacks.codec_costs import LAST, WARM_UP, CodecCosts
 from megazero.zero import Codecs
 
 CODECS = Codecs(weights=Blockwise(8), gradients_inter=Blockwise(4))
