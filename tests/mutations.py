@@ -788,8 +788,8 @@ megazero/tp/chunked_loss.py
   the loss scale counts twice
 
 megazero/plan/communication.py
-- head = 1 if has_loss_chunks(config) else 1 + wire
-+ head = 1 + wire
+- backward -= wire * has_loss_chunks(config)
++ backward -= 0
   the head's input is gathered again for a loss in chunks
 
 megazero/config/nearest.py

@@ -14,6 +14,8 @@ from typing import Any
 
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import model_spec
+from megazero.config.options.fields import section_of
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import OuterConfig
 from megazero.config.run import all_options
@@ -292,8 +294,8 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
     if zero.zero_hpz_partition_size is not None:
         out["zero_hpz_partition_size"] = layout.shards[0]
     out["zero_unit_layers"] = min(zero.zero_unit_layers, 2)
-    full = _layer_numel(vars(config.model)) // config.parallel.tensor_model_parallel_size
-    small = _layer_numel(values) // layout.tp
+    full = _layer_numel(config.model) // config.parallel.tensor_model_parallel_size
+    small = _layer_numel(section_of(ModelConfig, values)) // layout.tp
     if full > zero.zero_chunk_numel:  # as many chunks as there are
         out["zero_chunk_numel"] = max(1, small * zero.zero_chunk_numel // full)
     wire = config.wire(world)
@@ -325,11 +327,9 @@ def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tupl
     return [(m.hidden_size, values["hidden_size"]), *heads, *biases]
 
 
-def _layer_numel(model: Mapping[str, Any]) -> int:
-    """Return the number of elements of a layer's matrices."""
-    hidden, width = model["hidden_size"], model["kv_channels"]
-    attention = 2 * hidden * width * (model["num_attention_heads"] + model["num_query_groups"])
-    return attention + hidden * model["ffn_hidden_size"] * (3 if model["swiglu"] or model["geglu"] else 2)
+def _layer_numel(model: ModelConfig) -> int:
+    """Return the number of elements of the matrices of the largest layer."""
+    return max(kind.multiply_adds for kind in model_spec(model).layers)
 
 
 def _notes(config: RunConfig, world: World) -> list[str]:

@@ -245,16 +245,6 @@ class ModelConfig:
         return -(-self.vocabulary // unit) * unit
 
     @property
-    def layer_matrix_numel(self) -> int:
-        """Return the number of elements of a layer's matrices, which are the multiply-adds of one token.
-
-        It is h ffn m + h (q + 2 kv) + q h. m is the number of MLP matrices, 3 with a gate and otherwise 2. q and kv
-        are the widths of the query and key linears.
-        """
-        h, q, kv = self.hidden_size, self.query_projection_size, self.kv_projection_size
-        return h * self.ffn_hidden_size * (3 if self.gated_mlp else 2) + h * (q + 2 * kv) + q * h
-
-    @property
     def tensor_names(self) -> TensorNames:
         """Return a checkpoint's names: the family's own where they can express the choices, and otherwise Llama's."""
         own = FAMILIES[self.model_family].names
