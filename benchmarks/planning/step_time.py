@@ -2,8 +2,8 @@
 
     python -m benchmarks.planning.step_time --keep FOLDER [--rates none 1gbit 200mbit] [--seed 0] [--layouts 12]
 
-First ``megazero calibrate`` of the first shape on the link, then layouts that are drawn at random over both shapes, of
-which the second was not profiled. Everything that was measured is kept in --keep, and a second call measures only
+First ``megazero calibrate`` of the first shape on the link, then layouts that are drawn at random over both shapes.
+The second shape was not calibrated. Everything that was measured is kept in --keep, and a second call measures only
 what is missing; --seconds ends a call early, so that it can be taken in pieces. When all is there, every residual is
 printed, and the section of docs/planning.md is written (--page: another file).
 """

@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py: the same bytes for any workers, killed or not; clear errors."""
+"""megazero preprocess: the same bytes for any workers, killed or not; clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/status.py: what the files of a run say, in words, as a curve of text and as a page without a network."""
+"""megazero status: what the files of a run say, in words, as a curve of text and as a page without a network."""
 
 from __future__ import annotations
 
