@@ -22,6 +22,7 @@ from benchmarks import harness
 from benchmarks.links.comparison import shape_of
 from benchmarks.links.comparison_report import Result, sent
 from benchmarks.links.contestants import HEATS, INTERVAL
+from benchmarks.planning.shared_processors import predict
 from benchmarks.steps import options_of
 from megazero.config.options.cluster import Cluster, load_cluster
 from megazero.plan.options import with_stand_ins
@@ -100,7 +101,7 @@ def choices(results: Sequence[Result], cluster: Cluster) -> list[Choice]:
     out = []
     for result in taken:
         row = found[*link(result), result["micro_batches"]]
-        predicted = {name: one.timing.seconds for name, one in row.found.items() if one is not None}
+        predicted = {name: predict(one.layout).seconds for name, one in row.found.items() if one}
         measured = {name: statistics.median(result["seconds"][who]) for name, who in CONTESTANT.items()}
         out.append(Choice(result, predicted, measured))
     return out

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
+from benchmarks.planning import shared_processors
 from benchmarks.steps import pipelined
 from megazero.config import RunConfig, World, parse
 from megazero.config.options.cluster import Cluster, Device, InterNode, IntraNode, load_cluster
@@ -37,7 +38,7 @@ from megazero.plan.options import read_values, with_stand_ins
 from megazero.plan.report import describe, layout_flags
 from megazero.plan.search import Search
 from megazero.plan.seconds import Collectives
-from megazero.plan.simulate import Timing, simulate
+from megazero.plan.simulate import Timing
 from megazero.train.distributed import make_mesh
 from tests.netlab.lab import Lab
 
@@ -120,7 +121,7 @@ def predict(case: Case, cluster: Cluster) -> tuple[Layout, Timing]:
     world = World(cluster.world_size, cluster.ranks_per_node)
     config = parse(case.flags, world)
     layout = Layout(BaseLayout(config, world, cluster, Collectives(cluster)), config.zero)
-    return layout, simulate(layout)
+    return layout, shared_processors.predict(layout)
 
 
 def measured(file: Path) -> dict[str, dict[str, Any]]:

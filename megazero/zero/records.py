@@ -15,12 +15,12 @@ import torch
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Identity
-from megazero.comm.hops import Traffic
+from megazero.comm.hops import Channel, Traffic, run_through
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import all_gather_flat
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slice, Slot
-from megazero.zero.reduce import Hop, MicroBatchIndex, Reduction
+from megazero.zero.reduce import ReduceHop, descend, share_back
 from megazero.zero.rounding import KINDS
 from megazero.zero.unit import Unit
 
@@ -127,7 +127,7 @@ def load_replica_records(
 ) -> list[SliceRecord]:
     """Return the places into which a load writes if the outer replicas stay the same: all of this rank's state.
 
-    residual: as in ``load_records``. Call ``engine.outer.load_state`` before it, which makes room for the sums of a
+    residual: as in ``load_records``. Call ``engine.outer.resume`` before it, which makes room for the sums of a
     fragment on its way, and ``engine.invalidate(anchored=True)`` after it.
     """
     assert engine.outer is not None
@@ -209,15 +209,14 @@ def residual_sum(engine: Engine, unit: Unit) -> torch.Tensor:
         sums = Slice(unit.layout, unit.residual.new_zeros(unit.layout.level_numel(base)), base)
         sums.copy_(Slice(unit.layout, unit.residual, unit.crossing), unit.crossing)
         # A save's bytes are not a step's, and its buffers are not kept for the next step.
-        context = replace(engine.reducer.context, traffic=Traffic(), arena=Arena())
-        reduction, exact = Reduction(unit, MicroBatchIndex(0, True), context), Identity(unit.sum_dtype)
-        hops = [Hop(context.axis(n), n, exact) for n in range(unit.crossing + 1, levels.all + 1)]
-        chains = [reduction.descend(hops, sums, sums)]
-        back = [Hop(context.axis(n), n, exact) for n in range(levels.all, levels.os, -1)]
-        chains += [reduction.share_back(hop, sums) for hop in back]
-        for chain in chains:
-            for work in chain:
-                work.wait()
+        channel = Channel(Traffic(), Arena(), unit.device)
+        context, exact = replace(engine.reducer.context, channel=channel), Identity(unit.sum_dtype)
+        axes = range(unit.crossing + 1, levels.all + 1)
+        run_through(
+            descend(unit, [ReduceHop(context.axis(n), exact, number=n) for n in axes], sums, sums, context)
+        )
+        for n in range(levels.all, levels.os, -1):
+            run_through(share_back(unit, context.axis(n), n, exact, sums, context))
         Slice(unit.layout, owed, levels.os).copy_(sums, levels.os)
     return owed if unit.carry is None else owed.add_(unit.carry)
 
@@ -288,7 +287,7 @@ def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     if engine.policy.codecs.delta:
         held |= {f"{ERRORS} {kind}": sums for kind, sums in engine.rounding.sums.items()}
     if engine.outer is not None:
-        held[MOVED] = engine.outer.scalars[1:3]
+        held[MOVED] = engine.outer.moved
         if engine.outer.flight is not None:
             held[LEFT] = engine.outer.squares[:, 0].clone()
     return held
@@ -305,7 +304,7 @@ def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> No
         if f"{ERRORS} {kind}" in tensors and engine.policy.codecs.delta:
             engine.rounding.sums[kind] = tensors[f"{ERRORS} {kind}"].to(engine.mesh.device)
     if engine.outer is not None and MOVED in tensors:
-        engine.outer.scalars[1:3].copy_(tensors[MOVED])
+        engine.outer.moved.copy_(tensors[MOVED])
         if LEFT in tensors:
             engine.outer.squares[:, 0].copy_(tensors[LEFT])
 

@@ -12,10 +12,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megazero.comm import hops
 from megazero.config import RunConfig
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.pp.executor import Pipeline
-from megazero.zero import Engine, outer, reduce
+from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
 from megazero.zero.layout import Slice
 from megazero.zero.unit import Unit
@@ -84,8 +85,8 @@ def _stale_secondary(place: Place) -> None:
     units = [unit for unit in place.engine.units if unit.levels.p < unit.levels.os]
     end = place.engine._end_step
 
-    def ending(updated: bool) -> None:
-        end(updated)
+    def ending() -> None:
+        end()
         for unit in units:
             unit.copy_version = unit.master_version
 
@@ -96,9 +97,10 @@ def _stale_secondary(place: Place) -> None:
 def _swapped_shard(place: Place) -> None:
     """Two ranks of a data-parallel axis take each other's gradient slices for their own."""
     axis = next(a for a in reversed(place.mesh.data_axes) if a.spec.role != "replica")
-    write = place.engine._open_scalars
+    norm = place.engine.norm
+    write = norm.write
 
-    def swapping(scalars: Tensor | None) -> None:
+    def swapping(row: Tensor) -> None:
         for unit in place.engine.units:
             assert unit.grad is not None
             for own in Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1):
@@ -106,9 +108,9 @@ def _swapped_shard(place: Place) -> None:
                 all_gather_flat(every, own.reshape(-1).clone(), group=axis.reduce_group)
                 if axis.index < 2:
                     own.copy_(every.view(axis.size, 1, -1)[1 - axis.index])
-        write(scalars)
+        write(row)
 
-    place.replace(place.engine, "_open_scalars", swapping)
+    place.replace(norm, "write", swapping)
 
 
 def _wrong_tied_sum(place: Place) -> None:
@@ -141,7 +143,7 @@ def _wrong_noise(place: Place) -> None:
 
 def _wrong_bytes(place: Place) -> None:
     """Every exchange of gradients is sent twice."""
-    exchange = reduce.start_exchange
+    exchange = hops.start_exchange
     flying: list[Any] = []  # not waited for: that would hold the other lanes' chains
 
     def twice(axis: Any, out: Tensor, messages: Tensor, traffic: Any) -> Any:
@@ -149,7 +151,7 @@ def _wrong_bytes(place: Place) -> None:
         flying.append((exchange(axis, spare, messages, traffic), spare, messages))
         return exchange(axis, out, messages, traffic)
 
-    place.replace(reduce, "start_exchange", twice)
+    place.replace(hops, "start_exchange", twice)
 
 
 def _sum_of_replicas(place: Place) -> None:
