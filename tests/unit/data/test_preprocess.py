@@ -210,5 +210,5 @@ def test_tool_reports_an_error_and_fails(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1
-    assert "error: input" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.startswith("input") and "Traceback" not in done.stderr
