@@ -211,4 +211,4 @@ def test_tool_reports_an_error_and_fails(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("input") and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: input") and "Traceback" not in done.stderr

@@ -151,7 +151,7 @@ def test_a_wheel_has_every_package(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_readmes_first_minutes_need_the_wheel_alone(tmp_path: Path) -> None:
-    """An installed megazero makes data, trains on two ranks, stops, continues and writes text, away from a checkout."""
+    """An installed megazero makes data, trains on two ranks, stops, continues and writes text, without a checkout."""
     source, here, bin_ = tmp_path / "source", tmp_path / "here", tmp_path / "venv" / "bin"
     checkout(source)
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
