@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megazero.config import read_arguments, run_command
 from megazero.config.options.fields import section_options
@@ -28,7 +29,7 @@ def _help(name: str) -> str:
 
 
 def _convert(name: str, words: Sequence[str]) -> int:
-    options = read_arguments(SECTIONS[name], words)
+    options: Any = read_arguments(SECTIONS[name], words)
     from megazero.convert.conversions import CONVERSIONS  # brings torch, which --help does not need
 
     return CONVERSIONS[name](options)
