@@ -116,11 +116,12 @@ def run_command(
     try:
         return run()
     except (ValueError, OSError) as error:
-        hint = f"\n--help lists the flags of {name}" if isinstance(error, ConfigError) else ""
+        listed = isinstance(error, ConfigError)
+        said = f"{error}\n--help lists the flags of {name}" if listed else f"error: {error}"
         if rank:
             time.sleep(1)
         else:
-            print(f"{error}{hint}", file=sys.stderr, flush=True)
+            print(said, file=sys.stderr, flush=True)
         return 2
 
 
