@@ -62,7 +62,7 @@ megazero/zero/outer.py
 - anchor.momentum.copy_(here.momentum, non_blocking=True)
 + pass
   the outer momentum in host memory stays what it was
-- sums.copy_(arrived, levels.all)
+- sums.copy_(arrived, axes.all)
 + pass
   what was on its way is not what arrives
 - return [unit for unit in self.fragments[fragment] if unit.trainable]
@@ -159,7 +159,7 @@ megazero/zero/gather.py
 - if unit.delta and isinstance(unit.refresh_codec, Blockwise):
 + if isinstance(unit.refresh_codec, Blockwise):
   whole weights are added to the last ones, P = 1
-- own = unit.copy if hop.level == unit.levels.p else
+- own = unit.copy if hop.level == unit.axes.p else
 + own = unit.copy if hop.level == 1 else
   with P over two axes the first hop sends nothing
 
@@ -185,11 +185,11 @@ megazero/zero/reduce.py
 - last and not in_place and not self.micro_batch.first
 + last and not in_place
   the last step's gradients are added, G > 1
-- unsummed = level == 1 and (unit.levels.g > 0 or self.micro_batch.single)
+- unsummed = level == 1 and (unit.axes.g > 0 or self.micro_batch.single)
 + unsummed = level == 1
   sums of micro-batches are sent in bf16, G = 1
-- for level in range(levels.all, levels.os, -1):
-+ for level in range(levels.os + 1, levels.all + 1):
+- for level in range(axes.all, axes.os, -1):
++ for level in range(axes.os + 1, axes.all + 1):
   sums go back to replicas in the order of the way there
 - f"return {hop.level}", start)
 + f"return {hop.level} {self.context.rounding.rank}", start)
@@ -286,8 +286,8 @@ megazero/zero/records.py
 - owed = both[0] + both[1]
 + owed = both[0]
   what the last stage owes of a tied parameter is lost
-- base = min(levels.os, unit.crossing)
-+ base = unit.crossing
+- base = min(axes.os, axes.crossing)
++ base = axes.crossing
   with replicas in a node, part of what is owed is lost
 - if u.residual is not None and u.carry is None]
 + if u.residual is not None]

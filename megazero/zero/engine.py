@@ -28,13 +28,14 @@ from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh
+from megazero.zero.axes import DataAxes
 from megazero.zero.build import UnitPlan
 from megazero.zero.context import Context
 from megazero.zero.gather import Gatherer
 from megazero.zero.grad_norm import OWN, Rows, StepScalars, sum_partial
 from megazero.zero.hooks import Hooks
 from megazero.zero.matrix_updates import MatrixUpdates
-from megazero.zero.optimizer import Run, SliceOptimizer, Traits, clip_factor
+from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.outer import Met, OuterSteps
 from megazero.zero.policy import Policy
 from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, Agreement, IssueHash, Segment
@@ -116,18 +117,15 @@ class Engine:
         self.gathers.overdue = self.reductions.overdue = self.agreement.check
         self.fallen: dict[str, list[str]] = {}  # units of all stages that send exactly, and which kinds
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
-        context = Context(mesh.data_axes, policy, self.rounding, traffic, self.issued, self.arena)
+        context = Context(policy, self.rounding, traffic, self.issued, self.arena)
         needing = sum(bool(units) for _, units in plan.needs)
         self.gatherer = Gatherer(self.units, needing, context, self.gathers)
         self.reducer = Reducer(self.units, context, self.reductions)
         self.matrices = MatrixUpdates(self.units, traits, optimizer, mesh.tp, context, self.reductions)
         self.hooks = Hooks(module, plan, self.gatherer, self.reducer)
         self.outer: OuterSteps | None = None
-        # Runs that count here in norms over unique slices; another rank counts a replica's.
-        self.counted: list[Run] = []
-        if not mesh.is_replica:
-            is_first_end = mesh.ends is None or mesh.ends.index == 0
-            self.counted = optimizer.counted((mesh.tp.index, mesh.tp.size), is_first_end)
+        is_first_end = mesh.ends is None or mesh.ends.index == 0
+        self.counted = optimizer.counted((mesh.tp.index, mesh.tp.size), is_first_end)
         if policy.outer is not None:
             self.outer = OuterSteps(
                 self.units, policy.outer, mesh, context, self.reductions, self.counted, timed
@@ -385,11 +383,14 @@ class Engine:
                 binding.check_place()
             if not unit.writers:  # else a block around this one may write
                 unit.check_unwritten("inside gathered()", WRITING)
-        if not write or self.mesh.dp_size == 1:
-            return
-        rows = self.mesh.gather_data_rows(
-            torch.tensor([seen for unit in units for seen in unit.seen], device=self.mesh.device)
-        )
+        for axes in dict.fromkeys(unit.axes for unit in units) if write else ():
+            if axes.inside:
+                self._check_written_alike(axes, [unit for unit in units if unit.axes is axes])
+
+    def _check_written_alike(self, axes: DataAxes, units: Sequence[Unit]) -> None:
+        """Raise RuntimeError if ranks along the axes of these units wrote different values."""
+        seen = torch.tensor([each for unit in units for each in unit.seen], device=self.mesh.device)
+        rows = self.mesh.gather_along(axes.inside, seen)
         names = [(slot.name, unit.name) for unit in units for slot in unit.layout.slots]
         for at in (rows != rows[0]).any(0).nonzero().flatten().tolist():
             raise RuntimeError(
@@ -435,6 +436,6 @@ class Engine:
             if updated:
                 unit.outdate()
                 exact, updates = self.reducer.exact, self.rounding.updates + 1
-                commit_residual(unit, self.mesh.data_axes, self.divisor, exact, updates)
+                commit_residual(unit, self.divisor, exact, updates)
         self.rounding.updates += int(updated)
         self.hooks.close_step()

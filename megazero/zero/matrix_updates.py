@@ -109,8 +109,7 @@ class MatrixUpdates:
         self.routes: list[Route] = []
         if not any(mine.matrix for mine in traits.values()):
             return
-        levels = range(1, units[0].levels.os + 1)
-        axes = [context.axis(level) for level in levels]
+        axes = units[0].axes.axes[: units[0].axes.os]
         layouts = [unit.layout for unit in units]
         dealing, slots = deal_matrices(layouts, traits, [(a.size, a.link) for a in axes], tp.size)
         self.axes = [*axes, tp][: len(dealing.sizes)]
@@ -118,7 +117,7 @@ class MatrixUpdates:
         owner = {id(slot): unit for unit in units for slot in unit.layout.slots}
         for slot, cut in zip(slots, dealing.matrices, strict=True):
             unit, mine = owner[id(slot)], traits[slot.name]
-            held = next((f for f in unit.layout.ranges(unit.levels.os) if f[0] is slot), None)
+            held = next((f for f in unit.layout.ranges(unit.axes.os) if f[0] is slot), None)
             at = held[3] if held else 0
             run = optimizer.run_of(unit, at, at + 1) if held else None
             self.matrices.append(Matrix(unit, slot, cut, mine, mine.shards(tp.size), at, run))

@@ -122,32 +122,32 @@ class Reduction:
 
     def hop_specs(self) -> tuple[HopSpec, ...]:
         """Return the collectives of ``chain``, in their order."""
-        levels = self.unit.levels
-        order = [*range(1, levels.g + 1)]
+        axes = self.unit.axes
+        order = [*range(1, axes.g + 1)]
         if self.micro_batch.last:
-            order += [*range(levels.g + 1, levels.all + 1), *range(levels.all, levels.os, -1)]
-        return self.context.hop_specs("reduce", order)
+            order += [*range(axes.g + 1, axes.all + 1), *range(axes.all, axes.os, -1)]
+        return axes.hop_specs("reduce", order)
 
     def chain(self, staging: Slice | None) -> Chain:
         """Yield each collective's Work. staging, parameter dtype: the micro-batch's gradients; None: they
         are in ``grad``.
         """
-        unit, levels, sums = self.unit, self.unit.levels, self.unit.grad_slice
-        if levels.g:
+        unit, axes, sums = self.unit, self.unit.axes, self.unit.grad_slice
+        if axes.g:
             assert staging is not None
-            yield from self.descend(self._hops(range(1, levels.g + 1)), staging, sums)
+            yield from self.descend(self._hops(range(1, axes.g + 1)), staging, sums)
         if not self.micro_batch.last:
             return
-        yield from self.descend(self._hops(range(levels.g + 1, levels.all + 1)), sums, sums)
-        for level in range(levels.all, levels.os, -1):
-            axis = self.context.axis(level)
+        yield from self.descend(self._hops(range(axes.g + 1, axes.all + 1)), sums, sums)
+        for level in range(axes.all, axes.os, -1):
+            axis = axes.axis(level)
             codec = None if self.micro_batch.exact else unit.codecs.gradients(axis.link)
             yield from self.share_back(Hop(axis, level, codec or Identity(unit.sum_dtype)), sums)
         if unit.codecs.mixes:
             sums.clear_padding()
         if unit.carry is not None:
-            carried = Slice(unit.layout, unit.carry, levels.os).rows(levels.os, 1)
-            for rows, extra in zip(sums.rows(levels.os, 1), carried, strict=True):
+            carried = Slice(unit.layout, unit.carry, axes.os).rows(axes.os, 1)
+            for rows, extra in zip(sums.rows(axes.os, 1), carried, strict=True):
                 rows.add_(extra, alpha=self.context.rounding.divisor)
 
     def descend(self, hops: Sequence[Hop], source: Slice, target: Slice) -> Chain:
@@ -215,9 +215,9 @@ class Reduction:
         raw, sums = Identity(unit.dtype), Identity(unit.sum_dtype)
         hops: list[Hop] = []
         for level in levels:
-            axis = self.context.axis(level)
-            unsummed = level == 1 and (unit.levels.g > 0 or self.micro_batch.single)
-            once = unit.crossing is not None and level > unit.crossing and axis.link == INTER
+            axis = unit.axes.axis(level)
+            unsummed = level == 1 and (unit.axes.g > 0 or self.micro_batch.single)
+            once = unit.axes.crossing is not None and level > unit.axes.crossing and axis.link == INTER
             fed = once and unit.codecs.feedback
             # When rounding ends, a residual may be left. It goes with the next exact message, so that one is a sum.
             owing = fed and unit.residual is not None
@@ -237,7 +237,7 @@ class Reduction:
 
         They lie in a buffer from ``take`` or in the source.
         """
-        if hop.feedback and hop.level - 1 == self.unit.crossing:
+        if hop.feedback and hop.level - 1 == self.unit.axes.crossing:
             add_residual(self.unit, source, self.context.rounding.divisor)
         regions = source.rows(hop.level - 1, hop.axis.size)
         noise = self._noise(hop)
@@ -369,8 +369,8 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     """
     codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
     rounding = context.rounding
-    rows = unit.grad_slice.rows(unit.levels.os, 1)
-    start = unit.layout.pieces(unit.levels.os)[0].start
+    rows = unit.grad_slice.rows(unit.axes.os, 1)
+    start = unit.layout.pieces(unit.axes.os)[0].start
     # By end, not by rank: replicas of an end hold the same sum and must send the same bits.
     noise = rounding.noise_for(codec, unit, f"end {ends.index}", start)
     with context.frame() as frame:

@@ -464,7 +464,7 @@ def penalised(shards):
             loss(model).backward()
         out = model(torch.ones(3, 8).requires_grad_()).sum()
         torch.autograd.grad(out, model.layers[3].bias)  # after the last backward
-        kept = any(u.in_backward or u.levels.p and u.full_present for u in engine.units)
+        kept = any(u.in_backward or u.axes.p and u.full_present for u in engine.units)
         engine.step()
         optimizer.zero_grad()
         loss(plain).backward()

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exchanged(mesh_of: MeshOf) -> tuple[list[float], list[float]]:
     mesh = mesh_of(shards=(2, 2, 4), ranks_per_node=2)
     row = torch.tensor([float(mesh.rank)])
-    return mesh.gather_rows(row).view(-1).tolist(), mesh.gather_data_rows(row).view(-1).tolist()
+    return mesh.gather_rows(row).view(-1).tolist(), mesh.gather_along(mesh.data_axes, row).view(-1).tolist()
 
 
 def test_every_rank_sees_all_rows() -> None:
