@@ -34,6 +34,14 @@ TESTS = ("tests/unit", "tests/dist", "tests/fsdp2")
 
 # By module: what stands there once (-), what it becomes (+, or nothing), and what that breaks.
 TABLE = r"""
+megazero/zero/axes.py
+- return not any(self.indices[self.os : self.all])
++ return not any(self.indices[self.g : self.all])
+  of the ranks that hold different slices of the optimizer states one counts
+- levels = range(self.g + 1, self.all + 1)
++ levels = range(self.p + 1, self.all + 1)
+  errors are fed back at a hop that runs with every micro-batch
+
 megazero/zero/outer.py
 - row.add_(old)
 + pass

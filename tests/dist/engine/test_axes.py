@@ -1,8 +1,8 @@
 """Units of one engine on different data axes against one process of bare torch, in float64.
 
-Four ranks are two nodes of two. Dense units lie on the mesh's axes. Routed units lie on others: on the same axes with
-other factors, on the axis across nodes first, or, as experts do, on the axis across nodes alone, where the two ranks of
-a node hold different experts and exchange their tokens.
+Four ranks are two nodes of two. Dense units lie on the mesh's axes. Routed units lie on the same axes with
+other factors, on the same axes with the one across nodes first, or, as experts do, on the axis across nodes
+alone: the ranks of a node then hold different experts and exchange tokens.
 """
 
 from __future__ import annotations
@@ -227,6 +227,37 @@ def test_quantised_hops_on_other_axes_stay_near_bare_torch(place):
         for name, grad in grads.items():
             assert (grad - want[2][name]).norm() < 0.25 * max(want[2][name].norm(), 0.1 * total), name
         assert all(torch.equal(final[n], every[0][3][n]) for n in final), "ranks disagree"
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def averaged():
+    """Weights after steps of two outer replicas, averaged in each, whose routed units are whole on every rank."""
+    mesh = create_mesh(shards=(2, 2, 2), ranks_per_node=2, outer=2)
+    net = Net()
+    whole = zero.DataAxes.over(mesh.data_axes, outer=mesh.outer)
+    routed = [zero.On(each, whole) for each in net.routed]
+    policy = zero.Policy(block=4, outer=zero.Outer(1, lr=1.0, momentum=0.0))
+    engine = zero.shard(net, mesh=mesh, policy=policy, units=[*net.dense, *routed], optimizer=SGD)
+    for step in range(STEPS):
+        engine.begin_step(1, divisor=2 * 12)
+        loss_of(net, batches(step, 4)[mesh.batch_rank]).backward()
+        engine.step()
+    shapes = {n: p.shape for n, p in net.named_parameters()}
+    return assemble(local_slices(engine, lambda u, a, b: u.master[a:b]), shapes)
+
+
+def test_averaged_replicas_with_units_on_other_axes_equal_bare_torch():
+    net = Net()
+    optimizer = SGD(net.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (sum(loss_of(net, tokens) for tokens in batches(step, 4)) / (4 * 12)).backward()
+        optimizer.step()
+    for got in run_ranks(4, averaged):
+        for name, value in net.named_parameters():
+            torch.testing.assert_close(got[name], value.detach(), rtol=1e-10, atol=1e-12, msg=name)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------
