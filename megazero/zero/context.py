@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from megazero.comm.hops import Traffic
 from megazero.kernels.arena import Arena, Frame
+from megazero.zero.agreement import IssueHash
 from megazero.zero.policy import Policy
-from megazero.zero.program import IssueHash
 from megazero.zero.rounding import Rounding
 
 

@@ -25,13 +25,14 @@ from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice, Views
 from megazero.zero.policy import Codecs
-from megazero.zero.rounding import GRADIENTS, add_residual, lost_slice
+from megazero.zero.rounding import GRADIENTS, add_residual, commit_residual, lost_slice
+from megazero.zero.scalars import StepPart
 from megazero.zero.unit import Unit
 
 EXACT = Codecs()
 
 
-class Reducer:
+class Reducer(StepPart):
     """Submits reductions in the reverse of the forward's order of first use, whatever the order of gradients."""
 
     def __init__(self, units: Sequence[Unit], context: Context, lane: Lane) -> None:
@@ -77,6 +78,13 @@ class Reducer:
         while self.pending:
             self.lane.wait(self.pending.popleft())
         self.lane.drain()
+
+    def updated(self, made: bool) -> None:
+        """After an update, take what the step's messages lost into the residuals."""
+        rounding = self.context.rounding
+        updates = rounding.updates + 1  # this one included, which the guard counts next
+        for unit in self.units if made else ():
+            commit_residual(unit, rounding.divisor, self.exact, updates)
 
     def abort(self) -> None:
         """Finish the chains in flight and forget the rest of the step."""
