@@ -125,8 +125,11 @@ def experts(mesh, shards):
     return zero.DataAxes.over(mesh.data_axes[1:], shards)
 
 
-def make(shards, first, second, policy):
-    """first, second: the place of each routed unit, and its factors; None: as dense ones. Experts go together."""
+def make(shards, first, second, policy, **options):
+    """first, second: the place of each routed unit, and its factors; None: as dense ones. Experts go together.
+
+    options: of zero.shard.
+    """
     mesh = create_mesh(shards=shards, ranks_per_node=min(2, dist.get_world_size()))
     net = Net()
     if first and first[0] is experts:
@@ -135,10 +138,8 @@ def make(shards, first, second, policy):
     units: list = [net.embed]
     for dense, routed, place in zip(net.dense, net.routed, (first, second), strict=True):
         units += [dense, zero.On(routed, place[0](mesh, place[1])) if place else routed]
-    engine = zero.shard(
-        net, mesh=mesh, policy=policy, units=[*units, net.head], optimizer=ADAMW, clip_norm=CLIP
-    )
-    return net, engine
+    options = {"optimizer": ADAMW, "clip_norm": CLIP, **options}
+    return net, zero.shard(net, mesh=mesh, policy=policy, units=[*units, net.head], **options)
 
 
 def train(net, engine, steps, micro_batches):
@@ -164,8 +165,8 @@ def train(net, engine, steps, micro_batches):
     return losses, norms, assemble(store_["slices"], shapes), assemble(final, shapes)
 
 
-def sharded(shards, first, second, micro_batches, policy):
-    return train(*make(shards, first, second, policy), range(STEPS), micro_batches)
+def sharded(shards, first, second, micro_batches, policy, **options):
+    return train(*make(shards, first, second, policy, **options), range(STEPS), micro_batches)
 
 
 # -- parity ------------------------------------------------------------------------------------------
@@ -227,6 +228,26 @@ def test_quantised_hops_on_other_axes_stay_near_bare_torch(place):
         for name, grad in grads.items():
             assert (grad - want[2][name]).norm() < 0.25 * max(want[2][name].norm(), 0.1 * total), name
         assert all(torch.equal(final[n], every[0][3][n]) for n in final), "ranks disagree"
+
+
+def matrices(name, param):
+    return zero.Traits(matrix=param.ndim == 2 and "embed" not in name)
+
+
+MUON = {
+    "optimizer": partial(zero.Muon, lr=1e-2, weight_decay=0.1, precision="high"),
+    "traits": matrices,
+}
+
+
+@pytest.mark.parametrize(
+    "place", ["zero3; in the node, across", "zeropp; hpz across, zero3", "zero1; experts"]
+)
+def test_muon_deals_matrices_along_their_own_axes(place):
+    """A rank that steps a matrix has all of it: weights are those of one rank that holds every matrix."""
+    (want,) = run_ranks(1, sharded, (1, 1, 1), None, None, 4, EXACT, **MUON)
+    for got in run_ranks(4, sharded, *PLACES[place], 1, EXACT, **MUON):
+        compare(got, want, 1e-9)
 
 
 SGD = partial(torch.optim.SGD, lr=0.1)
