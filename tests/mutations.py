@@ -238,16 +238,18 @@ megazero/zero/unit.py
 + or self.dtype == self.sum_dtype:
   a copy that was dropped counts as written
 
-megazero/zero/optimizer.py
-- if count_tied or not r.unit.tied]
+megazero/zero/grad_norm.py
+- if is_first_end or not run.unit.tied]
 + ]
   both ends' tied gradients are in the norm
-- span = (self.span or size) if self.replicated else 1
-+ span = size if self.replicated else 1
-  of key/value heads that few ranks hold, one alone counts
 - min(1.0, limit / (norm + 1e-6))
 + limit / (norm + 1e-6)
   small gradients are scaled up to the limit
+
+megazero/zero/optimizer.py
+- span = (self.span or size) if self.replicated else 1
++ span = size if self.replicated else 1
+  of key/value heads that few ranks hold, one alone counts
 - return runs if sum(run.stop - run.start for run in runs) == end else []
 + return runs
   where parameters are frozen, what is left of their gradients is sent
@@ -269,15 +271,17 @@ megazero/zero/reduce.py
 + f"end {rounding.rank}"
   replicas of an end send other bits
 
-megazero/zero/program.py
+megazero/zero/agreement.py
 - crc32(text.encode(), self.value)
 + crc32(text.encode())
   the hash tells the last collective alone
 
-megazero/zero/engine.py
-- self.rounding.updates += int(updated)
+megazero/zero/guard.py
+- self.rounding.updates += int(made)
 + self.rounding.updates += 1
   a skipped step changes the noise after it
+
+megazero/zero/engine.py
 -                 unit.copy_version = unit.master_version
 +                 pass
   a load advances R once more
