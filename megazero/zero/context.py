@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megazero.comm.hops import HopSpec, Traffic, hop_spec
-from megazero.kernels.arena import Arena, Frame
+from megazero.comm.hops import Channel, HopSpec, hop_spec
+from megazero.kernels.arena import Frame
 from megazero.mesh.mesh import Axis
 from megazero.zero.agreement import IssueHash
 from megazero.zero.policy import Policy
@@ -20,21 +20,19 @@ KINDS = ("refresh", "gather", "reduce")  # of the hops of an engine's chains
 class Context:
     """State that the chains of one engine share.
 
-    axes: the data-parallel sub-axes, innermost first. rounding, traffic: those of the whole engine.
+    axes: the data-parallel sub-axes, innermost first. rounding, channel: those of the whole engine.
     issued: the hash of all collectives that this rank has issued in the step.
-    arena: the transient buffers of hops and their coding.
     """
 
     axes: Sequence[Axis]
     policy: Policy
     rounding: Rounding
-    traffic: Traffic
+    channel: Channel
     issued: IssueHash
-    arena: Arena
 
     def frame(self) -> Frame:
         """Return a new frame of transient buffers on this rank's device."""
-        return self.arena.frame(self.rounding.device)
+        return self.channel.frame()
 
     def axis(self, level: int) -> Axis:
         """Return the sub-axis between level - 1 and ``level``."""

@@ -15,12 +15,12 @@ import torch
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Identity
-from megazero.comm.hops import Traffic
+from megazero.comm.hops import Channel, Traffic, run_through
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import all_gather_flat
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slice, Slot
-from megazero.zero.reduce import Hop, MicroBatchIndex, Reduction
+from megazero.zero.reduce import ReduceHop, descend, share_back
 from megazero.zero.rounding import KINDS
 from megazero.zero.unit import Unit
 
@@ -209,15 +209,14 @@ def residual_sum(engine: Engine, unit: Unit) -> torch.Tensor:
         sums = Slice(unit.layout, unit.residual.new_zeros(unit.layout.level_numel(base)), base)
         sums.copy_(Slice(unit.layout, unit.residual, unit.crossing), unit.crossing)
         # A save's bytes are not a step's, and its buffers are not kept for the next step.
-        context = replace(engine.reducer.context, traffic=Traffic(), arena=Arena())
-        reduction, exact = Reduction(unit, MicroBatchIndex(0, True), context), Identity(unit.sum_dtype)
-        hops = [Hop(context.axis(n), n, exact) for n in range(unit.crossing + 1, levels.all + 1)]
-        chains = [reduction.descend(hops, sums, sums)]
-        back = [Hop(context.axis(n), n, exact) for n in range(levels.all, levels.os, -1)]
-        chains += [reduction.share_back(hop, sums) for hop in back]
-        for chain in chains:
-            for work in chain:
-                work.wait()
+        channel = Channel(Traffic(), Arena(), unit.device)
+        context, exact = replace(engine.reducer.context, channel=channel), Identity(unit.sum_dtype)
+        axes = range(unit.crossing + 1, levels.all + 1)
+        run_through(
+            descend(unit, [ReduceHop(context.axis(n), exact, number=n) for n in axes], sums, sums, context)
+        )
+        for n in range(levels.all, levels.os, -1):
+            run_through(share_back(unit, context.axis(n), n, exact, sums, context))
         Slice(unit.layout, owed, levels.os).copy_(sums, levels.os)
     return owed if unit.carry is None else owed.add_(unit.carry)
 
