@@ -58,4 +58,4 @@ def counters() -> Traffic:
     """
     if _patch is None:
         raise RuntimeError("fsdp2_patch is not on: call enable() first")
-    return _patch.passing.traffic
+    return _patch.channel.traffic

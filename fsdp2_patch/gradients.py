@@ -24,8 +24,9 @@ from fsdp2_patch.group import Group
 from fsdp2_patch.packing import Packing
 from fsdp2_patch.torch_parts import COLLECTIVES
 from megazero.comm.codec import at_least_fp32
+from megazero.comm.hops import Leg, give_back, run_through
 from megazero.mesh.mesh import reduce_scatter_flat
-from megazero.patches.hops import gather_over, refuse_capture, run_through
+from megazero.patches.checks import refuse_capture
 from megazero.patches.names import replaced
 from megazero.zero.rounding import GRADIENTS
 
@@ -121,7 +122,7 @@ class TwoHopReduceScatter(ReduceScatter):
         codec, packing = group.format(group.codecs.gradients_intra, self.params, rows.dtype)
         if packing is None:
             return (yield from group.sum_over(axis, codec, [rows]))[0]
-        with group.passing.frame() as frame:
+        with group.channel.frame() as frame:
             packed = yield from group.sum_over(axis, codec, packing.pack(rows, frame.take))
         sums = torch.empty(nodes, n, dtype=packed[0].dtype, device=rows.device)
         packing.unpack(packed, sums)
@@ -130,7 +131,7 @@ class TwoHopReduceScatter(ReduceScatter):
     def _across(self, sums: torch.Tensor, output: torch.Tensor) -> Generator[dist.Work, None, None]:
         group = self.group
         codec, packing = group.format(group.codecs.gradients_inter, self.params, sums.dtype)
-        with group.passing.frame() as frame:
+        with group.channel.frame() as frame:
             regions = [sums] if packing is None else packing.pack(sums, frame.take)
             totals = yield from group.sum_over(group.hops.inter, codec, regions)
         for total in totals:  # before they are rounded to the reduction's dtype, in which they may overflow
@@ -174,16 +175,12 @@ class ReplicaAllReduce:
         codec, packing = group.format(group.codecs.gradients_inter, self.params, tensor.dtype, axis.size)
         if packing is None and tensor.numel() % axis.size:
             packing = Packing.of([tensor.numel()], [True], 1, axis.size)
-        with group.passing.frame() as frame:
+        with group.channel.frame() as frame:
             packed = [tensor] if packing is None else packing.pack(tensor, frame.take)
             regions = [values.view(axis.size, -1) for values in packed]
             sums = yield from group.sum_over(axis, codec, regions)
-            m = codec.message_numel(*(total.numel() for total in sums))
-            message = frame.take(m, codec.wire_dtype).view(1, m)
-            shares = (total.div_(divisor).view(1, -1) for total in sums)
-            codec.encode(*shares, noise=group.noise(), out=message)
-            every = yield from gather_over([axis], message.view(-1), "reduce", frame.take, group.passing)
-            codec.decode(every.view(axis.size, m), *regions)
+            share = tuple(total.div_(divisor).view(1, -1) for total in sums)
+            yield from give_back(Leg(axis, codec, group.noise()), share, tuple(regions), group.channel)
             if packing is not None:
                 packing.unpack(packed, tensor)
 

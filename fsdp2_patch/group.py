@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from fsdp2_patch.packing import Packing
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise
+from megazero.comm.hops import Channel, Leg, Moves, reduce
+from megazero.comm.rows import Rows
 from megazero.mesh.mesh import Axis
 from megazero.patches.checks import Differences
-from megazero.patches.hops import Passing, noise_of, sum_over
 from megazero.patches.two_hops import TwoHops
 from megazero.zero.policy import Codecs
 
@@ -38,7 +39,7 @@ class Group:
     exact: frozenset[int]
     names: dict[int, str]
     codecs: Codecs
-    passing: Passing
+    channel: Channel
     differences: Differences
     verified_steps: int
     checksum_interval: int
@@ -89,14 +90,13 @@ class Group:
     def noise(self) -> Noise:
         """Return the noise of this rank's next messages of gradients, for a codec that rounds at random."""
         self.roundings += 1
-        return noise_of(self.name, self.hops.index, self.roundings)
+        return self.hops.noise(self.name, self.roundings)
 
     def sum_over(
         self, axis: Axis, codec: Codec, regions: Sequence[torch.Tensor]
-    ) -> Generator[dist.Work, None, list[torch.Tensor]]:
-        """Take one hop of gradients, as ``megazero.patches.hops.sum_over`` does; sums have memory of their own."""
-
-        def take(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(numel, dtype=dtype, device=self.passing.device)
-
-        return sum_over(axis, codec, regions, self.passing, take, noise=self.noise())
+    ) -> Moves[list[torch.Tensor]]:
+        """Sum row i of every region [size, ...] at index i of the axis; return the sums [...], in new memory."""
+        rows = Rows(regions, axis.index, drawn_by_message=True)
+        sums = rows.room(lambda numel, dtype: torch.empty(numel, dtype=dtype, device=self.channel.device))
+        yield from reduce(Leg(axis, codec, self.noise()), rows, sums, self.channel)
+        return [total.view(region.shape[1:]) for total, region in zip(sums, regions, strict=True)]

@@ -21,12 +21,11 @@ from fsdp2_patch.group import Group
 from fsdp2_patch.refusals import group_problems, mesh_problems, nodes_of
 from fsdp2_patch.report import start_line
 from fsdp2_patch.weights import KeptAllGather, settle
-from megazero.comm.hops import Traffic
+from megazero.comm.hops import Channel, Traffic
 from megazero.config.errors import ConfigError
 from megazero.mesh.objects import gather_objects
 from megazero.patches.agreement import agree_on, nothing_quantised
 from megazero.patches.checks import Differences, compare_replicas
-from megazero.patches.hops import Passing
 from megazero.patches.names import Replaced
 from megazero.patches.options import MessageOptions
 from megazero.patches.two_hops import cut_groups, node_size, settings_like
@@ -101,7 +100,7 @@ class Fsdp2Patch:
         )
         self._agree(problems, len(places), largest)
         device = crossing[0].raw.device
-        self.passing = Passing(Traffic(), Arena(), device)
+        self.channel = Channel(Traffic(), Arena(), device)
         named = {f"group {i}": ranks for i, ranks in enumerate(places)}
         settings = {name: settings_like(places[ranks], device) for name, ranks in named.items()}
         hops = cut_groups(named, h, device, settings)
@@ -114,7 +113,7 @@ class Fsdp2Patch:
                 exact=exact,
                 names=names,
                 codecs=codecs,
-                passing=self.passing,
+                channel=self.channel,
                 differences=self.differences,
                 verified_steps=self.options.zero_verify_first_steps,
                 checksum_interval=self.options.zero_checksum_interval,

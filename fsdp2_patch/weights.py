@@ -21,9 +21,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from fsdp2_patch.group import Group
 from megazero.comm.codec import Blockwise
+from megazero.comm.hops import gather, run_through
 from megazero.mesh.mesh import all_gather_flat
-from megazero.patches.checks import compare_replicas
-from megazero.patches.hops import gather_over, refuse_capture, run_through
+from megazero.patches.checks import compare_replicas, refuse_capture
 from megazero.zero.rounding import WEIGHTS
 
 CODED = (torch.float32, torch.bfloat16, torch.float16)  # fp8 weights come with scales in the same bytes
@@ -91,13 +91,13 @@ class KeptAllGather(AllGather):
         return None
 
     def _gather(self, output: torch.Tensor, own: torch.Tensor) -> Generator[dist.Work, None, None]:
-        group, hops, passing = self.group, self.group.hops, self.group.passing
+        group, hops, channel = self.group, self.group.hops, self.group.channel
         # Where FSDP2 sends more than the shards (extensions), nobody knows what lies where.
         known = own.dtype in CODED and own.numel() == group.shard_numel
         codec, packing = group.format(group.codecs.weights if known else None, group.params, own.dtype)
         rows = output.view(hops.inter.size, hops.intra.size, -1).transpose(0, 1)
         delta = group.codecs.delta and packing is not None
-        with passing.frame() as frame:
+        with channel.frame() as frame:
             packed = [own] if packing is None else packing.pack(own, frame.take)
             if not self.fresh:
                 if delta:
@@ -114,7 +114,7 @@ class KeptAllGather(AllGather):
                 self.whole = group.updated = False
             assert self.kept is not None
             axes = [hops.intra] if hops.intra.size > 1 else []
-            every = yield from gather_over(axes, self.kept.view(-1), "gather", frame.take, passing)
+            every = yield from gather(axes, self.kept.view(-1), "gather", frame.take, channel)
             values = every.view(hops.intra.size, *self.kept.shape)
             if packing is None:
                 rows.copy_(values)
@@ -136,23 +136,23 @@ class KeptAllGather(AllGather):
             with torch.inference_mode(False):  # else nothing could be written to it outside of that mode
                 self.kept = torch.empty(shape, dtype=message.dtype, device=message.device)
         kept = self.kept
-        yield from gather_over([axis], message, "refresh", lambda *_: kept.view(-1), self.group.passing)
+        yield from gather([axis], message, "refresh", lambda *_: kept.view(-1), self.group.channel)
 
     def _advance(self, packed: Sequence[torch.Tensor], codec: Blockwise) -> Generator[dist.Work, None, None]:
         """Send differences of the packed regions to what others hold, and add those received to what is kept."""
-        axis, passing = self.group.hops.inter, self.group.passing
+        axis, channel = self.group.hops.inter, self.group.channel
         if self.whole:
             yield from self._receive(torch.cat(list(packed)))
             return
         assert self.kept is not None
         sizes = [values.numel() for values in packed]
-        with passing.frame() as frame:
+        with channel.frame() as frame:
             held, *exact = self.kept.split(sizes, dim=1)
             change = frame.take(sizes[0], torch.float32).view(1, -1)
             change.copy_(packed[0]).sub_(held[axis.index])
             message = frame.take(codec.message_numel(*sizes), codec.wire_dtype).view(1, -1)
             codec.encode(change, *(x.view(1, -1) for x in packed[1:]), out=message)
-            every = yield from gather_over([axis], message.view(-1), "refresh", frame.take, passing)
+            every = yield from gather([axis], message.view(-1), "refresh", frame.take, channel)
             codec.decode_add(every.view(axis.size, -1), held, *exact)
 
 
@@ -162,14 +162,14 @@ def settle(gathers: Sequence[KeptAllGather]) -> None:
     Collective, called where a forward begins. If some gather would stand on what is kept, the ranks agree on the
     shards that have changed, with one small all-reduce for which the host waits.
     """
-    now = [gather.checksums() for gather in gathers]
-    if any(gather.compares for gather in gathers):
-        for group in dict.fromkeys(gather.group.shard_group for gather in gathers):
+    now = [one.checksums() for one in gathers]
+    if any(one.compares for one in gathers):
+        for group in dict.fromkeys(one.group.shard_group for one in gathers):
             _compare(
                 [(g, sums) for g, sums in zip(gathers, now, strict=True) if g.group.shard_group is group]
             )
-    for gather, sums in zip(gathers, now, strict=True):
-        gather.noted = sums
+    for one, sums in zip(gathers, now, strict=True):
+        one.noted = sums
 
 
 def _compare(gathers: Sequence[tuple[KeptAllGather, torch.Tensor]]) -> None:
@@ -181,11 +181,11 @@ def _compare(gathers: Sequence[tuple[KeptAllGather, torch.Tensor]]) -> None:
     changed = torch.cat(parts).to(group.raw.device, torch.uint8)  # shards may be offloaded
     dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group.shard_group)
     found = iter(changed.tolist())
-    for gather, _ in gathers:
-        names = [gather.group.names[id(p)] for p in gather.group.params if next(found)]
-        if names and gather.compares:
-            gather.whole = True
-            if dist.get_rank() == 0 and gather.noted is not None:
+    for one, _ in gathers:
+        names = [one.group.names[id(p)] for p in one.group.params if next(found)]
+        if names and one.compares:
+            one.whole = True
+            if dist.get_rank() == 0 and one.noted is not None:
                 warnings.warn(
                     f"fsdp2_patch: {', '.join(names)} changed outside of an optimizer's step (a checkpoint was "
                     "loaded, or a program wrote): sent again, whole",

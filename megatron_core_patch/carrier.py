@@ -32,11 +32,11 @@ from megatron_core_patch.layout import CodedBlocks, Columns, Exact, Range, cut_b
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.rounding import Errors, Residual
 from megazero.comm.codec import Blockwise
-from megazero.comm.hops import Traffic, hop_spec
+from megazero.comm.hops import Channel, Traffic, hop_spec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
 from megazero.mesh.mesh import Axis
-from megazero.patches.hops import Passing, noise_of, refuse_capture
+from megazero.patches.checks import refuse_capture
 from megazero.patches.two_hops import TwoHops
 from megazero.train.codecs import make_codecs
 from megazero.zero.policy import Codecs
@@ -94,7 +94,7 @@ class Carrier:
         """Take ``groups`` by their ranks. at_once: nothing is left in flight (see ``Sync.collect``)."""
         self.options, self.groups, self.at_once = options, groups, at_once
         self.codecs = make_codecs(options.wire)
-        self.passing = Passing(traffic, Arena(), device)
+        self.channel = Channel(traffic, Arena(), device)
         self.checks = MessageChecks(options)
         rank = dist.get_rank()
         self.gathers = Lane("gather", device, rank, no_timing)
@@ -172,16 +172,16 @@ class Carrier:
         chains: list[tuple[Sequence[Axis], Chain]]
         if codec is None:
             parts = self._whole(params, hops)
-            chains = [(hops.axes, gather_columns(part, params, self.passing)) for part in parts]
+            chains = [(hops.axes, gather_columns(part, params, self.channel)) for part in parts]
         else:
             bound = None if held.shared else self.options.zero_weight_error_bound
             errors = self._errors(held, WEIGHTS, bound)
             chains = [
-                (hops.axes, gather_coded(part, params, codec, known, self.passing, errors))
+                (hops.axes, gather_coded(part, params, codec, known, self.channel, errors))
                 for part in self._pieces(bucket, hops)
             ]
             if held.beside is not None:
-                chains.append((held.beside.axes, gather_exact(held.beside, params, self.passing)))
+                chains.append((held.beside.axes, gather_exact(held.beside, params, self.channel)))
         outer_first = [(axes[::-1], chain) for axes, chain in chains]
         return self._submit(self.gathers, "refresh", bucket, outer_first)
 
@@ -202,12 +202,12 @@ class Carrier:
         chains: list[tuple[Sequence[Axis], Chain]] = [
             (
                 hops.axes,
-                reduce_rows(part, grads, codecs, factor, self.passing, self._rounding(held, codecs, hops, i)),
+                reduce_rows(part, grads, codecs, factor, self.channel, self._rounding(held, codecs, hops, i)),
             )
             for i, part in enumerate(parts)
         ]
         if quantised and held.beside is not None:
-            chains.append((held.beside.axes, reduce_exact(held.beside, grads, factor, self.passing)))
+            chains.append((held.beside.axes, reduce_exact(held.beside, grads, factor, self.channel)))
         return self._submit(self.reductions, "reduce", bucket, chains)
 
     def poll(self) -> None:
@@ -259,7 +259,7 @@ class Carrier:
         """Return how gradients of one piece are rounded in this step."""
         step, name = held.before + held.updates, f"bucket {held.number} piece {piece}"
         return BucketRounding(
-            lambda hop: noise_of(f"{name} {hop}", hops.index, step),
+            lambda hop: hops.noise(f"{name} {hop}", step),
             held.residuals.setdefault(piece, Residual(codecs.feedback_beta)) if codecs.feedback else None,
             self._errors(held, GRADIENTS, self.options.zero_gradient_error_bound),
         )
@@ -281,7 +281,7 @@ class Carrier:
                 continue
             held = [self.state(bucket) for bucket in buckets]
             squares = torch.stack(
-                [each.errors.setdefault(kind, Errors()).take(self.passing.device) for each in held]
+                [each.errors.setdefault(kind, Errors()).take(self.channel.device) for each in held]
             )
             groups = [group, *([held[0].alike] if held[0].alike else [])]
             for each_group in groups:
@@ -307,7 +307,7 @@ class Sync:
 
     def __init__(self, carrier: Carrier, bucket_group: Any, exact: Any) -> None:
         """Take Megatron's own collective, which this stands for, as ``exact``."""
-        refuse_capture(carrier.passing.device, "megatron_core_patch")
+        refuse_capture(carrier.channel.device, "megatron_core_patch")
         self.carrier, self.exact = carrier, exact
         self.hops = carrier.hops_of(collective_group(bucket_group))
         self.buckets: Iterator[Any] = iter(bucket_group.buckets)

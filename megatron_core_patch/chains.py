@@ -12,20 +12,19 @@ sums the same rows in the same order has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from megazero.kernels.arena import Take
 
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact
-from megatron_core_patch.rounding import Errors, Residual, lost_of
-from megazero.comm.codec import Blockwise, Codec, Identity, Noise, at_least_fp32
-from megazero.comm.hops import start_route
+from megatron_core_patch.rounding import Errors, Residual
+from megazero.comm.codec import Blockwise, Identity, Noise, at_least_fp32
+from megazero.comm.hops import Channel, Leg, gather, reduce, route
 from megazero.comm.lane import Chain
-from megazero.mesh.mesh import Axis
-from megazero.patches.hops import Passing, Watch, gather_over, sum_over
+from megazero.comm.rows import Rows
+from megazero.comm.watch import Watch
 from megazero.zero.policy import Codecs
 
 
@@ -43,7 +42,7 @@ def reduce_rows(
     grads: torch.Tensor,
     codecs: Codecs,
     factor: float,
-    passing: Passing,
+    channel: Channel,
     rounding: BucketRounding,
 ) -> Chain:
     """Sum a part of the bucket's gradients [d * n] into this rank's row, in place, and multiply by ``factor``.
@@ -51,25 +50,28 @@ def reduce_rows(
     Other rows keep this rank's own gradients. Yields the Work of each hop.
     """
     hops = part.hops
-    with passing.frame() as frame:
+    watches: list[Watch] = [] if rounding.errors is None else [rounding.errors]
+    with channel.frame() as frame:
         rows, own = part.rows(grads, frame.take)
         sums = rows[own]
         if hops.intra.size > 1:
             codec = codecs.gradients_intra or Identity(rows.dtype)
-            noise, watch = rounding.noise("inside"), _watch(codec, passing, None, rounding.errors)
-            (sums,) = yield from sum_over(
-                hops.intra, codec, [rows], passing, frame.take, own=own, noise=noise, watch=watch
-            )
+            sent = Rows([rows], own, drawn_by_message=True)
+            out = sent.room(frame.take)
+            leg = Leg(hops.intra, codec, rounding.noise("inside"))
+            yield from reduce(leg, sent, out, channel, watches=watches)
+            sums = out[0].view(sums.shape)
         if hops.inter.size > 1:
             codec = codecs.gradients_inter or Identity(sums.dtype)
-            residual = rounding.residual if isinstance(codec, Blockwise) else None
-            if residual is not None:
+            if rounding.residual is not None and isinstance(codec, Blockwise):
                 sums = sums.to(at_least_fp32(sums.dtype))
-                residual.add(sums, hops.inter.index)
-            noise, watch = rounding.noise("across"), _watch(codec, passing, residual, rounding.errors)
-            (sums,) = yield from sum_over(
-                hops.inter, codec, [sums], passing, frame.take, noise=noise, watch=watch
-            )
+                rounding.residual.add(sums, hops.inter.index)
+                watches.append(rounding.residual)
+            sent = Rows([sums], hops.inter.index, drawn_by_message=True)
+            out = sent.room(frame.take)
+            leg = Leg(hops.inter, codec, rounding.noise("across"))
+            yield from reduce(leg, sent, out, channel, watches=watches)
+            sums = out[0]
         else:
             sums = sums[0]
         if factor != 1.0:  # before the sum is rounded to the gradients' dtype, in which it may overflow
@@ -78,28 +80,12 @@ def reduce_rows(
             part.store(sums, grads)
 
 
-def _watch(codec: Codec, passing: Passing, residual: Residual | None, errors: Errors | None) -> Watch | None:
-    """Return what looks at the messages of one hop, if anything does."""
-    if not isinstance(codec, Blockwise) or residual is errors is None:
-        return None
-
-    def watch(rows: Sequence[torch.Tensor], messages: torch.Tensor, to: int) -> None:
-        with passing.frame() as frame:
-            lost = lost_of(codec, rows, messages, frame)
-            if errors is not None:
-                errors.add(lost, rows[0])
-            if residual is not None:
-                residual.keep(lost, to)
-
-    return watch
-
-
-def gather_columns(part: Columns, params: torch.Tensor, passing: Passing) -> Chain:
+def gather_columns(part: Columns, params: torch.Tensor, channel: Channel) -> Chain:
     """Give every rank these columns of all rows, exactly, from each row's owner. Yields the Work of each hop."""
     hops = part.hops
-    with passing.frame() as frame:
+    with channel.frame() as frame:
         own = part.own(params)
-        every = yield from gather_over(hops.axes[::-1], own, "refresh", frame.take, passing)
+        every = yield from gather(hops.axes[::-1], own, "refresh", frame.take, channel)
         rows, _ = part.rows(params, frame.take)
         rows.copy_(every.view(rows.shape))
 
@@ -109,7 +95,7 @@ def gather_coded(
     params: torch.Tensor,
     codec: Blockwise,
     held: torch.Tensor | None,
-    passing: Passing,
+    channel: Channel,
     errors: Errors | None,
 ) -> Chain:
     """Give every rank these blocks of all rows, quantised, from each row's owner.
@@ -118,7 +104,7 @@ def gather_coded(
     held: what the other ranks hold of this rank's coded blocks, of all pieces. If given, the message is the
     difference to that, and all ranks add it to what they hold. Yields the Work of each hop.
     """
-    with passing.frame() as frame:
+    with channel.frame() as frame:
         own = part.own(params)
         if held is not None:
             held = held[part.first : part.first + own.numel()]
@@ -130,8 +116,8 @@ def gather_coded(
         message = frame.take(codec.message_numel(part.width), codec.wire_dtype).view(1, -1)
         codec.encode(values, out=message)
         if errors is not None:
-            errors.add(lost_of(codec, [values], message, frame), values)
-        every = yield from gather_over(part.hops.axes[::-1], message.view(-1), "refresh", frame.take, passing)
+            errors.sent(codec, Rows([values], 0).every[0], message, frame)
+        every = yield from gather(part.hops.axes[::-1], message.view(-1), "refresh", frame.take, channel)
         rows = frame.take(len(part.blocks) * part.width, params.dtype).view(-1, part.width)
         messages = every.view(len(rows), -1)
         if held is None:
@@ -143,63 +129,37 @@ def gather_coded(
         part.store_all(rows, params, frame.take)
 
 
-def reduce_exact(part: Exact, grads: torch.Tensor, factor: float, passing: Passing) -> Chain:
+def reduce_exact(part: Exact, grads: torch.Tensor, factor: float, channel: Channel) -> Chain:
     """Do as ``reduce_rows`` with what goes beside the codes. Ranks have different numbers of elements."""
     hops, numels = part.hops, part.numels
     local, node = hops.intra.index, hops.inter.index
-    with passing.frame() as frame:
+    with channel.frame() as frame:
         sums = grads.index_select(0, part.all.index())
         if hops.intra.size > 1:
-            mine = sum(numels[local])
-            sent, received = list(map(sum, numels)), [mine] * hops.intra.size
-            sums = yield from _exchange(hops.intra, "reduce", sums, sent, received, frame.take, passing)
+            sent, received = list(map(sum, numels)), [sum(numels[local])] * hops.intra.size
+            sums = yield from route(hops.intra, sums, sent, received, "reduce", frame.take, channel)
             sums = _summed(sums, hops.intra.size, frame.take)
         if part.crosses:
-            mine = numels[local][node]
-            received = [mine] * hops.inter.size
-            sums = yield from _exchange(
-                hops.inter, "reduce", sums, numels[local], received, frame.take, passing
-            )
+            sent, received = numels[local], [numels[local][node]] * hops.inter.size
+            sums = yield from route(hops.inter, sums, sent, received, "reduce", frame.take, channel)
             sums = _summed(sums, hops.inter.size, frame.take)
         grads.index_copy_(0, part.own.index(), sums.mul_(factor).to(grads.dtype))
 
 
-def gather_exact(part: Exact, params: torch.Tensor, passing: Passing) -> Chain:
-    """Do as ``gather_columns`` with what goes beside the codes."""
+def gather_exact(part: Exact, params: torch.Tensor, channel: Channel) -> Chain:
+    """Do as ``gather_columns`` with what goes beside the codes: every rank sends the same message to all."""
     hops, numels = part.hops, part.numels
-    with passing.frame() as frame:
+    by_axis = [(hops.inter, numels[hops.intra.index])] if part.crosses else []
+    if hops.intra.size > 1:
+        by_axis.append((hops.intra, list(map(sum, numels))))
+    with channel.frame() as frame:
         own = params.index_select(0, part.own.index())
-        if part.crosses:
-            own = yield from _to_all(hops.inter, own, numels[hops.intra.index], frame.take, passing)
-        if hops.intra.size > 1:
-            own = yield from _to_all(hops.intra, own, list(map(sum, numels)), frame.take, passing)
+        for axis, received in by_axis:
+            sent = [own.numel()] * axis.size
+            own = yield from route(
+                axis, own.repeat(axis.size), sent, received, "refresh", frame.take, channel
+            )
         params.index_copy_(0, part.all.index(), own)
-
-
-def _to_all(
-    axis: Axis, own: torch.Tensor, numels: Sequence[int], take: Take, passing: Passing
-) -> Generator[dist.Work, None, torch.Tensor]:
-    """Gather messages of different lengths over an axis: ``numels`` by index."""
-    sent = [own.numel()] * axis.size
-    return _exchange(axis, "refresh", own.repeat(axis.size), sent, numels, take, passing)
-
-
-def _exchange(
-    axis: Axis,
-    kind: str,
-    messages: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    take: Take,
-    passing: Passing,
-) -> Generator[dist.Work, None, torch.Tensor]:
-    """Send ``sent[i]`` elements of messages to each index i, its own too; return ``received[i]`` from each, flat.
-
-    kind: the hop's kind for the counters. The result lies in a buffer from ``take``.
-    """
-    out = take(sum(received), messages.dtype)
-    yield start_route(axis, out, messages, received, sent, kind, passing.traffic)
-    return out
 
 
 def _summed(received: torch.Tensor, size: int, take: Take) -> torch.Tensor:

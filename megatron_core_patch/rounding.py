@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from megazero.kernels.arena import Frame
 
-from megazero.comm.codec import Blockwise
+from megazero.comm.codec import Codec, at_least_fp32, decoded
+from megazero.comm.rows import Run
+from megazero.comm.watch import write_squares
 
 
 class Residual:
@@ -28,11 +28,12 @@ class Residual:
         rows[:own].add_(self.lost[:own])
         rows[own + 1 :].add_(self.lost[own:])
 
-    def keep(self, lost: torch.Tensor, to: int) -> None:
-        """Take what messages [k, n] lost, those to others from the ``to``-th on."""
+    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+        """Keep what these messages lost, those to others from the first of ``run.to`` on."""
         assert self.lost is not None
-        lost.nan_to_num_(0.0, 0.0, 0.0)
-        self.lost[to : to + len(lost)].lerp_(lost, 1.0 - self.beta)
+        (arrived,) = decoded(codec, messages, run.rows, frame.take)
+        lost = torch.sub(run.rows[0], arrived, out=arrived).nan_to_num_(0.0, 0.0, 0.0)
+        self.lost[run.to].lerp_(lost, 1.0 - self.beta)
 
 
 class Errors:
@@ -42,21 +43,15 @@ class Errors:
         # fp64 [2] each: chains on several streams add none to another's.
         self.squares: list[torch.Tensor] = []
 
-    def add(self, lost: torch.Tensor, exact: torch.Tensor) -> None:
-        self.squares.append(torch.stack([x.square().sum(dtype=torch.float64) for x in (lost, exact)]))
+    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+        """Add those of these messages."""
+        rows = run.rows[0]
+        (arrived,) = decoded(codec, messages, run.rows, frame.take, at_least_fp32(rows.dtype))
+        self.squares.append(rows.new_empty(2, dtype=torch.float64))
+        write_squares(arrived, rows, self.squares[-1], frame)
 
     def take(self, device: torch.device) -> torch.Tensor:
         """Return them, fp64 [2], and begin anew."""
         squares = [torch.zeros(2, dtype=torch.float64, device=device), *self.squares]
         self.squares = []
         return torch.stack(squares).sum(0)
-
-
-def lost_of(
-    codec: Blockwise, rows: Sequence[torch.Tensor], messages: torch.Tensor, frame: Frame
-) -> torch.Tensor:
-    """Return what the messages [k, m] lost of the coded rows [k, ...]: fp32 [k, n], in a buffer of the frame."""
-    k = len(messages)
-    lost = frame.take(rows[0].numel(), torch.float32).view(k, -1)
-    codec.decode(messages, lost)
-    return torch.sub(rows[0].reshape(k, -1), lost, out=lost)

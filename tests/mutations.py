@@ -246,16 +246,18 @@ megazero/zero/unit.py
 + or self.dtype == self.sum_dtype:
   a copy that was dropped counts as written
 
-megazero/zero/optimizer.py
-- if count_tied or not r.unit.tied]
+megazero/zero/grad_norm.py
+- if is_first_end or not run.unit.tied]
 + ]
   both ends' tied gradients are in the norm
-- span = (self.span or size) if self.replicated else 1
-+ span = size if self.replicated else 1
-  of key/value heads that few ranks hold, one alone counts
 - min(1.0, limit / (norm + 1e-6))
 + limit / (norm + 1e-6)
   small gradients are scaled up to the limit
+
+megazero/zero/optimizer.py
+- span = (self.span or size) if self.replicated else 1
++ span = size if self.replicated else 1
+  of key/value heads that few ranks hold, one alone counts
 - return runs if sum(run.stop - run.start for run in runs) == end else []
 + return runs
   where parameters are frozen, what is left of their gradients is sent
@@ -277,15 +279,17 @@ megazero/zero/reduce.py
 + f"end {rounding.rank}"
   replicas of an end send other bits
 
-megazero/zero/program.py
+megazero/zero/agreement.py
 - crc32(text.encode(), self.value)
 + crc32(text.encode())
   the hash tells the last collective alone
 
-megazero/zero/engine.py
-- self.rounding.updates += int(updated)
+megazero/zero/guard.py
+- self.rounding.updates += int(made)
 + self.rounding.updates += 1
   a skipped step changes the noise after it
+
+megazero/zero/engine.py
 -                 unit.copy_version = unit.master_version
 +                 pass
   a load advances R once more
@@ -929,9 +933,9 @@ def copied() -> Iterator[Path]:
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         for name in names:
-            if (ROOT / name).is_file():
+            if (ROOT / name).is_file() or (ROOT / name).is_symlink():
                 (target := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, target)
+                shutil.copy2(ROOT / name, target, follow_symlinks=False)
         # By content: a mutation may leave a file's length and second of change as they were.
         by_content = ("compileall", "-q", "--invalidation-mode", "checked-hash", "megazero", "kernels")
         subprocess.run((sys.executable, "-m", *by_content), cwd=folder, check=True)

@@ -113,9 +113,13 @@ class Identity:
         """Encode as the protocol says. Nothing is rounded at random, so noise has no effect.
 
         Returns x itself if neither exact nor out is given and x already has the wire's dtype. ``out`` may be x.
+        Without exact, x [k, ...] may have more dimensions and lie in pieces.
         """
         if exact is None and out is None:
             return x.to(self.wire_dtype)
+        if exact is None and out is not None and x.dim() > 2:
+            out.view(x.shape).copy_(x)
+            return out
         n = x.shape[1]
         if out is None:
             m = n + (0 if exact is None else exact.shape[1])
@@ -368,11 +372,13 @@ def encoded(
 ) -> torch.Tensor:
     """Encode rows [k, n], one tensor per region, into messages [k, m] in a buffer that ``take`` gives.
 
-    Rows that are sent as they are, of one region, are their own messages: nothing is copied.
+    Rows [k, ...] of one region that are sent as they are and lie in one piece are their own messages: nothing is
+    copied.
     """
-    if isinstance(codec, Identity) and len(regions) == 1 and regions[0].dtype == codec.wire_dtype:
-        return regions[0]
-    rows, m = regions[0].shape[0], codec.message_numel(*(r.shape[1] for r in regions))
+    as_they_are = isinstance(codec, Identity) and len(regions) == 1 and regions[0].dtype == codec.wire_dtype
+    if as_they_are and regions[0].is_contiguous():
+        return regions[0].flatten(1)
+    rows, m = regions[0].shape[0], codec.message_numel(*(r[0].numel() for r in regions))
     return codec.encode(*regions, noise=noise, out=take(rows * m, codec.wire_dtype).view(rows, m))
 
 

@@ -1,16 +1,35 @@
-"""One hop is one collective over one mesh axis. It is started asynchronously, and ``Traffic`` counts its bytes."""
+"""One hop is one collective over one mesh axis. It is started asynchronously, and ``Traffic`` counts its bytes.
+
+The verbs are generators, for chains of a lane: each yields a collective's Work and is resumed when that has finished.
+
+- ``gather``: every rank receives everyone's message, over one axis after the other.
+- ``reduce``: every rank receives its row of the others, and sums. ``reduce_through`` does so over several axes, and
+  makes the messages of the next axis straight from those received.
+- ``give_back``: every rank sends the sums of its share to all. ``sum_all``: everyone sends everything, and sums.
+- ``route``: ranks send each other parts of any sizes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megazero.comm.codec import Blockwise, Codec, Identity, encoded
+from megazero.comm.rows import Rows, Run, Views
+from megazero.comm.watch import Watch
+from megazero.kernels.arena import Arena, Frame, Take
+from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Axis, all_gather_flat
+
+Result = TypeVar("Result")
+Moves = Generator[dist.Work, None, Result]  # a hop, or several: what it returns is there at its end
 
 
 class Traffic:
@@ -115,13 +134,6 @@ def start_route(
     return dist.all_to_all_single(out, own, list(received), list(sent), group=group, async_op=True)
 
 
-def other_rows(axis: Axis, own: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows [size, ...] but ``own``, in two runs at most, each with its rows of messages [size - 1, m]."""
-    for first, last, to in ((0, own, 0), (own + 1, axis.size, own)):
-        if last > first:
-            yield slice(first, last), slice(to, to + last - first)
-
-
 def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> dist.Work:
     """Start an all-to-all over one axis: row i of messages [size, m] goes to index i; out [size, m] is by source.
 
@@ -134,3 +146,219 @@ def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffi
     if messages.shape[0] < axis.size:
         splits[axis.index] = 0
     return start_route(axis, out.view(-1), messages.view(-1), splits, splits, "reduce", traffic)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """State that hops share: the counters of bytes, and the arena of transient buffers on ``device``."""
+
+    traffic: Traffic
+    arena: Arena
+    device: torch.device
+
+    def frame(self) -> Frame:
+        """Return a new frame of transient buffers."""
+        return self.arena.frame(self.device)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One axis of a hop, and the format of its messages. noise: for a codec that rounds at random."""
+
+    axis: Axis
+    codec: Codec
+    noise: Noise | None = None
+
+
+def gather(
+    axes: Sequence[Axis], message: torch.Tensor, kind: str, take: Take, on: Channel
+) -> Moves[torch.Tensor]:
+    """Gather every rank's message [m] over one axis after the other; return them flat, the last axis outermost.
+
+    kind: the hop's kind, which counters and communicators go by. The result lies in a buffer from ``take``, or is the
+    message itself.
+    """
+    for axis in axes:
+        out = take(axis.size * message.numel(), message.dtype)
+        yield start_gather(axis, out, message, kind, on.traffic)
+        message = out
+    return message
+
+
+def route(
+    axis: Axis,
+    own: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    kind: str,
+    take: Take,
+    on: Channel,
+) -> Moves[torch.Tensor]:
+    """Send ``sent[i]`` elements of ``own`` to each index i, its own too; return ``received[i]`` from each, flat.
+
+    kind: the hop's kind, which counters and communicators go by. The result lies in a buffer from ``take``.
+    """
+    out = take(sum(received), own.dtype)
+    yield start_route(axis, out, own, received, sent, kind, on.traffic)
+    return out
+
+
+def reduce(
+    leg: Leg,
+    rows: Rows,
+    out: Views | None,
+    on: Channel,
+    *,
+    accumulate: bool = False,
+    whole: bool = False,
+    watches: Sequence[Watch] = (),
+) -> Moves[None]:
+    """Sum this rank's row and those that the others send it into ``out`` [n] of each region, in at least fp32.
+
+    First comes the own row, as it is, then the others by index; so ranks that sum the same rows have the same bits.
+
+    out: None sums into the own row. accumulate: the sums are added to what ``out`` holds.
+    whole: the own row is a message, too, and is summed by its index. So rows of one exact region need no copy.
+    """
+    with on.frame() as frame:
+        runs = rows.every if whole else rows.others
+        messages = _encoded(leg, runs, frame)
+        received = yield from _exchange(leg, runs, messages, frame, on, watches)
+        own = () if whole or out is None else rows.kept
+        accumulate = accumulate or out is None and not whole
+        total, *exact = rows.kept if out is None else out
+        leg.codec.decode_sum(received, total, accumulate, *exact, own=own)
+
+
+def reduce_through(
+    legs: Sequence[Leg],
+    rows: Rows,
+    out: Views,
+    on: Channel,
+    *,
+    accumulate: bool = False,
+    watches: Sequence[Watch] = (),
+) -> Moves[None]:
+    """Do as ``reduce`` over one axis after the other, whose codecs are Blockwise. Only ``out`` holds a sum.
+
+    Between two axes the messages received become those of the next axis in one operation. Their sum is in no buffer,
+    so this rank's own row is a message on every axis.
+    """
+    frame = on.frame()
+    runs, numels = rows.every, [region[0].numel() for region in rows.regions]
+    messages = _encoded(legs[0], runs, frame)
+    for leg, following in pairwise(legs):
+        received = yield from _exchange(leg, runs, messages, frame, on, watches)
+        after = on.frame()  # for the next axis; what belongs to this one comes free
+        messages = _pass_on(leg, following, received, numels, after)
+        if watches:
+            with on.frame() as passing:
+                sums = [passing.take(numel, out[0].dtype) for numel in numels]
+                leg.codec.decode_sum(received, sums[0], False, *sums[1:])
+                summed = Rows([values.view(following.axis.size, -1) for values in sums], following.axis.index)
+                _show(following, summed.every, messages, on, watches)
+        frame.close()
+        frame, runs = after, ()
+        numels = [numel // following.axis.size for numel in numels]
+    received = yield from _exchange(legs[-1], runs, messages, frame, on, watches)
+    legs[-1].codec.decode_sum(received, out[0], accumulate, *out[1:])
+    frame.close()
+
+
+def give_back(
+    leg: Leg, share: Views, out: Views, on: Channel, *, watches: Sequence[Watch] = ()
+) -> Moves[None]:
+    """Send this rank's share [1, n] of each region to all; ``out`` [size, n] receives the shares by index.
+
+    The owner, too, takes the decoded values, so all ranks hold the same bits. ``share`` may be a row of ``out``.
+    """
+    with on.frame() as frame:
+        messages = encoded(leg.codec, share, frame.take, leg.noise)
+        received, *exact = out
+        if exact or messages.dtype != received.dtype:  # else it lands in place
+            received = _table(frame, leg.axis.size, messages.shape[1], messages.dtype)
+        _show(leg, Rows(share, 0).every, messages, on, watches)
+        yield start_gather(leg.axis, received.view(-1), messages.view(-1), "reduce", on.traffic)
+        leg.codec.decode(received, *out)  # nothing where it landed in place
+
+
+def sum_all(leg: Leg, rows: Views, out: Views, on: Channel, *, watches: Sequence[Watch] = ()) -> Moves[None]:
+    """Sum what all ranks have, rows [1, n] of each region, into ``out`` [n]; it may be the same memory.
+
+    Every rank sends everything to all and adds up the same decoded messages by index, so all hold the same bits.
+    """
+    with on.frame() as frame:
+        own = encoded(leg.codec, rows, frame.take, leg.noise)
+        _show(leg, Rows(rows, 0).every, own, on, watches)
+        every = yield from gather([leg.axis], own.view(-1), "reduce", frame.take, on)
+        leg.codec.decode_sum(every.view(leg.axis.size, -1), out[0], False, *out[1:])
+
+
+def run_through(chain: Moves[Result]) -> Result:
+    """Run a chain to its end, on the current stream, and return its result. On gloo the host waits for each hop."""
+    while True:
+        try:
+            next(chain).wait()
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+# -- parts of a reduction --------------------------------------------------------------------------
+
+
+def _encoded(leg: Leg, runs: Sequence[Run], frame: Frame) -> torch.Tensor:
+    """Return the messages [k, m] of runs, in a buffer of the frame, or the rows themselves if they may be sent so."""
+    noise = [leg.noise and leg.noise.at(run.drawn) for run in runs]
+    if len(runs) == 1:
+        return encoded(leg.codec, runs[0].rows, frame.take, noise[0])
+    m = leg.codec.message_numel(*(region[0].numel() for region in runs[0].rows))
+    messages = _table(frame, runs[-1].to.stop, m, leg.codec.wire_dtype)
+    for run, drawn in zip(runs, noise, strict=True):
+        leg.codec.encode(*run.rows, noise=drawn, out=messages[run.to])
+    return messages
+
+
+def _exchange(
+    leg: Leg,
+    runs: Sequence[Run],
+    messages: torch.Tensor,
+    frame: Frame,
+    on: Channel,
+    watches: Sequence[Watch],
+) -> Moves[torch.Tensor]:
+    """Exchange messages, and return those received, in a buffer of the frame. Watches see the runs meanwhile."""
+    received = _table(frame, len(messages), messages.shape[1], messages.dtype)
+    work = start_exchange(leg.axis, received, messages, on.traffic)
+    _show(leg, runs, messages, on, watches)
+    yield work
+    return received
+
+
+def _pass_on(
+    leg: Leg, following: Leg, received: torch.Tensor, numels: Sequence[int], frame: Frame
+) -> torch.Tensor:
+    """Return the next axis's messages, made straight from those received. numels: of each region of their sum."""
+    assert isinstance(leg.codec, Blockwise) and isinstance(following.codec, Blockwise)
+    rows, exact = following.axis.size, sum(numels[1:])
+    m = following.codec.message_numel(numels[0] // rows, exact // rows)
+    out = _table(frame, rows, m, following.codec.wire_dtype)
+    return leg.codec.decode_sum_encode(
+        received, numels[0], following.codec, rows, exact=exact, noise=following.noise, out=out
+    )
+
+
+def _show(
+    leg: Leg, runs: Sequence[Run], messages: torch.Tensor, on: Channel, watches: Sequence[Watch]
+) -> None:
+    if not watches or isinstance(leg.codec, Identity):
+        return
+    for run in runs:
+        for watch in watches:
+            with on.frame() as frame:
+                watch.sent(leg.codec, run, messages[run.to], frame)
+
+
+def _table(frame: Frame, rows: int, m: int, dtype: torch.dtype) -> torch.Tensor:
+    """Take a buffer of messages [rows, m]."""
+    return frame.bind(rows * m, dtype, rows, lambda buffer: buffer.view(rows, m))

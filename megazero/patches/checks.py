@@ -1,6 +1,6 @@
-"""Two checks of what a patch sends: against exact messages in the first steps, and by checksums of replicas.
+"""Checks of what a patch sends: against exact messages in the first steps, and by checksums of replicas.
 
-Both cost time and memory only in the steps that they check.
+Both cost time and memory only in the steps that they check. A CUDA graph's capture is refused.
 """
 
 from __future__ import annotations
@@ -57,4 +57,14 @@ def compare_replicas(patch: str, params: torch.Tensor, step: int, group: Any) ->
         raise RuntimeError(
             f"{patch}: after step {step} data-parallel ranks hold different parameters (checksums by "
             f"rank: {ranks}): a message was lost or changed, or ranks began with different parameters"
+        )
+
+
+def refuse_capture(device: torch.device, patch: str) -> None:
+    """Raise RuntimeError inside a CUDA graph's capture. patch: the name that says so."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{patch}: a CUDA graph records a step's collectives once, but the host decides in every step what is "
+            "sent: leave data-parallel messages out of the graph (torch.compile without mode='reduce-overhead'; "
+            "Megatron-LM without CUDA graphs of a full iteration)"
         )

@@ -18,7 +18,7 @@ from megazero.checkpoint.errors import CheckpointError
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.config.layout.sequence_lengths import SequenceLengths
-from megazero.config.model.parameters import training_flops
+from megazero.config.model.spec import training_flops
 from megazero.config.options.skipping import due, iteration_ranges
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches

@@ -19,7 +19,6 @@ from megazero.zero.by_matrix import Muon
 from megazero.zero.elementwise import OptimizerFactory, default_adamw
 from megazero.zero.engine import Engine
 from megazero.zero.optimizer import SliceOptimizer, Traits
-from megazero.zero.parameters import recurrent_weights_kept
 from megazero.zero.policy import Codecs, Outer, Policy
 from megazero.zero.scalars import StepInfo, StepPart
 
@@ -93,8 +92,7 @@ def shard(
             f"Policy(outer={policy.outer}) on a mesh of {mesh.grid.outer} outer replicas: give both "
             "Policy(outer=...) and create_mesh(outer=...), or neither"
         )
-    with recurrent_weights_kept(module):
-        plan = build_units(module, units, mesh, policy, chosen, init, parts, tied)
+    plan = build_units(module, units, mesh, policy, chosen, init, parts, tied)
     _refuse_no_matrices(module, chosen)
     slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
     slices.refuse_cut_blocks(policy.block)

@@ -304,6 +304,12 @@ def _refuse_unfit(module: nn.Module, dtype: torch.dtype | None, loss_scaled: boo
     for name, param in module.named_parameters():
         _refuse_dtype(name, param, dtype, SCALED if loss_scaled else TRAINED)
     for name, inner in module.named_modules():
+        if isinstance(inner, nn.RNNBase):
+            raise ValueError(
+                f"module {name or type(inner).__name__!r} is a torch.nn.{inner.mode.partition('_')[0]}: it keeps "
+                "references to its weights, and on CUDA moves them out of the engine's buffer; nearest: its cell, "
+                "torch.nn.LSTMCell, GRUCell or RNNCell"
+            )
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
             raise ValueError(
                 f"module {name or type(inner).__name__!r}: max_norm={inner.max_norm} writes into the weight in every "

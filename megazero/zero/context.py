@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.comm.hops import Traffic
-from megazero.kernels.arena import Arena, Frame
+from megazero.comm.hops import Channel
+from megazero.kernels.arena import Frame
 from megazero.zero.agreement import IssueHash
 from megazero.zero.policy import Policy
 from megazero.zero.rounding import Rounding
@@ -15,17 +15,15 @@ from megazero.zero.rounding import Rounding
 class Context:
     """State that the chains of one engine share.
 
-    rounding, traffic: those of the whole engine.
-    issued: the hash of all collectives that this rank has issued in the step.
-    arena: the transient buffers of hops and their coding.
+    rounding, channel: those of the whole engine. issued: the hash of all collectives that this rank has issued in the
+    step.
     """
 
     policy: Policy
     rounding: Rounding
-    traffic: Traffic
+    channel: Channel
     issued: IssueHash
-    arena: Arena
 
     def frame(self) -> Frame:
         """Return a new frame of transient buffers on this rank's device."""
-        return self.arena.frame(self.rounding.device)
+        return self.channel.frame()

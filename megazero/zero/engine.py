@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.comm.hops import Traffic
+from megazero.comm.hops import Channel, Traffic
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.kernels.arena import Arena
@@ -70,10 +70,11 @@ class Engine:
         for unit in self.units:
             unit.arena = self.arena
         names = unit_names(mesh, self.units)
-        self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, self.arena, names)
+        self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, names)
         self.waits = Waits(mesh.device, timed)
         self.issued = IssueHash()
-        context = Context(policy, self.rounding, traffic, self.issued, self.arena)
+        channel = Channel(traffic, self.arena, mesh.device)
+        context = Context(policy, self.rounding, channel, self.issued)
         needing = sum(bool(units) for _, units in plan.needs)
         self.gatherer = Gatherer(self.units, needing, context, self.gathers)
         self.reducer = Reducer(self.units, context, self.reductions)

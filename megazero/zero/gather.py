@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain, islice
 from math import prod
 from operator import attrgetter
@@ -193,7 +192,9 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
             every = frame.take(unit.wire.level_numel(0), unit.codec.wire_dtype)
         for hop in unit.gather_hops:
             own = unit.copy if hop.level == unit.axes.p else every[hop.own]
-            yield start_gather(unit.axes.axis(hop.level), every[hop.into], own, "gather", context.traffic)
+            yield start_gather(
+                unit.axes.axis(hop.level), every[hop.into], own, "gather", context.channel.traffic
+            )
         if not unit.direct:
             rows = prod(unit.wire.sizes)
             unit.codec.decode(every.view(rows, -1), *unit.full_slice.rows(0, rows))
@@ -212,7 +213,7 @@ def _refresh(unit: Unit, context: Context) -> Chain:
         _encode(unit, messages, context)
         for hop in unit.refresh_hops:
             own, into = messages[hop.own], messages[hop.into]
-            yield start_gather(unit.axes.axis(hop.level), into, own, "refresh", context.traffic)
+            yield start_gather(unit.axes.axis(hop.level), into, own, "refresh", context.channel.traffic)
         if unit.delta or not (unit.axes.p or unit.direct):  # else they were received in the P copy
             rows = prod(unit.refresh_wire.sizes[unit.axes.p :])
             regions = unit.copy_slice.rows(unit.axes.p, rows)
@@ -223,8 +224,10 @@ def _refresh(unit: Unit, context: Context) -> Chain:
             if unit.codecs.mixes:  # R, too: the next difference is taken to it, and a checkpoint holds it
                 unit.copy_slice.clear_padding()
     unit.copy_version = unit.master_version
-    used = partial(used_weights, unit)
-    context.rounding.measure(unit, unit.refresh_codec, WEIGHTS, unit.master, used)
+    if context.rounding.measures(unit, unit.refresh_codec):
+        with context.frame() as frame:
+            sent = used_weights(unit, frame.take)
+            context.rounding.note(unit, unit.refresh_codec, WEIGHTS, unit.master, sent, frame)
 
 
 def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:

@@ -25,6 +25,8 @@ from math import prod
 
 import torch
 
+from megazero.comm.rows import Rows, Views
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -193,9 +195,6 @@ def make_layout(
     return UnitLayout(tuple(slots), tuple(regions), tuple(sizes), tuple(indices))
 
 
-Views = tuple[torch.Tensor, ...]  # one per region
-
-
 @dataclass(frozen=True)
 class Slice:
     """A compact buffer of one level's slice: the whole unit (0), a P slice, a G slice, ...
@@ -219,15 +218,19 @@ class Slice:
             self._made[level, count] = tuple(x.view(count, -1) for x in self.flat(level))
         return self._made[level, count]
 
-    def row(self, level: int, count: int, at: int | slice) -> Views:
-        """Return one of ``rows`` [-1], or a run of them [k, -1]."""
-        key = level, count, (at.start, at.stop) if isinstance(at, slice) else at
-        if key not in self._made:
-            self._made[key] = tuple(x[at] for x in self.rows(level, count))
-        return self._made[key]
+    def hop(self, level: int, size: int, index: int) -> Rows:
+        """Return this rank's slice of a deeper level as a hop to the next level takes it: [size, -1], row by row."""
+        if (level, size) not in self._hops:
+            self._hops[level, size] = Rows(self.rows(level, size), index)
+        return self._hops[level, size]
 
     @cached_property
     def _made(self) -> dict[object, Views]:
+        """What was asked for."""
+        return {}
+
+    @cached_property
+    def _hops(self) -> dict[tuple[int, int], Rows]:
         """What was asked for."""
         return {}
 

@@ -57,7 +57,7 @@ from megazero.zero.context import Context
 from megazero.zero.layout import Slice
 from megazero.zero.optimizer import Run
 from megazero.zero.policy import Outer
-from megazero.zero.reduce import Hop, MicroBatchIndex, Reduction
+from megazero.zero.reduce import ReduceHop, descend, share_back
 from megazero.zero.rounding import Rounding
 from megazero.zero.scalars import NOTHING, Rows, StepPart
 from megazero.zero.unit import Unit
@@ -127,9 +127,11 @@ class OuterSteps(StepPart):
         self.runs = {unit: [run for run in runs if run.unit is unit] for unit in units}
         self.measured = context.rounding
         # Rounding here is not measured: no unit is the sample.
-        arena = Arena() if outer.delay else context.arena  # what flies holds buffers while steps take theirs
-        rounding = Rounding(context.policy.seed, mesh.rank, mesh.device, arena)
-        self.context = replace(context, rounding=rounding, arena=arena)
+        channel = context.channel
+        if outer.delay:  # what flies holds buffers while steps take theirs
+            channel = replace(channel, arena=Arena())
+        rounding = Rounding(context.policy.seed, mesh.rank, mesh.device)
+        self.context = replace(context, rounding=rounding, channel=channel)
         self.device = mesh.device
         kept = 2 if outer.momentum else 1  # buffers of a unit's anchor
         rooms = self._rooms([unit.master for unit in units for _ in range(kept)])
@@ -397,18 +399,17 @@ class OuterSteps(StepPart):
     def _cross(self, unit: Unit, sums: Slice) -> Chain:
         """Sum over the replicas what this rank takes across: in place, and every replica gets the same bits."""
         level = unit.axes.all
-        reduction = Reduction(unit, MicroBatchIndex(0, True), self.context)
         codec: Codec = self.outer.codec or Identity(unit.sum_dtype)
         if isinstance(codec, Blockwise):
             codec = replace(codec, exact_dtype=unit.sum_dtype)
-        outermost = Hop(self.axis, level + 1, codec)
+        outermost = ReduceHop(self.axis, codec, number=level + 1)
         with self.context.frame() as frame:
             lost = self._feed_back(unit, sums, codec, frame)
-            yield from reduction.descend([outermost], sums, sums)
+            yield from descend(unit, [outermost], sums, sums, self.context)
             totals = [rows[self.axis.index] for rows in sums.rows(level, self.axis.size)]
             for kept, total in zip(lost, totals, strict=False):
                 kept.copy_(total)
-            yield from reduction.share_back(outermost, sums)
+            yield from share_back(unit, self.axis, level + 1, codec, sums, self.context)
             for kept, total in zip(lost, totals, strict=False):
                 kept.sub_(total)
 
@@ -419,10 +420,8 @@ class OuterSteps(StepPart):
         ||Delta||^2 is the second of ``squares``.
         """
         axes, anchor, index = unit.axes, self.anchors[unit], self.index[unit]
-        reduction = Reduction(unit, MicroBatchIndex(0, True), self.context)
         for level in range(axes.all, axes.os, -1):
-            hop = Hop(axes.axis(level), level, Identity(unit.sum_dtype))
-            yield from reduction.share_back(hop, sums)
+            yield from share_back(unit, axes.axis(level), level, Identity(unit.sum_dtype), sums, self.context)
         mean = sums.buffer.div_(self.axis.size)
         self._write_square(unit, mean, self.squares[index][1])
         with self.context.frame() as frame:

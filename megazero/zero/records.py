@@ -15,12 +15,12 @@ import torch
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Identity
-from megazero.comm.hops import Traffic
+from megazero.comm.hops import Channel, Traffic, run_through
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import all_gather_flat
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slice, Slot
-from megazero.zero.reduce import Hop, MicroBatchIndex, Reduction
+from megazero.zero.reduce import ReduceHop, descend, share_back
 from megazero.zero.rounding import KINDS
 from megazero.zero.unit import Unit
 
@@ -209,15 +209,13 @@ def residual_sum(engine: Engine, unit: Unit) -> torch.Tensor:
         sums = Slice(unit.layout, unit.residual.new_zeros(unit.layout.level_numel(base)), base)
         sums.copy_(Slice(unit.layout, unit.residual, axes.crossing), axes.crossing)
         # A save's bytes are not a step's, and its buffers are not kept for the next step.
-        context = replace(engine.reducer.context, traffic=Traffic(), arena=Arena())
-        reduction, exact = Reduction(unit, MicroBatchIndex(0, True), context), Identity(unit.sum_dtype)
-        hops = [Hop(axes.axis(n), n, exact) for n in range(axes.crossing + 1, axes.all + 1)]
-        chains = [reduction.descend(hops, sums, sums)]
-        back = [Hop(axes.axis(n), n, exact) for n in range(axes.all, axes.os, -1)]
-        chains += [reduction.share_back(hop, sums) for hop in back]
-        for chain in chains:
-            for work in chain:
-                work.wait()
+        channel = Channel(Traffic(), Arena(), unit.device)
+        context, exact = replace(engine.reducer.context, channel=channel), Identity(unit.sum_dtype)
+        levels = range(axes.crossing + 1, axes.all + 1)
+        hops = [ReduceHop(axes.axis(n), exact, number=n) for n in levels]
+        run_through(descend(unit, hops, sums, sums, context))
+        for n in range(axes.all, axes.os, -1):
+            run_through(share_back(unit, axes.axis(n), n, exact, sums, context))
         Slice(unit.layout, owed, axes.os).copy_(sums, axes.os)
     return owed if unit.carry is None else owed.add_(unit.carry)
 

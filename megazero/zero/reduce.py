@@ -10,22 +10,20 @@ ZeRO++ section 4.2, on any mesh).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import torch
-
-from megazero.comm.codec import Blockwise, Codec, Identity, Noise, decoded, encoded
-from megazero.comm.hops import HopSpec, hop_spec, other_rows, start_exchange, start_gather
+from megazero.comm.codec import Blockwise, Codec, Identity
+from megazero.comm.hops import HopSpec, Leg, give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
-from megazero.kernels.arena import Take
+from megazero.comm.watch import Lost, Watch
+from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
-from megazero.zero.layout import Slice, Views
+from megazero.zero.layout import Slice
 from megazero.zero.policy import Codecs
-from megazero.zero.rounding import GRADIENTS, add_residual, commit_residual, lost_slice
+from megazero.zero.rounding import GRADIENTS, add_residual, clear_lost, commit_residual, lost_slice
 from megazero.zero.scalars import StepPart
 from megazero.zero.unit import Unit
 
@@ -99,11 +97,11 @@ class Reducer(StepPart):
             self._submit(unit)
 
     def _submit(self, unit: Unit) -> None:
-        micro_batch = MicroBatchIndex(unit.backwards, unit.backwards == self.micro_batches - 1, self.exact)
-        staging, frame = unit.close_micro_batch(micro_batch.last) or (None, self.context.frame())
-        reduction = Reduction(unit, micro_batch, self.context)
+        micro_batch, last = unit.backwards, unit.backwards == self.micro_batches - 1
+        staging, frame = unit.close_micro_batch(last) or (None, self.context.frame())
+        reduction = Reduction(unit, self.context, micro_batch, last, self.exact)
         plan, chain = reduction.hop_specs(), reduction.chain(staging)
-        self.context.issued.add(f"r{self.index[unit]} {micro_batch.last}")
+        self.context.issued.add(f"r{self.index[unit]} {last}")
         if not plan:
             deque(chain, maxlen=0)
             return
@@ -116,23 +114,40 @@ class Reducer(StepPart):
 
 
 @dataclass(frozen=True)
+class ReduceHop(Leg):
+    """One hop of a reduction, from level ``number`` - 1 to ``number``. feedback: what rounding loses is fed back."""
+
+    number: int = 0
+    feedback: bool = False
+
+    @property
+    def fusible(self) -> bool:
+        return isinstance(self.codec, Blockwise) and not self.feedback
+
+
+@dataclass(frozen=True)
 class Reduction:
     """Reduces one unit's gradients of one micro-batch into ``grad``; after the last also over OS/G and replicas.
 
     A hop uses the unit's codec for its link. Where there is none it sends the identity: a raw gradient in the
     parameters' own dtype (exact), sums in at least fp32. Replicas reduce-scatter down to an equal share each, then
     gather the shares back, so that every replica holds the owner's bits.
+
+    micro_batch: its number in the step. The first overwrites ``grad``. last: it is reduced to OS.
+    exact: codecs are off in this step.
     """
 
     unit: Unit
-    micro_batch: MicroBatchIndex
     context: Context
+    micro_batch: int
+    last: bool
+    exact: bool
 
     def hop_specs(self) -> tuple[HopSpec, ...]:
         """Return the collectives of ``chain``, in their order."""
         axes = self.unit.axes
         order = [*range(1, axes.g + 1)]
-        if self.micro_batch.last:
+        if self.last:
             order += [*range(axes.g + 1, axes.all + 1), *range(axes.all, axes.os, -1)]
         return axes.hop_specs("reduce", order)
 
@@ -143,14 +158,16 @@ class Reduction:
         unit, axes, sums = self.unit, self.unit.axes, self.unit.grad_slice
         if axes.g:
             assert staging is not None
-            yield from self.descend(self._hops(range(1, axes.g + 1)), staging, sums)
-        if not self.micro_batch.last:
+            hops = self._hops(range(1, axes.g + 1))
+            yield from descend(unit, hops, staging, sums, self.context, accumulate=self.micro_batch > 0)
+        if not self.last:
             return
-        yield from self.descend(self._hops(range(axes.g + 1, axes.all + 1)), sums, sums)
-        for level in range(axes.all, axes.os, -1):
-            axis = axes.axis(level)
-            codec = None if self.micro_batch.exact else unit.codecs.gradients(axis.link)
-            yield from self.share_back(Hop(axis, level, codec or Identity(unit.sum_dtype)), sums)
+        hops = self._hops(range(axes.g + 1, axes.all + 1))
+        yield from descend(unit, hops, sums, sums, self.context)
+        for number in range(axes.all, axes.os, -1):
+            axis = axes.axis(number)
+            codec = None if self.exact else unit.codecs.gradients(axis.link)
+            yield from share_back(unit, axis, number, codec or Identity(unit.sum_dtype), sums, self.context)
         if unit.codecs.mixes:
             sums.clear_padding()
         if unit.carry is not None:
@@ -158,213 +175,103 @@ class Reduction:
             for rows, extra in zip(sums.rows(axes.os, 1), carried, strict=True):
                 rows.add_(extra, alpha=self.context.rounding.divisor)
 
-    def descend(self, hops: Sequence[Hop], source: Slice, target: Slice) -> Chain:
-        """Reduce-scatter from the source's level down to the last hop's; the sums go to ``target``.
-
-        They are added to what it holds, unless this is the step's first micro-batch. Every hop sends messages to
-        the others, and sums theirs, decoded, into the slice of the next level; so each hop leaves 1/size of the
-        elements. In place (target is source) the sums of every hop stay where they are. Later hops need only the
-        slice inside, so the rest of the buffer is free to keep the errors of feedback.
-        """
-        unit = self.unit
-        in_place = source.buffer is target.buffer
-        messages: torch.Tensor | None = None
-        current = self.context.frame()  # what comes free after this hop
-        for i, hop in enumerate(hops):
-            last, following = i == len(hops) - 1, self.context.frame()
-            if messages is None:
-                messages = self._encode(hop, source, current.take)
-            received = current.take(messages.numel(), messages.dtype).view(messages.shape)
-            work = start_exchange(hop.axis, received, messages, self.context.traffic)
-            if hop.feedback and isinstance(hop.codec, Blockwise):
-                self._keep_error(hop, source, messages)
-            yield work
-            if hop.feedback and isinstance(hop.codec, Identity):  # sent exactly: nothing was lost
-                self._others(hop, lost_slice(unit), lambda rows, *_: [r.zero_() for r in rows])
-            if hop.fused:
-                messages = self._pass_on(hop, hops[i + 1], received, following.take)
-            else:
-                if in_place or last:
-                    sums, accumulate = target, last and not in_place and not self.micro_batch.first
-                else:
-                    empty = following.take(unit.layout.level_numel(hop.level), target.buffer.dtype)
-                    sums, accumulate = Slice(unit.layout, empty, hop.level), False
-                self._sum(hop, received, source, sums, accumulate)
-                source, messages = sums, None
-            current.close()
-            current = following
-
-    def share_back(self, hop: Hop, sums: Slice) -> Chain:
-        """Return the sums to replicas: this rank's share goes to the others of the axis, in place.
-
-        The owner, too, takes the decoded values, so that replicas stay equal to the bit. For the same reason noise
-        is drawn by element, not by sender: after the outer axes' way back several ranks hold the same share and
-        round it.
-        """
-        start = self.unit.layout.pieces(hop.level)[0].start
-        noise = self.context.rounding.noise_for(hop.codec, self.unit, f"return {hop.level}", start)
-        share = sums.rows(hop.level, 1)
-        with self.context.frame() as frame:
-            messages = encoded(hop.codec, share, frame.take, noise)
-            self._measure(hop, share, messages)
-            size = hop.axis.size
-            received, *rest = regions = sums.rows(hop.level - 1, size)
-            if rest or messages.dtype != sums.buffer.dtype:  # else it lands in place
-                received = frame.take(size * messages.numel(), messages.dtype).view(size, -1)
-            yield start_gather(hop.axis, received.view(-1), messages.view(-1), "reduce", self.context.traffic)
-            hop.codec.decode(received, *regions)  # nothing where it landed in place
-
-    # -- parts -----------------------------------------------------------------------------------
-
-    def _hops(self, levels: range) -> list[Hop]:
+    def _hops(self, numbers: range) -> list[ReduceHop]:
         """Make the hops of these levels. Only the first level's codec may take raw gradients; others take sums."""
         unit = self.unit
-        codecs = EXACT if self.micro_batch.exact else unit.codecs
+        codecs = EXACT if self.exact else unit.codecs
         raw, sums = Identity(unit.dtype), Identity(unit.sum_dtype)
-        hops: list[Hop] = []
-        for level in levels:
-            axis = unit.axes.axis(level)
-            unsummed = level == 1 and (unit.axes.g > 0 or self.micro_batch.single)
-            once = unit.axes.crossing is not None and level > unit.axes.crossing and axis.link == INTER
+        hops: list[ReduceHop] = []
+        for number in numbers:
+            axis = unit.axes.axis(number)
+            unsummed = number == 1 and (unit.axes.g > 0 or self.last and self.micro_batch == 0)
+            once = unit.axes.crossing is not None and number > unit.axes.crossing and axis.link == INTER
             fed = once and unit.codecs.feedback
             # When rounding ends, a residual may be left. It goes with the next exact message, so that one is a sum.
             owing = fed and unit.residual is not None
             codec = codecs.gradients(axis.link) or (raw if unsummed and not owing else sums)
-            as_it_lies = isinstance(codec, Identity) and len(unit.layout.regions) == 1 and axis.size > 2
             feedback = owing or fed and isinstance(codec, Blockwise)
-            hops.append(Hop(axis, level, codec, whole=as_it_lies, feedback=feedback))
-        for i, (hop, following) in enumerate(zip(hops, hops[1:], strict=False)):
-            quantised = isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
-            if quantised and not hop.feedback and not following.feedback:
-                hops[i] = replace(hops[i], fused=True, whole=True)
-                hops[i + 1] = replace(following, whole=True)
+            hops.append(ReduceHop(axis, codec, self._noise(codec, number), number, feedback))
         return hops
 
-    def _encode(self, hop: Hop, source: Slice, take: Take) -> torch.Tensor:
-        """Return messages [size - 1, m] to the hop's other ranks, or [size, m] if the hop is whole.
-
-        They lie in a buffer from ``take`` or in the source.
-        """
-        if hop.feedback and hop.level - 1 == self.unit.axes.crossing:
-            add_residual(self.unit, source, self.context.rounding.divisor)
-        regions = source.rows(hop.level - 1, hop.axis.size)
-        noise = self._noise(hop)
-        if hop.whole:
-            messages = encoded(hop.codec, regions, take, noise)
-            self._measure(hop, regions, messages)
-            return messages
-        if isinstance(hop.codec, Identity) and len(regions) == 1 and hop.axis.size == 2:
-            other = 1 - hop.axis.index
-            return encoded(hop.codec, [regions[0][other : other + 1]], take)  # sent from where it lies
-        m = hop.codec.message_numel(*(r.shape[1] for r in regions))
-        messages = take((hop.axis.size - 1) * m, hop.codec.wire_dtype).view(-1, m)
-
-        def encode(rows: Views, at: slice, to: slice) -> None:
-            drawn = noise and noise.at(at.start * regions[0].shape[1])
-            hop.codec.encode(*rows, noise=drawn, out=messages[to])
-            if not hop.feedback:  # else ``_keep_error`` has the difference
-                self._measure(hop, rows, messages[to])
-
-        self._others(hop, source, encode)
-        return messages
-
-    def _pass_on(self, hop: Hop, following: Hop, received: torch.Tensor, take: Take) -> torch.Tensor:
-        """Return the next hop's messages, made straight from those received, without a buffer for the sum."""
-        assert isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
-        n, *rest = numels = [p.numel for p in self.unit.layout.pieces(hop.level)]
-        codec, rows, exact = following.codec, following.axis.size, sum(rest)
-        m = codec.message_numel(n // rows, exact // rows)
-        out = take(rows * m, codec.wire_dtype).view(rows, m)
-        noise = self._noise(following)
-        messages = hop.codec.decode_sum_encode(received, n, codec, rows, exact=exact, noise=noise, out=out)
-        if self.context.rounding.measures(self.unit, codec):
-            with self.context.frame() as frame:
-                sums = [frame.take(n, self.unit.sum_dtype) for n in numels]
-                hop.codec.decode_sum(received, sums[0], False, *sums[1:])
-                self._measure(following, [x.view(rows, -1) for x in sums], messages)
-        return messages
-
-    def _sum(self, hop: Hop, received: torch.Tensor, source: Slice, sums: Slice, accumulate: bool) -> None:
-        """Sum into ``sums`` at the hop's level: first the own row as it is, then the others by source index.
-
-        In place the own row is already there.
-        """
-        out = sums.flat(hop.level)
-        in_place, own = source.buffer is sums.buffer, tuple[torch.Tensor, ...]()
-        if not (hop.whole or in_place):
-            own = source.row(hop.level - 1, hop.axis.size, hop.axis.index)
-        accumulate = accumulate or in_place and not hop.whole
-        hop.codec.decode_sum(received, out[0], accumulate, *out[1:], own=own)
-
-    def _noise(self, hop: Hop) -> Noise | None:
+    def _noise(self, codec: Codec, number: int) -> Noise | None:
         rounding = self.context.rounding
-        where = f"reduce {hop.level} micro-batch {self.micro_batch.index} from {rounding.rank}"
-        return rounding.noise_for(hop.codec, self.unit, where)
-
-    def _others(self, hop: Hop, source: Slice, act: Callable[[Views, slice, slice], Any]) -> None:
-        """Call ``act(rows, their place, their messages' place)`` for the ranks but this one (``other_rows``)."""
-        for at, to in other_rows(hop.axis, hop.axis.index):
-            act(source.row(hop.level - 1, hop.axis.size, at), at, to)
-
-    def _measure(self, hop: Hop, rows: Sequence[torch.Tensor], messages: torch.Tensor) -> None:
-        """Measure the rounding of messages [k, m] against rows [k, -1] per region, if this unit is the sample."""
-        rounding, dtype = self.context.rounding, self.unit.sum_dtype
-
-        def sent(take: Take) -> torch.Tensor:
-            return decoded(hop.codec, messages, rows, take, dtype)[0]
-
-        rounding.measure(self.unit, hop.codec, GRADIENTS, rows[0], sent)
-
-    def _keep_error(self, hop: Hop, source: Slice, messages: torch.Tensor) -> None:
-        """Keep the rounding error of the messages to other ranks; ``commit_residual`` takes it after a good step."""
-        kept = lost_slice(self.unit).rows(hop.level - 1, hop.axis.size)
-
-        def subtract(rows: Views, at: slice, to: slice) -> None:
-            with self.context.frame() as frame:
-                sent = decoded(hop.codec, messages[to], rows, frame.take)
-                self.context.rounding.measure(self.unit, hop.codec, GRADIENTS, rows[0], lambda _: sent[0])
-                for row, gone, lost in zip(rows, sent, kept, strict=True):
-                    torch.sub(row, gone, out=lost[at])
-
-        self._others(hop, source, subtract)
+        where = f"reduce {number} micro-batch {self.micro_batch} from {rounding.rank}"
+        return rounding.noise_for(codec, self.unit, where)
 
 
-@dataclass(frozen=True)
-class MicroBatchIndex:
-    """Which micro-batch's gradients a reduction takes. The first overwrites ``grad``; the last is reduced to OS.
+def descend(
+    unit: Unit,
+    hops: Sequence[ReduceHop],
+    source: Slice,
+    target: Slice,
+    context: Context,
+    *,
+    accumulate: bool = False,
+) -> Chain:
+    """Reduce-scatter from the source's level down to the last hop's. The sums go to ``target``.
 
-    index: the number of the micro-batch in the step. exact: codecs are off in this step.
+    accumulate: they are added to what it holds. Every hop sends messages to the others, and sums theirs, decoded,
+    into the slice of the next level; so each hop leaves 1/size of the elements. In place (target is source) the sums
+    of every hop stay where they are. Later hops need only the slice inside, so the rest of the buffer is free to keep
+    the errors of feedback.
     """
-
-    index: int
-    last: bool
-    exact: bool = False
-
-    @property
-    def first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def single(self) -> bool:
-        return self.first and self.last
+    with context.frame() as frame:
+        for group in fused(hops):
+            number = group[-1].number
+            sums = target
+            if source.buffer is not target.buffer and group[-1] is not hops[-1]:
+                empty = frame.take(unit.layout.level_numel(number), target.buffer.dtype)
+                sums = Slice(unit.layout, empty, number)
+            yield from _descend_by(unit, group, source, sums, context, accumulate and sums is target)
+            source = sums
 
 
-@dataclass(frozen=True)
-class Hop:
-    """One collective of a reduction: it goes over ``axis``, from level - 1 to ``level``, in the codec's format.
+def fused(hops: Sequence[ReduceHop]) -> Iterator[list[ReduceHop]]:
+    """Yield the hops by groups: quantised ones in a row pass their sums straight on, unless rounding is fed back."""
+    group: list[ReduceHop] = []
+    for hop in hops:
+        if group and not (group[-1].fusible and hop.fusible):
+            yield group
+            group = []
+        group.append(hop)
+    if group:
+        yield group
 
-    fused: the sum goes straight into the next hop's messages. feedback: the rounding is fed back.
-    whole: the own row is a message, too; else it is neither copied nor rounded. A fused hop and the one after it are
-        whole, because no buffer has the sum between them. So is an exact hop of one region among more than two ranks:
-        its rows are sent from where they lie.
+
+def _descend_by(
+    unit: Unit, group: Sequence[ReduceHop], source: Slice, sums: Slice, context: Context, accumulate: bool
+) -> Chain:
+    """Take one hop, or several that are fused."""
+    hop, on = group[0], context.channel
+    if hop.feedback and hop.number - 1 == unit.axes.crossing:
+        add_residual(unit, source, context.rounding.divisor)
+    rows = source.hop(hop.number - 1, hop.axis.size, hop.axis.index)
+    watches: tuple[Watch, ...] = context.rounding.watches(unit, GRADIENTS)
+    if len(group) > 1:
+        out = sums.flat(group[-1].number)
+        yield from reduce_through(group, rows, out, on, accumulate=accumulate, watches=watches)
+        return
+    if hop.feedback:
+        watches = (*watches, Lost(lost_slice(unit).rows(hop.number - 1, hop.axis.size)))
+    apart = None if sums.buffer is source.buffer else sums.flat(hop.number)
+    exact = isinstance(hop.codec, Identity)
+    whole = exact and len(unit.layout.regions) == 1 and hop.axis.size > 2  # nothing is copied
+    yield from reduce(hop, rows, apart, on, accumulate=accumulate, whole=whole, watches=watches)
+    if hop.feedback and exact:
+        clear_lost(unit, hop.number, hop.axis)
+
+
+def share_back(unit: Unit, axis: Axis, number: int, codec: Codec, sums: Slice, context: Context) -> Chain:
+    """Return the sums of level ``number`` to replicas: this rank's share goes to the others of the axis, in place.
+
+    The owner, too, takes the decoded values, so that replicas stay equal to the bit. For the same reason noise is
+    drawn by element, not by sender: after the outer axes' way back several ranks hold the same share and round it.
     """
-
-    axis: Axis
-    level: int
-    codec: Codec
-    fused: bool = False
-    whole: bool = False
-    feedback: bool = False
+    rounding, start = context.rounding, unit.layout.pieces(number)[0].start
+    noise = rounding.noise_for(codec, unit, f"return {number}", start)
+    share, out = sums.rows(number, 1), sums.rows(number - 1, axis.size)
+    watches = rounding.watches(unit, GRADIENTS)
+    yield from give_back(Leg(axis, codec, noise), share, out, context.channel, watches=watches)
 
 
 def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
@@ -376,17 +283,12 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     what refreshes send (noise goes by name and element) stay the same bits at both.
     """
     codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
-    rounding = context.rounding
     rows = unit.grad_slice.rows(unit.axes.os, 1)
     start = unit.layout.pieces(unit.axes.os)[0].start
     # By end, not by rank: replicas of an end hold the same sum and must send the same bits.
-    noise = rounding.noise_for(codec, unit, f"end {ends.index}", start)
-    with context.frame() as frame:
-        own = encoded(codec, rows, frame.take, noise)
-        rounding.measure(unit, codec, GRADIENTS, rows[0], lambda take: decoded(codec, own, rows, take)[0])
-        both = frame.take(2 * own.numel(), own.dtype).view(2, -1)
-        yield start_gather(ends, both.view(-1), own.reshape(-1), "reduce", context.traffic)
-        first, *rest = (r.view(-1) for r in rows)
-        codec.decode_sum(both, first, False, *rest)
-        if unit.codecs.mixes:
-            unit.grad_slice.clear_padding()
+    noise = context.rounding.noise_for(codec, unit, f"end {ends.index}", start)
+    out = unit.grad_slice.flat(unit.axes.os)
+    watches = context.rounding.watches(unit, GRADIENTS)
+    yield from sum_all(Leg(ends, codec, noise), rows, out, context.channel, watches=watches)
+    if unit.codecs.mixes:
+        unit.grad_slice.clear_padding()

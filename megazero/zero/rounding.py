@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from megazero.comm.codec import Codec, Identity
-from megazero.kernels.add_to import add_to
-from megazero.kernels.arena import Arena, Take
+from megazero.comm.codec import Codec, Identity, at_least_fp32, decoded
+from megazero.comm.rows import Run
+from megazero.comm.watch import Watch, write_squares
+from megazero.kernels.arena import Frame
 from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Axis, Mesh
 from megazero.mesh.objects import gather_objects
 from megazero.zero.layout import Slice
 from megazero.zero.unit import Unit
@@ -43,10 +45,8 @@ class Rounding:
     observer: it sees every unit's messages, not only the sample's. It keeps none of the tensors.
     """
 
-    def __init__(
-        self, seed: int, rank: int, device: torch.device, arena: Arena, names: Sequence[str] = ()
-    ) -> None:
-        self.seed, self.rank, self.device, self.arena, self.names = seed, rank, device, arena, names
+    def __init__(self, seed: int, rank: int, device: torch.device, names: Sequence[str] = ()) -> None:
+        self.seed, self.rank, self.names = seed, rank, names
         self.updates = 0
         self.divisor = 1.0
         self.sums: dict[str, torch.Tensor] = {}
@@ -84,44 +84,33 @@ class Rounding:
             self.names = names
 
     def measures(self, unit: Unit, codec: Codec) -> bool:
-        """Whether ``measure`` needs the rounding error of these messages."""
+        """Whether ``note`` needs the rounding error of these messages."""
+        return not isinstance(codec, Identity) and bool(self.watches(unit, GRADIENTS))
+
+    def watches(self, unit: Unit, kind: str) -> tuple[Watch, ...]:
+        """Return what measures the unit's messages: nothing unless it is the sample, or all are observed."""
         watched = self.observer is not None or unit.name == self.sampled
-        return watched and not isinstance(codec, Identity)
+        return (Sample(self, unit, kind),) if watched else ()
 
-    def measure(
-        self,
-        unit: Unit,
-        codec: Codec,
-        kind: str,
-        exact: torch.Tensor,
-        sent: Callable[[Take], torch.Tensor],
+    def note(
+        self, unit: Unit, codec: Codec, kind: str, exact: torch.Tensor, sent: torch.Tensor, frame: Frame
     ) -> None:
-        """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums, if the unit is the
-        sample.
+        """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums, if the unit is the sample.
 
-        exact: what was encoded, any shape and float dtype. sent: returns what it decodes to, in the same shape and at
-            least exact's precision; it is called only if needed, with a source of buffers.
+        exact: what was encoded, any shape and float dtype. sent: what it decodes to, in the same shape and at least
+        exact's precision.
         """
-        if not self.measures(unit, codec):
+        if self.observer is not None:
+            self.observer(unit, codec, kind, exact, sent)
+        if unit.name != self.sampled:
             return
-        with self.arena.frame(self.device) as frame:
-            decoded = sent(frame.take)
-            if self.observer is not None:
-                self.observer(unit, codec, kind, exact, decoded)
-            if unit.name != self.sampled:
-                return
-            squares = frame.take(2, torch.float64)
-            error = frame.take(decoded.numel(), decoded.dtype).view(decoded.shape)
-            wide = frame.take(decoded.numel(), torch.float64)
-            add_to(error.copy_(decoded), exact, alpha=-1.0)
-            for values, square in zip((error, exact), squares, strict=True):
-                wide.view(values.shape).copy_(values)
-                torch.sum(wide.square_(), 0, out=square)
-            if kind in self.sums:
-                # In place, as everything in _places: on CUDA a unit's chains alternate between streams.
-                self.sums[kind].add_(squares)
-            else:
-                self.sums[kind] = self._places[kind].copy_(squares)
+        squares = frame.take(2, torch.float64)
+        write_squares(sent, exact, squares, frame)
+        if kind in self.sums:
+            # In place, as everything in _places: on CUDA a unit's chains alternate between streams.
+            self.sums[kind].add_(squares)
+        else:
+            self.sums[kind] = self._places[kind].copy_(squares)
 
     def take(self, out: torch.Tensor) -> None:
         """Write this rank's sums since the last take to fp64 [2 x KINDS], zeros where nothing was sampled."""
@@ -135,6 +124,20 @@ class Rounding:
     def abort(self) -> None:
         """Forget the measurements of the open step's gradients. Those of the weights stay and count."""
         self.sums.pop(GRADIENTS, None)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Measures the messages of one unit."""
+
+    rounding: Rounding
+    unit: Unit
+    kind: str
+
+    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+        rows = run.rows[0]
+        arrived = decoded(codec, messages, run.rows, frame.take, at_least_fp32(rows.dtype))
+        self.rounding.note(self.unit, codec, self.kind, rows, arrived[0], frame)
 
 
 def relative_errors(sums: Sequence[float]) -> dict[str, float]:
@@ -177,6 +180,13 @@ def lost_slice(unit: Unit) -> Slice:
     if unit.lost is None:
         unit.lost = torch.empty_like(unit.open_residual())
     return Slice(unit.layout, unit.lost, unit.axes.crossing)
+
+
+def clear_lost(unit: Unit, level: int, axis: Axis) -> None:
+    """Note that the messages over the axis, from level - 1 to ``level``, were exact: nothing was lost."""
+    for run in lost_slice(unit).hop(level - 1, axis.size, axis.index).others:
+        for rows in run.rows:
+            rows.zero_()
 
 
 def commit_residual(unit: Unit, divisor: float, exact: bool, updates: int) -> None:

@@ -160,7 +160,7 @@ def moved(
         got = outer * own(before - anchor.value) + total(kept)
         missing = max(missing, ((got - wanted).norm() / wanted.norm()).item())
     formula = 3 * 2 * (outer - 1) / outer * WIDTH[name] * NUMEL / mesh.dp_size
-    rows, size = mesh.gather_rows(steps.scalars[:1]), mesh.grid.replica_size
+    rows, size = mesh.gather_rows(steps.hash.view(1)), mesh.grid.replica_size
     equal = all(bool(rows[i] == rows[i % size]) for i in range(mesh.world_size))
     return missing, sent / formula, (kept.norm() / way.norm()).item(), equal
 

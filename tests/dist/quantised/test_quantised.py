@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megazero import zero
+from megazero.comm import hops
 from megazero.comm.codec import Blockwise, Hadamard
-from megazero.zero import reduce
 from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised.cases import (
     ADAMW,
@@ -152,7 +152,7 @@ def test_stochastic_rounding_is_unbiased_through_every_hop(world, draws):
 def messages_sent(case: Case, steps: int) -> dict:
     """Digests of messages by (bytes, receiver's index on the axis), all ranks having equal gradients."""
     model, engine = make(case)
-    sent, exchange = defaultdict(list), reduce.start_exchange
+    sent, exchange = defaultdict(list), hops.start_exchange
 
     def recorded(axis, out, messages, traffic):
         others = [i for i in range(axis.size) if i != axis.index]
@@ -162,12 +162,12 @@ def messages_sent(case: Case, steps: int) -> dict:
                 sent[len(row), i].append(digest(row))
         return exchange(axis, out, messages, traffic)
 
-    reduce.start_exchange = recorded
+    hops.start_exchange = recorded
     try:
         for _ in range(steps):
             take_step(case, model, engine, lambda index: drawn(case, 0, 0, 0))
     finally:
-        reduce.start_exchange = exchange
+        hops.start_exchange = exchange
     return dict(sent)
 
 

@@ -12,10 +12,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megazero.comm import hops
 from megazero.config import RunConfig
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.pp.executor import Pipeline
-from megazero.zero import Engine, outer, reduce
+from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
 from megazero.zero.layout import Slice
 from megazero.zero.unit import Unit
@@ -142,7 +143,7 @@ def _wrong_noise(place: Place) -> None:
 
 def _wrong_bytes(place: Place) -> None:
     """Every exchange of gradients is sent twice."""
-    exchange = reduce.start_exchange
+    exchange = hops.start_exchange
     flying: list[Any] = []  # not waited for: that would hold the other lanes' chains
 
     def twice(axis: Any, out: Tensor, messages: Tensor, traffic: Any) -> Any:
@@ -150,7 +151,7 @@ def _wrong_bytes(place: Place) -> None:
         flying.append((exchange(axis, spare, messages, traffic), spare, messages))
         return exchange(axis, out, messages, traffic)
 
-    place.replace(reduce, "start_exchange", twice)
+    place.replace(hops, "start_exchange", twice)
 
 
 def _sum_of_replicas(place: Place) -> None:

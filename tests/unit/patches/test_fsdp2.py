@@ -16,10 +16,9 @@ from fsdp2_patch.group import Group
 from fsdp2_patch.packing import Packing
 from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import NEEDED, check_torch
-from megazero.comm.hops import Traffic
+from megazero.comm.hops import Channel, Traffic
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.patches.checks import Differences
-from megazero.patches.hops import Passing
 from megazero.patches.names import Replaced, lookup, missing
 from megazero.patches.options import MessageOptions, read_words
 from megazero.patches.two_hops import TwoHops
@@ -106,7 +105,7 @@ def test_the_start_line_says_what_a_large_model_keeps() -> None:
     size, shard = torch.Size([7_000_000_000]), torch.empty(0, requires_grad=True)
     parameter = SimpleNamespace(sharded_param=shard, mp_policy=policy, padded_sharded_param_size=size)
     two: Any = SimpleNamespace(size=2, index=0)
-    passing = Passing(Traffic(), Arena(), shard.device)
+    channel = Channel(Traffic(), Arena(), shard.device)
     group = Group(
         name="model",
         module=None,
@@ -116,7 +115,7 @@ def test_the_start_line_says_what_a_large_model_keeps() -> None:
         exact=frozenset(),
         names={},
         codecs=Codecs(),
-        passing=passing,
+        channel=channel,
         differences=Differences("fsdp2_patch"),
         verified_steps=0,
         checksum_interval=0,

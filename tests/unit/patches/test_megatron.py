@@ -38,12 +38,11 @@ from megatron_core_patch.report import Teller, start_line
 from megatron_core_patch.rounding import Errors, Residual
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megazero.comm import codec as codec_module
+from megazero.comm import hops as hops_module
 from megazero.comm.codec import Blockwise
-from megazero.comm.hops import Traffic
+from megazero.comm.hops import Channel, Traffic
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.mesh import Axis
-from megazero.patches import hops as patch_hops
-from megazero.patches.hops import Passing
 from megazero.patches.names import lookup
 from megazero.patches.options import read_words
 from megazero.patches.two_hops import TwoHops, cut_groups, ranks_on_a_node, settings_like
@@ -206,10 +205,10 @@ def test_tensor_parallel_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> 
     for alike, exceeded in ((None, set()), (peer, {GRADIENTS})):
         held = Held(0, alike=alike)  # type: ignore[arg-type]
         held.errors[GRADIENTS] = Errors()
-        held.errors[GRADIENTS].add(torch.tensor([0.1]), torch.tensor([1.0]))
+        held.errors[GRADIENTS].squares.append(torch.tensor([0.01, 1.0], dtype=torch.float64))
         options = from_words(gradients="int4", gradient_error_bound=0.5)
         carrier: Any = Config(
-            options=options, state=lambda _, held=held: held, passing=Config(device=torch.device("cpu"))
+            options=options, state=lambda _, held=held: held, channel=Config(device=torch.device("cpu"))
         )
         Carrier._compare_errors(carrier, [Bucket()], group)  # type: ignore[arg-type]
         assert held.exceeded == exceeded
@@ -425,25 +424,25 @@ def operations(nodes: int, size: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
     Nothing is sent. Codecs and sums are one kernel each on a GPU, and are not counted.
     """
     for name in ("encode", "decode", "decode_add", "decode_sum"):
-        monkeypatch.setattr(Blockwise, name, lambda *_, **__: None)
+        monkeypatch.setattr(Blockwise, name, lambda *_, out=None, **__: out)
     monkeypatch.setattr(codec_module, "sum_rows", lambda *_: None)
-    monkeypatch.setattr(patch_hops, "start_exchange", lambda *_: None)
-    monkeypatch.setattr(patch_hops, "start_gather", lambda *_: None)
+    monkeypatch.setattr(hops_module, "start_exchange", lambda *_: None)
+    monkeypatch.setattr(hops_module, "start_gather", lambda *_: None)
     monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: None)
     d, n = nodes * size, 1000
     hops, bucket = two_hops(nodes, size), torch.zeros(d * n)
     pieces, beside = cut_bucket(d * n, EXACT_AT, hops, lambda m: [slice(0, m)], bucket.device)
-    passing = Passing(Traffic(), Arena(), bucket.device)
+    channel = Channel(Traffic(), Arena(), bucket.device)
     codec, found = Blockwise(4, 64), {}
     held = torch.zeros(pieces[0].own(bucket).numel())
     assert beside is not None
     chains = {
         "gradients": lambda: reduce_rows(
-            pieces[0], bucket, Codecs(gradients_inter=codec), 1.0, passing, BucketRounding(lambda _: SILENCE)
+            pieces[0], bucket, Codecs(gradients_inter=codec), 1.0, channel, BucketRounding(lambda _: SILENCE)
         ),
-        "weights": lambda: gather_coded(pieces[0], bucket, codec, held, passing, None),
-        "exact gradients": lambda: reduce_exact(beside, bucket, 1.0, passing),
-        "exact weights": lambda: gather_exact(beside, bucket, passing),
+        "weights": lambda: gather_coded(pieces[0], bucket, codec, held, channel, None),
+        "exact gradients": lambda: reduce_exact(beside, bucket, 1.0, channel),
+        "exact weights": lambda: gather_exact(beside, bucket, channel),
     }
     for name, chain in chains.items():
         list(chain())  # makes positions
@@ -491,14 +490,14 @@ def test_averages_are_rounded_once(
     dtype: torch.dtype, nodes: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks send what this one does. Two of fp16's largest have a sum that fp16 lacks."""
-    monkeypatch.setattr(patch_hops, "start_exchange", echo)
+    monkeypatch.setattr(hops_module, "start_exchange", echo)
     d = nodes * size
     values = torch.linspace(-65504.0, 65504.0, 64).to(dtype)
     grads, hops = values.repeat(d), two_hops(nodes, size)
-    passing = Passing(Traffic(), Arena(), torch.device("cpu"))
+    channel = Channel(Traffic(), Arena(), torch.device("cpu"))
     list(
         reduce_rows(
-            Columns(hops, slice(0, 64)), grads, Codecs(), 1 / d, passing, BucketRounding(lambda _: SILENCE)
+            Columns(hops, slice(0, 64)), grads, Codecs(), 1 / d, channel, BucketRounding(lambda _: SILENCE)
         )
     )
     assert torch.equal(grads[:64], values)
@@ -662,12 +661,12 @@ def two_nodes(
     values: torch.Tensor, rounding: BucketRounding, monkeypatch: pytest.MonkeyPatch
 ) -> torch.Tensor:
     """Sum a row of two blocks, as INT4, with the same row of a rank of another node."""
-    monkeypatch.setattr(patch_hops, "start_exchange", echo)
+    monkeypatch.setattr(hops_module, "start_exchange", echo)
     grads, hops = values.repeat(2), two_hops(2, 1)
     (piece,), _ = cut_bucket(len(grads), [], hops, lambda m: [slice(0, m)], grads.device)
-    passing = Passing(Traffic(), Arena(), grads.device)
+    channel = Channel(Traffic(), Arena(), grads.device)
     codecs = Codecs(gradients_inter=Blockwise(4, 64))
-    list(reduce_rows(piece, grads, codecs, 1.0, passing, rounding))
+    list(reduce_rows(piece, grads, codecs, 1.0, channel, rounding))
     return grads[: len(values)]
 
 

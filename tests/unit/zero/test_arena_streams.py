@@ -16,9 +16,9 @@ from megazero.kernels import arena as arena_module
 from megazero.kernels.arena import Frame
 
 from megazero import zero
-from megazero.comm.codec import Blockwise
+from megazero.comm.codec import Blockwise, Identity
 from megazero.comm.lane import Lane
-from megazero.zero.reduce import Reducer, Reduction
+from megazero.zero.reduce import Reducer
 from megazero.zero.unit import Unit
 from tests.gpu.test_hpz_race import CPU, LAYERS, Cluster, Landing, Wire
 from tests.unit.zero.test_lane_streams import Streams, Watch
@@ -49,7 +49,7 @@ class ArenaWatch(Watch):
 
     def _watch_arena(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(arena_module, "home_of", lambda device: Streams.now[-1])
-        take, exchange, stage, add = Frame.take, Wire.exchange, Unit.stage, Reduction._sum
+        take, exchange, stage, add = Frame.take, Wire.exchange, Unit.stage, Identity.decode_sum
 
         def taking(frame: Frame, numel: int, dtype: torch.dtype) -> torch.Tensor:
             buffer = take(frame, numel, dtype)
@@ -65,14 +65,16 @@ class ArenaWatch(Watch):
             if unit.staging is not None:
                 self.use(unit.staging.buffer)
 
-        def adding(reduction: Reduction, hop: Any, received: Any, source: Any, sums: Any, more: bool) -> None:
-            self.use(received, source.buffer, sums.buffer)
-            add(reduction, hop, received, source, sums, more)
+        def adding(
+            codec: Identity, received: torch.Tensor, out: torch.Tensor, more: bool, *exact: Any, own: Any
+        ) -> None:
+            self.use(received, out, *exact, *own)
+            add(codec, received, out, more, *exact, own=own)
 
         patch.setattr(Frame, "take", taking)
         patch.setattr(Wire, "exchange", exchanging)
         patch.setattr(Unit, "stage", staging)
-        patch.setattr(Reduction, "_sum", adding)
+        patch.setattr(Identity, "decode_sum", adding)
 
     def _take(self, buffer: torch.Tensor) -> None:
         self.taken += 1

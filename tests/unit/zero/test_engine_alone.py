@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megazero import zero
+from megazero.comm import hops
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
@@ -369,8 +370,8 @@ def test_replicas_of_an_end_send_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         unit.grad.copy_(torch.linspace(-1, 1, unit.grad.numel()))
         for end in range(2):
             keep = partial(lambda key, ends, out, own, *_: sent.__setitem__(key, own.clone()), (rank, end))
-            monkeypatch.setattr(reduce, "start_gather", keep)
-            ends: Any = SimpleNamespace(link=INTER, index=end)
+            monkeypatch.setattr(hops, "start_gather", keep)
+            ends: Any = SimpleNamespace(link=INTER, index=end, size=2)
             next(reduce.sum_ends(unit, ends, False, context))
     assert torch.equal(sent[0, 0], sent[1, 0]) and torch.equal(sent[0, 1], sent[1, 1])
     assert not torch.equal(sent[0, 0], sent[0, 1])

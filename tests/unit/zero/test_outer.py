@@ -13,7 +13,7 @@ from torch import nn
 
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
-from megazero.comm.codec import Blockwise
+from megazero.comm.codec import Blockwise, Codec
 from megazero.comm.lane import Chain
 from megazero.config import World, make_config
 from megazero.mesh.grid import make_grid
@@ -21,10 +21,11 @@ from megazero.mesh.mesh import Axis, Mesh
 from megazero.train.state.origin import _changed_replicas
 from megazero.zero import Outer, Policy, shard
 from megazero.zero import outer as outer_steps
+from megazero.zero.context import Context
 from megazero.zero.layout import Slice
 from megazero.zero.outer import Anchor, Flight, OuterSteps, leaving
 from megazero.zero.records import in_replica
-from megazero.zero.reduce import Reduction
+from megazero.zero.unit import Unit
 from tests.sizes import SMALL
 
 
@@ -80,14 +81,14 @@ def test_what_the_returned_sum_lost_is_sent_by_its_owner_later(monkeypatch: pyte
     assert held is not None
     (unit,) = engine.units
     own: list[torch.Tensor] = []
-    share_back = Reduction.share_back
+    share_back = outer_steps.share_back
 
-    def noted(reduction: Reduction, hop: Any, sums: Slice) -> Chain:
-        own.append(sums.rows(hop.level, 1)[0].clone())
-        yield from share_back(reduction, hop, sums)
-        own.append(sums.rows(hop.level, 1)[0].clone())
+    def noted(unit: Unit, axis: Axis, level: int, codec: Codec, sums: Slice, context: Context) -> Chain:
+        own.append(sums.rows(level, 1)[0].clone())
+        yield from share_back(unit, axis, level, codec, sums, context)
+        own.append(sums.rows(level, 1)[0].clone())
 
-    monkeypatch.setattr(Reduction, "share_back", noted)
+    monkeypatch.setattr(outer_steps, "share_back", noted)
     unit.master.add_(torch.randn_like(unit.master))
     held.updated(True)
     summed, returned = own

@@ -1,0 +1,42 @@
+"""What looks at quantised messages: measures what rounding lost, or keeps it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from megazero.comm.codec import Codec, decoded
+from megazero.comm.rows import Run, Views
+from megazero.kernels.add_to import add_to
+from megazero.kernels.arena import Frame
+
+
+class Watch(Protocol):
+    """A hop shows it every run of rows that it quantised, while the messages are on their way."""
+
+    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+        """Look at rows [k, n] and their messages [k, m]. frame: where it takes buffers."""
+        ...
+
+
+class Lost:
+    """Writes what the messages lost, row - decoded message, to the same places of ``kept`` [size, n] per region."""
+
+    def __init__(self, kept: Views) -> None:
+        self.kept = kept
+
+    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+        arrived = decoded(codec, messages, run.rows, frame.take)
+        for row, gone, lost in zip(run.rows, arrived, self.kept, strict=True):
+            torch.sub(row, gone, out=lost[run.at])
+
+
+def write_squares(sent: torch.Tensor, exact: torch.Tensor, out: torch.Tensor, frame: Frame) -> None:
+    """Write ||sent - exact||^2 and ||exact||^2 to ``out``, fp64 [2]. ``sent`` has at least exact's precision."""
+    error = frame.take(sent.numel(), sent.dtype).view(sent.shape)
+    wide = frame.take(sent.numel(), torch.float64)
+    add_to(error.copy_(sent), exact, alpha=-1.0)
+    for values, square in zip((error, exact), out, strict=True):
+        wide.view(values.shape).copy_(values)
+        torch.sum(wide.square_(), 0, out=square)
