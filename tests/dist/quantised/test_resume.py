@@ -86,7 +86,7 @@ def straight(case: Case, root, steps: int):
     path = save(engine, case, root, steps // 2)
     sums = owed(engine)
     for unit in engine.units:
-        if unit.crossing is not None:
+        if unit.axes.crossing is not None:
             every = owed_by(unit, engine.mesh)
             for slot in unit.layout.slots:
                 want = every[slot.start : slot.start + slot.numel].view(slot.shape)

@@ -23,7 +23,6 @@ from megazero.config.options.cluster import load_cluster, parse_cluster
 from megazero.mesh.launch import read_launch
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
-from tests import ROOT
 from tests.sizes import SMALL, words
 
 SIZES = ("model_family", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")

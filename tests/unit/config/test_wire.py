@@ -1,13 +1,13 @@
 """What the hops send: formats, where they apply, what is refused, and the line that says so."""
 
 import pytest
-from megazero.kernels import format as kernel_format
-from megazero.kernels import hadamard as kernel_hadamard
 
 from megazero.config import ConfigError, World, make_config
 from megazero.config.layout.wire import DEFAULT_BLOCK, MIXED, Coding
 from megazero.config.layout.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
 from megazero.config.summary import describe
+from megazero.kernels import format as kernel_format
+from megazero.kernels import hadamard as kernel_hadamard
 from tests.sizes import SMALL
 
 TWO_NODES, ONE_NODE = World(8, 4), World(4, 4)
