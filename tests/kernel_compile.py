@@ -32,7 +32,6 @@ from megazero.kernels import (  # noqa: E402
 from megazero.kernels.format import Format  # noqa: E402
 from megazero.kernels.hadamard import Hadamard  # noqa: E402
 from megazero.kernels.noise import Noise  # noqa: E402
-
 from tests.kernel_cases import buffer  # noqa: E402
 
 ROWS, BLOCKS = 3, 132  # of a launch; neither row nor block counts are multiples of 16

@@ -28,7 +28,7 @@ from megazero.checkpoint.directory import Retention, in_the_way, leftovers, reta
 from megazero.checkpoint.errors import CheckpointError, SaveError, error_number
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
-from megazero.config import ConfigError, World, make_config, parse
+from megazero.config import ConfigError, World, begun, make_config, parse
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.ops.lease import FolderInUse
 from megazero.train.state.origin import find_origin, leave_behind
@@ -336,7 +336,7 @@ def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path, faults: Fault
     for operation in range(100):
         faults.arm(tmp_path, errno.ESTALE, operation)
         try:
-            config = make_config(said, World(1, 1))
+            config = begun(make_config(said, World(1, 1)), World(1, 1))
             assert find_origin(config, FIRST).progress.iteration == 2
         except (CheckpointError, ConfigError) as error:
             assert status_of(error) is ExitStatus.RANK_LOST, (operation, error)

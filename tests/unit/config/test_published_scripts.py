@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config import ConfigError, World, parse
+from megazero.config import ConfigError, World, begun, parse
 from tests.published_runs import PUBLISHED, command_line
 
 SIZES = (
@@ -73,7 +73,7 @@ def words_of(run: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("run", PUBLISHED)
 def test_a_published_run_is_legal(run: str, tmp_path: Path) -> None:
-    config = parse(words_of(run, tmp_path), World(PUBLISHED[run].ranks, PUBLISHED[run].ranks))
+    config = begun(parse(words_of(run, tmp_path), World(PUBLISHED[run].ranks, PUBLISHED[run].ranks)))
     assert {name: config.get(name) for name in RESOLVED.get(run, {})} == RESOLVED.get(run, {})
 
 
@@ -86,7 +86,7 @@ def test_scripts_of_today_and_of_a_fork_are_legal() -> None:
         ),
     )
     for line, expected in wanted:
-        config = parse(line.split())
+        config = begun(parse(line.split()))
         assert {name: config.get(name) for name in expected} == expected
 
 
@@ -98,7 +98,7 @@ def test_what_is_not_built_is_refused_by_name(run: str, more: str, tmp_path: Pat
             at = given.index(word)
             del given[at : at + 2]
     with pytest.raises(ConfigError) as caught:
-        parse([*given, *more.split()], World(4, 4) if run in PUBLISHED else None)
+        begun(parse([*given, *more.split()], World(4, 4) if run in PUBLISHED else None))
     assert len(caught.value.errors) == len(REFUSED[run, more])
     for part in REFUSED[run, more]:
         assert any(part in error and "not built here" in error for error in caught.value.errors), part

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.config import make_config
-from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.train.schedule.learning_rate import LearningRate, WeightDecay
 from tests.oracle import megatron_batch_sizes
 
