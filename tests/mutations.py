@@ -431,12 +431,17 @@ megazero/pp/executor.py
   gradients put off by a broken step stay
 
 megazero/checkpoint/boxes.py
-- position = max(position, high)
-+ position = high
-  rows before the slice are taken for padding
 - end = min(stop, (start // step + 1) * step)
 + end = min(stop, start + step)
   chunks are not cut at whole rows
+
+megazero/checkpoint/placement.py
+- yield max(low, start), min(high, stop), segment
++ yield low, min(high, stop), segment
+  rows before the slice are stored
+- columns = [slice(self.offset1, self.offset1 + n) for n in self.local_shape[1:2]]
++ columns = [slice(n) for n in self.local_shape[1:2]]
+  every rank's columns are the first
 
 megazero/checkpoint/planners.py
 - if self._made is None or self._made[0] is not record or self._made[1] != kind:
