@@ -22,8 +22,8 @@ USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--
 Finds the fastest layouts of a model on a cluster. It takes flags of training (megazero train --help lists them): the
 model's and --global-batch-size. It keeps the flags of the layout that you give and chooses the others. It prints the
 ten fastest layouts that fit, with memory, time and flags, and writes plan.json and, with matplotlib, plan.png. Flags
-after --explain, which comes last, describe one layout: the report says why it does not fit or is slower than the best.
-Exit status 0: a layout fits; 1: none does; 2: the command line or the cluster file is wrong.
+after --explain, which comes last, describe one layout: the report says why it does not fit or is slower than the
+best. Exit status 0: a layout fits; 1: none does; 2: the command line or the cluster file is wrong.
 
 Clusters that come with it: {", ".join(known_clusters())}.
 """
