@@ -436,9 +436,9 @@ class DataConfig:
     )
     train_weighted_split_paths: tuple[str, ...] = option(
         (),
-        'data to train on in BLOOM\'s form: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START and '
-        "END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of BLOOM's "
-        "code",
+        'data to train on in BLOOM\'s form: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START '
+        "and END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of "
+        "BLOOM's code",
     )
     valid_weighted_split_paths: tuple[str, ...] = option(
         (),
