@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
 from megazero.kernels.hadamard import Hadamard
 
 BITS = (2, 4, 8)

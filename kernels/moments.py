@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import Unpacking
 from megazero.kernels.dispatch import CHUNK, jit, tl

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import ERROR_LIMIT, ERROR_UNIT, NAN_SCALE, Format

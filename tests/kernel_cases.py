@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+
 from megazero.kernels import (
     adamw,
     dequantize,

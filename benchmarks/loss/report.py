@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megazero.kernels.format import DEFAULT_BLOCK
-
 from benchmarks import harness
 from benchmarks.harness import filled
 from benchmarks.loss.intervals import Estimate, estimate
@@ -18,6 +16,7 @@ from benchmarks.loss.plan import Record, Results
 from benchmarks.loss.run import NUDGE, RANKS, TRACE, Settings
 from benchmarks.loss.variants import BASELINE, DEFAULT, VARIANTS, Variant
 from megazero.comm.codec import Blockwise, Codec
+from megazero.kernels.format import DEFAULT_BLOCK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,8 +24,8 @@ grad      Compact [n/G], at least fp32. The sum of this step's gradients. After 
 staging   [n], parameter dtype. One micro-batch's raw gradients on their way to ``grad`` if G > 1. The first ``stage``
           takes it from the arena; waiting for its reduction frees it.
 arrived   Gradients of the micro-batch that wait to be staged together.
-residual  Compact, at least fp32, of level ``axes.crossing``, for error feedback, in units of the divided gradient. Other
-          ranks' rows hold the rounding error of this rank's messages across nodes.
+residual  Compact, at least fp32, of level ``axes.crossing``, for error feedback, in units of the divided gradient.
+          Other ranks' rows hold the rounding error of this rank's messages across nodes.
 lost      As ``residual``, but only with replicas. This step's errors until the step is known to be good. Without
           replicas other ranks' rows of ``grad`` hold them.
 carry     Compact [n/OS]. Residuals of another layout, summed over senders, from a load. Replicas hold the same. It is

@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megazero.kernels.arena import SCRATCH
-from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
-from megazero.kernels.format import Format
-from megazero.kernels.hadamard import SIZES, Hadamard, Mixing, mixed
 
 from benchmarks.harness import DOCS
 from benchmarks.loss.rounding_errors import DIFFERENCES, GRADIENTS, KINDS
 from megazero.comm.codec import Blockwise
+from megazero.kernels.arena import SCRATCH
+from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
+from megazero.kernels.format import Format
+from megazero.kernels.hadamard import SIZES, Hadamard, Mixing, mixed
 
 BITS = st.sampled_from([2, 4, 8])
 
