@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megazero.kernels.arena import Arena
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,6 +22,7 @@ from fsdp2_patch.report import start_line
 from fsdp2_patch.weights import KeptAllGather, settle
 from megazero.comm.hops import Channel, Traffic
 from megazero.config.errors import ConfigError
+from megazero.kernels.arena import Arena
 from megazero.mesh.objects import gather_objects
 from megazero.patches.agreement import agree_on, nothing_quantised
 from megazero.patches.checks import Differences, compare_replicas

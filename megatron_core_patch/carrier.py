@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from megazero.kernels.arena import Arena
 
 from megatron_core_patch.chains import (
     BucketRounding,
@@ -35,6 +34,7 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Channel, Traffic, hop_spec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
+from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Axis
 from megazero.patches.checks import refuse_capture
 from megazero.patches.two_hops import TwoHops

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from megazero.kernels.arena import Take
 
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact
 from megatron_core_patch.rounding import Errors, Residual
@@ -25,6 +24,7 @@ from megazero.comm.hops import Channel, Leg, gather, reduce, route
 from megazero.comm.lane import Chain
 from megazero.comm.rows import Rows
 from megazero.comm.watch import Watch
+from megazero.kernels.arena import Take
 from megazero.zero.policy import Codecs
 
 

@@ -42,11 +42,10 @@ def make(hidden: int, layers: int) -> tuple[Decoder, zero.Engine, Shape]:
 
 def gather_everything(engine: zero.Engine) -> None:
     """Update the matrices: every rank gathers and steps all of them."""
-    updates = engine.matrices
-    assert updates is not None
+    (updates,) = engine.matrices
     muon, folded = updates.optimizer, updates.fold()
     for unit in engine.units:
-        layout, os = unit.layout, unit.levels.os
+        layout, os = unit.layout, unit.axes.os
         mine = [matrix for matrix in updates.matrices if matrix.unit is unit]
         if not mine:
             continue
@@ -75,9 +74,9 @@ def compare(hidden: int, layers: int, rounds: int, repeats: int) -> dict[str, An
     engine.begin_step()
     model(tokens, tokens).sum().backward()
     engine.step()
-    assert engine.matrices is not None
+    (updates,) = engine.matrices
     contestants: dict[str, Callable[[], None]] = {
-        "dealt": partial(engine.matrices.step, 1.0),
+        "dealt": partial(updates.step, 1.0),
         "every rank all": partial(gather_everything, engine),
     }
     turns = {name: partial(harness.measure_most, each, repeats) for name, each in contestants.items()}

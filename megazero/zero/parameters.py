@@ -112,7 +112,7 @@ class Holder(Protocol):
     released: type[Released]
     read: Read
     full: torch.Tensor
-    levels: Any
+    axes: Any
     pinned: int
 
 
@@ -211,7 +211,7 @@ def show(unit: Holder) -> None:
 
 def outliving(units: Sequence[Holder], output: Any) -> Any:
     """Return ``output`` with copies of those tensors that lie in the units' buffers, freed when the use ends."""
-    buffers = {unit.full.untyped_storage()._cdata for unit in units if unit.levels.p}
+    buffers = {unit.full.untyped_storage()._cdata for unit in units if unit.axes.p}
 
     def lies_inside(x: Any) -> bool:
         strided = isinstance(x, torch.Tensor) and x.layout == torch.strided

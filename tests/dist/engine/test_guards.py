@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megazero.kernels.fingerprint import fingerprint
 from torch import nn
 from torch._dynamo.utils import counters
 
 from megazero import zero
 from megazero.comm import lane
 from megazero.comm.codec import Blockwise
+from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.records import save_records
 from tests.dist.capture import weights
@@ -415,7 +415,7 @@ def penalised(shards):
             loss(model).backward()
         out = model(torch.ones(3, 8).requires_grad_()).sum()
         torch.autograd.grad(out, model.layers[3].bias)  # after the last backward
-        kept = any(u.in_backward or u.levels.p and u.full_present for u in engine.units)
+        kept = any(u.in_backward or u.axes.p and u.full_present for u in engine.units)
         engine.step()
         optimizer.zero_grad()
         loss(plain).backward()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from megazero.kernels.arena import Arena
 
 import fsdp2_patch
 from fsdp2_patch.group import Group
@@ -18,6 +17,7 @@ from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import NEEDED, check_torch
 from megazero.comm.hops import Channel, Traffic
 from megazero.config.layout.wire import EXACT_NUMEL
+from megazero.kernels.arena import Arena
 from megazero.patches.checks import Differences
 from megazero.patches.names import Replaced, lookup, missing
 from megazero.patches.options import MessageOptions, read_words

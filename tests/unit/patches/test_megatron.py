@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megazero.kernels.adamw import SILENCE
-from megazero.kernels.arena import Arena
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_core_patch
@@ -41,6 +39,8 @@ from megazero.comm import codec as codec_module
 from megazero.comm import hops as hops_module
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Channel, Traffic
+from megazero.kernels.adamw import SILENCE
+from megazero.kernels.arena import Arena
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.mesh import Axis
 from megazero.patches.names import lookup
