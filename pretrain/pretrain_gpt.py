@@ -1,69 +1,11 @@
-"""Pretrain a decoder-only language model, on the ranks of a launcher or on local ones of its own (see --help).
+"""Pretrain a decoder-only language model: the same as ``megazero train``.
 
 python pretrain/pretrain_gpt.py --nproc-per-node 8 FLAGS
 """
 
-import os
-import signal
 import sys
-import time
 
-from megazero.config import CommandLine, ConfigError, World
-from megazero.config.read.data_files import refuse_missing_data
-from megazero.log.exit_status import ExitStatus, end_folder, record_status, report_to_torchrun, status_of
-from megazero.log.safe_stream import guard_output
-from megazero.mesh.launch import is_first, read_launch, take_local_rank, take_ranks
-from megazero.mesh.starter import start_ranks
-from megazero.train.entry_point import run
-
-
-def main() -> int:
-    words = sys.argv[1:]
-    guard_output()
-    try:
-        local_rank, flags = take_local_rank(words)
-        ranks, flags = take_ranks(flags)
-        launch = read_launch(local_rank=local_rank, starts=ranks)
-    except ValueError as error:
-        return _refuse(error, is_first())
-    try:
-        # Before torch is imported: a mistake is told in a fraction of a second.
-        world = World(ranks, ranks) if ranks else World(launch.world_size, launch.local_world_size or 0)
-        command = CommandLine(flags, world)
-        config = command.parse() if launch.rank == 0 else command.parse_apart()
-        if launch.rank == 0:
-            refuse_missing_data(config)
-    except (ConfigError, OSError) as error:
-        return _refuse(error, launch.rank == 0, "\n--help lists every flag")
-    if ranks is not None:
-        program = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]  # Python's own options and the script
-        good = (ExitStatus.FINISHED, ExitStatus.STOPPED)
-        words = [sys.executable, *program, *flags]
-        return start_ranks(words, ranks, device=config.training.device, good=good)
-    return run(config, launch, command)
-
-
-def _refuse(error: ValueError | OSError, first: bool, hint: str = "") -> ExitStatus:
-    """Say what keeps all ranks from starting, a mistake or the storage, on one of them. Returns its exit status.
-
-    Ranks come at different times, and the first may be late.
-    """
-    status, said = status_of(error), f"{error}{hint if isinstance(error, ConfigError) else ''}"
-
-    def tell() -> None:
-        print(said, file=sys.stderr, flush=True)
-        report_to_torchrun(said)
-
-    # Launchers end all ranks with the first that leaves: let the one that speaks be it. A rank that is ended has
-    # nothing to add (torchrun describes each that failed); else all say the same status.
-    folder = end_folder(None)
-    if folder is not None or first:
-        record_status(folder, status, tell)
-    else:
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitStatus.FINISHED))
-        time.sleep(1)
-    return status
-
+from megazero.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(command="train"))

@@ -937,9 +937,9 @@ def copied() -> Iterator[Path]:
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         for name in names:
-            if (ROOT / name).is_file():
+            if (ROOT / name).is_file() or (ROOT / name).is_symlink():
                 (target := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, target)
+                shutil.copy2(ROOT / name, target, follow_symlinks=False)
         # By content: a mutation may leave a file's length and second of change as they were.
         by_content = ("compileall", "-q", "--invalidation-mode", "checked-hash", "megazero", "kernels")
         subprocess.run((sys.executable, "-m", *by_content), cwd=folder, check=True)

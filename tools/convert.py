@@ -1,11 +1,9 @@
 #!/usr/bin/env python
-"""Checkpoints to Hugging Face and back, and from Megatron. The same as ``megazero convert``."""
+"""Convert checkpoints to and from Hugging Face, and from Megatron: the same as ``megazero convert``."""
 
 import sys
 
-from megazero.convert.command import main
-from megazero.log.safe_stream import guard_streams
+from megazero.cli import main
 
 if __name__ == "__main__":
-    guard_streams()
-    sys.exit(main())
+    sys.exit(main(command="convert"))

@@ -6,7 +6,7 @@ DIFFERENCES says so, by hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, UNFUSED_GELU_MEANS
 from megazero.config.foreign.megatron import derived_options, flags, other_values
@@ -28,12 +28,16 @@ A script of Megatron-LM, Megatron-DeepSpeed or BLOOM's fork runs here with its f
 - **Refused**: the flag would change the training and is not built. The error says "Megatron's flag, not built here"
   and what to do.
 
+Search the page for a name without its dashes. The command says the same of a name:
+`python -m megazero.config --NAME`.
+
 Megatron's checkpoints, weights and arguments, become checkpoints by `megazero convert from-megatron`
 ([checkpoints.md](checkpoints.md#from-megatron)).
 
 Any other name is an error that suggests the nearest known name, DeepSpeed's keys included. As in Megatron, names
 cannot be abbreviated. `_` may replace `-`.
 """
+NOT_BUILT = "megazero pretrains dense decoders of text, and this is none of that"
 FORMS = ("", "X", "[X]", "X ...", "[X ...]")
 # (flag, what Megatron does, what megazero does, why)
 DIFFERENCES: list[tuple[str, str, str, str]] = [
@@ -267,31 +271,30 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
 
 def markdown() -> str:
     """Return the whole page."""
-    lines = [HEAD]
-    lines += ["## What differs", "", "| flag | Megatron | here | why |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in DIFFERENCES]
-    lines += [""]
     table, values = flags().values(), [row for rows in other_values().values() for row in rows]
+    firsts = [rows[0] for rows in table]
+    partly = [rows for rows in table if {row.kind for row in rows} == {ACCEPT, REFUSE}]
+    refused = [row for row in (*firsts, *values) if row.kind == REFUSE]
+    lines = [HEAD]
+    lines += ["## What differs", "", *_head("flag", "Megatron", "here", "why")]
+    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in DIFFERENCES]
+    lines += ["", "## Mapped", "", *_head("Megatron's", "here")]
     every = [row for rows in table for row in rows]
-    lines += ["## Mapped", "", "| Megatron's | here |", "|---|---|"]
     lines += [f"| {_typed(row)} | {_means(row)} |" for row in (*every, *values) if row.kind == MAP]
-    lines += ["", "## Accepted", "", "| why it changes nothing | flags |", "|---|---|"]
-    lines += _by_text((rows[0].text, _typed(rows[0])) for rows in table if _kinds(rows) == {ACCEPT})
+    lines += ["", "## Accepted", "", *_head("why it changes nothing", "flags")]
+    lines += _by_text(rows[0] for rows in table if {row.kind for row in rows} == {ACCEPT})
     lines += ["", "Of these only the values that are named; others are refused.", ""]
-    lines += ["| flag and values | why it changes nothing | instead of others |", "|---|---|---|"]
-    lines += [
-        f"| {_typed(rows[0])} | {rows[0].text} | {rows[-1].text} |"
-        for rows in table
-        if _kinds(rows) == {ACCEPT, REFUSE}
-    ]
-    lines += ["", "## Refused", "", "| why, and what to do | flags |", "|---|---|"]
-    lines += _by_text((rows[0].text, _typed(rows[0])) for rows in table if _kinds(rows) == {REFUSE})
-    lines += _by_text((row.text, _typed(row)) for row in values if row.kind == REFUSE)
+    lines += _head("flag and values", "why it changes nothing", "instead of others")
+    lines += [f"| {_typed(rows[0])} | {rows[0].text} | {rows[-1].text} |" for rows in partly]
+    lines += ["", "## Refused", "", *_head("what to do instead", "flags")]
+    lines += _by_text(row for row in refused if not row.text.startswith(NOT_BUILT))
+    others = sum(row.text.startswith(NOT_BUILT) for row in refused)
+    lines += ["", f"{others} more flags are known and refused: {NOT_BUILT}."]
     return "\n".join(lines) + "\n"
 
 
-def _kinds(rows: Sequence[Row]) -> set[str]:
-    return {row.kind for row in rows}
+def _head(*columns: str) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
 
 def _typed(row: Row) -> str:
@@ -319,12 +322,13 @@ def _means(row: Row) -> str:
     return f"{samples}: X / `--seq-length`; the run ends with the first batch that reaches `--train-tokens`"
 
 
-def _by_text(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a row of the table for each text, with all of its flags."""
+def _by_text(every: Iterable[Row]) -> list[str]:
+    """Return a row of the table for each text, with the names of all of its flags."""
     groups: dict[str, list[str]] = {}
-    for text, flag in pairs:
-        groups.setdefault(text, []).append(flag)
-    return [f"| {text} | {', '.join(flags)} |" for text, flags in groups.items()]
+    for row in every:
+        value = "" if row.value in FORMS else f" {row.value}"
+        groups.setdefault(row.text, []).append(f"{row.name}{value}")
+    return [f"| {text} | {', '.join(names)} |" for text, names in groups.items()]
 
 
 if __name__ == "__main__":

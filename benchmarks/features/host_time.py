@@ -148,7 +148,7 @@ def ours(size: Size, preset: str, stack: ExitStack) -> Step:
     mesh = stack.enter_context(lone_rank.lone_rank(RANKS * nodes, RANKS, factors, CPU))
     update = partial(OnePassAdamW, lr=1e-4, weight_decay=0.1)  # which a run on a card has
     step, engine = loops.ours(size, CPU, mesh=mesh, policy=policy, traits=undecayed, optimizer=update)
-    for lane in engine.hooks.lanes:
+    for lane in engine.lanes:
         lane.streams = [Stream(), Stream()]
     return step
 

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 
 from benchmarks import harness
 from megazero.config import RunConfig, World, make_config
+from megazero.config.model.spec import HEAD
 from megazero.models.decoder import Head
 from megazero.ops.memory import peak_memory, resident_memory
 from megazero.plan.activations import activations
-from megazero.plan.units import HEAD, WIDTHS
+from megazero.plan.units import WIDTHS
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES
 

@@ -38,7 +38,7 @@ SIZE = Size("0.1B", layers=8, hidden=768, ffn=2048, heads=12, sequence=1024)
 # Its matrices are above the number of elements up to which parameters are always sent exactly.
 SMALL = Size("small", layers=2, hidden=128, ffn=256, heads=4, vocabulary=512, sequence=16)
 FIRST, LAST = 5, 10  # the steady steps, both counted
-PACKAGES = {"megazero/comm/": "comm", "megazero/zero/": "zero", "kernels/": "codecs"}
+PACKAGES = {"megazero/comm/": "comm", "megazero/zero/": "zero", "megazero/kernels/": "codecs"}
 CODECS = "megazero/comm/codec.py"
 PARAMETERS = "parameters"  # storages that are made anew
 STORAGES = ("materialise_full", "open_refresh")
@@ -174,7 +174,7 @@ def innermost(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
         path = file.removeprefix(f"{ROOT}/")
         if "torch/optim/" in path or path.startswith(("tests/", "benchmarks/")):
             return None
-        if path.startswith(("megazero/", "kernels/")):
+        if path.startswith("megazero/"):
             inside = next((name for top, name in PACKAGES.items() if path.startswith(top)), None)
             package = "codecs" if path == CODECS else inside
             package = PARAMETERS if package == "zero" and function in STORAGES else package

@@ -15,7 +15,7 @@ from benchmarks.gpu_report.setting import Setting, free
 from benchmarks.lone_rank import lone_rank
 from benchmarks.steps import held_bytes
 from megazero.config import resolve_shards
-from megazero.config.model.parameters import parameter_count
+from megazero.config.model.spec import parameter_count
 from megazero.zero import Engine, Policy
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz")

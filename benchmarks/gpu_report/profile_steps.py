@@ -33,7 +33,7 @@ def run(setting: Setting, record: Record) -> None:
     with stepping("zeropp", setting.pick(loops.HALF, loops.TINY), setting.device) as (step, engine):
         for _ in range(2):
             step()
-        for lane in engine.hooks.lanes:
+        for lane in engine.lanes:
             lane.label = label
         activities = [ProfilerActivity.CPU] + ([] if setting.rehearsal else [ProfilerActivity.CUDA])
         with profile(activities=activities) as profiler:

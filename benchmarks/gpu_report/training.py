@@ -4,7 +4,7 @@ megazero's engine as a run has it (--optimizer-impl auto: the update in one pass
 --compile; the same decoder in a plain torch loop, with its modules compiled and without; under FSDP2 as torchtitan
 has it (blocks compiled, then sharded); and transformers' LlamaForCausalLM of the same sizes in the plain loop. All
 compute in bf16 with an fp32 master, AdamW, clipping, one micro-batch a step. FLOPs are
-megazero/config/model/parameters.py's for all: recompute is not counted.
+megazero/config/model/spec.py's for all: recompute is not counted.
 
 The plain contestant compiles the head with its loss, and each layer with its recompute inside. megazero and FSDP2
 compile layers alone. In megazero full recompute is around the compiled layer, which then runs whole once more.
@@ -30,7 +30,7 @@ from benchmarks.gpu_report.record import Record, Skip
 from benchmarks.gpu_report.setting import Setting, elapsed, free, peak_tflops
 from benchmarks.harness import step_seconds
 from benchmarks.steps import ADAMW
-from megazero.config.model.parameters import parameter_count, training_flops
+from megazero.config.model.spec import parameter_count, training_flops
 
 ONE = Size("1B", layers=18, hidden=2048, ffn=5632, heads=16, batch=4)
 THREE = Size("3B", layers=26, hidden=3072, ffn=8192, heads=24)

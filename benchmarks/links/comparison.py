@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.links.comparison_report import chart, page
+from benchmarks.links.comparison_report import chart, chart_over_rates, page
 from benchmarks.links.contestants import CONTESTANTS, HEATS, PAGE_HEATS, Running, absent
 from benchmarks.links.volume import Case, scalars
 from benchmarks.steps import Shape, decoder
@@ -213,6 +213,7 @@ def main() -> int:
         return 2
     file.with_suffix(".md").write_text(page(stored))
     chart(stored["results"], file.with_suffix(".png"))
+    chart_over_rates(stored["results"], file.with_name("rates.png"))
     print(page(stored))
     return 0
 

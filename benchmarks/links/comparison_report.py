@@ -326,3 +326,54 @@ def _draw(panel: Any, result: Result) -> None:
     panel.margins(x=0.3, y=0.01)
     panel.set_title(title(result), size=10)
     panel.set_xlabel("s per step; bytes sent per step by a node", size=8)
+
+
+OVER_RATES = {"megazero zeropp": "sharded", "FSDP2": "sharded", "HSDP once": "sharded", "DDP": "replicated"}
+
+
+def chart_over_rates(results: Sequence[Result], file: Path) -> None:
+    """Draw each of ``OVER_RATES`` (contestant to the heat that it is taken from) as seconds per step over the link's
+    rate; a panel per number of micro-batches, a band from least to most. README shows this chart."""
+    from matplotlib.figure import Figure
+
+    counts = sorted({r["micro_batches"] for r in results})
+    rates = list(dict.fromkeys(r["rate"] for r in results))
+    figure = Figure(figsize=(4.2 * len(counts), 2.7), layout="constrained")
+    for panel, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
+        for name, heat in OVER_RATES.items():
+            seconds = [
+                r["seconds"][name]
+                for r in results
+                if (r["micro_batches"], r["heat"]) == (count, heat) and name in r["seconds"]
+            ]
+            if len(seconds) == len(rates):
+                _line(panel, name, seconds)
+        panel.set_xticks(range(len(rates)), [_RATE_WORDS.get(rate, rate) for rate in rates])
+        panel.set_ylim(bottom=0)
+        panel.set_title(f"{count} micro-batch{'es' if count > 1 else ''} a step", size=9)
+        panel.set_xlabel("link between the nodes", size=8)
+        panel.tick_params(labelsize=8)
+    figure.axes[0].set_ylabel("seconds per step", size=8)
+    figure.axes[0].legend(fontsize=7)
+    figure.savefig(file, dpi=110)
+
+
+_RATE_WORDS = {"200mbit": "200 Mb/s", "1gbit": "1 Gb/s", "none": "no limit"}
+
+
+def _line(panel: Any, name: str, seconds: Sequence[Sequence[float]]) -> None:
+    own = not CONTESTANTS[name].peer
+    (line,) = panel.plot(
+        [statistics.median(s) for s in seconds],
+        marker="o",
+        label=name,
+        linewidth=2.5 if own else 1.2,
+        **({"color": "tab:red"} if own else {}),
+    )
+    panel.fill_between(
+        range(len(seconds)),
+        [min(s) for s in seconds],
+        [max(s) for s in seconds],
+        alpha=0.15,
+        color=line.get_color(),
+    )

@@ -13,7 +13,7 @@ from benchmarks.loss.plan import Plan, Runs
 from benchmarks.loss.run import RANKS, Run, Settings
 from benchmarks.loss.variants import BASELINE
 from benchmarks.steps import llama
-from megazero.config.model.parameters import training_flops
+from megazero.config.model.spec import training_flops
 
 # Four nodes of one rank: three of four messages of a sum are rounded. Of two nodes it would be one of two.
 BASE = Settings(text="packages", node=1, exact=1024, curve=128)

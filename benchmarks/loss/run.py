@@ -343,7 +343,7 @@ def one_step(
     """Train step number ``step``, from 1. scaling: the run's; by default losses are not scaled."""
     scaling = scaling or LossScaling()
     rate = learning_rate(settings)
-    for group in engine.optimizer.torch.param_groups:
+    for group in engine.param_groups:
         group["lr"] = rate(step - 1 - scaling.skipped(by_samples=False))
     (batch,) = batches.next_step(1)
     mesh = engine.mesh

@@ -79,7 +79,7 @@ def restore(engine: Engine, state: dict[str, Any]) -> None:
         for name, value in engine.optimizer.torch.state[run.leaf].items():
             value.copy_(kept[name])
     if engine.outer is not None:
-        engine.outer.load_state(state["state"]["outer"])
+        engine.outer.resume(state["state"]["outer"])
         for tensor, kept in zip(outer_tensors(engine), state["outer"], strict=True):
             tensor.copy_(kept)
     engine.invalidate(anchored=True)

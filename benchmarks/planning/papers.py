@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config
-from megazero.config.model.parameters import training_flops
+from megazero.config.model.spec import training_flops
 from megazero.config.options.cluster import Cluster, load_cluster
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout

@@ -3,7 +3,7 @@
     python -m benchmarks.planning.slow_links --results runs/outer/comparison.json --cluster runs/outer/lab.yaml
 
 --results: what ``links/comparison.py --heats outer`` wrote, at any rates and delays. --cluster: what ``megazero
-profile`` wrote for that model in a lab without a rate; the link is taken from each result. Predictions are for the
+calibrate`` wrote for that model in a lab without a rate; the link is taken from each result. Predictions are for the
 fastest layout of each scheme without tensor and pipeline parallelism, measurements are CONTESTANT's. The planner's
 rule chooses from both. Writes a section of docs/slow-links.md (--page: another file).
 """
@@ -22,6 +22,7 @@ from benchmarks import harness
 from benchmarks.links.comparison import shape_of
 from benchmarks.links.comparison_report import Result, sent
 from benchmarks.links.contestants import HEATS, INTERVAL
+from benchmarks.planning.shared_processors import predict
 from benchmarks.steps import options_of
 from megazero.config.options.cluster import Cluster, load_cluster
 from megazero.plan.options import with_stand_ins
@@ -42,7 +43,7 @@ TEXT = """\
 
 {nodes} nodes of {ranks_per_node} ranks on one machine of {cores} cores, gloo, torch {torch}; a Llama of {elements}
 parameters in bf16, 128 tokens of a rank in a micro-batch. Outer steps meet every {interval} steps, in 4 bits. The
-cluster file is `megazero profile` of this model on links without a rate. Seconds of a step, and the scheme to take by
+cluster file is `megazero calibrate` of this model on links without a rate. Seconds of a step, and the scheme to take by
 the planner's rule, for predicted and for measured ones; {agree} of {number} agree.
 
 {choices}
@@ -100,7 +101,7 @@ def choices(results: Sequence[Result], cluster: Cluster) -> list[Choice]:
     out = []
     for result in taken:
         row = found[*link(result), result["micro_batches"]]
-        predicted = {name: one.timing.seconds for name, one in row.found.items() if one is not None}
+        predicted = {name: predict(one.layout).seconds for name, one in row.found.items() if one}
         measured = {name: statistics.median(result["seconds"][who]) for name, who in CONTESTANT.items()}
         out.append(Choice(result, predicted, measured))
     return out

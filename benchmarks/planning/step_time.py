@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning.step_time --keep FOLDER [--rates none 1gbit 200mbit] [--seed 0] [--layouts 12]
 
-First ``megazero profile`` of the first shape on the link, then layouts that are drawn at random over both shapes, of
+First ``megazero calibrate`` of the first shape on the link, then layouts that are drawn at random over both shapes, of
 which the second was not profiled. Everything that was measured is kept in --keep, and a second call measures only
 what is missing; --seconds ends a call early, so that it can be taken in pieces. When all is there, every residual is
 printed, and the section of docs/planning.md is written (--page: another file).
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
+from benchmarks.planning import shared_processors
 from benchmarks.steps import pipelined
 from megazero.config import RunConfig, World, parse
 from megazero.config.options.cluster import Cluster, Device, InterNode, IntraNode, load_cluster
@@ -37,7 +38,7 @@ from megazero.plan.options import read_values, with_stand_ins
 from megazero.plan.report import describe, layout_flags
 from megazero.plan.search import Search
 from megazero.plan.seconds import Collectives
-from megazero.plan.simulate import Timing, simulate
+from megazero.plan.simulate import Timing
 from megazero.train.distributed import make_mesh
 from tests.netlab.lab import Lab
 
@@ -53,7 +54,7 @@ TITLE = "Step time against measurement"
 TEXT = """    python -m benchmarks.planning.step_time --keep FOLDER {command}
 
 2 nodes of 2 ranks on one machine (`tests/netlab`), gloo, fp32, links shaped to the rate. At each rate `megazero
-profile` measures the first shape. Then {layouts} layouts of each of two shapes are drawn by the seed and measured;
+calibrate` measures the first shape. Then {layouts} layouts of each of two shapes are drawn by the seed and measured;
 the second shape was not profiled. {batch} samples per step; medians (least to most) of the quietest {rounds} of up
 to {most_rounds} rounds. Other programs took {foreign} of the machine's processors (median; at most {most});
 predictions are for what they left. *The choice*: the layout that is predicted to be the fastest, as measured; *the
@@ -120,7 +121,7 @@ def predict(case: Case, cluster: Cluster) -> tuple[Layout, Timing]:
     world = World(cluster.world_size, cluster.ranks_per_node)
     config = parse(case.flags, world)
     layout = Layout(BaseLayout(config, world, cluster, Collectives(cluster)), config.zero)
-    return layout, simulate(layout)
+    return layout, shared_processors.predict(layout)
 
 
 def measured(file: Path) -> dict[str, dict[str, Any]]:
@@ -145,8 +146,8 @@ def profile(lab: Lab, keep: Path, rate: str, timeout: float) -> None:
             kept = [line for line in lines if not json.loads(line).get("point", "").startswith("collectives")]
             progress.write_text("\n".join(kept) + "\n")
     words = ["--cluster-output", str(cluster_file(keep, rate)), "--cluster-name", f"lab, {rate}"]
-    words += ["--profile-largest-bytes", str(4 << 20), "--profile-rounds", str(ROUNDS)]
-    words = ["-m", "megazero", "profile", *SHAPES["profiled"].split(), *words]
+    words += ["--calibrate-largest-bytes", str(4 << 20), "--calibrate-rounds", str(ROUNDS)]
+    words = ["-m", "megazero", "calibrate", *SHAPES["profiled"].split(), *words]
     environ = {"PYTHONPATH": str(harness.ROOT), "PYTHONWARNINGS": "ignore"}
     done = lab.run(words, ranks_per_node=RANKS, environ=environ, timeout=timeout, echo=True)
     if done.returncode:

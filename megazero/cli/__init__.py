@@ -1,14 +1,20 @@
-"""The command line is: megazero COMMAND. A command is imported when it is called, and torch only when it needs it."""
+"""The command line is: megazero COMMAND. A command is imported when it is called, and torch only when it needs it.
+
+A command that has a package lies there as command.py, each other one in a file of this package.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from megazero import __version__
 from megazero.config.nearest import did_you_mean
-from megazero.log.safe_stream import guard_streams
+from megazero.log.safe_stream import guard_output
+from megazero.mesh.launch import is_first
 
 
 class Command(NamedTuple):
@@ -23,30 +29,41 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "verify": Command(
-        "prove a configuration: run it shrunk on local ranks against one rank, and write a certificate",
-        "megazero.verify.command",
+    "train": Command("train a model, or continue its training", "megazero.train.command"),
+    "generate": Command("continue a text with a trained model", "megazero.cli.generate"),
+    "preprocess": Command("turn text into the token files that training reads", "megazero.cli.preprocess"),
+    "tokenizer": Command("train a SentencePiece tokenizer on text", "megazero.cli.tokenizer"),
+    "status": Command("report the state, progress and restarts of runs", "megazero.cli.status"),
+    "inspect": Command("describe a checkpoint, check its files, or compare two", "megazero.cli.inspect"),
+    "convert": Command(
+        "convert checkpoints to and from Hugging Face, and from Megatron", "megazero.convert.command"
     ),
-    "plan": Command(
-        "find the fastest layout of a model on a cluster, before it is booked", "megazero.plan.command"
+    "plan": Command("find the fastest layout of a model on a cluster", "megazero.plan.command"),
+    "calibrate": Command("measure a cluster for the planner", "megazero.calibrate.command"),
+    "verify": Command("prove a configuration on local ranks against one rank", "megazero.verify.command"),
+    "check-nodes": Command(
+        "check devices, links and shared storage of nodes without a run", "megazero.cli.check_nodes"
     ),
-    "profile": Command(
-        "measure collectives, codecs and a model's modules on the ranks at hand: the planner's cluster file",
-        "megazero.profile.command",
-    ),
-    "convert": Command("checkpoints to and from Hugging Face, and from Megatron", "megazero.convert.command"),
 }
+_PROFILE = re.compile("^--profile[-_](?=rounds|micro|largest|fresh)")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status: 0 is good, 1 a check failed, 2 the command line is wrong."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None:  # else another program calls, whose streams are its own
-        guard_streams()
+def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
+    """Run a command and return the exit status: 0 is good, 1 a check failed, 2 the command line is wrong.
+
+    argv: the words of the command line (default: this process's). command: the name of the command, if the words are
+    those after it.
+    """
+    words = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]
+    if argv is None:  # else another program calls, and its streams are its own
+        guard_output()
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0 if words else 2
-    name, *rest = words
+    if words[0] == "--version":
+        print(f"megazero {__version__}")
+        return 0
+    name, *rest = _renamed(words)
     if name not in COMMANDS:
         near = did_you_mean(name, COMMANDS, "megazero ")
         print(f"megazero {name} does not exist{near}\n\n{_help()}", file=sys.stderr)
@@ -54,6 +71,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return import_module(COMMANDS[name].module).main(rest)
 
 
+def _renamed(words: list[str]) -> list[str]:
+    """Return a command line in today's words: calibrate and four of its flags were called profile."""
+    if words[0] != "profile":
+        return words
+    if is_first():
+        print(
+            "megazero profile is now megazero calibrate, and its flags --profile-* are --calibrate-*",
+            file=sys.stderr,
+        )
+    return ["calibrate", *(_PROFILE.sub("--calibrate-", word) for word in words[1:])]
+
+
 def _help() -> str:
-    lines = ["usage: megazero COMMAND [flags]   (megazero COMMAND --help)", "", "commands"]
-    return "\n".join([*lines, *(f"  {name:<9} {command.help}" for name, command in COMMANDS.items())])
+    lines = [
+        "usage: megazero COMMAND [words]",
+        "       megazero COMMAND --help",
+        "       megazero --version",
+        "",
+    ]
+    return "\n".join([*lines, *(f"  {name:<11}  {command.help}" for name, command in COMMANDS.items())])

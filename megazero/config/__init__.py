@@ -5,6 +5,7 @@ It imports neither torch nor numpy.
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout.shards import PRESETS, resolve_shards
+from megazero.config.read.flags import read_arguments
 from megazero.config.read.parse import CommandLine, make_config, parse, parse_or_exit, run_command
 from megazero.config.run import RunConfig, World
 
@@ -17,6 +18,7 @@ __all__ = [
     "make_config",
     "parse",
     "parse_or_exit",
+    "read_arguments",
     "resolve_shards",
     "run_command",
 ]

@@ -9,8 +9,8 @@ from megazero.config.layout.outer import BF16_BITS, EXACT_BITS, averages, feeds_
 from megazero.config.layout.pipeline import stage_costs
 from megazero.config.layout.shards import AUTO, QUANTISED, Shards
 from megazero.config.layout.wire import Coding, Wire, asked_for, quantizes_gradients, quantizes_weights
-from megazero.config.model.parameters import parameter_count
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import parameter_count
 from megazero.config.options.fields import show
 from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.run import RunConfig, World, all_options, section_types

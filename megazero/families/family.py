@@ -37,6 +37,16 @@ class TensorNames:
     equal: tuple[tuple[str, str], ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
 
+    def stored(self, name: str) -> tuple[str, int | None]:
+        """Return the tensor that holds a parameter of the decoder and, if it is fused, which part of it."""
+        module, kind = (name, "weight") if name == "embedding.positions" else name.rsplit(".", 1)
+        if not module.startswith("layers."):
+            return f"{self.model[module]}.{kind}", None
+        _, index, module = module.split(".", 2)
+        entry = self.layer[module]
+        tensor, part = entry if isinstance(entry, tuple) else (entry, None)
+        return f"{self.layer_prefix}{index}.{tensor}.{kind}", part
+
     def can_express(self, options: object) -> bool:
         """Tell whether the choices in ``options``, an object with the options as attributes, have names here."""
         wanted = all(

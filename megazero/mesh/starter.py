@@ -16,12 +16,23 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 from megazero.mesh.launch import FIRST_PORT, PORTS, allocator_settings, computes_on_host, rank_variables
 
 GRACE_S = 20.0  # that the other ranks have once one has failed, and again once they were sent SIGTERM
 LOOK_S = 0.05
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def start_again(argv: Sequence[str], flags: Sequence[str], count: int, **options: Any) -> int:
+    """Start this command, whose last words are ``argv``, as ``count`` ranks whose last words are ``flags``.
+
+    Returns the exit status. ``options`` are those of ``start_ranks``.
+    """
+    words, own = sys.orig_argv, len(sys.orig_argv) - len(argv)
+    assert words[own:] == list(argv), "the command line of this process is another program's"
+    return start_ranks([sys.executable, *words[1:own], *flags], count, **options)
 
 
 def start_ranks(

@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.checkpoint.placement import Placement
-from megazero.config.model.parameters import head_copies, of_own_heads, parameter_roles
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import padded_spec
 from megazero.config.options.sections import RECOMPUTE
 from megazero.families.layer_kinds import layer_kind
 from megazero.models.dropout import NO_DROPOUT, dropout_of_layers, key_words, keyed_dropout, sharded_key
 from megazero.models.initialization import init_tensor
 from megazero.models.layer import DecoderLayer, make_norm, soft_cap
-from megazero.models.placements import decoder_placements, replicated_names
+from megazero.models.placements import decoder_placements
 from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (
@@ -192,6 +192,10 @@ class Decoder(nn.Module):
         self.tied = not config.untie_embeddings_and_output_weights
         tied = self.embedding.tokens.weight if self.tied and self.embedding else None
         self.head = Head(config, tp, tied, z_loss, loss_chunk, **factory) if last else None
+        layers = (i for s in self.stages for i in s.layers)
+        self.specs = padded_spec(config, tp.size).held(first, layers, last)
+        built = [(name, tuple(p.shape)) for name, p in self.named_parameters()]
+        assert built == [(name, p.local_shape(tp.size)) for name, p in self.specs.items()]
 
     def forward(
         self,
@@ -318,11 +322,11 @@ class Decoder(nn.Module):
 
     def replicated_parameters(self) -> set[str]:
         """Return the parameters that several ranks of the tp axis hold (they count once in a norm)."""
-        return replicated_names(self.config, self.tp.size)
+        return {name for name, p in self.specs.items() if p.replicated(self.tp.size)}
 
     def replica_span(self, name: str) -> int:
         """Return how many consecutive ranks hold the same part of a replicated parameter; 0: all of the tp axis."""
-        copies = head_copies(self.config, name, self.tp.size)
+        copies = self.specs[name].copies(self.tp.size)
         return copies if copies > 1 else 0
 
     def partial_gradients(self) -> set[str]:
@@ -336,7 +340,7 @@ class Decoder(nn.Module):
         return {
             name
             for name in self.replicated_parameters()
-            if self.tp.sharded_sequence or self.replica_span(name) or of_own_heads(self.config, name)
+            if self.tp.sharded_sequence or self.specs[name].partial(self.tp.size)
         }
 
     def no_weight_decay(self) -> set[str]:
@@ -345,10 +349,7 @@ class Decoder(nn.Module):
 
     def matrices(self) -> dict[str, int | None]:
         """Map the matrices of the layers to the dimension that tensor-parallel ranks cut."""
-        held = {
-            name for name, parameter in self.layers.named_parameters(prefix="layers") if parameter.ndim == 2
-        }
-        return {role.name: role.split for role in parameter_roles(self.config) if role.name in held}
+        return {n: p.cut for n, p in self.specs.items() if p.multiplies and not p.vocabulary}
 
     def embedding_and_head(self) -> set[str]:
         """Return which of the two tables of tokens, of the input and of the output, are held here.
@@ -370,4 +371,4 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 def initializer(decoder: Decoder, seed: int) -> Callable[[str], Tensor]:
     """Return a function from parameter name to this rank's fp32 initial tensor (on the CPU)."""
     placements = decoder.placements()
-    return lambda name: init_tensor(decoder.config, seed, name, placements[name])
+    return lambda name: init_tensor(seed, decoder.specs[name], placements[name])

@@ -8,13 +8,12 @@ slice touches and no others, always in fp32.
 from __future__ import annotations
 
 import hashlib
-import math
 
 import torch
 from torch import Tensor
 
 from megazero.checkpoint.placement import Placement
-from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import ParameterSpec
 
 BLOCK_ROWS = 256
 
@@ -47,16 +46,8 @@ def _normal(seed: int, placement: Placement) -> Tensor:
     return out
 
 
-def init_tensor(config: ModelConfig, seed: int, name: str, placement: Placement) -> Tensor:
-    """Return the local fp32 tensor of parameter ``name``.
-
-    Biases are 0, and norms multiply by 1. Weights are normal with ``init_method_std``. For those that write to the
-    residual (o_proj, down_proj) it is divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3;
-    Megatron's default).
-    """
-    if len(placement.local_shape) == 1:
-        value = 0.0 if name.endswith(".bias") or config.apply_layernorm_1p else 1.0
-        return torch.full(placement.local_shape, value, dtype=torch.float32, device="cpu")
-    output = name.endswith(("o_proj.weight", "down_proj.weight"))
-    std = config.init_method_std / math.sqrt(2 * config.num_layers) if output else config.init_method_std
-    return _normal(seed, placement).mul_(std)
+def init_tensor(seed: int, parameter: ParameterSpec, placement: Placement) -> Tensor:
+    """Return the local fp32 tensor of a parameter."""
+    if parameter.std == 0:
+        return torch.full(placement.local_shape, parameter.mean, dtype=torch.float32, device="cpu")
+    return _normal(seed, placement).mul_(parameter.std)

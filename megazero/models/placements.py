@@ -1,21 +1,16 @@
 """Where the decoder's parameters lie in the Hugging Face tensors of its family.
 
-megazero.config.model.parameters lists the parameters. The family's record (megazero/families) says what the family
-calls them and how it stores them.
+megazero/config/model/spec.py lists the parameters. The family's record (megazero/families) says what the family calls
+them and how it stores them.
 """
 
 from __future__ import annotations
 
 from megazero.checkpoint.placement import Placement, RowRange
-from megazero.config.model.parameters import ParameterRole, head_copies, parameter_roles
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import ParameterSpec, model_spec
 from megazero.families import TensorNames, fused_row
 from megazero.tp import TensorParallel, VocabShard
-
-
-def replicated_names(c: ModelConfig, tp_size: int) -> set[str]:
-    """Return the parameters that several of ``tp_size`` ranks hold: the uncut ones, and shared key/value heads."""
-    return {r.name for r in parameter_roles(c) if r.split is None or head_copies(c, r.name, tp_size) > 1}
 
 
 def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -35,42 +30,31 @@ def decoder_placements(
     names: those of other tensors than a checkpoint's, such as another program's.
     """
     names = names or c.tensor_names
-    return {role.name: _placement(c, names, tp, role) for role in parameter_roles(c)}
+    return {name: _placement(c, names, tp, name, p) for name, p in model_spec(c).parameters.items()}
 
 
-def _stored_name(names: TensorNames, name: str) -> tuple[str, int | None]:
-    """Return the stored tensor's name and, if it is fused, which part of it the parameter is."""
-    if name == "embedding.positions":
-        return f"{names.model[name]}.weight", None
-    module, kind = name.rsplit(".", 1)
-    if not module.startswith("layers."):
-        return f"{names.model[module]}.{kind}", None
-    _, index, module = module.split(".", 2)
-    entry = names.layer[module]
-    stored, part = entry if isinstance(entry, tuple) else (entry, None)
-    return f"{names.layer_prefix}{index}.{stored}.{kind}", part
-
-
-def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: ParameterRole) -> Placement:
-    name, part = _stored_name(names, role.name)
-    if role.name in ("embedding.tokens.weight", "head.weight"):
+def _placement(
+    c: ModelConfig, names: TensorNames, tp: TensorParallel, own: str, p: ParameterSpec
+) -> Placement:
+    name, part = names.stored(own)
+    if p.vocabulary:
         shard = VocabShard.of(c.vocabulary, c.padded_vocab_size(tp.size), tp)
-        return Placement.plain(name, role.shape, (shard.rows, c.hidden_size), shard.start)
-    local, copies = list(role.shape), head_copies(c, role.name, tp.size)
-    if role.split is not None:
-        local[role.split] = tp.share(copies * role.shape[role.split], role.name)
+        return Placement.plain(name, p.shape, (shard.rows, c.hidden_size), shard.start)
+    local, copies = list(p.shape), p.copies(tp.size)
+    if p.cut is not None:
+        local[p.cut] = tp.share(copies * p.shape[p.cut], own)
     rows = local[0]
-    first = tp.rank // copies * rows if role.split == 0 else 0
-    offset1 = tp.rank * local[1] if role.split == 1 else 0
+    first = tp.rank // copies * rows if p.cut == 0 else 0
+    offset1 = tp.rank * local[1] if p.cut == 1 else 0
     segments: tuple[RowRange, ...] = (RowRange(0, rows, first),)
-    shape = role.shape
-    if part is not None and ".mlp." in role.name:
-        shape = (2 * role.shape[0], *role.shape[1:])
-        segments = (RowRange(0, rows, part * role.shape[0] + first),)
-    elif part is not None:
-        shape = (c.query_projection_size + 2 * c.kv_projection_size, *role.shape[1:])
+    shape = p.shape
+    if part is not None and p.heads is not None:
+        shape = (c.query_projection_size + 2 * c.kv_projection_size, *p.shape[1:])
         segments = _fused_segments(c, names, part, first, rows)
-    transposed = names.transposed and len(shape) == 2 and role.name != "embedding.positions"
+    elif part is not None:  # the gate and the up projection
+        shape = (2 * p.shape[0], *p.shape[1:])
+        segments = (RowRange(0, rows, part * p.shape[0] + first),)
+    transposed = names.transposed and p.multiplies
     return Placement(name, shape[::-1] if transposed else shape, tuple(local), segments, offset1, transposed)
 
 

@@ -13,8 +13,9 @@ from megazero.config import RunConfig
 from megazero.config.layout.shards import AUTO
 from megazero.config.model.attention import BAND, TORCH, needs_mask, planned
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.families.layer_kinds import layer_kinds
-from megazero.plan.units import EMBEDDING, HEAD, LAYER, module_parameters
+from megazero.plan.units import module_parameters
 from megazero.pp.partition import StageSpec
 
 # Elements of logits that the loss handles at once (tp/cross_entropy.py).

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 from megazero.config import RunConfig, World
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
@@ -16,7 +17,6 @@ from megazero.plan.activations import activations, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import INTER_SITE, Collectives, Cost
-from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import (
     SCHEDULES,
@@ -108,11 +108,7 @@ class BaseLayout:
             busy = self.micro_batches * sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in own)
             best = max(best, before + busy)
             before += seconds[rank][Kind.FORWARD] + (0.0 if split else seconds[rank][back])
-        if self.cluster.cores is None:
-            return best
-        # A rank that computes alone is faster than measured, but a host still does the work of all its ranks.
-        work = sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in seconds) * self.micro_batches
-        return work / self.pp
+        return best
 
     @cached_property
     def sampled(self) -> tuple[int, ...]:
@@ -139,12 +135,7 @@ class BaseLayout:
 
     @cached_property
     def compute_only(self) -> tuple[float, float]:
-        """Return when the last rank and when the first one ends, if nothing waits for weights or gradients.
-
-        If ranks share processors both are lower bounds of the step time.
-        """
-        if self.cluster.cores is not None:
-            return self.least_seconds, self.least_seconds
+        """Return when the last rank and when the first one ends, if nothing waits for weights or gradients."""
         ends = [self._compute_only(micro_batches) for micro_batches in self.sampled]
         return self.extrapolated([last for last, _ in ends]), self.extrapolated([first for _, first in ends])
 

@@ -2,7 +2,7 @@
 
 Matrix products run at a share of the device's peak, but not faster than their weights are read. Everything else takes
 the time of the bytes it moves. Measured modules scale these times. Multiply-adds are those of
-config/model/parameters.py, counted here as the kernels execute them. Where a cluster file has the codecs' times, they
+config/model/spec.py, counted here as the kernels execute them. Where a cluster file has the codecs' times, they
 count for each element. Else coding takes the time of the bytes that are read and written.
 """
 
@@ -16,12 +16,13 @@ from typing import NamedTuple
 from megazero.config import RunConfig
 from megazero.config.layout.wire import Coding
 from megazero.config.model.attention import BAND, needs_mask, planned
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTRA, AxisSpec
 from megazero.plan.communication import Activation, Formats, UnitShape, has_loss_chunks, tensor_parallel
 from megazero.plan.seconds import Collectives
-from megazero.plan.units import EMBEDDING, HEAD, LAYER, WIDTHS
+from megazero.plan.units import WIDTHS
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind
 

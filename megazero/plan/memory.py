@@ -13,12 +13,12 @@ from math import prod
 
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
-from megazero.config.model.parameters import parameter_count
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import EMBEDDING, LAYER, parameter_count
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.mesh.grid import INTER, Grid
 from megazero.plan.communication import EXCHANGE, Formats, OuterFormat, UnitShape, gradient_hops, message
-from megazero.plan.units import EMBEDDING, LAYER, WIDTHS, RankUnits
+from megazero.plan.units import WIDTHS, RankUnits
 
 # Of all that is allocated: what the blocks of CUDA's allocator leave unused between tensors of unequal sizes.
 ALLOCATOR_MARGIN = 0.06

@@ -9,7 +9,7 @@ from typing import Any
 
 from megazero.charts import new_figure, save, stacked_bars
 from megazero.config import RunConfig
-from megazero.config.model.parameters import parameter_count, training_flops
+from megazero.config.model.spec import parameter_count, training_flops
 from megazero.config.options.cluster import Cluster
 from megazero.config.options.fields import show, typed
 from megazero.config.run import all_options

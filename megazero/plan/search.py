@@ -352,8 +352,6 @@ def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, *ACROSS), onc
     """
     base = layout.base
     makespan, first_rank = base.compute_only
-    if base.cluster.cores is not None:  # a hop is faster than measured where others are idle
-        return makespan
     work = [(layout.chains_of(unit), times) for unit, times in layout.units(0).counts_of(0)]
     refresh = max(sum(n * _on(one.refresh, link) for one, n in work) for link in links)
     reduce = max(sum(n * _on(one.last, link) for one, n in work) for link in links)

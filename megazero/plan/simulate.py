@@ -10,7 +10,7 @@ other, latency included. Hops of both lanes share the link's rate, one at a time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megazero.config.options.sections import OuterConfig
@@ -18,7 +18,6 @@ from megazero.plan.communication import ends_hop
 from megazero.plan.layout import LOCAL, Chain, Layout
 from megazero.plan.memory import PENDING_REDUCTIONS, STREAMS
 from megazero.plan.rank_step import RankStep, Spent
-from megazero.plan.shared_processors import Machine
 from megazero.pp.schedules import Action, Kind
 
 
@@ -160,8 +159,13 @@ class _Rank(RankStep):
 def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
     """Return the time of one step in the middle of a run; with outer replicas the mean of those from one meeting to
     the next."""
+    return whole_step(layout, lambda micro_batches: _run(layout, execution, micro_batches))
+
+
+def whole_step(layout: Layout, run: Callable[[int], Timing]) -> Timing:
+    """Return the timing of a step from ``run``, which times some micro-batches without outer steps."""
     base = layout.base
-    runs = [_run(layout, execution, micro_batches) for micro_batches in base.sampled]
+    runs = [run(micro_batches) for micro_batches in base.sampled]
     seconds = base.extrapolated([run.seconds for run in runs])
     bill = {name: base.extrapolated([run.bill[name] for run in runs]) for name in BILL}
     outer = layout.states.outer
@@ -192,8 +196,6 @@ def _meetings(layout: Layout, rank: int) -> Iterator[float]:
 
 def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
     base = layout.base
-    if base.cluster.cores is not None:
-        return _run_shared(layout, micro_batches)
     ranks = [_Rank(layout, rank, execution, micro_batches) for rank in range(base.pp)]
     done: dict[Action, float] = {}
     message = base.message_seconds
@@ -208,29 +210,20 @@ def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
         done[event] = clock.now
     for clock in ranks:
         clock.finish()
-    update = _update_seconds(layout)
+    update = update_seconds(layout)
     end = max(clock.now for clock in ranks)
     for clock in ranks:
         clock.wait_until(end, "pipeline")
         clock.bill["update"] += update
-    return Timing(end + update, _mean([clock.bill for clock in ranks]))
+    return Timing(end + update, mean_bill([clock.bill for clock in ranks]))
 
 
-def _run_shared(layout: Layout, micro_batches: int) -> Timing:
-    """Run a step whose ranks share processors."""
-    machine = Machine(layout, micro_batches, BILL)
-    end, update = machine.run(), _update_seconds(layout)
-    for bill in machine.bills:
-        bill["pipeline"] += end - sum(bill.values())  # until the last rank is done
-        bill["update"] += update
-    return Timing(end + update, _mean(machine.bills))
-
-
-def _mean(bills: Sequence[dict[str, float]]) -> dict[str, float]:
+def mean_bill(bills: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of the ranks' bills."""
     return {name: sum(bill[name] for bill in bills) / len(bills) for name in BILL}
 
 
-def _update_seconds(layout: Layout) -> float:
+def update_seconds(layout: Layout) -> float:
     """Return the seconds of the norm's exchange, the update and, across a pipeline, the sum of tied embeddings.
 
     Updates of whole matrices add ``matrix_seconds``.

@@ -5,7 +5,7 @@ It lays units out as zero/layout.py does: parameters begin on blocks, regions ar
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,14 +13,13 @@ from math import prod
 
 from megazero.config.layout.outer import fragments
 from megazero.config.layout.wire import Wire
-from megazero.config.model.parameters import ParameterRole, head_copies, of_own_heads, parameter_roles
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, ParameterSpec, padded_spec
 from megazero.config.options.sections import OuterConfig
 from megazero.mesh.dealing import Cut
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
 
-EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 Joined = tuple[str, int]  # modules of one kind whose parameters are gathered together, and how many they are
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
 
@@ -153,43 +152,23 @@ def _units(stage: StageSpec, joined: int) -> list[Joined]:
 
 @lru_cache(maxsize=64)
 def module_parameters(model: ModelConfig, tp: int) -> Mapping[str, tuple[Parameter, ...]]:
-    """Return the parameters of the embedding, of a layer and of the head on a rank with the largest share."""
-    by_module: defaultdict[str, list[Parameter]] = defaultdict(list)
-    for role in parameter_roles(model):
-        kind, _, rest = role.name.partition(".")
-        if kind == "layers":
-            if not rest.startswith("0."):
-                continue
-            kind = LAYER
-        by_module[kind].append(_local(model, role, tp))
-    if not model.untie_embeddings_and_output_weights:
-        table = next(p for p in by_module[EMBEDDING] if p.tied)
-        by_module[HEAD].append(table)
-    return {kind: tuple(parameters) for kind, parameters in by_module.items()}
+    """Return the parameters of each kind of module on a rank with the largest share."""
+    modules = padded_spec(model, tp).modules
+    return {kind: tuple(_local(p, tp) for p in module.parameters) for kind, module in modules.items()}
 
 
 @lru_cache(maxsize=64)
 def layer_matrices(model: ModelConfig, tp: int) -> tuple[Cut, ...]:
     """Return the matrices of a layer as each of ``tp`` ranks steps its own part of them, held by nobody."""
-    found = []
-    for role in parameter_roles(model):
-        if role.name.startswith("layers.0.") and len(role.shape) == 2:
-            share = tp // head_copies(model, role.name, tp)
-            rows, columns = (n // share if dim == role.split else n for dim, n in enumerate(role.shape))
-            found.append(Cut(rows, columns, held={}))
-    return tuple(found)
+    (layer,) = padded_spec(model, tp).layers
+    shapes = [p.local_shape(tp) for p in layer.parameters if p.multiplies]
+    return tuple(Cut(rows, columns, held={}) for rows, columns in shapes)
 
 
-def _local(model: ModelConfig, role: ParameterRole, tp: int) -> Parameter:
-    tied = role.name == "embedding.tokens.weight" and not model.untie_embeddings_and_output_weights
-    if role.name in ("embedding.tokens.weight", "head.weight"):
-        return Parameter(model.padded_vocab_size(tp) // tp * model.hidden_size, False, False, tied)
-    copies = head_copies(model, role.name, tp)
-    replicated = tp > 1 and (role.split is None or copies > 1)
-    share = 1 if role.split is None else tp / copies
-    partial = replicated and (copies > 1 or of_own_heads(model, role.name))
-    matrix = role.name.startswith("layers.") and len(role.shape) == 2
-    return Parameter(int(prod(role.shape) / share), replicated, partial, matrix=matrix)
+def _local(p: ParameterSpec, tp: int) -> Parameter:
+    replicated = tp > 1 and p.replicated(tp)
+    matrix = p.multiplies and not p.vocabulary
+    return Parameter(prod(p.local_shape(tp)), replicated, replicated and p.partial(tp), p.tied, matrix)
 
 
 def rank_units(

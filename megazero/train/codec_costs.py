@@ -93,7 +93,7 @@ class CodecCosts:
         units, delta = self.engine.units, self.engine.policy.codecs.delta
         links = dict.fromkeys(axis.link for axis in self.axes)
         width, sums = units[0].dtype.itemsize, units[0].sum_dtype.itemsize
-        unsummed = units[0].levels.g > 0 or self.engine.reducer.micro_batches == 1
+        unsummed = units[0].levels.g > 0 or self.engine.micro_batches == 1
 
         def made(
             what: str, codecs: Iterable[Codec | None], hops: Iterable[tuple[str, str]], width: int, cure: str

@@ -45,7 +45,7 @@ class Profiler:
     ) -> None:
         self.options, self.rank, self.device = config.profiling, engine.mesh.rank, engine.mesh.device
         self.folder = Path(config.logging.log_dir) / "profile"
-        self.labelled: Sequence[Lane | Pipeline | TimeBill] = (*engine.hooks.lanes, pipeline, bill)
+        self.labelled: Sequence[Lane | Pipeline | TimeBill] = (*engine.lanes, pipeline, bill)
         names = {module: name for name, module in decoder.named_modules()}
         self.units = [(names[module], module) for unit in decoder.units() for module in unit]
         self.say = say

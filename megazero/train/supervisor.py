@@ -87,8 +87,7 @@ class Supervisor:
         if self.trainer is None:
             return {"phase": self.phase}
         engine = self.trainer.engine
-        current = engine.gatherer.program.current
-        units = [unit.name for unit in engine.units if unit.active]
+        current, units = engine.segment_now, engine.units_now
         action = {} if current is None else {"action": f"{current}"}
         return {"phase": self.phase, **action, **({"unit": ", ".join(units)} if units else {})}
 
@@ -100,11 +99,9 @@ class Supervisor:
         if self.trainer is None:
             return self.joining or time.monotonic()
         engine = self.trainer.engine
-        program = engine.gatherer.program
-        order = program.orders.get(program.current) if program.current else None
         sent = sum(list(engine.traffic.bytes.values()))
         files = time.monotonic() if self.phase.startswith((*SAVING, "going back")) else 0
-        return self.phase, sent, program.at, order.position if order else 0, files
+        return self.phase, sent, *engine.position, files
 
     def look(self) -> dict[str, Any]:
         """Return the phase and its times for the lease, which those who watch the run read (``Leaseholder``)."""

@@ -18,7 +18,7 @@ from megazero.checkpoint.errors import CheckpointError
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.config.layout.sequence_lengths import SequenceLengths
-from megazero.config.model.parameters import training_flops
+from megazero.config.model.spec import training_flops
 from megazero.config.options.skipping import due, iteration_ranges
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
@@ -148,7 +148,7 @@ class Trainer:
         self.scalars = torch.zeros(len(RankScalars._fields), dtype=torch.float64, device=self.mesh.device)
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         waits = (self.engine.waits, self.decoder.tp.waits)
-        self.timed: Sequence[Lane | Waits] = (*self.engine.hooks.lanes, *waits)
+        self.timed: Sequence[Lane | Waits] = (*self.engine.lanes, *waits)
         self.compile_time = CompileTime() if self.config.training.compile else None
         self.codec_costs = CodecCosts(self.engine)
         self.exit_reason: str | None = None  # why to save and stop after the iteration
@@ -306,7 +306,7 @@ class Trainer:
         ids = batches.sample_ids(count)
         length, host = self.lengths.at(self.progress.iteration + 1), batches.next_step(count)
         device = [self.feeding.cut(self.feeding.to_device(batch), length) for batch in host]
-        with self.bill.span(self.engine.scalars.hop) if self.feeding.masked else nullcontext():
+        with self.bill.span(self.engine.exchange_hop) if self.feeding.masked else nullcontext():
             tokens = self.feeding.valid_tokens([self.feeding.cut(batch, length) for batch in host])
         return StepBatches(ids, host, device, tokens, batches.consumed - consumed, length)
 
@@ -368,7 +368,7 @@ class Trainer:
         at = self.progress.tokens / self.lengths.full if self.config.batch.lr_by_tokens else position
         rates = {decoupled: rate(at) for decoupled, rate in self.learning_rates.items()}
         decay, names = self.weight_decay(position), {"learning_rate": rates[False]}
-        for group in self.engine.optimizer.torch.param_groups:
+        for group in self.engine.param_groups:
             group["lr"] = rates[group.get(DECOUPLED, False)]
             group["weight_decay"] = 0.0 if group.get(UNDECAYED) else decay
         if self.config.optimizer.decoupled_lr is not None:

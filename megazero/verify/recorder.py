@@ -6,7 +6,7 @@ It keeps hashes of the tensors that forwards read and stages pass on, the rank's
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from megazero.comm.codec import Blockwise, Codec
 from megazero.models import Decoder
 from megazero.pp.executor import Pipeline
-from megazero.zero import Engine
+from megazero.zero import Engine, StepPart
 from megazero.zero.gather import used_weights
 from megazero.zero.layout import Slice
-from megazero.zero.optimizer import clip_factor
 from megazero.zero.rounding import WEIGHTS
+from megazero.zero.scalars import NOTHING, Rows
 from megazero.zero.unit import Unit
 
 
@@ -91,8 +91,8 @@ class RoundingRecord:
     norm: float = 0.0
 
 
-class Recorder:
-    """Hooks on one decoder, engine and pipeline. They fill the record ``step``."""
+class Recorder(StepPart):
+    """Takes part in the engine's steps, and hooks on the decoder and the pipeline. They fill the record ``step``."""
 
     def __init__(self, decoder: Decoder, engine: Engine, pipeline: Pipeline) -> None:
         self.engine, self.step = engine, StepRecord()
@@ -100,17 +100,16 @@ class Recorder:
         self._held: dict[str, Tensor] = {}  # R of units whose refreshes send differences
         self._batches: list[int] = []
         self._raw: list[UnitSlice] = []
-        self._factor = 1.0
+        self._met: list[list[UnitSlice]] = []  # masters and anchors before outer replicas may have met
         names = {id(p): name for name, p in decoder.named_parameters()}
         for module in (m for part in decoder.parts() for m in part):
             module.register_forward_pre_hook(lambda m, _: self._note_read(m, names))  # after the engine's own
         self._watch_stages(pipeline)
-        self._watch_optimizer()
-        self._watch_outer()
+        engine.join(self)
         for unit in engine.units:
             if unit.delta:
                 self._held[unit.name] = used_weights(unit)
-        engine.rounding.observer = self._note_rounding
+        engine.observe_rounding(self._note_rounding)
 
     def open(self, batches: Sequence[Any]) -> None:
         """Begin the record of a step that has these micro-batches."""
@@ -120,14 +119,33 @@ class Recorder:
     def close(self, loss: float, norm: float) -> StepRecord:
         """End the record after the step, and return it."""
         step, engine = self.step, self.engine
-        clip = clip_factor(norm, engine.clip_norm, 1.0)
-        scale = self._factor / clip
+        scale = 1.0 / engine.divisor
         step.gradients = [
             UnitSlice(s.unit, s.part, s.ranges, s.values.astype(np.float64) * scale) for s in self._raw
         ]
         step.loss, step.norm, step.traffic = loss, norm, engine.traffic.take()
+        if engine.outer is not None:
+            (updated, before), (gone_on, after) = self._met, self._masters_and_anchors()
+            step.outer = OuterRecord(updated, before, after, gone_on)
         self._raw = []
         return step
+
+    # -- what the engine tells ---------------------------------------------------------------------
+
+    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+        self._raw = slices(self.engine, _gradient)
+        return NOTHING
+
+    def updated(self, made: bool) -> None:
+        if not made:
+            self._raw = []
+        if self.engine.outer is not None:
+            self._met = self._masters_and_anchors()
+
+    def _masters_and_anchors(self) -> list[list[UnitSlice]]:
+        assert self.engine.outer is not None
+        anchors = self.engine.outer.anchors
+        return [slices(self.engine, each) for each in (lambda u: u.master, lambda u: anchors[u].value)]
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -159,32 +177,6 @@ class Recorder:
             return y
 
         pipeline.forward = watched
-
-    def _watch_optimizer(self) -> None:
-        scale = self.engine.optimizer.scale
-
-        def watched(factor: float) -> None:
-            self._raw, self._factor = slices(self.engine, _gradient), factor
-            scale(factor)
-
-        self.engine.optimizer.scale = watched  # type: ignore[method-assign]
-
-    def _watch_outer(self) -> None:
-        engine, outer = self.engine, self.engine.outer
-        if outer is None:
-            return
-        count, anchors = outer.count, outer.anchors
-
-        def both() -> list[list[UnitSlice]]:
-            return [slices(engine, each) for each in (lambda u: u.master, lambda u: anchors[u].value)]
-
-        def watched() -> None:
-            updated, before = both()
-            count()
-            gone_on, after = both()
-            self.step.outer = OuterRecord(updated, before, after, gone_on)
-
-        outer.count = watched  # type: ignore[method-assign]
 
     def _note_rounding(self, unit: Unit, codec: Codec, kind: str, exact: Tensor, sent: Tensor) -> None:
         assert isinstance(codec, Blockwise)

@@ -92,26 +92,18 @@ class Reference:
         self.load(weights)
         return self._backward(step)
 
-    def gradients(self, weights: Mapping[str, np.ndarray], step: int, without_last: bool = False) -> Tensors:
-        """Return the gradients (fp64) of a step's mean loss at these weights.
-
-        without_last: each rank's last micro-batch is left out.
-        """
+    def gradients(self, weights: Mapping[str, np.ndarray], step: int) -> Tensors:
+        """Return the gradients (fp64) of a step's mean loss at these weights."""
         self.load(weights)
         self.decoder.zero_grad()
-        self._backward(step, without_last)
+        self._backward(step)
         return _arrays({n: p.grad for n, p in self.decoder.named_parameters() if p.grad is not None})
 
-    def micro_batches(self, step: int) -> int:
-        return self._sizes[step] // (self.data_parallel * self.config.batch.micro_batch_size)
-
-    def _backward(self, step: int, without_last: bool = False) -> float:
-        batch, micro = tokens_of(self.config, step, self._sizes[step]), self.config.batch.micro_batch_size
+    def _backward(self, step: int) -> float:
+        batch = tokens_of(self.config, step, self._sizes[step])
         tokens, labels, mask = (each[self._rows(step)] for each in batch)
         packed = MicroBatch(tokens, labels, mask, None, **documents_of(self.config, tokens)).documents
         losses = self.decoder(tokens, labels, documents=packed) * mask
-        if without_last:
-            losses = losses[: -self.data_parallel // self.replicas * micro]
         total = losses.sum() / mask.sum()
         total.backward()
         return total.item()

@@ -108,9 +108,7 @@ class _Runs:
         second = self._configured_section(seen, configured)
         first = [self._exact_section(each, exact) for each in seen]
         third = self._checkpoint_section(self._loss_after_save(seen, exact), configured, resumed, weights)
-        for each, section in zip(seen, first, strict=True):
-            self.diagnosis += diagnose(each, section.checks, second.checks)
-        self.diagnosis = list(dict.fromkeys(self.diagnosis))
+        self.diagnosis = list(dict.fromkeys(line for each in seen for line in diagnose(each)))
         return [*first, *self._outer_section(exact), second, third]
 
     def _outer_section(self, exact: Sequence[RankRecord]) -> list[Section]:

@@ -16,12 +16,24 @@ from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Init, UnitSpec, build_units, plain_name, refuse_foreign_parallelism
 from megazero.zero.by_matrix import Muon
 from megazero.zero.elementwise import OptimizerFactory, default_adamw
-from megazero.zero.engine import Engine, StepInfo
+from megazero.zero.engine import Engine
 from megazero.zero.optimizer import SliceOptimizer, Traits
 from megazero.zero.parameters import recurrent_weights_kept
 from megazero.zero.policy import Codecs, Outer, Policy
+from megazero.zero.scalars import StepInfo, StepPart
 
-__all__ = ["Codecs", "Engine", "Muon", "Outer", "Policy", "StepInfo", "Traits", "default_adamw", "shard"]
+__all__ = [
+    "Codecs",
+    "Engine",
+    "Muon",
+    "Outer",
+    "Policy",
+    "StepInfo",
+    "StepPart",
+    "Traits",
+    "default_adamw",
+    "shard",
+]
 
 
 def shard(
@@ -82,7 +94,7 @@ def shard(
     _refuse_no_matrices(module, chosen)
     slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
     slices.refuse_cut_blocks(policy.block)
-    if traits is None and slices.has_matrices:
+    if traits is None and slices.matrices is not None:
         raise ValueError(
             f"{type(slices.torch).__name__} steps whole matrices and has to know which: give traits=, which returns "
             "Traits(matrix=True) for them (weights of linears between the embedding and the head, as a rule)"

@@ -64,6 +64,12 @@ class ByMatrix(torch.optim.Optimizer):
     def open_state(self, param: torch.Tensor) -> dict[str, Any]:
         """Return the parameter's state, which is made if there is none."""
 
+    def make_state(self) -> None:
+        """Make the state of every parameter of the marked groups before the first step."""
+        for group in self.param_groups:
+            for param in group["params"] if group.get(MATRIX) else ():
+                self.open_state(param)
+
     @abstractmethod
     def fold(self, param: torch.Tensor) -> torch.Tensor:
         """Take ``param.grad`` into the state. Returns, in the parameter's shape, what ``direction`` needs."""

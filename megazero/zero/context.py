@@ -9,8 +9,8 @@ from functools import cached_property
 from megazero.comm.hops import Channel, HopSpec, hop_spec
 from megazero.kernels.arena import Frame
 from megazero.mesh.mesh import Axis
+from megazero.zero.agreement import IssueHash
 from megazero.zero.policy import Policy
-from megazero.zero.program import IssueHash
 from megazero.zero.rounding import Rounding
 
 KINDS = ("refresh", "gather", "reduce")  # of the hops of an engine's chains

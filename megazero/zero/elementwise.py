@@ -88,9 +88,10 @@ class OnePassAdamW(torch.optim.Optimizer):
                 count = int(state["step"]) + 1
                 state["step"].fill_(count)
                 tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
-                flat = (x if x.ndim == 1 else x.view(-1) for x in tensors)
+                master, grad, exp_avg, exp_avg_sq = (x if x.ndim == 1 else x.view(-1) for x in tensors)
                 drawn = noise.get(p) or (Noise(0, count, at) if self.rounds else SILENCE)
-                adamw(*flat, Rates.of(count, *numbers), refresh.get(p, NOTHING), drawn)
+                rates, sent = Rates.of(count, *numbers), refresh.get(p, NOTHING)
+                adamw(master, grad, exp_avg, exp_avg_sq, rates, sent, drawn)
         return loss
 
 

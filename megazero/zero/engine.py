@@ -13,11 +13,8 @@ reverse of the forward's order of first use; both are hashed and compared across
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,61 +24,26 @@ from megazero.comm.hops import Channel, Traffic
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.kernels.arena import Arena
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, all_gather_flat
+from megazero.zero.agreement import Agreement, IssueHash
 from megazero.zero.build import UnitPlan
 from megazero.zero.context import Context
 from megazero.zero.gather import Gatherer
-from megazero.zero.grad_norm import OWN, Rows, StepScalars, sum_partial
+from megazero.zero.grad_norm import GlobalNorm, clip_factor, counted, sum_partial
+from megazero.zero.guard import Guard
 from megazero.zero.hooks import Hooks
+from megazero.zero.layout import Slice
 from megazero.zero.matrix_updates import MatrixUpdates
-from megazero.zero.optimizer import Run, SliceOptimizer, Traits, clip_factor
-from megazero.zero.outer import Met, OuterSteps
-from megazero.zero.policy import Policy
-from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, Agreement, IssueHash, Segment
+from megazero.zero.optimizer import SliceOptimizer, Traits
+from megazero.zero.outer import OuterSteps
+from megazero.zero.policy import Levels, Policy
+from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, Segment
 from megazero.zero.reduce import Reducer
-from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, commit_residual, unit_names
+from megazero.zero.rounding import Observer, Rounding, unit_names
+from megazero.zero.scalars import Given, StepInfo, StepPart, StepScalars
 from megazero.zero.unit import Unit
 
 WRITING = "write inside `with engine.gathered(write=True)`, the same values on every rank"
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """grad_norm: global norm of the divided gradients before clipping. skipped: it was not finite.
-        Both are those of this rank's outer replica.
-
-    sampled: the name of the unit whose rounding was measured. errors: ||sent - exact|| / ||exact|| over all ranks
-        of its 'weights' and 'gradients', each only if it was sent quantised. fallbacks: one line for each unit
-        whose error was above the policy's bound. It sends exactly from the next step on. scalars: what every rank
-        gave to ``step``, by rank. replica_norms: the norms of all outer replicas. outer_norm, outer_drift: after an
-        outer step, those of ``outer.Met``.
-    """
-
-    grad_norm: float
-    skipped: bool
-    sampled: str = ""
-    errors: Mapping[str, float] = field(default_factory=dict)
-    fallbacks: tuple[str, ...] = ()
-    scalars: Rows = ()
-    replica_norms: tuple[float, ...] = ()
-    outer_norm: float | None = None
-    outer_drift: float | None = None
-
-    @property
-    def mean_norm(self) -> float:
-        """The mean of the replicas' norms, the same on all ranks; not finite if one of them is not."""
-        return sum(self.replica_norms) / len(self.replica_norms)
-
-    @property
-    def updated_norm(self) -> float | None:
-        """The mean of the norms of those replicas that made an update; None if none did."""
-        finite = [norm for norm in self.replica_norms if math.isfinite(norm)]
-        return sum(finite) / len(finite) if finite else None
-
-    @property
-    def skips(self) -> int:
-        """How many replicas made no update."""
-        return sum(not math.isfinite(norm) for norm in self.replica_norms)
 
 
 class Engine:
@@ -104,38 +66,53 @@ class Engine:
         self.traffic = traffic
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
-        self.issued = IssueHash()
         self.arena = Arena()
         for unit in self.units:
             unit.arena = self.arena
         names = unit_names(mesh, self.units)
         self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, names)
         self.waits = Waits(mesh.device, timed)
-        self.agreement = Agreement(mesh, self.units, self.issued)
-        self.scalars = StepScalars(mesh, self.waits, partial(self.agreement.check, failed=True))
-        self.gathers.overdue = self.reductions.overdue = self.agreement.check
-        self.fallen: dict[str, list[str]] = {}  # units of all stages that send exactly, and which kinds
-        self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
+        self.issued = IssueHash()
         channel = Channel(traffic, self.arena, mesh.device)
         context = Context(mesh.data_axes, policy, self.rounding, channel, self.issued)
         needing = sum(bool(units) for _, units in plan.needs)
         self.gatherer = Gatherer(self.units, needing, context, self.gathers)
         self.reducer = Reducer(self.units, context, self.reductions)
-        self.matrices = MatrixUpdates(self.units, traits, optimizer, mesh.tp, context, self.reductions)
         self.hooks = Hooks(module, plan, self.gatherer, self.reducer)
-        self.outer: OuterSteps | None = None
-        # Runs that count here in norms over unique slices; another rank counts a replica's.
-        self.counted: list[Run] = []
-        if not mesh.is_replica:
-            is_first_end = mesh.ends is None or mesh.ends.index == 0
-            self.counted = optimizer.counted((mesh.tp.index, mesh.tp.size), is_first_end)
-        if policy.outer is not None:
-            self.outer = OuterSteps(
-                self.units, policy.outer, mesh, context, self.reductions, self.counted, timed
+        self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
+        self.reduced = False  # the open step's sums are complete
+        self.matrices: MatrixUpdates | None = None
+        if optimizer.matrices is not None:
+            axes = mesh.data_axes[: Levels.of(mesh).os]
+            self.matrices = MatrixUpdates(
+                optimizer.matrices,
+                optimizer.runs,
+                self.units,
+                traits,
+                axes,
+                mesh.tp,
+                context,
+                self.reductions,
             )
-            self.outer.away.overdue = self.agreement.check
-            self.hooks.lanes.append(self.outer.away)
-        self.divisor = 1.0
+        self._take_parts(context)
+
+    def _take_parts(self, context: Context) -> None:
+        """Make the parts of a step, in the order in which they are told. The one that moves weights is the last."""
+        runs = counted(self.optimizer.runs, self.mesh)
+        self.norm, self.given = GlobalNorm(runs, self.mesh), Given()
+        self.agreement = Agreement(self.mesh, self.units, self.issued)
+        guard = Guard(self.rounding, self.units, self.policy, self.mesh.replica)
+        self.outer: OuterSteps | None = None
+        if self.policy.outer is not None:
+            self.outer = OuterSteps(
+                self.units, self.policy.outer, self.mesh, context, self.reductions, runs, self.timed
+            )
+        self.parts: list[StepPart] = []
+        self.scalars = StepScalars(self.mesh, self.waits, self.parts)
+        self.gathers.overdue = self.reductions.overdue = self.agreement.check
+        own = (self.norm, self.agreement, self.reducer, guard, self.given, self.outer)
+        for part in reversed([part for part in own if part is not None]):
+            self.join(part)
 
     # -- the user's verbs ------------------------------------------------------------------------
 
@@ -159,7 +136,7 @@ class Engine:
                 "begin_step was called twice: call step() after the step's last backward, or abort_step()"
             )
         self._check_parameters()
-        self.divisor = self.rounding.divisor = float(divisor)
+        self.norm.divisor = self.rounding.divisor = float(divisor)
         self.reducer.micro_batches, self.reducer.exact = micro_batches, self.exact_gradients
         for unit in self.units:
             unit.begin_step()
@@ -192,43 +169,54 @@ class Engine:
         A non-finite norm skips the update on every rank. Raises RuntimeError if the number of backwards differs from
         begin_step's.
         """
-        self.hooks.check_done()
-        if self.mesh.ends is not None:
-            self.reducer.join_ends(self.mesh.ends)
-        self.reducer.wait()
-        self.gatherer.drop_all()  # what ran ahead and was not used may still be reading the master weights
+        self._reduce("step()")
         with self.timed("optimizer"):
-            self._open_scalars(scalars)
+            self.given.take(scalars)
+            self.scalars.write()
         # Not in the optimizer's time: here ranks wait for slower ones, and on CUDA the host for the backward's end.
         self.scalars.exchange(self.traffic)
-        whole, errors, given = self.scalars.read()
-        met = Met((self.divisor,))
-        if self.outer is not None:
-            met, given = self.outer.read(given)
-        norms = tuple(n / d for n, d in zip(whole, met.divisors, strict=True))
-        norm = norms[self.mesh.replica]
-        skipped = not math.isfinite(norm)
-        if not skipped:
+        info = StepInfo(**self.scalars.read())
+        if not info.skipped:
             with self.timed("optimizer"):
-                self.optimizer.scale(clip_factor(norm, self.clip_norm, self.divisor))
-                self.matrices.step()
-                self.optimizer.update(self.rounding)
-        sampled = self.rounding.sampled
-        assert sampled is not None
-        self._end_step(updated=not skipped)
-        if self.outer is not None:
-            self.outer.count()
-        fallbacks = tuple(self._fall_back(sampled, errors))
-        return StepInfo(norm, skipped, sampled, errors, fallbacks, given, norms, met.norm, met.drift)
+                self._update(clip_factor(info.grad_norm, self.clip_norm, self.divisor))
+        self._end_step()
+        for part in self.parts:
+            part.updated(not info.skipped)
+        return info
+
+    def join(self, part: StepPart) -> None:
+        """Let a part take part in every step from now on. It is told of each moment before the parts that are there.
+
+        Every rank joins the same parts in the same order, between steps: their columns are those of every rank's row.
+        """
+        self.parts.insert(0, part)
+        for lane in part.lanes:
+            lane.overdue = self.agreement.check
+            self.hooks.lanes.append(lane)
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the whole gradient of every trained parameter, between the last backward and step().
+
+        A gradient is summed over the step's micro-batches and over all ranks, divided by begin_step's divisor, and
+        not yet clipped. It has the parameter's shape on this rank and at least fp32; the caller may keep it. One unit
+        is gathered at a time. This is collective: every rank takes all of them. Raises RuntimeError at other times.
+        """
+        self._reduce("gradients()")
+        for unit in self.units:
+            if unit.trainable:
+                whole = self._whole_gradient(unit)
+                for name in unit.trainable:
+                    slot = unit.slots[name]
+                    yield name, whole[slot.start : slot.start + slot.numel].view(slot.shape).clone()
 
     def abort_step(self) -> None:
         """Abort the open step on every rank (after an exception). Its gradients are discarded."""
         self.reducer.abort()
         self.gatherer.drop_all()
         self.hooks.abort()
-        self.issued.take()  # ranks may have been broken off at different places
-        self.rounding.abort()
-        self._end_step(updated=False)
+        for part in self.parts:
+            part.aborted()
+        self._end_step()
 
     @contextmanager
     def evaluation(self, anchor: bool = True) -> Iterator[None]:
@@ -241,16 +229,15 @@ class Engine:
         """
         self._between_steps("evaluation()")
         program = self.gatherer.program
-        with (
-            self.outer.evaluated() if self.outer and anchor else nullcontext(),
-            self.rounding.unmeasured() if self.outer else nullcontext(),
-        ):
+        with ExitStack() as around:
+            for part in self.parts:
+                around.enter_context(part.reading(anchor))
             program.open(())
             program.enter(Segment(EVALUATION))
             try:
                 with torch.no_grad():
                     yield
-                self.agreement.end_evaluation(self.mesh)
+                self.agreement.end_evaluation()
             finally:
                 program.leave()
                 self.gatherer.drop_all()
@@ -270,11 +257,9 @@ class Engine:
         next outer step would pull it back.
         """
         self._between_steps("gathered()")
-        if write and self.outer is not None:
-            raise RuntimeError(
-                "gathered(write=True) with outer replicas: the next outer step would pull the weights back to the "
-                "anchor; write before zero.shard, or load a checkpoint"
-            )
+        if write:
+            for part in self.parts:
+                part.writing()
         wanted = {id(p) for p in (module or self.module).parameters()}
         units = [u for u in self.units if any(id(p) in wanted for p in u.params.values())]
         held: list[Unit] = []
@@ -309,10 +294,8 @@ class Engine:
             unit.outdate()
             if unit.delta:
                 unit.copy_version = unit.master_version
-        if self.outer is not None and anchored:
-            self.outer.note_anchors()
-        elif self.outer is not None:
-            self.outer.begin()
+        for part in self.parts:
+            part.loaded(anchored)
 
     def refresh(self) -> None:
         """Bring every P copy up to date now, not at the next use. This is collective, between steps.
@@ -330,23 +313,71 @@ class Engine:
 
         Call this before the process group ends, if ``Outer.delay`` is above 0. It is collective, between steps.
         """
-        if self.outer is not None:
-            self.outer.settle()
+        for part in self.parts:
+            part.settle()
 
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint's state, in JSON types: counters for noise, units that fell back."""
-        outer = {} if self.outer is None else {"outer": self.outer.state()}
-        return {"updates": self.rounding.updates, "fallen_back": self.fallen, **outer}
+        return {name: value for part in self.parts for name, value in part.state().items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore ``state`` after the weights were loaded. Names of units that are not here are ignored.
 
-        The outer steps' part is restored before (``OuterSteps.load_state``).
+        The outer steps' counters are restored before (``OuterSteps.resume``).
         """
-        self.rounding.updates = int(state["updates"])
-        for name, kinds in state["fallen_back"].items():
-            for kind in kinds:
-                self._send_exactly(name, kind)
+        for part in self.parts:
+            part.load_state(state)
+
+    # -- what it tells ---------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups. Set ``group["lr"]`` (or its weight decay) on every rank alike, between steps."""
+        return self.optimizer.torch.param_groups
+
+    @property
+    def divisor(self) -> float:
+        """The divisor of the gradients of the last step that was opened."""
+        return self.norm.divisor
+
+    @property
+    def by_matrix(self) -> bool:
+        """Whether the optimizer steps whole matrices."""
+        return self.matrices is not None
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches the last step had that was opened."""
+        return self.reducer.micro_batches
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """The lanes on which chains move data, by priority."""
+        return self.hooks.lanes
+
+    @property
+    def exchange_hop(self) -> str:
+        """The name of the waits in the one exchange of a step."""
+        return self.scalars.hop
+
+    @property
+    def segment_now(self) -> Segment | None:
+        """The segment that runs now."""
+        return self.gatherer.program.current
+
+    @property
+    def units_now(self) -> list[str]:
+        """The names of the units that a forward uses now."""
+        return [unit.name for unit in self.units if unit.active]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """A value that changes with every module that runs: the place in the step's program and in the segment."""
+        return self.gatherer.program.position
+
+    def observe_rounding(self, observer: Observer | None) -> None:
+        """Show every unit's quantised messages to the observer from now on. It keeps none of the tensors."""
+        self.rounding.observer = observer
 
     # -- parts of them ---------------------------------------------------------------------------
 
@@ -398,44 +429,47 @@ class Engine:
                 "keeps its slices of its own: broadcast them, or draw them from one seed".format(*names[at])
             )
 
-    def _open_scalars(self, extra: torch.Tensor | None) -> None:
-        """Write this rank's row: norm over unique slices, hash of what was issued, rounding errors, caller's own."""
-        with self.arena.frame(self.mesh.device) as frame:
+    def _reduce(self, call: str) -> None:
+        """Complete the sums of the step's gradients, once. Nothing reads or writes weights and gradients after it."""
+        self.hooks.check_done(call)
+        if self.reduced:
+            return
+        if self.mesh.ends is not None:
+            self.reducer.join_ends(self.mesh.ends)
+        self.reducer.wait()
+        self.gatherer.drop_all()  # what ran ahead and was not used may still be reading the master weights
+        with self.timed("optimizer"), self.arena.frame(self.mesh.device) as frame:
             sum_partial(self.optimizer.runs, self.mesh.tp, frame, self.traffic, self.waits)
-        if self.outer is not None:
-            self.outer.scalars[-1].fill_(self.divisor)
-        row = self.scalars.open(self.outer.scalars if self.outer else None, extra)
-        self.optimizer.squared_norm(self.counted, out=row[0])
-        row[1].fill_(float(self.issued.take()))
-        self.rounding.take(out=row[2:OWN])
+        self.reduced = True
 
-    def _send_exactly(self, name: str, kind: str) -> None:
-        if name in self.rounding.names:
-            kinds = {*self.fallen.get(name, ()), kind}
-            self.fallen[name] = [k for k in KINDS if k in kinds]
+    def _whole_gradient(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's gradients [n], divided, in at least fp32. Collective over the axes that cut states."""
+        levels, layout = unit.levels, unit.layout
+        held = torch.cat([rows.view(-1) for rows in unit.grad_slice.rows(levels.os, 1)])
+        for axis in reversed(
+            self.mesh.data_axes[: levels.os]
+        ):  # slices nest: the innermost axis varies slowest
+            if axis.size > 1:
+                own, held = held, held.new_empty(axis.size * held.numel())
+                all_gather_flat(held, own, group=axis.gather_group)
+        whole = Slice(layout, held.new_empty(layout.numel), 0)
+        slices = held.view(-1, layout.level_numel(levels.os))
+        regions = whole.rows(0, len(slices))
+        for region, part in zip(regions, slices.split([r.shape[1] for r in regions], 1), strict=True):
+            region.copy_(part)
+        return whole.buffer.div_(self.divisor)
+
+    def _update(self, factor: float) -> None:
+        """Update the master weights by the gradients times ``factor``."""
+        if self.matrices is not None:
+            self.matrices.step(factor)
+        self.optimizer.update(factor, self.rounding)
         for unit in self.units:
-            if unit.name == name:
-                unit.send_exactly(kind)
+            unit.outdate()
 
-    def _fall_back(self, name: str, errors: Mapping[str, float]) -> Iterator[str]:
-        """Switch units above their bound to exact messages. All ranks have the same errors and decide alike."""
-        bounds = {WEIGHTS: self.policy.weight_error_bound, GRADIENTS: self.policy.gradient_error_bound}
-        for kind, error in errors.items():
-            bound = bounds[kind]
-            if bound is not None and error > bound and kind not in self.fallen.get(name, ()):
-                self._send_exactly(name, kind)
-                yield (
-                    f"{kind} of unit {name!r}: relative rounding error {error:.3g} is above the bound "
-                    f"{bound:g}; exact from the next step on"
-                )
-
-    def _end_step(self, updated: bool) -> None:
+    def _end_step(self) -> None:
         for unit in self.units:
             if unit.lifetime == "step":
                 unit.drop_copy()
-            if updated:
-                unit.outdate()
-                exact, updates = self.reducer.exact, self.rounding.updates + 1
-                commit_residual(unit, self.mesh.data_axes, self.divisor, exact, updates)
-        self.rounding.updates += int(updated)
+        self.reduced = False
         self.hooks.close_step()

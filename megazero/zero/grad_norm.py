@@ -1,22 +1,19 @@
-"""What ranks exchange before an update: partial sums over tp, and one row of scalars."""
+"""The global norm of the gradients: partial sums over tp, then the squares of unique slices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits
 from megazero.kernels.arena import Frame
-from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Axis, Mesh, all_gather_flat
 from megazero.zero.optimizer import Run
-from megazero.zero.rounding import KINDS, relative_errors
-
-OWN = 2 + 2 * len(KINDS)  # the engine's scalars of a row: square, order, and the sums of rounding errors
-Rows = tuple[tuple[float, ...], ...]
+from megazero.zero.scalars import Rows, StepPart
 
 
 def sum_partial(runs: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic, waits: Waits) -> None:
@@ -51,72 +48,65 @@ def _sum_over_holders(partial: Sequence[Run], tp: Axis, frame: Frame, traffic: T
         run.grad.copy_(part)
 
 
-class StepScalars:
-    """The one exchange of scalars in a step, and the one place where the host waits for the device in it.
+def counted(runs: Sequence[Run], mesh: Mesh) -> list[Run]:
+    """Return the runs that this rank contributes to the global norm. One rank counts a slice that several hold."""
+    if mesh.is_replica:
+        return []
+    is_first_end = mesh.ends is None or mesh.ends.index == 0
+    own = [run for run in runs if run.traits.holders(mesh.tp.index, mesh.tp.size).start == mesh.tp.index]
+    return [run for run in own if is_first_end or not run.unit.tied]
 
-    Every rank contributes a row: the sum of squares of its gradient slices, the hash of its issued collectives,
-    rounding errors, with outer replicas what these tell each other (outer.py), and the caller's scalars. Its tensors
-    are used in every step: ``row`` [k] is written, then ``exchange`` sends it.
+
+class GlobalNorm(StepPart):
+    """The global norm of the divided gradients, of every outer replica. A step is skipped if its own is not finite.
+
+    runs: those that this rank counts. divisor: of the open step's gradients. Outer replicas tell each other theirs.
     """
 
-    def __init__(self, mesh: Mesh, waits: Waits, differ: Callable[[], None]) -> None:
-        """differ: raises RuntimeError that names the collectives in which ranks differ."""
-        self.mesh, self.waits, self.differ = mesh, waits, differ
-        link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
-        self.hop = f"exposed_scalar_{link.removesuffix('_node')}"  # of waits in the exchange
-        self._make(0)
+    summed = 1
 
-    def _make(self, extra: int) -> None:
-        """Make the tensors, all fp64, for rows with this many caller's scalars."""
-        world, k, replicas = self.mesh.world_size, OWN + extra, self.mesh.grid.outer
-        self.received = torch.zeros(world * k + replicas * OWN, dtype=torch.float64, device=self.mesh.device)
-        self.rows = self.received[: world * k].view(world, k)
-        self.sums = self.received[world * k :].view(replicas, OWN)
-        self.row = torch.zeros(k, dtype=torch.float64, device=self.mesh.device)
+    def __init__(self, runs: Sequence[Run], mesh: Mesh) -> None:
+        self.runs, self.replica, self.divisor = runs, mesh.replica, 1.0
+        self.columns = 1 if mesh.outer is None else 2
+        dtypes = dict.fromkeys(run.leaf.dtype for run in runs)
+        by_dtype = [[run for run in runs if run.leaf.dtype == dtype] for dtype in dtypes]
+        norms = [torch.empty(len(own), dtype=own[0].leaf.dtype, device=mesh.device) for own in by_dtype]
+        self._norms = [(own, each, each.unbind()) for own, each in zip(by_dtype, norms, strict=True)]
+        squares = torch.empty(len(runs), dtype=torch.float64, device=mesh.device)
+        self._squares = squares, squares.split([len(own) for own in by_dtype])
 
-    def open(self, *extra: torch.Tensor | None) -> torch.Tensor:
-        """Return the row with these scalars, each 1-D, filled in behind the engine's, which the engine writes."""
-        given = [each for each in extra if each is not None]
-        count = sum(each.numel() for each in given)
-        if self.row.numel() != OWN + count:
-            self._make(count)
-        for each, part in zip(given, self.row[OWN:].split([e.numel() for e in given]), strict=True):
-            part.copy_(each)
-        return self.row
+    def write(self, row: torch.Tensor) -> None:
+        """Write the sum of the counted gradients' squares, and the divisor if replicas may have others."""
+        squares, parts = self._squares
+        for (runs, norms, places), part in zip(self._norms, parts, strict=True):
+            for run, place in zip(runs, places, strict=True):
+                torch.linalg.vector_norm(run.grad, out=place)
+            part.copy_(norms)
+        torch.sum(squares.square_(), 0, out=row[0])
+        row[1:].fill_(self.divisor)
 
-    def exchange(self, traffic: Traffic) -> None:
-        """Exchange the rows and sum them. On CUDA this is only enqueued."""
-        with self.waits(self.hop):
-            self.mesh.gather_rows(self.row, self.rows)
-        for link, rows in self.mesh.grid.rows_sent.items():
-            if rows:
-                traffic.add("scalar", link, rows * self.row.nbytes)
-        for replica, sums in zip(self.rows.split(self.mesh.grid.replica_size), self.sums, strict=True):
-            torch.sum(replica[:, 0], 0, out=sums[0])
-            torch.sum(replica[:, 2:OWN], 0, out=sums[2:])
+    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+        size = len(rows) // len(sums)
+        norms = tuple(
+            self._norm(rows[replica * size : (replica + 1) * size], total)
+            for replica, (total,) in enumerate(sums)
+        )
+        norm = norms[self.replica]
+        return {"grad_norm": norm, "skipped": not math.isfinite(norm), "replica_norms": norms}
 
-    def read(self) -> tuple[list[float], dict[str, float], Rows]:
-        """Return the global norm of the gradients of every outer replica (nan if one is not finite), this replica's
-        relative rounding errors by kind, and the scalars given to ``open`` by rank.
+    def _norm(self, rows: Rows, total: float) -> float:
+        """Return the norm of the replica with these ranks: nan if a rank's squares are not finite."""
+        if not all(math.isfinite(square) for square, *_ in rows):
+            return math.nan
+        _, *told = rows[0]
+        (divisor,) = told or (self.divisor,)
+        return math.sqrt(total) / divisor
 
-        Raises RuntimeError if ranks of one stage of a replica issued other collectives.
-        """
-        received = self.received.tolist()  # the host waits here, for all that the step has enqueued
-        k, world = self.row.numel(), self.mesh.world_size
-        rows = [received[r * k : (r + 1) * k] for r in range(world)]
-        stage, size = self.mesh.grid.axis("pp").index, self.mesh.grid.replica_size
-        hashes: dict[tuple[int, int], set[float]] = {}
-        for rank, row in enumerate(rows):
-            hashes.setdefault((rank // size, stage(rank)), set()).add(row[1])
-        if any(len(issued) > 1 for issued in hashes.values()):
-            self.differ()
-            raise RuntimeError(
-                f"ranks issued different collectives in this step (hashes {[row[1] for row in rows]}): the modules "
-                "must be called in the same order on every rank"
-            )
-        sums, norms = received[world * k :], []
-        for replica in range(self.mesh.grid.outer):
-            finite = all(math.isfinite(row[0]) for row in rows[replica * size : (replica + 1) * size])
-            norms.append(math.sqrt(sums[replica * OWN]) if finite else math.nan)
-        _, _, *errors = sums[self.mesh.replica * OWN :][:OWN]
-        return norms, relative_errors(errors), tuple(tuple(row[OWN:]) for row in rows)
+
+def clip_factor(norm: float, limit: float | None, divisor: float) -> float:
+    """Return what gradients are multiplied by: 1/divisor, and clip/norm where the norm is above the limit.
+
+    norm: the norm of the divided gradients. limit: None or 0 means no clipping.
+    """
+    clip = min(1.0, limit / (norm + 1e-6)) if limit and math.isfinite(norm) else 1.0
+    return clip / divisor

@@ -67,13 +67,13 @@ class Hooks:
         self.micro_batches = 0
         self.program.leave()
 
-    def check_done(self) -> None:
-        """Raise RuntimeError unless the open step has had its backwards."""
+    def check_done(self, call: str) -> None:
+        """Raise RuntimeError, which names the call, unless the open step has had its backwards."""
         if not self.micro_batches:
-            raise RuntimeError("step() without begin_step()")
+            raise RuntimeError(f"{call} without begin_step()")
         if min(self.backwards) != self.micro_batches:
             raise RuntimeError(
-                f"step() after {min(self.backwards)} backwards of {self.micro_batches}: every micro-batch that "
+                f"{call} after {min(self.backwards)} backwards of {self.micro_batches}: every micro-batch that "
                 "begin_step() announced needs one backward; torch.autograd.grad is none"
             )
 

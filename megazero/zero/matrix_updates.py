@@ -21,9 +21,10 @@ from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.mesh.dealing import ROUND_NUMEL, Cut, Dealing, MatrixPiece, Place, Route, Span
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
+from megazero.zero.by_matrix import ByMatrix
 from megazero.zero.context import Context
 from megazero.zero.layout import Slot, UnitLayout
-from megazero.zero.optimizer import Run, SliceOptimizer, Traits
+from megazero.zero.optimizer import Run, Traits, scale_gradients
 from megazero.zero.unit import Unit
 
 
@@ -93,24 +94,24 @@ class Matrix:
 
 
 class MatrixUpdates:
-    """Steps the matrices of one engine's units. It does nothing where the optimizer is elementwise."""
+    """Steps the matrices of one engine's units that are cut by the same axes."""
 
     def __init__(
         self,
+        optimizer: ByMatrix,
+        runs: Sequence[Run],
         units: Sequence[Unit],
         traits: Mapping[str, Traits],
-        optimizer: SliceOptimizer,
+        axes: Sequence[Axis],
         tp: Axis,
         context: Context,
         lane: Lane,
     ) -> None:
+        """runs: this rank's runs of matrices. axes: those that cut the units' optimizer states, innermost first."""
         self.optimizer, self.context, self.lane = optimizer, context, lane
+        self.runs = [run for run in runs if run.traits.matrix]
+        self.groups = {leaf: group for group in optimizer.param_groups for leaf in group["params"]}
         self.matrices: list[Matrix] = []
-        self.routes: list[Route] = []
-        if not any(mine.matrix for mine in traits.values()):
-            return
-        levels = range(1, units[0].levels.os + 1)
-        axes = [context.axis(level) for level in levels]
         layouts = [unit.layout for unit in units]
         dealing, slots = deal_matrices(layouts, traits, [(a.size, a.link) for a in axes], tp.size)
         self.axes = [*axes, tp][: len(dealing.sizes)]
@@ -120,14 +121,15 @@ class MatrixUpdates:
             unit, mine = owner[id(slot)], traits[slot.name]
             held = next((f for f in unit.layout.ranges(unit.levels.os) if f[0] is slot), None)
             at = held[3] if held else 0
-            run = optimizer.run_of(unit, at, at + 1) if held else None
+            run = next((r for r in self.runs if held and r.unit is unit and r.start <= at < r.stop), None)
             self.matrices.append(Matrix(unit, slot, cut, mine, mine.shards(tp.size), at, run))
 
-    def step(self) -> None:
-        """Step every matrix, from the gradients in ``grad``. Nothing else may be in flight on the lane."""
-        if not self.routes:
-            return
-        folded = self.optimizer.fold()
+    def step(self, factor: float) -> None:
+        """Step every matrix, by the gradients in ``grad`` times ``factor``. Nothing else may be in flight on the
+        lane.
+        """
+        scale_gradients(self.runs, factor)
+        folded = self._fold()
         rounds = (self._send(number, route, folded) for number, route in enumerate(self.routes))
         coming, going = next(rounds, None), deque[_Transit]()
         while coming is not None:
@@ -138,11 +140,22 @@ class MatrixUpdates:
             going.append(current)
             if len(going) > 1:
                 self._take(going.popleft())
-        self._take(going.popleft())
+        for last in going:
+            self._take(last)
+
+    def _fold(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Do the first, elementwise part of the step. Return by leaf the values that make up matrices."""
+        folded = {}
+        for run in self.runs:
+            run.leaf.grad = run.grad
+            with torch.no_grad():
+                folded[run.leaf] = self.optimizer.fold(run.leaf)
+            run.leaf.grad = None
+        return folded
 
     def _send(self, number: int, route: Route, folded: Mapping[nn.Parameter, torch.Tensor]) -> _Transit:
         """Send a round's pieces to their owners."""
-        dtype = self.optimizer.by_matrix.message_dtype(self.matrices[0].unit.sum_dtype)
+        dtype = self.optimizer.message_dtype(self.matrices[0].unit.sum_dtype)
         transit = _Transit(f"matrices {number}", route, self.axes, self.context, dtype)
         sources = []
         for piece in route.own:
@@ -170,7 +183,7 @@ class MatrixUpdates:
             parts = transit.arrived.new_empty(matrix.shards, matrix.slot.numel)
             for piece, values in pieces:
                 parts[matrix.part_of(piece.source), piece.low : piece.high].copy_(values)
-            update = matrix.parts(self.optimizer.by_matrix.direction(matrix.whole(parts)))
+            update = matrix.parts(self.optimizer.direction(matrix.whole(parts)))
             for piece, values in pieces:
                 values.copy_(update[matrix.part_of(piece.source), piece.low : piece.high])
             self.lane.poll()
@@ -184,7 +197,7 @@ class MatrixUpdates:
             assert matrix.run is not None
             weights = matrix.unit.master[matrix.at : matrix.at + piece.numel]
             shape = (matrix.cut.rows, matrix.cut.columns)
-            self.optimizer.by_matrix.apply(weights, update, shape, self.optimizer.group_of(matrix.run))
+            self.optimizer.apply(weights, update, shape, self.groups[matrix.run.leaf])
         transit.frame.close()
 
 

@@ -7,7 +7,6 @@ replication. For the optimizer it is one leaf tensor: a view of the master, with
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,14 +107,23 @@ def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
     return runs
 
 
+def scale_gradients(runs: Sequence[Run], factor: float) -> None:
+    """Multiply the runs' gradients by ``factor``."""
+    if factor != 1.0 and runs:
+        torch._foreach_mul_([run.grad for run in runs], factor)
+
+
 class SliceOptimizer:
-    """Owns the runs and the torch optimizer over their leaves."""
+    """Owns the runs and the torch optimizer over their leaves, and updates the runs that are no matrices.
+
+    torch: what the factory made, with the groups and the state of all runs. matrices: the same, if it is an optimizer
+    by matrix, whose matrices ``MatrixUpdates`` steps; else None. elementwise: it, or the one that steps its rest.
+    """
 
     def __init__(
         self, units: Sequence[Unit], traits: Mapping[str, Traits], factory: OptimizerFactory
     ) -> None:
         self.runs = [run for unit in units for run in make_runs(unit, traits)]
-        self._of_matrices = [run for run in self.runs if run.traits.matrix]
         self._by_slice = [run for run in self.runs if not run.traits.matrix]
         groups: dict[tuple, dict[str, Any]] = {}
         for each in traits.values():  # every rank has every group, even one it holds no slice of
@@ -132,22 +140,14 @@ class SliceOptimizer:
         if not self.runs:  # torch refuses an optimizer without parameters
             next(iter(groups.values()))["params"].append(nn.Parameter(torch.zeros(0)))
         self.torch = factory(list(groups.values()))
+        self.matrices = self.torch if isinstance(self.torch, ByMatrix) else None
+        self.elementwise = self.torch if self.matrices is None else self.matrices.rest
         marked = next((name for name, each in traits.items() if each.matrix), None)
-        if marked is not None and not isinstance(self.torch, ByMatrix):
+        if marked is not None and self.matrices is None:
             raise ValueError(
                 f"traits say matrix=True of {marked!r}, and {type(self.torch).__name__} is elementwise: leave it "
                 "out, or take an optimizer by matrix (zero.Muon)"
             )
-        # Steps what is no matrix: all runs, unless the optimizer is one by matrix.
-        self.elementwise = self.torch.rest if isinstance(self.torch, ByMatrix) else self.torch
-        device = units[0].device if units else None
-        dtypes = dict.fromkeys(run.leaf.dtype for run in self.runs)
-        norms = {dtype: torch.empty(len(self.runs), dtype=dtype, device=device) for dtype in dtypes}
-        self._norms = {
-            dtype: (each, each.unbind()) for dtype, each in norms.items()
-        }  # of the runs of a dtype
-        self._squares = torch.empty(len(self.runs), dtype=torch.float64, device=device)
-        self._factor = 1.0  # of the gradients, for an optimizer that scales them as it updates
         self._whole = {unit: runs for unit in units if (runs := self._covering(unit))}
         self._loaded: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # what a load fills of coded moments
 
@@ -166,79 +166,23 @@ class SliceOptimizer:
         runs = [r for r in self._by_slice if r.unit is unit and r.start < end]
         return runs if sum(run.stop - run.start for run in runs) == end else []
 
-    def counted(self, tp: tuple[int, int], count_tied: bool) -> list[Run]:
-        """Return the runs that this rank counts in norms over unique slices.
+    def update(self, factor: float, rounding: Rounding) -> None:
+        """Update the master weights that are no matrices, by the gradients times ``factor``.
 
-        tp: this rank's index among the tensor-parallel ranks, and their number. What they replicate counts on the
-        first of them. What the pipeline's two ends share counts if ``count_tied``.
-        """
-        runs = [r for r in self.runs if r.traits.holders(*tp).start == tp[0]]
-        return [r for r in runs if count_tied or not r.unit.tied]
-
-    def squared_norm(self, runs: Sequence[Run], out: torch.Tensor) -> None:
-        """Write the sum of squares of these runs' gradients to ``out``, an fp64 scalar."""
-        rest = squares = self._squares[: len(runs)]
-        for dtype, (norms, places) in self._norms.items():
-            own = [run.grad for run in runs if run.leaf.dtype == dtype]
-            for grad, place in zip(own, places, strict=False):
-                torch.linalg.vector_norm(grad, out=place)
-            rest[: len(own)].copy_(norms[: len(own)])
-            rest = rest[len(own) :]
-        torch.sum(squares.square_(), 0, out=out)
-
-    def scale(self, factor: float) -> None:
-        """Multiply the gradients by ``factor``: now, or with the update where that is one pass."""
-        now = self.runs
-        if isinstance(self.elementwise, OnePassAdamW):
-            self._factor, now = factor, self._of_matrices
-        if factor != 1.0 and now:
-            torch._foreach_mul_([run.grad for run in now], factor)
-
-    def update(self, rounding: Rounding) -> None:
-        """Update the master weights that are no matrices. In one pass this also leaves what the next refreshes read
-        (Unit.prepared).
-
+        An update in one pass multiplies as it goes, and leaves what the next refreshes read (Unit.prepared).
         rounding: gives the noise that small moments are rounded with.
         """
         for run in self._by_slice:
             run.leaf.grad = run.grad
         if isinstance(self.elementwise, OnePassAdamW):
-            self._update_in_one_pass(self.elementwise, rounding)
+            self._update_in_one_pass(self.elementwise, factor, rounding)
         else:
+            scale_gradients(self._by_slice, factor)
             self.elementwise.step()
         for run in self._by_slice:
             run.leaf.grad = None
 
-    @property
-    def has_matrices(self) -> bool:
-        """Whether the optimizer is one by matrix."""
-        return isinstance(self.torch, ByMatrix)
-
-    @property
-    def by_matrix(self) -> ByMatrix:
-        """Return the optimizer, where there are matrices."""
-        assert isinstance(self.torch, ByMatrix)
-        return self.torch
-
-    def fold(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Do the first, elementwise part of the matrices' step. Returns by leaf what is put together to matrices."""
-        folded = {}
-        for run in self._of_matrices:
-            run.leaf.grad = run.grad
-            with torch.no_grad():
-                folded[run.leaf] = self.by_matrix.fold(run.leaf)
-            run.leaf.grad = None
-        return folded
-
-    def group_of(self, run: Run) -> dict[str, Any]:
-        """Return the parameter group of a run, with its rate and weight decay."""
-        return next(g for g in self.torch.param_groups if any(p is run.leaf for p in g["params"]))
-
-    def run_of(self, unit: Unit, start: int, stop: int) -> Run | None:
-        """Return the run that holds all of [start, stop) of the unit's compact OS slice, or None: no run does."""
-        return next((r for r in self.runs if r.unit is unit and r.start <= start and stop <= r.stop), None)
-
-    def _update_in_one_pass(self, optimizer: OnePassAdamW, rounding: Rounding) -> None:
+    def _update_in_one_pass(self, optimizer: OnePassAdamW, factor: float, rounding: Rounding) -> None:
         left = {unit: unit.left_by_updates() for unit in self._whole}
         refresh: dict[torch.Tensor, Refresh] = {
             run.leaf: left[unit].part(run.start, run.stop)
@@ -250,7 +194,7 @@ class SliceOptimizer:
             noise = {
                 r.leaf: rounding.noise(r.unit, f"moments {r.origin[0]}", r.origin[1]) for r in self._by_slice
             }
-        optimizer.step(scale=self._factor, refresh=refresh, noise=noise)
+        optimizer.step(scale=factor, refresh=refresh, noise=noise)
         for unit, each in left.items():
             if each is not NOTHING:
                 unit.prepared = unit.master_version + 1
@@ -264,8 +208,8 @@ class SliceOptimizer:
         for probe in self._probe:
             refuse_unless_from_zeros(*probe)
         make_state(self.elementwise)
-        for run in self._of_matrices:
-            self.by_matrix.open_state(run.leaf)
+        if self.matrices is not None:
+            self.matrices.make_state()
 
     def elementwise_state(
         self, unit: Unit, start: int, stop: int, loading: bool = False
@@ -275,7 +219,7 @@ class SliceOptimizer:
         Of coded moments they are on the device meta, and ``decoded`` makes them; or, ``loading``, they are room for
         new values, which ``take_loaded`` encodes.
         """
-        run = self.run_of(unit, start, stop)
+        run = self._run_of(unit, start, stop)
         if run is None:
             return {}
         own, state = slice(start - run.start, stop - run.start), self.torch.state[run.leaf]
@@ -292,9 +236,13 @@ class SliceOptimizer:
 
     def decoded(self, unit: Unit, start: int, stop: int, name: str) -> torch.Tensor:
         """Return a coded moment of the compact OS range [start, stop), which one run holds, in fp32."""
-        run = self.run_of(unit, start, stop)
+        run = self._run_of(unit, start, stop)
         assert run is not None
         return self._decode(run, name, start - run.start, stop - run.start)
+
+    def _run_of(self, unit: Unit, start: int, stop: int) -> Run | None:
+        """Return the run that holds all of [start, stop) of the unit's compact OS slice, or None: no run does."""
+        return next((r for r in self.runs if r.unit is unit and r.start <= start and stop <= r.stop), None)
 
     def take_loaded(self) -> None:
         """Encode the values that a load has filled."""
@@ -340,12 +288,3 @@ class SliceOptimizer:
     def _counting_groups(self) -> list[dict[str, Any]]:
         """Return the groups that count steps themselves, as apex's do."""
         return [group for group in self.torch.param_groups if "step" in group]
-
-
-def clip_factor(norm: float, limit: float | None, divisor: float) -> float:
-    """Return what gradients are multiplied by: 1/divisor, and clip/norm where the norm is above the limit.
-
-    norm: the norm of the divided gradients. limit: None or 0 means no clipping.
-    """
-    clip = min(1.0, limit / (norm + 1e-6)) if limit and math.isfinite(norm) else 1.0
-    return clip / divisor

@@ -41,7 +41,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -54,28 +54,15 @@ from megazero.kernels.fingerprint import fingerprint
 from megazero.kernels.pages import lock_pages, unlock_pages
 from megazero.mesh.mesh import Mesh
 from megazero.zero.context import Context
-from megazero.zero.grad_norm import Rows
 from megazero.zero.layout import Slice
 from megazero.zero.optimizer import Run
 from megazero.zero.policy import Outer
 from megazero.zero.reduce import ReduceHop, descend, share_back
 from megazero.zero.rounding import Rounding
+from megazero.zero.scalars import NOTHING, Rows, StepPart
 from megazero.zero.unit import Unit
 
 NONE: Mapping[Unit, torch.Tensor] = MappingProxyType({})
-SCALARS = 4  # scalars of a rank: its anchors' hash, two sums of squares (``squares``), its replica's divisor
-
-
-class Met(NamedTuple):
-    """What the replicas exchanged in a step.
-
-    divisors: of each replica's gradients. norm: ||Delta||, if the last step took an outer step. drift: the root of
-    the mean over replicas of ||theta_i - mean||^2 in it.
-    """
-
-    divisors: tuple[float, ...]
-    norm: float | None = None
-    drift: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,13 +94,16 @@ def leaving(clock: int, interval: int, fragments: int) -> int | None:
     return offsets.index(clock) if clock in offsets else None
 
 
-class OuterSteps:
+class OuterSteps(StepPart):
     """Takes the outer steps of one engine.
 
     clock: steps of the round, of ``interval`` steps, in which each fragment leaves once. since: of each fragment,
-    steps since it was last taken up. flight: what is on its way. scalars: what this rank sends to all others in the
-    next step, fp64 [SCALARS]. squares, hashes: of each unit, fp64 [2] (``_difference``, ``_take_up``) and int64.
+    steps since it was last taken up. flight: what is on its way. squares, hashes: of each unit, fp64 [2]
+    (``_difference``, ``_take_up``) and int64. In the next step this rank tells all others hash, that of its anchors,
+    and moved, fp64 [2]: the sums of ``squares`` if the last step took an outer step, else zeros.
     """
+
+    columns = 3
 
     def __init__(
         self,
@@ -129,11 +119,13 @@ class OuterSteps:
         assert mesh.outer is not None
         self.units, self.outer, self.axis, self.lane = units, outer, mesh.outer, lane
         self.away = Lane("outer", mesh.device, mesh.rank, timed)  # of what is on its way between steps
+        self.lanes = [self.away]
         self.index = {unit: index for index, unit in enumerate(units)}
         self.fragments: list[list[Unit]] = [[] for _ in range(outer.count)]
         for unit in units:
             self.fragments[outer.fragment_of(unit.name)].append(unit)
         self.runs = {unit: [run for run in runs if run.unit is unit] for unit in units}
+        self.measured = context.rounding
         # Rounding here is not measured: no unit is the sample.
         channel = context.channel
         if outer.delay:  # what flies holds buffers while steps take theirs
@@ -147,7 +139,8 @@ class OuterSteps:
         self.anchors = {unit: self._begin(unit, rooms) for unit in units}
         self.clock, self.since = 0, [0] * outer.count
         self.flight: Flight | None = None
-        self.scalars = torch.zeros(SCALARS, dtype=torch.float64, device=mesh.device)
+        self._told = torch.zeros(self.columns, dtype=torch.float64, device=mesh.device)
+        self.hash, self.moved = self._told[0], self._told[1:]
         self.squares = torch.zeros(len(units), 2, dtype=torch.float64, device=mesh.device)
         self.hashes = torch.zeros(len(units), dtype=torch.int64, device=mesh.device)
         self.note_anchors()
@@ -196,18 +189,35 @@ class OuterSteps:
             if anchor.residual is not None:
                 anchor.residual.zero_()
         self.clock, self.since = 0, [0] * self.outer.count
-        self.scalars.zero_()
+        self.moved.zero_()
         self.note_anchors()
 
-    def count(self) -> None:
-        """Note that all replicas have ended a step, also where its update was skipped. A fragment may arrive, and one
-        may leave.
+    def write(self, row: torch.Tensor) -> None:
+        row.copy_(self._told)
+
+    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+        """Raise RuntimeError if anchors differ."""
+        hashes, own_squares, mean_squares = zip(*rows, strict=True)
+        size = len(rows) // self.axis.size
+        odd = [rank for rank, anchors in enumerate(hashes) if anchors != hashes[rank % size]]
+        if odd:
+            raise RuntimeError(
+                f"outer replicas hold different anchors: those of ranks {odd} are not the first replica's. Start all "
+                "replicas from the same weights; load the last checkpoint"
+            )
+        own, mean = sum(own_squares) / self.axis.size, sum(mean_squares) / self.axis.size
+        if not (own or mean):
+            return NOTHING
+        return {"outer_norm": mean**0.5, "outer_drift": max(own - mean, 0.0) ** 0.5}
+
+    def updated(self, made: bool) -> None:
+        """Count the step, also where a replica skipped its update. A fragment may arrive, and one may leave.
 
         A fragment arrives before the next one leaves, also after a load, when its delay may have been longer.
         """
         self.clock += 1
         self.since = [steps + 1 for steps in self.since]
-        self.scalars[1:3].zero_()
+        self.moved.zero_()
         fragment = leaving(self.clock, self.outer.interval, self.outer.count)
         if self.flight is not None:
             self.flight.left -= 1
@@ -224,47 +234,45 @@ class OuterSteps:
             self.away.wait(ticket)
 
     def state(self) -> dict[str, Any]:
-        """Return the counters of a checkpoint, in JSON types."""
+        """Return the counters of a checkpoint."""
         flight = None if self.flight is None else [self.flight.fragment, self.flight.left]
-        return {"clock": self.clock, "since": self.since, "flight": flight}
+        return {"outer": {"clock": self.clock, "since": self.since, "flight": flight}}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state``, before anchors, momentum, residuals and the sums of the flight are loaded."""
+    def resume(self, counters: Mapping[str, Any]) -> None:
+        """Take up the counters, before anchors, momentum, residuals and the sums of the flight are loaded."""
         self.settle()
-        self.clock, self.since, self.flight = int(state["clock"]), list(state["since"]), None
+        self.clock, self.since, self.flight = int(counters["clock"]), list(counters["since"]), None
         self.squares.zero_()
-        if state["flight"] is not None:
-            fragment, left = state["flight"]
+        if counters["flight"] is not None:
+            fragment, left = counters["flight"]
             # Checkpoints have no padding: what it holds here would be hashed with the anchors.
             sums = {unit: new_sums(unit).zero_() for unit in self._moving(fragment)}
             self.flight = Flight(fragment, sums, left)
 
-    def read(self, rows: Rows) -> tuple[Met, Rows]:
-        """Read ``scalars`` of all ranks, the first of each rank's row. Returns the rest of the rows, too.
-
-        Raises RuntimeError if anchors differ.
-        """
-        size = len(rows) // self.axis.size
-        odd = [rank for rank, row in enumerate(rows) if row[0] != rows[rank % size][0]]
-        if odd:
-            raise RuntimeError(
-                f"outer replicas hold different anchors: those of ranks {odd} are not the first replica's. Start all "
-                "replicas from the same weights; load the last checkpoint"
-            )
-        own, mean = (sum(row[at] for row in rows) / self.axis.size for at in (1, 2))
-        divisors, rest = tuple(row[3] for row in rows[::size]), tuple(row[SCALARS:] for row in rows)
-        if not (own or mean):
-            return Met(divisors), rest
-        return Met(divisors, mean**0.5, max(own - mean, 0.0) ** 0.5), rest
-
     @contextmanager
-    def evaluated(self) -> Iterator[None]:
-        """Inside, the weights are the anchors; outside all is as it was, to the bit. Between steps."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+    def reading(self, anchor: bool) -> Iterator[None]:
+        """Inside, the weights are the anchors if asked for; outside all is as it was, to the bit. Between steps."""
+        with self.measured.unmeasured():
+            if anchor:
+                self._swap()
+            try:
+                yield
+            finally:
+                if anchor:
+                    self._swap()
+
+    def writing(self) -> None:
+        raise RuntimeError(
+            "gathered(write=True) with outer replicas: the next outer step would pull the weights back to the "
+            "anchor; write before zero.shard, or load a checkpoint"
+        )
+
+    def loaded(self, own: bool) -> None:
+        """Hash the anchors, if they were loaded; else start anew from the master weights."""
+        if own:
+            self.note_anchors()
+        else:
+            self.begin()
 
     def _swap(self) -> None:
         for unit, anchor in self.anchors.items():
@@ -276,14 +284,14 @@ class OuterSteps:
         self._wait_for_copies()
 
     def note_anchors(self) -> None:
-        """Hash the anchors into ``scalars``."""
+        """Hash the anchors, all anew."""
         for unit, anchor in self.anchors.items():
             self.hashes[self.index[unit]].copy_(fingerprint(anchor.value))
         self._write_hash()
 
     def _write_hash(self) -> None:
-        """Hash the hashes into ``scalars``: 32 bits, which fp64 holds exactly."""
-        self.scalars[0].copy_(fingerprint(self.hashes) & 0xFFFFFFFF)
+        """Hash the hashes: 32 bits, which fp64 holds exactly."""
+        self.hash.copy_(fingerprint(self.hashes) & 0xFFFFFFFF)
 
     # -- meeting -----------------------------------------------------------------------------------
 
@@ -345,7 +353,7 @@ class OuterSteps:
         self.since[fragment] = 0
         for unit in units:
             unit.outdate()
-        self.scalars[1:3].add_(self.squares[[self.index[unit] for unit in units]].sum(0))
+        self.moved.add_(self.squares[[self.index[unit] for unit in units]].sum(0))
         self._write_hash()
 
     def _across(self, unit: Unit) -> tuple[HopSpec, ...]:

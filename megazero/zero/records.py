@@ -127,7 +127,7 @@ def load_replica_records(
 ) -> list[SliceRecord]:
     """Return the places into which a load writes if the outer replicas stay the same: all of this rank's state.
 
-    residual: as in ``load_records``. Call ``engine.outer.load_state`` before it, which makes room for the sums of a
+    residual: as in ``load_records``. Call ``engine.outer.resume`` before it, which makes room for the sums of a
     fragment on its way, and ``engine.invalidate(anchored=True)`` after it.
     """
     assert engine.outer is not None
@@ -287,7 +287,7 @@ def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     if engine.policy.codecs.delta:
         held |= {f"{ERRORS} {kind}": sums for kind, sums in engine.rounding.sums.items()}
     if engine.outer is not None:
-        held[MOVED] = engine.outer.scalars[1:3]
+        held[MOVED] = engine.outer.moved
         if engine.outer.flight is not None:
             held[LEFT] = engine.outer.squares[:, 0].clone()
     return held
@@ -304,7 +304,7 @@ def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> No
         if f"{ERRORS} {kind}" in tensors and engine.policy.codecs.delta:
             engine.rounding.sums[kind] = tensors[f"{ERRORS} {kind}"].to(engine.mesh.device)
     if engine.outer is not None and MOVED in tensors:
-        engine.outer.scalars[1:3].copy_(tensors[MOVED])
+        engine.outer.moved.copy_(tensors[MOVED])
         if LEFT in tensors:
             engine.outer.squares[:, 0].copy_(tensors[LEFT])
 

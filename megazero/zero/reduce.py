@@ -23,13 +23,14 @@ from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
 from megazero.zero.policy import Codecs
-from megazero.zero.rounding import GRADIENTS, add_residual, clear_lost, lost_slice
+from megazero.zero.rounding import GRADIENTS, add_residual, clear_lost, commit_residual, lost_slice
+from megazero.zero.scalars import StepPart
 from megazero.zero.unit import Unit
 
 EXACT = Codecs()
 
 
-class Reducer:
+class Reducer(StepPart):
     """Submits reductions in the reverse of the forward's order of first use, whatever the order of gradients."""
 
     def __init__(self, units: Sequence[Unit], context: Context, lane: Lane) -> None:
@@ -75,6 +76,13 @@ class Reducer:
         while self.pending:
             self.lane.wait(self.pending.popleft())
         self.lane.drain()
+
+    def updated(self, made: bool) -> None:
+        """After an update, take what the step's messages lost into the residuals."""
+        rounding = self.context.rounding
+        updates = rounding.updates + 1  # this one included, which the guard counts next
+        for unit in self.units if made else ():
+            commit_residual(unit, self.context.axes, rounding.divisor, self.exact, updates)
 
     def abort(self) -> None:
         """Finish the chains in flight and forget the rest of the step."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megazero.zero import StepPart
+
 
 def local_slices(engine, level_buffer):
     """[(name, first flat element, values)] of this rank's OS slices; ``level_buffer(unit, compact a, b)``."""
@@ -28,17 +30,21 @@ def _grad_slice(unit, a, b):
     raise AssertionError
 
 
+class Capture(StepPart):
+    """Puts every step's divided, unclipped gradients, as slices, into ``store['slices']``."""
+
+    def __init__(self, engine, store: dict):
+        self.engine, self.store = engine, store
+
+    def read(self, rows, sums):
+        slices = local_slices(self.engine, _grad_slice)
+        self.store["slices"] = [(n, low, v / self.engine.divisor) for n, low, v in slices]
+        return {}
+
+
 def capture_gradients(engine, store: dict):
     """Make the next steps put their divided, unclipped gradients, as slices, into ``store['slices']``."""
-    update = engine.optimizer.scale
-
-    def scale(factor):
-        divisor = engine.divisor
-        slices = local_slices(engine, _grad_slice)
-        store["slices"] = [(n, low, v / divisor) for n, low, v in slices]
-        update(factor)
-
-    engine.optimizer.scale = scale
+    engine.join(Capture(engine, store))
 
 
 def assemble(slices, shapes: dict) -> dict:

@@ -17,7 +17,11 @@ from megazero.config.run import all_options
 
 FILE = "deepspeed.tsv"
 CONVERT = "convert"  # a heading of it
-ALWAYS_ON = ("sparse_attention", "compression_training")  # blocks without a switch
+ALWAYS_ON = (
+    "sparse_attention",
+    "compression_training",
+    "zero_optimization.zeropp_loco_param",
+)  # blocks without a switch
 SET_ASIDE = ("optimizer", "scheduler")
 # One rule says who decides: what DeepSpeed's engine does, its file decides, by DeepSpeed's own defaults where a key
 # is not there. What Megatron makes and passes to it, the optimizer and its schedule, flags decide.
@@ -31,12 +35,6 @@ LOSS_SCALE: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "fp16.loss_scale_window": ("loss_scale_window", 1000),
         "fp16.hysteresis": ("hysteresis", 2),
         "fp16.min_loss_scale": ("min_loss_scale", 1),
-    }
-)
-LOCO: Mapping[str, tuple[str, Any]] = MappingProxyType(
-    {
-        "err_beta": ("zero_gradient_feedback_beta", 0.8),
-        "reset_T": ("zero_gradient_feedback_reset", 1024),
     }
 )
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types")
@@ -193,8 +191,6 @@ def _convert(layer: Layer, row: Row, value: Any, said: Mapping[str, Any]) -> Non
         pass  # _clip reads it, also where the file lacks it
     elif key == "fp16.auto_cast":
         layer.notes.append(f"{where} {row.text}")
-    elif key.endswith("zeropp_loco_param"):
-        _loco(layer, where, value)
     elif key in SET_ASIDE:
         if value:
             layer.notes.append(f"{where} is {row.text}")
@@ -284,14 +280,3 @@ def _loss_scale(layer: Layer, said: Mapping[str, Any]) -> None:
         layer.put(all_options()[name], value, where)
         if name in layer.values:
             layer.final[name] = DECIDES
-
-
-def _loco(layer: Layer, where: str, value: Any) -> None:
-    if not isinstance(value, dict | None):
-        layer.errors.append(f"{where} takes an object, got {value!r}")
-    elif value:
-        taken: dict[str, Any] = {"zero_gradient_rounding": "feedback"}
-        taken |= {name: value.get(key, default) for key, (name, default) in LOCO.items()}
-        for name, word in taken.items():
-            layer.put(all_options()[name], word, where)
-        layer.notes.append(f"{where}: errors are fed back where gradients cross nodes, not inside a node")

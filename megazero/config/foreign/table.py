@@ -14,7 +14,7 @@ BOOLEANS = {"true": True, "false": False}
 
 
 class Row(NamedTuple):
-    """One line: a name, what follows it, the options of its last column, and the heading that it is under."""
+    """A name, what follows it, the options of its line's last column, and the heading that it is under."""
 
     name: str
     value: str
@@ -39,8 +39,9 @@ def _rows(path: Path) -> Iterator[Row]:
         if heading and not line.startswith("#"):
             kind, text = heading, "".join(cells)
         elif cells:
-            name, value, options = (*cells, "", "")[:3]
-            yield Row(name, value, dict(map(_option, options.split())), kind, text)
+            names, value, options = (*cells, "", "")[:3]
+            for name in names.split():
+                yield Row(name, value, dict(map(_option, options.split())), kind, text)
 
 
 def _option(word: str) -> tuple[str, str | bool]:

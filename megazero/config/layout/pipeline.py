@@ -40,7 +40,7 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
 
     - A layer costs its matrices, and q * sequence for attention (the causal half), where q is the width of the
       query linear.
-    - The head costs h V. The accounting is that of config/model/parameters.py.
+    - The head costs h V. The accounting is that of config/model/spec.py.
     - A recompute is one more forward, so it makes the cost 4/3: that of layers ('full') or of attention
       ('selective').
     - The embedding costs h. A lookup moves h numbers per token and multiplies none, which is less than what a

@@ -1,7 +1,7 @@
 """Describes a cluster: its devices, its links, and what was measured on it. Reads cluster files.
 
-A cluster file is YAML, written by hand or by ``megazero profile``. Rates are those of one direction. Everything that
-is wrong with a file is reported at once.
+A cluster file is YAML, written by hand or by ``megazero calibrate``. Rates are those of one direction. All faults of
+a file are reported at once.
 """
 
 from __future__ import annotations

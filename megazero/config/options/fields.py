@@ -31,6 +31,7 @@ class Option:
     ``word`` is a text that a number's option takes, too.
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
     ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false.
+    ``place`` names a word of a command that has no flag: DIR in ``megazero convert to-hf CHECKPOINT DIR``.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Option:
     consts: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     negative: str = ""
+    place: str = ""
 
     @property
     def key(self) -> str:

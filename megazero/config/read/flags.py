@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from megazero.config.errors import ConfigError
+from megazero.config.nearest import did_you_mean
 from megazero.config.options.fields import MANY, Option, default_text, fault, section_options
 from megazero.config.read.sources import Layer, Switch, Unknown, all_switches, switches
 from megazero.config.run import all_options, section_types
@@ -66,6 +68,59 @@ def read_section(cls: type[Section], argv: Sequence[str]) -> tuple[Section, list
     faults = {name: text for name, text in said.items() if text}
     good = {name: value for name, value in layer.values.items() if name not in faults}
     return cls(**good), rest, [*layer.errors, *faults.values()]
+
+
+def read_arguments(cls: type[Section], argv: Sequence[str], others: list[str] | None = None) -> Section:
+    """Read the command line of a command that has no flags of training. Raises ConfigError with every fault.
+
+    Words without a flag fill the section's places, in the order of its fields. Beside places each flag takes one
+    value, and a flag of several values stands again for each. others: takes unknown flags and their values.
+    """
+    options = section_options(cls.__name__, cls)
+    places = [opt for opt in options if opt.place]
+    known, layer, words = switches(opt for opt in options if not opt.place), Layer("flags"), list[str]()
+    for typed in _groups(argv):
+        word, values = _flag_and_values(typed)
+        switch = known.get(_key(word)) if word.startswith("--") else None
+        if not _is_flag(word):
+            words += typed
+        elif switch is not None:
+            count = _count_taken(switch, typed, values, bool(places))
+            _put_switch(layer, switch, word, [*_earlier(layer, switch), *values[:count]])
+            words += values[count:]
+        elif others is not None:
+            others += typed
+        else:
+            layer.errors.append(f"{word} does not exist{did_you_mean(_key(word), known, '--')}")
+            words += values if places else []
+    _fill(layer, places, words)
+    faults = [fault(opt, layer.values.get(opt.name, opt.default)) for opt in options if not opt.place]
+    if errors := [*layer.errors, *filter(None, faults)]:
+        raise ConfigError(errors)
+    return cls(**layer.values)
+
+
+def _count_taken(switch: Switch, typed: Sequence[str], values: Sequence[str], places: bool) -> int:
+    """Return how many of the words behind a flag are its values: the others fill places."""
+    if not places:
+        return len(values)
+    return 1 if switch.sets is None or "=" in typed[0] else 0
+
+
+def _earlier(layer: Layer, switch: Switch) -> Sequence[str]:
+    """Return the texts that an earlier word of the same flag gave."""
+    return layer.values.get(switch.option.name, ()) if switch.option.kind == "strs" else ()
+
+
+def _fill(layer: Layer, places: Sequence[Option], words: list[str]) -> None:
+    for opt in places:
+        many = opt.kind in MANY
+        taken, words = (words, []) if many else (words[:1], words[1:])
+        if taken:
+            layer.put(opt, taken if many else taken[0], opt.place)
+        elif opt.needed:
+            layer.errors.append(f"{opt.place} is required: {opt.help}")
+    layer.errors += [f"{word!r} does not belong to a flag; flags start with --" for word in words]
 
 
 def _groups(argv: Sequence[str]) -> Iterator[list[str]]:
@@ -138,6 +193,8 @@ def _put_values(layer: Layer, opt: Option, word: str, words: list[str]) -> None:
 
 def spelling(opt: Option) -> str:
     """Return how the option is typed: '--lr NUMBER', '--swiglu | --no-swiglu'."""
+    if opt.place:
+        return opt.place + (" ..." if opt.kind in MANY else "")
     if opt.kind == "bool":
         on, off = opt.flag, f"--{opt.negative_key}"
         return off + " | " + on if opt.default is True else on + " | " + off
@@ -162,16 +219,30 @@ def options_help(options: Iterable[Option]) -> Iterator[str]:
         yield f"  {spelling(opt)}\n        {opt.help}{f' [{default}]' if default else ''}"
 
 
+def arguments_help(usage: str, cls: type) -> str:
+    """Return the --help of a command whose command line ``read_arguments`` reads."""
+    return "\n".join([usage, *options_help(section_options(cls.__name__, cls))])
+
+
 def section_text(cls: type) -> str:
     """Return a section's docstring without its indentation, which Python keeps up to 3.12."""
     return inspect.cleandoc(cls.__doc__ or "")
 
 
-def help_text(program: str) -> str:
+USAGE = """usage: megazero train [--nproc-per-node N] [--config FILE] [flags below]
+       torchrun --nproc-per-node N ... -m megazero train [flags below]
+       srun megazero train [flags below]
+
+Trains a model, or continues its training. Flags have Megatron's names. --nproc-per-node starts N ranks on this
+machine; without it and without a launcher there is one rank. --local-rank, which some launchers add, is read.
+docs/flags.md has this list, docs/training.md the launchers. Exit status: docs/slurm.md has a table.
+
+files"""
+
+
+def help_text() -> str:
     """Return the help of all flags, by section."""
-    lines = [f"usage: {program} [flags]   (Megatron's names; docs/flags.md has the same list)"]
-    lines += ["  --nproc-per-node N starts N ranks on this machine, without a launcher"]
-    lines += ["  --local-rank N, which some launchers add, is read with their variables", "", "files"]
+    lines = [USAGE]
     lines += [f"  --{key} FILE\n        {text}" for key, text in FILES.items()]
     for section, cls in section_types().items():
         lines += ["", f"{section}: {section_text(cls)}"]

@@ -5,7 +5,6 @@ Flags override the YAML file, which overrides the DeepSpeed JSON file, which ove
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +60,7 @@ class CommandLine:
     def _said(self) -> Layer:
         flags = read_flags(self.argv)
         if flags.help:
-            print(help_text(os.path.basename(sys.argv[0])))
+            print(help_text())
             raise SystemExit(0)
         return read_layers(flags)
 
@@ -114,7 +113,7 @@ def parse_or_exit(argv: Sequence[str], world: World | None = None) -> RunConfig:
 def run_command(
     name: str, argv: Sequence[str], usage: Callable[[], str], run: Callable[[], int], rank: int = 0
 ) -> int:
-    """Run a command that has flags like these and return its exit status: 2 for a ValueError, whose text is printed.
+    """Run a command and return its exit status. It is 2 for a ValueError or OSError, whose text is printed.
 
     usage: the text of --help. rank: rank 0 speaks for all; the others wait a second, because a launcher ends all
     ranks with the first that leaves.
@@ -124,7 +123,7 @@ def run_command(
         return 0
     try:
         return run()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         hint = f"\n--help lists the flags of {name}" if isinstance(error, ConfigError) else ""
         if rank:
             time.sleep(1)

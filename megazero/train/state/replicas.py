@@ -103,7 +103,7 @@ def load_replicas(
         return _merge(saved, engine, placements)
     kinds = {MASTER: anchor} | {kind: kind for kind in (MOMENTUM, SUMS) if kind in saved.manifest.kinds}
     assert engine.outer is not None
-    engine.outer.load_state(saved.counters)
+    engine.outer.resume(saved.counters)
     every = [of_replica(kind, replica) for kind in saved.kinds for replica in range(saved.count)]
     records = load_replica_records(engine, placements, RESIDUAL in saved.kinds)
     loaded = saved.fill(records, kinds | {kind: kind for kind in every})

@@ -155,7 +155,7 @@ def moved(
         unit.master.add_(way[piece.span])
         before = anchor.value.clone()
         wanted = total(own(before - unit.master) + kept)
-        steps.count()
+        steps.updated(True)
         sent += engine.traffic.take()["outer_inter_node_bytes"]
         got = outer * own(before - anchor.value) + total(kept)
         missing = max(missing, ((got - wanted).norm() / wanted.norm()).item())

@@ -19,7 +19,7 @@ from megazero.pp.timeline import Times
 from megazero.train import parallelize
 from megazero.train.distributed import make_mesh
 from megazero.zero.engine import Engine
-from megazero.zero.grad_norm import StepScalars
+from megazero.zero.scalars import StepScalars
 from tests.dist.pool import run_ranks
 from tests.dist.quantised.cases import Q8
 from tests.dist.runs import train

@@ -237,7 +237,7 @@ def tracking(case: Case, updates: int = 24) -> tuple[float, int]:
             targets[name], held[name] = target, now[name]
     lost = sum((held[n] - masters[n]).square().sum() for n in held)
     rounded = sum((targets[n] - masters[n]).square().sum() for n in held)
-    for group in engine.optimizer.torch.param_groups:
+    for group in engine.param_groups:
         group["lr"] = 0.0
     stopped = []
     for _ in range(6):

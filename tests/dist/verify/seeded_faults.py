@@ -85,8 +85,8 @@ def _stale_secondary(place: Place) -> None:
     units = [unit for unit in place.engine.units if unit.levels.p < unit.levels.os]
     end = place.engine._end_step
 
-    def ending(updated: bool) -> None:
-        end(updated)
+    def ending() -> None:
+        end()
         for unit in units:
             unit.copy_version = unit.master_version
 
@@ -97,9 +97,10 @@ def _stale_secondary(place: Place) -> None:
 def _swapped_shard(place: Place) -> None:
     """Two ranks of a data-parallel axis take each other's gradient slices for their own."""
     axis = next(a for a in reversed(place.mesh.data_axes) if a.spec.role != "replica")
-    write = place.engine._open_scalars
+    norm = place.engine.norm
+    write = norm.write
 
-    def swapping(scalars: Tensor | None) -> None:
+    def swapping(row: Tensor) -> None:
         for unit in place.engine.units:
             assert unit.grad is not None
             for own in Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1):
@@ -107,9 +108,9 @@ def _swapped_shard(place: Place) -> None:
                 all_gather_flat(every, own.reshape(-1).clone(), group=axis.reduce_group)
                 if axis.index < 2:
                     own.copy_(every.view(axis.size, 1, -1)[1 - axis.index])
-        write(scalars)
+        write(row)
 
-    place.replace(place.engine, "_open_scalars", swapping)
+    place.replace(norm, "write", swapping)
 
 
 def _wrong_tied_sum(place: Place) -> None:

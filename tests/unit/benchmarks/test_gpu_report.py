@@ -35,7 +35,7 @@ from benchmarks.gpu_report.record import REASON, Record, Skip
 from benchmarks.gpu_report.setting import ROOT, Setting
 from benchmarks.lone_rank import lone_rank
 from megazero.config import resolve_shards
-from megazero.config.model.parameters import training_flops
+from megazero.config.model.spec import training_flops
 from tools import gpu_report as tool
 
 CPU = torch.device("cpu")
@@ -217,7 +217,7 @@ def test_an_allocation_is_seen_and_a_view_is_not() -> None:
     [
         ("megazero/comm/lane.py", "comm"),
         ("megazero/comm/codec.py", "codecs"),
-        ("kernels/quantize.py", "codecs"),
+        ("megazero/kernels/quantize.py", "codecs"),
         ("megazero/models/layer.py", None),
         ("tests/unit/benchmarks/test_gpu_report.py", None),
     ],

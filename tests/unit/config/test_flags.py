@@ -11,8 +11,8 @@ import pytest
 from megazero.config import ConfigError, RunConfig, make_config, parse
 from megazero.config.__main__ import main as show_config
 from megazero.config.foreign.megatron import flags
-from megazero.config.model.parameters import parameter_count
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import parameter_count
 from megazero.config.options.fields import section_of
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options, stored_values

@@ -16,7 +16,7 @@ from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options
 from tests import ROOT
 from tests.unit.config.command_lines import BASE, base_without, errors, run, write
-from tools.megatron_page import markdown
+from tools.megatron_page import NOT_BUILT, markdown
 
 ORIGINAL = "rotary_original_max_position"
 WORDS = {"": "", "X": "1", "[X]": "", "[X ...]": "", "X ...": "1"}  # values that stand for each form
@@ -297,10 +297,11 @@ def test_yaml_takes_megatrons_names(tmp_path):
     assert any("manual-gc" in note for note in config.notes)
 
 
-def test_megatron_page_is_current_and_has_every_flag():
+def test_megatron_page_is_current_and_has_every_flag_that_means_something_here_or_has_a_cure():
     page = (ROOT / "docs" / "megatron.md").read_text()
     assert page == markdown(), "run: python tools/megatron_page.py > docs/megatron.md"
-    assert all(f"`--{name}" in page for name in flags())
+    listed = [name for name, meant in flags().items() if not meant[0].text.startswith(NOT_BUILT)]
+    assert all(re.search(rf"\b{name}\b", page) for name in listed) and len(listed) > 1000
 
 
 def test_help_and_own_flags_do_not_read_the_tables():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megazero.config import RunConfig, World, parse
-from megazero.config.model.parameters import parameter_count
+from megazero.config.model.spec import parameter_count
 from megazero.train.data.datasets import tokenizer_info, with_vocabulary
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.run_length import run_length

@@ -6,7 +6,7 @@ import pytest
 
 from megazero.config import ConfigError, World, make_config, parse
 from megazero.config.layout.pipeline import stage_costs
-from megazero.config.model.parameters import training_flops
+from megazero.config.model.spec import training_flops
 from megazero.config.summary import describe
 from tests.sizes import SMALL
 

@@ -28,7 +28,7 @@ FLOORS = (
     {"ops"},
     {"convert"},
     {"train"},
-    {"verify", "profile", "patches"},
+    {"verify", "calibrate", "patches"},
     {"cli"},
     {"pretrain", "tools", "__main__", "megatron_core_patch", "fsdp2_patch"},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -39,6 +40,13 @@ def files_of(modules: str, where: Path, *paths: object) -> list[Path]:
 def test_a_bare_checkout_has_its_kernels(inside: bool, tmp_path: Path) -> None:
     where, path = (ROOT, ".") if inside else (tmp_path, ROOT)
     assert files_of("megazero.kernels", where, path) == [ROOT / "kernels" / "__init__.py"]
+
+
+def test_a_module_has_one_name() -> None:
+    """The kernels are a link in the package. A second folder on the package's path would hold the package itself."""
+    assert os.readlink(ROOT / "megazero" / "kernels") == "../kernels"
+    assert importlib.util.find_spec("megazero.kernels.quantize") is not None
+    assert importlib.util.find_spec("megazero.megazero") is None
 
 
 def test_the_patches_leave_torch_as_it_is_and_need_numpy_beside_it_alone() -> None:

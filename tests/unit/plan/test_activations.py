@@ -10,10 +10,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megazero.config import World, make_config
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.models import Decoder
 from megazero.models.decoder import Head
 from megazero.plan.activations import activations, layer_activations, mask_elements
-from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.partition import Costs, partition
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES

@@ -11,6 +11,7 @@ import pytest
 
 from megazero.config import ConfigError, World, make_config, parse
 from megazero.config.layout.shards import AUTO
+from megazero.config.model.spec import LAYER
 from megazero.config.options.cluster import (
     Cluster,
     Device,
@@ -28,7 +29,6 @@ from megazero.plan.report import layout_flags
 from megazero.plan.search import Search, least_seconds
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, _Lane, simulate
-from megazero.plan.units import LAYER
 from megazero.pp.schedules import Kind
 from megazero.verify.expected_bytes import ExpectedBytes
 from tests.sizes import PLANNED, words

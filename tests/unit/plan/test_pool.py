@@ -14,12 +14,12 @@ from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Coding
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.mesh.grid import INTER, make_grid
 from megazero.plan.communication import Formats, UnitShape, model_state
 from megazero.plan.gathers import Copies, gathers
 from megazero.plan.memory import States, gathered, model_states
-from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from tests.gpu.test_hpz_race import CPU, MICRO_BATCHES, Cluster, Landing, Wire
 
 BLOCK = 64

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megazero.config import ConfigError, World, make_config, parse
-from megazero.config.model.parameters import parameter_count
+from megazero.config.model.spec import parameter_count
 from megazero.config.options.cluster import Cluster, cluster_of_run
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh, create_mesh

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from megazero.checkpoint import store
 from megazero.comm.codec import Hadamard
 from megazero.config import RunConfig, World, make_config
-from megazero.config.model.parameters import training_flops
+from megazero.config.model.spec import training_flops
 from megazero.config.options.sections import CheckpointConfig
 from megazero.data.build import Dataset, MockDataset
 from megazero.data.gpt import SampleSpec

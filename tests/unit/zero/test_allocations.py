@@ -45,7 +45,7 @@ def test_steady_steps_with_small_moments_allocate_nothing(monkeypatch: pytest.Mo
 def test_without_the_arenas_memory_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
     monkeypatch.setattr(Arena, "region", lambda arena, device: arena_module._Region(device))
-    assert {place.split(":")[0] for _, place in steady("zeropp")} == {"kernels/arena.py"}
+    assert {place.split(":")[0] for _, place in steady("zeropp")} == {"megazero/kernels/arena.py"}
 
 
 # -- the arena itself ----------------------------------------------------------------------------------

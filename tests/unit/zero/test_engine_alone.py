@@ -20,7 +20,8 @@ from megazero.mesh.grid import INTER, AxisSpec, make_grid
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.zero import records, reduce
 from megazero.zero.build import _refuse_different_starts
-from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
+from megazero.zero.grad_norm import GlobalNorm, clip_factor, counted
+from megazero.zero.optimizer import SliceOptimizer, Traits
 from megazero.zero.records import MASTER, RESIDUAL, load_records, rank_tensors, residual_sum, save_records
 from megazero.zero.rounding import Rounding
 from tests.gpu.test_hpz_race import CPU, Cluster, Landing, Wire
@@ -328,15 +329,15 @@ def test_tied_parameters_count_at_one_end(monkeypatch: pytest.MonkeyPatch) -> No
     cluster.module(cluster.inputs).sum().backward()
     cluster.engine.reducer.wait()
     cluster.engine.units[1].tied = True
-    squares = {}
-    for counted in (True, False):
-        out = torch.zeros((), dtype=torch.float64)
-        optimizer = cluster.engine.optimizer
-        optimizer.squared_norm(optimizer.counted((0, 1), counted), out)
-        squares[counted] = float(out)
+    mesh, squares = cluster.engine.mesh, {}
+    for index in (0, 1):  # of the two ends
+        monkeypatch.setitem(vars(mesh), "ends", SimpleNamespace(index=index))
+        out = torch.zeros(1, dtype=torch.float64)
+        GlobalNorm(counted(cluster.engine.optimizer.runs, mesh), mesh).write(out)
+        squares[index] = float(out)
     runs = [run for run in cluster.engine.optimizer.runs if run.unit is cluster.engine.units[1]]
     own = sum(float(run.grad.double().square().sum()) for run in runs)
-    assert squares[True] - squares[False] == pytest.approx(own, rel=1e-5), "norms are taken in fp32"
+    assert squares[0] - squares[1] == pytest.approx(own, rel=1e-5), "norms are taken in fp32"
 
 
 def test_the_ends_sum_comes_after_each_ends_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,8 +478,8 @@ def test_norms_of_some_runs_have_their_own_dtypes() -> None:
         assert unit.grad is not None
         unit.grad.fill_(2.0)
     runs = [run for run in held.optimizer.runs if run.unit is held.units[1]]
-    out = torch.zeros((), dtype=torch.float64)
-    held.optimizer.squared_norm(runs, out)
+    out = torch.zeros(1, dtype=torch.float64)
+    GlobalNorm(runs, held.mesh).write(out)
     assert float(out) == pytest.approx(4.0 * sum(run.stop - run.start for run in runs))
 
 

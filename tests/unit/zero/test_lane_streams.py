@@ -271,7 +271,7 @@ def test_what_ran_ahead_and_was_not_used_is_waited_for(name: str, monkeypatch: p
     cluster.module[0](cluster.inputs).sum().backward()
     update, behind = engine.optimizer.update, list[list[str]]()
     monkeypatch.setattr(
-        engine.optimizer, "update", lambda rounding: (behind.append(in_flight()), update(rounding))
+        engine.optimizer, "update", lambda *given: (behind.append(in_flight()), update(*given))
     )
     engine.step()
     assert behind == [[]] and not watch.wrong

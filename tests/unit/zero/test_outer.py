@@ -45,7 +45,7 @@ def meetings(clock: int, outer: Outer, steps: int, left: int | None = None) -> l
     flight = None if left is None else Flight(outer.count - 1, {}, left)
     found: list[tuple[int, str]] = []
     begun: Any = SimpleNamespace(
-        clock=clock, since=[0] * outer.count, scalars=torch.zeros(4), outer=outer, flight=flight
+        clock=clock, since=[0] * outer.count, moved=torch.zeros(2), outer=outer, flight=flight
     )
 
     def meet(fragment: int) -> None:
@@ -58,7 +58,7 @@ def meetings(clock: int, outer: Outer, steps: int, left: int | None = None) -> l
 
     begun._meet, begun._land = meet, land
     for begun.step in range(1, steps + 1):
-        OuterSteps.count(begun)
+        OuterSteps.updated(begun, True)
     return found
 
 
@@ -90,7 +90,7 @@ def test_what_the_returned_sum_lost_is_sent_by_its_owner_later(monkeypatch: pyte
 
     monkeypatch.setattr(outer_steps, "share_back", noted)
     unit.master.add_(torch.randn_like(unit.master))
-    held.count()
+    held.updated(True)
     summed, returned = own
     residual = held.anchors[unit].residual
     assert residual is not None and not torch.equal(summed, returned)
@@ -207,7 +207,8 @@ def test_what_lies_in_host_memory_is_one_stretch_and_the_host_waits_once_for_all
     steps._run(units, lambda _: (), lambda unit: steps._take_up(unit, SimpleNamespace(buffer=torch.ones(4))))
     assert told == ["copied to the host"] * 4 + ["the host waits"]
     told.clear()
-    with steps.evaluated():
+    steps.measured = SimpleNamespace(unmeasured=nullcontext)
+    with steps.reading(anchor=True):
         pass
     assert told == (["copied to the host"] * 2 + ["the host waits"]) * 2
     steps = None

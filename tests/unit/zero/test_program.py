@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
-from megazero.zero.program import IssueHash
+from megazero.zero.agreement import IssueHash
 
 
 def test_every_collective_and_its_place_count() -> None:

@@ -1,4 +1,4 @@
-"""Runs a profile on the ranks at hand: the points not yet measured, then the cluster file."""
+"""Calibrates the planner on the ranks at hand: the points not yet measured, then the cluster file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import discover_ranks_per_node
 from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
-from megazero.profile.collectives import measure_wire
-from megazero.profile.model import DoesNotFit, measure_modules
-from megazero.profile.options import ProfileRequest
-from megazero.profile.points import modules, sizes, wires
-from megazero.profile.rates import find_host, measure_codecs, measure_device
-from megazero.profile.record import Measurements, Rows, cluster_text, draw, links, write_cluster
-from megazero.profile.timing import Clock
+from megazero.calibrate.collectives import measure_wire
+from megazero.calibrate.model import DoesNotFit, measure_modules
+from megazero.calibrate.options import CalibrationRequest
+from megazero.calibrate.points import modules, sizes, wires
+from megazero.calibrate.rates import find_host, measure_codecs, measure_device
+from megazero.calibrate.record import Measurements, Rows, cluster_text, draw, links, write_cluster
+from megazero.calibrate.timing import Clock
 from megazero.train.distributed import start_rank
 
 TIMEOUT = timedelta(minutes=10)
-METHOD = 2  # version of how things are measured; a profile of another version is not continued
+METHOD = 2  # version of how things are measured; a calibration of another version is not continued
 
 
 class Joined(NamedTuple):
@@ -37,19 +37,19 @@ class Joined(NamedTuple):
     notes: tuple[str, ...]
 
 
-def join(request: ProfileRequest, launch: Launch) -> Joined:
+def join(request: CalibrationRequest, launch: Launch) -> Joined:
     """Choose the device and join the other ranks. Collective. Raises ValueError, perhaps on one rank alone."""
     config = make_config({**request.values, "micro_batch_size": 1, "global_batch_size": None})
     device, notes = start_rank(config.training, launch, TIMEOUT)
     return Joined(config, device, (*request.notes, *notes))
 
 
-def profile(request: ProfileRequest, launch: Launch, joined: Joined) -> None:
+def calibrate(request: CalibrationRequest, launch: Launch, joined: Joined) -> None:
     """Measure and write the cluster file. Collective. Raises ConfigError, ValueError, the same on every rank."""
     config, device, notes = joined
     try:
         per_node = discover_ranks_per_node(launch, config.parallel.ranks_per_node)
-        run = Profile(request, config, launch, per_node, device)
+        run = Calibration(request, config, launch, per_node, device)
         for note in notes:
             run.say(note)
         run.measure()
@@ -62,21 +62,26 @@ def profile(request: ProfileRequest, launch: Launch, joined: Joined) -> None:
             dist.destroy_process_group()
 
 
-class Profile:
-    """One profile. ``point`` measures what is not known yet; all ranks have the same rows."""
+class Calibration:
+    """One calibration. ``point`` measures what is not known yet; all ranks have the same rows."""
 
     def __init__(
-        self, request: ProfileRequest, config: RunConfig, launch: Launch, per_node: int, device: torch.device
+        self,
+        request: CalibrationRequest,
+        config: RunConfig,
+        launch: Launch,
+        per_node: int,
+        device: torch.device,
     ) -> None:
         self.request, self.config, self.first = request, config, launch.rank == 0
         self.world, self.per_node = launch.world_size, per_node
         host = find_host()
-        self.clock = Clock(device, request.options.profile_rounds, host["ranks"] / host["count"])
+        self.clock = Clock(device, request.options.calibrate_rounds, host["ranks"] / host["count"])
         of = {
             "flags": {name: str(value) for name, value in sorted(request.values.items())},
-            "largest_bytes": request.options.profile_largest_bytes,
+            "largest_bytes": request.options.calibrate_largest_bytes,
             "method": METHOD,
-            "rounds": request.options.profile_rounds,
+            "rounds": request.options.calibrate_rounds,
             "ranks": [self.world, per_node],
             "device": device.type,
             "torch": torch.__version__,
@@ -89,7 +94,9 @@ class Profile:
         progress = Measurements(None, of)
         if self.first:
             try:
-                progress = Measurements(self.request.options.progress, of, self.request.options.profile_fresh)
+                progress = Measurements(
+                    self.request.options.progress, of, self.request.options.calibrate_fresh
+                )
                 told = progress.done
             except ConfigError as error:
                 told = list(error.errors)
@@ -116,14 +123,14 @@ class Profile:
         self.point("device", lambda: [measure_device(self.config, self.clock)])
         self.point("codecs", lambda: measure_codecs(self.config, self.clock))
         dtype = DTYPES[self.config.precision.params_dtype]
-        ladder = sizes(self.request.options.profile_largest_bytes)
+        ladder = sizes(self.request.options.calibrate_largest_bytes)
         for wire in wires(self.world // self.per_node, self.per_node):
             self.point(
                 f"collectives {wire}",
                 lambda w=wire: measure_wire(w, ladder, self.per_node, dtype, self.clock),  # type: ignore[misc]
             )
         cluster = self.cluster()
-        for size in modules(self.per_node, self.request.options.profile_micro_batches):
+        for size in modules(self.per_node, self.request.options.calibrate_micro_batches):
             self.point(f"{size}", lambda s=size: self._modules(s, cluster))  # type: ignore[misc]
 
     def _modules(self, size: Any, cluster: Cluster) -> Iterator[dict[str, Any]]:
@@ -147,7 +154,7 @@ class Profile:
         options = self.request.options
         return {
             "name": options.cluster_name,
-            "source": f"measured by megazero profile, {options.profile_rounds} rounds, torch {torch.__version__}",
+            "source": f"measured by megazero calibrate, {options.calibrate_rounds} rounds, torch {torch.__version__}",
             "nodes": self.world // self.per_node,
             "ranks_per_node": self.per_node,
             **device,
@@ -158,7 +165,7 @@ class Profile:
         }
 
     def cluster(self) -> Cluster:
-        return parse_cluster(cluster_text(self.sections()), "the profile")
+        return parse_cluster(cluster_text(self.sections()), "the calibration")
 
     def write(self) -> None:
         """Write the cluster file and its chart."""

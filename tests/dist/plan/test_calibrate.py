@@ -1,4 +1,4 @@
-"""A profile on local ranks: 2 nodes of 2, with the engine's own collectives."""
+"""A calibration on local ranks: 2 nodes of 2, with the engine's own collectives."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
-from megazero.profile import model, rates, timing
-from megazero.profile.options import read_request
-from megazero.profile.run import Profile
+from megazero.calibrate import model, rates, timing
+from megazero.calibrate.options import read_request
+from megazero.calibrate.run import Calibration
 from tests.dist.pool import run_ranks
 
 MODEL = ["--model-family", "llama", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"]
@@ -29,16 +29,16 @@ def shared_groups() -> int:
     return sum(group.size() > 1 for group in torch.distributed.distributed_c10d._world.pg_map)
 
 
-def profile(output: str, more: list[str]) -> str:
+def calibrated(output: str, more: list[str]) -> str:
     """Return what a rank was told of its flags, or ''."""
     timing.ROUND_S, rates.ELEMENTS["cpu"], rates.MATRIX["cpu"] = 1e-4, 1 << 12, 64
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    words = ["--cluster-output", output, "--profile-rounds", "3", "--profile-largest-bytes", "4096"]
+    words = ["--cluster-output", output, "--calibrate-rounds", "3", "--calibrate-largest-bytes", "4096"]
     request = read_request([*MODEL, *words, *more])
     config = make_config({**request.values, "micro_batch_size": 1, "global_batch_size": None})
     launch = Launch(rank, world, rank % 2, 2)
     try:
-        run = Profile(request, config, launch, 2, torch.device("cpu"))
+        run = Calibration(request, config, launch, 2, torch.device("cpu"))
     except ConfigError as error:
         return f"{error}"
     before = shared_groups()
@@ -50,7 +50,7 @@ def profile(output: str, more: list[str]) -> str:
 
 
 def too_large_for_one(output: str, more: list[str]) -> str:
-    """Profile where rank 1 has no memory for two samples on one rank."""
+    """Calibrate where rank 1 has no memory for two samples on one rank."""
     made = model._calls
 
     def calls(decoder, samples, *args):
@@ -60,7 +60,7 @@ def too_large_for_one(output: str, more: list[str]) -> str:
 
     model._calls = calls
     try:
-        return profile(output, more)
+        return calibrated(output, more)
     finally:
         model._calls = made
 
@@ -68,7 +68,7 @@ def too_large_for_one(output: str, more: list[str]) -> str:
 @pytest.mark.slow
 def test_a_size_for_which_a_rank_has_no_memory_is_left_out(tmp_path: Path) -> None:
     output = tmp_path / "lab.yaml"
-    assert run_ranks(4, too_large_for_one, str(output), ["--profile-micro-batches", "1", "2"]) == [""] * 4
+    assert run_ranks(4, too_large_for_one, str(output), ["--calibrate-micro-batches", "1", "2"]) == [""] * 4
     found = {(row.tp, row.micro_batch) for row in load_cluster(str(output)).layers}
     assert found == {(1, 1), (2, 1), (2, 2)}
     rows = map(json.loads, (tmp_path / "lab.yaml.measured.jsonl").read_text().splitlines()[1:])
@@ -76,10 +76,10 @@ def test_a_size_for_which_a_rank_has_no_memory_is_left_out(tmp_path: Path) -> No
     assert left in list(rows)
 
 
-def test_profile_is_measured_once_and_planned_with(tmp_path: Path) -> None:
+def test_a_cluster_is_measured_once_and_planned_with(tmp_path: Path) -> None:
     output = tmp_path / "lab.yaml"
-    small = ["--profile-micro-batches", "2"]
-    assert run_ranks(4, profile, str(output), small) == [""] * 4
+    small = ["--calibrate-micro-batches", "2"]
+    assert run_ranks(4, calibrated, str(output), small) == [""] * 4
     cluster = load_cluster(str(output))
     assert (cluster.nodes, cluster.ranks_per_node) == (2, 2) and cluster.cores is not None
     assert {(r.operation, r.ranks, r.nodes) for r in cluster.collectives} == {
@@ -94,12 +94,12 @@ def test_profile_is_measured_once_and_planned_with(tmp_path: Path) -> None:
     kept = tmp_path / "lab.yaml.measured.jsonl"
     lines = kept.read_text().splitlines()
     kept.write_text("\n".join(lines[:-1]) + "\n")  # as if stopped before the last point
-    assert run_ranks(4, profile, str(output), small) == [""] * 4
+    assert run_ranks(4, calibrated, str(output), small) == [""] * 4
     again = kept.read_text().splitlines()
     assert again[:-1] == lines[:-1] and json.loads(again[-1])["point"] == json.loads(lines[-1])["point"]
     assert again[-1] != lines[-1], "the last point was measured anew"
     refused = run_ranks(
-        4, profile, str(output), ["--profile-micro-batches", "2", "--swiglu", "--fp32", "--seed", "7"]
+        4, calibrated, str(output), ["--calibrate-micro-batches", "2", "--swiglu", "--fp32", "--seed", "7"]
     )
     assert all("another flags" in said for said in refused), refused
 

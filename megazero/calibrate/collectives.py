@@ -14,8 +14,8 @@ from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Mesh, create_mesh, destroy_mesh
 from megazero.pp.links import Links
 from megazero.pp.schedules import Message
-from megazero.profile.points import CollectivePoint
-from megazero.profile.timing import Clock
+from megazero.calibrate.points import CollectivePoint
+from megazero.calibrate.timing import Clock
 from megazero.tp import TensorParallel, start_all_reduce
 
 Operation = Callable[[], Any]

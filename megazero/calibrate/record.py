@@ -21,7 +21,7 @@ Series = dict[str, list[tuple[float, float, float]]]  # name -> (x, y, relative 
 
 
 class Measurements:
-    """A file of what was measured, a JSON object on each line; the first says what the profile is of.
+    """A file of what was measured, a JSON object on each line; the first says what was calibrated.
 
     path None: on a rank that does not write.
     """
@@ -31,14 +31,16 @@ class Measurements:
         self.path, self.done = path, dict[str, Rows]()
         if path is None:
             return
-        head = {"profile": dict(of)}
+        head = {"calibration": dict(of)}
         lines = [] if fresh or not path.exists() else _lines(path)
         if lines and lines[0] != head:
-            changed = [k for k, v in head["profile"].items() if lines[0].get("profile", {}).get(k) != v]
+            changed = [
+                k for k, v in head["calibration"].items() if lines[0].get("calibration", {}).get(k) != v
+            ]
             raise ConfigError(
                 [
-                    f"{path} was measured with another {', '.join(changed) or 'profile'}: "
-                    "--profile-fresh forgets it, or give another --cluster-output"
+                    f"{path} was measured with another {', '.join(changed) or 'method'}: "
+                    "--calibrate-fresh forgets it, or give another --cluster-output"
                 ]
             )
         self.done = {line["point"]: line["rows"] for line in lines[1:]}
@@ -92,7 +94,7 @@ def cluster_text(sections: Mapping[str, Any]) -> str:
 
     rounded = json.loads(json.dumps(sections), parse_float=lambda text: float(f"{float(text):.5g}"))
     lines = [
-        "# Written by megazero profile. bytes: that a rank sends. busy: seconds of a processor that it takes."
+        "# Written by megazero calibrate. bytes: that a rank sends. busy: seconds of a processor that it takes."
     ]
     for key, value in rounded.items():
         if key in TABLES:

@@ -1,4 +1,4 @@
-"""What a profile measures, keeps and writes; tests/dist/plan/test_profile.py runs one."""
+"""What a calibration measures, keeps and writes; tests/dist/plan/test_calibrate.py runs one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megazero.config import ConfigError, World, make_config
 from megazero.config.options.cluster import load_cluster, parse_cluster
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
-from megazero.profile import rates
-from megazero.profile.command import main
-from megazero.profile.options import read_request
-from megazero.profile.points import CollectivePoint, modules, sizes, wires
-from megazero.profile.record import Measurements, cluster_text, links, series, write_cluster
-from megazero.profile.timing import Clock
+from megazero.calibrate import rates
+from megazero.calibrate.command import main
+from megazero.calibrate.options import read_request
+from megazero.calibrate.points import CollectivePoint, modules, sizes, wires
+from megazero.calibrate.record import Measurements, cluster_text, links, series, write_cluster
+from megazero.calibrate.timing import Clock
 from tests import ROOT
 from tests.sizes import SMALL, words
 
@@ -92,7 +92,7 @@ def test_what_is_timed_has_random_operands(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(rates.MATRIX, "cpu", 16)
     monkeypatch.setitem(rates.ELEMENTS, "cpu", 1024)
     monkeypatch.setattr(rates, "MEETING_S", 0)
-    monkeypatch.setattr("megazero.profile.timing.ROUND_S", 0)
+    monkeypatch.setattr("megazero.calibrate.timing.ROUND_S", 0)
     operands = dict[int, torch.Tensor]()
 
     class Watch(TorchDispatchMode):
@@ -118,7 +118,7 @@ def test_progress_goes_on_and_refuses_another_model(tmp_path: Path) -> None:
     assert again.done == {"a": [{"x": 1}], "b": [{"x": 2}]}
     again.add("c", [{"x": 3}])
     assert [json.loads(line).get("point") for line in path.read_text().splitlines()] == [None, "a", "b", "c"]
-    with pytest.raises(ConfigError, match="another model: --profile-fresh forgets it"):
+    with pytest.raises(ConfigError, match="another model: --calibrate-fresh forgets it"):
         Measurements(path, {"model": 2})
     assert Measurements(path, {"model": 2}, fresh=True).done == {}
 
@@ -177,7 +177,7 @@ def test_nodes_are_waited_for_as_long_as_told(capsys, monkeypatch) -> None:
     assert "1 of 2 ranks did not come: rank 1" in said and "The limit is 0.2 s (--timeout)" in said
 
 
-def test_flags_that_the_profile_chooses_itself_are_named() -> None:
+def test_flags_that_the_calibration_chooses_itself_are_named() -> None:
     given = read_request([*WORDS, "--tensor-model-parallel-size", "2", "--sequence-parallel"])
     (note,) = given.notes
     assert "--tensor-model-parallel-size, --sequence-parallel." in note
@@ -185,9 +185,14 @@ def test_flags_that_the_profile_chooses_itself_are_named() -> None:
 
 
 def test_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--num-layerz", "2", "--profile-rounds", "1", "--profile-micro-batches", "0", "2"]) == 2
+    assert main(["--num-layerz", "2", "--calibrate-rounds", "1", "--calibrate-micro-batches", "0", "2"]) == 2
     said = capsys.readouterr().err
-    for part in ("num-layers", "--profile-rounds 1", "--profile-micro-batches 0", "--vocab-size is required"):
+    for part in (
+        "num-layers",
+        "--calibrate-rounds 1",
+        "--calibrate-micro-batches 0",
+        "--vocab-size is required",
+    ):
         assert part in said, part
     assert main(["--help"]) == 0
-    assert "--profile-largest-bytes" in capsys.readouterr().out
+    assert "--calibrate-largest-bytes" in capsys.readouterr().out

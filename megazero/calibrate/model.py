@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config import RunConfig, World, make_config
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.config.options.cluster import Cluster
 from megazero.mesh.mesh import create_mesh, destroy_mesh
 from megazero.mesh.objects import gather_objects
@@ -21,10 +22,9 @@ from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
-from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.partition import StageSpec
-from megazero.profile.points import Modules
-from megazero.profile.timing import Clock
+from megazero.calibrate.points import Modules
+from megazero.calibrate.timing import Clock
 from megazero.tp import TensorParallel
 
 # Layers that are measured one after the other, with their activations kept: one layer again and again would find its

@@ -1,4 +1,4 @@
-"""Simulates hosts whose ranks share processors: CPUs with gloo.
+"""The planner's clock for hosts whose ranks share processors: CPUs with gloo, on which the planner is measured.
 
 Overlap is not free there, because computing, coding and sending all need processors. If they need more than there
 are, each gets at most an equal share (max-min fairness). A rank that waits leaves its share to others, so a pipeline
@@ -12,15 +12,16 @@ for each communicator, which wait for it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.mesh.grid import INTRA
 from megazero.plan.layout import LOCAL, Chain, Layout, TimedHop
 from megazero.plan.memory import PENDING_REDUCTIONS
 from megazero.plan.rank_step import RankStep
-from megazero.plan.units import EMBEDDING, HEAD, LAYER
+from megazero.plan.simulate import BILL, Timing, mean_bill, simulate, update_seconds, whole_step
 from megazero.pp.schedules import Action, Kind
 
 LOOKS = {LAYER: 8, HEAD: 2, EMBEDDING: 1}  # at chains in a backward: with every parameter's gradient
@@ -38,6 +39,22 @@ class Need(NamedTuple):
 
 
 Steps = Iterator[Need]
+
+
+def predict(layout: Layout) -> Timing:
+    """Return the time of a step: on shared processors if the cluster file has ``cores``, else the planner's own."""
+    if layout.base.cluster.cores is None:
+        return simulate(layout)
+    return whole_step(layout, lambda micro_batches: _run(layout, micro_batches))
+
+
+def _run(layout: Layout, micro_batches: int) -> Timing:
+    machine = Machine(layout, micro_batches)
+    end, update = machine.run(), update_seconds(layout)
+    for bill in machine.bills:
+        bill["pipeline"] += end - sum(bill.values())  # until the last rank is done
+        bill["update"] += update
+    return Timing(end + update, mean_bill(machine.bills))
 
 
 @dataclass(eq=False)
@@ -229,7 +246,7 @@ class Process(RankStep):
 class Machine:
     """The simulation of all processes and their shared resources."""
 
-    def __init__(self, layout: Layout, micro_batches: int, items: Iterable[str]) -> None:
+    def __init__(self, layout: Layout, micro_batches: int) -> None:
         self.base, self.host = layout.base, Host(layout)
         self.now = 0.0
         self.transfers: list[Transfer] = []
@@ -238,7 +255,7 @@ class Machine:
         steps = self.base.steps_of(micro_batches)[1]
         self.travels = {event: rank for rank, _, _, needed in steps for event, away in needed if away}
         self.processes = [Process(layout, rank, micro_batches, self) for rank in range(layout.base.pp)]
-        self.bills = [dict.fromkeys(items, 0.0) for _ in self.processes]
+        self.bills = [dict.fromkeys(BILL, 0.0) for _ in self.processes]
 
     def send(self, owner: int, hop: TimedHop, lane: str) -> Transfer:
         transfer = Transfer(owner, hop, lane, hop.seconds)

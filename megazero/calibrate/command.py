@@ -1,4 +1,4 @@
-"""The command ``megazero profile``: started on every rank. It answers --help and mistakes without torch."""
+"""The command ``megazero calibrate``: started on every rank. It answers --help and mistakes without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megazero.config import run_command
 from megazero.mesh.launch import Launch, read_launch, take_local_rank
-from megazero.profile.options import help_text, read_request
+from megazero.calibrate.options import help_text, read_request
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,17 +18,17 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    return run_command("profile", words, help_text, lambda: _profile(words, launch), launch.rank)
+    return run_command("calibrate", words, help_text, lambda: _calibrate(words, launch), launch.rank)
 
 
-def _profile(words: Sequence[str], launch: Launch) -> int:
+def _calibrate(words: Sequence[str], launch: Launch) -> int:
     request = read_request(words)
-    from megazero.profile.run import join, profile  # brings torch
+    from megazero.calibrate.run import calibrate, join  # brings torch
 
     try:
         joined = join(request, launch)
     except ValueError as error:  # this rank alone may know: the others wait for it
         print(f"{launch.host}, rank {launch.rank}: {error}", file=sys.stderr, flush=True)
         return 2
-    profile(request, launch, joined)
+    calibrate(request, launch, joined)
     return 0

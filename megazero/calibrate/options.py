@@ -1,4 +1,4 @@
-"""The flags of ``megazero profile`` beside those of training. No torch."""
+"""The flags of ``megazero calibrate`` beside those of training. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megazero.config.read.flags import options_help, read_section
 from megazero.config.run import all_options
 from megazero.plan.options import read_values, with_stand_ins
 
-USAGE = """usage: LAUNCHER -m megazero profile TRAINING FLAGS [flags below]
-       torchrun --nnodes 2 --nproc-per-node 8 ... -m megazero profile --model-family llama ... --bf16
+USAGE = """usage: LAUNCHER -m megazero calibrate TRAINING FLAGS [flags below]
+       torchrun --nnodes 2 --nproc-per-node 8 ... -m megazero calibrate --model-family llama ... --bf16
 
 Measures on the ranks at hand what `megazero plan` asks of a cluster, and writes its cluster file: every collective
 that the engine issues, by ranks x nodes and size, all such groups at once; the codecs; the optimizer's update; and
@@ -25,7 +25,7 @@ are wrong.
 """
 
 
-# Options that the profile chooses itself.
+# Options that the calibration chooses itself.
 OWN = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -37,19 +37,21 @@ OWN = (
 
 
 @dataclass(frozen=True)
-class ProfileConfig:
-    """The profile itself."""
+class CalibrationConfig:
+    """The calibration itself."""
 
     cluster_output: str = option("cluster.yaml", "the cluster file")
     cluster_name: str = option("measured", "what the cluster is called in it")
-    profile_rounds: int = option(
+    calibrate_rounds: int = option(
         5, "times that each measurement is taken; the median counts", low=3, high=100
     )
-    profile_micro_batches: tuple[int, ...] = option((1, 2, 4), "micro-batches that modules are measured with")
-    profile_largest_bytes: int = option(
+    calibrate_micro_batches: tuple[int, ...] = option(
+        (1, 2, 4), "micro-batches that modules are measured with"
+    )
+    calibrate_largest_bytes: int = option(
         64 << 20, "bytes of the largest message; slow ones end the series earlier", low=4096
     )
-    profile_fresh: bool = option(False, "forget what an earlier profile measured")
+    calibrate_fresh: bool = option(False, "measure everything again")
 
     @property
     def output(self) -> Path:
@@ -61,28 +63,28 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True)
-class ProfileRequest:
+class CalibrationRequest:
     """The request of the command line. values: the training's options by name. notes: what the user should know."""
 
     values: dict[str, Any]
-    options: ProfileConfig
+    options: CalibrationConfig
     notes: tuple[str, ...] = ()
 
 
 def help_text() -> str:
-    """Return what ``megazero profile --help`` prints."""
-    return "\n".join([USAGE, *options_help(section_options("profile", ProfileConfig))])
+    """Return what ``megazero calibrate --help`` prints."""
+    return "\n".join([USAGE, *options_help(section_options("calibrate", CalibrationConfig))])
 
 
-def read_request(argv: Sequence[str]) -> ProfileRequest:
-    """Read the command line after ``profile``. Raises ConfigError with every fault at once."""
-    options, rest, errors = read_section(ProfileConfig, argv)
+def read_request(argv: Sequence[str]) -> CalibrationRequest:
+    """Read the command line after ``calibrate``. Raises ConfigError with every fault at once."""
+    options, rest, errors = read_section(CalibrationConfig, argv)
     given, faults = read_values(rest)
     errors += faults
     if given.get("vocab_size") is None:
-        errors.append("--vocab-size is required: a profile reads no tokenizer")
-    if bad := [size for size in options.profile_micro_batches if size < 1]:
-        errors.append(f"--profile-micro-batches {bad[0]} must be at least 1; nearest: 1")
+        errors.append("--vocab-size is required: a calibration reads no tokenizer")
+    if bad := [size for size in options.calibrate_micro_batches if size < 1]:
+        errors.append(f"--calibrate-micro-batches {bad[0]} must be at least 1; nearest: 1")
     values = with_stand_ins(given)
     own = [all_options()[name].flag for name in OWN if values.pop(name, None) is not None]
     try:
@@ -91,5 +93,5 @@ def read_request(argv: Sequence[str]) -> ProfileRequest:
         errors += error.errors
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
-    note = f"without effect: {', '.join(own)}. The profile chooses them itself: it measures several"
-    return ProfileRequest(values, options, (note,) if own else ())
+    note = f"without effect: {', '.join(own)}. The calibration measures several values of these options"
+    return CalibrationRequest(values, options, (note,) if own else ())

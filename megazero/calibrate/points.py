@@ -1,4 +1,4 @@
-"""What a profile measures, as data. No torch."""
+"""The points that a calibration measures, as data. No torch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,364 @@
+"""The description of a model: its modules with their parameters, products and collectives. No torch.
+
+A model is an embedding, layers of one or several kinds, and a head. The decoder checks that it is built as this says.
+Placements, initial values, FLOPs, the planner and ``verify`` read sizes here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from megazero.config.model.section import LAYER_NORMS, ModelConfig
+from megazero.families.layer_kinds import LayerKind, layer_kinds
+
+EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter as one rank without tensor parallelism holds it.
+
+    name: within the module. cut: the dim that tensor-parallel ranks share, None if each holds the whole parameter.
+    heads: the number of attention heads along that dim. If ranks outnumber heads, neighbours hold the same head.
+    mean, std: the initial values are normal, or constant if std is 0.
+    multiplies: the parameter is a matrix that multiplies every token's activations.
+    own_heads: a rank applies the parameter to its own heads alone.
+    vocabulary: the rows are words, which are padded before ranks share them.
+    tied: the embedding and the head hold one parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: int | None = None
+    heads: int | None = None
+    mean: float = 0.0
+    std: float = 0.0
+    multiplies: bool = False
+    own_heads: bool = False
+    vocabulary: bool = False
+    tied: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def copies(self, tp: int) -> int:
+        """Return how many of ``tp`` ranks in a row hold the same part of a parameter that is cut."""
+        return max(1, tp // self.heads) if self.heads else 1
+
+    def replicated(self, tp: int) -> bool:
+        """Tell whether several of ``tp`` ranks hold the same elements."""
+        return self.cut is None or self.copies(tp) > 1
+
+    def partial(self, tp: int) -> bool:
+        """Tell whether each of ``tp`` ranks that hold the same elements has the gradient of its own heads alone."""
+        return self.copies(tp) > 1 or self.own_heads
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """Return the shape on each of ``tp`` ranks. Rows of words must be padded (``padded_spec``)."""
+        return tuple(n * self.copies(tp) // tp if dim == self.cut else n for dim, n in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """The embedding, a kind of layer, or the head.
+
+    inputs, outputs: how many activations [s, b, h] its tensor-parallel linears take in, and how many they add up.
+    """
+
+    kind: str
+    parameters: tuple[ParameterSpec, ...]
+    inputs: int
+    outputs: int
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @cached_property
+    def multiply_adds(self) -> int:
+        """Return the multiply-adds of one token: the elements of the matrices."""
+        return sum(p.numel for p in self.parameters if p.multiplies)
+
+
+class Elements(NamedTuple):
+    """Numbers of one token: in the residual stream, which sequence parallelism cuts, and inside attention and MLP,
+    which tensor parallelism cuts."""
+
+    stream: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class LayerSpec(ModuleSpec):
+    """A kind of layer.
+
+    moved: elements that a forward reads and writes beside the matrices. kept: elements that autograd keeps for the
+    backward, with a fused attention kernel. gradients: elements that the backward holds at once; none is cut along
+    the stream. query: the width of all queries. heads: the number of query heads. norm_sums: numbers of a token that
+    norms over all heads add up over ranks. rereads_output: the backward reads the last output itself. places: the
+    numbers of the layers.
+    """
+
+    moved: Elements
+    kept: Elements
+    gradients: Elements
+    query: int
+    heads: int
+    norm_sums: int = 0
+    rereads_output: bool = False
+    places: tuple[int, ...] = ()
+
+
+class ModelSpec:
+    """The modules of a model. They are made when they are asked for: layers do not need the vocabulary."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    @cached_property
+    def embedding(self) -> ModuleSpec:
+        c = self.config
+        parameters = (
+            *_positions(c),
+            _words(c, "tokens.weight"),
+            *(_norm(c, "norm") if c.embed_layernorm else ()),
+        )
+        return ModuleSpec(EMBEDDING, parameters, inputs=0, outputs=1)
+
+    @cached_property
+    def head(self) -> ModuleSpec:
+        c = self.config
+        parameters = (replace(_words(c, "weight"), multiplies=True), *_norm(c, "norm"))
+        return ModuleSpec(HEAD, parameters, inputs=1, outputs=0)
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The kinds of layers, by their first places.
+
+        Layers of one kind have the same parameters and sizes; windows and rotary positions may differ.
+        """
+        places: dict[LayerSpec, list[int]] = {}
+        for choices, numbers in _by_choices(self.config).items():
+            places.setdefault(_layer(self.config, choices), []).extend(numbers)
+        first, *others = (replace(each, places=tuple(sorted(numbers))) for each, numbers in places.items())
+        return (first, *(replace(each, kind=f"{LAYER} {i}") for i, each in enumerate(others, start=2)))
+
+    @cached_property
+    def by_place(self) -> tuple[LayerSpec, ...]:
+        """The kind of every layer."""
+        kinds = {place: kind for kind in self.layers for place in kind.places}
+        return tuple(kinds[i] for i in range(self.config.num_layers))
+
+    @cached_property
+    def modules(self) -> Mapping[str, ModuleSpec]:
+        """The modules by kind, in the order of use."""
+        return {module.kind: module for module in (self.embedding, *self.layers, self.head)}
+
+    def held(self, embedding: bool, layers: Iterable[int], head: bool) -> dict[str, ParameterSpec]:
+        """Return the parameters of some modules by name, in the order of ``named_parameters``: tied ones once."""
+        named: dict[str, ParameterSpec] = {}
+        if embedding:
+            named |= {f"embedding.{p.name}": p for p in self.embedding.parameters}
+        for i in layers:
+            named |= {f"layers.{i}.{p.name}": p for p in self.by_place[i].parameters}
+        if head:
+            named |= {f"head.{p.name}": p for p in self.head.parameters if not (p.tied and embedding)}
+        return named
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """All parameters by name."""
+        return self.held(True, range(self.config.num_layers), True)
+
+
+@lru_cache(maxsize=64)
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """Return the description of the model with its true vocabulary."""
+    return ModelSpec(config)
+
+
+@lru_cache(maxsize=64)
+def padded_spec(config: ModelConfig, tp: int) -> ModelSpec:
+    """Return the description of the model with the vocabulary that ``tp`` ranks share."""
+    return ModelSpec(replace(config, vocab_size=config.padded_vocab_size(tp)))
+
+
+# -- parameters ------------------------------------------------------------------------------------------
+
+
+def _norm(
+    c: ModelConfig,
+    name: str,
+    size: int | None = None,
+    cut: int | None = None,
+    heads: int | None = None,
+    own_heads: bool = False,
+) -> Iterator[ParameterSpec]:
+    shape = (c.hidden_size if size is None else size,)
+    weight = ParameterSpec(f"{name}.weight", shape, cut, heads, own_heads=own_heads)
+    yield replace(weight, mean=0.0 if c.apply_layernorm_1p else 1.0)
+    if c.normalization == "LayerNorm":
+        yield replace(weight, name=f"{name}.bias")
+
+
+def _words(c: ModelConfig, name: str) -> ParameterSpec:
+    shape, tied = (c.vocabulary, c.hidden_size), not c.untie_embeddings_and_output_weights
+    return ParameterSpec(name, shape, 0, std=c.init_method_std, vocabulary=True, tied=tied)
+
+
+def _positions(c: ModelConfig) -> Iterator[ParameterSpec]:
+    if c.position_embedding_type == "learned_absolute":
+        yield ParameterSpec("positions", (c.max_position_embeddings, c.hidden_size), std=c.init_method_std)
+
+
+def _column(
+    c: ModelConfig, name: str, rows: int, bias: bool, heads: int | None = None
+) -> Iterator[ParameterSpec]:
+    """Yield a linear whose rows tensor-parallel ranks share."""
+    shape = (rows, c.hidden_size)
+    yield ParameterSpec(f"{name}.weight", shape, 0, heads, std=c.init_method_std, multiplies=True)
+    if bias:
+        yield ParameterSpec(f"{name}.bias", (rows,), 0, heads)
+
+
+def _row(c: ModelConfig, name: str, columns: int, bias: bool) -> Iterator[ParameterSpec]:
+    """Yield a linear whose columns tensor-parallel ranks share, and whose output they add up.
+
+    It writes to the residual stream, so its std is divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3;
+    Megatron's default).
+    """
+    std = c.init_method_std / math.sqrt(2 * c.num_layers)
+    yield ParameterSpec(f"{name}.weight", (c.hidden_size, columns), 1, std=std, multiplies=True)
+    if bias:
+        yield ParameterSpec(f"{name}.bias", (c.hidden_size,))
+
+
+# -- layers ----------------------------------------------------------------------------------------------
+
+
+def _by_choices(c: ModelConfig) -> dict[LayerKind, list[int]]:
+    found: dict[LayerKind, list[int]] = {}
+    for index, choices in enumerate(layer_kinds(c)):
+        found.setdefault(choices, []).append(index)
+    return found
+
+
+def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
+    """Describe a layer (models/layer.py). Its parameters are in the order of ``named_parameters``."""
+    norms, h = LAYER_NORMS[c.transformer_block_type], c.hidden_size
+    attention, mlp = _attention(c), _mlp(c, choices)
+    blocks = (
+        ("input_norm", attention.parameters),
+        ("attention_output_norm", ()),
+        ("mlp_norm", mlp.parameters),
+        ("mlp_output_norm", ()),
+    )
+    parameters = tuple(
+        p for norm, block in blocks for p in (*(_norm(c, norm) if norm in norms else ()), *block)
+    )
+    # The input of each norm and of attention and MLP.
+    streams = max(4, 2 + len(norms))
+    return LayerSpec(
+        LAYER,
+        parameters,
+        inputs=2,
+        outputs=2,
+        moved=Elements(10 * h, attention.moved + mlp.moved),
+        kept=Elements(streams * h, attention.kept + mlp.kept),
+        gradients=Elements(2 * h, mlp.gradients),
+        query=c.query_projection_size,
+        heads=c.num_attention_heads,
+        norm_sums=2 if c.qk_norm == "all-heads" else 0,
+        rereads_output=c.hidden_dropout > 0 or "mlp_output_norm" in norms,
+    )
+
+
+class Block(NamedTuple):
+    """Attention or MLP: its parameters, and the inner elements of a token that are moved, kept, and gradients."""
+
+    parameters: tuple[ParameterSpec, ...]
+    moved: int
+    kept: int
+    gradients: int = 0
+
+
+def _attention(c: ModelConfig) -> Block:
+    q, kv, heads, groups = (
+        c.query_projection_size,
+        c.kv_projection_size,
+        c.num_attention_heads,
+        c.num_query_groups,
+    )
+    parameters = [
+        *_column(c, "attention.q_proj", q, c.qkv_bias, heads),
+        *_column(c, "attention.k_proj", kv, c.qkv_bias, groups),
+        *_column(c, "attention.v_proj", kv, c.qkv_bias, groups),
+        *_row(c, "attention.o_proj", q, c.add_attention_bias),
+    ]
+    for name, rows, count in (("attention.q_norm", q, heads), ("attention.k_norm", kv, groups)):
+        if c.qk_norm == "head":
+            parameters += _norm(c, name, c.kv_channels, own_heads=True)
+        elif c.qk_norm == "all-heads":
+            parameters += _norm(c, name, rows, 0, count)
+    # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with.
+    kept = 3 * q + 2 * kv + (q + kv if c.qk_norm != "none" else 0)
+    return Block(tuple(parameters), moved=4 * (q + kv), kept=kept)
+
+
+def _mlp(c: ModelConfig, choices: LayerKind) -> Block:
+    """``choices`` are those of the layer's number, by which MLPs may differ."""
+    ffn, bias = c.ffn_hidden_size, c.add_bias_linear
+    parameters = [
+        *(_column(c, "mlp.gate_proj", ffn, bias) if c.gated_mlp else ()),
+        *_column(c, "mlp.up_proj", ffn, bias),
+        *_row(c, "mlp.down_proj", ffn, bias),
+    ]
+    # Up (and gate, f(gate)) and down's input.
+    moved, kept = (5 * ffn, 4 * ffn) if c.gated_mlp else (2 * ffn, 2 * ffn)
+    return Block(tuple(parameters), moved, kept, gradients=2 * ffn)
+
+
+# -- counts ----------------------------------------------------------------------------------------------
+
+
+def parameter_count(config: ModelConfig, vocabulary: int | None = None) -> int:
+    """Count the parameters of the whole model, tied weights once.
+
+    The vocabulary is the true one, or ``vocabulary`` rows, such as the padded ones that Megatron counts.
+    """
+    if vocabulary is not None:
+        config = replace(config, vocab_size=vocabulary)
+    spec = model_spec(config)
+    head = sum(p.numel for p in spec.head.parameters if not p.tied)
+    return spec.embedding.numel + sum(len(kind.places) * kind.numel for kind in spec.layers) + head
+
+
+def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size: int = 1) -> int:
+    """Count the operations of forward and backward over sequences of these lengths (T is their sum):
+
+        6 T [sum over layers of n + h V] + 6 sum over layers of q sum(length^2 - (length - window)^2)
+
+    The last term is 0 in a layer without a window, or with a longer one. Here n are the multiply-adds of one token in
+    a layer's matrices, q is the width of its query linear and V the padded vocabulary.
+    A multiply-add counts as 2 operations, and the backward as twice the forward.
+    Attention counts the causal half of its score matrix. Recompute, norms, softmax and the optimizer are left out.
+    This is Megatron's accounting (Narayanan et al. 2021, section 5.1), with the causal half.
+    """
+    lengths, spec = list(sequence_lengths), model_spec(config)
+    dense = sum(len(kind.places) * kind.multiply_adds for kind in spec.layers)
+    dense += config.hidden_size * config.padded_vocab_size(tp_size)
+    pairs = 0
+    for kind in spec.layers:
+        windows = Counter(choices.window for choices in layer_kinds(config, kind.places))
+        pairs += kind.query * sum(
+            count * (length**2 - (max(0, length - window) ** 2 if window else 0))
+            for window, count in windows.items()
+            for length in lengths
+        )
+    return 6 * sum(lengths) * dense + 6 * pairs

@@ -1,0 +1,78 @@
+"""The guard of quantised messages: every step measures the rounding error of one unit, in turn.
+
+Where the error is above the policy's bound, all ranks send that unit exactly from the next step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megazero.zero.policy import Policy
+from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, relative_errors
+from megazero.zero.scalars import Rows, StepPart
+from megazero.zero.unit import Unit
+
+
+class Guard(StepPart):
+    """Compares the measured errors with the policy's bounds, and counts the updates that choose the next sample.
+
+    fallen: the units of all stages that send exactly, by name, and which kinds. replica: this rank's outer replica.
+    """
+
+    columns = summed = 2 * len(KINDS)  # ||sent - exact||^2 and ||exact||^2 of each kind
+
+    def __init__(self, rounding: Rounding, units: Sequence[Unit], policy: Policy, replica: int) -> None:
+        self.rounding, self.units, self.replica = rounding, units, replica
+        self.bounds = {WEIGHTS: policy.weight_error_bound, GRADIENTS: policy.gradient_error_bound}
+        self.fallen: dict[str, list[str]] = {}
+        self._above: list[tuple[str, str]] = []  # units and kinds that fall back when the step ends
+
+    def write(self, row: torch.Tensor) -> None:
+        self.rounding.take(out=row)
+
+    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+        """Find what falls back. All ranks of a replica have the same errors and decide alike."""
+        name = self.rounding.sampled
+        assert name is not None
+        errors = relative_errors(sums[self.replica])
+        self._above = [(name, kind) for kind in self._exceeding(name, errors)]
+        told = tuple(
+            f"{kind} of unit {name!r}: relative rounding error {errors[kind]:.3g} is above the bound "
+            f"{self.bounds[kind]:g}; exact from the next step on"
+            for _, kind in self._above
+        )
+        return {"sampled": name, "errors": errors, "fallbacks": told}
+
+    def _exceeding(self, name: str, errors: Mapping[str, float]) -> Iterator[str]:
+        for kind, error in errors.items():
+            bound = self.bounds[kind]
+            if bound is not None and error > bound and kind not in self.fallen.get(name, ()):
+                yield kind
+
+    def updated(self, made: bool) -> None:
+        self.rounding.updates += int(made)
+        self._send_exactly(self._above)
+        self._above = []
+
+    def aborted(self) -> None:
+        self.rounding.abort()
+
+    def state(self) -> dict[str, Any]:
+        return {"updates": self.rounding.updates, "fallen_back": self.fallen}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Names of units that are not here are ignored."""
+        self.rounding.updates = int(state["updates"])
+        self._send_exactly((name, kind) for name, kinds in state["fallen_back"].items() for kind in kinds)
+
+    def _send_exactly(self, fallen: Iterable[tuple[str, str]]) -> None:
+        for name, kind in fallen:
+            if name in self.rounding.names:
+                kinds = {*self.fallen.get(name, ()), kind}
+                self.fallen[name] = [k for k in KINDS if k in kinds]
+            for unit in self.units:
+                if unit.name == name:
+                    unit.send_exactly(kind)

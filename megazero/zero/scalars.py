@@ -1,0 +1,189 @@
+"""The one exchange of a step, by columns: its parts write numbers, ranks exchange them, its parts read them.
+
+Between the last backward and the update every rank sends one row of fp64 numbers to all others. A part of the step
+(``StepPart``) has some columns of it. The engine knows no part's numbers: it lets all write, exchanges the rows, lets
+all read, and tells all whether the update was made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megazero.comm.hops import Traffic
+from megazero.comm.lane import Lane
+from megazero.comm.timing import Waits
+from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.mesh import Mesh
+
+Rows = tuple[tuple[float, ...], ...]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """grad_norm: global norm of the divided gradients before clipping. skipped: it was not finite.
+        Both are those of this rank's outer replica.
+
+    sampled: the name of the unit whose rounding was measured. errors: ||sent - exact|| / ||exact|| over all ranks
+        of its 'weights' and 'gradients', each only if it was sent quantised. fallbacks: one line for each unit
+        whose error was above the policy's bound. It sends exactly from the next step on. scalars: what every rank
+        gave to ``step``, by rank. replica_norms: the norms of all outer replicas. outer_norm: ||Delta|| (outer.py),
+        if the step before took an outer step. outer_drift: the root of the mean over replicas of
+        ||theta_i - mean||^2 in it.
+    """
+
+    grad_norm: float
+    skipped: bool
+    sampled: str = ""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()
+    scalars: Rows = ()
+    replica_norms: tuple[float, ...] = ()
+    outer_norm: float | None = None
+    outer_drift: float | None = None
+
+    @property
+    def mean_norm(self) -> float:
+        """The mean of the replicas' norms, the same on all ranks; not finite if one of them is not."""
+        return sum(self.replica_norms) / len(self.replica_norms)
+
+    @property
+    def updated_norm(self) -> float | None:
+        """The mean of the norms of those replicas that made an update; None if none did."""
+        finite = [norm for norm in self.replica_norms if math.isfinite(norm)]
+        return sum(finite) / len(finite) if finite else None
+
+    @property
+    def skips(self) -> int:
+        """How many replicas made no update."""
+        return sum(not math.isfinite(norm) for norm in self.replica_norms)
+
+
+class StepPart:
+    """Takes part in every step of an engine. Each method is called on every rank alike; the defaults do nothing.
+
+    columns: how many numbers it has in every rank's row. summed: how many of them, the first ones, are added up over
+    the ranks of each outer replica. lanes: those on which it moves data while training goes on.
+    """
+
+    columns: int = 0
+    summed: int = 0
+    lanes: Sequence[Lane] = ()
+
+    def write(self, row: torch.Tensor) -> None:
+        """Write this rank's numbers to ``row``, fp64 [columns] on the device. Every gradient's sum is there."""
+
+    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+        """Read the numbers of all ranks before the update. Return this part's fields of StepInfo.
+
+        rows: [columns] by rank. sums: [summed] by outer replica. May raise, on every rank.
+        """
+        return NOTHING
+
+    def updated(self, made: bool) -> None:
+        """Note the end of a step. made: the master weights were updated; else the step was skipped."""
+
+    def aborted(self) -> None:
+        """Note that the open step was given up. Its gradients are discarded."""
+
+    def reading(self, anchor: bool) -> AbstractContextManager[None]:
+        """Return the context of an evaluation. anchor: outer replicas evaluate what they share."""
+        return nullcontext()
+
+    def writing(self) -> None:
+        """Raise RuntimeError if the user may not write weights between steps."""
+
+    def loaded(self, own: bool) -> None:
+        """Note that the master weights were loaded. own: and this part's tensors with them."""
+
+    def settle(self) -> None:
+        """Wait for what is on its way between steps."""
+
+    def state(self) -> dict[str, Any]:
+        """Return its entries of ``Engine.state``, in JSON types."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore its entries of ``Engine.state``, after the weights were loaded."""
+
+
+class Given(StepPart):
+    """The numbers that the caller gives to a step: 1-D, on the device, equally many on every rank."""
+
+    numbers: torch.Tensor | None = None
+
+    def take(self, numbers: torch.Tensor | None) -> None:
+        self.numbers, self.columns = numbers, 0 if numbers is None else numbers.numel()
+
+    def write(self, row: torch.Tensor) -> None:
+        if self.numbers is not None:
+            row.copy_(self.numbers)
+
+    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+        return {"scalars": rows}
+
+
+class StepScalars:
+    """Exchanges the rows of a step's parts. Its tensors are used in every step.
+
+    This is the one exchange of scalars in a step, and the one place where the host waits for the device in it.
+    hop: the name of the waits in the exchange. row: this rank's, fp64 [k].
+    """
+
+    def __init__(self, mesh: Mesh, waits: Waits, parts: Sequence[StepPart]) -> None:
+        self.mesh, self.waits, self.parts = mesh, waits, parts
+        link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
+        self.hop = f"exposed_scalar_{link.removesuffix('_node')}"
+        self.counts: list[int] | None = None
+
+    def write(self) -> None:
+        """Let the parts write this rank's row."""
+        if self.counts != [part.columns for part in self.parts]:
+            self._make()
+        for part, own in zip(self.parts, self.own, strict=True):
+            part.write(own)
+
+    def _make(self) -> None:
+        """Make the tensors for rows with the parts' columns, and behind them the sums of the outer replicas."""
+        self.counts = [part.columns for part in self.parts]
+        world, replicas, k = self.mesh.world_size, self.mesh.grid.outer, sum(self.counts)
+        starts = accumulate(self.counts, initial=0)
+        self.places = [slice(at, at + n) for at, n in zip(starts, self.counts, strict=False)]
+        self.received = torch.zeros(world + replicas, k, dtype=torch.float64, device=self.mesh.device)
+        self.rows, self.sums = self.received.split([world, replicas])
+        self.row = torch.zeros(k, dtype=torch.float64, device=self.mesh.device)
+        self.own = self.row.split(self.counts)
+
+    def exchange(self, traffic: Traffic) -> None:
+        """Exchange the rows, and add up the columns that are summed. On CUDA this is only enqueued."""
+        with self.waits(self.hop):
+            self.mesh.gather_rows(self.row, self.rows)
+        for link, rows in self.mesh.grid.rows_sent.items():
+            if rows:
+                traffic.add("scalar", link, rows * self.row.nbytes)
+        summed = [
+            slice(place.start, place.start + part.summed)
+            for part, place in zip(self.parts, self.places, strict=True)
+            if part.summed
+        ]
+        for replica, sums in zip(self.rows.split(self.mesh.grid.replica_size), self.sums, strict=True):
+            for columns in summed:
+                torch.sum(replica[:, columns], 0, out=sums[columns])
+
+    def read(self) -> dict[str, Any]:
+        """Let the parts read the rows. Return the fields of StepInfo."""
+        received = self.received.tolist()  # the host waits here, for all that the step has enqueued
+        found: dict[str, Any] = {}
+        for part, place in zip(self.parts, self.places, strict=True):
+            every = tuple(tuple(row[place]) for row in received)
+            rows, sums = every[: self.mesh.world_size], every[self.mesh.world_size :]
+            found.update(part.read(rows, tuple(row[: part.summed] for row in sums)))
+        return found

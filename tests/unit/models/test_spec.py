@@ -1,0 +1,69 @@
+"""The description of a model says what the decoder is built of, and kinds of layers reach the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megazero.config.model import spec as described
+from megazero.config.model.section import ModelConfig, make_model
+from megazero.config.model.spec import model_spec
+from megazero.families import FAMILIES
+from megazero.families.layer_kinds import LayerKind
+from megazero.models import Decoder
+from megazero.plan.units import _module_units, module_parameters
+from megazero.pp.partition import partition
+from megazero.tp import TensorParallel
+
+SIZES: dict[str, Any] = {
+    **{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_query_groups": 8},
+    **{"max_position_embeddings": 16, "vocab_size": 50, "make_vocab_size_divisible_by": 4},
+}
+MIXTURES: list[dict[str, Any]] = [
+    {},
+    {"num_query_groups": 2, "qk_norm": "all-heads", "normalization": "RMSNorm"},
+    {"qk_norm": "head", "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True},
+    {"position_embedding_type": "learned_absolute", "embed_layernorm": True, "add_qkv_bias": True},
+    {"transformer_block_type": "sandwich", "untie_embeddings_and_output_weights": False},
+]
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=range(len(MIXTURES)))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_decoder_is_built_as_described(family: str, mixture: dict[str, Any]) -> None:
+    """It asserts its names and shapes itself, on every tensor-parallel rank and pipeline stage."""
+    model = make_model(**{**SIZES, "model_family": family, **mixture})
+    names = set[str]()
+    for tp in (1, 2, 4):
+        for stage in partition(4, 2):
+            part = Decoder(model, TensorParallel(None, tp - 1, tp), stages=[stage], device="meta")
+            names |= part.specs.keys()
+    tied = {"head.weight"} - ({"head.weight"} if model.untie_embeddings_and_output_weights else set())
+    assert names - tied == model_spec(model).parameters.keys()
+
+
+@pytest.fixture
+def wide_without_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stand for a second kind of layer: in the description alone, layers without a window have MLPs twice as wide."""
+
+    def wider(c: ModelConfig, choices: LayerKind) -> described.Block:
+        return mlp(c if choices.window else replace(c, ffn_hidden_size=2 * c.ffn_hidden_size), choices)
+
+    def forget() -> None:
+        for known in (model_spec, described.padded_spec, module_parameters, _module_units):
+            known.cache_clear()
+
+    mlp = described._mlp
+    monkeypatch.setattr(described, "_mlp", wider)
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.usefixtures("wide_without_windows")
+def test_a_decoder_that_is_not_as_described_is_not_built() -> None:
+    with pytest.raises(AssertionError):
+        Decoder(make_model(**SIZES), device="meta")
