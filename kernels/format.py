@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
 from megazero.kernels.hadamard import Hadamard
 
 BITS = (2, 4, 8)
@@ -37,13 +38,10 @@ BITS = (2, 4, 8)
 #   4 bits  bf16 scales  32: 0.563  9.5e-3 1.7e-2    64: 0.531  1.2e-2 2.6e-2   128: 0.516  1.4e-2 3.8e-2
 #           fp32 scales  64: 0.563  1.2e-2 2.6e-2   128: 0.531  1.4e-2 3.8e-2
 # At equal bytes bf16 scales in blocks half as large win; rounding them up costs 1% of it at 4 bits, 1.5% at 8.
-# A searched clip of 8 scales takes 12% off at 4 bits, nothing at 8, and at 2 bits halves it (0.52 to 0.21).
 DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}
 SMALLEST_SCALE = 0x00800000  # bits of 2 ** -126
 NAN_SCALE = 0x7FC00000
 BF16_MAX = float.fromhex("0x1.FEp127")
-ERROR_UNIT = 2048.0  # the search for a clip counts errors in absmax / 2048, as integers
-ERROR_LIMIT = 1023.0  # so that a block's sum of squares fits 31 bits up to 2048 elements
 
 
 def fp32(value: float) -> float:
@@ -61,15 +59,12 @@ class Format:
     """A quantised format. A digit has ``bits`` bits (2, 4 or 8).
 
     ``block`` elements share a scale; it is a power of two from 8 to 2048.
-    ``clip`` is 0, or the number of scales that are tried per block, from absmax / qmax down to about half of it.
-    The scale with the least squared rounding error (to nearest) is taken.
     ``transform``, if there is one, mixes each block, or its parts, before it is encoded.
     ``least``, if there is one, makes scales powers of two, of which 2 ** least is the smallest (-126 or above).
     """
 
     bits: int
     block: int
-    clip: int = 0
     transform: Hadamard | None = None
     least: int | None = None
 
@@ -80,9 +75,6 @@ class Format:
         if not (8 <= self.block <= 2048 and self.block & (self.block - 1) == 0):
             nearest = min((1 << e for e in range(3, 12)), key=lambda block: abs(block - self.block))
             raise ValueError(f"block size {self.block}: a power of two from 8 to 2048; nearest: {nearest}")
-        if not 0 <= self.clip <= 64:
-            nearest = min(max(self.clip, 0), 64)
-            raise ValueError(f"clip {self.clip}: 0 (absmax) to 64 scales tried; nearest: {nearest}")
         if self.transform is not None and self.transform.size > self.block:
             raise ValueError(
                 f"Hadamard blocks of {self.transform.size} in blocks of {self.block} that share a scale: at most as "
@@ -114,10 +106,9 @@ class Format:
         return self.offset * sum(1 << (self.bits * p) for p in range(self.pack))
 
     @cached_property
-    def ratios(self) -> tuple[float, ...]:
-        """Return the factors that absmax is multiplied by to get the scales that are tried."""
-        tries = max(1, self.clip)
-        return tuple(fp32((1 - j / (2 * tries)) / self.qmax) for j in range(tries))
+    def ratio(self) -> float:
+        """Return the factor that absmax is multiplied by to get the scale."""
+        return fp32(1 / self.qmax)
 
     @cached_property
     def dropped(self) -> int:

@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import Unpacking
 from megazero.kernels.dispatch import CHUNK, jit, tl
@@ -224,7 +225,7 @@ def close_tile(
         else:
             roots = tl.where(values < 0, -roots, roots)
         roots = tl.where(valid, roots, 0.0)
-        payload, scale = encode_tile(roots, word, key0, key1, 8, 0, True, LARGEST, 0x7FFFFF, SMALLEST)
+        payload, scale = encode_tile(roots, word, key0, key1, 8, True, LARGEST, 0x7FFFFF, SMALLEST)
         tl.store(held + at, payload[:, None, :], mask=valid)
         top = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
         tl.store(scales + g, top, mask=g * values.shape[2] < n)

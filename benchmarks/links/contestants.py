@@ -53,9 +53,7 @@ INT8 = asked_for(
 )  # the formats that flags give
 DELTA = asked_for(ZeroConfig(zero_preset="zeropp"))  # the default
 MIXED = ZeroConfig(zero_preset="zeropp", zero_gradient_transform="hadamard")
-TWO_BITS = replace(
-    MIXED, zero_gradient_bits=2, zero_gradient_rounding="feedback", zero_gradient_clip_search=8
-)
+TWO_BITS = replace(MIXED, zero_gradient_bits=2, zero_gradient_rounding="feedback")
 INTERVAL = 8  # steps from one meeting of outer replicas to the next
 
 
@@ -302,9 +300,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "megazero zeropp": megazero("zeropp", DELTA),
     "megazero zeropp Hadamard": megazero("zeropp", asked_for(MIXED)),
     "megazero zeropp 0.20": megazero("zeropp", asked_for(TWO_BITS)),
-    "megazero zeropp 0.14": megazero(
-        "zeropp", asked_for(replace(TWO_BITS, zero_weight_bits=2, zero_weight_clip_search=8))
-    ),
+    "megazero zeropp 0.14": megazero("zeropp", asked_for(replace(TWO_BITS, zero_weight_bits=2))),
     "megazero 1,1,d INT8": megazero("1,1,d", INT8),
     "megazero 1,1,d delta": megazero("1,1,d", DELTA),
     **{f"megazero {preset}": megazero(preset) for preset in ("ddp", "zero1", "mics", "hpz", "zero3")},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from megazero.calibrate.options import help_text, read_request
 from megazero.config import run_command
 from megazero.mesh.launch import Launch, read_launch, take_local_rank
-from megazero.calibrate.options import help_text, read_request
 
 
 def main(argv: Sequence[str]) -> int:

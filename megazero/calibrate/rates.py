@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazero.calibrate.points import CODED_BITS
+from megazero.calibrate.timing import Clock
 from megazero.comm.codec import Blockwise, Codec, Hadamard, Identity
 from megazero.config import RunConfig
 from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import UPDATE_BYTES
-from megazero.calibrate.points import CODED_BITS
-from megazero.calibrate.timing import Clock
 from megazero.train.parallelize import optimizer_factory
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of what is coded and updated

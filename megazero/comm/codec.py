@@ -178,8 +178,6 @@ class Blockwise:
 
     block: how many elements share a scale. None takes the default for the bits. Slices must be whole blocks.
     stochastic: round at random, without bias; encode then needs ``noise``.
-    clip: how many scales are tried per block; with 0, absmax decides. Clipping is biased, so it is refused
-        together with stochastic rounding (ValueError).
     exact_dtype: the dtype of the exact region.
     transform: mixes each block, or its parts, before it is encoded (kernels/hadamard.py). Blocks that are partly
         padding decode to values there too, which the caller clears.
@@ -192,22 +190,16 @@ class Blockwise:
     bits: int
     block: int | None = None
     stochastic: bool = False
-    clip: int = 0
     exact_dtype: torch.dtype = torch.float32
     transform: Hadamard | None = None
 
     def __post_init__(self) -> None:
-        if self.stochastic and self.clip:
-            raise ValueError(
-                f"clip {self.clip} with stochastic rounding: clipping brings back the bias that stochastic "
-                "rounding removes; give clip 0 or round to nearest"
-            )
         _ = self.form
 
     @cached_property
     def form(self) -> Format:
         block = DEFAULT_BLOCK.get(self.bits, 64) if self.block is None else self.block
-        return Format(self.bits, block, self.clip, self.transform)
+        return Format(self.bits, block, self.transform)
 
     @cached_property
     def spent(self) -> list[float]:

@@ -379,7 +379,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("outer_interval", "outer_fragments", "outer_delay", "num_layers"), outer_rules.fragments),
     (("zero_block_size",), lambda c: wire_rules.legal_block(c.zero)),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
-    (("zero_gradient_clip_search",), lambda c: wire_rules.unbiased(c.zero)),
     (("zero_quantized_gradients_until",), wire_rules.until),
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout.pipeline import (
@@ -39,10 +39,33 @@ from megazero.mesh.grid import data_ranks_per_node, replica_size
 from megazero.pp.partition import StageSpec, partition
 from megazero.pp.schedules import micro_batch_multiple
 
-# Removed options, with what to do instead. Files of earlier versions may have them: they are ignored if they are off.
+
+class Removed(NamedTuple):
+    """A removed option: what to do instead, and the word with which it did nothing.
+
+    Files of earlier versions may have it. It is ignored where it is off.
+    """
+
+    cure: str
+    off: str = "false"
+
+
+_NO_CLIP = Removed(
+    "it searched a clip for each block, which helps at 2 bits alone: leave it out, give more bits, or "
+    "--zero-gradient-transform hadamard",
+    off="0",
+)
 REMOVED = {
-    "log_each_rank": "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
-    "--log-dir LOGS (--tee 3 prints it, too)",
+    "log_each_rank": Removed(
+        "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
+        "--log-dir LOGS (--tee 3 prints it, too)"
+    ),
+    "zero_weight_clip_search": _NO_CLIP,
+    "zero_gradient_clip_search": _NO_CLIP,
+    "zero_weight_transform": Removed(
+        "a transform makes the errors of weights larger: leave it out; gradients have --zero-gradient-transform",
+        off="none",
+    ),
 }
 
 

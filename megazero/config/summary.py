@@ -217,9 +217,8 @@ def _feedback(wire: Wire) -> str:
 
 
 def _details(coding: Coding, rounding: str = "nearest") -> str:
-    scales = f", best of {coding.clip} scales" if coding.clip else ""
     mixed = f", Hadamard transform of {coding.hadamard}" if coding.hadamard else ""
-    return f" (blocks of {coding.block}, {rounding}{scales}{mixed})"
+    return f" (blocks of {coding.block}, {rounding}{mixed})"
 
 
 def _why(zero: ZeroConfig, what: str, asked: Coding | None, sent: Coding | None) -> str:

@@ -24,4 +24,4 @@ def make_codec(coding: Coding | None, seed: int = 0) -> Blockwise | None:
     if coding is None:
         return None
     transform = Hadamard(coding.hadamard, seed) if coding.hadamard else None
-    return Blockwise(coding.bits, coding.block, coding.stochastic, coding.clip, transform=transform)
+    return Blockwise(coding.bits, coding.block, coding.stochastic, transform=transform)

@@ -76,14 +76,6 @@ def delta_refresh(config: RunConfig) -> Iterator[str]:
         )
 
 
-def unbiased(zero: ZeroConfig) -> Iterator[str]:
-    if zero.zero_gradient_clip_search and quantizes_gradients(zero) and rounding(zero) == "stochastic":
-        yield (
-            f"--zero-gradient-clip-search {zero.zero_gradient_clip_search} clips, which brings back the bias that "
-            "--zero-gradient-rounding stochastic removes; nearest: 0, or --zero-gradient-rounding nearest"
-        )
-
-
 def until(config: RunConfig) -> Iterator[str]:
     fraction, lengths = config.zero.zero_quantized_gradients_until, config.lr_lengths
     if fraction is not None and lengths.total and config.quantized_gradients_end == 0:

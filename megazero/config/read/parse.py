@@ -88,8 +88,9 @@ def settle(layer: Layer) -> None:
             key, said = f"no-{key}", []  # a switch that is on by default, off
         removed = REMOVED.get(key.removeprefix("no-").replace("-", "_"))
         if removed is not None:
-            if said is not False and not key.startswith("no-"):
-                layer.errors.append(f"{word.prefix}{key} was removed: {removed}")
+            off = said in (False, None, [removed.off]) or key.startswith("no-")
+            if not off:
+                layer.errors.append(f"{word.prefix}{key} was removed: {removed.cure}")
         elif key not in megatron.flags():
             from megazero.config.foreign.typos import suggestion  # 3 ms, only after an error
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazero.config import ConfigError, World, make_config
-from megazero.config.options.cluster import load_cluster, parse_cluster
-from megazero.plan.compute import Compute
-from megazero.plan.seconds import Collectives
 from megazero.calibrate import rates
 from megazero.calibrate.command import main
 from megazero.calibrate.options import read_request
 from megazero.calibrate.points import CollectivePoint, modules, sizes, wires
 from megazero.calibrate.record import Measurements, cluster_text, links, series, write_cluster
 from megazero.calibrate.timing import Clock
+from megazero.config import ConfigError, World, make_config
+from megazero.config.options.cluster import load_cluster, parse_cluster
+from megazero.plan.compute import Compute
+from megazero.plan.seconds import Collectives
 from tests import ROOT
 from tests.sizes import SMALL, words
 

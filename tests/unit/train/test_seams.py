@@ -433,7 +433,7 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     values = {
         **TINY, "zero_preset": "zeropp", "zero_exact_numel": 40, "zero_block_size": 32, "zero_chunk_numel": 999,
         "zero_prefetch_bytes": 777, "seed": 5, "zero_weight_error_bound": 0.1, "zero_gradient_error_bound": 0.2,
-        "zero_gradient_bits": 8, "zero_gradient_rounding": "stochastic", "zero_weight_clip_search": 3,
+        "zero_gradient_bits": 8, "zero_gradient_rounding": "stochastic",
         "ranks_per_node": 2, "zero_gradients_lifetime": "step", "zero_gradient_transform": "hadamard",
     }  # fmt: skip
     grid = SimpleNamespace(world_size=4, ranks_per_node=2)
@@ -449,7 +449,7 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     )
     assert policy.whole_gradients
     assert policy.codecs.delta and not policy.codecs.feedback and policy.codecs.gradients_intra is None
-    assert (weights.stochastic, gradients.stochastic, weights.clip, gradients.clip) == (False, True, 3, 0)
+    assert (weights.stochastic, gradients.stochastic) == (False, True)
     assert weights.transform is None and gradients.transform == Hadamard(32, seed=5)
 
 

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from megazero.kernels import arena as arena_module
-from megazero.kernels.arena import SCRATCH, Arena, Frame
 
 from benchmarks.gpu_report import allocations, loops
 from megazero import zero
+from megazero.kernels import arena as arena_module
+from megazero.kernels.arena import SCRATCH, Arena, Frame
 
 CPU = torch.device("cpu")
 OURS = ("comm", "zero", "codecs")
