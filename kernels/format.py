@@ -11,7 +11,7 @@ give zero bytes.
 The scales are n / block bf16 values, which follow the payload. bf16 has the range of fp32 (fp16 scales would lose
 gradients below 6e-8 x qmax). It has 8 significant bits, so q * s is exact in fp32: sums of decoded values then have
 the same bits on every implementation, whether it contracts to multiply-add or not. Scales are rounded up, so that
-absmax is not clipped. ``DEFAULT_BLOCK`` compares error with bytes.
+absmax is not clipped. megazero/comm/wire.py compares error with bytes.
 
 A scale is at least 2 ** -126 (so its reciprocal is finite), and at most such that qmax * s is finite in bf16.
 Scales that are rounded up to powers of two (``Format.least``) are found again in what was decoded: its largest
@@ -31,14 +31,6 @@ import torch
 from megazero.kernels.hadamard import Hadamard
 
 BITS = (2, 4, 8)
-# Squared error relative to the values' (1M normal; 1M of Student's t with 4 degrees, heavy-tailed as gradients are)
-# against bytes per element all in:
-#   8 bits  bf16 scales  64: 1.031  3.6e-5 8.2e-5   128: 1.016  4.3e-5 1.2e-4   256: 1.008  4.9e-5 1.7e-4
-#           fp32 scales 128: 1.031  4.2e-5 1.2e-4   256: 1.016  4.9e-5 1.7e-4
-#   4 bits  bf16 scales  32: 0.563  9.5e-3 1.7e-2    64: 0.531  1.2e-2 2.6e-2   128: 0.516  1.4e-2 3.8e-2
-#           fp32 scales  64: 0.563  1.2e-2 2.6e-2   128: 0.531  1.4e-2 3.8e-2
-# At equal bytes bf16 scales in blocks half as large win; rounding them up costs 1% of it at 4 bits, 1.5% at 8.
-DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}
 SMALLEST_SCALE = 0x00800000  # bits of 2 ** -126
 NAN_SCALE = 0x7FC00000
 BF16_MAX = float.fromhex("0x1.FEp127")

@@ -39,12 +39,12 @@ import torch
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import Unpacking
 from megazero.kernels.dispatch import CHUNK, jit, tl
-from megazero.kernels.format import DEFAULT_BLOCK, Format
+from megazero.kernels.format import Format
 from megazero.kernels.noise import draws_tile
 from megazero.kernels.quantize import Work, encode_blocks, encode_tile
 from megazero.kernels.values import load_values
 
-BLOCK = DEFAULT_BLOCK[8]
+BLOCK = 128
 EXP_AVG, EXP_AVG_SQ = 2, 4  # the powers that digits are raised to
 FORMS = {power: Format(8, BLOCK, least=-124 // power) for power in (EXP_AVG, EXP_AVG_SQ)}
 HALF = 1 << 15  # makes a draw, odd and between -HALF and HALF, positive

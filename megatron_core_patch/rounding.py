@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from megazero.kernels.arena import Frame
 
 from megazero.comm.codec import Codec, at_least_fp32, decoded
 from megazero.comm.rows import RowRun
 from megazero.comm.watch import write_squares
+from megazero.kernels.arena import Frame
 
 
 class Residual:

@@ -39,12 +39,12 @@ from benchmarks.steps import (
     world_group,
 )
 from fsdp2_patch.patch import Fsdp2Patch
+from megazero.comm.codec import codecs_of
 from megazero.comm.hops import Traffic
 from megazero.config import resolve_shards
 from megazero.config.layout.wire import Wire, asked_for
 from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.patches.options import MessageOptions, read_words
-from megazero.train.codecs import make_codecs
 from megazero.train.parallelize import make_outer
 from megazero.zero import Policy
 
@@ -86,7 +86,7 @@ class Contestant:
 
 
 def policy_of(wire: Wire) -> Policy:
-    return Policy(block=wire.block, exact_numel=wire.exact_numel, codecs=make_codecs(wire))
+    return Policy(block=wire.block, exact_numel=wire.exact_numel, codecs=wire)
 
 
 def megazero(shards: str, wire: Wire | None = None, joined: int = 1) -> Contestant:
@@ -252,7 +252,7 @@ def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = Fa
         step = torch_step(model, AdamW(model.parameters(), False), shape, where, quiet)
         return Running(step, patch.passing.traffic)
 
-    sent = partial(volume.patched, make_codecs(options.wire), hybrid=hybrid)
+    sent = partial(volume.patched, codecs_of(options.wire), hybrid=hybrid)
     return Contestant(build, sent, peer=False)
 
 

@@ -16,7 +16,7 @@ from benchmarks.loss.plan import Record, Results
 from benchmarks.loss.run import NUDGE, RANKS, TRACE, Settings
 from benchmarks.loss.variants import BASELINE, DEFAULT, VARIANTS, Variant
 from megazero.comm.codec import Blockwise, Codec
-from megazero.kernels.format import DEFAULT_BLOCK
+from megazero.comm.wire import DEFAULT_BLOCK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from benchmarks import harness
 from benchmarks.loss.data import prepare, train_samples
 from benchmarks.loss.run import Settings, learning_rate
 from benchmarks.steps import AdamW, llama
-from megazero.comm.codec import Blockwise, Hadamard
+from megazero.comm.codec import Blockwise
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
 from megazero.train.parallelize import DTYPES
@@ -27,7 +27,7 @@ RANKS = 2  # of the node, whose gradients are summed
 
 
 def codec(bits: int, block: int, mixes: int = 0) -> Blockwise:
-    return Blockwise(bits, block, transform=Hadamard(mixes) if mixes else None)
+    return Blockwise(bits, block, hadamard=mixes)
 
 
 GRADIENTS = {

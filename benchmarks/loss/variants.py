@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megazero.comm.codec import Blockwise, Codec, Hadamard
+from megazero.comm.codec import Blockwise, Codec
 from megazero.config.options.sections import OuterConfig
 from megazero.zero import Codecs
 
@@ -61,7 +61,7 @@ def _moments(first: str, second: str, **adamw: Any) -> Variant:
 
 def mixing(codec: Blockwise, size: int | None = None) -> Blockwise:
     """Return the codec after a Hadamard transform of ``size`` elements, by default of its block."""
-    return replace(codec, transform=Hadamard(size or codec.form.block))
+    return replace(codec, hadamard=size or codec.block)
 
 
 INT8, INT4, INT2 = Blockwise(8), Blockwise(4), Blockwise(2)

@@ -105,8 +105,8 @@ class ExpectedBytes:
     def _formats(self, exact_gradients: bool) -> Formats:
         if self.exact:
             return Formats(self.width, max(self.width, 4))
-        formats = Formats.of(self.wire, self.width)
-        return replace(formats, gradients=None) if exact_gradients else formats
+        exact = {"gradients_intra": None, "gradients_inter": None} if exact_gradients else {}
+        return Formats.of(replace(self.wire, **exact), self.width)
 
     def _units(self, decoder: Decoder, rank: int) -> tuple[list[UnitShape], Copies, list[LaidOut]]:
         """Return the units in the order of use, which modules need which units, and how they are laid out.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.comm.codec import Blockwise, Identity, Noise
-from megazero.kernels.format import DEFAULT_BLOCK
+from megazero.comm.wire import DEFAULT_BLOCK
 
 BITS = st.sampled_from([2, 4, 8])
 BLOCK = st.sampled_from([8, 16, 64, 128, 512])

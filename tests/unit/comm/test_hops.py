@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megazero.kernels.arena import Arena, Frame
 
 from megazero.comm import hops
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import Channel, Leg, Traffic
 from megazero.comm.rows import RowRun, Rows
 from megazero.comm.watch import Lost
+from megazero.kernels.arena import Arena, Frame
 
 AXIS: Any = SimpleNamespace(
     spec=SimpleNamespace(role="os"),

@@ -2,8 +2,9 @@
 
 import pytest
 
+from megazero.comm.wire import Coding
 from megazero.config import ConfigError, World, make_config
-from megazero.config.layout.wire import DEFAULT_BLOCK, MIXED, Coding
+from megazero.config.layout.wire import MIXED
 from megazero.config.layout.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
 from megazero.config.summary import describe
 from megazero.kernels import format as kernel_format
@@ -40,7 +41,6 @@ def summary(world=TWO_NODES, **changes):
 
 
 def test_constants_are_those_of_the_kernels():
-    assert DEFAULT_BLOCK == kernel_format.DEFAULT_BLOCK
     for block in (LEAST_BLOCK, LARGEST_BLOCK):
         kernel_format.Format(4, block)
     for block in (LEAST_BLOCK // 2, LARGEST_BLOCK * 2):

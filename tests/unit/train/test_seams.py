@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from megazero.checkpoint import store
-from megazero.comm.codec import Hadamard
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.spec import training_flops
 from megazero.config.options.sections import CheckpointConfig
@@ -441,7 +440,7 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     assert (policy.exact_numel, policy.chunk_numel, policy.prefetch_bytes, policy.seed) == (40, 999, 777, 5)
     assert (policy.weight_error_bound, policy.gradient_error_bound) == (0.1, 0.2)
     weights, gradients = policy.codecs.weights, policy.codecs.gradients_inter
-    assert (weights.form.bits, weights.form.block, gradients.form.bits, gradients.form.block) == (
+    assert (weights.bits, weights.block, gradients.bits, gradients.block) == (
         4,
         32,
         8,
@@ -450,7 +449,7 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     assert policy.whole_gradients
     assert policy.codecs.delta and not policy.codecs.feedback and policy.codecs.gradients_intra is None
     assert (weights.stochastic, gradients.stochastic) == (False, True)
-    assert weights.transform is None and gradients.transform == Hadamard(32, seed=5)
+    assert weights.hadamard == 0 and gradients.hadamard == 32
 
 
 def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
