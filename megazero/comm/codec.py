@@ -177,8 +177,8 @@ def _counted(
 class Blockwise(Coding):
     """Sends INT8, INT4 or 2 bits, symmetric, with one bf16 scale per block (kernels/format.py), as uint8 messages.
 
-    Slices must be whole blocks. If it rounds at random, encode needs ``noise``. If it transforms (kernels/hadamard.py),
-    blocks that are partly padding decode to values there, too, which the caller clears.
+    Slices must be whole blocks. If it rounds at random, encode needs ``noise``. If it transforms
+    (kernels/hadamard.py), blocks that are partly padding decode to values there, too, which the caller clears.
 
     exact_dtype: the dtype of the exact region. seed: that of the transform's signs.
 
