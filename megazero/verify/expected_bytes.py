@@ -7,7 +7,6 @@ plan/communication.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -105,8 +104,7 @@ class ExpectedBytes:
     def _formats(self, exact_gradients: bool) -> Formats:
         if self.exact:
             return Formats(self.width, max(self.width, 4))
-        exact = {"gradients_intra": None, "gradients_inter": None} if exact_gradients else {}
-        return Formats.of(replace(self.wire, **exact), self.width)
+        return Formats.of(self.wire.with_exact_gradients() if exact_gradients else self.wire, self.width)
 
     def _units(self, decoder: Decoder, rank: int) -> tuple[list[UnitShape], Copies, list[LaidOut]]:
         """Return the units in the order of use, which modules need which units, and how they are laid out.

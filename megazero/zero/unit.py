@@ -171,7 +171,7 @@ class Unit:
         """
         self.fallen.add(kind)
         if kind == "gradients":
-            self.codecs = replace(self.codecs, gradients_intra=None, gradients_inter=None)
+            self.codecs = self.codecs.with_exact_gradients()
             return
         if self.codecs.weights is None:  # a checkpoint's fallback, in a run that is exact anyway
             return
