@@ -1,4 +1,5 @@
 # make quickstart: a language model trained on this Python's own sources, on 4 local ranks.
+# make check:      what to run while you work: lint, types, short tests.
 # make test:       lint, types and tests.
 # make gpu-report: how it does on a GPU. All do their own set-up and need nothing run before.
 
@@ -19,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The stamp names the requirement, so that another TORCH is installed over the first.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: quickstart test test-unit test-dist test-netlab test-slow test-releases slurm-test bench gpu-report lint clean
+.PHONY: quickstart check check-unit check-dist test test-unit test-dist test-netlab test-slow test-releases slurm-test bench gpu-report lint clean
 # Stages come one after another whatever -j says; make test itself asks for the first two together.
 ifndef TOGETHER
 .NOTPARALLEL:
@@ -73,6 +74,22 @@ test-dist: $(VENV)/.test
 
 test-netlab: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
+
+# The inner loop, 3 minutes at most: without tests of pages and those that take seconds, and of several ranks one small
+# cover for each subject.
+COVERS := \
+    "tests/dist/engine/test_parity.py::test_cover[few steps-2]" \
+    "tests/dist/pipeline/test_parity.py::test_cover[2]"
+check: $(VENV)/.test
+	$(MAKE) --no-print-directory --jobs 2 TOGETHER=1 lint check-unit
+	$(MAKE) --no-print-directory check-dist
+
+check-unit: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not long" tests/unit \
+	    --ignore tests/unit/house --ignore tests/unit/benchmarks --ignore tests/unit/pretrain
+
+check-dist: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 $(COVERS)
 
 # The full parity products and other long runs: some three hours on 2 cores. What measures links, and SLURM, runs alone.
 test-slow: $(VENV)/.test

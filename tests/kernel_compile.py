@@ -1,6 +1,7 @@
 """Launches every operation on CPU tensors as for a GPU, up to the compiled kernel, which needs none. Prints a JSON
 object: launch -> the widths of its global accesses, its registers, what would break equality with the references, and
-how many kernels were compiled for all that it draws. Run as a program, without the interpreter."""
+how many kernels were compiled for all that it draws. Run as a program, without the interpreter. Arguments name the
+launches (default: all)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,14 +168,16 @@ def summary(compiled: list[Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(names: Sequence[str]) -> None:
+    """Compile the launches of these names, or all."""
     compiled = capture()
     made = {}
     for size, (rows, blocks) in {"": (ROWS, BLOCKS), " of one block": (1, 1)}.items():
-        for name, launch in launches(rows, blocks).items():
+        every = launches(rows, blocks)
+        for name in names or every:
             compiled.clear()
             for noise in DRAWN:
-                launch(noise)
+                every[name](noise)
             made[name + size] = summary(compiled)
     compiled.clear()
     why = dispatch.why_none_runs(torch.device("cpu"))  # it compiles, but does not run
@@ -183,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

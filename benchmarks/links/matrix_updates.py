@@ -45,7 +45,7 @@ def gather_everything(engine: zero.Engine) -> None:
     optimizer, folded = engine.optimizer, engine.optimizer.fold()
     muon = optimizer.by_matrix
     for unit in engine.units:
-        layout, os = unit.layout, unit.levels.os
+        layout, os = unit.layout, unit.axes.os
         mine = [matrix for matrix in engine.matrices.matrices if matrix.unit is unit]
         if not mine:
             continue

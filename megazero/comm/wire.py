@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from megazero.mesh.grid import INTRA
 
@@ -80,9 +80,6 @@ class Codecs(Generic[Format]):
 
     def gradients(self, link: str) -> Format | None:
         return self.gradients_intra if link == INTRA else self.gradients_inter
-
-    def with_exact_gradients(self) -> Self:
-        return replace(self, gradients_intra=None, gradients_inter=None)
 
 
 def quantised(codecs: Codecs[Any]) -> Iterator[Coding]:

@@ -185,8 +185,6 @@ def _weights(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
         first = f"{_name(coding)}{details}"
         later = "exact, of the resident copy" if wire.delta else "as received"
         hops.append(f"gathers {_where(gathers)} {later if refresh and coding else first}")
-    if coding and zero.zero_weight_error_bound:
-        hops.append(f"exact once a module's error passes {zero.zero_weight_error_bound:g}")
     why = _why(zero, "weights", asked_for(zero).weights, coding)
     return f"weights{why}: {', '.join(hops) or 'never sent'}"
 
@@ -202,11 +200,6 @@ def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: 
             rounding = f"nearest, {_feedback(wire)}" if wire.feedback and link == INTER else "nearest"
             details = _details(coding, "stochastic" if coding.stochastic else rounding) if coding else ""
             hops.append(f"{WHERE[link]} {_name(coding)} {when}{details}")
-    if wire.gradients_inter or wire.gradients_intra:
-        if zero.zero_quantized_gradients_until:
-            hops.append(f"exact after {zero.zero_quantized_gradients_until:.3g} of the training")
-        if zero.zero_gradient_error_bound:
-            hops.append(f"exact once a module's error passes {zero.zero_gradient_error_bound:g}")
     why = _why(zero, "gradients", asked_for(zero).gradients_inter, wire.gradients_inter)
     return f"gradients{why}: {', '.join(hops)}"
 

@@ -192,8 +192,7 @@ class Decoder(nn.Module):
         self.tied = not config.untie_embeddings_and_output_weights
         tied = self.embedding.tokens.weight if self.tied and self.embedding else None
         self.head = Head(config, tp, tied, z_loss, loss_chunk, **factory) if last else None
-        layers = (i for s in self.stages for i in s.layers)
-        self.specs = padded_spec(config, tp.size).held(first, layers, last)
+        self.specs = padded_spec(config, tp.size).held(self.stages)
         built = [(name, tuple(p.shape)) for name, p in self.named_parameters()]
         assert built == [(name, p.local_shape(tp.size)) for name, p in self.specs.items()]
 

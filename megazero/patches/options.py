@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
-from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients
+from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients, quantizes_weights
 from megazero.config.layout.wire_rules import (
     LEAST_BLOCK,
     legal_block,
@@ -104,10 +104,12 @@ def check(options: Options) -> Options:
 def _contradictions(options: MessageOptions) -> Iterator[str]:
     zero = options._zero
     own = {opt.name: opt for opt in section_options("patch", type(options))}
-    until = ["zero_quantized_gradients_until_step"], quantizes_gradients(zero), "--zero-quantized-gradients"
+    bounds = ["zero_weight_error_bound"], quantizes_weights(zero), "--zero-quantized-weights"
+    exact = ["zero_gradient_error_bound", "zero_quantized_gradients_until_step"]
+    ends = exact, quantizes_gradients(zero), "--zero-quantized-gradients"
     table = [
         ([name for name in names if name in own], holds, cure)
-        for names, holds, cure in (*message_conditions(zero), until)
+        for names, holds, cure in (*message_conditions(zero), bounds, ends)
     ]
     yield from unquantised_changes(zero)
     yield from (line for _, line in without_effect(table, own, vars(options), {}))
@@ -148,7 +150,7 @@ def read_words(
         "zero_gradient_bits_intra_node": _bits(gradients_intra_node),
     }
     names = {f.name.removeprefix("zero_"): f.name for f in dataclasses.fields(kind) if f.name not in coded}
-    gone = [name for name in others if f"zero_{name}" in REMOVED]
+    gone = [name for name in others if name not in names and f"zero_{name}" in REMOVED]
     if gone:
         raise ConfigError([f"{name} was removed: {REMOVED[f'zero_{name}'].cure}" for name in gone])
     for name in others.keys() - names.keys():

@@ -14,7 +14,7 @@ from math import prod
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.model.section import ModelConfig
-from megazero.config.model.spec import EMBEDDING, LAYER, parameter_count
+from megazero.config.model.spec import EMBEDDING, is_layer, model_spec, parameter_count
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.mesh.grid import INTER, Grid
 from megazero.plan.communication import EXCHANGE, Formats, OuterFormat, UnitShape, gradient_hops, message
@@ -194,7 +194,7 @@ def checkpoint_bytes(
     are left out.
     """
     elements = parameter_count(model)
-    own = saved_width(dtype, optimizer, wire, model.num_layers * model.layer_matrix_numel / elements)
+    own = saved_width(dtype, optimizer, wire, model_spec(model).layer_matrices / elements)
     if outer is not None:
         sums = max(WIDTHS[dtype], 4)
         anchor = WIDTHS[dtype] + sums * (1 + outer.momentum)
@@ -224,8 +224,8 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
     full = units.elements * width
     if states.shards.keep_gathered:
         return full
-    beside = (LAYER, EMBEDDING) if kind == LAYER else (LAYER,)
-    following = max((modules[other] for other in beside if other in modules), default=0) * width
+    beside = [other for other in modules if is_layer(other) or is_layer(kind) and other == EMBEDDING]
+    following = max((modules[other] for other in beside), default=0) * width
     held = modules[kind] * width + following + states.prefetch_bytes
     if held >= full:  # then all stays from one use to the next, and nothing is on its way
         return full
@@ -298,7 +298,8 @@ def _coming(units: RankUnits, states: States) -> float:
     if not messages:
         return 0.0
     ahead = sum(n * states.ahead_bytes(u) for u, n in units.counts)
-    two = sorted((*units.modules.values(), units.modules.get(LAYER, 0)), reverse=True)[:2]
+    neighbours = (size for kind, size in units.modules.items() if is_layer(kind))
+    two = sorted((*units.modules.values(), *neighbours), reverse=True)[:2]
     now = sum(two) / units.elements * ahead + states.prefetch_bytes
     return messages * min(1.0, now / ahead)
 

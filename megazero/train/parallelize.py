@@ -111,8 +111,6 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         loss_scaled=config.precision.params_dtype == "fp16",  # train/schedule/loss_scaling.py
         codecs=wire,
         seed=config.training.seed,
-        weight_error_bound=config.zero.zero_weight_error_bound,
-        gradient_error_bound=config.zero.zero_gradient_error_bound,
         outer=make_outer(config.outer, config.model.num_layers) if config.outer_replicas(world) > 1 else None,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.config import ConfigError, RunConfig, World, parse
+from megazero.config import ConfigError, RunConfig, World, begun, parse
 from megazero.config.layout.shards import AUTO
 from megazero.config.options.fields import option, section_options
 from megazero.config.read.flags import options_help, read_section
@@ -64,7 +64,8 @@ def read_request(argv: Sequence[str]) -> VerifyRequest:
         size = options.world_size or (
             2 * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         )
-        config = parse(rest, World(size, size))
+        world = World(size, size)
+        config = begun(parse(rest, world), world)
     except ConfigError as error:
         raise ConfigError([*errors, *error.errors]) from None
     if config.zero.zero_preset == AUTO:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 
 from megazero.comm.codec import Codec, codec_of
 from megazero.comm.wire import Codecs, Coding
-from megazero.mesh.grid import INTER, copy_lifetime
-from megazero.mesh.mesh import Axis, Mesh
+from megazero.mesh.grid import copy_lifetime
+from megazero.zero.axes import DataAxes
 
 LIFETIMES = ("use", "step", "resident")
 
@@ -183,38 +182,11 @@ class Policy:
                 problems.append(f"{name}={bound} must be above 0, or None for no limit")
         return problems
 
-    def lifetime_on(self, shards: tuple[int, int, int]) -> str:
-        """Return the P copy's lifetime under the factors (P, G, OS).
-
-        Raises ValueError for a lifetime that they do not allow.
-        """
-        p, _, os = shards
+    def lifetime_on(self, axes: DataAxes) -> str:
+        """Return the P copy's lifetime on these axes. Raises ValueError for a lifetime that they do not allow."""
+        p, _, os = axes.shards
         if self.codecs.delta and p != os and self.lifetime not in (None, "resident"):
             raise ValueError(
                 f"lifetime {self.lifetime!r} drops what the delta refresh adds to; nearest: 'resident'"
             )
         return copy_lifetime(p, os, self.lifetime, self.codecs.delta)
-
-
-@dataclass(frozen=True)
-class Levels:
-    """How many data-parallel sub-axes, innermost first, cut the parameters, the accumulated gradients and the
-    optimizer states. No axis cuts gradients that are whole for the step.
-    """
-
-    p: int
-    g: int
-    os: int
-    all: int
-
-    @staticmethod
-    def of(mesh: Mesh, whole_gradients: bool = False) -> Levels:
-        roles = [a.spec.role for a in mesh.data_axes]
-        p = roles.count("p")
-        g = p + roles.count("g")
-        return Levels(p, 0 if whole_gradients else g, g + roles.count("os"), len(roles))
-
-    def crossing(self, axes: Sequence[Axis]) -> int | None:
-        """Return the level whose slices the first once-per-step hop across nodes exchanges, or None."""
-        above = [n for n in range(self.g + 1, self.all + 1) if axes[n - 1].link == INTER]
-        return above[0] - 1 if above else None

@@ -162,9 +162,9 @@ def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:
 
 def add_residual(unit: Unit, source: Slice, divisor: float) -> None:
     """Add the residual to the gradients that are about to be encoded for the hop across nodes."""
-    assert unit.crossing is not None
-    held = Slice(unit.layout, unit.open_residual(), unit.crossing).rows(unit.crossing, 1)
-    for rows, residual in zip(source.rows(unit.crossing, 1), held, strict=True):
+    assert unit.axes.crossing is not None
+    held = Slice(unit.layout, unit.open_residual(), unit.axes.crossing).rows(unit.axes.crossing, 1)
+    for rows, residual in zip(source.rows(unit.axes.crossing, 1), held, strict=True):
         rows.add_(residual, alpha=divisor)
 
 
@@ -174,12 +174,12 @@ def lost_slice(unit: Unit) -> Slice:
     These are other ranks' rows of ``grad``, whose sums are not needed here. With replicas the way back fills
     those rows, so it is ``unit.lost``.
     """
-    assert unit.crossing is not None
-    if unit.levels.all == unit.levels.os:
+    assert unit.axes.crossing is not None
+    if unit.axes.all == unit.axes.os:
         return unit.grad_slice
     if unit.lost is None:
         unit.lost = torch.empty_like(unit.open_residual())
-    return Slice(unit.layout, unit.lost, unit.crossing)
+    return Slice(unit.layout, unit.lost, unit.axes.crossing)
 
 
 def clear_lost(unit: Unit, level: int, axis: Axis) -> None:
@@ -189,7 +189,7 @@ def clear_lost(unit: Unit, level: int, axis: Axis) -> None:
             rows.zero_()
 
 
-def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: bool, updates: int) -> None:
+def commit_residual(unit: Unit, divisor: float, exact: bool, updates: int) -> None:
     """After an update, the ``updates``-th, take the step's rounding errors, divided as the gradients were, into the
     residual. Own rows, of which nothing is lost, are zero and stay so.
 
@@ -201,14 +201,14 @@ def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: boo
         unit.residual = unit.lost = None
     if unit.residual is None:
         return
-    assert unit.crossing is not None
+    assert unit.axes.crossing is not None
     codecs = unit.codecs
     if codecs.feedback_reset and updates % codecs.feedback_reset == 0:
         unit.residual.zero_()
         return
-    errors, residual = lost_slice(unit), Slice(unit.layout, unit.residual, unit.crossing)
-    for level in range(unit.crossing + 1, unit.levels.all + 1):
-        axis = axes[level - 1]
+    errors, residual = lost_slice(unit), Slice(unit.layout, unit.residual, unit.axes.crossing)
+    for level in range(unit.axes.crossing + 1, unit.axes.all + 1):
+        axis = unit.axes.axis(level)
         if axis.link != INTER:
             continue
         lost, kept = errors.rows(level - 1, axis.size), residual.rows(level - 1, axis.size)

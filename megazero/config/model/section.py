@@ -90,7 +90,9 @@ class ModelConfig:
         None, "longrope: divisor of each frequency in longer samples"
     )
     yarn_beta_fast: float = option(
-        32.0, "yarn: pairs that turn more often over the original length are kept", above=0
+        32.0,
+        "yarn: rotary pairs with more than this many rotations over the original length are not scaled",
+        above=0,
     )
     yarn_beta_slow: float = option(
         1.0, "yarn: pairs that turn less often over the original length are scaled wholly", above=0
@@ -241,16 +243,6 @@ class ModelConfig:
             return self.pad_vocab_size_to
         unit = self.make_vocab_size_divisible_by * tp
         return -(-self.vocabulary // unit) * unit
-
-    @property
-    def layer_matrix_numel(self) -> int:
-        """Return the number of elements of a layer's matrices, which are the multiply-adds of one token.
-
-        It is h ffn m + h (q + 2 kv) + q h. m is the number of MLP matrices, 3 with a gate and otherwise 2. q and kv
-        are the widths of the query and key linears.
-        """
-        h, q, kv = self.hidden_size, self.query_projection_size, self.kv_projection_size
-        return h * self.ffn_hidden_size * (3 if self.gated_mlp else 2) + h * (q + 2 * kv) + q * h
 
     @property
     def tensor_names(self) -> TensorNames:

@@ -281,7 +281,7 @@ def averaged(case: Case, beta: float) -> None:
     nothing = [[torch.zeros(shape, dtype=case.dtype) for shape in shapes] for shapes in case.units]
     take_step(case, model, engine, lambda m: nothing, divisor=4.0)
     for unit, owed in zip(engine.units, first, strict=True):
-        codec, n = unit.codecs.gradients_inter, unit.layout.pieces(unit.crossing)[0].numel
+        codec, n = unit.codecs.gradients_inter, unit.layout.pieces(unit.axes.crossing)[0].numel
         sent = torch.zeros(1, n)
         codec.decode(codec.encode(owed[:n].view(1, -1)), sent)
         wanted = torch.zeros_like(owed)

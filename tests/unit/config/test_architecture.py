@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.checkpoint.manifest import Manifest, write_manifest
-from megazero.config import ConfigError, RunConfig, World, parse
+from megazero.config import ConfigError, RunConfig, World, begun, parse
 from megazero.config.model.section import ModelConfig
 from megazero.config.run import all_options, stored_values
 
@@ -22,7 +22,8 @@ CHOICES = (
 
 
 def run(text: str, ranks: int = 1) -> RunConfig:
-    return parse(f"{REST} {text}".split(), World(ranks, min(ranks, 2)))
+    world = World(ranks, min(ranks, 2))
+    return begun(parse(f"{REST} {text}".split(), world), world)
 
 
 def errors(text: str) -> tuple[str, ...]:

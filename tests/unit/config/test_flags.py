@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.checkpoint.manifest import Manifest, write_manifest
 from megazero.config import ConfigError, RunConfig, make_config, parse
 from megazero.config.__main__ import main as show_config
 from megazero.config.foreign.megatron import flags
@@ -254,6 +255,24 @@ def test_a_removed_format_is_refused_unless_it_was_off(name: str, on: str, off: 
     stored = run("").to_dict()
     stored["zero"][name] = off
     assert RunConfig.of(stored_values(stored)) == run("")
+
+
+def test_knobs_that_moved_to_the_engine_say_where(tmp_path: Path) -> None:
+    """At their default, as every config.yaml of before has them, they say nothing; a resume says what it drops."""
+    names = ("zero_quantized_gradients_until", "zero_weight_error_bound", "zero_gradient_error_bound")
+    unset = write(tmp_path, "unset.yaml", "zero: {" + ", ".join(f"{name}: null" for name in names) + "}")
+    assert run(f"--config {unset}") == run("")
+    for name in names:
+        flag = f"--{name.replace('_', '-')}"
+        (line,) = errors(f"{flag} 0.1")
+        assert line.startswith(f"{flag} was removed: ") and "engine" in line
+    stored = run("").to_dict()
+    stored["zero"] |= {"zero_quantized_gradients_until": None, "zero_gradient_error_bound": 0.2}
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    write_manifest(folder, Manifest(1, 0, 1, {}, {}, stored, {}))
+    (note,) = [note for note in run(f"--load {tmp_path}").notes if "was removed" in note]
+    assert "zero_gradient_error_bound 0.2" in note and "zero.Policy(gradient_error_bound=...)" in note
 
 
 def test_stage_0_in_bf16_shards_states_as_deepspeed_does():

@@ -175,14 +175,6 @@ def test_each_format_needs_its_own_hop():
         ({**ZEROPP, "zero_block_size": 4}, "nearest: 8"),
         ({**ZEROPP, "zero_block_size": 4096}, "nearest: 2048"),
         ({**ZEROPP, "zero_exact_numel": -1}, "--zero-exact-numel -1 must be at least 0"),
-        ({**ZEROPP, "zero_weight_error_bound": 0.0}, "--zero-weight-error-bound 0 must be above 0"),
-        ({**ZEROPP, "zero_gradient_error_bound": -1.0}, "--zero-gradient-error-bound -1 must be above 0"),
-        ({**ZEROPP, "zero_quantized_gradients_until": 0.0}, "must be above 0"),
-        ({**ZEROPP, "zero_quantized_gradients_until": 1.5}, "must be at most 1; nearest: 1"),
-        (
-            {**ZEROPP, "zero_quantized_gradients_until": 0.001},
-            "of 100 iterations is less than one of them; nearest: 0.01",
-        ),
         ({**ZEROPP, "zero_gradient_transform": "dct"}, "is not one of none, hadamard"),
         ({**ZEROPP, "zero_gradient_feedback_beta": 1.0}, "--zero-gradient-feedback-beta 1 must be below 1"),
         ({**ZEROPP, "zero_gradient_rounding": "random"}, "is not one of nearest, stochastic, feedback"),
@@ -245,17 +237,6 @@ def test_numeric_choices_are_numbers_in_files_too():
     with pytest.raises(ConfigError, match="takes a whole number"):
         make_config({**SMALL, **ZEROPP, "zero_weight_bits": "eight"})
     assert make_config({**SMALL, **ZEROPP, "zero_weight_bits": "4"}).zero.zero_weight_bits == 4
-
-
-# -- the paper's schedule ----------------------------------------------------------------------------
-
-
-def test_the_end_of_quantised_gradients():
-    assert config(**ZEROPP).quantized_gradients_end is None
-    assert config(**ZEROPP, zero_quantized_gradients_until=0.29).quantized_gradients_end == 29
-    assert config(**ZEROPP, zero_quantized_gradients_until=1.0).quantized_gradients_end == 100
-    samples = {"train_iters": None, "train_samples": 4000, "zero_quantized_gradients_until": 0.25}
-    assert config(**ZEROPP, **samples).quantized_gradients_end == 1000
 
 
 # -- the summary -------------------------------------------------------------------------------------
@@ -336,15 +317,6 @@ def test_summary_of_zeropp(changes, lifetime, weights):
                 "zero_gradient_feedback_reset": 512,
             },
             ["error feedback averaged with beta 0.8 and dropped every 512 updates)"],
-        ),
-        ({**ZEROPP, "zero_quantized_gradients_until": 0.5}, [", exact after 0.5 of the training"]),
-        (
-            {**INT8, "zero_weight_error_bound": 0.02},
-            ["as received, exact once a module's error passes 0.02 |"],
-        ),
-        (
-            {**ZEROPP, "zero_gradient_error_bound": 0.2},
-            ["nearest), exact once a module's error passes 0.2 |"],
         ),
         ({"zero_shard": (1, 4, 4)}, ["refresh inside nodes exact", "across nodes exact once per step"]),
         ({"zero_shard": (2, 2, 2)}, ["inside nodes exact with every micro-batch and once per step"]),

@@ -27,7 +27,7 @@ def test_errors_of_padding_do_not_count_where_a_transform_mixes_them(
     unit: Any = SimpleNamespace(
         name="unit",
         layout=layout,
-        levels=SimpleNamespace(os=1),
+        axes=SimpleNamespace(os=1),
         dtype=torch.float32,
         sum_dtype=torch.float32,
     )
