@@ -10,12 +10,13 @@ import torch
 
 from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting, quickest
+from megazero.comm.wire import DEFAULT_BLOCK
 from megazero.kernels import dispatch
 from megazero.kernels.adamw import Rates, Refresh, adamw
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
-from megazero.kernels.format import DEFAULT_BLOCK, Format
+from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Hadamard
 from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import quantize

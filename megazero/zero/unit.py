@@ -48,6 +48,7 @@ from torch import nn
 
 from megazero.comm.codec import Codec, Identity, at_least_fp32
 from megazero.comm.lane import Ticket
+from megazero.comm.wire import Codecs
 from megazero.kernels.adamw import NOTHING, Refresh
 from megazero.kernels.add_to import add_each
 from megazero.kernels.arena import Arena, Frame, Take
@@ -55,7 +56,6 @@ from megazero.kernels.fingerprint import fingerprint
 from megazero.zero.axes import DataAxes
 from megazero.zero.layout import Slice, UnitLayout
 from megazero.zero.parameters import Binding, Read, Released, hide, refuse_read, released_class
-from megazero.zero.policy import Codecs
 
 # Gradients of a unit wait for each other and are staged in one operation: one at a time, 9 of a small layer took 9
 # launches. Large ones do not wait, so that a layer's gradients and its staging are not there at once.
@@ -75,7 +75,7 @@ class Unit:
         dtype: torch.dtype,
         device: torch.device,
         lifetime: str,
-        codecs: Codecs,
+        codecs: Codecs[Codec],
     ) -> None:
         self.name, self.params, self.layout, self.axes = name, dict(params), layout, axes
         self.dtype, self.device, self.lifetime = dtype, device, lifetime

@@ -166,22 +166,12 @@ class ZeroConfig:
     zero_gradient_feedback_reset: int = option(
         0, "error feedback: updates after which residuals are dropped (LoCo); 0: never", low=0
     )
-    zero_weight_clip_search: int = option(
-        0,
-        "scales tried per block of weights; the one with the least error is sent. 0: the largest value decides",
-        low=0,
-        high=64,
-    )
-    zero_gradient_clip_search: int = option(
-        0, "the same for gradients; not with stochastic rounding", low=0, high=64
-    )
-    zero_weight_transform: str = option(
+    zero_gradient_transform: str = option(
         "none",
-        "transform of quantised weights, or of their changes: a randomised Hadamard transform spreads outliers over "
-        "a block (of up to 128 elements) before that is encoded",
+        "transform of quantised gradients: a randomised Hadamard transform spreads outliers over a block (of up to "
+        "128 elements) before that is encoded",
         choices=TRANSFORMS,
     )
-    zero_gradient_transform: str = option("none", "the same of quantised gradients", choices=TRANSFORMS)
     zero_block_size: int | None = option(
         None, "elements that share a scale, a power of two from 8 to 2048 (default: 128 at 8 bits, else 64)"
     )
