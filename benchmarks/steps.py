@@ -228,7 +228,7 @@ def bytes_in_step(preset: str, shape: Shape, ranks_per_node: int, device: torch.
     for tokens in data:
         engine.module(tokens, tokens).sum().backward()
     for unit in engine.units:
-        if unit.levels.p:
+        if unit.axes.p:
             engine.gatherer.release(unit)
     engine.optimizer.ensure_state()
     held = held_bytes(engine)

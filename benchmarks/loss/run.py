@@ -218,6 +218,8 @@ class Training:
         self.settings, self.run = settings, run
         meta = settings.decoder()
         init = nudged(initializer(meta, run.seed), meta, run.nudge)
+        if EVERY[run.variant].clipped:
+            raise ValueError(f"{run.variant}: a clip is no longer searched; nearest: int2-hadamard-feedback")
         self.model, self.engine = shard(mesh_of, settings, EVERY[run.variant], init, run.seed)
         self.mesh = self.engine.mesh
         self.evaluate = Evaluation(folder, settings, self.mesh)
@@ -394,7 +396,7 @@ def trace_file(folder: Path, step: int) -> Path:
 def whole_master(engine: zero.Engine) -> dict[str, torch.Tensor]:
     """Return the first outer replica's master weights by parameter, in fp32 on every rank's CPU. Slices do not
     overlap, so adding zeros is exact."""
-    assert all(unit.levels.os == unit.levels.all for unit in engine.units), "replicas would be added up"
+    assert all(unit.axes.os == unit.axes.all for unit in engine.units), "replicas would be added up"
     whole = {slot.name: torch.zeros(slot.shape) for unit in engine.units for slot in unit.layout.slots}
     for name, low, high, values in own_slices(engine):
         whole[name].view(-1)[low:high] = values
@@ -409,7 +411,7 @@ def own_slices(engine: zero.Engine) -> list[tuple[str, int, int, torch.Tensor]]:
     return [
         (slot.name, low, high, unit.master[at : at + high - low])
         for unit in engine.units
-        for slot, low, high, at in unit.layout.ranges(unit.levels.os)
+        for slot, low, high, at in unit.layout.ranges(unit.axes.os)
     ]
 
 

@@ -122,7 +122,7 @@ def formula(case: Case, mesh: Mesh, engine: Engine, micro_batches: int) -> dict[
     across: of every micro-batch an activation or a gradient of one, bf16, cut over the tensor-parallel ranks; and the
     slice of the tied embedding's gradient, fp32, once.
     """
-    assert engine.units[0].levels.os == len(mesh.data_axes), "the formula is for OS = d"
+    assert engine.units[0].axes.os == len(mesh.data_axes), "the formula is for OS = d"
     if not case.inside:
         whole = SEQUENCE * HIDDEN * torch.bfloat16.itemsize
         ends = VOCABULARY * HIDDEN * torch.float32.itemsize // (mesh.tp.size * mesh.dp_size)

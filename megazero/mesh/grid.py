@@ -11,6 +11,7 @@ these the axis 'outer' joins ranks of equal places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd, log, prod
@@ -202,7 +203,11 @@ def _shard_faults(shards: tuple[int, int, int], d: int, h: int) -> list[str]:
 
 def nearest_shards(wanted: tuple[int, int, int], d: int, h: int) -> tuple[int, int, int]:
     """Return the legal (P, G, OS) with the smallest sum of |log ratio| to ``wanted``. A tie goes to less memory."""
-    legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
+    return nearest_chain(wanted, [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)])
+
+
+def nearest_chain(wanted: tuple[int, int, int], legal: Sequence[int]) -> tuple[int, int, int]:
+    """Return the (P, G, OS) of these factors, each dividing the next, that is nearest (``nearest_shards``)."""
     candidates = [(p, g, o) for o in legal for g in legal if o % g == 0 for p in legal if g % p == 0]
 
     def distance(triple: tuple[int, int, int]) -> tuple[float, tuple[int, ...]]:

@@ -124,14 +124,6 @@ class Mesh:
     def batch_rank(self) -> int:
         return self.replica * self.dp_size + self.dp_rank
 
-    @property
-    def is_replica(self) -> bool:
-        """Return whether another rank holds the same optimizer slice and counts.
-
-        The rank that counts has index 0 on every replica axis.
-        """
-        return any(a.index for a in self.data_axes if a.spec.role == "replica")
-
     def gather_rows(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows [world, k] of all ranks by rank, with the dtype of ``row``, for ordered sums of scalars.
 
@@ -156,13 +148,13 @@ class Mesh:
         out.view(nodes.size, node.size, -1).copy_(rows.transpose(0, 1))
         return out
 
-    def gather_data_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the rows [d, k] of this rank's data-parallel group, in its order, with the dtype of ``row``.
+    def gather_along(self, axes: Sequence[Axis], row: torch.Tensor) -> torch.Tensor:
+        """Return the rows [ranks, k] of the ranks along these axes, innermost first, with the dtype of ``row``.
 
         ``row`` is [k]; k may differ between groups.
         """
         rows = row.reshape(1, -1)
-        for axis in self.data_axes:
+        for axis in axes:
             out = rows.new_empty(axis.size * rows.numel())
             all_gather_flat(out, rows.contiguous().view(-1), group=axis.gather_group)
             rows = out.view(-1, rows.shape[1])

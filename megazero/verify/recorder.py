@@ -182,7 +182,7 @@ class Recorder(StepPart):
         assert isinstance(codec, Blockwise)
         coded = exact
         if kind == WEIGHTS:  # of the coded region alone; differences to R are what was rounded
-            n = unit.layout.pieces(unit.levels.os)[0].numel
+            n = unit.layout.pieces(unit.axes.os)[0].numel
             held, coded, sent = self._held.get(unit.name), exact[:n].view(1, -1), sent[:n].view(1, -1)
             if held is not None:
                 self._held[unit.name] = used_weights(unit)
@@ -199,7 +199,7 @@ class Recorder(StepPart):
         if mixes and isinstance(place, Tensor):
             place = place.amax(-1, keepdim=True)  # a mixed error has the mean of its block's
             # Padding was cleared since: its blocks' errors are not of what was sent.
-            for low, high in unit.layout.gaps(unit.levels.os):
+            for low, high in unit.layout.gaps(unit.axes.os):
                 whole[low // block : -(-high // block)] = False
         note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block, mixes)), RoundingRecord())
         note.elements += error.numel()
@@ -217,16 +217,14 @@ def slices(engine: Engine, values: Any) -> list[UnitSlice]:
     """
     out = []
     for unit in engine.units:
-        ranges = tuple((s.name, low, high, at) for s, low, high, at in unit.layout.ranges(unit.levels.os))
+        ranges = tuple((s.name, low, high, at) for s, low, high, at in unit.layout.ranges(unit.axes.os))
         out.append(UnitSlice(unit.name, unit.part, ranges, values(unit).detach().clone().numpy()))
     return out
 
 
 def _gradient(unit: Unit) -> Tensor:
     assert unit.grad is not None
-    return torch.cat(
-        [r.view(-1) for r in Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1)]
-    )
+    return torch.cat([r.view(-1) for r in Slice(unit.layout, unit.grad, unit.axes.g).rows(unit.axes.os, 1)])
 
 
 def rounded_name(bits: int, block: int, mixes: int) -> str:

@@ -12,20 +12,24 @@ from torch import nn
 
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import no_timing
+from megazero.comm.wire import Codecs, Coding
 from megazero.mesh.mesh import Mesh
-from megazero.zero.build import Init, UnitSpec, build_units, plain_name, refuse_foreign_parallelism
+from megazero.zero.axes import DataAxes
+from megazero.zero.build import Init, On, UnitSpec, build_units, plain_name, refuse_foreign_parallelism
 from megazero.zero.by_matrix import Muon
 from megazero.zero.elementwise import OptimizerFactory, default_adamw
 from megazero.zero.engine import Engine
 from megazero.zero.optimizer import SliceOptimizer, Traits
-from megazero.zero.parameters import recurrent_weights_kept
-from megazero.zero.policy import Codecs, Outer, Policy
+from megazero.zero.policy import Outer, Policy
 from megazero.zero.scalars import StepInfo, StepPart
 
 __all__ = [
     "Codecs",
+    "Coding",
+    "DataAxes",
     "Engine",
     "Muon",
+    "On",
     "Outer",
     "Policy",
     "StepInfo",
@@ -55,7 +59,8 @@ def shard(
 
     mesh: what ``create_mesh`` returned; its cuts are the shard factors P, G, OS.
     units: modules (or tuples of modules) whose parameters are gathered together, in forward order. Parameters
-        of no listed module form one more unit, which is gathered around the whole forward.
+        of no listed module form one more unit, which is gathered around the whole forward. ``On(modules, axes)``
+        puts a unit on other axes than the mesh's (``DataAxes.over``).
     optimizer: makes an elementwise torch optimizer from a list of param groups. The default is AdamW, fused. Muon
         (``partial(zero.Muon, lr=...)``) needs ``traits`` that mark matrices.
     clip_norm: the limit of the global gradient norm.
@@ -89,8 +94,7 @@ def shard(
             f"Policy(outer={policy.outer}) on a mesh of {mesh.grid.outer} outer replicas: give both "
             "Policy(outer=...) and create_mesh(outer=...), or neither"
         )
-    with recurrent_weights_kept(module):
-        plan = build_units(module, units, mesh, policy, chosen, init, parts, tied)
+    plan = build_units(module, units, mesh, policy, chosen, init, parts, tied)
     _refuse_no_matrices(module, chosen)
     slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
     slices.refuse_cut_blocks(policy.block)

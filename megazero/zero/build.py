@@ -6,22 +6,35 @@ Modules that the engine would damage are refused by name before anything is chan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from megazero.comm.codec import Blockwise, Codec, at_least_fp32
+from megazero.comm.codec import at_least_fp32, codecs_of
+from megazero.comm.wire import Codecs
 from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import Mesh
+from megazero.zero.axes import DataAxes, refuse_clashes
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
-from megazero.zero.policy import Codecs, Levels, Policy
+from megazero.zero.policy import Policy
 from megazero.zero.unit import Unit
 
 Init = Callable[[str], torch.Tensor]
-UnitSpec = nn.Module | Sequence[nn.Module]
+
+
+@dataclass(frozen=True)
+class On:
+    """A module, or modules, whose parameters are gathered together on axes of their own, not on the mesh's."""
+
+    modules: nn.Module | Sequence[nn.Module]
+    axes: DataAxes
+
+
+UnitSpec = nn.Module | Sequence[nn.Module] | On
+Placed = tuple[tuple[nn.Module, ...], DataAxes]  # modules of one spec, and their axes
 
 # The dtypes that parameters may have.
 TRAINED = (torch.bfloat16, torch.float32, torch.float64)
@@ -68,10 +81,11 @@ def build_units(
 
     A parameter that several modules share belongs to the first spec that holds it; the others' hooks gather
     that unit, too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init,
-    and for modules and dtypes that training would damage.
+    for axes that clash, and for modules and dtypes that training would damage.
     """
     _refuse_unfit(module, policy.dtype, policy.loss_scaled)
-    groups = [tuple(s) if isinstance(s, Sequence) else (s,) for s in specs]
+    spread = _spread([*specs, module], mesh, policy.whole_gradients)
+    groups = [group for group, _ in spread[:-1]]  # what is in none is the module's own
     modules = dict(module.named_modules(remove_duplicate=False))
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
@@ -80,17 +94,17 @@ def build_units(
             buffer.data = buffer.data.to(mesh.device)
     _refuse_nested([m for group in groups for m in group], {id(m): n for n, m in modules.items()})
     names = {id(p): plain_name(n) for n, p in module.named_parameters()}
-    _refuse_different_starts(module, mesh)
+    _refuse_different_starts(module, spread, mesh)
     owner: dict[int, Unit] = {}
     part_of = {id(m): i for i, modules_of in enumerate(parts) for m in modules_of}
     units: list[Unit] = []
-    for group in [*groups, (module,)]:
+    for group, axes in spread:
         params = {
             names[id(p)]: p for m in group for p in m.parameters() if id(p) in names and id(p) not in owner
         }
         if params:
             label = plain_name(next(n for n, m in modules.items() if m is group[0])) or "root"
-            made = _make_units(label, params, mesh, policy, traits, init, tied)
+            made = _make_units(label, params, axes, mesh, policy, traits, init, tied)
             for unit in made:
                 unit.part = part_of.get(id(group[0]), 0)
             units += made
@@ -110,6 +124,20 @@ def build_units(
     return UnitPlan(units, needs, max(len(parts), 1))
 
 
+def _spread(specs: Iterable[UnitSpec], mesh: Mesh, whole_gradients: bool) -> list[Placed]:
+    """Return the modules of each spec, and the axes that they lie on."""
+    own = DataAxes.of(mesh)
+    placed = [spec if isinstance(spec, On) else On(spec, own) for spec in specs]
+    axes = dict.fromkeys(each.axes for each in placed)
+    refuse_clashes(mesh, axes)
+    used = {each: each.whole_gradients() if whole_gradients else each for each in axes}
+    return [(_as_tuple(each.modules), used[each.axes]) for each in placed]
+
+
+def _as_tuple(modules: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    return tuple(modules) if isinstance(modules, Sequence) else (modules,)
+
+
 def plain_name(name: str) -> str:
     """Return a name without what torch.compile's wrapper of a module adds: checkpoints have the same names."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
@@ -118,6 +146,7 @@ def plain_name(name: str) -> str:
 def _make_units(
     label: str,
     params: dict[str, nn.Parameter],
+    axes: DataAxes,
     mesh: Mesh,
     policy: Policy,
     traits: Mapping[str, Traits],
@@ -132,7 +161,7 @@ def _make_units(
     values = _initial_values(label, params, init, mesh.device, at_least_fp32(dtype))
     units = []
     for name in [n for n in params if n in tied]:
-        unit = _make_unit(tied[name], {name: params[name]}, dtype, values, mesh, policy, traits)
+        unit = _make_unit(tied[name], {name: params[name]}, dtype, values, axes, mesh, policy, traits)
         unit.tied = True
         units.append(unit)
     chunks = _chunks({n: p.numel() for n, p in params.items() if n not in tied}, policy.chunk_numel)
@@ -141,7 +170,7 @@ def _make_units(
             break
         part = {n: params[n] for n in names}
         name = label if len(chunks) == 1 else f"{label}[{i}]"
-        units.append(_make_unit(name, part, dtype, values, mesh, policy, traits))
+        units.append(_make_unit(name, part, dtype, values, axes, mesh, policy, traits))
     return units
 
 
@@ -163,13 +192,13 @@ def _make_unit(
     params: dict[str, nn.Parameter],
     dtype: torch.dtype,
     values: Mapping[str, torch.Tensor],
+    axes: DataAxes,
     mesh: Mesh,
     policy: Policy,
     traits: Mapping[str, Traits],
 ) -> Unit:
-    levels = Levels.of(mesh, policy.whole_gradients)
     ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
-    codecs = _unit_codecs(policy.codecs, dtype)
+    codecs = codecs_of(policy.codecs, dtype, at_least_fp32(dtype), policy.seed)
     exact = frozenset(
         n
         for n, p in params.items()
@@ -177,13 +206,11 @@ def _make_unit(
     )
     if len(exact) == len(params):  # there is nothing to quantise
         codecs, exact = Codecs(), frozenset()
-    axes = mesh.data_axes
-    cuts = [*axes, *([mesh.outer] if mesh.outer else [])]  # outer steps reduce over one level more
     layout = make_layout(
         {n: params[n].shape for n in ordered},
         block=policy.block,
-        sizes=[a.size for a in cuts],
-        indices=[a.index for a in cuts],
+        sizes=axes.sizes,  # of outer replicas, too: outer steps reduce over one level more
+        indices=axes.indices,
         exact=exact,
     )
     return Unit(
@@ -191,26 +218,11 @@ def _make_unit(
         params,
         values,
         layout,
-        levels,
+        axes,
         dtype,
         mesh.device,
-        policy.lifetime_on(mesh.grid.shards),
+        policy.lifetime_on(axes),
         codecs,
-        levels.crossing(axes),
-    )
-
-
-def _unit_codecs(codecs: Codecs, dtype: torch.dtype) -> Codecs:
-    """Return the policy's codecs; exact regions of weights have the parameters' dtype, of gradients the sums'."""
-
-    def holding(codec: Codec | None, exact: torch.dtype) -> Codec | None:
-        return replace(codec, exact_dtype=exact) if isinstance(codec, Blockwise) else codec
-
-    return replace(
-        codecs,
-        weights=holding(codecs.weights, dtype),
-        gradients_intra=holding(codecs.gradients_intra, at_least_fp32(dtype)),
-        gradients_inter=holding(codecs.gradients_inter, at_least_fp32(dtype)),
     )
 
 
@@ -279,6 +291,12 @@ def _refuse_unfit(module: nn.Module, dtype: torch.dtype | None, loss_scaled: boo
     for name, param in module.named_parameters():
         _refuse_dtype(name, param, dtype, SCALED if loss_scaled else TRAINED)
     for name, inner in module.named_modules():
+        if isinstance(inner, nn.RNNBase):
+            raise ValueError(
+                f"module {name or type(inner).__name__!r} is a torch.nn.{inner.mode.partition('_')[0]}: it keeps "
+                "references to its weights, and on CUDA moves them out of the engine's buffer; nearest: its cell, "
+                "torch.nn.LSTMCell, GRUCell or RNNCell"
+            )
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
             raise ValueError(
                 f"module {name or type(inner).__name__!r}: max_norm={inner.max_norm} writes into the weight in every "
@@ -317,24 +335,28 @@ def _refuse_dtype(
     )
 
 
-def _refuse_different_starts(module: nn.Module, mesh: Mesh) -> None:
-    """Refuse ranks that start from different values.
+def _refuse_different_starts(module: nn.Module, spread: Iterable[Placed], mesh: Mesh) -> None:
+    """Refuse ranks along a parameter's axes that start from different values of it.
 
     Each rank contributes its own slices, so different values would mix, or drift apart.
     """
-    values = [p.detach() for p in module.parameters() if not p.is_meta]
-    if not values or mesh.dp_size == 1:
-        return
-    # A hash: a sum in fp64 takes a copy in fp64 of the whole parameter, as v.sum(dtype=torch.float64) does, too.
-    row = torch.stack([fingerprint(v.reshape(-1)) for v in values]).to(mesh.device)
-    rows = mesh.gather_data_rows(row)
-    differ = (rows != rows[0]).any(0).nonzero()
-    if len(differ):
-        names = [n for n, p in module.named_parameters() if not p.is_meta]
-        raise ValueError(
-            f"data-parallel ranks start from different values of {names[int(differ[0])]!r}: build the module from "
-            "the same seed, or load the same weights, on every rank"
-        )
+    axes_of: dict[int, DataAxes] = {}
+    for group, axes in spread:
+        for param in (p for m in group for p in m.parameters()):
+            axes_of.setdefault(id(param), axes)
+    named = [(name, p) for name, p in module.named_parameters() if not p.is_meta]
+    for axes in dict.fromkeys(axes_of.values()):
+        held = [(name, p.detach()) for name, p in named if axes_of[id(p)] is axes]
+        if not (held and axes.inside):
+            continue
+        # A hash: a sum in fp64 takes a copy in fp64 of the whole parameter, as v.sum(dtype=torch.float64) does, too.
+        row = torch.stack([fingerprint(v.reshape(-1)) for _, v in held]).to(mesh.device)
+        rows = mesh.gather_along(axes.inside, row)
+        for at in (rows != rows[0]).any(0).nonzero().flatten().tolist():
+            raise ValueError(
+                f"data-parallel ranks start from different values of {held[at][0]!r}: build the module from the same "
+                "seed, or load the same weights, on every rank"
+            )
 
 
 def _one_dtype(label: str, params: Mapping[str, nn.Parameter]) -> torch.dtype:

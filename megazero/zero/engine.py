@@ -36,7 +36,7 @@ from megazero.zero.layout import Slice
 from megazero.zero.matrix_updates import MatrixUpdates
 from megazero.zero.optimizer import SliceOptimizer, Traits
 from megazero.zero.outer import OuterSteps
-from megazero.zero.policy import Levels, Policy
+from megazero.zero.policy import Policy
 from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, Segment
 from megazero.zero.reduce import Reducer
 from megazero.zero.rounding import Observer, Rounding, unit_names
@@ -74,26 +74,24 @@ class Engine:
         self.waits = Waits(mesh.device, timed)
         self.issued = IssueHash()
         channel = Channel(traffic, self.arena, mesh.device)
-        context = Context(mesh.data_axes, policy, self.rounding, channel, self.issued)
+        context = Context(policy, self.rounding, channel, self.issued)
         needing = sum(bool(units) for _, units in plan.needs)
         self.gatherer = Gatherer(self.units, needing, context, self.gathers)
         self.reducer = Reducer(self.units, context, self.reductions)
         self.hooks = Hooks(module, plan, self.gatherer, self.reducer)
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
         self.reduced = False  # the open step's sums are complete
-        self.matrices: MatrixUpdates | None = None
-        if optimizer.matrices is not None:
-            axes = mesh.data_axes[: Levels.of(mesh).os]
-            self.matrices = MatrixUpdates(
-                optimizer.matrices,
-                optimizer.runs,
-                self.units,
-                traits,
-                axes,
-                mesh.tp,
-                context,
-                self.reductions,
+        by_axes = {
+            each: [u for u in self.units if u.axes is each]
+            for each in dict.fromkeys(u.axes for u in self.units)
+        }
+        self.matrices = [
+            MatrixUpdates(
+                optimizer.matrices, optimizer.runs, units, traits, mesh.tp, context, self.reductions
             )
+            for units in by_axes.values()
+            if optimizer.matrices is not None
+        ]
         self._take_parts(context)
 
     def _take_parts(self, context: Context) -> None:
@@ -343,7 +341,7 @@ class Engine:
     @property
     def by_matrix(self) -> bool:
         """Whether the optimizer steps whole matrices."""
-        return self.matrices is not None
+        return self.optimizer.matrices is not None
 
     @property
     def micro_batches(self) -> int:
@@ -417,11 +415,14 @@ class Engine:
                 binding.check_place()
             if not unit.writers:  # else a block around this one may write
                 unit.check_unwritten("inside gathered()", WRITING)
-        if not write or self.mesh.dp_size == 1:
-            return
-        rows = self.mesh.gather_data_rows(
-            torch.tensor([seen for unit in units for seen in unit.seen], device=self.mesh.device)
-        )
+        for alike in by_axes(units) if write else ():
+            if alike[0].axes.inside:
+                self._check_written_alike(alike)
+
+    def _check_written_alike(self, units: Sequence[Unit]) -> None:
+        """Raise RuntimeError if ranks along the axes of these units, which are the same, wrote different values."""
+        seen = torch.tensor([each for unit in units for each in unit.seen], device=self.mesh.device)
+        rows = self.mesh.gather_along(units[0].axes.inside, seen)
         names = [(slot.name, unit.name) for unit in units for slot in unit.layout.slots]
         for at in (rows != rows[0]).any(0).nonzero().flatten().tolist():
             raise RuntimeError(
@@ -444,16 +445,13 @@ class Engine:
 
     def _whole_gradient(self, unit: Unit) -> torch.Tensor:
         """Return the unit's gradients [n], divided, in at least fp32. Collective over the axes that cut states."""
-        levels, layout = unit.levels, unit.layout
-        held = torch.cat([rows.view(-1) for rows in unit.grad_slice.rows(levels.os, 1)])
-        for axis in reversed(
-            self.mesh.data_axes[: levels.os]
-        ):  # slices nest: the innermost axis varies slowest
-            if axis.size > 1:
-                own, held = held, held.new_empty(axis.size * held.numel())
-                all_gather_flat(held, own, group=axis.gather_group)
+        os, layout = unit.axes.os, unit.layout
+        held = torch.cat([rows.view(-1) for rows in unit.grad_slice.rows(os, 1)])
+        for axis in reversed(unit.axes.axes[:os]):  # slices nest: the innermost axis varies slowest
+            own, held = held, held.new_empty(axis.size * held.numel())
+            all_gather_flat(held, own, group=axis.gather_group)
         whole = Slice(layout, held.new_empty(layout.numel), 0)
-        slices = held.view(-1, layout.level_numel(levels.os))
+        slices = held.view(-1, layout.level_numel(os))
         regions = whole.rows(0, len(slices))
         for region, part in zip(regions, slices.split([r.shape[1] for r in regions], 1), strict=True):
             region.copy_(part)
@@ -461,8 +459,8 @@ class Engine:
 
     def _update(self, factor: float) -> None:
         """Update the master weights by the gradients times ``factor``."""
-        if self.matrices is not None:
-            self.matrices.step(factor)
+        for each in self.matrices:
+            each.step(factor)
         self.optimizer.update(factor, self.rounding)
         for unit in self.units:
             unit.outdate()
@@ -473,3 +471,9 @@ class Engine:
                 unit.drop_copy()
         self.reduced = False
         self.hooks.close_step()
+
+
+def by_axes(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Return the units in groups that lie on the same axes, one unit at least in each."""
+    every = dict.fromkeys(unit.axes for unit in units)
+    return [[unit for unit in units if unit.axes is axes] for axes in every]

@@ -51,7 +51,7 @@ class Gatherer:
         self.window = 2 * max(len(units), modules)
         self.program = Program()
         self.index = {u: i for i, u in enumerate(units)}
-        self.whole = not any(u.levels.p for u in units)  # nothing is released
+        self.whole = not any(u.axes.p for u in units)  # nothing is released
         self.ahead: set[Unit] = set()  # gathered, kept or on the way before use
         self.coming: set[Unit] = set()  # those and the ones in use now that are to stay for a later module
 
@@ -116,7 +116,7 @@ class Gatherer:
 
     def release(self, unit: Unit) -> None:
         """Drop the gathered parameters unless they are used now or soon."""
-        if not unit.levels.p or unit.active or unit.in_backward or unit.pinned or unit.ticket is not None:
+        if not unit.axes.p or unit.active or unit.in_backward or unit.pinned or unit.ticket is not None:
             return
         if self._kept(unit):
             hide(unit)
@@ -136,7 +136,7 @@ class Gatherer:
         self.coming.clear()
         for unit in self.units:
             unit.ticket = None
-            if unit.levels.p and not unit.pinned:
+            if unit.axes.p and not unit.pinned:
                 unit.drop_full()
             elif unit.stale and not unit.pinned:  # outdated in a ``gathered`` block
                 hide(unit)
@@ -154,7 +154,7 @@ class Gatherer:
     def _further_bytes(self, unit: Unit) -> int:
         """How many bytes a unit that is not ahead takes for a later module."""
         in_use = not self._awaited(unit)
-        return 0 if in_use and (not unit.levels.p or self._kept(unit)) else unit.gather_bytes
+        return 0 if in_use and (not unit.axes.p or self._kept(unit)) else unit.gather_bytes
 
     def _start(self, unit: Unit) -> None:
         """Gather the unit ahead of use if it is missing, and note that it stays."""
@@ -168,7 +168,7 @@ class Gatherer:
         moves = gather_chain(unit, self.context)
         refreshed = [hop.level for hop in unit.refresh_hops if unit.stale]
         gathered = [hop.level for hop in unit.gather_hops]
-        plan = (*self.context.hop_specs("refresh", refreshed), *self.context.hop_specs("gather", gathered))
+        plan = (*unit.axes.hop_specs("refresh", refreshed), *unit.axes.hop_specs("gather", gathered))
         if plan:
             unit.ticket = self.lane.submit(unit.name, plan, moves)
         else:
@@ -191,9 +191,9 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
         if not unit.direct:
             every = frame.take(unit.wire.level_numel(0), unit.codec.wire_dtype)
         for hop in unit.gather_hops:
-            own = unit.copy if hop.level == unit.levels.p else every[hop.own]
+            own = unit.copy if hop.level == unit.axes.p else every[hop.own]
             yield start_gather(
-                context.axis(hop.level), every[hop.into], own, "gather", context.channel.traffic
+                unit.axes.axis(hop.level), every[hop.into], own, "gather", context.channel.traffic
             )
         if not unit.direct:
             rows = prod(unit.wire.sizes)
@@ -213,10 +213,10 @@ def _refresh(unit: Unit, context: Context) -> Chain:
         _encode(unit, messages, context)
         for hop in unit.refresh_hops:
             own, into = messages[hop.own], messages[hop.into]
-            yield start_gather(context.axis(hop.level), into, own, "refresh", context.channel.traffic)
-        if unit.delta or not (unit.levels.p or unit.direct):  # else they were received in the P copy
-            rows = prod(unit.refresh_wire.sizes[unit.levels.p :])
-            regions = unit.copy_slice.rows(unit.levels.p, rows)
+            yield start_gather(unit.axes.axis(hop.level), into, own, "refresh", context.channel.traffic)
+        if unit.delta or not (unit.axes.p or unit.direct):  # else they were received in the P copy
+            rows = prod(unit.refresh_wire.sizes[unit.axes.p :])
+            regions = unit.copy_slice.rows(unit.axes.p, rows)
             if unit.delta and isinstance(unit.refresh_codec, Blockwise):
                 unit.refresh_codec.decode_add(messages.view(rows, -1), *regions)
             else:
@@ -232,22 +232,22 @@ def _refresh(unit: Unit, context: Context) -> Chain:
 
 def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
     """Write the message of this rank's OS slice into its place in ``messages``, those of the P slice."""
-    levels = unit.levels
-    (own,) = unit.refresh_wire.within(levels.os, levels.p)
+    axes = unit.axes
+    (own,) = unit.refresh_wire.within(axes.os, axes.p)
     message = messages[own.span].view(1, -1)
-    source, *exact = unit.master_slice.rows(levels.os, 1)
+    source, *exact = unit.master_slice.rows(axes.os, 1)
     prepared = unit.prepared == unit.master_version
     if unit.direct and not unit.delta:
         if not prepared:
             unit.codec.encode(source, out=message)  # a cast, or nothing where master is the copy
         return
-    start = unit.layout.pieces(levels.os)[0].start
+    start = unit.layout.pieces(axes.os)[0].start
     noise = context.rounding.noise_for(unit.refresh_codec, unit, "refresh", start)
     with context.frame() as frame:
         if unit.delta and unit.codecs.weights is not None and prepared:
-            source = unit.grad_slice.rows(levels.os, 1)[0]
+            source = unit.grad_slice.rows(axes.os, 1)[0]
         elif unit.delta and unit.codecs.weights is not None:
-            held = unit.copy_slice.rows(levels.os, 1)[0]
+            held = unit.copy_slice.rows(axes.os, 1)[0]
             rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source)
             difference = frame.take(held.numel(), unit.sum_dtype).view(held.shape)
             source = add_to(difference.copy_(rounded), held, alpha=-1.0)
@@ -259,12 +259,12 @@ def used_weights(unit: Unit, take: Take | None = None) -> torch.Tensor:
     master's dtype. It lies in a buffer from ``take``; without one it is a new tensor.
     """
     take = take or (lambda numel, dtype: torch.empty(numel, dtype=dtype, device=unit.device))
-    levels, numel = unit.levels, unit.layout.level_numel(unit.levels.os)
+    axes, numel = unit.axes, unit.layout.level_numel(unit.axes.os)
     out = take(numel, unit.sum_dtype)
-    if unit.delta or not levels.p:
-        Slice(unit.layout, out, levels.os).copy_(unit.copy_slice, levels.os)
+    if unit.delta or not axes.p:
+        Slice(unit.layout, out, axes.os).copy_(unit.copy_slice, axes.os)
         return out
-    (own,) = unit.wire.within(levels.os, levels.p)
+    (own,) = unit.wire.within(axes.os, axes.p)
     message, read = unit.copy[own.span].view(1, -1), take(numel, unit.dtype)
-    unit.codec.decode(message, *Slice(unit.layout, read, levels.os).rows(levels.os, 1))
+    unit.codec.decode(message, *Slice(unit.layout, read, axes.os).rows(axes.os, 1))
     return out.copy_(read)

@@ -50,11 +50,9 @@ def _sum_over_holders(partial: Sequence[Run], tp: Axis, frame: Frame, traffic: T
 
 def counted(runs: Sequence[Run], mesh: Mesh) -> list[Run]:
     """Return the runs that this rank contributes to the global norm. One rank counts a slice that several hold."""
-    if mesh.is_replica:
-        return []
     is_first_end = mesh.ends is None or mesh.ends.index == 0
     own = [run for run in runs if run.traits.holders(mesh.tp.index, mesh.tp.size).start == mesh.tp.index]
-    return [run for run in own if is_first_end or not run.unit.tied]
+    return [run for run in own if run.unit.axes.counts and (is_first_end or not run.unit.tied)]
 
 
 class GlobalNorm(StepPart):

@@ -241,7 +241,7 @@ class Hooks:
         for tensor in tensors:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda grad: self._pre_backward(needs))
-        if not tensors and any(u.levels.p for u in needs):
+        if not tensors and any(u.axes.p for u in needs):
             raise TypeError(
                 f"a module of unit {needs[0].name!r} returned a {type(output).__name__}, in which the engine sees "
                 "no tensors: return tensors, containers or objects of them, or register the class as a pytree node"

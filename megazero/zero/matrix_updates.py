@@ -102,24 +102,23 @@ class MatrixUpdates:
         runs: Sequence[Run],
         units: Sequence[Unit],
         traits: Mapping[str, Traits],
-        axes: Sequence[Axis],
         tp: Axis,
         context: Context,
         lane: Lane,
     ) -> None:
-        """runs: this rank's runs of matrices. axes: those that cut the units' optimizer states, innermost first."""
+        """runs: this rank's runs, of other units, too. units: on the same axes, one at least."""
         self.optimizer, self.context, self.lane = optimizer, context, lane
-        self.runs = [run for run in runs if run.traits.matrix]
+        self.runs = [run for run in runs if run.traits.matrix and run.unit.axes is units[0].axes]
         self.groups = {leaf: group for group in optimizer.param_groups for leaf in group["params"]}
         self.matrices: list[Matrix] = []
-        layouts = [unit.layout for unit in units]
+        layouts, axes = [unit.layout for unit in units], units[0].axes.axes[: units[0].axes.os]
         dealing, slots = deal_matrices(layouts, traits, [(a.size, a.link) for a in axes], tp.size)
         self.axes = [*axes, tp][: len(dealing.sizes)]
         self.routes = dealing.routes(tuple(axis.index for axis in self.axes))
         owner = {id(slot): unit for unit in units for slot in unit.layout.slots}
         for slot, cut in zip(slots, dealing.matrices, strict=True):
             unit, mine = owner[id(slot)], traits[slot.name]
-            held = next((f for f in unit.layout.ranges(unit.levels.os) if f[0] is slot), None)
+            held = next((f for f in unit.layout.ranges(unit.axes.os) if f[0] is slot), None)
             at = held[3] if held else 0
             run = next((r for r in self.runs if held and r.unit is unit and r.start <= at < r.stop), None)
             self.matrices.append(Matrix(unit, slot, cut, mine, mine.shards(tp.size), at, run))
@@ -129,7 +128,7 @@ class MatrixUpdates:
         lane.
         """
         scale_gradients(self.runs, factor)
-        folded = self._fold()
+        folded = self.fold()
         rounds = (self._send(number, route, folded) for number, route in enumerate(self.routes))
         coming, going = next(rounds, None), deque[_Transit]()
         while coming is not None:
@@ -143,7 +142,7 @@ class MatrixUpdates:
         for last in going:
             self._take(last)
 
-    def _fold(self) -> dict[nn.Parameter, torch.Tensor]:
+    def fold(self) -> dict[nn.Parameter, torch.Tensor]:
         """Do the first, elementwise part of the step. Return by leaf the values that make up matrices."""
         folded = {}
         for run in self.runs:

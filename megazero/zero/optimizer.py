@@ -90,9 +90,9 @@ class Run:
 
 def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
     """Cut the OS slice where traits change. Padding goes to the run before it (it stays zero)."""
-    layout, levels = unit.layout, unit.levels
+    layout, axes = unit.layout, unit.axes
     runs = []
-    pieces = zip(layout.pieces(levels.os), layout.within(levels.os, levels.g), strict=True)
+    pieces = zip(layout.pieces(axes.os), layout.within(axes.os, axes.g), strict=True)
     for region, (piece, in_grad) in enumerate(pieces):
         cuts: list[tuple[int, Traits]] = []
         for slot, _, _, at in layout.ranges_of(piece):
@@ -162,7 +162,7 @@ class SliceOptimizer:
 
     def _covering(self, unit: Unit) -> list[Run]:
         """Return the elementwise runs of the first region of a unit's OS slice, none if they leave something out."""
-        end = unit.layout.pieces(unit.levels.os)[0].numel
+        end = unit.layout.pieces(unit.axes.os)[0].numel
         runs = [r for r in self._by_slice if r.unit is unit and r.start < end]
         return runs if sum(run.stop - run.start for run in runs) == end else []
 

@@ -46,7 +46,7 @@ from weakref import finalize
 
 import torch
 
-from megazero.comm.codec import Blockwise, Codec, Identity, decoded, encoded
+from megazero.comm.codec import Codec, Identity, codec_of, decoded, encoded
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.kernels.arena import ALIGN, Arena, Frame
@@ -131,8 +131,7 @@ class OuterSteps(StepPart):
         if outer.delay:  # what flies holds buffers while steps take theirs
             channel = replace(channel, arena=Arena())
         rounding = Rounding(context.policy.seed, mesh.rank, mesh.device)
-        axes = (*context.axes, mesh.outer)
-        self.context = replace(context, axes=axes, rounding=rounding, channel=channel)
+        self.context = replace(context, rounding=rounding, channel=channel)
         self.device = mesh.device
         kept = 2 if outer.momentum else 1  # buffers of a unit's anchor
         rooms = self._rooms([unit.master for unit in units for _ in range(kept)])
@@ -150,7 +149,7 @@ class OuterSteps(StepPart):
         momentum = next(rooms).zero_() if self.outer.momentum else None
         residual = None
         if self.outer.feedback:
-            residual = unit.master.new_zeros(unit.layout.level_numel(unit.levels.all))
+            residual = unit.master.new_zeros(unit.layout.level_numel(unit.axes.all))
         return Anchor(value, momentum, residual)
 
     def _rooms(self, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -303,7 +302,7 @@ class OuterSteps(StepPart):
             self.away.follow()
             for unit, sums in self.flight.sums.items():
                 self._issue(unit)
-                chain = self._cross(unit, Slice(unit.layout, sums, unit.levels.all))
+                chain = self._cross(unit, Slice(unit.layout, sums, unit.axes.all))
                 self.flight.tickets.append(self.away.submit(unit.name, self._across(unit), chain))
             return
         self._run(units, lambda unit: self._across(unit) + self._inside(unit), self._meeting)
@@ -358,11 +357,11 @@ class OuterSteps(StepPart):
 
     def _across(self, unit: Unit) -> tuple[HopSpec, ...]:
         """Return the collectives of ``_cross``."""
-        return self.context.hop_specs("reduce", [unit.levels.all + 1] * 2)
+        return unit.axes.hop_specs("reduce", [unit.axes.all + 1] * 2)
 
     def _inside(self, unit: Unit) -> tuple[HopSpec, ...]:
         """Return the collectives of ``_take_up``, in their order."""
-        return self.context.hop_specs("reduce", range(unit.levels.all, unit.levels.os, -1))
+        return unit.axes.hop_specs("reduce", range(unit.axes.all, unit.axes.os, -1))
 
     def _meeting(self, unit: Unit) -> Chain:
         """Reduce the unit's outer gradient, then update its anchor and master weights."""
@@ -374,35 +373,33 @@ class OuterSteps(StepPart):
     def _pack(self, unit: Unit) -> torch.Tensor:
         """Return the part of the unit's outer gradient that this rank sends, in memory of its own."""
         with self.context.frame() as frame:
-            rows = self._difference(unit, frame).rows(unit.levels.all, 1)
+            rows = self._difference(unit, frame).rows(unit.axes.all, 1)
             return torch.cat([each.view(-1) for each in rows], out=new_sums(unit))
 
     def _arrival(self, unit: Unit) -> Chain:
         """Take up the sums of a unit that was on its way."""
         assert self.flight is not None
-        layout, levels = unit.layout, unit.levels
-        arrived = Slice(layout, self.flight.sums[unit], levels.all)
+        layout, axes = unit.layout, unit.axes
+        arrived = Slice(layout, self.flight.sums[unit], axes.all)
         with self.context.frame() as frame:
-            sums = Slice(layout, frame.take(layout.level_numel(levels.os), unit.sum_dtype), levels.os)
-            sums.copy_(arrived, levels.all)
+            sums = Slice(layout, frame.take(layout.level_numel(axes.os), unit.sum_dtype), axes.os)
+            sums.copy_(arrived, axes.all)
             yield from self._take_up(unit, sums)
 
     def _difference(self, unit: Unit, frame: Frame) -> Slice:
         """Return theta - theta_i, in the frame. Of what this rank counts, its square is the first of ``squares``."""
-        moved = frame.take(unit.layout.level_numel(unit.levels.os), unit.sum_dtype)
+        moved = frame.take(unit.layout.level_numel(unit.axes.os), unit.sum_dtype)
         anchor = self.anchors[unit].value
         if self.outer.offload:
             anchor = moved.copy_(anchor, non_blocking=True)
         torch.sub(anchor, unit.master, out=moved)
         self._write_square(unit, moved, self.squares[self.index[unit]][0])
-        return Slice(unit.layout, moved, unit.levels.os)
+        return Slice(unit.layout, moved, unit.axes.os)
 
     def _cross(self, unit: Unit, sums: Slice) -> Chain:
         """Sum over the replicas what this rank takes across: in place, and every replica gets the same bits."""
-        level = unit.levels.all
-        codec: Codec = self.outer.codec or Identity(unit.sum_dtype)
-        if isinstance(codec, Blockwise):
-            codec = replace(codec, exact_dtype=unit.sum_dtype)
+        level = unit.axes.all
+        codec = codec_of(self.outer.codec, unit.sum_dtype) or Identity(unit.sum_dtype)
         outermost = ReduceHop(self.axis, codec, number=level + 1)
         with self.context.frame() as frame:
             lost = self._feed_back(unit, sums, codec, frame)
@@ -420,10 +417,9 @@ class OuterSteps(StepPart):
         sums: of the OS level, with this rank's own part in it. They are overwritten. Of what this rank counts,
         ||Delta||^2 is the second of ``squares``.
         """
-        levels, anchor, index = unit.levels, self.anchors[unit], self.index[unit]
-        for level in range(levels.all, levels.os, -1):
-            axis = self.context.axis(level)
-            yield from share_back(unit, axis, level, Identity(unit.sum_dtype), sums, self.context)
+        axes, anchor, index = unit.axes, self.anchors[unit], self.index[unit]
+        for level in range(axes.all, axes.os, -1):
+            yield from share_back(unit, axes.axis(level), level, Identity(unit.sum_dtype), sums, self.context)
         mean = sums.buffer.div_(self.axis.size)
         self._write_square(unit, mean, self.squares[index][1])
         with self.context.frame() as frame:
@@ -454,7 +450,7 @@ class OuterSteps(StepPart):
         Messages have no noise, so encoding here loses what encoding for the hop does. Returns the own row of the
         residual, one view [-1] per region, for what the returned sum loses; nothing without a residual.
         """
-        level, residual = unit.levels.all, self.anchors[unit].residual
+        level, residual = unit.axes.all, self.anchors[unit].residual
         if residual is None:
             return []
         kept = Slice(unit.layout, residual, level).rows(level, self.axis.size)
@@ -474,7 +470,7 @@ class OuterSteps(StepPart):
 
 def new_sums(unit: Unit) -> torch.Tensor:
     """Return memory for what this rank has of a unit on its way, [n/d]."""
-    return unit.master.new_empty(unit.layout.level_numel(unit.levels.all))
+    return unit.master.new_empty(unit.layout.level_numel(unit.axes.all))
 
 
 def mix(weights: torch.Tensor, anchor: torch.Tensor, mixing: float) -> None:

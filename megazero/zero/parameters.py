@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import ModuleType
@@ -26,8 +25,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
-
-OWN = ("__deepcopy__", "flatten_parameters")  # what the engine sets on modules, besides hooks
 
 
 class Binding:
@@ -84,29 +81,6 @@ class Binding:
         )
 
 
-@contextmanager
-def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
-    """Keep recurrent weights in place during bindings: torch's LSTM, GRU and RNN hold weak references, and may move
-    them.
-
-    With weak references a Parameter cannot leave the meta device. On CUDA ``flatten_parameters``, which many
-    forwards call, would move the weights out of the unit's buffer; from here on it does nothing.
-    """
-    recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
-    for m in recurrent:
-        m._flat_weight_refs = []
-        m.flatten_parameters = _leave_weights  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for m in recurrent:
-            m._flat_weight_refs = [w if w is None else weakref.ref(w) for w in m._flat_weights]
-
-
-def _leave_weights() -> None:
-    """Leave the weights where they are; cuDNN then gathers the weights of a call itself."""
-
-
 def _become(name: str, param: nn.Parameter, like: torch.Tensor) -> None:
     """Move a Parameter from the meta device to another one: the same object with the same hooks.
 
@@ -138,7 +112,7 @@ class Holder(Protocol):
     released: type[Released]
     read: Read
     full: torch.Tensor
-    levels: Any
+    axes: Any
     pinned: int
 
 
@@ -237,7 +211,7 @@ def show(unit: Holder) -> None:
 
 def outliving(units: Sequence[Holder], output: Any) -> Any:
     """Return ``output`` with copies of those tensors that lie in the units' buffers, freed when the use ends."""
-    buffers = {unit.full.untyped_storage()._cdata for unit in units if unit.levels.p}
+    buffers = {unit.full.untyped_storage()._cdata for unit in units if unit.axes.p}
 
     def lies_inside(x: Any) -> bool:
         strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
@@ -314,11 +288,11 @@ def _copy_plain(
     module = original()
     assert module is not None
     attributes = vars(module)
-    ours: dict[str, Any] = {name: attributes.pop(name) for name in OWN if name in attributes}
+    ours = attributes.pop("__deepcopy__")
     try:
         copied = copy.deepcopy(module, memo)
     finally:
-        attributes.update(ours)
+        attributes["__deepcopy__"] = ours
     for name, held_hooks in vars(copied).items():
         if "_hooks" in name and isinstance(held_hooks, dict):
             for key in hooks:

@@ -88,10 +88,10 @@ def save_replica_records(
             tensors[MASTER] = anchor.value
         if anchor.momentum is not None:
             tensors[MOMENTUM] = anchor.momentum
-        shared = slice_records(engine, placements, unit, unit.levels.os, tensors)
+        shared = slice_records(engine, placements, unit, unit.axes.os, tensors)
         if engine.outer.flight is not None and unit in engine.outer.flight.sums:
             sums = {SUMS: engine.outer.flight.sums[unit]}
-            shared += slice_records(engine, placements, unit, unit.levels.all, sums)
+            shared += slice_records(engine, placements, unit, unit.axes.all, sums)
         for record in shared:
             records.append(replace(record, owner=record.owner and engine.mesh.replica == 0))
     return records
@@ -135,9 +135,9 @@ def load_replica_records(
     records = in_replica(own, engine.mesh.replica)
     for unit, anchor in engine.outer.anchors.items():
         tensors = {MASTER: anchor.value} | ({} if anchor.momentum is None else {MOMENTUM: anchor.momentum})
-        records += slice_records(engine, placements, unit, unit.levels.os, tensors)
+        records += slice_records(engine, placements, unit, unit.axes.os, tensors)
     for unit, sums in engine.outer.flight.sums.items() if engine.outer.flight else ():
-        records += slice_records(engine, placements, unit, unit.levels.all, {SUMS: sums})
+        records += slice_records(engine, placements, unit, unit.axes.all, {SUMS: sums})
     return records
 
 
@@ -148,7 +148,7 @@ def _lost_records(engine: Engine, placements: Mapping[str, Placement] | None) ->
         record
         for unit, anchor in engine.outer.anchors.items()
         if anchor.residual is not None
-        for record in slice_records(engine, placements, unit, unit.levels.all, {LOST: anchor.residual})
+        for record in slice_records(engine, placements, unit, unit.axes.all, {LOST: anchor.residual})
     ]
 
 
@@ -168,7 +168,7 @@ def slice_records(
             slot,
             (low, high),
             {kind: tensor[at : at + high - low] for kind, tensor in tensors.items()},
-            unique=level == unit.levels.all,
+            unique=level == unit.axes.all,
         )
         for slot, low, high, at in unit.layout.ranges(level)
     ]
@@ -176,7 +176,7 @@ def slice_records(
 
 def _ranges_in_copy(unit: Unit) -> list[tuple[Slot, int, int, int, int]]:
     """Return ``UnitLayout.ranges`` of the OS slice, each with where it starts in R."""
-    layout, os, p = unit.layout, unit.levels.os, unit.levels.p
+    layout, os, p = unit.layout, unit.axes.os, unit.axes.p
     return [
         (*found, inside.start + found[3] - piece.compact)
         for piece, inside in zip(layout.pieces(os), layout.within(os, p), strict=True)
@@ -200,24 +200,23 @@ def residual_sum(engine: Engine, unit: Unit) -> torch.Tensor:
 
     The result is compact, [n/OS], in at least fp32. This is collective.
     """
-    levels = unit.levels
+    axes = unit.axes
     owed = torch.zeros_like(unit.master)
     if unit.residual is not None:
-        assert unit.crossing is not None
+        assert axes.crossing is not None
         # If replicas share a node the OS slice is the larger one: the rest's residual belongs to the other replicas.
-        base = min(levels.os, unit.crossing)
+        base = min(axes.os, axes.crossing)
         sums = Slice(unit.layout, unit.residual.new_zeros(unit.layout.level_numel(base)), base)
-        sums.copy_(Slice(unit.layout, unit.residual, unit.crossing), unit.crossing)
+        sums.copy_(Slice(unit.layout, unit.residual, axes.crossing), axes.crossing)
         # A save's bytes are not a step's, and its buffers are not kept for the next step.
         channel = Channel(Traffic(), Arena(), unit.device)
         context, exact = replace(engine.reducer.context, channel=channel), Identity(unit.sum_dtype)
-        axes = range(unit.crossing + 1, levels.all + 1)
-        run_through(
-            descend(unit, [ReduceHop(context.axis(n), exact, number=n) for n in axes], sums, sums, context)
-        )
-        for n in range(levels.all, levels.os, -1):
-            run_through(share_back(unit, context.axis(n), n, exact, sums, context))
-        Slice(unit.layout, owed, levels.os).copy_(sums, levels.os)
+        levels = range(axes.crossing + 1, axes.all + 1)
+        hops = [ReduceHop(axes.axis(n), exact, number=n) for n in levels]
+        run_through(descend(unit, hops, sums, sums, context))
+        for n in range(axes.all, axes.os, -1):
+            run_through(share_back(unit, axes.axis(n), n, exact, sums, context))
+        Slice(unit.layout, owed, axes.os).copy_(sums, axes.os)
     return owed if unit.carry is None else owed.add_(unit.carry)
 
 
@@ -245,7 +244,7 @@ def load_records(
         unit.residual = unit.lost = None
         owed = torch.zeros_like(unit.master) if residual else None
         unit.carry = None if is_second_end(engine, unit) else owed
-        for slot, low, high, at in unit.layout.ranges(unit.levels.os):
+        for slot, low, high, at in unit.layout.ranges(unit.axes.os):
             tensors = {MASTER: unit.master[at : at + high - low]}
             if owed is not None:
                 tensors[RESIDUAL] = owed[at : at + high - low]
@@ -255,7 +254,7 @@ def load_records(
             records.append(_record(engine, placements, unit, slot, (low, high), tensors))
         if engine.policy.codecs.delta:
             # Units that are exact as a whole have no R; a load wants every tensor of a kind.
-            level = unit.levels.p if unit.delta else unit.levels.os
+            level = unit.axes.p if unit.delta else unit.axes.os
             copy = unit.copy if unit.delta else torch.empty_like(unit.master, dtype=unit.dtype)
             for slot, low, high, at in unit.layout.ranges(level):
                 held = {WEIGHTS: copy[at : at + high - low]}
@@ -332,7 +331,7 @@ def _record(
     tp = engine.mesh.tp
     holders = engine.traits[slot.name].holders(tp.index, tp.size)
     twin = holders.start != tp.index or is_second_end(engine, unit)
-    owner = not (twin or engine.mesh.is_replica and not unique)
+    owner = not twin and (unit.axes.counts or unique)
     return SliceRecord(placement, *bounds, tensors, owner, stored={WEIGHTS: unit.dtype})
 
 

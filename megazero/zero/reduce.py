@@ -17,17 +17,17 @@ from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import HopSpec, Leg, give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.watch import Lost, Watch
+from megazero.comm.wire import Codecs
 from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
-from megazero.zero.policy import Codecs
 from megazero.zero.rounding import GRADIENTS, add_residual, clear_lost, commit_residual, lost_slice
 from megazero.zero.scalars import StepPart
 from megazero.zero.unit import Unit
 
-EXACT = Codecs()
+EXACT = Codecs[Codec]()
 
 
 class Reducer(StepPart):
@@ -82,7 +82,7 @@ class Reducer(StepPart):
         rounding = self.context.rounding
         updates = rounding.updates + 1  # this one included, which the guard counts next
         for unit in self.units if made else ():
-            commit_residual(unit, self.context.axes, rounding.divisor, self.exact, updates)
+            commit_residual(unit, rounding.divisor, self.exact, updates)
 
     def abort(self) -> None:
         """Finish the chains in flight and forget the rest of the step."""
@@ -145,34 +145,34 @@ class Reduction:
 
     def hop_specs(self) -> tuple[HopSpec, ...]:
         """Return the collectives of ``chain``, in their order."""
-        levels = self.unit.levels
-        order = [*range(1, levels.g + 1)]
+        axes = self.unit.axes
+        order = [*range(1, axes.g + 1)]
         if self.last:
-            order += [*range(levels.g + 1, levels.all + 1), *range(levels.all, levels.os, -1)]
-        return self.context.hop_specs("reduce", order)
+            order += [*range(axes.g + 1, axes.all + 1), *range(axes.all, axes.os, -1)]
+        return axes.hop_specs("reduce", order)
 
     def chain(self, staging: Slice | None) -> Chain:
         """Yield each collective's Work. staging, parameter dtype: the micro-batch's gradients; None: they
         are in ``grad``.
         """
-        unit, levels, sums = self.unit, self.unit.levels, self.unit.grad_slice
-        if levels.g:
+        unit, axes, sums = self.unit, self.unit.axes, self.unit.grad_slice
+        if axes.g:
             assert staging is not None
-            hops = self._hops(range(1, levels.g + 1))
+            hops = self._hops(range(1, axes.g + 1))
             yield from descend(unit, hops, staging, sums, self.context, accumulate=self.micro_batch > 0)
         if not self.last:
             return
-        hops = self._hops(range(levels.g + 1, levels.all + 1))
+        hops = self._hops(range(axes.g + 1, axes.all + 1))
         yield from descend(unit, hops, sums, sums, self.context)
-        for number in range(levels.all, levels.os, -1):
-            axis = self.context.axis(number)
+        for number in range(axes.all, axes.os, -1):
+            axis = axes.axis(number)
             codec = None if self.exact else unit.codecs.gradients(axis.link)
             yield from share_back(unit, axis, number, codec or Identity(unit.sum_dtype), sums, self.context)
         if unit.codecs.mixes:
             sums.clear_padding()
         if unit.carry is not None:
-            carried = Slice(unit.layout, unit.carry, levels.os).rows(levels.os, 1)
-            for rows, extra in zip(sums.rows(levels.os, 1), carried, strict=True):
+            carried = Slice(unit.layout, unit.carry, axes.os).rows(axes.os, 1)
+            for rows, extra in zip(sums.rows(axes.os, 1), carried, strict=True):
                 rows.add_(extra, alpha=self.context.rounding.divisor)
 
     def _hops(self, numbers: range) -> list[ReduceHop]:
@@ -182,9 +182,9 @@ class Reduction:
         raw, sums = Identity(unit.dtype), Identity(unit.sum_dtype)
         hops: list[ReduceHop] = []
         for number in numbers:
-            axis = self.context.axis(number)
-            unsummed = number == 1 and (unit.levels.g > 0 or self.last and self.micro_batch == 0)
-            once = unit.crossing is not None and number > unit.crossing and axis.link == INTER
+            axis = unit.axes.axis(number)
+            unsummed = number == 1 and (unit.axes.g > 0 or self.last and self.micro_batch == 0)
+            once = unit.axes.crossing is not None and number > unit.axes.crossing and axis.link == INTER
             fed = once and unit.codecs.feedback
             # When rounding ends, a residual may be left. It goes with the next exact message, so that one is a sum.
             owing = fed and unit.residual is not None
@@ -243,7 +243,7 @@ def _descend_by(
 ) -> Chain:
     """Take one hop, or several that are fused."""
     hop, on = group[0], context.channel
-    if hop.feedback and hop.number - 1 == unit.crossing:
+    if hop.feedback and hop.number - 1 == unit.axes.crossing:
         add_residual(unit, source, context.rounding.divisor)
     rows = source.hop(hop.number - 1, hop.axis.size, hop.axis.index)
     watches: tuple[Watch, ...] = context.rounding.watches(unit, GRADIENTS)
@@ -283,11 +283,11 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     what refreshes send (noise goes by name and element) stay the same bits at both.
     """
     codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
-    rows = unit.grad_slice.rows(unit.levels.os, 1)
-    start = unit.layout.pieces(unit.levels.os)[0].start
+    rows = unit.grad_slice.rows(unit.axes.os, 1)
+    start = unit.layout.pieces(unit.axes.os)[0].start
     # By end, not by rank: replicas of an end hold the same sum and must send the same bits.
     noise = context.rounding.noise_for(codec, unit, f"end {ends.index}", start)
-    out = unit.grad_slice.flat(unit.levels.os)
+    out = unit.grad_slice.flat(unit.axes.os)
     watches = context.rounding.watches(unit, GRADIENTS)
     yield from sum_all(Leg(ends, codec, noise), rows, out, context.channel, watches=watches)
     if unit.codecs.mixes:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from megazero.comm.codec import Codec, Identity, at_least_fp32, decoded
-from megazero.comm.rows import Run
+from megazero.comm.rows import RowRun
 from megazero.comm.watch import Watch, write_squares
 from megazero.kernels.arena import Frame
 from megazero.kernels.noise import Noise
@@ -90,7 +90,7 @@ class Rounding:
     def watches(self, unit: Unit, kind: str) -> tuple[Watch, ...]:
         """Return what measures the unit's messages: nothing unless it is the sample, or all are observed."""
         watched = self.observer is not None or unit.name == self.sampled
-        return (Sample(self, unit, kind),) if watched else ()
+        return (ErrorSample(self, unit, kind),) if watched else ()
 
     def note(
         self, unit: Unit, codec: Codec, kind: str, exact: torch.Tensor, sent: torch.Tensor, frame: Frame
@@ -127,14 +127,14 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ErrorSample:
     """Measures the messages of one unit."""
 
     rounding: Rounding
     unit: Unit
     kind: str
 
-    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
         rows = run.rows[0]
         arrived = decoded(codec, messages, run.rows, frame.take, at_least_fp32(rows.dtype))
         self.rounding.note(self.unit, codec, self.kind, rows, arrived[0], frame)
@@ -162,9 +162,9 @@ def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:
 
 def add_residual(unit: Unit, source: Slice, divisor: float) -> None:
     """Add the residual to the gradients that are about to be encoded for the hop across nodes."""
-    assert unit.crossing is not None
-    held = Slice(unit.layout, unit.open_residual(), unit.crossing).rows(unit.crossing, 1)
-    for rows, residual in zip(source.rows(unit.crossing, 1), held, strict=True):
+    assert unit.axes.crossing is not None
+    held = Slice(unit.layout, unit.open_residual(), unit.axes.crossing).rows(unit.axes.crossing, 1)
+    for rows, residual in zip(source.rows(unit.axes.crossing, 1), held, strict=True):
         rows.add_(residual, alpha=divisor)
 
 
@@ -174,12 +174,12 @@ def lost_slice(unit: Unit) -> Slice:
     These are other ranks' rows of ``grad``, whose sums are not needed here. With replicas the way back fills
     those rows, so it is ``unit.lost``.
     """
-    assert unit.crossing is not None
-    if unit.levels.all == unit.levels.os:
+    assert unit.axes.crossing is not None
+    if unit.axes.all == unit.axes.os:
         return unit.grad_slice
     if unit.lost is None:
         unit.lost = torch.empty_like(unit.open_residual())
-    return Slice(unit.layout, unit.lost, unit.crossing)
+    return Slice(unit.layout, unit.lost, unit.axes.crossing)
 
 
 def clear_lost(unit: Unit, level: int, axis: Axis) -> None:
@@ -189,7 +189,7 @@ def clear_lost(unit: Unit, level: int, axis: Axis) -> None:
             rows.zero_()
 
 
-def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: bool, updates: int) -> None:
+def commit_residual(unit: Unit, divisor: float, exact: bool, updates: int) -> None:
     """After an update, the ``updates``-th, take the step's rounding errors, divided as the gradients were, into the
     residual. Own rows, of which nothing is lost, are zero and stay so.
 
@@ -201,14 +201,14 @@ def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: boo
         unit.residual = unit.lost = None
     if unit.residual is None:
         return
-    assert unit.crossing is not None
+    assert unit.axes.crossing is not None
     codecs = unit.codecs
     if codecs.feedback_reset and updates % codecs.feedback_reset == 0:
         unit.residual.zero_()
         return
-    errors, residual = lost_slice(unit), Slice(unit.layout, unit.residual, unit.crossing)
-    for level in range(unit.crossing + 1, unit.levels.all + 1):
-        axis = axes[level - 1]
+    errors, residual = lost_slice(unit), Slice(unit.layout, unit.residual, unit.axes.crossing)
+    for level in range(unit.axes.crossing + 1, unit.axes.all + 1):
+        axis = unit.axes.axis(level)
         if axis.link != INTER:
             continue
         lost, kept = errors.rows(level - 1, axis.size), residual.rows(level - 1, axis.size)

@@ -24,10 +24,8 @@ grad      Compact [n/G], at least fp32. The sum of this step's gradients. After 
 staging   [n], parameter dtype. One micro-batch's raw gradients on their way to ``grad`` if G > 1. The first ``stage``
           takes it from the arena; waiting for its reduction frees it.
 arrived   Gradients of the micro-batch that wait to be staged together.
-crossing  The level whose slices are the first to cross nodes once per step, if there is one. (Levels up to g are
-          reduced with every micro-batch.)
-residual  Compact, at least fp32, of level ``crossing``, for error feedback, in units of the divided gradient. Other
-          ranks' rows hold the rounding error of this rank's messages across nodes.
+residual  Compact, at least fp32, of level ``axes.crossing``, for error feedback, in units of the divided gradient.
+          Other ranks' rows hold the rounding error of this rank's messages across nodes.
 lost      As ``residual``, but only with replicas. This step's errors until the step is known to be good. Without
           replicas other ranks' rows of ``grad`` hold them.
 carry     Compact [n/OS]. Residuals of another layout, summed over senders, from a load. Replicas hold the same. It is
@@ -50,13 +48,14 @@ from torch import nn
 
 from megazero.comm.codec import Codec, Identity, at_least_fp32
 from megazero.comm.lane import Ticket
+from megazero.comm.wire import Codecs
 from megazero.kernels.adamw import NOTHING, Refresh
 from megazero.kernels.add_to import add_each
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.kernels.fingerprint import fingerprint
+from megazero.zero.axes import DataAxes
 from megazero.zero.layout import Slice, UnitLayout
 from megazero.zero.parameters import Binding, Read, Released, hide, refuse_read, released_class
-from megazero.zero.policy import Codecs, Levels
 
 # Gradients of a unit wait for each other and are staged in one operation: one at a time, 9 of a small layer took 9
 # launches. Large ones do not wait, so that a layer's gradients and its staging are not there at once.
@@ -72,18 +71,17 @@ class Unit:
         params: Mapping[str, nn.Parameter],
         values: Mapping[str, torch.Tensor],
         layout: UnitLayout,
-        levels: Levels,
+        axes: DataAxes,
         dtype: torch.dtype,
         device: torch.device,
         lifetime: str,
-        codecs: Codecs,
-        crossing: int | None,
+        codecs: Codecs[Codec],
     ) -> None:
-        self.name, self.params, self.layout, self.levels = name, dict(params), layout, levels
+        self.name, self.params, self.layout, self.axes = name, dict(params), layout, axes
         self.dtype, self.device, self.lifetime = dtype, device, lifetime
         self.sum_dtype = at_least_fp32(dtype)
-        self.codecs, self.crossing = codecs, crossing
-        self.delta = codecs.delta and levels.p < levels.os
+        self.codecs = codecs
+        self.delta = codecs.delta and axes.p < axes.os
         self.slots = {slot.name: slot for slot in layout.slots}
         self.trainable = [n for n, p in self.params.items() if p.requires_grad]
         self.part = 0  # of the module: a virtual pipeline stage
@@ -94,7 +92,7 @@ class Unit:
         self._plan_wire()
         self.copy = self._make_copy()
         self.master = self._make_master()
-        self.master_slice = Slice(layout, self.master, levels.os)
+        self.master_slice = Slice(layout, self.master, axes.os)
         self.grad: torch.Tensor | None = None
         self.residual: torch.Tensor | None = None
         self.lost: torch.Tensor | None = None
@@ -130,22 +128,22 @@ class Unit:
         self.codec = identity if self.delta else self.refresh_codec  # of gathers
         self.direct = isinstance(self.codec, Identity) and self.codec.wire_dtype == self.dtype
         self.direct = self.direct and len(self.layout.regions) == 1
-        self.refresh_wire = self._wire_layout(self.refresh_codec, self.levels.os)
-        self.wire = self._wire_layout(self.codec, self.levels.p) if self.delta else self.refresh_wire
-        self.refresh_hops = self.refresh_wire.gather_hops(self.levels.os, self.levels.p, self.levels.p)
-        self.gather_hops = self.wire.gather_hops(self.levels.p, 0, 0)
+        self.refresh_wire = self._wire_layout(self.refresh_codec, self.axes.os)
+        self.wire = self._wire_layout(self.codec, self.axes.p) if self.delta else self.refresh_wire
+        self.refresh_hops = self.refresh_wire.gather_hops(self.axes.os, self.axes.p, self.axes.p)
+        self.gather_hops = self.wire.gather_hops(self.axes.p, 0, 0)
         # The bytes that a gather ahead of use adds to the memory held: full parameters; if P = 1, transient messages.
         self.gather_bytes = 0
-        if self.levels.p:
+        if self.axes.p:
             self.gather_bytes = self.full.nbytes
         elif self.delta or not self.direct:
             self.gather_bytes = self.refresh_wire.level_numel(0) * self.refresh_codec.wire_dtype.itemsize
 
     def _make_copy(self) -> torch.Tensor:
         """Return the P copy, which holds what gathers send."""
-        if not self.levels.p:
+        if not self.axes.p:
             return self.full
-        numel = self.wire.level_numel(self.levels.p)
+        numel = self.wire.level_numel(self.axes.p)
         return torch.empty(numel, dtype=self.codec.wire_dtype, device=self.device)
 
     def _wire_layout(self, codec: Codec, level: int) -> UnitLayout:
@@ -156,12 +154,12 @@ class Unit:
 
     def _make_master(self) -> torch.Tensor:
         """Return a part of the P copy if the two have one dtype and the copy is never dropped, else a new buffer."""
-        levels = self.levels
-        kept = levels.p == levels.os or self.lifetime == "resident"
+        axes = self.axes
+        kept = axes.p == axes.os or self.lifetime == "resident"
         if self.direct and self.dtype == self.sum_dtype and kept and not self.delta:
-            (own,) = self.wire.within(levels.os, levels.p)
+            (own,) = self.wire.within(axes.os, axes.p)
             return self.copy[own.span]
-        return torch.zeros(self.layout.level_numel(levels.os), dtype=self.sum_dtype, device=self.device)
+        return torch.zeros(self.layout.level_numel(axes.os), dtype=self.sum_dtype, device=self.device)
 
     def send_exactly(self, kind: str) -> None:
         """Fall back to exact messages of 'weights' or 'gradients' for good, from the next step on.
@@ -183,24 +181,24 @@ class Unit:
             return
         self.copy = self.full  # frees the old one before the new one is made
         self.copy = self._make_copy()
-        if self.levels.p and not self.copy_present:
+        if self.axes.p and not self.copy_present:
             self.copy.untyped_storage().resize_(0)
 
     def _adopt(self, values: Mapping[str, torch.Tensor]) -> list[Binding]:
         """Take the parameters' values [shape of each] into the master, and make the Parameters views of full."""
         self.master.zero_()
-        for slot, low, high, at in self.layout.ranges(self.levels.os):
+        for slot, low, high, at in self.layout.ranges(self.axes.os):
             self.master[at : at + high - low].copy_(values[slot.name].reshape(-1)[low:high])
         if self.delta:
             self.copy.zero_()
-            for slot, low, high, at in self.layout.ranges(self.levels.p):
+            for slot, low, high, at in self.layout.ranges(self.axes.p):
                 self.copy[at : at + high - low].copy_(values[slot.name].reshape(-1)[low:high])
             self.copy_version = self.master_version
         whole = {slot.name: self.full[slot.start : slot.start + slot.numel] for slot in self.layout.slots}
         bindings = [
             Binding(s.name, self.params[s.name], whole[s.name].view(s.shape)) for s in self.layout.slots
         ]
-        if self.levels.p:
+        if self.axes.p:
             self.drop_full()
         elif self.stale:
             hide(self)
@@ -245,14 +243,14 @@ class Unit:
         changed = {s.name for s, a, b in zip(self.layout.slots, before, self.seen, strict=True) if a != b}
         if not (changed or self.writers):
             return
-        for slot, low, high, at in self.layout.ranges(self.levels.os):
+        for slot, low, high, at in self.layout.ranges(self.axes.os):
             if slot.name in changed:
                 values = self.full[slot.start + low : slot.start + high]
                 own = self.master[at : at + high - low]
                 # What was not written keeps its bits below the parameters' precision.
                 own.copy_(torch.where(values == own.to(self.dtype), own, values.to(own.dtype)))
-        if self.delta and self.levels.p:  # with P = 1, R is full itself
-            for slot, low, high, at in self.layout.ranges(self.levels.p):
+        if self.delta and self.axes.p:  # with P = 1, R is full itself
+            for slot, low, high, at in self.layout.ranges(self.axes.p):
                 if slot.name in changed:
                     self.copy[at : at + high - low].copy_(self.full[slot.start + low : slot.start + high])
         self.outdate()
@@ -276,7 +274,7 @@ class Unit:
 
     def drop_copy(self) -> None:
         """At the end of a step, for lifetime 'step', free the P copy, and the full buffer where it is the copy."""
-        if self.levels.p:
+        if self.axes.p:
             self.copy.untyped_storage().resize_(0)
         else:
             self.drop_full()
@@ -286,14 +284,14 @@ class Unit:
         """Return the buffer that a refresh fills with messages: the P copy if that keeps them, else a transient one
         from ``take``.
         """
-        if not self.copy_present and self.levels.p:
+        if not self.copy_present and self.axes.p:
             self.copy.untyped_storage().resize_(self.copy.numel() * self.copy.element_size())
         elif not self.copy_present:
             self.materialise_full()
         self.copy_present = True
-        if not self.delta and (self.levels.p or self.direct):
+        if not self.delta and (self.axes.p or self.direct):
             return self.copy
-        return take(self.refresh_wire.level_numel(self.levels.p), self.refresh_codec.wire_dtype)
+        return take(self.refresh_wire.level_numel(self.axes.p), self.refresh_codec.wire_dtype)
 
     def left_by_updates(self) -> Refresh:
         """Return what an update in one pass leaves for the refresh, over the first region of the OS slice.
@@ -301,19 +299,19 @@ class Unit:
         It is nothing where the master is the copy, where messages are quantised anew, and where the copy is dropped
         after the step.
         """
-        levels = self.levels
+        axes = self.axes
         if self.delta and self.codecs.weights is not None:
-            return Refresh(held=self.copy_slice.rows(levels.os, 1)[0].view(-1))
+            return Refresh(held=self.copy_slice.rows(axes.os, 1)[0].view(-1))
         if self.delta or not self.direct or self.dtype == self.sum_dtype or self.lifetime == "step":
             return NOTHING
-        (own,) = self.wire.within(levels.os, levels.p)
+        (own,) = self.wire.within(axes.os, axes.p)
         return Refresh(copy=self.copy[own.span])
 
     def open_residual(self) -> torch.Tensor:
         """Return the residual, which starts as zeros."""
-        assert self.crossing is not None
+        assert self.axes.crossing is not None
         if self.residual is None:
-            numel = self.layout.level_numel(self.crossing)
+            numel = self.layout.level_numel(self.axes.crossing)
             self.residual = torch.zeros(numel, dtype=self.sum_dtype, device=self.device)
         return self.residual
 
@@ -351,7 +349,7 @@ class Unit:
     def stage(self) -> None:
         """Move the gradients that have arrived into staging (G > 1), or add them to ``grad`` (G = 1)."""
         self._open_grad()
-        if self.levels.g:
+        if self.axes.g:
             if self.staging is None:
                 self.staging = self._new_staging()
                 self.staging.clear_padding()
@@ -365,7 +363,7 @@ class Unit:
             torch._foreach_copy_([targets[n] for n in copied], [self.arrived[n] for n in copied])
         if added:
             add_each([targets[n] for n in added], [self.arrived[n] for n in added])
-        if not self.levels.g:
+        if not self.axes.g:
             self.touched.update(copied)
         self._forget_arrived()
 
@@ -390,7 +388,7 @@ class Unit:
 
     def _fill_missing(self) -> None:
         """Let parameters without a gradient add zeros: to staging in every micro-batch, to grad in the last."""
-        if self.levels.g:
+        if self.axes.g:
             if self.staging is None:
                 self.staging = self._new_staging()
                 self.staging.buffer.zero_()
@@ -414,7 +412,7 @@ class Unit:
         """
         if self.arrived:
             self.stage()
-        if self.levels.g or last:
+        if self.axes.g or last:
             self._open_grad()
             self._fill_missing()
         handed = None
@@ -428,19 +426,19 @@ class Unit:
     @cached_property
     def copy_slice(self) -> Slice:
         """The P copy where it has elements, not messages: R, or with P = 1 ``full``. It is then never replaced."""
-        assert self.delta or not self.levels.p
-        return Slice(self.layout, self.copy, self.levels.p)
+        assert self.delta or not self.axes.p
+        return Slice(self.layout, self.copy, self.axes.p)
 
     @cached_property
     def grad_slice(self) -> Slice:
         assert self.grad is not None
-        return Slice(self.layout, self.grad, self.levels.g)
+        return Slice(self.layout, self.grad, self.axes.g)
 
     def begin_step(self) -> None:
         """Forget the last step's gradients, and count backwards from 0."""
         if self.grad is None and self.trainable:
             self.grad = torch.zeros(
-                self.layout.level_numel(self.levels.g), dtype=self.sum_dtype, device=self.device
+                self.layout.level_numel(self.axes.g), dtype=self.sum_dtype, device=self.device
             )
         self.backwards = 0
         self._forget_arrived()

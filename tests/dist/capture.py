@@ -12,7 +12,7 @@ def local_slices(engine, level_buffer):
     """[(name, first flat element, values)] of this rank's OS slices; ``level_buffer(unit, compact a, b)``."""
     out = []
     for unit in engine.units:
-        for slot, low, high, at in unit.layout.ranges(unit.levels.os):
+        for slot, low, high, at in unit.layout.ranges(unit.axes.os):
             values = level_buffer(unit, at, at + high - low)
             if values is not None:
                 out.append((slot.name, low, values.clone()))
@@ -22,7 +22,7 @@ def local_slices(engine, level_buffer):
 def _grad_slice(unit, a, b):
     if unit.grad is None:
         return None
-    inside = unit.layout.within(unit.levels.os, unit.levels.g)
+    inside = unit.layout.within(unit.axes.os, unit.axes.g)
     for piece in inside:
         if piece.compact <= a < piece.compact + piece.numel:
             start = piece.start + a - piece.compact

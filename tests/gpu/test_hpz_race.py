@@ -101,7 +101,7 @@ class Cluster:
     ) -> None:
         self.device, self.rank, self.waits, self.compute_ms = device, rank, True, compute_ms
         patch.setattr(Mesh, "gather_rows", lambda mesh, row, out: out.copy_(row.expand(mesh.world_size, -1)))
-        patch.setattr(Mesh, "gather_data_rows", lambda mesh, row: row.expand(mesh.dp_size, -1))
+        patch.setattr(Mesh, "gather_along", lambda mesh, axes, row: row[None])
         patch.setattr(hops, "_gathered", lambda axis, out, own, group: group.gather(out, own))
         patch.setattr(
             dist, "all_to_all_single", lambda out, sent, *_, group, async_op: group.exchange(out, sent)
@@ -145,7 +145,7 @@ class Cluster:
     def truth_of(self, out: torch.Tensor) -> torch.Tensor:
         """True values of what a gather fills: a part of some unit's P copy or of its full buffer."""
         for unit in self.engine.units:
-            (copy,) = unit.layout.pieces(unit.levels.p)
+            (copy,) = unit.layout.pieces(unit.axes.p)
             for buffer, start in ((unit.copy, copy.start), (unit.full, 0)):
                 if buffer.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
                     low = start + out.storage_offset()
@@ -159,7 +159,7 @@ class Cluster:
             sleep(self.compute_ms)
         for unit in self.engine.units:
             self.truth[unit] = torch.randn(unit.layout.numel, device=self.device).to(unit.dtype)
-            (own,) = unit.layout.pieces(unit.levels.os)
+            (own,) = unit.layout.pieces(unit.axes.os)
             unit.master.copy_(self.truth[unit][own.start : own.start + own.numel])
         self.engine.invalidate()
         self.engine.begin_step(MICRO_BATCHES)

@@ -187,5 +187,5 @@ def _records_of(
     return [
         record
         for unit, tensor in held.items()
-        for record in slice_records(engine, placements, unit, unit.levels.os, {kind: tensor})
+        for record in slice_records(engine, placements, unit, unit.axes.os, {kind: tensor})
     ]

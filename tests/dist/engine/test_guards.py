@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megazero.kernels.fingerprint import fingerprint
 from torch import nn
 from torch._dynamo.utils import counters
 
 from megazero import zero
 from megazero.comm import lane
 from megazero.comm.codec import Blockwise
+from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.records import save_records
 from tests.dist.capture import weights
@@ -96,57 +96,6 @@ def test_a_conversion_keeps_the_users_hooks(device):
     assert run_ranks(2, hooked, (2, 2, 2), device) == [([torch.bfloat16] * 2, True)] * 2
 
 
-class Recurrent(nn.Module):
-    """As many models do, it calls flatten_parameters, which on CUDA gives the weights other memory."""
-
-    def __init__(self, kind, device="cpu"):
-        super().__init__()
-        torch.manual_seed(3)
-        self.inner = kind(4, 5, num_layers=2, device=device)
-
-    def forward(self, x):
-        self.inner.flatten_parameters()
-        return self.inner(x)[0].square().sum()
-
-
-class Moving(nn.LSTM):
-    def flatten_parameters(self):
-        for param in self.parameters():
-            param.data = param.data.clone()
-
-
-def recurrent(shards, kind, device):
-    """Largest difference from plain torch after steps in fp64, of a module made in fp32."""
-    plain = Recurrent(kind).double()
-    values = {n: p.detach().clone() for n, p in plain.named_parameters()}
-    model = Recurrent(kind, device)
-    policy = zero.Policy(block=4, dtype=torch.float64)
-    mesh = create_mesh(shards=shards)
-    engine = zero.shard(model, mesh=mesh, policy=policy, units=[model.inner], optimizer=SGD, init=values.get)
-    optimizer = SGD(plain.parameters())
-    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, 2, 4)
-    for _ in range(2):
-        engine.begin_step(1, divisor=2)
-        model(x).backward()
-        engine.step()
-        optimizer.zero_grad()
-        plain(x).backward()
-        optimizer.step()
-    with engine.gathered():
-        inner = copy.deepcopy(model.inner)
-    assert vars(inner).keys() == vars(plain.inner).keys()
-    got = weights(engine)
-    return max(float((got[n] - p.detach()).abs().max()) for n, p in plain.named_parameters())
-
-
-@pytest.mark.parametrize(
-    "kind,device", [(nn.LSTM, "cpu"), (nn.GRU, "meta"), (nn.RNN, "cpu"), (Moving, "cpu")]
-)
-def test_recurrent_modules_train(kind, device):
-    for shards in ((1, 1, 1), (2, 2, 2)):
-        assert max(run_ranks(2, recurrent, shards, kind, device)) < 1e-12
-
-
 def watched():
     """A parameter of the meta device to which somebody holds a weak reference."""
     model = Stack().to("meta")
@@ -224,6 +173,7 @@ def unfit():
         shard(of_dtype(torch.float8_e4m3fn, False)),
         shard(nested),
         shard(nn.EmbeddingBag(4, 2, max_norm=1.0)),
+        shard(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))),
     )
 
 
@@ -238,6 +188,7 @@ def test_unfit_parameters_and_modules_are_refused():
         ("'odd'", "float8_e4m3fn", "bfloat16"),
         ("module '1'", "max_norm=1.0", "max_norm=None"),
         ("max_norm=1.0",),
+        ("module '1'", "torch.nn.LSTM", "LSTMCell"),
     ]
     assert_says(run_ranks(2, unfit), expected)
 
@@ -464,7 +415,7 @@ def penalised(shards):
             loss(model).backward()
         out = model(torch.ones(3, 8).requires_grad_()).sum()
         torch.autograd.grad(out, model.layers[3].bias)  # after the last backward
-        kept = any(u.in_backward or u.levels.p and u.full_present for u in engine.units)
+        kept = any(u.in_backward or u.axes.p and u.full_present for u in engine.units)
         engine.step()
         optimizer.zero_grad()
         loss(plain).backward()
@@ -742,6 +693,7 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shards",
     [shards if shards[1] > 1 else pytest.param(shards, marks=pytest.mark.slow) for shards in LAYOUTS],

@@ -410,8 +410,8 @@ def whole_sums(shards, micro_batches):
     engine.step()
     (unit,) = engine.units
     found = []
-    for _, low, high, at in unit.layout.ranges(unit.levels.os):
-        start = unit.layout.within(unit.levels.os, unit.levels.g)[0].start + at
+    for _, low, high, at in unit.layout.ranges(unit.axes.os):
+        start = unit.layout.within(unit.axes.os, unit.axes.g)[0].start + at
         found.append(torch.equal(unit.grad[start : start + high - low], drawn.sum((0, 1))[low:high].float()))
     return found
 

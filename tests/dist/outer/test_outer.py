@@ -136,22 +136,22 @@ def moved(
     (unit,), steps = engine.units, engine.outer
     assert steps is not None
     anchor, sent, missing = steps.anchors[unit], 0, 0.0
-    layout, levels = unit.layout, unit.levels
+    layout, axes = unit.layout, unit.axes
 
     def own(values: torch.Tensor) -> torch.Tensor:
         """The part that this rank alone of its replica sends."""
-        return Slice(layout, values, levels.os).rows(levels.all, 1)[0].view(-1)
+        return Slice(layout, values, axes.os).rows(axes.all, 1)[0].view(-1)
 
     def total(values: torch.Tensor) -> torch.Tensor:
         every = [torch.empty_like(values) for _ in range(outer)]
         dist.all_gather(every, values.clone(), group=mesh.outer.gather_group)
         return torch.stack(every).sum(0)
 
-    kept = torch.zeros(layout.level_numel(levels.all)) if anchor.residual is None else anchor.residual
+    kept = torch.zeros(layout.level_numel(axes.all)) if anchor.residual is None else anchor.residual
     for step in range(3):
         torch.manual_seed(100 * step + mesh.replica)
         way = torch.randn(NUMEL) * (1 + mesh.replica)
-        (piece,) = layout.pieces(levels.os)
+        (piece,) = layout.pieces(axes.os)
         unit.master.add_(way[piece.span])
         before = anchor.value.clone()
         wanted = total(own(before - unit.master) + kept)
@@ -160,7 +160,7 @@ def moved(
         got = outer * own(before - anchor.value) + total(kept)
         missing = max(missing, ((got - wanted).norm() / wanted.norm()).item())
     formula = 3 * 2 * (outer - 1) / outer * WIDTH[name] * NUMEL / mesh.dp_size
-    rows, size = mesh.gather_rows(steps.scalars[:1]), mesh.grid.replica_size
+    rows, size = mesh.gather_rows(steps.hash.view(1)), mesh.grid.replica_size
     equal = all(bool(rows[i] == rows[i % size]) for i in range(mesh.world_size))
     return missing, sent / formula, (kept.norm() / way.norm()).item(), equal
 

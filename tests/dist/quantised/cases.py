@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from megazero import zero
-from megazero.comm.codec import Blockwise, Hadamard
+from megazero.comm.codec import Blockwise
 from megazero.mesh.grid import INTRA
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.zero.unit import Unit
 
 Q8, Q4, Q2 = Blockwise(8, 16), Blockwise(4, 16), Blockwise(2, 8)
-H8, H4 = (Blockwise(bits, 16, transform=Hadamard(16)) for bits in (8, 4))
+H8, H4 = (Blockwise(bits, 16, hadamard=16) for bits in (8, 4))
 S8, S4 = Blockwise(8, 16, stochastic=True), Blockwise(4, 16, stochastic=True)
 # Two units: parameters that end inside a block, one below the threshold of EXACT; a unit of one parameter.
 UNITS = (((5, 9), (7, 13), (5,)), ((33, 9),))
@@ -143,12 +143,12 @@ def flat(unit: Unit, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def owned(unit: Unit) -> torch.Tensor:
     """Positions in the unit buffer of this rank's compact OS slice."""
-    return torch.cat([torch.arange(p.start, p.start + p.numel) for p in unit.layout.pieces(unit.levels.os)])
+    return torch.cat([torch.arange(p.start, p.start + p.numel) for p in unit.layout.pieces(unit.axes.os)])
 
 
 def reduced(unit: Unit) -> torch.Tensor:
     """Compact [n/OS], padding included: the gradient slice that the optimizer was given."""
-    within = unit.layout.within(unit.levels.os, unit.levels.g)
+    within = unit.layout.within(unit.axes.os, unit.axes.g)
     return torch.cat([unit.grad[p.start : p.start + p.numel] for p in within]).double()
 
 
@@ -187,7 +187,7 @@ def full_masters(engine: zero.Engine) -> dict[str, torch.Tensor]:
 
 def owed_by(unit: Unit, mesh: Mesh) -> torch.Tensor:
     """fp64 [n]: residuals of all data-parallel ranks, each where it is held, added up. Collective."""
-    at = torch.cat([torch.arange(p.start, p.start + p.numel) for p in unit.layout.pieces(unit.crossing)])
+    at = torch.cat([torch.arange(p.start, p.start + p.numel) for p in unit.layout.pieces(unit.axes.crossing)])
     every: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, (mesh.tp.index, at, unit.open_residual().double()))
     total = torch.zeros(unit.layout.numel, dtype=torch.float64)
@@ -235,12 +235,12 @@ def bound_of_any(codec: Blockwise, largest: torch.Tensor) -> torch.Tensor:
         return codec.error_bound(largest.float()[None])[0].double()
     size = codec.transform.size
     mixed = largest.view(-1, size).mean(1).repeat_interleave(size)  # of all signs
-    return size * (1 + 2**-16) * bound_of_any(replace(codec, transform=None), mixed)
+    return size * (1 + 2**-16) * bound_of_any(replace(codec, hadamard=0), mixed)
 
 
 class _Model:
     def __init__(self, case: Case, unit: Unit, axes: list[tuple[int, str]]) -> None:
-        self.case, self.layout, self.levels, self.axes = case, unit.layout, unit.levels, axes
+        self.case, self.layout, self.cuts, self.axes = case, unit.layout, unit.axes, axes
         self.ranks = range(prod(size for size, _ in axes))
         exact = case.policy.exact_numel
         coded = [s for s in self.layout.slots if s.numel > exact and not (case.tp > 1 and replicated(s.name))]
@@ -276,19 +276,19 @@ class _Model:
         return out
 
     def run(self, every: Sequence[Sequence[torch.Tensor]]) -> list[Sum]:
-        levels, total = self.levels, [self._nothing() for _ in self.ranks]
+        cuts, total = self.cuts, [self._nothing() for _ in self.ranks]
         for m in range(self.case.micro_batches):
             raw = [
                 self._nothing()._replace(value=every[r][m], slack=every[r][m].abs() * 2**-24)
                 for r in self.ranks
             ]
-            part = self.down(raw, 0, levels.g)
+            part = self.down(raw, 0, cuts.g)
             total = [
                 Sum(*(a + b for a, b in zip(x, y, strict=True))) for x, y in zip(total, part, strict=True)
             ]
             total = [self._rounded(x, 1) for x in total]
-        total = self.down(total, levels.g, levels.all)
-        for j in range(levels.all - 1, levels.os - 1, -1):
+        total = self.down(total, cuts.g, cuts.all)
+        for j in range(cuts.all - 1, cuts.os - 1, -1):
             lost = [self.rounding(x, self.axes[j][1]) for x in total]
             total = [self._add(x, q) for x, q in zip(total, lost, strict=True)]
             total = [self._joined(total, r, j) for r in self.ranks]
@@ -307,9 +307,7 @@ class _Model:
     def down(self, held: list[Sum], first: int, last: int) -> list[Sum]:
         """Reduce-scatter over axes first .. last - 1. Hops between two codecs are fused, so that nothing keeps its
         own contribution exact, unless an error is fed back at either of them."""
-        fed = [
-            self.case.codecs.feedback and first == self.levels.g and link != INTRA for _, link in self.axes
-        ]
+        fed = [self.case.codecs.feedback and first == self.cuts.g and link != INTRA for _, link in self.axes]
         whole = False
         for j in range(first, last):
             both = range(j, j + 2)

@@ -50,11 +50,11 @@ def after_updates(case: Case, updates: int) -> tuple[list, dict, dict]:
             full.append([digest(unit.full) for unit in engine.units])
     tp = engine.mesh.tp.index
     for unit in engine.units:
-        levels, at = unit.levels, unit.layout.pieces
+        axes, at = unit.axes, unit.layout.pieces
         states = [engine.optimizer.torch.state[r.leaf] for r in engine.optimizer.runs if r.unit is unit]
-        copies[unit.name, at(levels.p), tp] = digest(unit.copy) if unit.copy_present else ""
+        copies[unit.name, at(axes.p), tp] = digest(unit.copy) if unit.copy_present else ""
         moments = [s[k] for s in states for k in ("exp_avg", "exp_avg_sq")]
-        masters[unit.name, at(levels.os), tp] = digest(unit.master, *moments)
+        masters[unit.name, at(axes.os), tp] = digest(unit.master, *moments)
     return full, copies, masters
 
 

@@ -84,7 +84,7 @@ def fed_back(case: Case, steps: int = 16) -> float:
             drift, owed = applied[unit] - t * sum(sums)[at], owed_by(unit, mesh)
             slack = t * 2**-20 * torch.stack(sums).abs().sum(0) + 1e-30
             assert (owed.abs() <= limit.sum(0) + slack).all(), (case, unit.name, t)
-            if unit.levels.all == unit.levels.os:
+            if unit.axes.all == unit.axes.os:
                 # What has not been applied is owed, and the receiver's own node owes nothing.
                 assert ((drift + owed[at]).abs() <= slack[at]).all(), (case, unit.name, t)
                 others = limit.sum(0)[at] - limit[mesh.dp_rank // h][at]
@@ -98,7 +98,7 @@ def fed_back(case: Case, steps: int = 16) -> float:
             assert unit.residual is None or not unit.residual.any()
             exact = t * sum(nodes[unit])[owned(unit)]
             slack = t * 2**-20 * torch.stack(nodes[unit]).abs().sum(0)[owned(unit)]
-            assert unit.levels.all > unit.levels.os or ((applied[unit] - exact).abs() <= slack).all(), (
+            assert unit.axes.all > unit.axes.os or ((applied[unit] - exact).abs() <= slack).all(), (
                 case,
                 t,
             )

@@ -82,7 +82,7 @@ def _missing_divisor(place: Place) -> None:
 
 def _stale_secondary(place: Place) -> None:
     """After the first step the P copy is taken for current without a refresh."""
-    units = [unit for unit in place.engine.units if unit.levels.p < unit.levels.os]
+    units = [unit for unit in place.engine.units if unit.axes.p < unit.axes.os]
     end = place.engine._end_step
 
     def ending() -> None:
@@ -103,7 +103,7 @@ def _swapped_shard(place: Place) -> None:
     def swapping(row: Tensor) -> None:
         for unit in place.engine.units:
             assert unit.grad is not None
-            for own in Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1):
+            for own in Slice(unit.layout, unit.grad, unit.axes.g).rows(unit.axes.os, 1):
                 every = own.new_empty(axis.size * own.numel())
                 all_gather_flat(every, own.reshape(-1).clone(), group=axis.reduce_group)
                 if axis.index < 2:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from megazero.kernels import arena as arena_module
-from megazero.kernels.arena import Frame
 
 from megazero import zero
 from megazero.comm.codec import Blockwise, Identity
 from megazero.comm.lane import Lane
+from megazero.kernels import arena as arena_module
+from megazero.kernels.arena import Frame
 from megazero.zero.reduce import Reducer
 from megazero.zero.unit import Unit
 from tests.gpu.test_hpz_race import CPU, LAYERS, Cluster, Landing, Wire

@@ -126,7 +126,7 @@ def test_what_was_carried_is_added_in_the_sums_unit(
         assert not step(cluster, divisor=8.0).skipped and len(rank_tensors(held)) == len(held.units)
         masters.append([unit.master for unit in held.units])
     for unit, plain, more in zip(held.units, *masters, strict=True):
-        for _, low, high, at in unit.layout.ranges(unit.levels.os):
+        for _, low, high, at in unit.layout.ranges(unit.axes.os):
             moved = (more - plain)[at : at + high - low]
             torch.testing.assert_close(moved, torch.full_like(moved, -LR * 3.0), rtol=1e-3, atol=1e-6)
 
@@ -242,7 +242,7 @@ def test_a_write_keeps_the_bits_of_what_was_not_written(monkeypatch: pytest.Monk
     cluster.engine.invalidate()
     (weight, *_) = cluster.module[0].parameters()
     at = next(
-        (low, start) for slot, low, _, start in unit.layout.ranges(unit.levels.os) if slot.name == "0.weight"
+        (low, start) for slot, low, _, start in unit.layout.ranges(unit.axes.os) if slot.name == "0.weight"
     )
     with cluster.engine.gathered(write=True), torch.no_grad():
         weight.view(-1)[at[0] + 1] = 7.0
@@ -418,7 +418,7 @@ def test_after_a_fallback_the_rounded_copy_is_not_used(
     held.refresh()
     with held.gathered():
         for unit in held.units:
-            for slot, low, high, at in unit.layout.ranges(unit.levels.os):
+            for slot, low, high, at in unit.layout.ranges(unit.axes.os):
                 own = unit.master[at : at + high - low]
                 assert torch.equal(unit.full[slot.start + low : slot.start + high], own.to(unit.dtype))
 
@@ -445,19 +445,21 @@ def test_starts_are_compared_to_the_bit_and_without_copies() -> None:
     module = torch.nn.Linear(64, 1 << 14, bias=False, dtype=torch.bfloat16)
     rows: list[torch.Tensor] = []
 
-    def gather(row: torch.Tensor) -> torch.Tensor:
+    def gather(_: object, row: torch.Tensor) -> torch.Tensor:
         rows.append(row)
         return torch.stack([rows[0], row])
 
-    mesh: Any = SimpleNamespace(dp_size=2, device=CPU, gather_data_rows=gather)
+    mesh: Any = SimpleNamespace(device=CPU, gather_along=gather)
+    two: Any = SimpleNamespace(size=2)
+    axes = zero.DataAxes((two,), 0, 0, 0, 1)
     with torch.profiler.profile(profile_memory=True) as profile:
-        _refuse_different_starts(module, mesh)
+        _refuse_different_starts(module, [((module,), axes)], mesh)
     sizes = [event.self_cpu_memory_usage for event in profile.events()]
     assert 0 < max(sizes) < module.weight.nbytes
     with torch.no_grad():
         module.weight.copy_(module.weight.flip(0))
     with pytest.raises(ValueError, match="start from different values of 'weight'"):
-        _refuse_different_starts(module, mesh)
+        _refuse_different_starts(module, [((module,), axes)], mesh)
 
 
 def test_a_mesh_on_another_device_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,5 +503,5 @@ def test_both_ends_residuals_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = [
         record.tensors[RESIDUAL] for record in save_records(held) if record.placement.name.startswith("0.")
     ]
-    expected = [3 * alone[at : at + high - low] for _, low, high, at in unit.layout.ranges(unit.levels.os)]
+    expected = [3 * alone[at : at + high - low] for _, low, high, at in unit.layout.ranges(unit.axes.os)]
     assert all(map(torch.equal, saved, expected)) and len(saved) == len(expected) == 2

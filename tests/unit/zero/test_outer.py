@@ -66,7 +66,7 @@ def test_what_the_returned_sum_lost_is_sent_by_its_owner_later(monkeypatch: pyte
     """Two replicas of one rank, of which the other's differences are as this one's."""
     grid = make_grid(2, 1, outer=2)
     axes = {spec.name: Axis(spec, spec.index(0), spec.ranks(0), None, None) for spec in grid.axes}
-    monkeypatch.setattr(Mesh, "gather_data_rows", lambda mesh, row: row.expand(mesh.dp_size, -1))
+    monkeypatch.setattr(Mesh, "gather_along", lambda mesh, axes, row: row[None])
     landed = SimpleNamespace(is_completed=lambda: True, wait=lambda *_: None)
 
     def exchange(out: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -94,7 +94,7 @@ def test_what_the_returned_sum_lost_is_sent_by_its_owner_later(monkeypatch: pyte
     summed, returned = own
     residual = held.anchors[unit].residual
     assert residual is not None and not torch.equal(summed, returned)
-    kept = Slice(unit.layout, residual, unit.levels.all).rows(unit.levels.all, 2)[0]
+    kept = Slice(unit.layout, residual, unit.axes.all).rows(unit.axes.all, 2)[0]
     assert torch.equal(kept[:1], summed - returned) and kept[1].any()
 
 
@@ -158,7 +158,7 @@ def test_a_merge_of_replicas_is_told(now: int, values: dict[str, Any], said: str
 class OneUnit:
     """Of one rank: nothing comes back from others. It is its own frame, too."""
 
-    name, levels = "unit", SimpleNamespace(all=0, os=0)
+    name, axes = "unit", SimpleNamespace(all=0, os=0, hop_specs=lambda *_: ())
 
     def __init__(self) -> None:
         self.master, self.outdate = torch.ones(4), lambda: None

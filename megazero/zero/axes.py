@@ -1,0 +1,135 @@
+"""Data axes: which axes cut the states of a unit, and which of the ranks with the same states counts.
+
+Every unit has its own. Most units lie on the mesh's data-parallel axes. Others may lie on a part of them, in another
+order, or with other factors: an expert that each rank of the innermost axis has for itself, say, is cut by the axes
+outside of it alone. One engine takes all of them, because a chain names the axes that it uses (comm/lane.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from operator import mul
+
+from megazero.comm.hops import HopSpec, hop_spec
+from megazero.mesh.grid import INTER, nearest_chain
+from megazero.mesh.mesh import Axis, Mesh
+
+KINDS = ("refresh", "gather", "reduce")  # of the hops of an engine's chains
+
+
+@dataclass(frozen=True, eq=False)  # the units of one engine share the objects: equal is identical
+class DataAxes:
+    """The data-parallel axes of some units, as this rank sees them. A level is a number of axes (layout.py).
+
+    axes: innermost first; the axis of outer replicas, if there is one, is the last.
+    p, g, os: how many of them cut the parameters, the accumulated gradients and the optimizer states. g is 0 where
+        gradients are whole for the step. all: how many of them lie inside an outer replica.
+    """
+
+    axes: tuple[Axis, ...]
+    p: int
+    g: int
+    os: int
+    all: int
+
+    @staticmethod
+    def of(mesh: Mesh) -> DataAxes:
+        """Return the mesh's own data-parallel axes, cut by the mesh's shard factors."""
+        return DataAxes.over(mesh.data_axes, mesh.grid.shards, mesh.outer)
+
+    @staticmethod
+    def over(
+        axes: Sequence[Axis], shards: tuple[int, int, int] = (1, 1, 1), outer: Axis | None = None
+    ) -> DataAxes:
+        """Return these axes, innermost first, cut by the factors ``shards`` = (P, G, OS).
+
+        Each factor is a product of the first few sizes: ``mesh.data_axes`` of 2 and 4 ranks take the factors 1, 2
+        and 8. The ranks along the other axes hold replicas. outer: the axis of outer replicas (``Mesh.outer``).
+        Raises ValueError, which names the nearest legal factors.
+        """
+        axes = [axis for axis in axes if axis.size > 1]
+        products = list(accumulate((axis.size for axis in axes), mul, initial=1))
+        if not set(shards) <= set(products) or list(shards) != sorted(shards):
+            nearest = nearest_chain(shards, products)
+            raise ValueError(
+                f"shard factors P,G,OS = {','.join(map(str, shards))} over axes of {[a.size for a in axes]} ranks: "
+                f"each is a product of the first few sizes, {products}, and none is below the one before it; nearest "
+                f"legal: {','.join(map(str, nearest))}"
+            )
+        p, g, os = map(products.index, shards)
+        return DataAxes((*axes, *([outer] if outer else [])), p, g, os, len(axes))
+
+    def whole_gradients(self) -> DataAxes:
+        """Return the same axes where gradients are whole for the step."""
+        return replace(self, g=0)
+
+    @cached_property
+    def inside(self) -> tuple[Axis, ...]:
+        """The axes inside an outer replica."""
+        return self.axes[: self.all]
+
+    @cached_property
+    def outer(self) -> Axis | None:
+        """The axis of outer replicas."""
+        return next(iter(self.axes[self.all :]), None)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @cached_property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(axis.index for axis in self.axes)
+
+    @cached_property
+    def shards(self) -> tuple[int, int, int]:
+        """P, G and OS: how many ranks share one copy of parameters, of accumulated gradients, of optimizer states."""
+        p, g, os = (prod(self.sizes[:level]) for level in (self.p, self.g, self.os))
+        return p, g, os
+
+    @cached_property
+    def counts(self) -> bool:
+        """Whether this rank counts in norms, and saves. Of the ranks that hold one OS slice, the first along every
+        axis does.
+        """
+        return not any(self.indices[self.os : self.all])
+
+    @cached_property
+    def crossing(self) -> int | None:
+        """The level whose slices the first once-per-step hop across nodes exchanges, or None."""
+        levels = range(self.g + 1, self.all + 1)
+        return next((level - 1 for level in levels if self.axis(level).link == INTER), None)
+
+    def axis(self, level: int) -> Axis:
+        """Return the axis between level - 1 and ``level``."""
+        return self.axes[level - 1]
+
+    def hop_specs(self, kind: str, levels: Iterable[int]) -> tuple[HopSpec, ...]:
+        """Return one collective of a kind ('refresh', 'gather', 'reduce') on each of these levels' axes, in order."""
+        return tuple(self._hop_specs[kind, level] for level in levels)
+
+    @cached_property
+    def _hop_specs(self) -> dict[tuple[str, int], HopSpec]:
+        levels = range(1, len(self.axes) + 1)
+        return {(kind, level): hop_spec(kind, self.axis(level)) for kind in KINDS for level in levels}
+
+
+def refuse_clashes(mesh: Mesh, every: Iterable[DataAxes]) -> None:
+    """Raise ValueError for two axes of one name, by which chains are ordered, and for outer replicas that differ."""
+    known = dict(mesh.axes)
+    for each in every:
+        for axis in each.inside:
+            if known.setdefault(axis.name, axis) is not axis:
+                raise ValueError(
+                    f"units lie on two axes with the name {axis.name!r}, by which the order of collectives is kept: "
+                    f"take the mesh's own, mesh.axes[{axis.name!r}], or make the other with a name of its own"
+                )
+        if each.outer is not mesh.outer:
+            raise ValueError(
+                f"units lie on axes with outer={each.outer}, the mesh has {mesh.outer}: give DataAxes.over(..., "
+                "outer=mesh.outer)"
+            )

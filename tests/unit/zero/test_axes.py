@@ -1,0 +1,65 @@
+"""Data axes: what their levels are, who counts, and where a reduction first crosses nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.mesh.grid import make_grid
+from megazero.mesh.mesh import Axis
+from megazero.zero import DataAxes
+from megazero.zero.axes import KINDS
+
+
+def axes_of(rank: int) -> list[Axis]:
+    """The data-parallel axes of 8 ranks on nodes of 2 that are cut at 2 and 4, innermost first."""
+    grid = make_grid(8, 2, shards=(1, 2, 4))
+    return [Axis(spec, spec.index(rank), spec.ranks(rank), None, None) for spec in grid.data_axes]
+
+
+@pytest.mark.parametrize(
+    "shards, order, levels, crossing",
+    [
+        ((2, 2, 4), (0, 1, 2), (1, 1, 2), 1),  # the sum over nodes comes once per step
+        ((1, 1, 1), (0, 1, 2), (0, 0, 0), 1),  # after the one inside the node
+        ((2, 8, 8), (0, 1, 2), (1, 3, 3), None),  # nothing is left for the step's end
+        ((2, 2, 2), (1, 0, 2), (1, 1, 1), 2),  # nodes in every micro-batch, the node's ranks, then nodes
+        ((1, 1, 2), (1, 2), (0, 0, 1), 0),
+        ((1, 1, 1), (0,), (0, 0, 0), None),
+        ((1, 1, 1), (), (0, 0, 0), None),
+    ],
+)
+def test_factors_are_levels_of_any_axes_in_any_order(shards, order, levels, crossing) -> None:
+    every = axes_of(0)
+    assert [axis.size for axis in every] == [2, 2, 2]
+    axes = DataAxes.over([every[at] for at in order], shards)
+    assert (axes.p, axes.g, axes.os, axes.all) == (*levels, len(order))
+    assert (axes.shards, axes.crossing) == (shards, crossing)
+
+
+def test_one_of_the_ranks_that_hold_a_slice_counts() -> None:
+    counting = [rank for rank in range(8) if DataAxes.over(axes_of(rank), (1, 2, 4)).counts]
+    assert counting == [0, 1, 2, 3]
+    counting = [rank for rank in range(8) if DataAxes.over(axes_of(rank)[::-1], (1, 2, 4)).counts]
+    assert counting == [0, 2, 4, 6]
+    # Of experts along the first axis, each is held by the ranks along the others.
+    counting = [rank for rank in range(8) if DataAxes.over(axes_of(rank)[1:], (1, 1, 2)).counts]
+    assert counting == [0, 1, 2, 3]
+
+
+def test_whole_gradients_are_cut_by_no_axis_and_reduced_once() -> None:
+    axes = DataAxes.over(axes_of(0), (2, 4, 8))
+    whole = axes.whole_gradients()
+    assert (whole.p, whole.g, whole.os) == (1, 0, 3) and whole.shards == (2, 1, 8)
+    assert (axes.crossing, whole.crossing) == (2, 1)
+
+
+def test_hops_are_named_by_kind_and_link() -> None:
+    first, second, _ = axes_of(0)
+    axes = DataAxes.over([second, first])
+    for kind in KINDS:
+        assert [spec.axis for spec in axes.hop_specs(kind, (1, 2, 1))] == [
+            second.name,
+            first.name,
+            second.name,
+        ]
+        assert [spec.hop for spec in axes.hop_specs(kind, (2, 1))] == [f"{kind}_intra", f"{kind}_inter"]
