@@ -21,11 +21,11 @@ class TensorNames:
     begin with ``layer_prefix`` and the layer's number. In ``layer``, (module, part) stands for a part of one fused
     tensor, counted from 0: of q, k, v, or of the gate and the up projection.
     ``transposed`` says that matrices of layers are stored [in, out].
-    ``fused`` is the order of the rows of q, k, v in one tensor. With "sides", it has all of q, then all of k, then all
-    of v, as other parts always lie. With "groups", it has the query heads, the key and the value of the first group of
-    heads, then those of the second group, and so on. ``needs`` maps an option, or a property of ModelConfig such as gated_mlp, to the
-    value, or to the tuple of values, that these names can express. ``equal`` has pairs of them that must be equal for
-    it. ``aliases`` maps a name in some release of transformers to the name in files.
+    ``fused`` is the order of the rows of q, k, v in one tensor. With "sides", it has all of q, then all of k, then
+    all of v, as other parts always lie. With "groups", it has the query heads, the key and the value of the first
+    group of heads, then those of the second group, and so on. ``needs`` maps an option, or a property of ModelConfig
+    such as gated_mlp, to the value, or to the tuple of values, that these names can express. ``equal`` has pairs of
+    them that must be equal for it. ``aliases`` maps a name in some release of transformers to the name in files.
     """
 
     model: Mapping[str, str]
