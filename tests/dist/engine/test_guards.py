@@ -693,6 +693,7 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shards",
     [shards if shards[1] > 1 else pytest.param(shards, marks=pytest.mark.slow) for shards in LAYOUTS],

@@ -156,7 +156,8 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_bytes_equal_the_formula(tmp_path: Path, micro_batches: int) -> None:
     """Of every iteration but the first, which has yet to see the order of use (and starts with R everywhere)."""
     length = {"train_iters": 3, "global_batch_size": RANKS * micro_batches}
@@ -289,6 +290,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, names: 
             assert [line.get(key) for line in before] == [line.get(key) for line in after], (name, key)
 
 
+@pytest.mark.slow
 def test_a_resume_may_change_the_size_of_chunks(tmp_path: Path) -> None:
     """Ranks' own residuals belong to the chunks that were; their sum over senders goes on."""
     base = {
