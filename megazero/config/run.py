@@ -68,7 +68,7 @@ REMOVED = {
         off="none",
     ),
     "zero_quantized_gradients_until": Removed(
-        "a callback sets engine.exact_gradients (docs/extending.md), as does a loop of your own on the engine"
+        "a callback sets engine.exact_gradients (docs/develop/extending.md), as does a loop of your own on the engine"
     ),
     "zero_weight_error_bound": Removed(_BOUND.format("weight_error_bound")),
     "zero_gradient_error_bound": Removed(_BOUND.format("gradient_error_bound")),
