@@ -12,14 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megazero.kernels import adamw, moments
-from megazero.kernels.arena import SCRATCH, Arena
-from megazero.kernels.noise import Draws, Noise
 
 from megazero import zero
 from megazero.checkpoint import store
 from megazero.config import ConfigError, make_config
 from megazero.config.options.optimizers import MOMENT_DTYPES, OptimizerConfig
+from megazero.kernels import adamw, moments
+from megazero.kernels.arena import SCRATCH, Arena
+from megazero.kernels.noise import Draws, Noise
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.elementwise import (
     KEPT,
