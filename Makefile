@@ -1,4 +1,5 @@
 # make quickstart: a language model trained on this Python's own sources, on 4 local ranks.
+# make check:      what to run while you work: lint, types, short tests.
 # make test:       lint, types and tests.
 # make gpu-report: how it does on a GPU. All do their own set-up and need nothing run before.
 
@@ -19,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The stamp names the requirement, so that another TORCH is installed over the first.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: quickstart test test-unit test-dist test-netlab test-slow test-releases slurm-test bench gpu-report lint clean
+.PHONY: quickstart check check-unit check-dist test test-unit test-dist test-netlab test-slow test-releases slurm-test bench gpu-report lint clean
 # Stages come one after another whatever -j says; make test itself asks for the first two together.
 ifndef TOGETHER
 .NOTPARALLEL:
@@ -73,6 +74,30 @@ test-dist: $(VENV)/.test
 
 test-netlab: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
+
+# The inner loop, 3 minutes at most: without tests of pages and those that take seconds, and of several ranks one small
+# cover for each subject.
+COVERS := \
+    tests/dist/checkpoint/test_store.py \
+    "tests/dist/engine/test_parity.py::test_cover[few steps-2]" \
+    tests/dist/failures/test_failing_ranks.py::test_a_mistake_of_all_ranks_is_said_once \
+    "tests/dist/models/test_tp.py::test_decoder_equals_one_rank[2-sequence]" \
+    "tests/dist/outer/test_outer.py::test_ranks_take_the_steps_of_diloco[core]" \
+    "tests/dist/pipeline/test_parity.py::test_cover[2]" \
+    tests/dist/quantised/test_quantised.py::test_any_size \
+    tests/dist/checkpoint/test_resume.py::test_hpz_equals_zero3_bit_for_bit \
+    "tests/dist/verify/test_verify.py::test_a_fault_is_seen_and_named[stale-secondary]" \
+    tests/fsdp2/test_patch.py::test_it_is_evaluated_in_inference_mode
+check: $(VENV)/.test
+	$(MAKE) --no-print-directory --jobs 2 TOGETHER=1 lint check-unit
+	$(MAKE) --no-print-directory check-dist
+
+check-unit: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not long" tests/unit \
+	    --ignore tests/unit/house --ignore tests/unit/benchmarks --ignore tests/unit/pretrain
+
+check-dist: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(COVERS)
 
 # The full parity products and other long runs: some three hours on 2 cores. What measures links, and SLURM, runs alone.
 test-slow: $(VENV)/.test

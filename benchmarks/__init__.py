@@ -20,8 +20,6 @@ What each folder measures, and its pages:
                 -> pipeline
     planning    the planner's predictions beside measurements and papers
                 -> planning, slow-links
-    faults      nothing: they kill ranks, break storage, delay starts, start a run twice, and check the result
-                -> slurm, checkpoints
     gpu_report  the pieces of `make gpu-report`; what the kernels compile to
                 -> gpu, kernels
 

@@ -32,11 +32,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from benchmarks.results import DOCS
 from megazero.files import exclusive, replacing
 from tests.netlab.lab import Lab, LabUnavailable, interface_bytes, parse_link
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
 T = TypeVar("T")
 
 # -- command lines ---------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ from collections.abc import Generator, Sequence
 
 import torch
 import torch.distributed as dist
-from megazero.kernels.fingerprint import fingerprint
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from fsdp2_patch.group import Group
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import gather, run_through
+from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import all_gather_flat
 from megazero.patches.checks import compare_replicas, refuse_capture
 from megazero.zero.rounding import WEIGHTS

@@ -19,13 +19,18 @@ class PatchOptions(MessageOptions):
     zero_quantized_gradients_until_step: int | None = option(
         None, "updates after which gradients are sent exactly, those before a resume included", low=1
     )
-    zero_weight_error_bound: float | None = option_of(
-        ZeroConfig,
-        "zero_weight_error_bound",
-        help="relative rounding error of a bucket's weights (norm of the error / norm) past which they are sent "
-        "exactly from the next step on (default: no bound)",
+    zero_weight_error_bound: float | None = option(
+        None,
+        "relative rounding error of a bucket's weights (norm of the error / norm) past which they are sent exactly "
+        "from the next step on (default: no bound)",
+        above=0,
     )
-    zero_gradient_error_bound: float | None = option_of(ZeroConfig, "zero_gradient_error_bound")
+    zero_gradient_error_bound: float | None = option(
+        None,
+        "relative rounding error of a bucket's gradients past which they are sent exactly from the next step on "
+        "(default: no bound)",
+        above=0,
+    )
     zero_chunk_numel: int | None = option(
         None,
         "elements of a bucket that move together; hops of successive chunks run side by side (default: a quarter of "

@@ -34,8 +34,8 @@ from megazero.log.metrics import METRICS_FILE, read_metrics
 from megazero.log.plot import plot_loss
 from megazero.log.safe_stream import guard_streams
 
-PRETRAIN = Path(__file__).resolve().parent
-TOOLS = PRETRAIN.parent / "tools"
+ROOT = Path(__file__).resolve().parents[1]
+MEGAZERO = ("-m", "megazero")
 VOCABULARY = 4096
 PROMPT = "import os\n\n\ndef "
 # 10.6M parameters and 1024 tokens a step: with so little text to see, many small steps learn more than few large,
@@ -175,11 +175,11 @@ class Quickstart:
 
     def _train_tokenizer(self, log: Path) -> None:
         prefix = self.tokenizer.with_suffix("")
-        command = [TOOLS / "train_tokenizer.py", "--input", self.corpus, "--vocab-size", VOCABULARY]
+        command = [*MEGAZERO, "tokenizer", "--input", self.corpus, "--vocab-size", VOCABULARY]
         self._python([*command, "--model-prefix", prefix], log)
 
     def _preprocess(self, log: Path) -> None:
-        command = [TOOLS / "preprocess_data.py", "--input", self.corpus]
+        command = [*MEGAZERO, "preprocess", "--input", self.corpus]
         command += ["--output-prefix", self.out / "data/corpus", *self._tokenizer_flags()]
         self._python([*command, "--append-eod", "--workers", min(4, cores())], log)
 
@@ -202,10 +202,10 @@ class Quickstart:
         flags += ["--eval-interval", max(1, whole // 12), "--log-interval", max(1, whole // 36)]
         flags += ["--save", self.checkpoint, "--log-dir", self.logs, *more]
         end = ExitStatus.STOPPED if "--exit-interval" in more else ExitStatus.FINISHED
-        self._python([PRETRAIN / "pretrain_gpt.py", *flags], log, end)
+        self._python([*MEGAZERO, "train", *flags], log, end)
 
     def _sample(self, log: Path) -> None:
-        command = [PRETRAIN / "generate.py", "--load", self.checkpoint, "--prompt", PROMPT, "--tokens", 120]
+        command = [*MEGAZERO, "generate", "--load", self.checkpoint, "--prompt", PROMPT, "--tokens", 120]
         self._python([*command, "--device", self.plan.device], log)
         with replacing(self.out / "sample.txt") as file:
             file.write(log.read_bytes())
@@ -220,9 +220,7 @@ class Quickstart:
         """Run a program. Raises StepFailed if it ends with another exit status than ``end``."""
         threads = max(1, cores() // self.plan.ranks)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(PRETRAIN.parent), os.environ.get("PYTHONPATH")])
-        )
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         status = run_shown([sys.executable, *map(str, command)], log, environment)
         if status != end:
             raise StepFailed(f"exit status {status}")
@@ -238,7 +236,7 @@ class Quickstart:
             f"  (resumed on another layout after {' and '.join(map(str, self.plan.phase_ends[:-1]))})\n\n"
             f"loss curve  {self.curve}\nmetrics     {self.logs / METRICS_FILE}\n"
             f"checkpoint  {self.checkpoint}\n"
-            f"more text   {sys.executable} pretrain/generate.py --load {self.checkpoint} --prompt 'class '\n"
+            f"more text   {sys.executable} -m megazero generate --load {self.checkpoint} --prompt 'class '\n"
         )
         self._say(f"done; {usage.ru_utime + usage.ru_stime:.0f} s of CPU time in the steps above")
 

@@ -1,6 +1,7 @@
 """Launches every operation on CPU tensors as for a GPU, up to the compiled kernel, which needs none. Prints a JSON
 object: launch -> the widths of its global accesses, its registers, what would break equality with the references, and
-how many kernels were compiled for all that it draws. Run as a program, without the interpreter."""
+how many kernels were compiled for all that it draws. Run as a program, without the interpreter. Arguments name the
+launches (default: all)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,6 @@ from megazero.kernels import (  # noqa: E402
 from megazero.kernels.format import Format  # noqa: E402
 from megazero.kernels.hadamard import Hadamard  # noqa: E402
 from megazero.kernels.noise import Noise  # noqa: E402
-
 from tests.kernel_cases import buffer  # noqa: E402
 
 ROWS, BLOCKS = 3, 132  # of a launch; neither row nor block counts are multiples of 16
@@ -82,7 +82,7 @@ def capture() -> list[Any]:
 
 def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
     """Every operation as a function of its noise; tensors of ``rows`` rows of ``blocks`` blocks."""
-    eight, four, clipped = Format(8, 128), Format(4, 64), Format(4, 64, 4)
+    eight, four = Format(8, 128), Format(4, 64)
 
     def encoded(form: Format) -> torch.Tensor:
         return buffer(form, rows, blocks * form.block, "cpu")
@@ -111,9 +111,6 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
     return {
         "quantize": lambda noise: quantize.quantize(
             values(eight, torch.float32), encoded(eight), eight, noise
-        ),
-        "quantize with clip": lambda noise: quantize.quantize(
-            values(clipped, torch.float16), encoded(clipped), clipped, noise
         ),
         "quantize and mix": lambda noise: quantize.quantize(
             values(four, torch.float32), encoded(four), mixed(noise)
@@ -171,14 +168,16 @@ def summary(compiled: list[Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(names: Sequence[str]) -> None:
+    """Compile the launches of these names, or all."""
     compiled = capture()
     made = {}
     for size, (rows, blocks) in {"": (ROWS, BLOCKS), " of one block": (1, 1)}.items():
-        for name, launch in launches(rows, blocks).items():
+        every = launches(rows, blocks)
+        for name in names or every:
             compiled.clear()
             for noise in DRAWN:
-                launch(noise)
+                every[name](noise)
             made[name + size] = summary(compiled)
     compiled.clear()
     why = dispatch.why_none_runs(torch.device("cpu"))  # it compiles, but does not run
@@ -187,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

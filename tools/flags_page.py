@@ -20,7 +20,7 @@ scale are the DeepSpeed file's. The start prints what was overridden.
 Unknown and illegal values are errors, reported all at once with status 2. A flag that another one makes meaningless
 gets a note; most of megazero's own (such as `--zero-...` and `--outer-...`) are errors then.
 `python -m megazero.config FLAGS` checks a command line without torch.
-With `--nproc-per-node N`, `pretrain_gpt.py` starts N ranks on this machine without a launcher. It accepts the
+With `--nproc-per-node N`, `megazero train` starts N ranks on this machine without a launcher. It accepts the
 `--local-rank N` that `torch.distributed.launch` and `deepspeed` add.
 """
 

@@ -3,9 +3,10 @@
     python tools/gpu_report.py [--pieces kernels,race] [--minutes 8] [--fresh] [--out DIR] [--docs DIR]
 
 A piece runs in a process of its own with a time limit. Its result is kept in OUT; a failure is a row with its reason.
-Run again, it does only what is missing or failed. With a card the page, gpu.json and the charts are written to docs/,
-too. Without one, or with --rehearsal, the same pieces run with tiny sizes on the CPU, and the page, which says so,
-goes to OUT alone. It needs torch and numpy; what else a piece needs and does not find is a reason on the page.
+Run again, it does only what is missing or failed. With a card the page and the charts are written to docs/,
+too, and gpu.json to benchmarks/results. Without one, or with --rehearsal, the same pieces run with tiny sizes on the
+CPU, and the page, which says so, goes to OUT alone. It needs torch and numpy; what else a piece needs and does not
+find is a reason on the page.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_report import page  # noqa: E402
 from benchmarks.gpu_report.pieces import BY_NAME, PIECES, Piece  # noqa: E402
 from benchmarks.gpu_report.record import REASON  # noqa: E402
+from benchmarks.results import data_of  # noqa: E402
 from megazero.files import write_text  # noqa: E402
 
 LEAST = 5.0  # seconds that a piece is started with
@@ -173,7 +175,7 @@ def write(stored: Mapping[str, Any], folder: Path, draw: bool = True) -> None:
         charts, note = [], "\nNo charts: matplotlib is not installed (pip install matplotlib).\n"
     else:
         note = ""
-    write_text(folder / "gpu.json", json.dumps(stored, indent=1) + "\n")
+    write_text(data_of(folder) / "gpu.json", json.dumps(stored, indent=1) + "\n")
     write_text(folder / "gpu.md", page.page(stored, charts) + note)
 
 

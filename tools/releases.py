@@ -139,8 +139,8 @@ def run_wheel(python: Path, log: Path) -> dict[str, int]:
 import fsdp2_patch.patch, megatron_core_patch.patch, megazero
 for module in (megazero, fsdp2_patch, megatron_core_patch):
     assert module.__file__.startswith({name!r}), module.__file__"""
-        script: Words = [own / "python", ROOT / "pretrain" / "pretrain_gpt.py", *MODEL, *TRAIN]
-        torchrun: Words = [own / "python", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        train: Words = ["train", *MODEL, *TRAIN]
+        torchrun: Words = [own / "python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
         environment = {**os.environ, "PYTHONPATH": packages}
         data: Words = ["--input", "tokens.jsonl", "--output-prefix", "tokens", "--vocab-size", "64"]
         commands: list[Words] = [
@@ -149,15 +149,10 @@ for module in (megazero, fsdp2_patch, megatron_core_patch):
             ["sh", "-c", "venv/bin/python -m pip install --quiet --no-deps dist/*.whl"],
             [own / "megazero", "--help"],
             [own / "megazero", "plan", *MODEL, "--cluster", "two-nodes-10g"],
-            [
-                own / "python",
-                ROOT / "tools" / "preprocess_data.py",
-                "--tokenizer-type",
-                "NullTokenizer",
-                *data,
-            ],
-            [*script, "20"],
-            [*torchrun, *script[1:], "24"],
+            [own / "megazero", "preprocess", "--tokenizer-type", "NullTokenizer", *data],
+            [own / "megazero", *train, "20"],
+            [*torchrun, "megazero", *train, "24"],
+            [own / "megazero", "inspect", "checkpoint"],
             [own / "python", "-c", doors],
         ]
         for command in commands:

@@ -24,20 +24,20 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import megazero.kernels
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # the backend "fake"
-from megazero.kernels import arena
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megazero.kernels
 from benchmarks import harness, lone_rank
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.loops import Size, Step
 from megazero import zero
 from megazero.config import resolve_shards
+from megazero.kernels import arena
 from megazero.zero.elementwise import OnePassAdamW
 
 TITLE = "Host time"

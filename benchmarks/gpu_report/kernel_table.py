@@ -103,15 +103,12 @@ def spills(found: list[dict[str, Any]]) -> str:
 
 
 def kernels() -> Iterator[tuple[str, int, str, Callable[[], object]]]:
-    """Yield name, bits, rounding and launch of those that the report on a GPU measures, and of one more."""
+    """Yield name, bits, rounding and launch of those that the report on a GPU measures."""
     import torch
 
     for bits in BITS:
         for name, rounding, _, launch in operations(BLOCKS * 128, bits, torch.device("cpu")):
             yield name, bits, rounding, launch
-    others = kernel_compile.launches(kernel_compile.ROWS, BLOCKS)
-    drawn = kernel_compile.DRAWN[0]
-    yield "encode fp16, searched clip", 4, "stochastic", lambda: others["quantize with clip"](drawn)
 
 
 def accesses(sass: str) -> dict[str, Counter[int]]:

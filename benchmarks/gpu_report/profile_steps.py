@@ -20,7 +20,7 @@ from benchmarks.gpu_report.allocations import stepping
 from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting
 from benchmarks.harness import wait
-from megazero.train.profiling import label
+from megazero.train.callbacks.profiling import label
 
 STEPS, MOST = 3, 15
 STEP = "training step"

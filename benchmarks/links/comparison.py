@@ -8,8 +8,9 @@ Everyone trains the same Llama (8 layers, hidden 256, ffn 688, vocabulary 4096, 
 parameters and an fp32 master. Within a heat the contestants take turns; bytes are what the kernel counted
 at the interface of a node around a contestant's steps, everything included. A turn of those that meet every few steps
 has whole intervals; one more interval, whose steps are measured one by one, has the most bytes of a step. Writes
-comparison.json, comparison.md and comparison.png into --out; a run replaces its rates, micro-batches and heats there
-and leaves the others, so parts can be run one by one.
+comparison.md and comparison.png into --out. The results, comparison.json, go there, too, or for docs to
+benchmarks/results. A run replaces its rates, micro-batches and heats there and leaves the others, so parts can be run
+one by one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from benchmarks import harness
 from benchmarks.links.comparison_report import chart, chart_over_rates, page
 from benchmarks.links.contestants import CONTESTANTS, HEATS, PAGE_HEATS, Running, absent
 from benchmarks.links.volume import Case, scalars
+from benchmarks.results import data_of
 from benchmarks.steps import Shape, decoder
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.mesh.grid import INTER
@@ -192,7 +194,7 @@ def main() -> int:
     if not heats:
         parser.error(f"none of --contestants is in --heats {' '.join(options.heats)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "comparison.json"
+    file = data_of(options.out) / "comparison.json"
     facts = {"nodes": options.nodes, "ranks_per_node": options.ranks_per_node, "cores": os.cpu_count()}
     facts |= {"torch": harness.installed("torch"), "deepspeed": harness.installed("deepspeed")}
     stored = json.loads(file.read_text()) if file.exists() else {}
@@ -211,9 +213,9 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    file.with_suffix(".md").write_text(page(stored))
-    chart(stored["results"], file.with_suffix(".png"))
-    chart_over_rates(stored["results"], file.with_name("rates.png"))
+    (options.out / "comparison.md").write_text(page(stored))
+    chart(stored["results"], options.out / "comparison.png")
+    chart_over_rates(stored["results"], options.out / "rates.png")
     print(page(stored))
     return 0
 

@@ -21,6 +21,7 @@ from benchmarks.loss.ladder import RUNGS
 from benchmarks.loss.plan import Runs
 from benchmarks.loss.rounding_errors import GRADIENTS, KINDS, gradients_of, rounded, steps
 from benchmarks.loss.run import RANKS, Settings
+from benchmarks.results import data_of
 from megazero.comm.codec import Blockwise
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
@@ -120,9 +121,10 @@ def main() -> None:
         __doc__, work=Path("runs/loss"), out=harness.DOCS, rungs=["0.3M x 1", "0.3M x 4", "1.3M x 1"]
     ).parse_args()
     torch.set_num_threads(1)
+    data = data_of(options.out)
     runs, store = (
-        Runs(options.out / "loss_at_size.jsonl"),
-        harness.Store(options.out / "loss_at_size_noise.jsonl"),
+        Runs(data / "loss_at_size.jsonl"),
+        harness.Store(data / "loss_at_size_noise.jsonl"),
     )
     store.claim()
     for name in options.rungs:

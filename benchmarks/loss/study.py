@@ -12,12 +12,12 @@ are on one side of it. Writes loss.md and loss.png.
     python -m benchmarks.loss.study --ladder --minutes 9
 
 prints what the study over sizes (ladder.py) will run and cost, and does nine minutes of it. Its runs are lines of
-OUT/loss_at_size.jsonl; a run that --minutes ends continues from WORK. Writes loss_at_size.md and loss_at_size.png.
+loss_at_size.jsonl; a run that --minutes ends continues from WORK. Writes loss_at_size.md and loss_at_size.png.
 
     python -m benchmarks.loss.study --outer --minutes 60
 
-does an hour of the study of outer steps (outer.py), whose runs are lines of OUT/loss_outer.jsonl, and writes its
-section of loss.md. --plan prints what it will run and cost.
+does an hour of the study of outer steps (outer.py), whose runs are lines of loss_outer.jsonl, and writes its section
+of loss.md. --plan prints what it will run and cost. These files lie in benchmarks/results, or in another OUT.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from benchmarks.loss.variants import BASELINE, DEFAULT, VARIANTS, WEIGHT_CODECS
 from benchmarks.loss.wall_time import measure
 from benchmarks.loss.weight_codecs import compare_codecs
 from benchmarks.rank_threads import run_threads
+from benchmarks.results import data_of
 
 
 def name_of(*what: Any) -> str:
@@ -97,12 +98,12 @@ class Trainer:
 
 
 class Ladder:
-    """The study over sizes, of some rungs. Its runs lie in ``out``, beside a list of the text's sources."""
+    """The study over sizes, of some rungs. Its runs are data of ``out``, as is a list of the text's sources."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.rungs: list[Rung] = [RUNGS[name] for name in options.ladder] or list(LADDER)
-        self.store = Runs(options.out / "loss_at_size.jsonl")
+        self.store = Runs(data_of(options.out) / "loss_at_size.jsonl")
         self.trainer = Trainer(options.work, self.store, options.minutes)
 
     def run(self) -> None:
@@ -114,7 +115,9 @@ class Ladder:
         """List the sources of the first run's text."""
         if not self.store.records():
             rows = note(self.store.data(self.options.work, ladder.BASE))["contents"]
-            (self.options.out / "loss_at_size_text.json").write_text(json.dumps(rows, indent=1) + "\n")
+            (data_of(self.options.out) / "loss_at_size_text.json").write_text(
+                json.dumps(rows, indent=1) + "\n"
+            )
 
     def plan(self) -> str:
         return ladder.plan(self.rungs, self.store)
@@ -130,13 +133,14 @@ class Ladder:
 
 
 def ladder_report(out: Path) -> LadderReport:
-    """Return the report of what lies in ``out``."""
-    text = out / "loss_at_size_text.json"
+    """Return the report of the data of ``out``."""
+    data = data_of(out)
+    text = data / "loss_at_size_text.json"
     return LadderReport(
         [*LADDER, *ladder.MORE],
-        Runs(out / "loss_at_size.jsonl"),
+        Runs(data / "loss_at_size.jsonl"),
         json.loads(text.read_text()) if text.exists() else [],
-        Store(out / "loss_at_size_noise.jsonl").records(),
+        Store(data / "loss_at_size_noise.jsonl").records(),
     )
 
 
@@ -161,7 +165,7 @@ class OuterRuns:
 
 
 def outer_study(out: Path, steps: int = outer.STEPS) -> OuterStudy:
-    return OuterStudy(Runs(out / "loss_outer.jsonl"), steps)
+    return OuterStudy(Runs(data_of(out) / "loss_outer.jsonl"), steps)
 
 
 class Comparison:

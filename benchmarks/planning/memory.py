@@ -33,6 +33,7 @@ from megazero.config import ConfigError, World, make_config
 from megazero.mesh.launch import read_launch
 from megazero.plan.memory import Memory
 from megazero.train import setup
+from megazero.train.callbacks.prediction import Prediction
 from megazero.train.forecast import foresee
 
 TITLE = "Memory against measurement"
@@ -119,7 +120,8 @@ def measure(values: dict[str, Any]) -> dict[str, int]:
 
         trainer.engine.step = counted
         trainer.run()
-        peak = trainer.forecast.grown(trainer.mesh.device)
+        (prediction,) = (each for each in trainer.callbacks.members if isinstance(each, Prediction))
+        peak = prediction.forecast.grown(trainer.mesh.device)
         row = torch.tensor([peak, states[-1]])
         dist.all_reduce(row, dist.ReduceOp.MAX)
     return dict(zip(("peak", "states"), row.tolist(), strict=True))

@@ -43,8 +43,8 @@ TEXT = """\
 
 {nodes} nodes of {ranks_per_node} ranks on one machine of {cores} cores, gloo, torch {torch}; a Llama of {elements}
 parameters in bf16, 128 tokens of a rank in a micro-batch. Outer steps meet every {interval} steps, in 4 bits. The
-cluster file is `megazero calibrate` of this model on links without a rate. Seconds of a step, and the scheme to take by
-the planner's rule, for predicted and for measured ones; {agree} of {number} agree.
+cluster file is `megazero calibrate` of this model on links without a rate. Seconds of a step, and the scheme to take
+by the planner's rule, for predicted and for measured ones; {agree} of {number} agree.
 
 {choices}
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.planning.step_time --keep FOLDER [--rates none 1gbit 200mbit] [--seed 0] [--layouts 12]
 
-First ``megazero calibrate`` of the first shape on the link, then layouts that are drawn at random over both shapes, of
-which the second was not profiled. Everything that was measured is kept in --keep, and a second call measures only
+First ``megazero calibrate`` measures the first shape on the link. Then layouts are drawn at random over both shapes;
+the second one was not calibrated. Everything that was measured is kept in --keep, and a second call measures only
 what is missing; --seconds ends a call early, so that it can be taken in pieces. When all is there, every residual is
 printed, and the section of docs/planning.md is written (--page: another file).
 """
@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from benchmarks import harness
 from benchmarks.planning import shared_processors
+from benchmarks.results import data_of
 from benchmarks.steps import pipelined
 from megazero.config import RunConfig, World, parse
 from megazero.config.options.cluster import Cluster, Device, InterNode, IntraNode, load_cluster
@@ -58,7 +59,7 @@ calibrate` measures the first shape. Then {layouts} layouts of each of two shape
 the second shape was not profiled. {batch} samples per step; medians (least to most) of the quietest {rounds} of up
 to {most_rounds} rounds. Other programs took {foreign} of the machine's processors (median; at most {most});
 predictions are for what they left. *The choice*: the layout that is predicted to be the fastest, as measured; *the
-best*: the one that was. [planning_steps.tsv](planning_steps.tsv) has every layout.
+best*: the one that was. [planning_steps.tsv](../benchmarks/results/planning_steps.tsv) has every layout.
 
 - profiled: `{profiled}`
 - other: `{other}`
@@ -292,8 +293,8 @@ def spread(row: Mapping[str, Any]) -> str:
 
 
 def write_section(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
-    """Put the errors into docs/planning.md, and every layout into planning_steps.tsv beside it."""
-    options.page.with_name("planning_steps.tsv").write_text(table(rows), encoding="utf-8")
+    """Put the errors into docs/planning.md, and every layout into planning_steps.tsv."""
+    (data_of(options.page.parent) / "planning_steps.tsv").write_text(table(rows), encoding="utf-8")
     foreign = [row["foreign"] for row in rows]
     text = TEXT.format(
         command=f"--rates {' '.join(options.rates)} --seed {options.seed} --batch {options.batch}",

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazero.calibrate.points import CollectivePoint
+from megazero.calibrate.timing import Clock
 from megazero.comm.hops import Traffic, start_exchange, start_gather
 from megazero.comm.timing import Waits
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Mesh, create_mesh, destroy_mesh
 from megazero.pp.links import Links
 from megazero.pp.schedules import Message
-from megazero.calibrate.points import CollectivePoint
-from megazero.calibrate.timing import Clock
 from megazero.tp import TensorParallel, start_all_reduce
 
 Operation = Callable[[], Any]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.calibrate.points import Modules
+from megazero.calibrate.timing import Clock
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.config.options.cluster import Cluster
@@ -23,8 +25,6 @@ from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
 from megazero.pp.partition import StageSpec
-from megazero.calibrate.points import Modules
-from megazero.calibrate.timing import Clock
 from megazero.tp import TensorParallel
 
 # Layers that are measured one after the other, with their activations kept: one layer again and again would find its

@@ -10,12 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazero.config import ConfigError, RunConfig, make_config
-from megazero.config.options.cluster import Cluster, parse_cluster
-from megazero.mesh.launch import Launch
-from megazero.mesh.mesh import discover_ranks_per_node
-from megazero.mesh.objects import gather_objects
-from megazero.models.dtypes import DTYPES
 from megazero.calibrate.collectives import measure_wire
 from megazero.calibrate.model import DoesNotFit, measure_modules
 from megazero.calibrate.options import CalibrationRequest
@@ -23,6 +17,12 @@ from megazero.calibrate.points import modules, sizes, wires
 from megazero.calibrate.rates import find_host, measure_codecs, measure_device
 from megazero.calibrate.record import Measurements, Rows, cluster_text, draw, links, write_cluster
 from megazero.calibrate.timing import Clock
+from megazero.config import ConfigError, RunConfig, make_config
+from megazero.config.options.cluster import Cluster, parse_cluster
+from megazero.mesh.launch import Launch
+from megazero.mesh.mesh import discover_ranks_per_node
+from megazero.mesh.objects import gather_objects
+from megazero.models.dtypes import DTYPES
 from megazero.train.distributed import start_rank
 
 TIMEOUT = timedelta(minutes=10)

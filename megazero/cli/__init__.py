@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from megazero import __version__
-from megazero.config.nearest import did_you_mean
+import megazero
+from megazero.config.read.flags import pick
 from megazero.log.safe_stream import guard_output
 from megazero.mesh.launch import is_first
 
@@ -29,20 +29,20 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("train a model, or continue its training", "megazero.train.command"),
-    "generate": Command("continue a text with a trained model", "megazero.cli.generate"),
-    "preprocess": Command("turn text into the token files that training reads", "megazero.cli.preprocess"),
-    "tokenizer": Command("train a SentencePiece tokenizer on text", "megazero.cli.tokenizer"),
-    "status": Command("report the state, progress and restarts of runs", "megazero.cli.status"),
-    "inspect": Command("describe a checkpoint, check its files, or compare two", "megazero.cli.inspect"),
+    "train": Command("Train a model, or continue its training.", "megazero.train.command"),
+    "generate": Command("Continue a text with a trained model.", "megazero.cli.generate"),
+    "preprocess": Command("Turn text into the token files that training reads.", "megazero.cli.preprocess"),
+    "tokenizer": Command("Train a SentencePiece tokenizer on text.", "megazero.cli.tokenizer"),
+    "status": Command("Report the state, progress and restarts of runs.", "megazero.cli.status"),
+    "inspect": Command("Describe a checkpoint and check its files, or compare two.", "megazero.cli.inspect"),
     "convert": Command(
-        "convert checkpoints to and from Hugging Face, and from Megatron", "megazero.convert.command"
+        "Convert checkpoints to and from Hugging Face, and from Megatron.", "megazero.convert.command"
     ),
-    "plan": Command("find the fastest layout of a model on a cluster", "megazero.plan.command"),
-    "calibrate": Command("measure a cluster for the planner", "megazero.calibrate.command"),
-    "verify": Command("prove a configuration on local ranks against one rank", "megazero.verify.command"),
+    "plan": Command("Find the fastest layout of a model on a cluster.", "megazero.plan.command"),
+    "calibrate": Command("Measure a cluster for the planner.", "megazero.calibrate.command"),
+    "verify": Command("Prove a configuration on local ranks against one rank.", "megazero.verify.command"),
     "check-nodes": Command(
-        "check devices, links and shared storage of nodes without a run", "megazero.cli.check_nodes"
+        "Check devices, links and shared storage of nodes, without a run.", "megazero.cli.check_nodes"
     ),
 }
 _PROFILE = re.compile("^--profile[-_](?=rounds|micro|largest|fresh)")
@@ -57,23 +57,18 @@ def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
     words = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]
     if argv is None:  # else another program calls, and its streams are its own
         guard_output()
-    if not words or words[0] in ("-h", "--help"):
-        print(_help())
-        return 0 if words else 2
-    if words[0] == "--version":
-        print(f"megazero {__version__}")
+    if words[:1] == ["--version"]:
+        print(f"megazero {megazero.__version__}")
         return 0
-    name, *rest = _renamed(words)
-    if name not in COMMANDS:
-        near = did_you_mean(name, COMMANDS, "megazero ")
-        print(f"megazero {name} does not exist{near}\n\n{_help()}", file=sys.stderr)
-        return 2
-    return import_module(COMMANDS[name].module).main(rest)
+    words = _renamed(words)
+    table = {name: command.help for name, command in COMMANDS.items()}
+    name, status = pick("megazero", table, words, ("COMMAND --help", "--version"))
+    return import_module(COMMANDS[name].module).main(words[1:]) if name else status
 
 
 def _renamed(words: list[str]) -> list[str]:
     """Return a command line in today's words: calibrate and four of its flags were called profile."""
-    if words[0] != "profile":
+    if words[:1] != ["profile"]:
         return words
     if is_first():
         print(
@@ -81,13 +76,3 @@ def _renamed(words: list[str]) -> list[str]:
             file=sys.stderr,
         )
     return ["calibrate", *(_PROFILE.sub("--calibrate-", word) for word in words[1:])]
-
-
-def _help() -> str:
-    lines = [
-        "usage: megazero COMMAND [words]",
-        "       megazero COMMAND --help",
-        "       megazero --version",
-        "",
-    ]
-    return "\n".join([*lines, *(f"  {name:<11}  {command.help}" for name, command in COMMANDS.items())])

@@ -18,7 +18,6 @@ from megazero.config.run import all_options
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.mesh.launch import Launch, read_launch
 
-WAIT = "distributed_init_timeout_minutes"
 USAGE = """usage: srun megazero check-nodes --save FOLDER [flags below]
        megazero check-nodes [flags below]
 
@@ -62,7 +61,7 @@ def report(options: CheckOptions, launch: Launch) -> ExitStatus:
 
     from megazero.train.node_check import check_nodes  # brings torch
 
-    training = TrainingConfig(device=options.device, **{WAIT: options.timeout / 60})
+    training = TrainingConfig(device=options.device, distributed_init_timeout_minutes=options.timeout / 60)
     save = Path(options.save) if options.save else None
     try:
         notes = check_nodes(training, launch, save, options.checkpoint_bytes, options.keep_last)
@@ -74,7 +73,7 @@ def report(options: CheckOptions, launch: Launch) -> ExitStatus:
         time.sleep(1)  # srun ends all ranks with the first that leaves
         return status_of(error)
     except RuntimeError as error:  # of a collective: this rank alone knows
-        text = f"{error}".replace(all_options()[WAIT].flag, "--timeout")  # the flag that sets it here
+        text = f"{error}".replace(all_options()["distributed_init_timeout_minutes"].flag, "--timeout")
         print(f"{launch.host}, rank {launch.rank}: {text}", file=sys.stderr, flush=True)
         return ExitStatus.RANK_LOST
     if launch.rank == 0:

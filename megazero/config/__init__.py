@@ -6,15 +6,15 @@ It imports neither torch nor numpy.
 from megazero.config.errors import ConfigError
 from megazero.config.layout.shards import PRESETS, resolve_shards
 from megazero.config.read.flags import read_arguments
-from megazero.config.read.parse import CommandLine, make_config, parse, parse_or_exit, run_command
+from megazero.config.read.parse import begun, make_config, parse, parse_or_exit, run_command
 from megazero.config.run import RunConfig, World
 
 __all__ = [
     "PRESETS",
-    "CommandLine",
     "ConfigError",
     "RunConfig",
     "World",
+    "begun",
     "make_config",
     "parse",
     "parse_or_exit",

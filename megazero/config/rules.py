@@ -1,6 +1,7 @@
 """Rules between options that hold whatever the size of the world: RULES, and conditions.
 
-A rule yields error lines with the nearest legal choice. A condition says what options need to have an effect.
+A rule yields error lines with the nearest legal choice. It may trust every option that it reads (options/fields.py:
+guarded). A condition says what options need to have an effect.
 Those of the model, pipelines, messages and outer steps are in files of their own.
 """
 
@@ -12,26 +13,26 @@ from typing import Any
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout import outer_rules, pipeline_rules, wire_rules
-from megazero.config.layout.batch_sizes import ramp_fault
-from megazero.config.layout.sequence_lengths import growth_fault
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
 from megazero.config.model.attention import refusal, wants_of
 from megazero.config.model.published import is_published
 from megazero.config.nearest import multiples_around
+from megazero.config.options.callback_words import parse_callback
 from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
 from megazero.config.options.fields import Condition, typed
 from megazero.config.options.optimizers import (
     OPTIMIZERS,
     QUINTIC_SETS,
     SMALL_MOMENTS,
-    of_schedule,
     optimizer_conditions,
 )
 from megazero.config.options.sections import INDUCTOR
 from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, all_options
+from megazero.config.schedule.batch_sizes import ramp_fault
+from megazero.config.schedule.sequence_lengths import growth_fault
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -293,7 +294,13 @@ def _outer_policy(config: RunConfig) -> Iterator[str]:
         )
 
 
-_LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))
+def _callbacks(config: RunConfig) -> Iterator[str]:
+    """Report words that name no class. Whether it is there is seen when the run starts."""
+    for word in config.logging.callbacks:
+        try:
+            parse_callback(word)
+        except ValueError as error:
+            yield f"--callbacks {error}"
 
 
 def _attention(config: RunConfig) -> Iterator[str]:
@@ -305,82 +312,47 @@ def _attention(config: RunConfig) -> Iterator[str]:
         yield error
 
 
-# Each rule behind the options that must be known and legal by themselves before it is applied.
-RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    (
-        ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-        lambda c: model_rules.heads(c.model),
+RULES: tuple[Rule, ...] = (
+    lambda c: model_rules.heads(c.model),
+    lambda c: model_rules.rotary(c.model),
+    lambda c: model_rules.mlp(c.model),
+    lambda c: model_rules.frequencies(c.model),
+    lambda c: model_rules.query_key_norm(c.model),
+    lambda c: model_rules.padded_vocabulary(c.model, c.parallel.tensor_model_parallel_size),
+    lambda c: model_rules.sequence(c.model),
+    lambda c: model_rules.tensor_parallel(
+        c.model, c.parallel.tensor_model_parallel_size, c.parallel.sequence_parallel
     ),
-    (("kv_channels", "position_embedding_type", "rotary_percent"), lambda c: model_rules.rotary(c.model)),
-    ((), lambda c: model_rules.mlp(c.model)),
-    (("num_layers",), lambda c: model_rules.frequencies(c.model)),
-    (("qk_norm", "normalization"), lambda c: model_rules.query_key_norm(c.model)),
-    (
-        ("pad_vocab_size_to", "make_vocab_size_divisible_by", "tensor_model_parallel_size"),
-        lambda c: model_rules.padded_vocabulary(c.model, c.parallel.tensor_model_parallel_size),
-    ),
-    (("seq_length", "max_position_embeddings", "sliding_window"), lambda c: model_rules.sequence(c.model)),
-    (
-        (
-            "num_attention_heads",
-            "num_query_groups",
-            "ffn_hidden_size",
-            "seq_length",
-            "tensor_model_parallel_size",
-        ),
-        lambda c: model_rules.tensor_parallel(
-            c.model, c.parallel.tensor_model_parallel_size, c.parallel.sequence_parallel
-        ),
-    ),
-    (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.virtual),
-    (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.schedule),
-    (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.layers_per_stage),
-    (("rampup_batch_size", "global_batch_size"), _ramp),
-    (
-        ("seq_length", "rampup_seq_length", "rampup_seq_length_root", "seq_length_steps", "lr_by_tokens"),
-        _lengths,
-    ),
-    (("train_iters", "train_samples"), _length),
-    (_LENGTHS, _units),
-    (_LENGTHS, _schedule),
-    (("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"), _weight_decay),
-    (("optimizer", "muon_coefficient_type", "muon_num_ns_steps"), _newton_schulz),
-    (("data_path", "mock_data", *_APART.values(), *_WEIGHTED.values()), _source),
-    ((), _data),
-    (("tokenizer_type", "vocab_size", "tokenizer_model"), _vocabulary),
-    (("profile_step_start", "profile_step_end", "profile_ranks"), _profiled_steps),
-    (
-        ("attention_backend", "params_dtype", "device", "seq_length", "sliding_window", "attention_dropout"),
-        _attention,
-    ),
-    (("attention_dropout", "norm_impl"), _compiled),
-    (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
-    (
-        (
-            "optimizer",
-            "optimizer_impl",
-            "exp_avg_dtype",
-            "exp_avg_sq_dtype",
-            "norm_impl",
-            "params_dtype",
-            "apply_layernorm_1p",
-            "device",
-        ),
-        _implementations,
-    ),
-    (("save_retain_interval", "save_copy_interval", "save_interval"), _retention),
-    ((), _missing_checkpoint),
-    (("ckpt_step",), _named_checkpoint),
-    (("skip_train_iteration_range",), _skipped_ranges),
-    (tuple(opt.name for opt in all_options().values() if opt.section == "model"), _exportable),
-    (("zero_preset",), _planned),
-    (("loss_chunk_tokens", "params_dtype"), _loss_chunk),
-    (("loss_policy",), _outer_policy),
-    (("outer_interval", "outer_fragments", "outer_delay", "num_layers"), outer_rules.fragments),
-    (("zero_block_size",), lambda c: wire_rules.legal_block(c.zero)),
-    (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
-    (("zero_gradient_clip_search",), lambda c: wire_rules.unbiased(c.zero)),
-    (("zero_quantized_gradients_until",), wire_rules.until),
+    pipeline_rules.virtual,
+    pipeline_rules.schedule,
+    pipeline_rules.layers_per_stage,
+    _ramp,
+    _lengths,
+    _length,
+    _units,
+    _schedule,
+    _weight_decay,
+    _newton_schulz,
+    _source,
+    _data,
+    _vocabulary,
+    _profiled_steps,
+    _attention,
+    _compiled,
+    _loss_scale,
+    _implementations,
+    _retention,
+    _missing_checkpoint,
+    _named_checkpoint,
+    _skipped_ranges,
+    _exportable,
+    _planned,
+    _loss_chunk,
+    _outer_policy,
+    _callbacks,
+    outer_rules.fragments,
+    lambda c: wire_rules.legal_block(c.zero),
+    wire_rules.delta_refresh,
 )
 
 
@@ -414,7 +386,8 @@ def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
     yield ["reset_position_ids"], positions, "--reset-attention-mask, or positions other than ALiBi"
     yield ["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"
     yield ["tokenizer_model", "vocab_file", "merge_file"], tokenized, "--tokenizer-type"
-    yield ["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"
+    evaluates = config.training.eval_iters > 0 or bool(config.logging.callbacks)
+    yield ["eval_interval", "eval_at_start"], evaluates, "--eval-iters above 0"
     yield ["compile_backend"], config.training.compile, "--compile"
     inductor = config.training.compile and config.training.compile_backend == INDUCTOR
     yield ["compile_cache"], inductor, "--compile with inductor"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout.pipeline import (
@@ -39,10 +39,39 @@ from megazero.mesh.grid import data_ranks_per_node, replica_size
 from megazero.pp.partition import StageSpec, partition
 from megazero.pp.schedules import micro_batch_multiple
 
-# Removed options, with what to do instead. Files of earlier versions may have them: they are ignored if they are off.
+
+class Removed(NamedTuple):
+    """A removed option: what to do instead, and the word with which it did nothing.
+
+    Files of earlier versions may have it. It is ignored where it is off.
+    """
+
+    cure: str
+    off: str = "false"
+
+
+_NO_CLIP = Removed(
+    "it searched a clip for each block, which helps at 2 bits alone: leave it out, give more bits, or "
+    "--zero-gradient-transform hadamard",
+    off="0",
+)
+_BOUND = "a loop of your own on the engine has zero.Policy({}=...)"
 REMOVED = {
-    "log_each_rank": "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
-    "--log-dir LOGS (--tee 3 prints it, too)",
+    "log_each_rank": Removed(
+        "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
+        "--log-dir LOGS (--tee 3 prints it, too)"
+    ),
+    "zero_weight_clip_search": _NO_CLIP,
+    "zero_gradient_clip_search": _NO_CLIP,
+    "zero_weight_transform": Removed(
+        "a transform makes the errors of weights larger: leave it out; gradients have --zero-gradient-transform",
+        off="none",
+    ),
+    "zero_quantized_gradients_until": Removed(
+        "a callback sets engine.exact_gradients (docs/extending.md), as does a loop of your own on the engine"
+    ),
+    "zero_weight_error_bound": Removed(_BOUND.format("weight_error_bound")),
+    "zero_gradient_error_bound": Removed(_BOUND.format("gradient_error_bound")),
 }
 
 
@@ -78,7 +107,8 @@ class ScheduleLengths:
 class RunConfig:
     """The configuration of a run, in frozen sections.
 
-    ``notes`` says what was accepted, implied or overridden on the way. Without a world the global batch may be open
+    ``notes`` says what was accepted, implied or overridden on the way. ``said`` holds what the user said while the
+    folder of --load is not read yet (read/parse.py: begun), else None. Without a world the global batch may be open
     (None); until the tokenizer is read, so may the vocabulary.
     """
 
@@ -97,6 +127,7 @@ class RunConfig:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     planning: PlanningConfig = field(default_factory=PlanningConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
+    said: object = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, values: Mapping[str, Any], notes: Sequence[str] = ()) -> RunConfig:
@@ -246,15 +277,6 @@ class RunConfig:
         wsd = ((opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0) * batch
         return ScheduleLengths(unit, total * batch, decay, warmup, wsd, batch)
 
-    @property
-    def quantized_gradients_end(self) -> int | None:
-        """Return the number of iterations after which gradients are exact, or None if they never are.
-
-        It is a number of samples where the run's length is in samples.
-        """
-        fraction = self.zero.zero_quantized_gradients_until
-        return None if fraction is None else round(fraction * self.lr_lengths.total)
-
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the sections as plain JSON values, which are also a legal --config file."""
         return to_store(self.values())
@@ -263,7 +285,8 @@ class RunConfig:
 @lru_cache(maxsize=1)
 def section_types() -> Mapping[str, type]:
     """Return the dataclass of each section name, in order."""
-    return MappingProxyType({name: cls for name, cls in get_type_hints(RunConfig).items() if name != "notes"})
+    hints = get_type_hints(RunConfig).items()
+    return MappingProxyType({name: cls for name, cls in hints if name not in ("notes", "said")})
 
 
 @lru_cache(maxsize=1)

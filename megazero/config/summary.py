@@ -5,10 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection
 
+from megazero.comm.wire import Coding
 from megazero.config.layout.outer import BF16_BITS, EXACT_BITS, averages, feeds_back
 from megazero.config.layout.pipeline import stage_costs
 from megazero.config.layout.shards import AUTO, QUANTISED, Shards
-from megazero.config.layout.wire import Coding, Wire, asked_for, quantizes_gradients, quantizes_weights
+from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients, quantizes_weights
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import parameter_count
 from megazero.config.options.fields import show
@@ -184,8 +185,6 @@ def _weights(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
         first = f"{_name(coding)}{details}"
         later = "exact, of the resident copy" if wire.delta else "as received"
         hops.append(f"gathers {_where(gathers)} {later if refresh and coding else first}")
-    if coding and zero.zero_weight_error_bound:
-        hops.append(f"exact once a module's error passes {zero.zero_weight_error_bound:g}")
     why = _why(zero, "weights", asked_for(zero).weights, coding)
     return f"weights{why}: {', '.join(hops) or 'never sent'}"
 
@@ -201,11 +200,6 @@ def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: 
             rounding = f"nearest, {_feedback(wire)}" if wire.feedback and link == INTER else "nearest"
             details = _details(coding, "stochastic" if coding.stochastic else rounding) if coding else ""
             hops.append(f"{WHERE[link]} {_name(coding)} {when}{details}")
-    if wire.gradients_inter or wire.gradients_intra:
-        if zero.zero_quantized_gradients_until:
-            hops.append(f"exact after {zero.zero_quantized_gradients_until:.3g} of the training")
-        if zero.zero_gradient_error_bound:
-            hops.append(f"exact once a module's error passes {zero.zero_gradient_error_bound:g}")
     why = _why(zero, "gradients", asked_for(zero).gradients_inter, wire.gradients_inter)
     return f"gradients{why}: {', '.join(hops)}"
 
@@ -217,9 +211,8 @@ def _feedback(wire: Wire) -> str:
 
 
 def _details(coding: Coding, rounding: str = "nearest") -> str:
-    scales = f", best of {coding.clip} scales" if coding.clip else ""
     mixed = f", Hadamard transform of {coding.hadamard}" if coding.hadamard else ""
-    return f" (blocks of {coding.block}, {rounding}{scales}{mixed})"
+    return f" (blocks of {coding.block}, {rounding}{mixed})"
 
 
 def _why(zero: ZeroConfig, what: str, asked: Coding | None, sent: Coding | None) -> str:

@@ -1,28 +1,29 @@
-"""One pass over a configuration reports every error at once: the value, the rule, the nearest legal choice.
-
-Of options that another option makes meaningless, megazero's own are errors. Megatron's are notes, since its scripts
-give them and Megatron ignores them.
-"""
+"""One pass over a configuration reports every error at once: the value, the rule, the nearest legal choice."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from megazero.config.layout.outer_rules import outer_notes
 from megazero.config.layout.shards import resolve_shards
 from megazero.config.nearest import multiples_around
-from megazero.config.options.fields import fault, without_effect
+from megazero.config.options.fields import Unjudged, fault, guarded, without_effect
 from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.rules import RULES, conditions
-from megazero.config.run import RunConfig, World, all_options
+from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
 
 
 def find_errors(
     config: RunConfig, world: World | None, skip: Collection[str] = (), missing: Collection[str] = ()
 ) -> list[str]:
-    """Return all error lines. Rules that read an option in ``skip``, which is reported, or ``missing`` do not run."""
+    """Return all error lines.
+
+    A rule ends where it reads an option in ``skip``, which is reported already, one in ``missing``, or one with an
+    illegal value.
+    """
     broken, errors = set(skip), []
     for opt in all_options().values():
         value = None if opt.name in missing else config.get(opt.name)
@@ -32,10 +33,12 @@ def find_errors(
             errors.append(error)
             broken.add(opt.name)
     broken.update(missing)
-    for reads, rule in RULES:
-        if not broken.intersection(reads):
-            errors += rule(config)
-    errors += [line for name, line in _without_effect(config, broken) if _refused(name)]
+    judged = replace(config, **{name: guarded(getattr(config, name), broken) for name in section_types()})
+    for rule in RULES:
+        with suppress(Unjudged):
+            for line in rule(judged):
+                errors.append(line)  # not extend: of a rule that ends early, the lines before count
+    errors += [line for name, line in _without_effect(config, broken) if all_options()[name].strict]
     if world is not None:
         errors += _layout(config, world, broken)
     if not config.knows_nodes(world) and config.zero.zero_shard:
@@ -48,9 +51,8 @@ def notes_on(config: RunConfig, world: World | None) -> list[str]:
 
     Options without an effect are noted here if they are not errors.
     """
-    idle = [
-        line.split("; leave it out")[0] for name, line in _without_effect(config, ()) if not _refused(name)
-    ]
+    vain = _without_effect(config, ())
+    idle = [line.split("; leave it out")[0] for name, line in vain if not all_options()[name].strict]
     return [*idle, *outer_notes(config), *_other_lifetime(config, world)]
 
 
@@ -68,15 +70,6 @@ def _other_lifetime(config: RunConfig, world: World | None) -> Iterator[str]:
         yield f"--zero-params-lifetime {asked} is 'use' here: P = OS, the P copy is the optimizer's own slice"
 
 
-def _refused(name: str) -> bool:
-    """Tell whether an option is an error where it has no effect: most of megazero's own are. The others get a note.
-
-    Some of its own get a note, too. They modify Megatron's saves, evaluations and schedules; --save-keep-last also
-    follows from Megatron's --save-retain-interval.
-    """
-    return name.startswith(("zero_", "outer_", "spike_", "compile_")) or name in REFUSED
-
-
 # Options that others may decide. While one of those is not legal, the derived option is not judged.
 DERIVED_FROM = {
     "ffn_hidden_size": ("hidden_size",),
@@ -84,7 +77,6 @@ DERIVED_FROM = {
     "num_query_groups": ("num_attention_heads",),
     "max_position_embeddings": ("seq_length",),
 }
-REFUSED = ("allow_fresh_start", "accept_field", "save_hf", "rollback_on_spike", "max_rollbacks")
 # The options that decide the arrangement of ranks.
 LAYOUT = {
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"),

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from typing import Any
 
-from megazero.convert.options import read_options
+from megazero.config import read_arguments, run_command
+from megazero.config.options.fields import section_options
+from megazero.config.read.flags import arguments_help, pick, section_text
+from megazero.convert.options import SECTIONS
+
+STATUS = "Exit status 0: done; 1: a check does not hold; 2: nothing was converted."
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 is good, 1 a check does not hold, 2 nothing was converted."""
-    try:
-        options = read_options(sys.argv[1:] if argv is None else argv)
-    except SystemExit as ended:  # argparse's --help, or its word on a wrong command line
-        return int(ended.code or 0)
+    name, status = pick("megazero convert", {key: section_text(cls) for key, cls in SECTIONS.items()}, argv)
+    if not name:
+        return status
+    return run_command(f"convert {name}", argv[1:], lambda: _help(name), lambda: _convert(name, argv[1:]))
+
+
+def _help(name: str) -> str:
+    cls = SECTIONS[name]
+    places = " ".join(opt.place for opt in section_options(name, cls) if opt.place)
+    usage = f"usage: megazero convert {name} {places} [flags below]\n\n{section_text(cls)}\n{STATUS}\n"
+    return arguments_help(usage, cls)
+
+
+def _convert(name: str, words: Sequence[str]) -> int:
+    options: Any = read_arguments(SECTIONS[name], words)
     from megazero.convert.conversions import CONVERSIONS  # brings torch, which --help does not need
 
-    try:
-        return CONVERSIONS[options.command](options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return CONVERSIONS[name](options)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
@@ -21,6 +21,7 @@ from megazero.convert.check import Line, compare, compare_tensors
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
 from megazero.convert.megatron.weights import MegatronWeights
+from megazero.convert.options import CheckHf, FromHf, FromMegatron, ModelFlags, ToHf, size
 from megazero.convert.source import Source
 from megazero.log.terminal import SafeConsole
 from megazero.models.dtypes import DTYPES
@@ -28,19 +29,22 @@ from megazero.models.dtypes import DTYPES
 ARGUMENTS_FILE = "run.yaml"
 
 
-def _to_hf(options: argparse.Namespace) -> int:
-    source = _source(options, options.weights or "trained", options.dtype)
+def _to_hf(options: ToHf) -> int:
+    source, tokenizer = (
+        _source(options, options.weights or "trained", options.dtype),
+        _path(options.tokenizer),
+    )
     with _progress() as progress:
         partial = write_folder(
             source,
-            options.folder,
-            shard_bytes=options.shard_size,
-            tokenizer=options.tokenizer,
+            Path(options.folder),
+            shard_bytes=size(options.shard_size),
+            tokenizer=tokenizer,
             progress=progress,
         )
         good = False
         try:
-            good = options.no_check or _compared(source, Published.open(partial), options.tokenizer, progress)
+            good = not options.check or _compared(source, Published.open(partial), tokenizer, progress)
         finally:
             if not good:  # without it no reader takes the folder for a model
                 (partial / CONFIG_FILE).unlink()
@@ -52,24 +56,25 @@ def _to_hf(options: argparse.Namespace) -> int:
     return 0
 
 
-def _from_hf(options: argparse.Namespace) -> int:
+def _from_hf(options: FromHf) -> int:
     def write(trial: Path, progress: ExportProgress) -> bool:
         """Write the checkpoint under ``trial``. Return whether it compares equal to the folder's model."""
-        published = Published.open(options.folder, options.accept_field)
-        if note := unread_tokenizer(options.folder):
+        published = Published.open(Path(options.folder), options.accept_field)
+        if note := unread_tokenizer(Path(options.folder)):
             progress.note(note)
         progress.say("writing", 0)
         path = write_checkpoint(published, trial)
-        return options.no_check or _compared(Source(path), published, None, progress)
+        return not options.check or _compared(Source(path), published, None, progress)
 
-    return _import(options.checkpoint, write)
+    return _import(Path(options.checkpoint), write)
 
 
-def _from_megatron(options: argparse.Namespace) -> int:
+def _from_megatron(options: FromMegatron) -> int:
     def write(trial: Path, progress: ExportProgress) -> bool:
         """Write the checkpoint under ``trial``, and print its flags. Return whether its tensors compare equal."""
         progress.say("reading names and arguments", 0)
-        weights = MegatronWeights.open(options.folder, options.ckpt_step, options.flags, options.accept_field)
+        folder = Path(options.folder)
+        weights = MegatronWeights.open(folder, options.ckpt_step, options.flags, options.accept_field)
         for note in weights.notes:
             progress.note(note)
         family = weights.model.model_family
@@ -79,12 +84,12 @@ def _from_megatron(options: argparse.Namespace) -> int:
         progress.say("writing", 0)
         path = write_checkpoint(weights, trial, {ARGUMENTS_FILE: f"{by_section(said)}\n".encode()})
         progress.say("comparing tensors", 0)
-        good = options.no_check or _printed(compare_tensors(Source(path), weights))
+        good = not options.check or _printed(compare_tensors(Source(path), weights))
         if good:
             print(" \\\n".join(flag_lines(family, said)))
         return good
 
-    return _import(options.checkpoint, write)
+    return _import(Path(options.checkpoint), write)
 
 
 def _import(root: Path, write: Callable[[Path, ExportProgress], bool]) -> int:
@@ -115,26 +120,31 @@ def _import(root: Path, write: Callable[[Path, ExportProgress], bool]) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> int:
-    weights = options.weights or converted_weights(options.folder)
+def _check(options: CheckHf) -> int:
+    folder = Path(options.folder)
+    weights = options.weights or converted_weights(folder)
     with _progress() as progress:
         source = _source(options, weights, None)
         progress.say("checking the checkpoint", 0)
         verify(source.path)
-        published = Published.open(options.folder, options.accept_field)
-        return 0 if _compared(source, published, options.tokenizer, progress) else 1
+        published = Published.open(folder, options.accept_field)
+        return 0 if _compared(source, published, _path(options.tokenizer), progress) else 1
 
 
-def _flags(options: argparse.Namespace) -> int:
+def _flags(options: ModelFlags) -> int:
     text = yaml_text if options.yaml else flag_text
-    print(text(options.folder, options.accept_field))
+    print(text(Path(options.folder), options.accept_field))
     return 0
 
 
-def _source(options: argparse.Namespace, weights: str, dtype: str | None) -> Source:
+def _source(options: ToHf | CheckHf, weights: str, dtype: str | None) -> Source:
     return Source(
         find_checkpoint(options.checkpoint, options.ckpt_step), weights, DTYPES[dtype] if dtype else None
     )
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _compared(source: Source, published: Published, tokenizer: Path | None, progress: ExportProgress) -> bool:
@@ -170,7 +180,7 @@ def _progress() -> Iterator[ExportProgress]:
         yield ExportProgress(say, lambda count: bars.advance(task, count), note)
 
 
-CONVERSIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+CONVERSIONS: Mapping[str, Callable[[Any], int]] = {
     "to-hf": _to_hf,
     "from-hf": _from_hf,
     "from-megatron": _from_megatron,

@@ -200,7 +200,7 @@ class GPTDataset:
             raise ValueError(
                 f"{self.source.prefix} holds token {low if low < 0 else top}, the tokenizer's "
                 f"vocabulary is 0..{size - 1}: the data was made with another "
-                f"tokenizer; name that one, or run tools/preprocess_data.py with this one"
+                f"tokenizer; name that one, or run megazero preprocess with this one"
             )
         return text
 

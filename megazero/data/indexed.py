@@ -172,7 +172,7 @@ class IndexedDataset:
             )
             raise ValueError(
                 f"{path} {what}: {size} bytes, but {idx_path(self.prefix).name} lists {self.tokens} tokens of "
-                f"{self.dtype.name}, {wanted} bytes; copy both files again or rerun tools/preprocess_data.py"
+                f"{self.dtype.name}, {wanted} bytes; copy both files again or rerun megazero preprocess"
             )
         ends = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
         if len(ends) and (self.offsets.min() < 0 or ends.max() > size):
@@ -202,7 +202,7 @@ class IndexedDataset:
             raise ValueError(
                 f"{self.prefix} stores {self.dtype.name} tokens (at most {np.iinfo(self.dtype).max}) but the "
                 f"vocabulary has {vocab_size}: it was made with another tokenizer; "
-                f"run tools/preprocess_data.py with this one"
+                f"run megazero preprocess with this one"
             )
 
     def fingerprint(self) -> dict[str, Any]:
@@ -218,13 +218,13 @@ Index = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.in
 def _read_index(path: Path) -> Index:
     size = path.stat().st_size
     if size == 0:
-        raise ValueError(f"{path} is empty; copy it again or rerun tools/preprocess_data.py")
+        raise ValueError(f"{path} is empty; copy it again or rerun megazero preprocess")
     with open(path, "rb") as handle:
         head = handle.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC[: len(head)]:
         raise ValueError(
             f"{path} is not a Megatron index: it starts with {head[:9]!r}, not {MAGIC!r}; "
-            f"make one with tools/preprocess_data.py"
+            f"make one with megazero preprocess"
         )
     if size < HEADER.size:
         raise ValueError(f"{path} is truncated: {size} bytes, the header alone has {HEADER.size}")
@@ -240,7 +240,7 @@ def _read_index(path: Path) -> Index:
         what = "truncated" if size < wanted else "longer than it says"
         raise ValueError(
             f"{path} is {what}: {size} bytes, its header ({sequences} sequences, {bounds} document bounds) "
-            f"asks for {wanted}; copy it again or rerun tools/preprocess_data.py"
+            f"asks for {wanted}; copy it again or rerun megazero preprocess"
         )
     raw = np.memmap(path, mode="r")
     at = HEADER.size

@@ -240,7 +240,7 @@ def check_meta(prefix: str | Path, info: TokenizerInfo) -> None:
         made_by = TokenizerInfo(**read_json(path)["tokenizer"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is damaged ({error}); run tools/preprocess_data.py again, or remove it to go unchecked"
+            f"{path} is damaged ({error}); run megazero preprocess again, or remove it to go unchecked"
         ) from None
     for name, what in (
         ("vocab_size", "vocabulary size"),

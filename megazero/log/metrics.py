@@ -2,8 +2,9 @@
 
 Iteration lines hold the fields of IterationMetrics and any extra keys; evaluation lines hold iteration,
 consumed_samples, eval_lm_loss and eval_ppl, and eval_data (a name) where several data sets are evaluated or the test
-data is. Every line has the time at which it was written. The file is the authority on a run: it survives a kill at
-any moment, and after a resume it still has one line per iteration.
+data is. Results of other evaluations have a line with iteration and consumed_samples. Every line has the time at
+which it was written. The file is the authority on a run: it survives a kill at any moment, and after a resume it
+still has one line per iteration.
 
 Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity" (null would hide whether it was a NaN
 or an overflow); read_metrics turns them back into floats.
@@ -143,6 +144,12 @@ class MetricsWriter:
             "eval_lm_loss": loss,
             "eval_ppl": perplexity(loss),
         } | extra
+        self._write(line)
+        return line
+
+    def results(self, iteration: int, consumed_samples: int, results: Mapping[str, float]) -> dict[str, Any]:
+        """Write and return a line with the results of other evaluations by name."""
+        line = {"iteration": iteration, "consumed_samples": consumed_samples, **results}
         self._write(line)
         return line
 

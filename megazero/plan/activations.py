@@ -1,21 +1,21 @@
-"""A rank's activations while a backward is at its head, a layer and its embedding.
+"""A rank's activations while a backward is at its head, at a layer of each kind and at its embedding.
 
 Activations are what autograd keeps of models/layer.py with a fused attention kernel (the counts of Korthikanti et al.
-2022, section 4, for these layers). Sizes are in bytes.
+2022, section 4, for the layers of config/model/spec.py). Sizes are in bytes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from megazero.config import RunConfig
 from megazero.config.layout.shards import AUTO
 from megazero.config.model.attention import BAND, TORCH, needs_mask, planned
-from megazero.config.model.section import LAYER_NORMS, ModelConfig
-from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
+from megazero.config.model.spec import EMBEDDING, HEAD, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.families.layer_kinds import layer_kinds
-from megazero.plan.units import module_parameters
 from megazero.pp.partition import StageSpec
 
 # Elements of logits that the loss handles at once (tp/cross_entropy.py).
@@ -34,8 +34,10 @@ class LayerActivations:
     working: float
 
 
-def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> LayerActivations:
-    """Return what a layer keeps for its backward on one rank, whose elements have ``width`` bytes.
+def layer_activations(
+    config: RunConfig, layer: LayerSpec, width: int, on_host: bool = False
+) -> LayerActivations:
+    """Return what a kind of layer keeps for its backward on one rank, whose elements have ``width`` bytes.
 
     on_host: on CPUs torch has no fused kernel for attention with dropout, so its scores, their mask and their product
     stay, in at least fp32. Matrix products in bands of queries keep no more than fused kernels do; in the backward
@@ -43,14 +45,9 @@ def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> L
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * model.seq_length
-    stream = model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
-    q, kv = model.query_projection_size / tp, model.kv_projection_size / tp
-    ffn, heads = model.ffn_hidden_size / tp, model.num_attention_heads / tp
-    # The input of each norm and of attention and MLP; rotated q, k, v; attention's output and, laid out anew,
-    # o_proj's input; up (and gate, f(gate)) and down's input.
-    streams = max(4, 2 + len(LAYER_NORMS[model.transformer_block_type]))
-    matrices = streams * stream + 3 * q + 2 * kv + (4 if model.gated_mlp else 2) * ffn
-    matrices += q + kv if model.qk_norm != "none" else 0
+    share = tp if config.parallel.sequence_parallel else 1
+    stream, heads = model.hidden_size / share, layer.heads / tp
+    elements = layer.kept.stream / share + layer.kept.inner / tp
     masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
     wide, pairs = max(width, 4), heads * model.seq_length
     backend = _backend(config, width, on_host)
@@ -58,12 +55,12 @@ def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> L
     # Scores, their softmax, and the gradients of both; tanh of capped ones.
     held = 5 if model.attn_logit_softcapping else 4
     transient = held * min(BAND, model.seq_length) * pairs * wide if backend == "math" else 0.0
-    whole = tokens * (width * matrices + masks + 4 * heads) + scores
-    gradients = tokens * width * (2 * ffn + 2 * model.hidden_size) + transient
+    whole = tokens * (width * elements + masks + 4 * heads) + scores
+    gradients = tokens * width * (layer.gradients.inner / tp + layer.gradients.stream) + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
     if config.training.recompute_granularity == "selective":
-        core = tokens * (width * q + 4 * heads) + scores
+        core = tokens * (width * layer.query / tp + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
 
@@ -90,8 +87,8 @@ def activations(
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of activations and of the head on the rank that holds these stages, by moment.
 
-    The moments are the last micro-batch's backward at the head, at its first layer and at the embedding, as far as
-    the rank has them. The backward frees activations as it proceeds, and the head's before it needs the layers'
+    The moments are the last micro-batch's backward at the head, at a layer of each kind and at the embedding, as far
+    as the rank has them. The backward frees activations as it proceeds, and the head's before it needs the layers'
     working memory. A parameter's gradient, as autograd makes it, counts with them. If embedding and head are one
     parameter on one rank, autograd adds both gradients, so the head's stays to the end.
 
@@ -100,9 +97,11 @@ def activations(
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * model.seq_length
-    layer = layer_activations(config, width, on_host)
+    spec = padded_spec(model, tp)
+    numbers = Counter(spec.by_place[i].kind for s in stages for i in s.layers)
+    layers = {kind.kind: layer_activations(config, kind, width, on_host) for kind in spec.layers}
     stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
-    one = sum(len(s.layers) for s in stages) / len(stages) * layer.kept + stream
+    one = sum(n / len(stages) * layers[kind].kept for kind, n in numbers.items()) + stream
     always = 0.0
     if config.parallel.pipeline_model_parallel_size > 1:
         always += 4 * stream  # messages under way, both directions
@@ -112,12 +111,12 @@ def activations(
         else:
             always += width * mask_elements(config, [i for s in stages for i in s.layers])
     first, last = any(s.embedding for s in stages), any(s.head for s in stages)
-    raw = {kind: width * _largest_gradient(model, tp, kind) for kind in (EMBEDDING, LAYER, HEAD)}
+    raw = {kind: width * _largest_gradient(module, tp) for kind, module in spec.modules.items()}
     waiting = raw[HEAD] if first and last and not model.untie_embeddings_and_output_weights else 0.0
-    working = layer.working + raw[LAYER] + waiting
     moments = dict[str, dict[str, float]]()
-    if any(s.layers for s in stages):
-        moments[LAYER] = {"activations": always + peak * one + working, "head": 0.0}
+    for kind in numbers:
+        working = layers[kind].working + raw[kind] + waiting
+        moments[kind] = {"activations": always + peak * one + working, "head": 0.0}
     if first:
         left = (peak - 1) * one + 2 * stream + raw[EMBEDDING] + waiting
         moments[EMBEDDING] = {"activations": always + left, "head": 0.0}
@@ -173,14 +172,15 @@ def _backend(config: RunConfig, width: int, on_host: bool) -> str:
     return planned(config.model, choice, documents, 8 * width, on_host)
 
 
-def _largest_gradient(model: ModelConfig, tp: int, kind: str) -> int:
+def _largest_gradient(module: ModuleSpec, tp: int) -> int:
     """Return the most gradient elements that autograd holds at once before it accumulates them.
 
     Tensor-parallel linears of one input (tp/linear.py) compute theirs together: q, k and v, or gate and up.
     """
-    largest = max(p.numel for p in module_parameters(model, tp)[kind])
-    if kind != LAYER or tp == 1:
+    largest = max(prod(p.local_shape(tp)) for p in module.parameters)
+    if not is_layer(module.kind) or tp == 1:
         return largest
-    up = model.hidden_size * model.ffn_hidden_size * (2 if model.gated_mlp else 1)
-    qkv = model.hidden_size * (model.query_projection_size + 2 * model.kv_projection_size)
-    return max(largest, up // tp, qkv // tp)
+    together = Counter[str]()
+    for p in module.parameters:
+        together[p.name.partition(".")[0]] += p.numel * (p.multiplies and p.cut == 0)
+    return max(largest, *(numel // tp for numel in together.values()))

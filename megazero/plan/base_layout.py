@@ -5,11 +5,12 @@ Many layouts share one base.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 from megazero.config import RunConfig, World
-from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
+from megazero.config.model.spec import padded_spec
 from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
@@ -72,7 +73,7 @@ class BaseLayout:
         self.virtual, self.schedule_name = config.virtual_stages, config.pipeline_schedule
         self.micro_batches = config.num_micro_batches(world)
         self.d, self.h = config.shard_ranks(world), config.data_ranks_per_node(world)
-        self.compute = Compute(config, cluster, collectives)
+        self.compute, self.spec = Compute(config, cluster, collectives), padded_spec(config.model, self.tp)
         self.stages = stages or config.stages()
         self.of_rank = [[s for s in self.stages if s.rank == rank] for rank in range(self.pp)]
         self.activation = self.compute.activation
@@ -81,21 +82,15 @@ class BaseLayout:
     @cached_property
     def stage_seconds(self) -> list[dict[Kind, float]]:
         """Return the seconds of each action of each stage, without waits."""
-        times = self.compute.times
+        times, counts = self.compute.times, map(self._modules_of, self.stages)
         return [
-            {
-                kind: sum(
-                    count * times[module].of(kind)
-                    for module, count in (
-                        (EMBEDDING, s.embedding),
-                        (LAYER, len(s.layers)),
-                        (HEAD, s.head),
-                    )
-                )
-                for kind in Kind
-            }
-            for s in self.stages
+            {kind: sum(n * times[module].of(kind) for module, n in own.items()) for kind in Kind}
+            for own in counts
         ]
+
+    def _modules_of(self, stage: StageSpec) -> Counter[str]:
+        """Count the modules of each kind in a stage."""
+        return Counter(module.kind for _, module in self.spec.of_stage(stage))
 
     @cached_property
     def least_seconds(self) -> float:
@@ -163,8 +158,8 @@ class BaseLayout:
     @cached_property
     def least_parameters(self) -> float:
         """Return the parameters of the first rank's layers."""
-        layer = self.config.model.layer_matrix_numel / self.tp
-        return sum(len(s.layers) for s in self.of_rank[0]) * layer
+        layers = (self.spec.by_place[i] for s in self.of_rank[0] for i in s.layers)
+        return sum(layer.multiply_adds for layer in layers) / self.tp
 
     @cached_property
     def message_costs(self) -> dict[str, Cost]:
@@ -218,10 +213,10 @@ class BaseLayout:
 
     @cached_property
     def distinct_ranks(self) -> list[int]:
-        """Return one pipeline rank of each kind: ranks of a kind hold as many layers, and as many activations."""
+        """Return one pipeline rank of each kind: ranks of a kind hold like modules, and as many activations."""
         found: dict[object, int] = {}
         for rank, own in enumerate(self.of_rank):
-            found.setdefault((self.peaks[rank], *((len(s.layers), s.embedding, s.head) for s in own)), rank)
+            found.setdefault((self.peaks[rank], *(tuple(self._modules_of(s).items()) for s in own)), rank)
         return list(found.values())
 
     def _activation_memory(self, loss_chunk: int | None) -> list[dict[str, dict[str, float]]]:

@@ -8,17 +8,17 @@ Level l is the slice that is left after axes 1..l. ``formats`` give the bits and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from megazero.comm.wire import Codecs, Coding
 from megazero.config import RunConfig
 from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum, outer_coding
-from megazero.config.layout.wire import Coding, Wire
-from megazero.config.model.section import LAYER_NORMS
+from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
-from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
+from megazero.mesh.grid import INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
@@ -52,28 +52,25 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class Formats:
-    """The format of each hop; None means exact.
+    """The formats of hops, and what an exact element takes.
 
     width: the bytes of a parameter. sums: the bytes of a sum of gradients.
     """
 
     width: int
     sums: int
-    weights: Coding | None = None
-    gradients: Mapping[str, Coding | None] | None = None  # by link
-    delta: bool = False
+    codecs: Codecs[Coding] = Codecs()
 
     @classmethod
-    def of(cls, wire: Wire, width: int, sums: int | None = None) -> Formats:
+    def of(cls, codecs: Codecs[Coding], width: int, sums: int | None = None) -> Formats:
         """Return a run's formats. By default sums have at least 4 bytes."""
-        by_link = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
-        return cls(width, sums or max(width, 4), wire.weights, by_link, wire.delta)
+        return cls(width, sums or max(width, 4), codecs)
 
     def of_weights(self, unit: UnitShape) -> Coding | None:
-        return self.weights if unit.quantised else None
+        return self.codecs.weights if unit.quantised else None
 
     def of_gradients(self, unit: UnitShape, link: str) -> Coding | None:
-        return (self.gradients or {}).get(link) if unit.quantised else None
+        return self.codecs.gradients(link) if unit.quantised else None
 
 
 def message(unit: UnitShape, parts: int, coding: Coding | None, width: int, exact_width: int) -> int:
@@ -188,7 +185,7 @@ def weight_hops(
     own = message(unit, prod(a.size for a in axes[:os]), formats.of_weights(unit), width, width)
     refresh = _gather_hops(axes, os, p, os, own)
     inner = os
-    if formats.delta and unit.quantised and p < os:
+    if formats.codecs.delta and unit.quantised and p < os:
         own, inner = unit.elements // prod(a.size for a in axes[:p]) * width, p
     return refresh, _gather_hops(axes, p, 0, inner, own)
 
@@ -344,58 +341,47 @@ def pipeline(schedule: Schedule, grid: Grid, rank: int, activation: Activation) 
 def tensor_parallel(
     config: RunConfig, stages: Sequence[StageSpec], actions: Sequence[Action], activation: Activation
 ) -> Bytes:
-    """Return the bytes of collectives inside layers.
+    """Return the bytes of collectives inside modules."""
+    if activation.tp == 1:
+        return Counter()
+    spec = model_spec(config.model)
+    each = {kind: module_sums(config, module, activation) for kind, module in spec.modules.items()}
+    held = {stage.index: [each[module.kind] for _, module in spec.of_stage(stage)] for stage in stages}
+    sent = {index: [sum(column) for column in zip(*own, strict=True)] for index, own in held.items()}
+    forward = sum(sent[a.stage][0] for a in actions if a.kind == Kind.FORWARD)
+    backward = sum(sent[a.stage][1] for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT))
+    return Counter({("tp", INTRA): forward + backward})
 
-    A layer has two pairs of linears; in each, a column linear comes before a row linear. The forward sums the row's
-    output; under sequence parallel it first gathers the column's input, and scatters the sum. The backward does the
-    same with the gradients, and under sequence parallel gathers the column's input once more.
+
+def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -> tuple[int, int]:
+    """Return the bytes of a module's collectives over tensor-parallel ranks, in its forward and in its backward.
+
+    The forward adds up outputs; under sequence parallelism it first gathers inputs, and scatters the sums. The
+    backward does the same with the gradients, and under sequence parallel gathers the inputs once more.
     """
-    tp, unit = activation.tp, activation.summed
-    again, norms = _again(config), _split_norms(config, activation)
-    wire = 1 if activation.sequence_parallel else 0
-    # Chunks compute the head's gradients in its forward, which has the gathered input already.
-    head = 1 if has_loss_chunks(config) else 1 + wire
-    loss = (tp - 1) * 2 * activation.length * activation.samples * max(activation.width, 4)
-    by_index = {stage.index: stage for stage in stages}
-    total = 0
-    for action in actions:
-        stage = by_index[action.stage]
-        layers = len(stage.layers)
-        if action.kind == Kind.FORWARD:
-            total += unit * (stage.embedding + layers * 2 * (1 + wire) + stage.head * wire)
-            total += loss * stage.head + layers * norms[0]
-        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
-            total += unit * (stage.embedding * wire + layers * (2 * (1 + 2 * wire) + again))
-            total += unit * stage.head * head + layers * norms[1]
-    return Counter({("tp", INTRA): total} if tp > 1 else {})
+    unit, wire = activation.summed, int(activation.sequence_parallel)
+    forward = module.outputs + wire * module.inputs
+    backward = module.inputs * (1 + wire) + wire * module.outputs
+    if module.kind == HEAD:
+        # Chunks compute the head's gradients in its forward, which has the gathered input already.
+        backward -= wire * has_loss_chunks(config)
+        return unit * forward + _sums(activation, 2), unit * backward
+    if not isinstance(module, LayerSpec):
+        return unit * forward, unit * backward
+    norms = 2 * _sums(activation, module.norm_sums) // activation.tp  # a ring's all-reduce
+    if config.training.recompute_granularity != "full":
+        return unit * forward + norms, unit * backward + norms
+    # The backward repeats the forward, but for the last sum if nothing reads it.
+    return unit * forward + norms, unit * (backward + forward - (not module.rereads_output)) + 2 * norms
+
+
+def _sums(activation: Activation, numbers: int) -> int:
+    """Return the bytes of so many numbers of each token from all other tensor-parallel ranks."""
+    width = max(activation.width, 4)
+    return (activation.tp - 1) * numbers * activation.length * activation.samples * width
 
 
 def has_loss_chunks(config: RunConfig) -> bool:
     """Return whether a micro-batch's loss takes several chunks. Where the planner is still to choose, it does not."""
     size = config.training.loss_chunk_tokens
     return isinstance(size, int) and size < config.batch.micro_batch_size * config.model.seq_length
-
-
-def _split_norms(config: RunConfig, activation: Activation) -> tuple[int, int]:
-    """Return the bytes of norms over all heads of queries and keys, in a layer's forward and in its backward.
-
-    Each is an all-reduce of two sums for each position. A full recompute repeats the forward's.
-    """
-    if config.model.qk_norm != "all-heads":
-        return 0, 0
-    tp, sums = activation.tp, 2 * activation.length * activation.samples * max(activation.width, 4)
-    once = 2 * (tp - 1) * sums // tp
-    return once, once * (2 if config.training.recompute_granularity == "full" else 1)
-
-
-def _again(config: RunConfig) -> int:
-    """Return how many collectives of a layer's forward run again in its backward.
-
-    A full recompute repeats all but the last sum, unless dropout or a norm after it needs it. One of attention
-    alone repeats none.
-    """
-    model = config.model
-    if config.training.recompute_granularity != "full":
-        return 0
-    after = model.hidden_dropout > 0 or "attention_output_norm" in LAYER_NORMS[model.transformer_block_type]
-    return (4 if config.parallel.sequence_parallel else 2) - (0 if after else 1)

@@ -13,18 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megazero.comm.wire import Coding
 from megazero.config import RunConfig
-from megazero.config.layout.wire import Coding
 from megazero.config.model.attention import BAND, needs_mask, planned
-from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
-from megazero.mesh.grid import INTRA, AxisSpec
-from megazero.plan.communication import Activation, Formats, UnitShape, has_loss_chunks, tensor_parallel
+from megazero.mesh.grid import AxisSpec
+from megazero.plan.communication import Activation, Formats, UnitShape, has_loss_chunks, module_sums
 from megazero.plan.seconds import Collectives
 from megazero.plan.units import WIDTHS
-from megazero.pp.partition import StageSpec
-from megazero.pp.schedules import Action, Kind
+from megazero.pp.schedules import Kind
 
 ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
 # Per element of an optimizer slice: gradient, master and two moments read, three written; the norm.
@@ -89,7 +88,9 @@ class Compute:
         self.activation = Activation.of(config, self.width)
         self.tp, self.sharded = self.activation.tp, self.activation.sequence_parallel
         self.tokens = config.batch.micro_batch_size * config.model.seq_length
-        self.sizes = {EMBEDDING: self._embedding(), LAYER: self._layer(), HEAD: self._head()}
+        self.spec = padded_spec(config.model, self.tp)
+        layers = {layer.kind: self._layer(layer) for layer in self.spec.layers}
+        self.sizes = {EMBEDDING: self._embedding(), **layers, HEAD: self._head()}
         self.times = {kind: self._module(kind, sizes) for kind, sizes in self.sizes.items()}
 
     def update(self, elements: float) -> float:
@@ -101,32 +102,26 @@ class Compute:
         """Return the seconds in which a codec, or a sum, reads and writes this many bytes."""
         return size / self.codec_rate
 
-    def _layer(self) -> Sizes:
+    def _layer(self, layer: LayerSpec) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
-        q, kv, h, ffn = (
-            model.query_projection_size,
-            model.kv_projection_size,
-            model.hidden_size,
-            model.ffn_hidden_size,
-        )
-        kinds, length, documents = layer_kinds(model), model.seq_length, self.config.data.reset_attention_mask
+        length, documents = model.seq_length, self.config.data.reset_attention_mask
+        kinds = layer_kinds(model, layer.places)
         # Keys of a query. With a mask kernels compute the hidden half, too; documents' lengths are not known.
         choice, on_host = self.config.training.attention_backend, self.cluster.on_host
         backend = planned(model, choice, documents, 8 * self.width, on_host)
         dense = needs_mask(model, backend, documents)
         windows = [length / 2 if kind.window is None else kind.window + BAND for kind in kinds]
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
-        matrices = 2 * tokens * model.layer_matrix_numel / tp
-        attention = 4 * tokens * keys * q / tp
-        streams = h / (tp if self.sharded else 1)
-        moved = 10 * streams + (4 * (q + kv) + (5 if model.gated_mlp else 2) * ffn) / tp
-        return Sizes(matrices, attention, moved * tokens * self.width, model.layer_matrix_numel / tp)
+        matrices = 2 * tokens * layer.multiply_adds / tp
+        attention = 4 * tokens * keys * layer.query / tp
+        moved = layer.moved.stream / (tp if self.sharded else 1) + layer.moved.inner / tp
+        return Sizes(matrices, attention, moved * tokens * self.width, layer.multiply_adds / tp)
 
     def _head(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
-        rows = model.padded_vocab_size(tp) / tp
+        rows, weights = model.padded_vocab_size(tp) / tp, self.spec.head.multiply_adds / tp
         moved = tokens * (3 * rows * self.width + 2 * model.hidden_size * self.width)
-        return Sizes(2 * tokens * model.hidden_size * rows, 0.0, moved, rows * model.hidden_size)
+        return Sizes(2 * tokens * weights, 0.0, moved, weights)
 
     def _embedding(self) -> Sizes:
         elements = self.tokens * self.config.model.hidden_size
@@ -152,7 +147,7 @@ class Compute:
             core, rest = attention / self.matrix_rate, moved / self.memory_rate
             forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
         again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
-        again = again if kind == LAYER else 0.0
+        again = again if is_layer(kind) else 0.0
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(forward + backward, tp_forward=into, tp_backward=out, tp_busy=busy)
         return ModuleTimes(forward, backward - product, product, again, into, out, busy)
@@ -160,9 +155,10 @@ class Compute:
     def _measured(self, kind: str) -> list[MeasuredLayer]:
         """Return what was measured of a module on as many tensor-parallel ranks, or else on one.
 
-        Where only layers were measured, they stand for the head, too.
+        Measured layers stand for layers of every kind. Where only layers were measured, they stand for the head, too.
         """
-        rows = [row for row in self.cluster.layers if row.module == kind]
+        module = LAYER if is_layer(kind) else kind
+        rows = [row for row in self.cluster.layers if row.module == module]
         if not rows and kind == HEAD:
             rows = [row for row in self.cluster.layers if row.module == LAYER]
         return [row for row in rows if row.tp == self.tp] or [row for row in rows if row.tp == 1]
@@ -192,15 +188,10 @@ class Compute:
         """
         if self.tp == 1:
             return 0.0, 0.0, 0.0
-        only = StageSpec(0, 0, range(1 if kind == LAYER else 0), kind == EMBEDDING, kind == HEAD)
         each = self.activation.summed
         operation = "gather" if self.sharded else "sum"
         one, busy, _ = self.collectives.cost(operation, self.tp, 1, each)
-        sent = (
-            tensor_parallel(self.config, [only], [Action(k, 0, 0)], self.activation)
-            for k in (Kind.FORWARD, Kind.BACKWARD)
-        )
-        forward, backward = (each_way["tp", INTRA] for each_way in sent)
+        forward, backward = module_sums(self.config, self.spec.modules[kind], self.activation)
         return forward / each * one, backward / each * one, busy / one
 
 
@@ -246,9 +237,9 @@ class Coder:
             return (own * self._ns(8 * width, "encode_ns") if width < self.formats.sums else 0.0) * 1e-9, 0.0
         mixed = self._transform_ns(weights)
         before = own * (
-            self._ns(weights.bits, "encode_ns") + mixed + (2 * copy if self.formats.delta else 0.0)
+            self._ns(weights.bits, "encode_ns") + mixed + (2 * copy if self.formats.codecs.delta else 0.0)
         )
-        decoded = self.formats.delta or not gathered  # else the messages stay as they came
+        decoded = self.formats.codecs.delta or not gathered  # else the messages stay as they came
         after = elements / self.p * (self._ns(weights.bits, "decode_ns") + mixed) * decoded
         return before * 1e-9, after * 1e-9
 
@@ -259,7 +250,7 @@ class Coder:
             return 0.0
         if not self.measured:
             return self.compute.moved(elements * 1.5 * self.formats.width)
-        if self.formats.delta:
+        if self.formats.codecs.delta:
             return 0.0
         return elements * (self._ns(weights.bits, "decode_ns") + self._transform_ns(weights)) * 1e-9
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -223,9 +223,8 @@ class Layout:
         if outer is None:
             return ()
         compute, own = self.base.compute, unit.elements / self.shards.os * outer.sums
-        coder = Coder(
-            compute, replace(self.formats, gradients={INTER: outer.coding}), *self.shards.factors[::2]
-        )
+        codecs = replace(self.formats.codecs, gradients_intra=None, gradients_inter=outer.coding)
+        coder = Coder(compute, replace(self.formats, codecs=codecs), *self.shards.factors[::2])
         there, *back = outer.hops(unit, self.grid)
         share = unit.elements / self.grid.dp
         before, after = coder.exchange(unit, there.axis, share, raw=False)
@@ -254,8 +253,13 @@ class Layout:
         return self.given.optimizer.muon_tp_mode == "distributed"
 
     @cached_property
-    def _layer_matrices(self) -> tuple[Cut, ...]:
+    def _layer_matrices(self) -> Mapping[str, tuple[Cut, ...]]:
         return layer_matrices(self.given.model, 1 if self._shares_matrices else self.base.tp)
+
+    def _matrices(self, rank: int) -> list[tuple[Cut, int]]:
+        """Return the matrices of a pipeline rank, and how many there are of each."""
+        layers = self.units(rank).layers.items()
+        return [(cut, count) for kind, count in layers for cut in self._layer_matrices[kind]]
 
     def update_hops(self, rank: int) -> tuple[HopBytes, ...]:
         """Return the hops of a pipeline rank's matrices to their owners: none if the optimizer is elementwise."""
@@ -269,7 +273,7 @@ class Layout:
         matrices = self.units(rank).matrices / self.shards.os
         if not self._matrix_width or not matrices:
             return 0.0
-        largest = max(cut.rows * cut.columns for cut in self._layer_matrices)
+        largest = max(cut.rows * cut.columns for cut, _ in self._matrices(rank))
         moving = min(ROUNDS * max(ROUND_NUMEL, largest), matrices + largest)
         return max(2 * len(self.update_hops(rank)), 1) * self._matrix_width * moving
 
@@ -282,9 +286,9 @@ class Layout:
         units, tp = self.units(rank), self.base.tp
         if not self._matrix_width or not units.layers:
             return 0.0
-        costs = [cut.cost for cut in self._layer_matrices]
+        costs = [(cut.cost, count) for cut, count in self._matrices(rank)]
         owners = self.shards.os * (tp if self._shares_matrices else 1)
-        busiest = max(sum(costs) * units.layers / owners, *costs)
+        busiest = max(sum(cost * count for cost, count in costs) / owners, *(cost for cost, _ in costs))
         products = 2 * self.given.optimizer.muon_num_ns_steps * busiest / self.base.compute.matrix_rate
         messages = 2 * sum(self._timed_hop(hop).seconds for hop in self.update_hops(rank))
         rounds = max(units.matrices / self.shards.os / ROUND_NUMEL, 1.0)

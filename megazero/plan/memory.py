@@ -15,7 +15,7 @@ from math import prod
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.model.section import ModelConfig
-from megazero.config.model.spec import EMBEDDING, LAYER, parameter_count
+from megazero.config.model.spec import EMBEDDING, is_layer, model_spec, parameter_count
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.mesh.grid import INTER, Grid
 from megazero.plan.communication import EXCHANGE, Formats, OuterFormat, UnitShape, gradient_hops, message
@@ -82,10 +82,10 @@ class States:
     def copy_bytes(self, unit: UnitShape) -> float:
         """Return the bytes of the P copy."""
         p, _, os = self.shards.factors
-        if self.formats.of_weights(unit) is None or self.formats.delta:
+        if self.formats.of_weights(unit) is None or self.formats.codecs.delta:
             own = self.formats.sums == self.formats.width and (p == os or self.shards.lifetime == "resident")
             # The master is a part of the copy.
-            inside = unit.elements / os if own and not self.formats.delta else 0.0
+            inside = unit.elements / os if own and not self.formats.codecs.delta else 0.0
             return (unit.elements / p - inside) * self.formats.width
         if p == 1:
             return unit.elements * self.formats.width  # decoded at once
@@ -109,7 +109,7 @@ class States:
         if self.formats.of_weights(unit) is None:
             return 0.0
         p, _, os = self.shards.factors
-        if not (self.formats.delta and p < os):
+        if not (self.formats.codecs.delta and p < os):
             return os * self._own_message(unit)
         messages = os / p * self._own_message(unit)  # with differences, a gather's are the parameters
         difference = unit.elements / os * (self.formats.width + self.formats.sums)  # that is encoded
@@ -149,9 +149,9 @@ class States:
         """
         largest = max((u.elements for u, _ in counts if u.quantised), default=0)
         largest *= 2 * self.formats.sums + SQUARE
-        of_weights = largest / self.shards.os if self.formats.weights is not None else 0.0
-        axes, codings = [a for a in self.grid.data_axes if a.size > 1], self.formats.gradients or {}
-        coded = [codings.get(a.link) is not None for a in axes]
+        of_weights = largest / self.shards.os if self.formats.codecs.weights is not None else 0.0
+        axes = [a for a in self.grid.data_axes if a.size > 1]
+        coded = [self.formats.codecs.gradients(a.link) is not None for a in axes]
         of_gradients, parts = 0.0, 1
         for i, axis in enumerate(axes):
             parts *= axis.size
@@ -195,7 +195,7 @@ def checkpoint_bytes(
     are left out.
     """
     elements = parameter_count(model)
-    own = saved_width(dtype, optimizer, wire, model.num_layers * model.layer_matrix_numel / elements)
+    own = saved_width(dtype, optimizer, wire, model_spec(model).layer_matrices / elements)
     if outer is not None:
         sums = max(WIDTHS[dtype], 4)
         anchor = WIDTHS[dtype] + sums * (1 + outer.momentum)
@@ -225,8 +225,8 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
     full = units.elements * width
     if states.shards.keep_gathered:
         return full
-    beside = (LAYER, EMBEDDING) if kind == LAYER else (LAYER,)
-    following = max((modules[other] for other in beside if other in modules), default=0) * width
+    beside = [other for other in modules if is_layer(other) or is_layer(kind) and other == EMBEDDING]
+    following = max((modules[other] for other in beside), default=0) * width
     held = modules[kind] * width + following + states.prefetch_bytes
     if held >= full:  # then all stays from one use to the next, and nothing is on its way
         return full
@@ -290,7 +290,7 @@ def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool)
     of_weights, of_gradients = states.sampled_bytes(units.counts)
     going, coming = going + of_gradients, coming + of_weights
     # Differences are sent once a step, around the first forward: no reduction is under way then.
-    return max(going, coming) if states.formats.delta else going + coming
+    return max(going, coming) if states.formats.codecs.delta else going + coming
 
 
 def _coming(units: RankUnits, states: States) -> float:
@@ -299,7 +299,8 @@ def _coming(units: RankUnits, states: States) -> float:
     if not messages:
         return 0.0
     ahead = sum(n * states.ahead_bytes(u) for u, n in units.counts)
-    two = sorted((*units.modules.values(), units.modules.get(LAYER, 0)), reverse=True)[:2]
+    neighbours = (size for kind, size in units.modules.items() if is_layer(kind))
+    two = sorted((*units.modules.values(), *neighbours), reverse=True)[:2]
     now = sum(two) / units.elements * ahead + states.prefetch_bytes
     return messages * min(1.0, now / ahead)
 

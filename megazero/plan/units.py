@@ -9,18 +9,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby, islice
 from math import prod
 
 from megazero.config.layout.outer import fragments
 from megazero.config.layout.wire import Wire
 from megazero.config.model.section import ModelConfig
-from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, ParameterSpec, padded_spec
+from megazero.config.model.spec import EMBEDDING, HEAD, ParameterSpec, padded_spec
 from megazero.config.options.sections import OuterConfig
 from megazero.mesh.dealing import Cut
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
 
-Joined = tuple[str, int]  # modules of one kind whose parameters are gathered together, and how many they are
+Joined = tuple[str, ...]  # the kinds of modules whose parameters are gathered together
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
 
 
@@ -50,8 +51,8 @@ class Module:
 class RankUnits:
     """The units of one rank in the order of use, and the modules of each of its parts (virtual stages).
 
-    counts: how many units there are of each shape. elements: of all of them. layers: how many there are. matrices:
-    elements of the layers' matrices.
+    counts: how many units there are of each shape. elements: of all of them. layers: how many there are of each kind.
+    matrices: elements of the layers' matrices.
     """
 
     def __init__(
@@ -59,16 +60,19 @@ class RankUnits:
         stages: Sequence[StageSpec],
         joined: int,
         made: Mapping[Joined, ModuleUnits],
-        num_layers: int,
-        layer_matrices: int = 0,
+        kinds: Sequence[str],
+        layer_matrices: Mapping[str, int],
     ) -> None:
-        """joined: how many layers are gathered together. num_layers: of the whole model. layer_matrices: the elements
-        of one layer's."""
-        self._stages, self._joined, self._made, self._num_layers = stages, joined, made, num_layers
-        self.layers = sum(len(s.layers) for s in stages)
-        self.matrices = self.layers * layer_matrices
+        """joined: how many layers are gathered together. kinds: of all layers of the model. layer_matrices: the
+        elements of a layer's, by kind."""
+        self._stages, self._joined, self._made, self._kinds = stages, joined, made, kinds
+        self.layers = Counter(kinds[i] for s in stages for i in s.layers)
+        self.matrices = sum(n * layer_matrices[kind] for kind, n in self.layers.items())
         self.counts = self._counts(stages)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
+
+    def _units(self, stage: StageSpec) -> list[Joined]:
+        return joined_modules(stage, self._joined, self._kinds)
 
     @cached_property
     def modules(self) -> Mapping[str, int]:
@@ -77,42 +81,41 @@ class RankUnits:
         Tied to an embedding that is here, too, the head needs the unit of the table.
         """
         sizes: dict[str, int] = {}
-        for stage in self._stages:
-            for kind, number in _units(stage, self._joined):
-                elements = sum(shape.elements for shape in self._made[kind, number].shapes)
-                sizes[kind] = max(sizes.get(kind, 0), elements)
+        for unit in (unit for stage in self._stages for unit in self._units(stage)):
+            elements = sum(shape.elements for shape in self._made[unit].shapes)
+            sizes |= {kind: max(sizes.get(kind, 0), elements) for kind in unit}
         if self._table is not None:
-            sizes[HEAD] += self._made[EMBEDDING, 1].shapes[self._table].elements
+            sizes[HEAD] += self._made[EMBEDDING,].shapes[self._table].elements
         return sizes
 
     @property
     def _table(self) -> int | None:
-        embedding = self._made.get((EMBEDDING, 1))
+        embedding = self._made.get((EMBEDDING,))
         return embedding.table if embedding else None
 
     def by_fragment(self, outer: OuterConfig) -> list[list[UnitShape]]:
         """Return the units of each fragment of outer steps, in which a rank may have none. Several fragments deal
         layers one by one, so none are joined then."""
-        held: list[list[UnitShape]] = [[] for _ in range(self._num_layers + 2)]
+        held: list[list[UnitShape]] = [[] for _ in range(len(self._kinds) + 2)]
         for stage in self._stages:
             layers = stage.layers[:: self._joined]
             numbers = [0] * stage.embedding + [1 + i for i in layers] + [len(held) - 1] * stage.head
-            for unit, number in zip(_units(stage, self._joined), numbers, strict=True):
+            for unit, number in zip(self._units(stage), numbers, strict=True):
                 for shape in self._made[unit].shapes:
                     # A table that the pipeline's two ends hold is the embedding's at both.
                     held[0 if shape.tied else number].append(shape)
         return [[shape for module in each for shape in module] for each in fragments(held, outer)]
 
     def reduced(self, most: int) -> tuple[UnitShape, ...]:
-        """Return the units in the order of a backward's reductions, of each stage ``most`` of its layers' at most."""
+        """Return the units in the order of a backward's reductions. Of neighbours of one kind ``most`` are enough."""
         order: list[Joined] = []
         for stage in reversed(self._stages):
-            layers = [unit for unit in _units(stage, self._joined) if unit[0] == LAYER]
-            order += [(HEAD, 1)] * stage.head + layers[::-1][:most] + [(EMBEDDING, 1)] * stage.embedding
+            for _, alike in groupby(reversed(self._units(stage)), key=lambda unit: unit[0]):
+                order += islice(alike, most)
         return tuple(shape for unit in order for shape in reversed(self._made[unit].shapes))
 
     def _counts(self, stages: Sequence[StageSpec]) -> tuple[tuple[UnitShape, int], ...]:
-        units = (unit for stage in stages for unit in _units(stage, self._joined))
+        units = (unit for stage in stages for unit in self._units(stage))
         return tuple(Counter(shape for unit in units for shape in self._made[unit].shapes).items())
 
     def counts_of(self, part: int) -> tuple[tuple[UnitShape, int], ...]:
@@ -125,12 +128,12 @@ class RankUnits:
         parts: list[tuple[Module, ...]] = []
         for stage in self._stages:
             modules: list[Module] = []
-            for kind, number in _units(stage, self._joined):
-                own = list(range(len(shapes), len(shapes) + len(self._made[kind, number].shapes)))
-                shapes += self._made[kind, number].shapes
-                if kind == HEAD and self._table is not None:
+            for unit in self._units(stage):
+                own = list(range(len(shapes), len(shapes) + len(self._made[unit].shapes)))
+                shapes += self._made[unit].shapes
+                if unit == (HEAD,) and self._table is not None:
                     own.insert(0, self._table)  # the embedding is the first module of the rank
-                modules += [Module(kind, tuple(own))] * number
+                modules += [Module(kind, tuple(own)) for kind in unit]
             parts.append(tuple(modules))
         return tuple(shapes), tuple(parts)
 
@@ -143,11 +146,11 @@ class RankUnits:
         return self._laid_out[1]
 
 
-def _units(stage: StageSpec, joined: int) -> list[Joined]:
+def joined_modules(stage: StageSpec, joined: int, kinds: Sequence[str]) -> list[Joined]:
     """Return what is gathered together, in order of use, as models/decoder.py: units_of_parts."""
-    layers = len(stage.layers)
-    runs = [(LAYER, min(joined, layers - i)) for i in range(0, layers, joined)]
-    return [(EMBEDDING, 1)] * stage.embedding + runs + [(HEAD, 1)] * stage.head
+    runs = (stage.layers[i : i + joined] for i in range(0, len(stage.layers), joined))
+    layers = [tuple(kinds[i] for i in run) for run in runs]
+    return [(EMBEDDING,)] * stage.embedding + layers + [(HEAD,)] * stage.head
 
 
 @lru_cache(maxsize=64)
@@ -158,11 +161,13 @@ def module_parameters(model: ModelConfig, tp: int) -> Mapping[str, tuple[Paramet
 
 
 @lru_cache(maxsize=64)
-def layer_matrices(model: ModelConfig, tp: int) -> tuple[Cut, ...]:
-    """Return the matrices of a layer as each of ``tp`` ranks steps its own part of them, held by nobody."""
-    (layer,) = padded_spec(model, tp).layers
-    shapes = [p.local_shape(tp) for p in layer.parameters if p.multiplies]
-    return tuple(Cut(rows, columns, held={}) for rows, columns in shapes)
+def layer_matrices(model: ModelConfig, tp: int) -> Mapping[str, tuple[Cut, ...]]:
+    """Return the matrices of each kind of layer as each of ``tp`` ranks steps its own part, held by nobody."""
+    found = {}
+    for layer in padded_spec(model, tp).layers:
+        shapes = [p.local_shape(tp) for p in layer.parameters if p.multiplies]
+        found[layer.kind] = tuple(Cut(rows, columns, held={}) for rows, columns in shapes)
+    return found
 
 
 def _local(p: ParameterSpec, tp: int) -> Parameter:
@@ -188,12 +193,14 @@ def rank_units(
     the optimizer states.
     """
     whole = any(s.embedding for s in stages) and any(s.head for s in stages)
+    kinds = [layer.kind for layer in padded_spec(model, tp).by_place]
     made = {
         unit: _module_units(model, unit, tp, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
-        for unit in dict.fromkeys(unit for stage in stages for unit in _units(stage, joined))
+        for unit in dict.fromkeys(unit for stage in stages for unit in joined_modules(stage, joined, kinds))
     }
-    matrices = sum(p.numel for p in module_parameters(model, tp)[LAYER] if p.matrix)
-    return RankUnits(stages, joined, made, model.num_layers, matrices)
+    parameters = module_parameters(model, tp)
+    matrices = {kind: sum(p.numel for p in parameters[kind] if p.matrix) for kind in set(kinds)}
+    return RankUnits(stages, joined, made, kinds, matrices)
 
 
 @dataclass(frozen=True)
@@ -217,9 +224,8 @@ def _module_units(
     whole: bool,
 ) -> ModuleUnits:
     """whole: the rank holds the embedding and the head."""
-    kind, number = unit
-    parameters = module_parameters(model, tp)[kind] * number
-    if kind == HEAD and whole:
+    parameters = tuple(p for kind in unit for p in module_parameters(model, tp)[kind])
+    if unit == (HEAD,) and whole:
         parameters = tuple(p for p in parameters if not p.tied)
     # The pipeline's other end holds a tied parameter too, unless this rank is both: it has a unit of its own.
     apart = [] if whole else [p for p in parameters if p.tied]
@@ -231,7 +237,7 @@ def _module_units(
         for group in groups
     )
     shared = [
-        i for i, group in enumerate(groups) if whole and kind == EMBEDDING and any(p.tied for p in group)
+        i for i, group in enumerate(groups) if whole and unit == (EMBEDDING,) and any(p.tied for p in group)
     ]
     return ModuleUnits(shapes, *shared)
 

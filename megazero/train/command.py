@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megazero.config import CommandLine, ConfigError, World
+from megazero.config import ConfigError, World, begun, parse
+from megazero.config.read.beginning import read_beginning
 from megazero.config.read.data_files import refuse_missing_data
 from megazero.log.exit_status import ExitStatus, end_folder, record_status, report_to_torchrun, status_of
 from megazero.mesh.launch import is_first, read_launch, take_local_rank, take_ranks
@@ -26,16 +27,19 @@ def main(argv: Sequence[str]) -> int:
         return _refuse(error, is_first())
     try:
         world = World(ranks, ranks) if ranks else World(launch.world_size, launch.local_world_size or 0)
-        command = CommandLine(flags, world)
-        config = command.parse() if launch.rank == 0 else command.parse_apart()
-        if launch.rank == 0:
+        config, beginning = parse(flags, world), None
+        if launch.rank == 0:  # it reads the folders of --load and --save, and tells the others
+            beginning = read_beginning(config.values())
+            config = begun(config, world, beginning)
             refuse_missing_data(config)
     except (ConfigError, OSError) as error:
         return _refuse(error, launch.rank == 0, "\n--help lists every flag")
+    except SystemExit as ended:  # --help is printed
+        return int(ended.code or 0)
     if ranks is not None:
         good = (ExitStatus.FINISHED, ExitStatus.STOPPED)
         return start_again(argv, flags, ranks, device=config.training.device, good=good)
-    return run(config, launch, command)
+    return run(config, launch, beginning)
 
 
 def _refuse(error: ValueError | OSError, first: bool, hint: str = "") -> ExitStatus:

@@ -7,7 +7,8 @@ import signal
 from contextlib import nullcontext, suppress
 from typing import NoReturn
 
-from megazero.config import CommandLine, RunConfig
+from megazero.config import RunConfig
+from megazero.config.read.beginning import Beginning
 from megazero.config.secrets import secret_options
 from megazero.log.exit_status import ExitStatus, end_folder, process_status, record_status
 from megazero.log.history import record_end
@@ -16,10 +17,10 @@ from megazero.ops.exit_conditions import NotStarted, StopSignals
 from megazero.ops.lease import Lease
 
 
-def run(config: RunConfig, launch: Launch, command: CommandLine | None = None) -> int:
+def run(config: RunConfig, launch: Launch, beginning: Beginning | None = None) -> int:
     """Train as configured, and return the exit status. Under --exit-signal-handler signals are handled from here on.
 
-    command: the command line that ``config`` is of; it completes what ranks other than the first have not read.
+    beginning: on the first rank, what it has read of the folders of --load and --save.
 
     A signal during the start, while torch is loaded, ends the process at once. So does Ctrl-C without that flag, or
     the second Ctrl-C with it. Neither prints a trace: every rank would print its own.
@@ -34,7 +35,7 @@ def run(config: RunConfig, launch: Launch, command: CommandLine | None = None) -
         try:
             from megazero.train.setup import main  # brings torch
 
-            return process_status(ExitStatus(main(config, launch, signals, lease, command)))
+            return process_status(ExitStatus(main(config, launch, signals, lease, beginning)))
         except NotStarted as reason:
             _leave(config, launch, lease, reason.exit_status, f"{reason}")
         except KeyboardInterrupt:

@@ -21,34 +21,45 @@ from megazero.log.console import TrainConsole
 from megazero.log.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
 from megazero.log.line_file import NO_ROOM, LineFile
 from megazero.log.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, opened
-from megazero.log.metrics import MetricsWriter
+from megazero.log.metrics import IterationMetrics, MetricsWriter
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.mesh.objects import gather_objects
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention import attention_note
 from megazero.models.dtypes import DTYPES
+from megazero.train.callbacks.callback import Callback, TrainedStep
 from megazero.train.state.progress import LeftOut, Progress
 
 RESOLVED_FILE = "config.yaml"
 
 
-@dataclass(frozen=True)
-class Outputs:
+@dataclass(eq=False)
+class Outputs(Callback):
     """The places where a rank writes. On ranks other than the first the console and the loggers are silent.
 
-    start: this start of the run. metrics, events: the writers of metrics.jsonl and of events.jsonl; None on ranks
+    start_of: this start of the run. metrics, events: the writers of metrics.jsonl and of events.jsonl; None on ranks
     other than the first.
     """
 
-    start: Start
+    start_of: Start
     console: TrainConsole
     loggers: Loggers
     metrics: MetricsWriter | None
     events: LineFile | None = None
 
-    def evaluation(self, at: Progress, loss: float, name: str = "") -> None:
-        """Report an evaluation. loss: nats per token. name: of its data; empty for the one validation set."""
+    def after_step(self, step: TrainedStep) -> None:
+        for line in step.info.fallbacks:
+            self.console.warning(line)
+
+    def logged(self, metrics: IterationMetrics) -> None:
+        self.console.iteration(metrics)
+        if self.metrics is not None:
+            self.metrics.iteration(metrics)
+            self.loggers.log(metrics.iteration, metrics.as_dict())
+
+    def evaluated(self, at: Progress, name: str, loss: float) -> None:
+        """Report an evaluation. loss: nats per token."""
         self.console.evaluation(at.iteration, loss, *([name] if name else []))
         if self.metrics is None:
             return
@@ -57,6 +68,13 @@ class Outputs:
         if name:  # a curve of its own in TensorBoard and wandb: eval_lm_loss/NAME
             line = {key: {name: value} if key.startswith("eval_") else value for key, value in line.items()}
         self.loggers.log(at.iteration, line)
+
+    def results(self, at: Progress, results: Mapping[str, float]) -> None:
+        """Report what the user's callbacks evaluated, by name."""
+        said = ", ".join(f"{name} {value:.6g}" for name, value in results.items())
+        self.console.note(f"evaluation at {at.iteration:,}: {said}")
+        if self.metrics is not None:
+            self.loggers.log(at.iteration, self.metrics.results(at.iteration, at.consumed_samples, results))
 
     def saved(self, iteration: int, path: Path, seconds: float) -> None:
         """Report a checkpoint. Loggers are flushed: a resume does not repeat the iterations before it."""
@@ -67,7 +85,7 @@ class Outputs:
         self.loggers.flush()
         self.event("save", iteration=iteration, path=str(path), seconds=round(seconds, 3))
 
-    def went_back(self, why: str, out: LeftOut) -> None:
+    def undone(self, why: str, out: LeftOut) -> None:
         """Report that the updates of the iterations ``out`` were undone, and why."""
         self.console.warning(f"{why}: back to iteration {out.first - 1}; left out from here on: {out}")
         if self.metrics is not None:
@@ -183,7 +201,7 @@ def report_start(
 
     LOG_DIR/config.yaml has the same and every option. predicted: lines with the planner's prediction.
     """
-    start = outputs.start
+    start = outputs.start_of
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     file = Path(config.logging.log_dir) / RESOLVED_FILE
     facts: dict[str, object] = {

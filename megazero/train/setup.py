@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -18,8 +19,8 @@ import torch.distributed as dist
 
 from megazero.checkpoint.errors import first_bytes
 from megazero.comm.hops import Traffic
-from megazero.config import CommandLine, RunConfig
-from megazero.config.model.loaded import Beginning
+from megazero.config import RunConfig, World, begun
+from megazero.config.read.beginning import Beginning, read_beginning
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
 from megazero.log.exit_status import ExitStatus, end_folder, forget_status, record_status, status_of
@@ -34,17 +35,25 @@ from megazero.ops.health import Unhealthy, healthy_mesh, record_bad_nodes
 from megazero.ops.lease import BEAT_S, SILENT_S, FolderInUse, Lease
 from megazero.ops.stragglers import Stragglers
 from megazero.ops.watchdog import judging_s
+from megazero.train.callbacks.callback import Callback
+from megazero.train.callbacks.chain import Callbacks
+from megazero.train.callbacks.codec_costs import CodecCosts
+from megazero.train.callbacks.compile_time import CompileNews
+from megazero.train.callbacks.exits import Exits
+from megazero.train.callbacks.prediction import Prediction
+from megazero.train.callbacks.profiling import Profiler
+from megazero.train.callbacks.spikes import SpikeMonitor
+from megazero.train.callbacks.stragglers import StragglerWatch
+from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.distributed import find_world, make_mesh, start_rank
 from megazero.train.forecast import Forecast, foresee, room_of
 from megazero.train.nvidia_apex import refuse_without_apex
 from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
-from megazero.train.profiling import Profiler
 from megazero.train.schedule.learning_rate import LearningRate, WeightDecay
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import run_length
-from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state.checkpointing import Checkpointing, SavedTokenizer
 from megazero.train.state.origin import find_origin, leave_behind
 from megazero.train.state.rollback import LossSpike
@@ -60,12 +69,12 @@ def main(
     launch: Launch,
     signals: StopSignals | None = None,
     lease: Lease | None = None,
-    command: CommandLine | None = None,
+    beginning: Beginning | None = None,
 ) -> int:
     """Train as configured, and return the process's exit status. Every expected failure is one clear message.
 
-    signals: already handles the signals that stop the run. lease: not taken yet. command: of which ``config`` is, on
-    ranks other than the first without what the folders of --load and --save say. Raises NotStarted.
+    signals: already handles the signals that stop the run. lease: not taken yet. beginning: on the first rank, what
+    it has read of the folders of --load and --save, if it has. Raises NotStarted.
     """
     supervisor = Supervisor(config, launch, lease)
     with ExitStack() as stack:
@@ -78,7 +87,7 @@ def main(
                 timeout_s=config.training.distributed_timeout_minutes * 60,
                 phase=lambda: supervisor.phase,
             ):
-                trainer = prepare(config, launch, stack, signals, supervisor, command)
+                trainer = prepare(config, launch, stack, signals, supervisor, beginning)
                 supervisor.trainer = trainer
                 with trainer.outputs.console:
                     status = trainer.run()
@@ -88,7 +97,7 @@ def main(
             traceback.print_exc()
             _fail(supervisor, error, signals)
     if launch.rank == 0:
-        supervisor.report_end(status, trainer.exit_reason or "the last iteration is done")
+        supervisor.report_end(status, trainer.exits.reason or "the last iteration is done")
     if dist.is_initialized():
         dist.barrier()
         supervisor.stop_watchdog()
@@ -190,18 +199,18 @@ def _look_for_kill_switch(path: str | None) -> None:
         )
 
 
-def _completed(config: RunConfig, launch: Launch, command: CommandLine) -> RunConfig:
-    """Return the configuration with what the first rank has read of the folders of --load and --save. Collective."""
-    own = command.beginning or Beginning()
-    told = first_bytes(world_group(), "the first rank told where the run begins", lambda: own.told)
-    if launch.rank == 0 or config.checkpoint.load is None:
-        return config
-    command.beginning = Beginning.of(told)
-    return command.parse()
+def _begun(config: RunConfig, launch: Launch, beginning: Beginning | None) -> RunConfig:
+    """Return the configuration, completed by the folders of --load and --save. One rank reads them. Collective."""
+
+    def read() -> bytes:
+        return (beginning or read_beginning(config.values())).told
+
+    told = first_bytes(world_group(), "the first rank told where the run begins", read)
+    return begun(config, World(launch.world_size, launch.local_world_size or 0), Beginning.of(told))
 
 
 def _join(
-    config: RunConfig, launch: Launch, supervisor: Supervisor, command: CommandLine | None
+    config: RunConfig, launch: Launch, supervisor: Supervisor, beginning: Beginning | None
 ) -> tuple[RunConfig, TokenizerInfo, Mesh, Forecast | None, tuple[str, ...]]:
     """Meet the other ranks and find out what all of them run on; nothing is allocated yet. Collective.
 
@@ -217,8 +226,7 @@ def _join(
     patience = 2 * (SILENT_S + BEAT_S) if held else 0.0
     device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog, patience)
     _share_lease(supervisor)
-    if command is not None:
-        config = _completed(config, launch, command)
+    config = _begun(config, launch, beginning)
     refuse_without_apex(config.training, device)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
@@ -238,7 +246,12 @@ def _join(
 
 
 def _checkpointing(
-    config: RunConfig, tokenizer: TokenizerInfo, engine: Engine, decoder: Decoder, lease: Lease
+    config: RunConfig,
+    tokenizer: TokenizerInfo,
+    engine: Engine,
+    decoder: Decoder,
+    users: Mapping[str, Callback],
+    lease: Lease,
 ) -> Checkpointing:
     """Return what saves and loads this engine's state, and all else that a checkpoint holds."""
     named, first = tokenizer_options(vars(config.data)), engine.mesh.rank == 0
@@ -250,6 +263,7 @@ def _checkpointing(
         SavedTokenizer(tokenizer.fingerprint, files),
         LossScaling.of(config.precision),
         SpikeMonitor(config.skipping),
+        Callbacks(users=users),
         partial(lease.check, fresh=True),
     )
 
@@ -260,15 +274,16 @@ def prepare(
     stack: ExitStack,
     signals: StopSignals | None = None,
     supervisor: Supervisor | None = None,
-    command: CommandLine | None = None,
+    beginning: Beginning | None = None,
 ) -> Trainer:
     """Make all that a run needs, in the order in which mistakes are cheapest to find. Collective.
 
     stack: closes what is opened here. supervisor: knows when the process began, and learns how far the preparation
-    is. command: as of ``main``. Raises NotStarted.
+    is. beginning: as of ``main``. Raises NotStarted.
     """
     supervisor = supervisor or Supervisor(config, launch)
-    config, tokenizer, mesh, forecast, found = _join(config, launch, supervisor, command)
+    config, tokenizer, mesh, forecast, found = _join(config, launch, supervisor, beginning)
+    users = make_callbacks(config.logging.callbacks)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
     origin = find_origin(config, mesh)
@@ -281,7 +296,7 @@ def prepare(
     decoder = build_decoder(config, mesh, Traffic(), bill.span)
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh)
-    checkpointing = _checkpointing(config, tokenizer, engine, decoder, supervisor.lease)
+    checkpointing = _checkpointing(config, tokenizer, engine, decoder, users, supervisor.lease)
     if config.checkpoint.save is not None and origin.progress.iteration < length.last_iteration:
         checkpointing.try_saving()
         if config.checkpoint.save_hf is not None:
@@ -296,14 +311,23 @@ def prepare(
     first, guard = mesh.rank == 0, partial(supervisor.lease.check, config.logging.log_dir)
     outputs = open_outputs(config, progress, start, length.last_iteration, stack, guard, first=first)
     report_start(config, mesh, decoder, progress, outputs, forecast.lines() if forecast else ())
-    exits = ExitConditions.of(config.training, signals, length.halt, supervisor.began)
-    profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)
+    conditions = ExitConditions.of(config.training, signals, length.halt, supervisor.began)
+    exits = Exits(conditions, any_time=bool(users))
     if signals is not None:
         signals.hold()
-    stragglers = Stragglers.of(mesh, launch.host, stack)
+    own: list[Callback] = [
+        outputs,
+        StragglerWatch(Stragglers.of(mesh, launch.host, stack)),
+        CodecCosts(engine),
+        exits,
+        Profiler(config, decoder, engine, pipeline, bill),
+        *([CompileNews()] if config.training.compile else []),
+        *([Prediction(forecast)] if forecast else []),
+        checkpointing.spikes,
+    ]
     return Trainer(
         TrainedModel(decoder, engine, pipeline),
         RunInputs(data, length, learning_rates, WeightDecay.of(config), progress),
         checkpointing,
-        Observers(outputs, exits, bill, stragglers, profiler, forecast),
+        Observers(outputs, exits, bill, Callbacks(own, users)),
     )

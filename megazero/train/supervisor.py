@@ -165,7 +165,7 @@ class Supervisor:
         }
         if self.trainer is None:
             return facts
-        progress, start = self.trainer.progress, self.trainer.outputs.start
+        progress, start = self.trainer.progress, self.trainer.outputs.start_of
         return {
             **facts,
             "iteration": progress.iteration,

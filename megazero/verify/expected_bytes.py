@@ -7,14 +7,13 @@ plan/communication.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from torch import nn
 
 from megazero.config import RunConfig, World
-from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
@@ -42,7 +41,7 @@ class ExpectedBytes:
         self.shards, self.wire = config.shards(world), config.wire(world)
         self.grid = grid_of(config, world, self.shards.factors)
         self.width = DTYPES[config.precision.params_dtype].itemsize
-        self.outer = OuterFormat.of(config.outer, self.grid.outer, self._formats(True).sums)
+        self.outer = OuterFormat.of(config.outer, self.grid.outer, self._formats().sums)
         self._cached = lru_cache(maxsize=None)(self._step)
 
     def bytes_of(self, rank: int, step: int, after_save: bool) -> dict[str, int]:
@@ -52,10 +51,9 @@ class ExpectedBytes:
         just before this step. Under the delta refresh a save brings every copy up to date.
         """
         config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.dp * self.grid.outer)
-        end = config.quantized_gradients_end
         count = sizes.micro_batches(sizes.consumed_after(step))
         moving = [each(config.outer, step) if self.outer else None for each in (leaving, arriving)]
-        found = self._cached(rank, count, end is not None and step >= end, *moving)
+        found = self._cached(rank, count, *moving)
         refreshed = after_save and not self.exact and self.wire.delta
         return {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
 
@@ -65,9 +63,7 @@ class ExpectedBytes:
         latest = range(step - outer.outer_delay + 1, step + 1) if self.outer is not None else ()
         return any(leaving(outer, each) is not None for each in latest)
 
-    def _step(
-        self, rank: int, micro_batches: int, exact_gradients: bool, leaves: int | None, arrives: int | None
-    ) -> dict[str, int]:
+    def _step(self, rank: int, micro_batches: int, leaves: int | None, arrives: int | None) -> dict[str, int]:
         """Compute the bytes of one rank in one step, at whose end fragments leave and arrive. Zeros are left out."""
         config, grid = self.config, self.grid
         pp, tp = grid.axis("pp").index(rank), grid.axis("tp").index(rank)
@@ -75,7 +71,7 @@ class ExpectedBytes:
         schedule = make_schedule(config.pipeline_schedule, grid.pp, config.virtual_stages, micro_batches)
         program = [(str(a.kind.value), a.stage // grid.pp) for a in schedule[pp]]
         units, copies, laid_out = self._units(decoder, rank)
-        formats, activation = self._formats(exact_gradients), Activation.of(config, self.width)
+        formats, activation = self._formats(), Activation.of(config, self.width)
         total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches)
         total += self._updates(laid_out, rank)
         total += self._meetings(units, laid_out, leaves, arrives)
@@ -102,11 +98,8 @@ class ExpectedBytes:
         own = [stage for stage in self.config.stages() if stage.rank == pp]
         return Decoder(self.config.model, context, stages=own, device="meta")
 
-    def _formats(self, exact_gradients: bool) -> Formats:
-        if self.exact:
-            return Formats(self.width, max(self.width, 4))
-        formats = Formats.of(self.wire, self.width)
-        return replace(formats, gradients=None) if exact_gradients else formats
+    def _formats(self) -> Formats:
+        return Formats(self.width, max(self.width, 4)) if self.exact else Formats.of(self.wire, self.width)
 
     def _units(self, decoder: Decoder, rank: int) -> tuple[list[UnitShape], Copies, list[LaidOut]]:
         """Return the units in the order of use, which modules need which units, and how they are laid out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.config import ConfigError, RunConfig, World, parse
+from megazero.config import ConfigError, RunConfig, World, begun, parse
 from megazero.config.layout.shards import AUTO
 from megazero.config.options.fields import option, section_options
 from megazero.config.read.flags import options_help, read_section
@@ -13,9 +13,9 @@ from megazero.config.run import all_options
 
 USAGE = """usage: megazero verify TRAINING FLAGS [--config FILE] [flags below]
 
-Takes the flags of training (python -m megazero.config --help lists them). Runs the configuration, its sizes shrunk
-and its structure kept, on local ranks: exactly, against one rank; then as configured. Writes certificate.json and
-certificate.md. Exit status 0: every check holds; 1: one does not, and is named; 2: the configuration is wrong.
+Proves a configuration of training (megazero train --help lists its flags). Local ranks run it with smaller sizes and
+the same structure: first with exact messages, compared with one rank; then as configured. It writes certificate.json
+and certificate.md. Exit status 0: every check holds; 1: a check fails, and is named; 2: the configuration is wrong.
 """
 
 
@@ -64,7 +64,8 @@ def read_request(argv: Sequence[str]) -> VerifyRequest:
         size = options.world_size or (
             2 * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         )
-        config = parse(rest, World(size, size))
+        world = World(size, size)
+        config = begun(parse(rest, world), world)
     except ConfigError as error:
         raise ConfigError([*errors, *error.errors]) from None
     if config.zero.zero_preset == AUTO:

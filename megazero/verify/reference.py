@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from megazero.config import RunConfig
-from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.options.sections import OuterConfig
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.models import Decoder
 from megazero.train.parallelize import MicroBatch, matrix_traits, optimizer_factory
 from megazero.verify.training_run import documents_of, replica_rows, tokens_of

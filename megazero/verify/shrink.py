@@ -14,6 +14,8 @@ from typing import Any
 
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import model_spec
+from megazero.config.options.fields import section_of
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import OuterConfig
 from megazero.config.run import all_options
@@ -42,38 +44,8 @@ MADE_UP = {
 }
 # Of the data, what the model computes by.
 OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask")
-# Of no meaning in a run of a few steps of made-up tokens.
-RESET = (
-    "train_samples",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_fraction",
-    "lr_warmup_init",
-    "lr_by_tokens",
-    "min_lr",
-    "decoupled_min_lr",
-    "lr_wsd_decay_style",
-    "lr_wsd_decay_iters",
-    "lr_wsd_decay_samples",
-    "weight_decay_incr_style",
-    "start_weight_decay",
-    "end_weight_decay",
-    "rampup_seq_length",
-    "rampup_seq_length_root",
-    "seq_length_steps",
-    "exit_interval",
-    "exit_duration_in_mins",
-    "exit_signal_handler",
-    "kill_switch_path",
-    "eval_interval",
-    "eval_at_start",
-    "distributed_timeout_minutes",
-    "health_check",
-    "distributed_init_timeout_minutes",
-    "zero_weight_error_bound",
-    "zero_gradient_error_bound",
+# What ``_parallel`` says by other options.
+STAGES = (
     "num_layers_per_virtual_pipeline_stage",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -101,7 +73,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     """
     layout = sub_layout(config, world, most)
     carried = {
-        name: config.get(name) if name not in RESET else option.default
+        name: option.default if option.whole_run or name in STAGES else config.get(name)
         for name, option in all_options().items()
         if option.section in CARRIED
     }
@@ -121,8 +93,6 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     if layout.replicas > 1:
         steps = max(steps, 2 * values["outer_interval"] + values["outer_delay"])
     values["train_iters"] = steps
-    if config.quantized_gradients_end is not None:
-        values["zero_quantized_gradients_until"] = (steps // 2) / steps
     run = make_config(values, layout.world)
     changes = {
         name: (config.get(name), run.get(name)) for name in carried if config.get(name) != run.get(name)
@@ -324,8 +294,8 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
     if zero.zero_hpz_partition_size is not None:
         out["zero_hpz_partition_size"] = layout.shards[0]
     out["zero_unit_layers"] = min(zero.zero_unit_layers, 2)
-    full = _layer_numel(vars(config.model)) // config.parallel.tensor_model_parallel_size
-    small = _layer_numel(values) // layout.tp
+    full = _layer_numel(config.model) // config.parallel.tensor_model_parallel_size
+    small = _layer_numel(section_of(ModelConfig, values)) // layout.tp
     if full > zero.zero_chunk_numel:  # as many chunks as there are
         out["zero_chunk_numel"] = max(1, small * zero.zero_chunk_numel // full)
     wire = config.wire(world)
@@ -357,11 +327,9 @@ def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tupl
     return [(m.hidden_size, values["hidden_size"]), *heads, *biases]
 
 
-def _layer_numel(model: Mapping[str, Any]) -> int:
-    """Return the number of elements of a layer's matrices."""
-    hidden, width = model["hidden_size"], model["kv_channels"]
-    attention = 2 * hidden * width * (model["num_attention_heads"] + model["num_query_groups"])
-    return attention + hidden * model["ffn_hidden_size"] * (3 if model["swiglu"] or model["geglu"] else 2)
+def _layer_numel(model: ModelConfig) -> int:
+    """Return the number of elements of the matrices of the largest layer."""
+    return max(kind.multiply_adds for kind in model_spec(model).layers)
 
 
 def _notes(config: RunConfig, world: World) -> list[str]:
@@ -377,8 +345,6 @@ def _notes(config: RunConfig, world: World) -> list[str]:
         notes.append("the vocabulary is the tokenizer's, which is not read: one that needs padding is run")
     if config.batch.rampup_seq_length or config.batch.seq_length_steps:
         notes.append("sequences have one length")
-    if config.zero.zero_weight_error_bound or config.zero.zero_gradient_error_bound:
-        notes.append("the bounds on rounding errors are left out: nothing falls back to exact messages")
     if config.wire(world).codings:
         notes.append(f"quantised blocks have {BLOCK} elements, so that slices of small matrices hold several")
     return notes

@@ -11,8 +11,8 @@ import torch
 from megazero import zero
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World
-from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.layout.outer import outer_coding
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh
@@ -149,8 +149,6 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
         for step in range(run.start, run.stop):
             size = sizes.batch_size(consumed)
             batches, divisor = _micro_batches(config, mesh, step, size)
-            end = config.quantized_gradients_end
-            engine.exact_gradients = end is not None and step >= end
             recorder.open(batches)
             factor, scaled_divisor = scaling.factors(divisor, mesh.dp_size)
             engine.begin_step(len(batches), scaled_divisor, pipeline.program(len(batches)))

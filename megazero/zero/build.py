@@ -6,13 +6,14 @@ Modules that the engine would damage are refused by name before anything is chan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from megazero.comm.codec import Blockwise, Codec, at_least_fp32
+from megazero.comm.codec import at_least_fp32, codecs_of
+from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Arena
 from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import Mesh
@@ -20,7 +21,7 @@ from megazero.zero.axes import DataAxes, refuse_clashes
 from megazero.zero.form import Form
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
-from megazero.zero.policy import Codecs, Policy
+from megazero.zero.policy import Policy
 from megazero.zero.unit import Unit, make_unit
 
 Init = Callable[[str], torch.Tensor]
@@ -189,7 +190,7 @@ class UnitMaker:
     ) -> Form:
         policy, traits = self.policy, self.traits
         ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
-        codecs = _unit_codecs(policy.codecs, dtype)
+        codecs = codecs_of(policy.codecs, dtype, at_least_fp32(dtype), policy.seed)
         exact = frozenset(
             n
             for n, p in params.items()
@@ -220,20 +221,6 @@ def _chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
         out[-1].append(name)
         held += size
     return out
-
-
-def _unit_codecs(codecs: Codecs, dtype: torch.dtype) -> Codecs:
-    """Return the policy's codecs; exact regions of weights have the parameters' dtype, of gradients the sums'."""
-
-    def holding(codec: Codec | None, exact: torch.dtype) -> Codec | None:
-        return replace(codec, exact_dtype=exact) if isinstance(codec, Blockwise) else codec
-
-    return replace(
-        codecs,
-        weights=holding(codecs.weights, dtype),
-        gradients_intra=holding(codecs.gradients_intra, at_least_fp32(dtype)),
-        gradients_inter=holding(codecs.gradients_inter, at_least_fp32(dtype)),
-    )
 
 
 def _initial_values(

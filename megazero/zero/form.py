@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megazero.comm.codec import at_least_fp32
+from megazero.comm.codec import Codec, at_least_fp32
+from megazero.comm.wire import Codecs
 from megazero.zero.axes import DataAxes
 from megazero.zero.layout import Slot, UnitLayout
-from megazero.zero.policy import Codecs
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Form:
     dtype: torch.dtype
     device: torch.device
     lifetime: str
-    codecs: Codecs
+    codecs: Codecs[Codec]
     part: int
     tied: bool
 

@@ -26,11 +26,13 @@ from megazero.mesh.launch import Launch, read_launch
 from megazero.mesh.sealed import SECRET
 from megazero.mesh.starter import free_port
 from megazero.train import entry_point, setup
+from megazero.train.callbacks.callback import TrainedStep
 from megazero.train.data import feeding
 from tests.dist.pool import RankError, run_ranks
 from tests.sizes import TINY
 
 Values = Mapping[str, Any]
+LINKS = ("intra_node", "inter_node")
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,13 @@ def _train(configure: Callable[[World], RunConfig]) -> Seen:
             run = setup.prepare(config, launch, stack)
             start, notes, log = run.progress.iteration, run.progress.notes, run._log
 
-            def note(loss: float, *rest: Any) -> None:
-                losses.append((run.progress.iteration, loss))
-                sent.append({f"{kind}_{link}": n for (kind, link), n in run.engine.traffic.bytes.items()})
-                log(loss, *rest)
+            def note(step: TrainedStep, *rest: Any) -> None:
+                losses.append((step.iteration, step.loss))
+                by_hop = {name.removesuffix("_bytes"): n for name, n in step.traffic.items()}
+                sent.append({name: n for name, n in by_hop.items() if name not in LINKS})
+                log(step, *rest)
 
-            run._log = note
+            run._log = note  # type: ignore[method-assign]
             run.outputs.console.evaluation = lambda _, loss, *name: evaluations.append(loss)
             run.run()
     finally:

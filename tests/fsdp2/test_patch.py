@@ -62,7 +62,7 @@ CASES = {
     "tp": Case("tp", 2),
     "tp, bf16": Case("tp", 2, BF16),
 }
-ALWAYS = {"2d, 4 micro-batches", "1d, 4 micro-batches"}
+ALWAYS = {"2d, 4 micro-batches"}
 
 
 def cases(always: set[str]) -> list:
@@ -97,7 +97,7 @@ def test_exact_messages_change_nothing(case: Case) -> None:
     assert all(run.whole == runs[0].whole for run in runs)
 
 
-@pytest.mark.parametrize("case", cases({"2d", "1d"}))
+@pytest.mark.parametrize("case", cases({"2d"}))
 def test_quantised_messages_train_and_keep_replicas_equal(case: Case) -> None:
     """Of the loss they cost less than one step of training gains."""
     if case not in (CASES["1d"], CASES["2d"]):
@@ -224,7 +224,7 @@ def written(words: dict[str, Any], how: str, folder: str) -> tuple[list[float], 
             (EXACT, "exact", "in place", False),
             (EXACT, "exact", "load_state_dict", True),
             (EXACT, "exact", "dcp", False),
-            (DELTA_INT4, "differences", "in place", True),
+            (DELTA_INT4, "differences", "in place", False),
             (DELTA_INT4, "differences", "load_state_dict", False),
             (DELTA_INT4, "differences", "dcp", True),
         )
@@ -474,7 +474,7 @@ def resumed(folder: str, first: dict[str, Any] | None, then: dict[str, Any] | No
 @pytest.mark.parametrize(
     "first, then",
     [
-        pytest.param(EXACT, None, id="with-without"),
+        pytest.param(EXACT, None, id="with-without", marks=pytest.mark.slow),
         pytest.param(None, EXACT, id="without-with"),
         pytest.param(EXACT, EXACT, id="both", marks=pytest.mark.slow),
     ],

@@ -191,7 +191,7 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         main = f"from megazero.ops import status; status.ACT_S = status.START_S = {ACT_S}\n"
-        main += "from tools.status import main; exit(main())"
+        main += "import sys; from megazero.cli.status import main; exit(main(sys.argv[1:]))"
         program = [sys.executable, "-c", main, str(self.it.run / "logs"), "--no-chart"]
         command = f'echo "$MEGAZERO_STATE: $MEGAZERO_WHY" >> {self.file}'
         while not self.over.wait(3):

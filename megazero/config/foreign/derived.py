@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megazero.config.layout.batch_sizes import BatchSizeRampup, ramp_fault
-from megazero.config.layout.sequence_lengths import SequenceLengths, growth_fault
 from megazero.config.options.fields import show, typed
 from megazero.config.options.sections import BatchConfig
 from megazero.config.run import all_options
+from megazero.config.schedule.batch_sizes import BatchSizeRampup, ramp_fault
+from megazero.config.schedule.sequence_lengths import SequenceLengths, growth_fault
 
 UNFUSED_GELU = "no_bias_gelu_fusion"  # decided with the architecture, which a checkpoint may say
 UNFUSED_GELU_MEANS = "--no-openai-gelu, where the MLP has GELU and --openai-gelu is not given"

@@ -15,11 +15,11 @@ from itertools import islice
 from math import gcd, log
 from typing import Any
 
-from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.layout.shards import IN_NODE, PARTITIONED, QUANTISED
 from megazero.config.options.fields import typed
 from megazero.config.options.sections import ParallelConfig, ZeroConfig
 from megazero.config.run import RunConfig, World, all_options
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.config.validate import batch_multiples, find_errors, uneven_ranks
 from megazero.mesh.grid import nearest_divisor, nearest_shards
 

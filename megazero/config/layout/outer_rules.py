@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.layout.outer import EXACT_BITS, averages, last_arrival, spacing
 from megazero.config.options.fields import Condition, section_options
 from megazero.config.options.sections import OuterConfig
 from megazero.config.run import RunConfig
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 
 
 def fragments(config: RunConfig) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import model_spec
 from megazero.config.options.sections import ParallelConfig
 from megazero.pp.partition import Costs
 
@@ -39,16 +40,17 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
     """Return the multiply-adds of one token, which are a third of its forward and backward without recompute.
 
     - A layer costs its matrices, and q * sequence for attention (the causal half), where q is the width of the
-      query linear.
+      query linear. Where layers are of several kinds, each counts as the mean.
     - The head costs h V. The accounting is that of config/model/spec.py.
     - A recompute is one more forward, so it makes the cost 4/3: that of layers ('full') or of attention
       ('selective').
     - The embedding costs h. A lookup moves h numbers per token and multiplies none, which is less than what a
       layer's norms move.
     """
-    h, attention = model.hidden_size, model.query_projection_size * model.seq_length
-    again = 4 / 3
-    layer = model.layer_matrix_numel + attention * (again if recompute == "selective" else 1)
+    spec, again, layer = model_spec(model), 4 / 3, 0.0
+    for kind in spec.layers:
+        attention = kind.query * model.seq_length * (again if recompute == "selective" else 1)
+        layer += (kind.multiply_adds + attention) * (len(kind.places) / model.num_layers)
     if recompute == "full":
         layer *= again
-    return Costs(embedding=h, layer=layer, head=h * model.vocabulary)
+    return Costs(embedding=model.hidden_size, layer=layer, head=spec.head.multiply_adds)

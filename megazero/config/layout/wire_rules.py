@@ -29,9 +29,8 @@ def message_conditions(zero: ZeroConfig, planned: bool = False) -> Iterator[Cond
     planned: the planner may quantise what is not asked for.
     """
     weights, gradients = (f(zero) or planned for f in (quantizes_weights, quantizes_gradients))
-    yield [*OF_WEIGHTS, "zero_weight_error_bound"], weights, "--zero-quantized-weights"
-    beside = ("zero_gradient_error_bound", "zero_quantized_gradients_until")
-    yield [*OF_GRADIENTS, *beside], gradients, "--zero-quantized-gradients"
+    yield OF_WEIGHTS, weights, "--zero-quantized-weights"
+    yield OF_GRADIENTS, gradients, "--zero-quantized-gradients"
     yield [*OF_FEEDBACK], rounding(zero) == "feedback", "--zero-gradient-rounding feedback"
     either = "--zero-quantized-weights or --zero-quantized-gradients"
     yield [*OF_BOTH], weights or gradients, either
@@ -73,21 +72,4 @@ def delta_refresh(config: RunConfig) -> Iterator[str]:
         yield (
             f"{flag} needs the parameter shards of the last step, but --zero-params-lifetime "
             f"{zero.zero_params_lifetime} drops them; nearest: resident"
-        )
-
-
-def unbiased(zero: ZeroConfig) -> Iterator[str]:
-    if zero.zero_gradient_clip_search and quantizes_gradients(zero) and rounding(zero) == "stochastic":
-        yield (
-            f"--zero-gradient-clip-search {zero.zero_gradient_clip_search} clips, which brings back the bias that "
-            "--zero-gradient-rounding stochastic removes; nearest: 0, or --zero-gradient-rounding nearest"
-        )
-
-
-def until(config: RunConfig) -> Iterator[str]:
-    fraction, lengths = config.zero.zero_quantized_gradients_until, config.lr_lengths
-    if fraction is not None and lengths.total and config.quantized_gradients_end == 0:
-        yield (
-            f"--zero-quantized-gradients-until {fraction:g} of {lengths.total} {lengths.unit} is less than one of "
-            f"them; nearest: {1 / lengths.total:g}, or --no-zero-quantized-gradients"
         )

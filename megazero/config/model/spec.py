@@ -15,8 +15,17 @@ from typing import NamedTuple
 
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.families.layer_kinds import LayerKind, layer_kinds
+from megazero.pp.partition import StageSpec
 
-EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+EMBEDDING, LAYER, HEAD = (
+    "embedding",
+    "layer",
+    "head",
+)  # kinds of modules; other kinds of layers are "layer 2", ...
+
+
+def is_layer(kind: str) -> bool:
+    return kind not in (EMBEDDING, HEAD)
 
 
 @dataclass(frozen=True)
@@ -160,21 +169,31 @@ class ModelSpec:
         """The modules by kind, in the order of use."""
         return {module.kind: module for module in (self.embedding, *self.layers, self.head)}
 
-    def held(self, embedding: bool, layers: Iterable[int], head: bool) -> dict[str, ParameterSpec]:
-        """Return the parameters of some modules by name, in the order of ``named_parameters``: tied ones once."""
+    @cached_property
+    def layer_matrices(self) -> int:
+        """The elements of all layers' matrices."""
+        return sum(len(kind.places) * kind.multiply_adds for kind in self.layers)
+
+    def of_stage(self, stage: StageSpec) -> Iterator[tuple[str, ModuleSpec]]:
+        """Yield the modules of a pipeline stage with their names, in the order of use."""
+        if stage.embedding:
+            yield EMBEDDING, self.embedding
+        yield from ((f"layers.{i}", self.by_place[i]) for i in stage.layers)
+        if stage.head:
+            yield HEAD, self.head
+
+    def held(self, stages: Iterable[StageSpec]) -> dict[str, ParameterSpec]:
+        """Return the parameters of stages by name, in the order of ``named_parameters``: tied ones once."""
         named: dict[str, ParameterSpec] = {}
-        if embedding:
-            named |= {f"embedding.{p.name}": p for p in self.embedding.parameters}
-        for i in layers:
-            named |= {f"layers.{i}.{p.name}": p for p in self.by_place[i].parameters}
-        if head:
-            named |= {f"head.{p.name}": p for p in self.head.parameters if not (p.tied and embedding)}
+        for name, module in (pair for stage in stages for pair in self.of_stage(stage)):
+            embedded = name == HEAD and any(p.tied for p in named.values())
+            named |= {f"{name}.{p.name}": p for p in module.parameters if not (p.tied and embedded)}
         return named
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """All parameters by name."""
-        return self.held(True, range(self.config.num_layers), True)
+        return self.held([StageSpec(0, 0, range(self.config.num_layers), True, True)])
 
 
 @lru_cache(maxsize=64)
@@ -351,8 +370,7 @@ def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size
     This is Megatron's accounting (Narayanan et al. 2021, section 5.1), with the causal half.
     """
     lengths, spec = list(sequence_lengths), model_spec(config)
-    dense = sum(len(kind.places) * kind.multiply_adds for kind in spec.layers)
-    dense += config.hidden_size * config.padded_vocab_size(tp_size)
+    dense = spec.layer_matrices + config.hidden_size * config.padded_vocab_size(tp_size)
     pairs = 0
     for kind in spec.layers:
         windows = Counter(choices.window for choices in layer_kinds(config, kind.places))

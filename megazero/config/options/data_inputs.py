@@ -161,7 +161,7 @@ def missing_file(prefix: str) -> str:
         if not Path(f"{prefix}{ending}").is_file():
             return (
                 f"{prefix}{ending} does not exist; the data path is the common prefix of a .bin and an .idx file "
-                "(as tools/preprocess_data.py prints it, usually ending in _text_document)"
+                "(as megazero preprocess prints it, usually ending in _text_document)"
             )
     return ""
 

@@ -9,11 +9,13 @@ import ast
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, field
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
 from megazero.config.nearest import misspelt
+from megazero.config.options.callback_words import word_of
 from megazero.families import FAMILIES
 
 Section = TypeVar("Section")
@@ -29,6 +31,10 @@ class Option:
     ``needed``: its section always has a value, and no default. A user says it (``required``), or it is derived.
     ``low`` and ``high`` are inclusive bounds; ``above`` and ``below`` are exclusive ones.
     ``word`` is a text that a number's option takes, too.
+    ``strict``: it is an error where it has no effect; else there is a note. All options of a section whose class says
+    ``STRICT`` are. Megatron's options are not: its scripts give them, and Megatron ignores them.
+    ``whole_run``: it means nothing in a run of a few steps, which has the default (verify/shrink.py).
+    ``takes_options``: entries of a YAML list may be mappings of a word to its options (callback_words.py).
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
     ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false.
     ``place`` names a word of a command that has no flag: DIR in ``megazero convert to-hf CHECKPOINT DIR``.
@@ -47,6 +53,9 @@ class Option:
     needed: bool = False
     required: bool = False
     word: str = ""
+    takes_options: bool = False
+    strict: bool = False
+    whole_run: bool = False
     consts: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     negative: str = ""
@@ -96,7 +105,7 @@ def section_options(section: str, cls: type) -> list[Option]:
             kind=KINDS[str(f.type).removesuffix(" | None")],
             default=None if f.default is MISSING else f.default,
             needed=f.default is MISSING,
-            **f.metadata,
+            **{"strict": getattr(cls, "STRICT", False), **f.metadata},
         )
         for f in dataclasses.fields(cls)
     ]
@@ -113,6 +122,26 @@ def section_of(cls: type[Section], values: Mapping[str, Any]) -> Section:
     if missing:
         raise ConfigError([f"--{name.replace('_', '-')} is required" for name in missing])
     return cls(**said)
+
+
+class Unjudged(Exception):
+    """A rule reads an option that has no legal value yet."""
+
+
+def guarded(section: Section, broken: AbstractSet[str]) -> Section:
+    """Return the section as rules may read it: reading an option of ``broken`` raises Unjudged."""
+    if not broken & vars(section).keys():
+        return section
+
+    class Guarded(type(section)):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name in broken:
+                raise Unjudged(name)
+            return super().__getattribute__(name)
+
+    copy = object.__new__(Guarded)
+    copy.__dict__.update(vars(section))
+    return copy
 
 
 def convert(opt: Option, raw: Any) -> Any:
@@ -136,7 +165,9 @@ def convert(opt: Option, raw: Any) -> Any:
 
 
 def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...]:
-    items = list(raw) if isinstance(raw, list | tuple) else [raw]
+    items = list(raw) if isinstance(raw, list | tuple) else [raw]  # a mapping is one entry
+    if opt.takes_options:
+        return tuple(map(word_of, items))
     if opt.kind == "strs":  # numbers are weights of a blend
         return tuple(str(item) for item in items)
     pieces = [piece for item in items for piece in (_pieces(item) if isinstance(item, str) else [item])]

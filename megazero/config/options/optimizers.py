@@ -127,7 +127,7 @@ class MomentDtype:
 MOMENT_DTYPES: Mapping[str, MomentDtype] = MappingProxyType(
     {"fp32": MomentDtype(), "bf16": MomentDtype(2, 2), "int8": MomentDtype(1 + 2 / 128, 4, 128)}
 )
-# What is left of peak - minimum when a share r of the decay is over, by the style's name.
+# Factor of peak - minimum in [0, 1] at progress r of the decay, by the style's name.
 FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
         "linear": lambda r: 1.0 - r,
@@ -160,23 +160,39 @@ class OptimizerConfig:
 
     optimizer: str = option("adamw", "update rule (Megatron's adam is adamw)", choices=tuple(OPTIMIZERS))
     lr: float = option(MISSING, "peak learning rate", above=0, required=True)
-    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0, whole_run=True)
     decoupled_lr: float | None = option(
         None, "peak learning rate of the token embedding and the head, instead of --lr", above=0
     )
-    decoupled_min_lr: float | None = option(None, "the same of --min-lr (default: --min-lr)", low=0)
-    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
-    lr_decay_iters: int | None = option(None, "iterations to decay over (default: --train-iters)", low=1)
-    lr_decay_samples: int | None = option(None, "samples to decay over (default: --train-samples)", low=1)
-    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0)
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0)
-    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay", low=0, below=1)
-    lr_warmup_init: float = option(0.0, "learning rate at the beginning of the warm-up", low=0)
-    lr_wsd_decay_style: str = option(
-        "exponential", "WSD: shape of the last phase", choices=tuple(WSD_FALLING)
+    decoupled_min_lr: float | None = option(
+        None,
+        "learning rate of the token embedding and the head at the end of the decay (default: --min-lr)",
+        low=0,
+        whole_run=True,
     )
-    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1)
-    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1)
+    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
+    lr_decay_iters: int | None = option(
+        None, "iterations to decay over (default: --train-iters)", low=1, whole_run=True
+    )
+    lr_decay_samples: int | None = option(
+        None, "samples to decay over (default: --train-samples)", low=1, whole_run=True
+    )
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0, whole_run=True)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0, whole_run=True)
+    lr_warmup_fraction: float | None = option(
+        None, "warm-up as a fraction of the decay", low=0, below=1, whole_run=True
+    )
+    lr_warmup_init: float = option(
+        0.0, "learning rate at the beginning of the warm-up", low=0, whole_run=True
+    )
+    lr_wsd_decay_style: str = option(
+        "exponential",
+        "WSD: shape of the last phase",
+        choices=tuple(WSD_FALLING),
+        whole_run=True,
+    )
+    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1, whole_run=True)
+    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1, whole_run=True)
     weight_decay: float = option(
         0.01, "weight decay, decoupled but for sgd (norms and biases have none)", low=0
     )
@@ -184,19 +200,24 @@ class OptimizerConfig:
         "constant",
         "how weight decay grows over the run, from --start-weight-decay to --end-weight-decay",
         choices=("constant", *GROWING),
+        whole_run=True,
     )
-    start_weight_decay: float | None = option(None, "weight decay at the start, where it grows", low=0)
-    end_weight_decay: float | None = option(None, "weight decay at the end, where it grows", low=0)
+    start_weight_decay: float | None = option(
+        None, "weight decay at the start, where it grows", low=0, whole_run=True
+    )
+    end_weight_decay: float | None = option(
+        None, "weight decay at the end, where it grows", low=0, whole_run=True
+    )
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
     exp_avg_dtype: str = option(
         "fp32",
-        "what the first moment is kept in: fp32 (fp64 with --fp64), bf16, or int8, its roots in blocks of 128; bf16 "
+        "dtype of the stored first moment: fp32 (fp64 with --fp64), bf16, or int8, its roots in blocks of 128; bf16 "
         "and int8 are rounded at random, without bias",
         choices=tuple(MOMENT_DTYPES),
     )
-    exp_avg_sq_dtype: str = option("fp32", "the same of the second moment", choices=tuple(MOMENT_DTYPES))
+    exp_avg_sq_dtype: str = option("fp32", "dtype of the stored second moment", choices=tuple(MOMENT_DTYPES))
     sgd_momentum: float = option(0.9, "momentum of sgd", low=0, below=1)
     lion_beta1: float = option(0.95, "share of the momentum in lion's update", low=0, below=1)
     lion_beta2: float = option(0.98, "decay of lion's momentum", low=0, below=1)
@@ -207,15 +228,17 @@ class OptimizerConfig:
         "coefficients of muon's Newton-Schulz iteration: five sets in turn, or one (simple, as torch.optim.Muon)",
         choices=("quintic", "simple"),
     )
-    muon_num_ns_steps: int = option(5, "iterations of it", low=1, high=99)
+    muon_num_ns_steps: int = option(5, "Newton-Schulz iterations of muon", low=1, high=99)
     muon_scale_mode: str = option(
         "spectral",
-        "what an orthogonalised [m, n] is multiplied by: spectral is sqrt(max(m, n)), unit_rms_norm is sqrt(m / n), "
+        "factor of an orthogonalised [m, n] matrix: spectral is sqrt(max(m, n)), unit_rms_norm is sqrt(m / n), "
         "shape_scaling is sqrt(max(1, m / n))",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
     muon_extra_scale_factor: float = option(
-        1.0, "and by this; with spectral, 0.2 gives updates of AdamW's size, and its --lr fits", above=0
+        1.0,
+        "extra factor of muon's update; 0.2 with spectral matches AdamW's update size and --lr",
+        above=0,
     )
     muon_fp32_matmul_prec: str = option(
         "medium",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
+from typing import ClassVar
 
 from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
@@ -29,11 +30,13 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(1, "ranks that share the layers, stage by stage", low=1)
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
-        "layers of each of a rank's several stages (interleaved schedule); every stage gets as many",
+        "layers of each stage, where a rank has several (interleaved schedule)",
         low=1,
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "the same by the number of a rank's stages, which need not be even (default: 1)", low=1
+        None,
+        "stages of each rank (interleaved schedule); they need not have equally many layers (default: 1)",
+        low=1,
     )
     pipeline_schedule: str | None = option(
         None,
@@ -50,7 +53,9 @@ class ParallelConfig:
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers of the first stage; the others share the rest", low=1
     )
-    decoder_last_pipeline_num_layers: int | None = option(None, "the same of the last stage", low=1)
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, "layers of the last stage; the others share the rest", low=1
+    )
     use_tp_pp_dp_mapping: bool = option(
         False,
         "order of ranks, innermost first: tensor, pipeline, data instead of tensor, data, pipeline. A pipeline stays "
@@ -68,6 +73,8 @@ class ZeroConfig:
 
     --zero-preset and --zero-shard exclude each other; the --zero-quantized flags go with either.
     """
+
+    STRICT: ClassVar[bool] = True
 
     zero_stage: int | None = option(
         None,
@@ -142,13 +149,6 @@ class ZeroConfig:
         "bits of a quantised gradient inside a node (default: not quantised there)",
         choices=BITS_INTRA_NODE,
     )
-    zero_quantized_gradients_until: float | None = option(
-        None,
-        "fraction of the training (of its iterations or samples) after which gradients are sent exactly "
-        "(default: never)",
-        above=0,
-        high=1,
-    )
     zero_gradient_rounding: str | None = option(
         None,
         "how gradients are rounded: to nearest; at random, without bias; or to nearest, adding what was lost to the "
@@ -166,22 +166,12 @@ class ZeroConfig:
     zero_gradient_feedback_reset: int = option(
         0, "error feedback: updates after which residuals are dropped (LoCo); 0: never", low=0
     )
-    zero_weight_clip_search: int = option(
-        0,
-        "scales tried per block of weights; the one with the least error is sent. 0: the largest value decides",
-        low=0,
-        high=64,
-    )
-    zero_gradient_clip_search: int = option(
-        0, "the same for gradients; not with stochastic rounding", low=0, high=64
-    )
-    zero_weight_transform: str = option(
+    zero_gradient_transform: str = option(
         "none",
-        "transform of quantised weights, or of their changes: a randomised Hadamard transform spreads outliers over "
-        "a block (of up to 128 elements) before that is encoded",
+        "transform of quantised gradients: a randomised Hadamard transform spreads outliers over a block (of up to "
+        "128 elements) before that is encoded",
         choices=TRANSFORMS,
     )
-    zero_gradient_transform: str = option("none", "the same of quantised gradients", choices=TRANSFORMS)
     zero_block_size: int | None = option(
         None, "elements that share a scale, a power of two from 8 to 2048 (default: 128 at 8 bits, else 64)"
     )
@@ -190,13 +180,6 @@ class ZeroConfig:
         "parameters with at most this many elements on a tensor-parallel rank are never quantised (default: 16384)",
         low=0,
     )
-    zero_weight_error_bound: float | None = option(
-        None,
-        "relative rounding error of a module's weights (norm of the error / norm) past which they are sent exactly "
-        "from the next step on (default: no bound)",
-        above=0,
-    )
-    zero_gradient_error_bound: float | None = option(None, "the same for gradients", above=0)
 
 
 @dataclass(frozen=True)
@@ -205,6 +188,8 @@ class OuterConfig:
 
     Everything else, tensor and pipeline parallelism and the sharding, is inside a replica.
     """
+
+    STRICT: ClassVar[bool] = True
 
     outer_interval: int = option(
         0,
@@ -235,8 +220,8 @@ class OuterConfig:
     )
     outer_evaluation: str = option(
         "anchor",
-        "weights that are evaluated: those of the last meeting, which are exported, or the first replica's, which "
-        "takes as many times as long as there are replicas",
+        "weights that are evaluated: anchor takes the synchronised weights, which are also exported; replica takes "
+        "those of the first replica, and an evaluation over R replicas takes R times as long",
         choices=("anchor", "replica"),
     )
     outer_fragments: int = option(
@@ -280,14 +265,17 @@ class PrecisionConfig:
         high=2.0**127,
     )
     initial_loss_scale: float = option(
-        2.0**32, "fp16: what the dynamic loss scale starts from", above=0, high=2.0**127
+        2.0**32, "fp16: first value of the dynamic loss scale", above=0, high=2.0**127
     )
-    min_loss_scale: float = option(1.0, "fp16: what the dynamic loss scale does not fall below", above=0)
+    min_loss_scale: float = option(1.0, "fp16: least value of the dynamic loss scale", above=0)
     loss_scale_window: int = option(
         1000, "fp16: steps in a row without overflow after which the loss scale doubles", low=1
     )
     hysteresis: int = option(
-        2, "fp16: overflows, counted anew when the loss scale grows, from which on each halves it", low=1
+        2,
+        "fp16: the loss scale halves at the N-th overflow and at each one after it; the count restarts when the "
+        "scale grows",
+        low=1,
     )
 
 
@@ -306,16 +294,24 @@ class BatchConfig:
         None,
         "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in "
         "steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
+        whole_run=True,
     )
     rampup_seq_length_root: float = option(
-        1.0, "degree of the root by which --rampup-seq-length grows; 1 is a straight line", above=0
+        1.0,
+        "degree of the root by which --rampup-seq-length grows; 1 is a straight line",
+        above=0,
+        whole_run=True,
     )
     seq_length_steps: tuple[int, ...] | None = option(
-        None, "the same in steps: LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH"
+        None,
+        "LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH: train on the first LENGTH tokens of each sample, "
+        "up to LAST_ITERATION",
+        whole_run=True,
     )
     lr_by_tokens: bool = option(
         False,
         "a sample counts in the learning rate's schedule as its share of --seq-length, where lengths grow",
+        whole_run=True,
     )
     elastic: bool = option(
         False, "keep the global batch on any number of ranks, by a smaller micro-batch or another layout"
@@ -331,35 +327,44 @@ class TrainingConfig:
     """Length of the run, evaluation, recomputation, device."""
 
     train_iters: int | None = option(None, "iterations to train (or --train-samples)", low=1)
-    train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1)
-    exit_interval: int | None = option(None, "save and exit at iterations divisible by this; 0: never", low=0)
-    exit_duration_in_mins: float | None = option(None, "save and exit after these minutes; 0: never", low=0)
+    train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1, whole_run=True)
+    exit_interval: int | None = option(
+        None, "save and exit at iterations divisible by this; 0: never", low=0, whole_run=True
+    )
+    exit_duration_in_mins: float | None = option(
+        None, "save and exit after these minutes; 0: never", low=0, whole_run=True
+    )
     kill_switch_path: str | None = option(
         None,
         "save and exit at the end of an iteration if this file exists; do not begin if it exists at the start",
+        whole_run=True,
     )
-    exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
-    eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0)
-    eval_at_start: bool = option(False, "evaluate before the first iteration of a fresh run, too")
+    exit_signal_handler: bool = option(False, "save and exit on SIGTERM", whole_run=True)
+    eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0, whole_run=True)
+    eval_at_start: bool = option(
+        False, "evaluate before the first iteration of a fresh run, too", whole_run=True
+    )
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
     deterministic_mode: bool = option(False, "only deterministic kernels")
-    recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
+    recompute_granularity: str = option("none", "activations that the backward recomputes", choices=RECOMPUTE)
     attention_backend: str = option(
         "auto",
-        "what computes attention: a kernel of torch's (flash with documents is its attention of variable lengths), "
-        "matrix products in bands of queries (math), torch's flex attention, or the package flash-attn",
+        "implementation of attention: a kernel of torch's (flash with documents is its attention of variable "
+        "lengths), matrix products in bands of queries (math), torch's flex attention, or the package flash-attn",
         choices=ATTENTION_BACKENDS,
     )
     compile: bool = option(False, "compile decoder layers with torch.compile")
     compile_backend: str = option(
         INDUCTOR,
-        "what makes code of the graphs; aot_eager runs their operations as they are",
+        "compiler of the graphs; aot_eager runs their operations as they are",
         choices=COMPILE_BACKENDS,
+        strict=True,
     )
     compile_cache: str | None = option(
         None,
         "folder that keeps what inductor compiled, for later runs (default: torch's, TORCHINDUCTOR_CACHE_DIR)",
+        strict=True,
     )
     z_loss_strength: float = option(
         0.0,
@@ -374,24 +379,27 @@ class TrainingConfig:
         low=1,
         word=AUTO,
     )
-    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
-    health_check: bool | None = option(None, "try nodes first, name bad ones (default: on under SLURM)")
+    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0, whole_run=True)
+    health_check: bool | None = option(
+        None, "try nodes first, name bad ones (default: on under SLURM)", whole_run=True
+    )
     distributed_init_timeout_minutes: float = option(
         5.0,
         "limit of the start: until all ranks have joined, and again until their communicators are made",
         above=0,
+        whole_run=True,
     )
     optimizer_impl: str = option(
         "auto",
-        "what computes AdamW's update: torch's fused step; triton, one pass over memory that also leaves what the "
-        "next refresh sends; or NVIDIA's apex. auto: triton on CUDA where it is there (torch in fp64), else torch",
+        "implementation of AdamW's update: torch's fused step; triton, one pass over memory that also leaves what "
+        "the next refresh sends; or NVIDIA's apex. auto: triton on CUDA if it is there (torch in fp64), else torch",
         choices=IMPLEMENTATIONS,
     )
     norm_impl: str = option(
-        "torch", "what computes norms: torch, or NVIDIA's apex on CUDA", choices=("torch", "apex")
+        "torch", "implementation of norms: torch, or NVIDIA's apex on CUDA", choices=("torch", "apex")
     )
     device: str = option(
-        "auto", "where to compute; auto takes CUDA where there is one", choices=("auto", "cpu", "cuda")
+        "auto", "device to compute on; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda")
     )
 
 
@@ -406,30 +414,39 @@ class DataConfig:
         (), "data to train on, in the form of --data-path, instead of it and --split"
     )
     valid_data_path: tuple[str, ...] = option(
-        (), "the same to evaluate on while training (default: nothing is evaluated)"
+        (), "data to evaluate on while training, in the form of --data-path (default: nothing is evaluated)"
     )
-    test_data_path: tuple[str, ...] = option((), "the same to evaluate on after the last iteration")
+    test_data_path: tuple[str, ...] = option(
+        (), "data to evaluate on after the last iteration, in the form of --data-path"
+    )
     per_split_data_args_path: str | None = option(
-        None, 'JSON file with the words of these three: {"train": [...], "valid": [...], "test": [...]}'
+        None,
+        "JSON file with the values of --train-data-path, --valid-data-path and "
+        '--test-data-path: {"train": [...], "valid": [...], "test": [...]}',
     )
     train_weighted_split_paths: tuple[str, ...] = option(
         (),
-        'BLOOM\'s form, instead of these: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START and '
-        "END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of BLOOM's "
-        "code",
+        'data to train on in BLOOM\'s form: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START '
+        "and END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of "
+        "BLOOM's code",
     )
     valid_weighted_split_paths: tuple[str, ...] = option(
         (),
-        "the same to evaluate on while training; several of these are evaluated apart, each under its name",
+        "data to evaluate on while training, in BLOOM's form; several data sets are evaluated apart, each under its "
+        "name",
     )
     test_weighted_split_paths: tuple[str, ...] = option(
-        (), "the same to evaluate on after the last iteration"
+        (), "data to evaluate on after the last iteration, in BLOOM's form"
     )
     train_weighted_split_paths_path: str | None = option(
         None, "file with the values of --train-weighted-split-paths, each in quotes"
     )
-    valid_weighted_split_paths_path: str | None = option(None, "the same of --valid-weighted-split-paths")
-    test_weighted_split_paths_path: str | None = option(None, "the same of --test-weighted-split-paths")
+    valid_weighted_split_paths_path: str | None = option(
+        None, "file with the values of --valid-weighted-split-paths, each in quotes"
+    )
+    test_weighted_split_paths_path: str | None = option(
+        None, "file with the values of --test-weighted-split-paths, each in quotes"
+    )
     data_cache_path: str | None = option(None, "folder of index caches (default: beside the data)")
     mock_data: bool = option(False, "made-up tokens instead of --data-path")
     tokenizer_type: str | None = option(
@@ -467,13 +484,17 @@ class CheckpointConfig:
     accept_field: tuple[str, ...] = option(
         (),
         "fields of the config.json of --load hf:DIR to set aside, which are not known and known to change nothing",
+        strict=True,
     )
     save_hf: str | None = option(
         None,
         "Hugging Face folder to write when the training is over, from the last checkpoint and by all ranks",
+        strict=True,
     )
     allow_fresh_start: bool = option(
-        False, "start from random weights where --load, another folder than --save, holds no checkpoint"
+        False,
+        "start from random weights where --load, another folder than --save, holds no checkpoint",
+        strict=True,
     )
     exit_on_missing_checkpoint: bool = option(
         False, "a --load without a checkpoint is an error even where it is the folder of --save"
@@ -483,8 +504,8 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = option(
         None,
-        "iterations between checkpoints that are kept for ever (the first at or after each multiple); of the others "
-        "the newest is, or --save-keep-last",
+        "keep for good the first checkpoint at or after every N-th iteration; of the rest, keep the newest "
+        "--save-keep-last (default 1)",
         low=1,
     )
     save_keep_last: int | None = option(
@@ -533,8 +554,8 @@ class PlanningConfig:
     )
     loss_policy: str = option(
         "exact",
-        "what the planner may round in messages: nothing; what ZeRO++ rounds, as measured in docs/loss.md; or more "
-        "than that; outer: megazero plan proposes outer steps, and compares them with the others",
+        "values that the planner may round in messages: none; what ZeRO++ rounds, as measured in docs/loss.md; or "
+        "more than that; outer: megazero plan proposes outer steps, and compares them with the others",
         choices=("exact", "zeropp", "aggressive", "outer"),
     )
     memory_check: bool = option(
@@ -554,7 +575,7 @@ class ProfilingConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is written beside the checkpoints. Throughput is always logged."""
+    """What is written beside the checkpoints, and what else watches the run. Throughput is always logged."""
 
     log_interval: int = option(
         100, "iterations between console lines, whose figures are means over them", low=1
@@ -565,5 +586,11 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project; none: not used")
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")
-    wandb_exp_name: str | None = option(None, "name of the run there")
-    wandb_save_dir: str | None = option(None, "folder of its local files")
+    wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases")
+    wandb_save_dir: str | None = option(None, "folder of wandb's local files")
+    callbacks: tuple[str, ...] = option(
+        (),
+        "classes of yours that watch the run (docs/extending.md): MODULE:NAME, or with options "
+        "'MODULE:NAME {\"every\": 10}'; in YAML a list, whose entries may map MODULE:NAME to options",
+        takes_options=True,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megazero.config.options.fields import option
 
@@ -14,6 +15,8 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 @dataclass(frozen=True)
 class SkippingConfig:
     """Iterations whose samples are consumed without an update: those named, and those undone after a spike."""
+
+    STRICT: ClassVar[bool] = True
 
     skip_train_iteration_range: tuple[str, ...] = option(
         (),

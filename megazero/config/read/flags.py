@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,6 +27,9 @@ FILES = {
     "config": "run.yaml: defaults that flags override",
     "deepspeed-config": "ds.json: weaker than --config, but for clipping and the loss scale",
 }
+
+
+FLAGS = "FLAGS"  # the place of flags that a command hands on
 
 
 @dataclass
@@ -70,11 +74,12 @@ def read_section(cls: type[Section], argv: Sequence[str]) -> tuple[Section, list
     return cls(**good), rest, [*layer.errors, *faults.values()]
 
 
-def read_arguments(cls: type[Section], argv: Sequence[str], others: list[str] | None = None) -> Section:
+def read_arguments(cls: type[Section], argv: Sequence[str]) -> Section:
     """Read the command line of a command that has no flags of training. Raises ConfigError with every fault.
 
     Words without a flag fill the section's places, in the order of its fields. Beside places each flag takes one
-    value, and a flag of several values stands again for each. others: takes unknown flags and their values.
+    value, and a flag of several values stands again for each. A last place FLAGS takes unknown flags and
+    their values.
     """
     options = section_options(cls.__name__, cls)
     places = [opt for opt in options if opt.place]
@@ -88,11 +93,11 @@ def read_arguments(cls: type[Section], argv: Sequence[str], others: list[str] | 
             count = _count_taken(switch, typed, values, bool(places))
             _put_switch(layer, switch, word, [*_earlier(layer, switch), *values[:count]])
             words += values[count:]
-        elif others is not None:
-            others += typed
+        elif places and places[-1].place == FLAGS:
+            words += typed
         else:
             layer.errors.append(f"{word} does not exist{did_you_mean(_key(word), known, '--')}")
-            words += values if places else []
+            words += typed[1:] if places else []
     _fill(layer, places, words)
     faults = [fault(opt, layer.values.get(opt.name, opt.default)) for opt in options if not opt.place]
     if errors := [*layer.errors, *filter(None, faults)]:
@@ -222,6 +227,27 @@ def options_help(options: Iterable[Option]) -> Iterator[str]:
 def arguments_help(usage: str, cls: type) -> str:
     """Return the --help of a command whose command line ``read_arguments`` reads."""
     return "\n".join([usage, *options_help(section_options(cls.__name__, cls))])
+
+
+def pick(
+    program: str, commands: Mapping[str, str], argv: Sequence[str], also: Sequence[str] = ("COMMAND --help",)
+) -> tuple[str, int]:
+    """Return the command that the first word names; else '' and the exit status, after --help or a wrong word.
+
+    commands: one line about each command, by its name. also: further command lines for the usage.
+    """
+    width = max(map(len, commands))
+    usage = [f"usage: {program} COMMAND [words]", *(f"       {program} {words}" for words in also), ""]
+    table = "\n".join([*usage, *(f"  {name:<{width}}  {text}" for name, text in commands.items())])
+    first = argv[0] if argv else ""
+    if first in commands:
+        return first, 0
+    if first in ("", "-h", "--help"):
+        print(table)
+        return "", 0 if first else 2
+    near = did_you_mean(first, commands, f"{program} ")
+    print(f"{program} {first} does not exist{near}\n\n{table}", file=sys.stderr)
+    return "", 2
 
 
 def section_text(cls: type) -> str:

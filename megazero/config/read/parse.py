@@ -14,8 +14,8 @@ from typing import Any
 from megazero.config.errors import ConfigError
 from megazero.config.foreign import megatron
 from megazero.config.layout.elastic import fit
-from megazero.config.model.loaded import Beginning
 from megazero.config.nearest import did_you_mean
+from megazero.config.read.beginning import Beginning, read_beginning
 from megazero.config.read.files import read_yaml
 from megazero.config.read.flags import Flags, help_text, read_flags
 from megazero.config.read.resolve import resolve
@@ -28,41 +28,32 @@ def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
     """Return the resolved, validated configuration of a command line (without the program's name).
 
     Without a world, whatever needs its size stays unchecked, and a global batch that is not given stays None.
+    No checkpoint is read: with --load, the words are checked one by one, and ``begun`` completes and judges the rest.
     Raises ConfigError with every fault. --help prints and leaves through SystemExit(0), as argparse does.
     """
-    return CommandLine(argv, world).parse()
+    flags = read_flags(argv)
+    if flags.help:
+        print(help_text())
+        raise SystemExit(0)
+    return _configured(read_layers(flags), world)
 
 
-class CommandLine:
-    """The command line of a run. One rank reads the folders of --load and --save, and tells the others."""
+def begun(config: RunConfig, world: World | None = None, beginning: Beginning | None = None) -> RunConfig:
+    """Return a configuration of ``parse`` or ``make_config``, completed by the folders of --load and --save.
 
-    def __init__(self, argv: Sequence[str], world: World | None) -> None:
-        self.argv, self.world = argv, world
-        self.beginning: Beginning | None = None  # what the folders say, as soon as it is known
-
-    def parse(self) -> RunConfig:
-        """Do what the function ``parse`` does. The folders are read unless the beginning is known."""
-        config, self.beginning = _finish(self._said(), self.world, self.beginning)
+    beginning: what ``read_beginning`` found, on this rank or on another one; None reads it here. Without --load, or
+    if this is done, the configuration comes back as it is. Raises ConfigError with every fault.
+    """
+    said = config.said
+    if said is None:
         return config
-
-    def parse_apart(self) -> RunConfig:
-        """Return what the words say by themselves, which is enough to meet the rank that reads the folders.
-
-        With --load nothing is judged but the words. Raises ConfigError for their faults.
-        """
-        said = self._said()
-        if said.values.get("load") is None:
-            return self.parse()  # which reads nothing then
-        if said.errors:
-            raise ConfigError(said.errors)
-        return resolve(said, self.world, Beginning())[0]
-
-    def _said(self) -> Layer:
-        flags = read_flags(self.argv)
-        if flags.help:
-            print(help_text())
-            raise SystemExit(0)
-        return read_layers(flags)
+    assert isinstance(said, Layer)
+    try:
+        return _judged(said, world, read_beginning(config.values()) if beginning is None else beginning)
+    except OSError as error:
+        # No mistake of the user: the cause keeps the operating system's number.
+        unread = f"{error.filename or said.values.get('load')} cannot be read: {error.strerror or error}"
+        raise ConfigError([*said.errors, unread]) from error
 
 
 def read_layers(flags: Flags) -> Layer:
@@ -88,8 +79,9 @@ def settle(layer: Layer) -> None:
             key, said = f"no-{key}", []  # a switch that is on by default, off
         removed = REMOVED.get(key.removeprefix("no-").replace("-", "_"))
         if removed is not None:
-            if said is not False and not key.startswith("no-"):
-                layer.errors.append(f"{word.prefix}{key} was removed: {removed}")
+            off = said in (False, None, [removed.off]) or key.startswith("no-")
+            if not off:
+                layer.errors.append(f"{word.prefix}{key} was removed: {removed.cure}")
         elif key not in megatron.flags():
             from megazero.config.foreign.typos import suggestion  # 3 ms, only after an error
 
@@ -102,9 +94,9 @@ def settle(layer: Layer) -> None:
 
 
 def parse_or_exit(argv: Sequence[str], world: World | None = None) -> RunConfig:
-    """Parse for a program's main: print the faults on stderr and exit with status 2."""
+    """Parse for a program's main, --load included. Print the faults on stderr and exit with status 2."""
     try:
-        return parse(argv, world)
+        return begun(parse(argv, world), world)
     except ConfigError as error:
         print(f"{error}\n--help lists every flag", file=sys.stderr)
         raise SystemExit(2) from None
@@ -124,18 +116,19 @@ def run_command(
     try:
         return run()
     except (ValueError, OSError) as error:
-        hint = f"\n--help lists the flags of {name}" if isinstance(error, ConfigError) else ""
+        listed = isinstance(error, ConfigError)
+        said = f"{error}\n--help lists the flags of {name}" if listed else f"error: {error}"
         if rank:
             time.sleep(1)
         else:
-            print(f"{error}{hint}", file=sys.stderr, flush=True)
+            print(said, file=sys.stderr, flush=True)
         return 2
 
 
 def make_config(values: Mapping[str, Any], world: World | None = None) -> RunConfig:
     """Return the resolved, validated configuration of values by field name. None means "not said".
 
-    Raises ConfigError with every fault.
+    As ``parse``, it reads no checkpoint. Raises ConfigError with every fault.
     """
     layer = Layer("values")
     for name, value in values.items():
@@ -146,22 +139,20 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
         else:
             layer.errors.append(f"{name} does not exist{did_you_mean(name, all_options())}")
     settle(layer)
-    return _finish(layer, world)[0]
+    return _configured(layer, world)
 
 
-def _finish(
-    said: Layer, world: World | None, beginning: Beginning | None = None
-) -> tuple[RunConfig, Beginning]:
-    try:
-        return _completed(said, world, beginning)
-    except OSError as error:
-        # No mistake of the user: the cause keeps the operating system's number.
-        unread = f"{error.filename or said.values.get('load')} cannot be read: {error.strerror or error}"
-        raise ConfigError([*said.errors, unread]) from error
+def _configured(said: Layer, world: World | None) -> RunConfig:
+    """Return the configuration, with ``said`` in it where what --load names is still to be read."""
+    if said.values.get("load") is None:
+        return _judged(said, world, Beginning())
+    if said.errors:
+        raise ConfigError(said.errors)
+    return replace(resolve(said, world, None)[0], said=said)
 
 
-def _completed(said: Layer, world: World | None, beginning: Beginning | None) -> tuple[RunConfig, Beginning]:
-    config, missing, faults, beginning = resolve(said, world, beginning)
+def _judged(said: Layer, world: World | None, beginning: Beginning) -> RunConfig:
+    config, missing, faults = resolve(said, world, beginning)
     errors = [*said.errors, *faults]
     if errors or missing or world is None:
         errors += find_errors(config, world, said.failed, missing)
@@ -169,4 +160,4 @@ def _completed(said: Layer, world: World | None, beginning: Beginning | None) ->
         config, errors = fit(config, world, beginning.consumed if beginning.goes_on(config.values()) else 0)
     if errors:
         raise ConfigError(errors)
-    return replace(config, notes=(*config.notes, *notes_on(config, world))), beginning
+    return replace(config, notes=(*config.notes, *notes_on(config, world)))

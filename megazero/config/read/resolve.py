@@ -1,6 +1,14 @@
-"""Completes a RunConfig from what the user said.
+"""Completes a RunConfig from what the user said, in an order that each step relies on.
 
-It fills in family defaults, derived sizes, the ZeRO preset and the notes.
+1. Each source's foreign words become options (parse.py: settle). Then the sources become one layer (sources.py:
+   merge).
+2. Megatron's derived values become options (complete_megatron).
+3. The checkpoint or folder of --load gives the architecture (take_architecture) and, to a run that goes on, the
+   schedule (_complete_schedule).
+4. The family's defaults and the derived sizes of the model follow (complete).
+5. The ZeRO options become one preset or factors (_complete_zero), the formats of a run that goes on follow
+   (_complete_formats), then the batch (_complete_batch), which needs the parallel sizes.
+6. The tokenizer and the data files come last: they decide nothing else.
 """
 
 from __future__ import annotations
@@ -13,15 +21,16 @@ from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_deri
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.layout.wire import format_options
-from megazero.config.model.loaded import Beginning, find_beginning, take_architecture
+from megazero.config.model.loaded import take_architecture
 from megazero.config.model.section import complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import section_of, show, stand_in, typed
 from megazero.config.options.optimizers import of_schedule
 from megazero.config.options.sections import ZeroConfig
+from megazero.config.read.beginning import Beginning
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
-from megazero.config.run import RunConfig, World, all_options
+from megazero.config.run import REMOVED, RunConfig, World, all_options
 
 # The configuration of the run that goes on, by section; {} where a new one begins.
 Stored = Mapping[str, Mapping[str, Any]]
@@ -29,14 +38,14 @@ ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as 
 
 
 def resolve(
-    said: Layer, world: World | None, beginning: Beginning | None = None
-) -> tuple[RunConfig, Collection[str], list[str], Beginning]:
-    """Return the completed configuration with its notes, what is missing, error lines, and where the run begins.
+    said: Layer, world: World | None, beginning: Beginning | None
+) -> tuple[RunConfig, Collection[str], list[str]]:
+    """Return the completed configuration with its notes, the missing options, and error lines.
 
-    beginning: what another rank has read of that; None reads it here.
+    beginning: what the folders of --load and --save say, or None before they are read.
 
-    Missing are options that must have a value and were neither given nor derived. Stand-ins take their place, by
-    which nothing may be judged. Raises OSError if a folder's storage does not answer.
+    Missing options must have a value and were neither given nor derived. They get stand-ins, by which nothing may be
+    judged. Raises OSError if the storage of a Hugging Face folder or a data file does not answer.
     """
     values = dict(said.values)
     accumulation = values.pop("gradient_accumulation_steps", None)
@@ -44,8 +53,8 @@ def resolve(
     errors += complete_megatron(said, values, notes)
     if "group-query-attention" in said.accepted and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
-    beginning = find_beginning(values) if beginning is None else beginning
-    values, taken, clashes = take_architecture(values, beginning)
+    beginning, read = beginning or Beginning(), beginning is not None
+    values, taken, clashes = take_architecture(values, beginning) if read else (values, [], [])
     notes, errors = [*notes, *taken], [*errors, *clashes]
     unread = values.get("load") and f"--load {values['load']}: "
     if unread and any(line.startswith(unread) for line in clashes):  # it may have what is missing
@@ -75,7 +84,7 @@ def resolve(
     notes += _unused_split(values)
     needed = (opt for opt in all_options().values() if opt.needed and values.get(opt.name) is None)
     missing = {opt.name: stand_in(opt) for opt in needed}
-    return RunConfig.of(values | missing, notes), missing, errors, beginning
+    return RunConfig.of(values | missing, notes), missing, errors
 
 
 def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
@@ -122,8 +131,16 @@ def _complete_schedule(
 
 
 def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
-    """At a resume, take the formats of messages from the checkpoint where the options give none."""
+    """At a resume, take the formats of messages from the checkpoint where the options give none.
+
+    A note says which of its options were removed since.
+    """
     before = stored.get("zero", {})
+    for name, removed in REMOVED.items():
+        if f"{before.get(name)}".lower() not in ("none", removed.off):
+            notes.append(
+                f"{path} was trained with {name} {show(before[name])}, which was removed: {removed.cure}"
+            )
     options, said = all_options(), {name: value for name, value in values.items() if value is not None}
     rounded = {"zero_gradient_rounding": before.get("zero_gradient_rounding")}
     names = (name for name in format_options(section_of(ZeroConfig, rounded | said)) if name not in said)

@@ -1,8 +1,8 @@
-"""A rank's batches on their way from a data set to the device, and the mean loss over those of an evaluation."""
+"""A rank's batches on their way from a data set to the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,6 @@ import torch
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.mesh.mesh import Mesh
-from megazero.pp.executor import Pipeline
-from megazero.train.parallelize import MicroBatch
-from megazero.zero import Engine
 
 Batch = Mapping[str, Any]  # of tensors
 
@@ -72,39 +69,3 @@ class Feeding:
         rows = self.mesh.gather_rows(own.reshape(1))
         sums = self.mesh.stage_rows(rows, self.loss_rank).view(self.mesh.grid.outer, -1).sum(1)
         return tuple(max(1.0, tokens) for tokens in sums.tolist())
-
-
-def mean_loss(
-    engine: Engine,
-    pipeline: Pipeline,
-    feeding: Feeding,
-    data_set: Dataset,
-    *,
-    steps: int,
-    micro_batches: int,
-    interrupted: Callable[[], bool],
-    replica: bool = False,
-) -> float | None:
-    """Return the loss over the first ``steps`` global batches of so many micro-batches on each rank. Collective.
-
-    The batches are the same each time, so there is no sampling noise. interrupted: asked between two batches on every
-    rank, with the same answer on all. If it says yes, the loss is None. replica: the first outer replica evaluates
-    its own weights, on all of the batches, while the others wait.
-    """
-    mesh = feeding.mesh
-    rounds, waits = micro_batches * (mesh.grid.outer if replica else 1), replica and mesh.replica > 0
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    left = 0
-    with feeding.batches(data_set, replica) as batches, engine.evaluation(anchor=not replica):
-        for left in reversed(range(steps)):
-            own = () if waits else batches.next_step(rounds)
-            step = [MicroBatch(**feeding.to_device(batch)) for batch in own]
-            losses = pipeline.evaluate(step) if step else None
-            if losses is not None:
-                sums[0] += losses.sum()
-            sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
-            if left and interrupted():
-                break
-    rows = mesh.stage_rows(mesh.gather_rows(sums), pipeline.loss_rank).sum(0)
-    engine.traffic.take()  # of no iteration
-    return float(rows[0] / rows[1].clamp(min=1)) if left == 0 else None

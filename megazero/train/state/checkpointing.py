@@ -1,9 +1,9 @@
 """What a run saves in a checkpoint, and how it continues from one.
 
 state.json holds the iteration, the consumed samples (the position in the data), the numbers of samples that the
-data's order was made for, the optimizer's scalars, the engine's counters, the loss scale, the tokenizer's fingerprint
-and the logger's run id. The tensors are the engine's slices. Each rank also keeps its random generators and, under
-error feedback, its own residuals.
+data's order was made for, the optimizer's scalars, the engine's counters, the loss scale, the state of callbacks,
+the tokenizer's fingerprint and the logger's run id. The tensors are the engine's slices. Each rank also keeps its
+random generators and, under error feedback, its own residuals.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from megazero.data.tokenizer_files import load_run_tokenizer, tokenizer_options
 from megazero.mesh.mesh import Mesh, world_group
 from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
+from megazero.train.callbacks.chain import Callbacks
+from megazero.train.callbacks.spikes import SpikeMonitor
 from megazero.train.schedule.loss_scaling import LossScaling
-from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state.origin import Origin
 from megazero.train.state.progress import Progress
 from megazero.train.state.replicas import ReplicaCheckpoint, load_replicas
@@ -63,7 +64,7 @@ class SavedTokenizer:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, and the monitor of spikes.
+    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, spikes, and callbacks.
 
     guard: called on the first rank with a folder before that is changed; it does not return if another run has it.
     """
@@ -74,6 +75,7 @@ class Checkpointing:
     tokenizer: SavedTokenizer = SavedTokenizer()
     scaling: LossScaling = field(default_factory=LossScaling)
     spikes: SpikeMonitor = field(default_factory=lambda: SpikeMonitor(SkippingConfig()))
+    callbacks: Callbacks = field(default_factory=Callbacks)
     guard: Callable[[str], None] = lambda folder: None
 
     @property
@@ -167,6 +169,7 @@ class Checkpointing:
             **self._counters(),
             "loss_scaling": self.scaling.state(),
             "spikes": self.spikes.state(),
+            "callbacks": self.callbacks.state(),
             "tokenizer": self.tokenizer.fingerprint,
         }
         save = save_records if self.engine.outer is None else save_replica_records
@@ -241,6 +244,7 @@ class Checkpointing:
             self.engine.load_state(state["engine"])
         self.scaling.load_state(state.get("loss_scaling", {}))  # not in checkpoints of before fp16
         self.spikes.load_state(state.get("spikes", {}))
+        self.callbacks.load_state(state.get("callbacks", {}))
         if with_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
 

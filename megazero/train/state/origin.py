@@ -16,10 +16,10 @@ from megazero.checkpoint.errors import agree, agree_local, error_number
 from megazero.checkpoint.manifest import open_manifest
 from megazero.config import RunConfig
 from megazero.config.layout.outer import feeds_back, fragments, keeps_momentum
-from megazero.config.model.loaded import Chosen, checkpoint_to_load
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import CheckpointConfig, OuterConfig
+from megazero.config.read.beginning import Chosen, checkpoint_to_load
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh, world_group
 from megazero.train.state.progress import Progress, impossible_numbers

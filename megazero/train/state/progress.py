@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
-from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.options.skipping import joined, range_around
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.train.schedule.loss_scaling import SKIPPED
 
 

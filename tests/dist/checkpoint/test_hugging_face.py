@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.steps import held_bytes
 from megazero.checkpoint import store
-from megazero.config import ConfigError, World, make_config
+from megazero.config import ConfigError, World, begun, make_config
 from megazero.convert.export import finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
 from megazero.convert.source import Source
@@ -164,15 +164,17 @@ def test_what_cannot_be_loaded_is_one_error_on_every_rank(folders, tmp_path):
 
 def test_flags_that_are_another_model_are_errors_at_once(folders):
     with pytest.raises(ConfigError) as caught:
-        make_config({**RUN, "load": f"hf:{folders['llama']}", "hidden_size": 64, "num_layers": 3})
+        begun(make_config({**RUN, "load": f"hf:{folders['llama']}", "hidden_size": 64, "num_layers": 3}))
     text = str(caught.value)
     assert "--hidden-size 64 is not the model" in text and "--num-layers 3 is not the model" in text
-    config = make_config({**RUN, "load": f"hf:{folders['llama']}", "load_optim": False})
+    config = begun(make_config({**RUN, "load": f"hf:{folders['llama']}", "load_optim": False}))
     assert any("--no-load-optim has no effect" in note for note in config.notes), config.notes
-    longer = make_config({**RUN, "load": f"hf:{folders['llama']}", "rotary_base": 5e5})  # as with --finetune
+    longer = begun(
+        make_config({**RUN, "load": f"hf:{folders['llama']}", "rotary_base": 5e5})
+    )  # as with --finetune
     assert longer.model.rotary_base == 5e5
     assert any("--rotary-base 500000 replaces --rotary-base 10000" in note for note in longer.notes)
     with pytest.raises(ConfigError, match="nowhere.config.json' is missing"):
-        make_config({**RUN, "load": "hf:/nowhere"})
+        begun(make_config({**RUN, "load": "hf:/nowhere"}))
     with pytest.raises(ConfigError, match="--save-hf out has no effect without --save"):
-        make_config({**RUN, "load": f"hf:{folders['llama']}", "save_hf": "out"})
+        begun(make_config({**RUN, "load": f"hf:{folders['llama']}", "save_hf": "out"}))

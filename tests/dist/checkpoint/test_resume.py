@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megazero.checkpoint import manifest, store
-from megazero.config import CommandLine, World
+from megazero.config import World, begun, parse
+from megazero.config.read.beginning import read_beginning
 from megazero.data.build import MockDataset
 from megazero.data.gpt import SampleSpec
 from megazero.log.metrics import read_metrics
@@ -423,7 +424,7 @@ def test_a_chain_of_jobs_starts_fresh_in_its_own_folder(tmp_path: Path) -> None:
 def started(argv: list[str]) -> tuple[int, int, int]:
     """Start a run in this rank as its program does. Return its iteration, hidden size, and reads of manifests."""
     launch = Launch(dist.get_rank(), dist.get_world_size(), local_world_size=dist.get_world_size())
-    command = CommandLine(argv, World(launch.world_size, launch.world_size))
+    world = World(launch.world_size, launch.world_size)
     reads, text = list[Path](), manifest.read_bytes
 
     def counted(file: Path) -> bytes:
@@ -433,8 +434,11 @@ def started(argv: list[str]) -> tuple[int, int, int]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, redirect_stdout(io.StringIO()):
         patch.setattr(manifest, "read_bytes", counted)
         patch.setattr(manifest, "_SETTLED_S", -1.0)  # these checkpoints are young
-        config = command.parse() if launch.rank == 0 else command.parse_apart()
-        run = setup.prepare(config, launch, stack, command=command)
+        config, beginning = parse(argv, world), None
+        if launch.rank == 0:
+            beginning = read_beginning(config.values())
+            config = begun(config, world, beginning)
+        run = setup.prepare(config, launch, stack, beginning=beginning)
     found = [file for file in reads if file.name == manifest.MANIFEST_FILE and file.parent.name != ".trial"]
     return run.progress.iteration, run.checkpointing.config.model.hidden_size, len(found)
 

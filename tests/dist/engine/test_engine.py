@@ -176,6 +176,7 @@ def test_policies_equal_bare_torch(name):
             compare(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lifetime", ["step", "resident"])
 @pytest.mark.parametrize("shards", [(2, 4, 4), (1, 1, 4)])
 def test_lifetimes_equal_bare_torch(lifetime, shards):

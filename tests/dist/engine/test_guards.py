@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megazero.kernels.fingerprint import fingerprint
 from torch import nn
 from torch._dynamo.utils import counters
 
 from megazero import zero
 from megazero.comm import lane
 from megazero.comm.codec import Blockwise
+from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.records import save_records
 from tests.dist.capture import weights
@@ -693,6 +693,7 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shards",
     [shards if shards[1] > 1 else pytest.param(shards, marks=pytest.mark.slow) for shards in LAYOUTS],

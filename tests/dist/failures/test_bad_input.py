@@ -204,7 +204,7 @@ DATA = {
     "short .bin": (lambda p: cut(Path(f"{p}.bin"), 100), r"\.bin is truncated: 100 bytes, .* copy both"),
     "foreign .idx": (
         lambda p: Path(f"{p}.idx").write_text("a text file, " * 50),
-        r"\.idx is not a Megatron index: .*tools/preprocess_data",
+        r"\.idx is not a Megatron index: .*megazero preprocess",
     ),
     "other .idx": (
         lambda p: shutil.copy(write_data(p.with_name("longer"), 50) + ".idx", f"{p}.idx"),
@@ -221,7 +221,7 @@ DATA = {
     "tokens beyond the vocabulary": (wide, "token 5[0-9].* vocabulary"),
     "a damaged record": (
         lambda p: Path(f"{p}.meta.json").write_text("{"),
-        r"\.meta\.json is damaged .*tools/preprocess_data",
+        r"\.meta\.json is damaged .*megazero preprocess",
     ),
     "no token to validate on": (
         lambda p: write_data(p, 3),

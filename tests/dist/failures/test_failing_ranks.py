@@ -50,7 +50,7 @@ def iterations(log_dir: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_other_with_one_message(tmp_path: Path, victim: int) -> None:
     save = {"save": str(tmp_path / "run"), "save_interval": 2, "save_keep_last": 2}
     values = {**LONG, **save, "zero_preset": "zero3", "log_dir": str(tmp_path / "logs")}
@@ -70,6 +70,7 @@ def test_a_killed_rank_ends_the_other_with_one_message(tmp_path: Path, victim: i
     assert latest is not None and store.verify(latest).step >= 4
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_other_at_the_time_out(tmp_path: Path) -> None:
     values = {**LONG, "distributed_timeout_minutes": 0.1, "log_dir": str(tmp_path / "logs")}
     ranks = Processes.start(2, values, tmp_path)

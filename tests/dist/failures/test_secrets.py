@@ -51,8 +51,8 @@ PLANTED = (
 # The program, with a library in it that fails and says all that it knows.
 CRASH = r"""
 import logging, os, sys, warnings
-sys.path[:0] = ["pretrain"]
-import pretrain_gpt
+from megazero.cli import main
+from megazero.train import command
 words = [os.environ[name] for name in os.environ["SECRETS"].split(",")]
 def told():
     import megazero.train.trainer as trainer
@@ -66,9 +66,9 @@ def told():
             raise RuntimeError(f"cannot log in as {words} with {sys.argv}")
         return step(self, batches)
     trainer.Trainer._iterate = iterate
-run = pretrain_gpt.run
-pretrain_gpt.run = lambda *arguments: (told(), run(*arguments))[1]
-sys.exit(pretrain_gpt.main())
+run = command.run
+command.run = lambda *arguments: (told(), run(*arguments))[1]
+sys.exit(main(command="train"))
 """
 
 

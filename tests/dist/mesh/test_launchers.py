@@ -64,7 +64,8 @@ def test_a_launcher_starts_one_world(tmp_path: Path, launcher: str) -> None:
 
 # -- how ranks end -----------------------------------------------------------------------------------
 
-OWN = [sys.executable, PROGRAM, "--nproc-per-node", "2"]
+TRAIN = ["-m", "megazero", "train"]
+OWN = [sys.executable, *TRAIN, "--nproc-per-node", "2"]
 UNDER_TORCHRUN = [
     sys.executable,
     "-m",
@@ -72,7 +73,7 @@ UNDER_TORCHRUN = [
     "--standalone",
     "--nproc-per-node",
     "2",
-    PROGRAM,
+    *TRAIN,
 ]
 
 
@@ -112,6 +113,7 @@ def test_a_planned_stop_shows_no_trace(tmp_path: Path, words: list[str], status:
     assert stored_values(yaml.safe_load(kept))["lr"] == 1e-3  # below its comments, every option
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "handler, status",
     [pytest.param(True, ExitStatus.STOPPED, marks=pytest.mark.slow), (False, ExitStatus.INTERRUPTED)],

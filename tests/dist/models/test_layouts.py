@@ -1,4 +1,4 @@
-"""Every cell of docs/layouts.md that says yes: it trains, and its losses and norms are one rank's."""
+"""Cells of docs/layouts.md that say yes: with these messages and options losses and norms are one rank's."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ from tools.layouts_page import LAYOUTS, MODEL_OPTIONS, STATE, Column, markdown, 
 
 # Steps of 2 and of 4 micro-batches: the order of gathers and reductions follows their number.
 COUNTS = (2, 4, 2)
+# The other rows of STATE, presets with exact messages, are in the covers of engine/ and pipeline/test_parity.py.
+TRAINED = (
+    "zero3, gradients whole for the step",
+    *(row for row in STATE if row.startswith("zeropp") or "quantised" in row),
+)
 ROWS = {**STATE, **{name: {"zero_preset": "zero1", **more} for name, more in MODEL_OPTIONS.items()}}
 # Of losses and norms. fp32 over three steps: 1e-7 to 3e-6 is what one rank's rounding gives. Quantised: what INT4
 # gradients of norm 1 +- 0.1 and INT8 weights of +- 0.004 change in two updates.
@@ -36,7 +41,11 @@ class Seen:
 
 def legal() -> list[tuple[str, Column]]:
     return [
-        (row, layout) for row, options in ROWS.items() for layout in LAYOUTS if not refusals(layout, options)
+        (row, layout)
+        for row, options in ROWS.items()
+        if row in MODEL_OPTIONS or row in TRAINED
+        for layout in LAYOUTS
+        if not refusals(layout, options)
     ]
 
 
@@ -136,7 +145,7 @@ LONG = {x.name for x in LAYOUTS if x.world == 8 or x.name.startswith("PP 2 x DP 
     "layout",
     [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x.name in LONG else []) for x in LAYOUTS],
 )
-def test_every_legal_cell_trains_as_one_rank(layout):
+def test_legal_cells_train_as_one_rank(layout):
     meshes: dict[tuple, list[tuple[str, Column]]] = {}
     for row, where in legal():
         if where is layout:

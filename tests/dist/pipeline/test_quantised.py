@@ -83,7 +83,7 @@ def everywhere(place: Place, names=tuple(CODECS), **changes) -> list[Staged]:
     ]
 
 
-ALWAYS = ("a stage on each node", "pipelines over two nodes")  # both orders of a pipeline's groups
+ALWAYS = ("pipelines over two nodes",)
 places = pytest.mark.parametrize(
     "place",
     [pytest.param(p, id=n, marks=[] if n in ALWAYS else [pytest.mark.slow]) for n, p in PLACES.items()],

@@ -50,6 +50,7 @@ def test_activations_are_held_as_long_as_the_schedule_says(case):
     assert run.held == Timeline(case.pp, run.spans).peak_activations() == expected
 
 
+@pytest.mark.slow
 def test_trace_and_picture_of_real_runs(tmp_path):
     timelines = {name: Timeline(3, run.spans) for name, run in runs().items()}
     for timeline in timelines.values():

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.calibrate import model, rates, timing
+from megazero.calibrate.options import read_request
+from megazero.calibrate.run import Calibration
 from megazero.config import ConfigError, World, make_config
 from megazero.config.options.cluster import load_cluster
 from megazero.mesh.launch import Launch
@@ -15,9 +18,6 @@ from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
-from megazero.calibrate import model, rates, timing
-from megazero.calibrate.options import read_request
-from megazero.calibrate.run import Calibration
 from tests.dist.pool import run_ranks
 
 MODEL = ["--model-family", "llama", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"]

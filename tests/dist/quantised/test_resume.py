@@ -44,6 +44,7 @@ from tests.dist.quantised.cases import (
     take_step,
 )
 from tests.dist.runs import checkpoint_of, differences, train_each
+from tests.exact_gradients import exact_from
 from tests.sizes import TINY
 
 BF16 = torch.bfloat16
@@ -190,7 +191,7 @@ ACROSS = {
 GRADIENTS = {"zero_quantized_gradients": True, "zero_gradient_bits": 2}
 FEEDBACK = {**GRADIENTS, "zero_gradient_rounding": "feedback"}
 DELTA = {"zero_quantized_weights": True, "zero_quantized_weights_delta": True}
-ZEROPP = {"zero_preset": "zeropp", "zero_quantized_gradients_until": 0.9}
+ZEROPP = {"zero_preset": "zeropp", "callbacks": exact_from(6)}
 # name: (ranks, values)
 RESUMED = {
     "delta, feedback, tied, bf16": (
@@ -259,7 +260,7 @@ def test_a_resume_of_a_quantised_pipeline_is_bit_for_bit(tmp_path: Path, name: s
 
 # Tied embeddings and error feedback; messages are exact from the fourth iteration on, so that what was owed is paid
 # and every layout does the same.
-OWING = {**FEEDBACK, **TIED, "num_layers": 4, "zero_exact_numel": 40, "zero_quantized_gradients_until": 0.5}
+OWING = {**FEEDBACK, **TIED, "num_layers": 4, "zero_exact_numel": 40, "callbacks": exact_from(4)}
 OWING |= {"lr_warmup_iters": 0, "zero_quantized_weights": False}
 _PP2 = {"pipeline_model_parallel_size": 2}
 # The first two differ only in the order of ranks: then a rank's own residuals are another rank's.

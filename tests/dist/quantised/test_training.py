@@ -22,6 +22,7 @@ from megazero.models import Decoder
 from megazero.train import setup
 from tests.dist.pool import run_ranks
 from tests.dist.runs import checkpoint_of, differences, refusals, train_all
+from tests.exact_gradients import bounds, exact_from
 from tests.sizes import TINY
 
 RANKS, PER_NODE = 4, 2
@@ -155,7 +156,8 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_bytes_equal_the_formula(tmp_path: Path, micro_batches: int) -> None:
     """Of every iteration but the first, which has yet to see the order of use (and starts with R everywhere)."""
     length = {"train_iters": 3, "global_batch_size": RANKS * micro_batches}
@@ -243,8 +245,8 @@ RESUMED = {
         "tensor_model_parallel_size": 2,
         "zero_gradient_rounding": "stochastic",
     },
-    "fallbacks": {**ZEROPP, **DELTA, "zero_weight_error_bound": 1e-4, "zero_gradient_error_bound": 0.05},
-    "until": {**ZEROPP, "zero_gradient_rounding": "feedback", "zero_quantized_gradients_until": 0.8},
+    "fallbacks": {**ZEROPP, **DELTA, "callbacks": bounds(weight_error_bound=1e-4, gradient_error_bound=0.05)},
+    "until": {**ZEROPP, "zero_gradient_rounding": "feedback", "callbacks": exact_from(4)},
 }
 
 
@@ -288,6 +290,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, names: 
             assert [line.get(key) for line in before] == [line.get(key) for line in after], (name, key)
 
 
+@pytest.mark.slow
 def test_a_resume_may_change_the_size_of_chunks(tmp_path: Path) -> None:
     """Ranks' own residuals belong to the chunks that were; their sum over senders goes on."""
     base = {
@@ -336,10 +339,8 @@ def test_the_saved_weights_are_those_that_forwards_see(tmp_path: Path) -> None:
 # -- schedule, fallback, one node, refusals ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [{"train_iters": 6}, {"train_iters": None, "train_samples": 24}])
-def test_gradients_are_exact_after_the_schedules_end(tmp_path: Path, length: dict[str, Any]) -> None:
-    values = {**ZEROPP, **length, "global_batch_size": RANKS, "zero_quantized_gradients_until": 0.5}
-    values |= {} if length["train_iters"] else {"lr_warmup_iters": None, "lr_warmup_samples": 8}
+def test_gradients_are_exact_when_a_callback_says_so(tmp_path: Path) -> None:
+    values = {**ZEROPP, "train_iters": 6, "global_batch_size": RANKS, "callbacks": exact_from(4)}
     runs([{**values, "log_dir": str(tmp_path)}])
     coded, exact = Formula(ZEROPP).expected(1), Formula(ZEROPP, gradients=None).expected(1)
     lines = iterations(tmp_path)
@@ -353,7 +354,7 @@ def test_gradients_are_exact_after_the_schedules_end(tmp_path: Path, length: dic
 
 def test_units_above_the_bound_fall_back_and_it_is_said(tmp_path: Path) -> None:
     base = {**ZEROPP, "train_iters": 10, "log_dir": str(tmp_path), "global_batch_size": RANKS}
-    runs([{**base, "zero_gradient_error_bound": 1e-3}])
+    runs([{**base, "callbacks": bounds(gradient_error_bound=1e-3)}])
     lines = iterations(tmp_path)
     said = [text for line in lines for text in line.get("fallbacks", ())]
     assert len(said) == 4 and all("gradients of unit" in text and "0.001" in text for text in said)
@@ -374,12 +375,11 @@ def printed(values: dict[str, Any]) -> str:
     return text.getvalue()
 
 
-def test_the_first_rank_says_what_is_sent_and_when_it_changes(tmp_path: Path) -> None:
-    values = {**ZEROPP, "zero_quantized_gradients_until": 0.5, "zero_weight_error_bound": 1e-4}
+def test_the_first_rank_says_what_is_sent_and_what_falls_back(tmp_path: Path) -> None:
+    values = {**ZEROPP, "callbacks": bounds(weight_error_bound=1e-4)}
     first, *others = run_ranks(RANKS, printed, {**values, "train_iters": 4, "log_dir": str(tmp_path)})
     assert others == [""] * (RANKS - 1)
     assert first.count("ZeRO: preset zeropp, P,G,OS = 2,2,4 on 4 data-parallel ranks of 2 nodes") == 1
-    assert first.count("gradients are sent exactly from iteration 3 on") == 1
     assert first.count("warning: weights of unit") == 4
 
 

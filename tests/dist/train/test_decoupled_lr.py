@@ -28,6 +28,7 @@ def losses(seen: list[Seen]) -> list[float]:
     return [loss for _, loss in seen[0].losses]
 
 
+@pytest.mark.slow
 def test_layouts_and_a_resume_are_one_rank(tmp_path: Path) -> None:
     base = {**APART, "log_dir": str(tmp_path)}
     save = {"save": str(tmp_path / "run"), "exit_interval": 3}

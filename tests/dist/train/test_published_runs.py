@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import subprocess
 from pathlib import Path
 from statistics import mean
@@ -23,7 +22,7 @@ from megazero.train.outputs import export_note
 from tests import ROOT
 from tests.dist.pool import run_ranks
 from tests.dist.runs import train_flags
-from tests.dist.train.published_runs import PUBLISHED
+from tests.published_runs import PUBLISHED, command_line
 from tests.sizes import PUBLISHED as SMALL
 
 VOCABULARY = 700
@@ -73,23 +72,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-def command_line(name: str, files: dict[str, str], folder: Path, iterations: int) -> list[str]:
-    run = PUBLISHED[name]
-    kind = next((own for theirs, own in TOKENIZERS.items() if theirs in run.flags), "gpt2")
-    batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
-    (folder / "ds.json").write_text(json.dumps({**run.deepspeed, **(batch if run.deepspeed else {})}))
-    fill = {**files, "DATA": files[f"data of {kind}"], "DIR": str(folder)}
-    (folder / "splits.txt").write_text(f'"DATA: 1 0:0.95 {fill["DATA"]}"')
-    fill |= {
-        "SPLITS": str(folder / "splits.txt"),
-        "DEEPSPEED": str(folder / "ds.json"),
-        "ITERS": str(iterations),
-    }
-    fill |= {"SAMPLES": str(8 * iterations), "TOKENS": str(8 * 64 * iterations)}
-    words = shlex.split(f"{run.flags} {SMALL} {run.sizes} --device cpu --log-dir {{DIR}}/logs")
-    for key, value in fill.items():
-        words = [word.replace(f"{{{key}}}", value) for word in words]
-    return words
+def words_of(name: str, files: dict[str, str], folder: Path, iterations: int) -> list[str]:
+    """The command line of a run on data of its tokenizer."""
+    kind = next((own for theirs, own in TOKENIZERS.items() if theirs in PUBLISHED[name].flags), "gpt2")
+    return command_line(name, {**files, "DATA": files[f"data of {kind}"]}, folder, iterations)
 
 
 def check(words: list[str], ranks: int, iterations: int, least: float) -> None:
@@ -103,14 +89,14 @@ def check(words: list[str], ranks: int, iterations: int, least: float) -> None:
 
 @pytest.mark.parametrize("name", ALWAYS)
 def test_a_published_run_trains(name: str, files: dict[str, str], tmp_path: Path) -> None:
-    check(command_line(name, files, tmp_path, FEW), PUBLISHED[name].ranks, FEW, 0.0)
+    check(words_of(name, files, tmp_path, FEW), PUBLISHED[name].ranks, FEW, 0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_runs_train(name: str, files: dict[str, str], tmp_path: Path) -> None:
     iterations = 4 * MANY if name == "BLOOM 176B" else MANY  # of a learning rate of 6e-5
-    check(command_line(name, files, tmp_path, iterations), PUBLISHED[name].ranks, iterations, 0.02)
+    check(words_of(name, files, tmp_path, iterations), PUBLISHED[name].ranks, iterations, 0.02)
 
 
 # -- the scripts of pretrain/slurm --------------------------------------------------------------------

@@ -37,8 +37,8 @@ def test_loop_trains_and_ranks_agree():
 
 
 def test_pretraining_script_is_a_legal_configuration():
-    (script,) = [block for block in code_blocks("sh") if "torchrun" in block]
-    flags = script.split("pretrain_gpt.py")[1].replace("\\\n", " ").split()
+    (script,) = [block for block in code_blocks("sh") if block.startswith("#!/bin/bash\ntorchrun")]
+    flags = script.split("megazero train")[1].replace("\\\n", " ").split()
     for nodes in (2, 4):
         config = parse(flags, World(8 * nodes, 8))
         assert config.shards(World(8 * nodes, 8)).factors == (4, 4 * nodes, 4 * nodes)

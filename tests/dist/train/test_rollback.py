@@ -133,7 +133,8 @@ def test_going_back_is_leaving_out(tmp_path: Path, world: int, layout: Values) -
     assert [line["iteration"] for line in moved] == [11, 12, 12, 13, 14]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 4])
 def test_so_many_times_and_then_an_error(tmp_path: Path, world: int) -> None:
     """Wrong to the end: back from 14 and from 16, and 18 is the third spike. A NaN is undone at once."""
     base = {**BASE, **WATCH, "max_rollbacks": 2}
@@ -155,7 +156,8 @@ def test_so_many_times_and_then_an_error(tmp_path: Path, world: int) -> None:
     assert not differences(checkpoint_of(tmp_path / "nan"), checkpoint_of(tmp_path / "told"))
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 4])
 def test_skipped_steps_harm_nothing(tmp_path: Path, world: int) -> None:
     """The tenth step in a row is left out from the checkpoint at 20, whichever are kept: it has the state of 11."""
     base = {**BASE, **LAYOUTS[world], "train_iters": 23}
@@ -180,6 +182,7 @@ def test_skipped_steps_harm_nothing(tmp_path: Path, world: int) -> None:
     assert all(tensor.isfinite().all() for kind in at_20.values() for tensor in kind.values())
 
 
+@pytest.mark.slow
 def test_a_stop_in_a_spike_keeps_the_way_back(tmp_path: Path) -> None:
     """It is saved at 13, the first wrong iteration, and only the newest is kept, besides the way back."""
     base, run = {**BASE, "save_keep_last": 1}, {"save": str(tmp_path / "run"), "load": str(tmp_path / "run")}

@@ -86,6 +86,7 @@ def test_no_gap_and_no_repeat_after_resumes_on_other_layouts(tmp_path: Path) -> 
     assert seen == wanted
 
 
+@pytest.mark.slow
 def test_a_ramp_up_stops_where_its_batch_does_not_divide_and_goes_on_elsewhere(tmp_path: Path) -> None:
     """Batches of 8, 12 and 16: two ranks of micro-batches of 4 share the first, with those of 2 all of them."""
     base = {**values(tmp_path), "rampup_batch_size": (8, 4, 32), "global_batch_size": 16, "train_iters": 5}
@@ -99,6 +100,7 @@ def test_a_ramp_up_stops_where_its_batch_does_not_divide_and_goes_on_elsewhere(t
     assert samples(first) + samples(second) == wanted and len(wanted) == 8 + 8 + 12 + 12 + 16
 
 
+@pytest.mark.slow
 def test_weighted_splits_keep_their_place(tmp_path: Path) -> None:
     """On other layouts and over a resume with another length; of evaluations the order is kept for each name."""
     one, two = (write_data(tmp_path / f"data{seed}", seed=seed) for seed in (1, 2))
@@ -145,6 +147,7 @@ def test_a_changed_order_is_told(tmp_path: Path) -> None:
     assert "1234 when the checkpoint was written and is 7 now" in second[0].notes[0]
 
 
+@pytest.mark.slow
 def test_a_length_in_samples_ends_there_whatever_the_batches_were(tmp_path: Path) -> None:
     """Counted from the checkpoint; a length in iterations counts iterations, and samples go on from the consumed."""
     base = {
@@ -172,6 +175,7 @@ def test_a_length_in_samples_ends_there_whatever_the_batches_were(tmp_path: Path
         assert [sample for sample, _ in samples(seen)] == list(range(16, 16 + sum(sizes))), job
 
 
+@pytest.mark.slow
 def test_a_changed_length_keeps_the_order_or_tells(tmp_path: Path) -> None:
     """Of 54 samples an epoch, 48 need one, 72 a second, 104 most of it and 240 more: each alone has another order."""
     base = {

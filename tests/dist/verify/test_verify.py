@@ -87,10 +87,17 @@ def certify(words: str, fault: str | None = None) -> Certificate:
     [
         GRID,
         f"{ZEROPP} {SMALL_MOMENTS} {JOINED}",
-        STREAMED,
         *(
             pytest.param(words, marks=pytest.mark.slow)
-            for words in (f"{GRID} {JOINED}", ZEROPP_FP16, OUTER, OUTER_TENSORS, STREAMED_GRID, MIXED)
+            for words in (
+                STREAMED,
+                f"{GRID} {JOINED}",
+                ZEROPP_FP16,
+                OUTER,
+                OUTER_TENSORS,
+                STREAMED_GRID,
+                MIXED,
+            )
         ),
     ],
     ids=[
@@ -128,6 +135,7 @@ def test_a_fault_is_seen_and_named(fault: str) -> None:
         assert not [name for name in certificate.failed if name.startswith("Pass 1")]
 
 
+@pytest.mark.slow
 def test_whole_gradients_that_are_summed_over_the_group_are_seen() -> None:
     assert "Pass 1, exact: gradients" in certify(TENSORS, "wrong-norm-group").failed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import harness
-from benchmarks.faults.trials import run_trials
+from tests.soak.trials import run_trials
 
 
 def test_an_option_has_the_type_of_its_default() -> None:

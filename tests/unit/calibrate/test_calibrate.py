@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,22 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazero.config import ConfigError, World, make_config
-from megazero.config.options.cluster import load_cluster, parse_cluster
-from megazero.plan.compute import Compute
-from megazero.plan.seconds import Collectives
 from megazero.calibrate import rates
 from megazero.calibrate.command import main
 from megazero.calibrate.options import read_request
 from megazero.calibrate.points import CollectivePoint, modules, sizes, wires
 from megazero.calibrate.record import Measurements, cluster_text, links, series, write_cluster
 from megazero.calibrate.timing import Clock
-from tests import ROOT
+from megazero.cli import check_nodes
+from megazero.config import ConfigError, World, make_config, read_arguments
+from megazero.config.options.cluster import load_cluster, parse_cluster
+from megazero.mesh.launch import read_launch
+from megazero.plan.compute import Compute
+from megazero.plan.seconds import Collectives
 from tests.sizes import SMALL, words
 
 SIZES = ("model_family", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
 MODEL = {**SMALL, "num_layers": 2, "vocab_size": 128, "train_iters": 1, "global_batch_size": 8}
-CHECK_NODES = ROOT / "tools" / "check_nodes.py"
 WORDS = words({name: MODEL[name] for name in SIZES})
 DEVICE = {
     "name": "card",
@@ -159,8 +158,7 @@ def test_what_one_rank_cannot_do_is_said_by_it(capsys, monkeypatch, tmp_path: Pa
     monkeypatch.setattr("megazero.train.distributed.prepare_cuda", lambda _: ())
     assert main([*WORDS, "--cluster-output", str(tmp_path / "c.yaml")]) == 2
     assert "rank 3: local rank 3 has no GPU: torch sees 3" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["check_nodes.py"])
-    assert runpy.run_path(str(CHECK_NODES))["main"]() == 2
+    assert check_nodes.report(check_nodes.CheckOptions(), read_launch()) == 2
     assert "rank 3: local rank 3 has no GPU: torch sees 3" in capsys.readouterr().err
 
 
@@ -171,8 +169,8 @@ def test_nodes_are_waited_for_as_long_as_told(capsys, monkeypatch) -> None:
     there = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     for name, value in {**there, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("sys.argv", ["check_nodes.py", "--timeout", "0.2", "--device", "cpu"])
-    assert runpy.run_path(str(CHECK_NODES))["main"]() == 76
+    options = read_arguments(check_nodes.CheckOptions, ["--timeout", "0.2", "--device", "cpu"])
+    assert check_nodes.report(options, read_launch()) == 76
     said = capsys.readouterr().err
     assert "1 of 2 ranks did not come: rank 1" in said and "The limit is 0.2 s (--timeout)" in said
 

@@ -1,7 +1,7 @@
 """Storage that fails: a save is tried again, a damaged checkpoint is passed over, copies lie in a second folder.
 
 Faults are raised here where Python asks the operating system (its audit events, and fsync).
-benchmarks/faults/storage_faults.py lets every call fail, in whole runs and in the process that writes.
+tests/soak/storage_faults.py lets every call fail, in whole runs and in the process that writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megazero.checkpoint.directory import Retention, in_the_way, leftovers, reta
 from megazero.checkpoint.errors import CheckpointError, SaveError, error_number
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
-from megazero.config import ConfigError, World, make_config, parse
+from megazero.config import ConfigError, World, begun, make_config, parse
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.ops.lease import FolderInUse
 from megazero.train.state.origin import find_origin, leave_behind
@@ -174,7 +174,10 @@ def test_a_file_of_the_command_line_on_a_disk_that_fails_is_no_mistake(
     assert status_of(caught.value) is ExitStatus.RANK_LOST
 
 
-def test_a_folder_that_is_deleted_under_a_save(tmp_path: Path, faults: Faults) -> None:
+def test_a_folder_that_is_deleted_under_a_save(
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SEEN_S", 0.5)  # how long the folder is waited for
     doomed = ["writing", "completing"]
     for part in store.saving(tmp_path, snapshot(1), retry=store.Retry(60)):
         if doomed and part.what.startswith(doomed[0]):
@@ -333,7 +336,7 @@ def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path, faults: Fault
     for operation in range(100):
         faults.arm(tmp_path, errno.ESTALE, operation)
         try:
-            config = make_config(said, World(1, 1))
+            config = begun(make_config(said, World(1, 1)), World(1, 1))
             assert find_origin(config, FIRST).progress.iteration == 2
         except (CheckpointError, ConfigError) as error:
             assert status_of(error) is ExitStatus.RANK_LOST, (operation, error)

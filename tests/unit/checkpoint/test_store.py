@@ -441,7 +441,8 @@ def killed_save(root, at, save):
     return status != 0
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.long
+@pytest.mark.parametrize("overwrite", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_kill_at_every_point_leaves_a_good_checkpoint(tmp_path, overwrite):
     """Overwriting the only checkpoint, and replacing it by the next step with keep_last=1."""
     points = 0

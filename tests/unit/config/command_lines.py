@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megazero.config import ConfigError, World, parse
+from megazero.config import ConfigError, World, begun, parse
 from tests.sizes import SMALL, words
 
 VALUES = {**SMALL, "train_iters": 10, "vocab_size": 100}
@@ -13,7 +13,7 @@ WORLD = World(8, 4)
 
 
 def run(text="", world=WORLD):
-    return parse([*BASE, *text.split()], world)
+    return begun(parse([*BASE, *text.split()], world), world)
 
 
 def base_without(name):

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from megazero.config import ConfigError, parse
-from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.layout.sequence_lengths import SequenceLengths
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.sequence_lengths import SequenceLengths
 from tests.unit.config.command_lines import WORLD, base_without, deepspeed, errors, run
 
 

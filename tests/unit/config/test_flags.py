@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.checkpoint.manifest import Manifest, write_manifest
 from megazero.config import ConfigError, RunConfig, make_config, parse
 from megazero.config.__main__ import main as show_config
 from megazero.config.foreign.megatron import flags
@@ -232,6 +233,46 @@ def test_a_removed_option_is_refused_with_its_cure_and_old_files_load(tmp_path: 
     stored = run("").to_dict()
     stored["logging"]["log_each_rank"] = True
     assert RunConfig.of(stored_values(stored)) == run("")
+
+
+@pytest.mark.parametrize(
+    "name, on, off",
+    [
+        ("zero_weight_clip_search", "8", "0"),
+        ("zero_gradient_clip_search", "8", "0"),
+        ("zero_weight_transform", "hadamard", "none"),
+    ],
+)
+def test_a_removed_format_is_refused_unless_it_was_off(name: str, on: str, off: str, tmp_path: Path) -> None:
+    """A run's config.yaml, and a checkpoint's stored configuration, have every option."""
+    flag = "--" + name.replace("_", "-")
+    old = write(tmp_path, "on.yaml", f"zero: {{{name}: {on}}}")
+    for words in (f"{flag} {on}", f"--config {old}"):
+        with pytest.raises(ConfigError, match=f"{flag[2:]} was removed: .*leave it out"):
+            run(words)
+    same = write(tmp_path, "off.yaml", f"zero: {{{name}: {off}}}")
+    assert run(f"{flag} {off}") == run(f"--config {same}") == run("")
+    stored = run("").to_dict()
+    stored["zero"][name] = off
+    assert RunConfig.of(stored_values(stored)) == run("")
+
+
+def test_knobs_that_moved_to_the_engine_say_where(tmp_path: Path) -> None:
+    """At their default, as every config.yaml of before has them, they say nothing; a resume says what it drops."""
+    names = ("zero_quantized_gradients_until", "zero_weight_error_bound", "zero_gradient_error_bound")
+    unset = write(tmp_path, "unset.yaml", "zero: {" + ", ".join(f"{name}: null" for name in names) + "}")
+    assert run(f"--config {unset}") == run("")
+    for name in names:
+        flag = f"--{name.replace('_', '-')}"
+        (line,) = errors(f"{flag} 0.1")
+        assert line.startswith(f"{flag} was removed: ") and "engine" in line
+    stored = run("").to_dict()
+    stored["zero"] |= {"zero_quantized_gradients_until": None, "zero_gradient_error_bound": 0.2}
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    write_manifest(folder, Manifest(1, 0, 1, {}, {}, stored, {}))
+    (note,) = [note for note in run(f"--load {tmp_path}").notes if "was removed" in note]
+    assert "zero_gradient_error_bound 0.2" in note and "zero.Policy(gradient_error_bound=...)" in note
 
 
 def test_stage_0_in_bf16_shards_states_as_deepspeed_does():

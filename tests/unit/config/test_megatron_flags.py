@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megazero.checkpoint.manifest import Manifest, write_manifest
-from megazero.config import ConfigError, parse
+from megazero.config import ConfigError, begun, parse
 from megazero.config.foreign import deepspeed, megatron
 from megazero.config.foreign.megatron import COUNTS, flags, kind, other_values
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED
@@ -270,7 +270,7 @@ def test_tokens_are_samples_of_the_sequence_length():
 
 
 def test_tokens_end_a_ramp_up_where_megatron_deepspeed_ends_it():
-    from megazero.config.layout.batch_sizes import BatchSizeRampup
+    from megazero.config.schedule.batch_sizes import BatchSizeRampup
 
     for tokens in (1, 160, 320, 1900, 3200, 3232, 6400, 9599, 12800):
         line = (
@@ -325,7 +325,7 @@ def test_a_resume_takes_the_schedule_of_the_flags_or_of_the_checkpoint(tmp_path)
     assert not any("schedule" in note for note in run(f"{same} --load {tmp_path}").notes)
     longer = [w if w != "10" else "40" for w in BASE]  # --train-iters, and with it the decay
     other = [*longer, *f"--load {tmp_path} --weight-decay 0.1 --clip-grad 2".split()]
-    flags = parse(other)
+    flags = begun(parse(other))
     (note,) = (note for note in flags.notes if "the flags decide the schedule" in note)
     for part in (
         "--min-lr 0 (was 1e-05)",
@@ -337,7 +337,7 @@ def test_a_resume_takes_the_schedule_of_the_flags_or_of_the_checkpoint(tmp_path)
         assert part in note, note
     assert "clip-grad" not in note and flags.lr_lengths.decay == 40 and flags.optimizer.weight_decay == 0.1
     for word in ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"):
-        kept = parse([*other, word])
+        kept = begun(parse([*other, word]))
         named = [name for name in all_options() if of_schedule(name) and name != "lr_decay_iters"]
         assert [kept.get(name) for name in named] == [before.get(name) for name in named]
         assert (
@@ -345,4 +345,4 @@ def test_a_resume_takes_the_schedule_of_the_flags_or_of_the_checkpoint(tmp_path)
         )
         assert any("--lr-decay-style cosine" in note and "as in" in note for note in kept.notes)
     with pytest.raises(ConfigError, match="exclude each other"):
-        parse([*other, "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler"])
+        begun(parse([*other, "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler"]))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megazero.config import ConfigError, parse
+from megazero.config import ConfigError, begun, parse
 from megazero.config.foreign.typos import suggestion
 from megazero.config.nearest import misspelt
 from megazero.config.options.data_inputs import TOKENIZERS
@@ -109,7 +109,7 @@ def test_zero_is_off_as_in_megatron():
 def test_a_family_that_is_not_known_is_the_only_error(tmp_path):
     write(tmp_path, "config.json", '{"model_type": "deepseek_v3"}')
     with pytest.raises(ConfigError) as caught:
-        parse(f"--load hf:{tmp_path} --train-iters 1 --lr 1 --micro-batch-size 1 --mock-data".split())
+        begun(parse(f"--load hf:{tmp_path} --train-iters 1 --lr 1 --micro-batch-size 1 --mock-data".split()))
     (line,) = caught.value.errors
     assert "deepseek_v3" in line
 

@@ -181,6 +181,7 @@ def raises(error, *_):
     raise error
 
 
+@pytest.mark.slow
 def test_a_killed_import_harms_nothing_and_the_same_command_does_it(folder, tmp_path):
     """It begins again, and removes what the killed one left."""
     before = weights_digest(folder)
@@ -192,6 +193,7 @@ def test_a_killed_import_harms_nothing_and_the_same_command_does_it(folder, tmp_
     assert weights_digest(folder) == before
 
 
+@pytest.mark.long
 def test_a_kill_half_way_is_resumed_and_finished_files_stay(checkpoint, tmp_path):
     """The process is killed in the third file; the next call writes only what is missing."""
     killed(2, "to-hf", checkpoint, tmp_path / "out", "--shard-size", "9KB", "--no-check")

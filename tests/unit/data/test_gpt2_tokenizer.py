@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint.store import CheckpointError
+from megazero.cli.preprocess import main
 from megazero.config import ConfigError, make_config
 from megazero.data import IndexedDataset
 from megazero.data.preprocess import Job, preprocess
@@ -21,7 +22,6 @@ from megazero.log.metrics import read_metrics
 from megazero.train.generate import generate, load_text_model
 from tests import ROOT
 from tests.unit.train.test_seams import run
-from tools import preprocess_data
 
 EOD = "<|endoftext|>"
 TRICKY = [
@@ -115,7 +115,7 @@ def test_preprocessing_makes_data_of_this_tokenizer(files: tuple[Path, Path], tm
     ]
     command += ["--output-prefix", str(tmp_path / "out")]  # and Megatron's default, by --vocab-file
     done = subprocess.run([*command, "--vocab-file", str(files[0])], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "GPT2BPETokenizer needs its merge file" in done.stderr
+    assert done.returncode == 2 and "GPT2BPETokenizer needs its merge file" in done.stderr
     command += ["--vocab-file", str(files[0]), "--merge-file", str(files[1])]
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     data, tokenizer = IndexedDataset(tmp_path / "out_text_document"), GPT2BPETokenizer(*files)
@@ -124,7 +124,7 @@ def test_preprocessing_makes_data_of_this_tokenizer(files: tuple[Path, Path], tm
 
 
 def test_preprocessing_asks_for_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert preprocess_data.main(["--input", "in.jsonl", "--output-prefix", str(tmp_path / "out")]) == 1
+    assert main(["--input", "in.jsonl", "--output-prefix", str(tmp_path / "out")]) == 2
     assert "--tokenizer-type is required: SentencePieceTokenizer, " in capsys.readouterr().err
 
 

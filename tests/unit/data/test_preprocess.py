@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py: the same bytes for any workers, killed or not; clear errors."""
+"""megazero preprocess: the same bytes for any workers, killed or not; clear errors."""
 
 from __future__ import annotations
 
@@ -210,5 +210,5 @@ def test_tool_reports_an_error_and_fails(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1
-    assert "error: input" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: input") and "Traceback" not in done.stderr

@@ -124,7 +124,8 @@ def test_imports_go_downward() -> None:
         ("kernels/__init__.py", "import megazero.config"),
         ("megazero/families/llama.py", "from megazero.config.model.section import ModelConfig"),
         ("megazero/__init__.py", "from megazero.config import RunConfig"),
-        ("megazero/train/setup.py", "import tools.preprocess_data"),
+        ("megazero/train/setup.py", "import tools.flags_page"),
+        ("megazero/train/setup.py", "import megazero.cli.preprocess"),
     ],
 )
 def test_the_walk_sees_upward_imports(where: str, text: str) -> None:
@@ -196,7 +197,7 @@ def test_imports_in_functions_are_few_and_say_why() -> None:
             if not set(name.split(".")) & (OPTIONAL | {"torch"}):
                 found.append(f"{path.relative_to(ROOT)}:{line}: {lines[line - 1].strip()}")
     assert not [each for each in found if "  # " not in each]
-    assert 0 < len({each.partition(" ")[0] for each in found}) <= 10, found
+    assert 0 < len({each.partition(" ")[0] for each in found}) <= 14, found
 
 
 def loaded_after(modules: list[str]) -> set[str]:

@@ -147,3 +147,34 @@ def test_a_wheel_has_every_package(tmp_path: Path) -> None:
         target / "megazero" / "zero" / "__init__.py",
         target / "megazero" / "kernels" / "quantize.py",
     ]
+
+
+@pytest.mark.slow
+def test_the_readmes_first_minutes_need_the_wheel_alone(tmp_path: Path) -> None:
+    """An installed megazero makes data, trains on two ranks, stops, continues and writes text, without a checkout."""
+    source, here, bin_ = tmp_path / "source", tmp_path / "here", tmp_path / "venv" / "bin"
+    checkout(source)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
+    (site,) = tmp_path.glob("venv/lib/*/site-packages")
+    (site / "shared.pth").write_text(
+        "\n".join(PACKAGES)
+    )  # what megazero requires; a .pth file in them does nothing
+    (here / "text").mkdir(parents=True)
+    for page in ROOT.glob("docs/*.md"):
+        shutil.copy(page, here / "text")
+    readme = (ROOT / "README.md").read_text("utf-8").split("## Install and try")[1]
+    script, settings = (readme.split(f"```{language}\n")[1].split("```")[0] for language in ("sh", "yaml"))
+    (here / "run.yaml").write_text(settings)
+    install, *commands = script.replace("\\\n", " ").splitlines()
+    assert install == "pip install ." and len(settings.splitlines()) <= 11
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ["PATH"] = f"{bin_}{os.pathsep}{environ['PATH']}"
+    run = partial(subprocess.run, env=environ, capture_output=True, text=True, timeout=600)
+    done = run([bin_ / "python", "-m", "pip", "install", "--no-deps", source])
+    assert done.returncode == 0, done.stdout + done.stderr
+    for command in commands:
+        done = run(command, shell=True, cwd=here)
+        stops = "--exit-interval" in command
+        assert done.returncode == (75 if stops else 0), f"{command}\n{done.stdout}{done.stderr}"
+    assert done.stdout.startswith("The ")
+    assert {folder.name for folder in here.glob("runs/a/iter_*")} == {"iter_0000020", "iter_0000040"}

@@ -35,6 +35,7 @@ def test_the_nearest_tests_come_first() -> None:
     assert ROOT / "tests/unit/checkpoint/test_boxes.py" in nearest_tests("megazero/checkpoint/placement.py")
 
 
+@pytest.mark.slow
 def test_what_hangs_is_killed_and_what_fails_is_named(tmp_path: Path) -> None:
     (folder := tmp_path / "tests").mkdir()
     (folder / "test_bad.py").write_text(

@@ -83,3 +83,30 @@ def test_what_the_recipes_add_is_planned(tree: Path) -> None:
     run(tree, f"-m megazero plan {MODEL} --cluster two-nodes-10g --plan-output {tree / 'plan'}")
     (best, *_) = json.loads((tree / "plan" / "plan.json").read_text())["layouts"]
     assert best["memory"]["optimizer"] > 0
+
+
+def test_the_pages_callbacks_watch_a_run(tmp_path: Path) -> None:
+    """A metric, an evaluation, a check that stops, and its state after a resume, from a module of one's own."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (module,) = re.findall(r"^```python\n# watch.py\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (listed,) = re.findall(r"^```yaml\n(callbacks:\n.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "watch.py").write_text(module)
+    limit = listed.replace("9.0", "0.0, steps: 4")
+    assert limit != listed
+    (tmp_path / "run.yaml").write_text(limit + "exit_interval: 2\n")
+    words = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32 --micro-batch-size 2 "
+        "--global-batch-size 2 --lr 1e-2 --train-iters 9 --eval-interval 2 --eval-iters 1 --mock-data --device cpu "
+        "--config run.yaml --save save --load save --log-dir logs"
+    )
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    for _ in range(2):  # the second start ends after the fourth step above the limit, of both starts
+        program = [sys.executable, str(ROOT / "pretrain" / "pretrain_gpt.py"), *words.split()]
+        done = subprocess.run(program, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 75, done.stdout[-2000:] + done.stderr[-4000:]
+        words += " --exit-interval 100"
+    assert "the loss was above 0.0 in 4 steps" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines if line.get("least_free_bytes", 0) > 0][-1] in (4, 5)
+    assert [line["iteration"] for line in lines if "repetition_loss" in line] == [2, 4]
+    assert all(line["repetition_loss"] > 0 for line in lines if "repetition_loss" in line)

@@ -203,7 +203,7 @@ def test_what_a_rollback_undid_leaves_tensorboard_as_it_leaves_the_metrics(tmp_p
         metrics.iteration(_line(iteration))
         outputs.loggers.log(iteration, _line(iteration).as_dict())
         if iteration == 5:
-            outputs.went_back("a spike", LeftOut(3, 7, 16, 56, rollback=True))
+            outputs.undone("a spike", LeftOut(3, 7, 16, 56, rollback=True))
     for each in (outputs.loggers, metrics):
         each.close()
     events = EventAccumulator(str(tmp_path / "board"))

@@ -286,6 +286,7 @@ def test_kernels_of_variable_lengths_are_in_one_graph(backend, stand_ins, monkey
 
 
 @torch._dynamo.config.patch(recompile_limit=8)
+@pytest.mark.long
 def test_flex_attention_may_have_graphs_of_many_lengths(monkeypatch):
     """Beyond torch's limit of 8 it would hold all scores."""
     graphs, compiled = [], torch.compile

@@ -22,7 +22,10 @@ def step(decoder: Decoder, key: int | None) -> list[torch.Tensor]:
         return [*found, decoder.eval()(*batch()), decoder.train()(*batch(), dropout_key=key)]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "recompute", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "selective"))]
+)
 def test_one_graph_for_training_and_one_for_evaluation_with_new_masks_every_step(recompute):
     torch._dynamo.reset()
     counters.clear()

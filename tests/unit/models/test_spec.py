@@ -1,20 +1,15 @@
-"""The description of a model says what the decoder is built of, and kinds of layers reach the planner."""
+"""The decoder is built as the description of its model says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megazero.config.model import spec as described
-from megazero.config.model.section import ModelConfig, make_model
+from megazero.config.model.section import make_model
 from megazero.config.model.spec import model_spec
 from megazero.families import FAMILIES
-from megazero.families.layer_kinds import LayerKind
 from megazero.models import Decoder
-from megazero.plan.units import _module_units, module_parameters
 from megazero.pp.partition import partition
 from megazero.tp import TensorParallel
 
@@ -43,27 +38,3 @@ def test_the_decoder_is_built_as_described(family: str, mixture: dict[str, Any])
             names |= part.specs.keys()
     tied = {"head.weight"} - ({"head.weight"} if model.untie_embeddings_and_output_weights else set())
     assert names - tied == model_spec(model).parameters.keys()
-
-
-@pytest.fixture
-def wide_without_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stand for a second kind of layer: in the description alone, layers without a window have MLPs twice as wide."""
-
-    def wider(c: ModelConfig, choices: LayerKind) -> described.Block:
-        return mlp(c if choices.window else replace(c, ffn_hidden_size=2 * c.ffn_hidden_size), choices)
-
-    def forget() -> None:
-        for known in (model_spec, described.padded_spec, module_parameters, _module_units):
-            known.cache_clear()
-
-    mlp = described._mlp
-    monkeypatch.setattr(described, "_mlp", wider)
-    forget()
-    yield
-    forget()
-
-
-@pytest.mark.usefixtures("wide_without_windows")
-def test_a_decoder_that_is_not_as_described_is_not_built() -> None:
-    with pytest.raises(AssertionError):
-        Decoder(make_model(**SIZES), device="meta")

@@ -1,4 +1,4 @@
-"""tools/status.py: what the files of a run say, in words, as a curve of text and as a page without a network."""
+"""megazero status: what the files of a run say, in words, as a curve of text and as a page without a network."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from megazero.charts import text_chart
+from megazero.cli import status
 from megazero.ops import vitals
 from megazero.ops.lease import Leaseholder
 from megazero.ops.status import State, facts, judge, restarts
@@ -25,7 +26,6 @@ from megazero.ops.status_page import POINTS, page
 from megazero.ops.vitals import SlurmJob, read_run
 from tests import ROOT
 from tests.unit.log.test_metrics import _line
-from tools import status
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 
@@ -393,6 +393,7 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
+@pytest.mark.long
 def test_the_page_is_whole_escaped_and_needs_no_network(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, iterations=10 * POINTS)) for name in ("a", "b&c")]
     text, seen = page(runs), Page()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from megazero.kernels.arena import Arena
 
 import fsdp2_patch
 from fsdp2_patch.group import Group
@@ -17,12 +16,13 @@ from fsdp2_patch.packing import Packing
 from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import NEEDED, check_torch
 from megazero.comm.hops import Channel, Traffic
+from megazero.comm.wire import Codecs
 from megazero.config.layout.wire import EXACT_NUMEL
+from megazero.kernels.arena import Arena
 from megazero.patches.checks import Differences
 from megazero.patches.names import Replaced, lookup, missing
 from megazero.patches.options import MessageOptions, read_words
 from megazero.patches.two_hops import TwoHops
-from megazero.zero.policy import Codecs
 from tests import ROOT
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megazero.config import World, make_config
-from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
+from megazero.config import RunConfig, World, make_config
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, model_spec
 from megazero.models import Decoder
 from megazero.models.decoder import Head
-from megazero.plan.activations import activations, layer_activations, mask_elements
+from megazero.plan.activations import LayerActivations, activations, layer_activations, mask_elements
 from megazero.pp.partition import Costs, partition
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES
@@ -45,6 +45,11 @@ def saved_bytes(values: dict[str, object]) -> tuple[float, float]:
     return float(sum(held.values())), float(x.nbytes)
 
 
+def kind_activations(config: RunConfig, width: int, on_host: bool) -> LayerActivations:
+    (layer,) = model_spec(config.model).layers
+    return layer_activations(config, layer, width, on_host)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["llama", "gpt", "bloom", "gemma2", "gemma3", "qwen3", "olmo2"])
 def test_what_a_layer_keeps(family: str, dtype: str) -> None:
@@ -53,7 +58,7 @@ def test_what_a_layer_keeps(family: str, dtype: str) -> None:
     width = torch.finfo(DTYPES[dtype]).bits // 8
     saved, stream = saved_bytes(values)
     # The input of a layer is the output of the one before it: each keeps one of the two.
-    kept = layer_activations(config, width, on_host=True).kept
+    kept = kind_activations(config, width, on_host=True).kept
     least = 0.9 if config.model.attention_dropout else 0.99  # of the math kernel's scores, an estimate
     assert least < kept / (saved + stream) < 1.1
 
@@ -64,7 +69,7 @@ def test_attention_with_dropout_keeps_its_scores_on_processors() -> None:
         saved_bytes({**values, "attention_dropout": p, "hidden_dropout": 0.1})[0] for p in (0.1, 0.0)
     )
     config = make_config({**SIZES, **values}, World(1, 1))
-    kept = [layer_activations(config, 4, on_host).kept for on_host in (True, False)]
+    kept = [kind_activations(config, 4, on_host).kept for on_host in (True, False)]
     assert kept[0] - kept[1] == pytest.approx(with_scores - without, rel=0.2)
 
 
@@ -117,7 +122,7 @@ def test_bands_of_queries_hold_the_matrices_of_one(on_host: bool) -> None:
     def working(length: int, backend: str) -> float:
         sizes = {**SIZES, "seq_length": length, "max_position_embeddings": length, "params_dtype": "fp32"}
         sizes |= {"attention_backend": backend, "attention_dropout": 0.0}
-        return layer_activations(make_config(sizes, World(1, 1)), 4, on_host).working
+        return kind_activations(make_config(sizes, World(1, 1)), 4, on_host).working
 
     heads = make_config(SIZES, World(1, 1)).model.num_attention_heads
     more = [working(length, "math") - working(length, "auto") for length in (128, 1024, 2048)]

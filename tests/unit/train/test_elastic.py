@@ -14,9 +14,9 @@ import torch
 from megazero.checkpoint import directory, manifest, store
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
-from megazero.config import CommandLine, ConfigError, RunConfig, World, make_config
-from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.model.loaded import Beginning, checkpoint_to_load
+from megazero.config import ConfigError, RunConfig, World, begun, make_config, parse
+from megazero.config.read.beginning import Beginning, checkpoint_to_load, read_beginning
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.train.state import origin
 from tests.sizes import TINY, words
 
@@ -24,7 +24,8 @@ FOUR_LAYERS = {**TINY, "num_layers": 4, "elastic": True}
 
 
 def configured(values: dict[str, Any], ranks: int, per_node: int | None = None) -> RunConfig:
-    return make_config({**FOUR_LAYERS, **values}, World(ranks, per_node or ranks))
+    world = World(ranks, per_node or ranks)
+    return begun(make_config({**FOUR_LAYERS, **values}, world), world)
 
 
 def layout(config: RunConfig) -> tuple[int, int, int]:
@@ -162,7 +163,7 @@ def test_a_command_with_another_rate_goes_on_unless_it_names_a_checkpoint(
 ) -> None:
     saved(tmp_path / "a", consumed=0, batch=16)
     command = {"load": str(tmp_path / "a"), "save": str(tmp_path / "b"), **how}
-    began = make_config({**TINY, **command}, World(2, 2))
+    began = begun(make_config({**TINY, **command}, World(2, 2)))
     record = SliceRecord(Placement.plain("w", (2,)), 0, 2, {"weights": torch.zeros(2)})
     store.save(tmp_path / "b", store.Snapshot(5, [record], {}, configuration=began.to_dict()))
     values = {**began.values(), **command}
@@ -200,14 +201,14 @@ def test_ranks_that_are_told_read_no_checkpoint(tmp_path: Path, monkeypatch: pyt
     reads, text = list[Path](), manifest.read_bytes
     monkeypatch.setattr(manifest, "read_bytes", lambda file: reads.append(file) or text(file))
     monkeypatch.setattr(manifest, "_SETTLED_S", -1.0)  # these are young
-    first, other = CommandLine(argv, world), CommandLine(argv, world)
-    config = first.parse()
+    first, other = parse(argv, world), parse(argv, world)  # enough to meet the other ranks
+    assert not reads and first == other
+    beginning = read_beginning(first.values())
+    config = begun(first, world, beginning)
     assert config.model == began.model and [file.name for file in reads] == [manifest.MANIFEST_FILE] * 3
-    apart = other.parse_apart()  # enough to meet the first
-    assert (apart.training, apart.checkpoint) == (config.training, config.checkpoint)
-    assert first.beginning is not None and first.beginning.path == tmp_path / "iter_0000003"
-    other.beginning = Beginning.of(first.beginning.told)
-    again = other.parse()
+    assert (other.training, other.checkpoint) == (config.training, config.checkpoint)
+    assert beginning.path == tmp_path / "iter_0000003" and begun(config, world) is config
+    again = begun(other, world, Beginning.of(beginning.told))
     assert again == config and again.notes == config.notes and any("schedule" in note for note in again.notes)
     assert len(reads) == 3
 
@@ -215,9 +216,9 @@ def test_ranks_that_are_told_read_no_checkpoint(tmp_path: Path, monkeypatch: pyt
 def test_a_rank_that_is_not_told_finds_mistakes_of_its_own_words() -> None:
     world = World(2, 2)
     with pytest.raises(ConfigError, match="--hidden-sise does not exist"):
-        CommandLine([*words(FOUR_LAYERS), "--load", "x", "--hidden-sise", "3"], world).parse_apart()
+        parse([*words(FOUR_LAYERS), "--load", "x", "--hidden-sise", "3"], world)
     with pytest.raises(ConfigError, match="num-attention-heads"):  # no folder could mend that
-        CommandLine([*words(FOUR_LAYERS), "--num-attention-heads", "7"], world).parse_apart()
+        parse([*words(FOUR_LAYERS), "--num-attention-heads", "7"], world)
 
 
 def test_what_lies_in_the_folder_of_a_run_from_elsewhere_is_left_behind(tmp_path: Path) -> None:
@@ -283,8 +284,8 @@ def test_an_option_younger_than_the_checkpoint_is_protected_at_its_default(tmp_p
     model = {name: value for name, value in now.items() if name not in ("rotary_percent", "qk_norm")}
     saved(tmp_path, 0, batch=8, model=model)
     resumed = {**TINY, "load": str(tmp_path)}
-    assert make_config({**resumed, "rotary_percent": 1.0}).model.rotary_percent == 1.0
+    assert begun(make_config({**resumed, "rotary_percent": 1.0})).model.rotary_percent == 1.0
     with pytest.raises(
         ConfigError, match="--rotary-percent 0.5 is not the model .* which has --rotary-percent 1"
     ):
-        make_config({**resumed, "rotary_percent": 0.5})
+        begun(make_config({**resumed, "rotary_percent": 0.5}))

@@ -22,12 +22,15 @@ from megazero.checkpoint import store
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig, World, make_config
-from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.log.exit_status import ExitStatus
 from megazero.ops.exit_conditions import ExitConditions
 from megazero.ops.failures import LocalStep, NonFiniteGuard
+from megazero.train.callbacks.callback import Callback
+from megazero.train.callbacks.chain import Callbacks
+from megazero.train.callbacks.exits import Exits
+from megazero.train.callbacks.spikes import SpikeMonitor
 from megazero.train.schedule.run_length import RunLength
-from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.origin import Origin, find_origin
 from megazero.train.state.progress import Progress
@@ -99,18 +102,18 @@ class Run(Trainer):
         self.checkpointing.load(origin)
         self.progress, self.ranges, self.guard = origin.progress, (), NonFiniteGuard()
         self.length = RunLength(BatchSizeRampup.of(config, 1), LAST, 8 * LAST, False)
-        self.exits = ExitConditions.of(config.training, None, None, 0.0)
+        self.exits = Exits(ExitConditions.of(config.training, None, None, 0.0))
         console = SimpleNamespace(note=str, warning=str)
-        self.outputs: Any = SimpleNamespace(console=console, went_back=self.went_back, saved=self.check)
+        self.outputs: Any = SimpleNamespace(console=console)
+        self.callbacks = Callbacks([Noting(self)])
         self.saver = Saver(self.checkpointing, console, self._saved, 60.0)  # type: ignore[arg-type]
-        self.profiler: Any = SimpleNamespace(before=int, finish=int)
         self.engine: Any = SimpleNamespace(traffic=SimpleNamespace(take=dict), settle=lambda: None)
         self.data: Any = SimpleNamespace(train=None, valid={}, test={})
         batches = SimpleNamespace(seek=int)
         self.feeding: Any = SimpleNamespace(batches=lambda *_, **__: nullcontext(batches))
-        self.exit_reason, self.forecast, self.phase = None, None, ""
+        self.phase = ""
 
-    def _iterate(self, batches: Any) -> Any:
+    def _iterate(self, batches: Any) -> None:
         at = self.progress.iteration + 1
         (loss, norm), own = self.figures[at], LocalStep(0, 0.0, ())
         self.weights[at] = math.isfinite(norm)
@@ -123,7 +126,7 @@ class Run(Trainer):
             assert self.saver._part is not None
             self.saver._part.wait_for_all(None, 60.0)
             self.saver.go_on()
-        return SimpleNamespace(updated_norm=norm if math.isfinite(norm) else None)
+        self.spikes.found = self.spikes.observe(at, loss, norm) if math.isfinite(norm) else None
 
     def _save(self, saved_at: int) -> int:
         self.saved[self.progress.iteration] = self.updates()
@@ -132,18 +135,31 @@ class Run(Trainer):
     def updates(self) -> set[int]:
         return set(self.weights.nonzero().flatten().tolist())
 
-    def check(self, iteration: int, path: Path, seconds: float) -> None:
+    def check(self, path: Path) -> None:
         """No more is kept than was asked for, and the way back."""
         keep, found = self.config.checkpoint.save_keep_last, store.checkpoints(path.parent)
         assert path in found and (keep is None or len(found) <= keep + (self.spikes.began > 0))
 
-    def went_back(self, why: str, out: Any) -> None:
+    def went_back(self, out: Any) -> None:
         """The weights are the newest that were saved without an update of this spike."""
         begin = beginning(self.figures, out.last)
         unharmed = [at for at, held in self.saved.items() if at < out.last and not held & set(begin)]
         assert out.first - 1 == max(unharmed), (out, self.saved)
         assert self.updates() == self.saved[out.first - 1] and not self.updates() & set(begin)
         self.back.append((out.first - 1, out.last))
+
+
+class Noting(Callback):
+    """Lets a run look at its saves and its ways back."""
+
+    def __init__(self, run: Run) -> None:
+        self.of = run
+
+    def saved(self, iteration: int, path: Path, seconds: float) -> None:
+        self.of.check(path)
+
+    def undone(self, why: str, out: Any) -> None:
+        self.of.went_back(out)
 
 
 def beginning(figures: list[tuple[float, float]], reached: int) -> range:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.config import make_config
-from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.train.schedule.learning_rate import LearningRate, WeightDecay
 from tests.oracle import megatron_batch_sizes
 
@@ -77,6 +77,7 @@ def megatron_scheduler(said: Mapping[str, Any], group: dict[str, float]) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_schedules_equal_megatrons() -> None:
     """Bit for bit, of seeded flag sets, in iterations and in samples, with warm-ups of 0, past the end."""
     for seed in range(FLAG_SETS):

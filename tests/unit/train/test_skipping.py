@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from megazero.config import ConfigError, make_config
-from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.options.skipping import due, iteration_ranges, range_around
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.progress import (
     LeftOut,

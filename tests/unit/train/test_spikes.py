@@ -13,8 +13,8 @@ import pytest
 from megazero.config import ConfigError, make_config
 from megazero.config.options.skipping import SkippingConfig
 from megazero.log.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
+from megazero.train.callbacks.spikes import SpikeMonitor
 from megazero.train.outputs import open_outputs
-from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state import rollback
 from megazero.train.state.origin import Origin
 from megazero.train.state.progress import LeftOut, Progress

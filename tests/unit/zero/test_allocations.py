@@ -8,13 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from megazero.kernels import arena as arena_module
-from megazero.kernels.arena import SCRATCH, Arena, Frame
 
 from benchmarks.gpu_report import allocations, loops
 from megazero import zero
+from megazero.kernels import arena as arena_module
+from megazero.kernels.arena import SCRATCH, Arena, Frame
 
 CPU = torch.device("cpu")
+ALWAYS = ("zero3", "zeropp", "PP 2, zeropp")
 OURS = ("comm", "zero", "codecs")
 
 
@@ -29,11 +30,16 @@ def steady(name: str) -> dict[tuple[str, str], tuple[int, int]]:
     return {place: figures for place, figures in found.items() if place[0] in OURS}
 
 
-@pytest.mark.parametrize("name", allocations.cases())
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in allocations.cases()],
+)
 def test_steady_steps_allocate_nothing(name: str) -> None:
     assert steady(name) == {}
 
 
+@pytest.mark.slow
 def test_steady_steps_with_small_moments_allocate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     small = zero.default_adamw(lr=1e-3, exp_avg_dtype="int8", exp_avg_sq_dtype="bf16")
     whole = {name: (form, replace(policy, block=128)) for name, (form, policy) in loops.policies().items()}
@@ -42,6 +48,7 @@ def test_steady_steps_with_small_moments_allocate_nothing(monkeypatch: pytest.Mo
     assert steady("zeropp") == {}
 
 
+@pytest.mark.slow
 def test_without_the_arenas_memory_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
     monkeypatch.setattr(Arena, "region", lambda arena, device: arena_module._Region(device))

@@ -157,11 +157,12 @@ def test_a_part_is_decoded_as_the_whole_is() -> None:
         assert torch.equal(moments.decode(held, 2, 500, start, stop), whole[start:stop])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_a_slow_decay_is_not_lost(kind: str) -> None:
     """Gradients become ten times smaller: v, which falls by a thousandth a step, follows; to nearest it stays."""
     found, n = {}, 2048
-    for name, noisy, steps in (("random", True, 6000), ("nearest", False, 1500)):
+    for name, noisy, steps in (("random", True, 3000), ("nearest", False, 500)):
         held = moments.room(torch.zeros(n), KEPT[kind])
         rounded(torch.full((n,), 1.0), held, moments.EXP_AVG_SQ, None)
         for step in range(steps):
@@ -170,7 +171,7 @@ def test_a_slow_decay_is_not_lost(kind: str) -> None:
             rounded(v * 0.999 + 0.001 * 0.01, held, moments.EXP_AVG_SQ, noise)
         v = held.float() if kind == "bf16" else moments.decode(held, moments.EXP_AVG_SQ, n, 0, n)
         found[name] = float(v.mean())
-    exact = 0.01 + 0.99 * 0.999**6000
+    exact = 0.01 + 0.99 * 0.999**3000
     assert found["random"] == pytest.approx(exact, rel=0.02 if kind == "bf16" else 0.1)
     assert found["nearest"] > 0.9
 

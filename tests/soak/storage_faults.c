@@ -1,4 +1,4 @@
-/* Makes the calls of a process on files below a folder fail, by LD_PRELOAD (benchmarks/faults/storage_faults.py).
+/* Makes the calls of a process on files below a folder fail, by LD_PRELOAD (tests/soak/storage_faults.py).
 
    The state lies in the file FAULTS_STATE, which the rank and the processes that it starts map: so the writer of an
    asynchronous save is among them. Calls are counted from when it was armed; those from number `at` on fail, `left`

@@ -1,6 +1,6 @@
 """Make every call of a save fail, one after the other, and compare with the run whose storage worked.
 
-    python -m benchmarks.faults.storage_faults --out faults.jsonl
+    python -m tests.soak.storage_faults --out faults.jsonl
 
 Calls on files below the folder of checkpoints (open, read, write, close, fsync, rename, mkdir, unlink, rmdir, stat,
 opendir) are made to fail by a library that is loaded before libc (storage_faults.c, LD_PRELOAD; gcc compiles it), in

@@ -1,4 +1,4 @@
-"""Detects spikes of the loss or of the gradient's norm (--rollback-on-spike). This needs no torch.
+"""Detects spikes of the loss or of the gradient's norm (--rollback-on-spike).
 
 Loss and norm of an iteration are compared with the medians of the last good iterations. One iteration beyond a bound
 may be noise; several in a row are a spike. The numbers are the same on all ranks, so all ranks decide alike.
@@ -12,18 +12,26 @@ from statistics import median
 from typing import Any
 
 from megazero.config.options.skipping import SkippingConfig
+from megazero.train.callbacks.callback import Callback, TrainedStep
 
 
-class SpikeMonitor:
+class SpikeMonitor(Callback):
     """Keeps the losses and norms of the last ``spike_window`` good iterations, and counts the bad ones since.
 
-    Until the window is full nothing is a spike: a run that begins is not yet steady.
+    Until the window is full nothing is a spike: a run that begins is not yet steady. ``found`` says why the iteration
+    before makes a spike, or is None.
     """
 
     def __init__(self, config: SkippingConfig) -> None:
         self.config = config
         self.losses, self.norms = (deque[float](maxlen=config.spike_window) for _ in range(2))
+        self.found: str | None = None
         self.forget()
+
+    def after_step(self, step: TrainedStep) -> None:
+        """Look for a spike, unless the step was skipped or nobody asks for it."""
+        norm = step.info.updated_norm if self.config.rollback_on_spike else None
+        self.found = None if norm is None else self.observe(step.iteration, step.loss, norm)
 
     def forget(self) -> None:
         """Reset the count: the next iteration does not follow the last one."""

@@ -1,4 +1,5 @@
-"""Flags of published runs, as their scripts give them, without the sizes; of each a small twin has sizes here.
+"""Flags of published runs, as their scripts give them, and sizes for a small run of each. Two uses: they are legal
+(tests/unit/config/test_published_scripts.py), and they train (tests/dist/train/test_published_runs.py).
 
 Sources: NVIDIA's Megatron-LM, BigScience's scripts, DeepSpeed's fork, BigCode's and LUMI's. {DATA}, {VOCAB},
 {MERGES}, {TOKENIZER}, {SENTENCEPIECE}, {DEEPSPEED} and {DIR} stand for files of the run.
@@ -6,8 +7,14 @@ Sources: NVIDIA's Megatron-LM, BigScience's scripts, DeepSpeed's fork, BigCode's
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from tests.sizes import PUBLISHED as SMALL
 
 # Loss scaling, as all of these files have it.
 SCALING = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
@@ -250,3 +257,17 @@ PUBLISHED: dict[str, Published] = {
         },
     ),
 }
+
+
+def command_line(name: str, files: Mapping[str, str], folder: Path, iterations: int) -> list[str]:
+    """The words of a small run in ``folder``. files: what stands in braces."""
+    run = PUBLISHED[name]
+    batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    (folder / "ds.json").write_text(json.dumps({**run.deepspeed, **(batch if run.deepspeed else {})}))
+    (folder / "splits.txt").write_text(f'"DATA: 1 0:0.95 {files["DATA"]}"')
+    fill = {**files, "DIR": str(folder), "SPLITS": f"{folder}/splits.txt", "DEEPSPEED": f"{folder}/ds.json"}
+    fill |= {"ITERS": str(iterations), "SAMPLES": str(8 * iterations), "TOKENS": str(8 * 64 * iterations)}
+    words = shlex.split(f"{run.flags} {SMALL} {run.sizes} --device cpu --log-dir {{DIR}}/logs")
+    for key, value in fill.items():
+        words = [word.replace(f"{{{key}}}", value) for word in words]
+    return words

@@ -1,6 +1,6 @@
 """Kill a run at random moments, start it again, and compare with the run that nobody killed.
 
-    python -m benchmarks.faults.random_kills --trials 100 --seed 1 --out kills.jsonl
+    python -m tests.soak.random_kills --trials 100 --seed 1 --out kills.jsonl
 
 A trial is one run of a small model. One to three times one rank, half of the ranks or all are killed; then the run
 may finish. A kill comes at a random time after the start (some starts are of a new Python, so that imports are
@@ -39,14 +39,14 @@ from random import Random
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.faults import storage_faults
-from benchmarks.faults.trials import Row, run_trials
 from megazero.checkpoint import saving, store
 from megazero.checkpoint.directory import complete
 from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import rank_variables
 from tests.dist.runs import Processes, checkpoint_of, differences, free_port
 from tests.sizes import TINY, words
+from tests.soak import storage_faults
+from tests.soak.trials import Row, run_trials
 
 Layouts = Mapping[str, tuple[int, Mapping[str, Any]]]  # by name: ranks and options
 PLAIN: Layouts = {

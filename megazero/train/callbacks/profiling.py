@@ -9,7 +9,7 @@ while no trace is recorded.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from megazero.log.line_file import NO_ROOM
 from megazero.log.time_bill import TimeBill
 from megazero.models import Decoder
 from megazero.pp.executor import Pipeline
+from megazero.train.callbacks.callback import Callback
 from megazero.zero import Engine
 
 
-class Profiler:
+class Profiler(Callback):
     """Records the iterations after --profile-step-start up to --profile-step-end on the ranks of --profile-ranks.
 
-    A run that resumes between the two records the rest. ``say`` prints a note (on the first rank).
+    A run that resumes between the two records the rest.
     """
 
     def __init__(
@@ -41,21 +42,19 @@ class Profiler:
         engine: Engine,
         pipeline: Pipeline,
         bill: TimeBill,
-        say: Callable[[str], None],
     ) -> None:
         self.options, self.rank, self.device = config.profiling, engine.mesh.rank, engine.mesh.device
         self.folder = Path(config.logging.log_dir) / "profile"
         self.labelled: Sequence[Lane | Pipeline | TimeBill] = (*engine.lanes, pipeline, bill)
         names = {module: name for name, module in decoder.named_modules()}
         self.units = [(names[module], module) for unit in decoder.units() for module in unit]
-        self.say = say
         self.recorder: torch.profiler.profile | None = None
         self.hooks: list[RemovableHandle] = []
         self.first = self.last = 0  # iteration of the running trace; 0 if none is
         self.written = False
 
-    def before(self, iteration: int) -> None:
-        """Begin or end the trace if that is due before ``iteration`` is trained. Not called for those left out."""
+    def before_step(self, iteration: int) -> None:
+        """Begin or end the trace if that is due before ``iteration`` is trained."""
         options = self.options
         if not options.profile:
             return
@@ -68,13 +67,13 @@ class Profiler:
         elif self.first:
             self._write()
 
-    def finish(self) -> None:
+    def closing(self) -> None:
         """End the trace with the run. Print a note if there was nothing to trace."""
         options = self.options
         if self.first:
             self._write()
         elif options.profile and not self.written:
-            self.say(
+            self.run.note(
                 f"no trace was written: this run has none of the iterations {options.profile_step_start + 1} to "
                 f"{options.profile_step_end} (--profile-step-start, --profile-step-end)"
             )
@@ -110,7 +109,7 @@ class Profiler:
                     raise
                 warnings.warn(f"{self.folder}: {error.strerror}; there is no whole trace", stacklevel=2)
                 return
-        self.say(f"iterations {first} to {self.last} of rank {ranks} are traced in {self.folder}")
+        self.run.note(f"iterations {first} to {self.last} of rank {ranks} are traced in {self.folder}")
 
 
 def label(what: str, of: str) -> record_function:

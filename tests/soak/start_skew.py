@@ -1,6 +1,6 @@
 """Mistakes under start-up skew: whichever rank dies first, the run ends with the mistake's status and message.
 
-    python -m benchmarks.faults.start_skew --trials 200 --seed 1 --out skew.jsonl
+    python -m tests.soak.start_skew --trials 200 --seed 1 --out skew.jsonl
 
 A trial starts 2 to 12 ranks with one mistake, each rank after its own delay of 0 to 60 s, times --scale: a slow node
 or a slow disk. The launcher here ends all ranks, even those that have not begun, with the first that fails, as srun
@@ -31,11 +31,11 @@ from random import Random
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.faults.trials import run_trials
 from megazero.log.exit_status import END_FOLDER, STATUS_FILE, ExitStatus
 from megazero.mesh.launch import rank_variables
 from tests.dist.runs import free_port, write_data
 from tests.sizes import TINY, words
+from tests.soak.trials import run_trials
 
 SKEW_S = 60.0
 KILL_S = 1.0  # from SIGTERM to SIGKILL (SLURM's KillWait, shorter)

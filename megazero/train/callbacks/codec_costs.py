@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megazero.comm.codec import Blockwise, Codec
 from megazero.mesh.grid import INTER, INTRA
 from megazero.ops.health_links import gather_rate
+from megazero.train.callbacks.callback import Callback, TrainedStep
 from megazero.zero import Engine
 
 WARM_UP, LAST = 4, 10  # steps of a start: the last that does not count, and the last that does
@@ -59,7 +60,7 @@ class Coded(NamedTuple):
         )
 
 
-class CodecCosts:
+class CodecCosts(Callback):
     """Counts coding and bytes from step WARM_UP to LAST of this start, and judges once."""
 
     def __init__(self, engine: Engine) -> None:
@@ -69,6 +70,10 @@ class CodecCosts:
         self.last = LAST if on else 0
         self.formats: list[Coded] = []
         self.sent = Counter[str]()
+
+    def after_step(self, step: TrainedStep) -> None:
+        for line in self.take(step.traffic):
+            self.run.warn(line)
 
     def take(self, traffic: Mapping[str, int]) -> list[str]:
         """Return warnings after the step that decides. Collective there.

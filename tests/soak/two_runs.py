@@ -1,6 +1,6 @@
 """Two or three runs on one folder, as processes: never two writers, and none waits longer than stated.
 
-    python -m benchmarks.faults.two_runs --trials 100 --seed 1 --out two_runs.jsonl
+    python -m tests.soak.two_runs --trials 100 --seed 1 --out two_runs.jsonl
 
 The processes take real leases on a real folder; the times of megazero/ops/lease.py are divided by --faster (20 by
 default). Each process pretends to be on its own host, and its clock has its own offset and rate. They start up to a
@@ -112,7 +112,7 @@ def trial(number: int, seed: int, faster: float) -> dict[str, Any]:
             values = (folder, name, job, restarts, faster, lines or random.choice([5, 40, 120]))
             skew = (random.uniform(-1e5, 1e5), random.uniform(0.99, 1.01))
             words = [f"{value}" for value in (*values, *skew)]
-            command = [sys.executable, "-m", "benchmarks.faults.two_runs", "run", *words]
+            command = [sys.executable, "-m", "tests.soak.two_runs", "run", *words]
             runs.append(Started(name, job, subprocess.Popen(command, cwd=ROOT)))
 
         begin("a", lines=80)
@@ -176,7 +176,7 @@ def main() -> int:
             Path(folder), name, job, int(restarts), float(faster), int(lines), float(offset), float(rate)
         )
     from benchmarks import harness  # brings torch, which the runs do without
-    from benchmarks.faults.trials import run_trials
+    from tests.soak.trials import run_trials
 
     options = harness.parser(
         __doc__,

@@ -10,9 +10,9 @@ import math
 import operator
 from dataclasses import dataclass
 
-from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.options.fields import show
 from megazero.config.options.sections import BatchConfig
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 
 
 def growth_fault(ramp: tuple[int, ...] | None, steps: tuple[int, ...] | None) -> str:

@@ -1,4 +1,4 @@
-"""One trial of benchmarks/faults/random_kills.py, at moments that are named, and what it says of a wrong run."""
+"""One trial of tests/soak/random_kills.py, at moments that are named, and what it says of a wrong run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from benchmarks.faults import random_kills as kills
 from megazero.log.metrics import METRICS_FILE, read_metrics
+from tests.soak import random_kills as kills
 
 
 @pytest.mark.slow

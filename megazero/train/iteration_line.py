@@ -1,0 +1,81 @@
+"""The line of an iteration in metrics.jsonl, made of the step that was trained (docs/metrics.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megazero.config.model.section import ModelConfig
+from megazero.config.model.spec import training_flops
+from megazero.log.metrics import IterationMetrics
+from megazero.mesh.mesh import Mesh
+from megazero.ops.memory import peak_memory
+from megazero.train.callbacks.callback import TrainedStep
+from megazero.train.state.progress import Progress, just_before
+from megazero.zero import StepInfo
+
+
+def extra_metrics(
+    step: TrainedStep,
+    progress: Progress,
+    rates: Mapping[str, float],
+    scale: Mapping[str, Any],
+    lengths_vary: bool,
+) -> dict[str, Any]:
+    """Return what the line has beside the fields of IterationMetrics, without the callbacks' part.
+
+    rates: the schedule's values but the learning rate. scale: the loss scale's metrics.
+    """
+    by_hop = {
+        hop: sent for hop, sent in step.traffic.items() if hop not in ("intra_node_bytes", "inter_node_bytes")
+    }
+    return {
+        "batch_size": step.samples,
+        **({"seq_length": step.length} if lengths_vary else {}),
+        **rates,
+        **just_before(progress, step.iteration),
+        **_of_engine(step.info),
+        **_of_replicas(step),
+        **scale,
+        "bytes": by_hop,
+    }
+
+
+def iteration_metrics(
+    step: TrainedStep, model: ModelConfig, mesh: Mesh, consumed_samples: int, learning_rate: float
+) -> IterationMetrics:
+    """Return the fields that every line has."""
+    flops = training_flops(model, [step.length], mesh.tp.size) * step.samples
+    return IterationMetrics(
+        iteration=step.iteration,
+        consumed_samples=consumed_samples,
+        lm_loss=step.loss,
+        grad_norm=step.info.mean_norm,
+        learning_rate=learning_rate,
+        iteration_time_s=step.seconds,
+        tokens_per_s=step.samples * step.length / step.seconds,
+        tflops_per_rank=flops / step.seconds / mesh.world_size / 1e12,
+        intra_node_bytes=step.traffic["intra_node_bytes"],
+        inter_node_bytes=step.traffic["inter_node_bytes"],
+        memory_bytes=peak_memory(mesh.device),
+        time_bill=step.bill,
+    )
+
+
+def _of_engine(info: StepInfo) -> dict[str, Any]:
+    """Return whether the step was skipped, the outer step before it, rounding errors, and what is sent exactly from
+    now on."""
+    out: dict[str, Any] = {"skipped": info.skips} if info.skips else {}
+    if info.outer_norm is not None:
+        out["outer"] = {"norm": info.outer_norm, "drift": info.outer_drift}
+    if info.errors:
+        out["quantization_unit"] = info.sampled
+        out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
+    return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
+
+
+def _of_replicas(step: TrainedStep) -> dict[str, Any]:
+    """Return the metrics of each outer replica by its number, where there are several."""
+    each = zip(step.replica_losses, step.info.replica_norms, strict=True)
+    every = {f"{number}": {"lm_loss": loss, "grad_norm": norm} for number, (loss, norm) in enumerate(each)}
+    return {"replicas": every} if len(every) > 1 else {}

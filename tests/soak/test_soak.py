@@ -1,0 +1,30 @@
+"""A few trials of each soak. More of them: python -m tests.soak.NAME --help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+SOAKS = {
+    "random_kills": "--trials 2",
+    "start_skew": "--trials 6",
+    "storage_faults": "--kinds ESTALE EIO --at 5 --few 4",
+    "two_runs": "--trials 6",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOAKS)
+def test_nothing_goes_wrong(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = [sys.executable, "-m", f"tests.soak.{name}", *SOAKS[name].split(), "--out", str(out)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows and not [row["problems"] for row in rows if row["problems"]]
+    assert done.returncode == 0, done.stdout + done.stderr
