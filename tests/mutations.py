@@ -155,24 +155,24 @@ megazero/zero/layout.py
   a block has two parameters' elements
 
 megazero/zero/gather.py
-- elif unit.weights.stale and not unit.weights.pinned:
+- elif weights.stale and not weights.pinned:
 + elif False:
   with P = 1 parameters stay as a block wrote them, unrounded
 - self.ahead.difference(following))
 + self.ahead)
   the next module's bytes count as those beyond it
 -             self.lane.follow()
--             unit.weights.drop_full()
-+             unit.weights.drop_full()
+-             weights.drop_full()
++             weights.drop_full()
   freed memory is written while it is read (CUDA)
 - difference.copy_(rounded), held
 + difference.copy_(source[0]), held
   differences have what bf16 cannot hold
-- if unit.delta and isinstance(unit.weights.refresh_codec, Blockwise):
-+ if isinstance(unit.weights.refresh_codec, Blockwise):
+- if unit.delta and isinstance(weights.refresh_codec, Blockwise):
++ if isinstance(weights.refresh_codec, Blockwise):
   whole weights are added to the last ones, P = 1
-- own = unit.weights.copy if hop.level == unit.axes.p else
-+ own = unit.weights.copy if hop.level == 1 else
+- own = weights.copy if hop.level == unit.axes.p else
++ own = weights.copy if hop.level == 1 else
   with P over two axes the first hop sends nothing
 
 megazero/mesh/dealing.py
@@ -206,9 +206,6 @@ megazero/zero/reduce.py
 - f"return {number}", start)
 + f"return {number} {rounding.rank}", start)
   replicas draw other noise and drift apart
-- rows.add_(extra, alpha=self.context.rounding.divisor)
-+ rows.add_(extra)
-  a carried residual is added divided
 - if ticket.label == unit.name:
 + if ticket.label != unit.name:
   the tied sum begins before its own end's
@@ -250,8 +247,8 @@ megazero/zero/gradients.py
   the last step's gradients are added, G = 1
 
 megazero/zero/grad_norm.py
-- if is_first_end or not run.unit.tied]
-+ ]
+- run.unit.axes.counts and (is_first_end or not run.unit.tied)
++ run.unit.axes.counts
   both ends' tied gradients are in the norm
 - min(1.0, limit / (norm + 1e-6))
 + limit / (norm + 1e-6)
@@ -270,7 +267,10 @@ megazero/zero/rounding.py
 + Noise.named(self.seed, 0
   every step draws the same noise
 
-megazero/zero/rounding.py
+megazero/zero/feedback.py
+- rows.add_(extra, alpha=divisor)
++ rows.add_(extra)
+  a carried residual is added divided
 - new[others].div_(divisor)
 + new[others]
   residuals are kept in units of the sum
@@ -293,7 +293,7 @@ megazero/zero/guard.py
   a skipped step changes the noise after it
 
 megazero/zero/engine.py
--                 unit.weights.version = unit.master.version
+-                 unit.weights.refreshed()
 +                 pass
   a load advances R once more
 
