@@ -132,7 +132,12 @@ def state_bytes(engine: Any) -> int:
     storages: dict[int, int] = {}
     moments = (value for state in engine.optimizer.torch.state.values() for value in state.values())
     buffers = (
-        (unit.copy if unit.copy_present else None, unit.master, unit.grad, unit.residual)
+        (
+            unit.weights.copy if unit.weights.copy_present else None,
+            unit.master.value,
+            unit.gradients.grad,
+            unit.feedback.residual,
+        )
         for unit in engine.units
     )
     for tensor in (*moments, *outer_tensors(engine), *(each for four in buffers for each in four)):

@@ -161,7 +161,7 @@ def train(net, engine, steps, micro_batches):
             with engine.evaluation():
                 loss_of(net, batches(99, 1)[0])
     shapes = {n: p.shape for n, p in Net().named_parameters()}
-    final = local_slices(engine, lambda u, a, b: u.master[a:b])
+    final = local_slices(engine, lambda u, a, b: u.master.value[a:b])
     return losses, norms, assemble(store_["slices"], shapes), assemble(final, shapes)
 
 
@@ -266,7 +266,7 @@ def averaged():
         loss_of(net, batches(step, 4)[mesh.batch_rank]).backward()
         engine.step()
     shapes = {n: p.shape for n, p in net.named_parameters()}
-    return assemble(local_slices(engine, lambda u, a, b: u.master[a:b]), shapes)
+    return assemble(local_slices(engine, lambda u, a, b: u.master.value[a:b]), shapes)
 
 
 def test_averaged_replicas_with_units_on_other_axes_equal_bare_torch():
@@ -329,7 +329,7 @@ def written(everywhere):
         for name, expert in net.routed[0].experts.items():
             expert.weight.fill_(float(name) if everywhere else float(dist.get_rank()))
     shapes = {n: p.shape for n, p in Net().named_parameters()}
-    final = assemble(local_slices(engine, lambda u, a, b: u.master[a:b]), shapes)
+    final = assemble(local_slices(engine, lambda u, a, b: u.master.value[a:b]), shapes)
     return [final[f"routed.0.experts.{i}.weight"].unique().tolist() for i in range(EXPERTS)]
 
 
