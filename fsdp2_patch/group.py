@@ -13,10 +13,10 @@ from fsdp2_patch.packing import Packing
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise
 from megazero.comm.hops import Channel, Leg, Moves, reduce
 from megazero.comm.rows import Rows
+from megazero.comm.wire import Codecs
 from megazero.mesh.mesh import Axis
 from megazero.patches.checks import Differences
 from megazero.patches.two_hops import TwoHops
-from megazero.zero.policy import Codecs
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Group:
     replicas: bool
     exact: frozenset[int]
     names: dict[int, str]
-    codecs: Codecs
+    codecs: Codecs[Codec]
     channel: Channel
     differences: Differences
     verified_steps: int

@@ -20,6 +20,7 @@ from fsdp2_patch.group import Group
 from fsdp2_patch.refusals import group_problems, mesh_problems, nodes_of
 from fsdp2_patch.report import start_line
 from fsdp2_patch.weights import KeptAllGather, settle
+from megazero.comm.codec import codecs_of
 from megazero.comm.hops import Channel, Traffic
 from megazero.config.errors import ConfigError
 from megazero.kernels.arena import Arena
@@ -29,7 +30,6 @@ from megazero.patches.checks import Differences, compare_replicas
 from megazero.patches.names import Replaced
 from megazero.patches.options import MessageOptions
 from megazero.patches.two_hops import cut_groups, node_size, settings_like
-from megazero.train.codecs import make_codecs
 from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
 Reduction = TwoHopReduceScatter | ReplicaAllReduce
@@ -104,7 +104,7 @@ class Fsdp2Patch:
         named = {f"group {i}": ranks for i, ranks in enumerate(places)}
         settings = {name: settings_like(places[ranks], device) for name, ranks in named.items()}
         hops = cut_groups(named, h, device, settings)
-        codecs, names = make_codecs(self.options.wire), self._names(found)
+        codecs, names = codecs_of(self.options.wire), self._names(found)
         return [
             Group(
                 *one,

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+
 from megazero.kernels import moments
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH

@@ -7,6 +7,7 @@ chunks, in memory that is reused. CUDA converts as it loads. The bits are those 
 from __future__ import annotations
 
 import torch
+
 from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dispatch import CHUNK
 

@@ -11,6 +11,7 @@ reads as many bytes as it writes. It accesses memory as quantize does.
 from __future__ import annotations
 
 import torch
+
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel

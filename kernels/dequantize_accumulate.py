@@ -11,6 +11,7 @@ reads 4 more.
 from __future__ import annotations
 
 import torch
+
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import Unpacking, load_tile
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+
 from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dequantize_accumulate import Summed, sum_tile
 from megazero.kernels.dispatch import TILE, tl, use_kernel
@@ -83,7 +84,7 @@ def _kernel(
     out_bytes: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor,
     sign1: tl.tensor, SIZE: tl.constexpr, next_sign0: tl.tensor, next_sign1: tl.tensor, NEXT_SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, NEXT_BITS: tl.constexpr, NEXT_BLOCK: tl.constexpr,
-    CLIP: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr, ELEMENTS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr, ELEMENTS: tl.constexpr,
 ) -> None:  # fmt: skip
     NEXT_PACK: tl.constexpr = 8 // NEXT_BITS
     NEXT_PART: tl.constexpr = NEXT_BLOCK // NEXT_PACK
@@ -97,7 +98,7 @@ def _kernel(
     acc = tl.reshape(acc, (NEXT_R, NEXT_PACK, NEXT_PART))
     acc = forward_tile(acc, next_sign0, next_sign1, NEXT_SIZE)
     word = word_tile(row * out_blocks + h, word0, NEXT_PACK, NEXT_PART)
-    payload, scale = encode_tile(acc, word, key0, key1, NEXT_BITS, CLIP, STOCHASTIC, LARGEST)
+    payload, scale = encode_tile(acc, word, key0, key1, NEXT_BITS, STOCHASTIC, LARGEST)
     store_tile(payload, scale, row, h, valid, out, out_halves, out_bytes, out_blocks, NEXT_PART)
 
 
@@ -118,6 +119,6 @@ def _launch(
         next_form.blocks(share), out.shape[1], *launch_arguments(noise),
         *transform_arguments(form.transform), *transform_arguments(next_form.transform),
         form.bits, form.block, next_form.bits, next_form.block,
-        next_form.clip, noise is not None, next_form.largest_scale, TILE,
+        noise is not None, next_form.largest_scale, TILE,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -11,7 +11,7 @@ give zero bytes.
 The scales are n / block bf16 values, which follow the payload. bf16 has the range of fp32 (fp16 scales would lose
 gradients below 6e-8 x qmax). It has 8 significant bits, so q * s is exact in fp32: sums of decoded values then have
 the same bits on every implementation, whether it contracts to multiply-add or not. Scales are rounded up, so that
-absmax is not clipped. ``DEFAULT_BLOCK`` compares error with bytes.
+absmax is not clipped. megazero/comm/wire.py compares error with bytes.
 
 A scale is at least 2 ** -126 (so its reciprocal is finite), and at most such that qmax * s is finite in bf16.
 Scales that are rounded up to powers of two (``Format.least``) are found again in what was decoded: its largest
@@ -27,23 +27,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
 from megazero.kernels.hadamard import Hadamard
 
 BITS = (2, 4, 8)
-# Squared error relative to the values' (1M normal; 1M of Student's t with 4 degrees, heavy-tailed as gradients are)
-# against bytes per element all in:
-#   8 bits  bf16 scales  64: 1.031  3.6e-5 8.2e-5   128: 1.016  4.3e-5 1.2e-4   256: 1.008  4.9e-5 1.7e-4
-#           fp32 scales 128: 1.031  4.2e-5 1.2e-4   256: 1.016  4.9e-5 1.7e-4
-#   4 bits  bf16 scales  32: 0.563  9.5e-3 1.7e-2    64: 0.531  1.2e-2 2.6e-2   128: 0.516  1.4e-2 3.8e-2
-#           fp32 scales  64: 0.563  1.2e-2 2.6e-2   128: 0.531  1.4e-2 3.8e-2
-# At equal bytes bf16 scales in blocks half as large win; rounding them up costs 1% of it at 4 bits, 1.5% at 8.
-# A searched clip of 8 scales takes 12% off at 4 bits, nothing at 8, and at 2 bits halves it (0.52 to 0.21).
-DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}
 SMALLEST_SCALE = 0x00800000  # bits of 2 ** -126
 NAN_SCALE = 0x7FC00000
 BF16_MAX = float.fromhex("0x1.FEp127")
-ERROR_UNIT = 2048.0  # the search for a clip counts errors in absmax / 2048, as integers
-ERROR_LIMIT = 1023.0  # so that a block's sum of squares fits 31 bits up to 2048 elements
 
 
 def fp32(value: float) -> float:
@@ -61,15 +51,12 @@ class Format:
     """A quantised format. A digit has ``bits`` bits (2, 4 or 8).
 
     ``block`` elements share a scale; it is a power of two from 8 to 2048.
-    ``clip`` is 0, or the number of scales that are tried per block, from absmax / qmax down to about half of it.
-    The scale with the least squared rounding error (to nearest) is taken.
     ``transform``, if there is one, mixes each block, or its parts, before it is encoded.
     ``least``, if there is one, makes scales powers of two, of which 2 ** least is the smallest (-126 or above).
     """
 
     bits: int
     block: int
-    clip: int = 0
     transform: Hadamard | None = None
     least: int | None = None
 
@@ -80,9 +67,6 @@ class Format:
         if not (8 <= self.block <= 2048 and self.block & (self.block - 1) == 0):
             nearest = min((1 << e for e in range(3, 12)), key=lambda block: abs(block - self.block))
             raise ValueError(f"block size {self.block}: a power of two from 8 to 2048; nearest: {nearest}")
-        if not 0 <= self.clip <= 64:
-            nearest = min(max(self.clip, 0), 64)
-            raise ValueError(f"clip {self.clip}: 0 (absmax) to 64 scales tried; nearest: {nearest}")
         if self.transform is not None and self.transform.size > self.block:
             raise ValueError(
                 f"Hadamard blocks of {self.transform.size} in blocks of {self.block} that share a scale: at most as "
@@ -114,10 +98,9 @@ class Format:
         return self.offset * sum(1 << (self.bits * p) for p in range(self.pack))
 
     @cached_property
-    def ratios(self) -> tuple[float, ...]:
-        """Return the factors that absmax is multiplied by to get the scales that are tried."""
-        tries = max(1, self.clip)
-        return tuple(fp32((1 - j / (2 * tries)) / self.qmax) for j in range(tries))
+    def ratio(self) -> float:
+        """Return the factor that absmax is multiplied by to get the scale."""
+        return fp32(1 / self.qmax)
 
     @cached_property
     def dropped(self) -> int:

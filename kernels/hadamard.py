@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import jit, tl
 from megazero.kernels.noise import Draws, Noise, draws_tile

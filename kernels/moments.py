@@ -35,15 +35,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import Unpacking
 from megazero.kernels.dispatch import CHUNK, jit, tl
-from megazero.kernels.format import DEFAULT_BLOCK, Format
+from megazero.kernels.format import Format
 from megazero.kernels.noise import draws_tile
 from megazero.kernels.quantize import Work, encode_blocks, encode_tile
 from megazero.kernels.values import load_values
 
-BLOCK = DEFAULT_BLOCK[8]
+BLOCK = 128
 EXP_AVG, EXP_AVG_SQ = 2, 4  # the powers that digits are raised to
 FORMS = {power: Format(8, BLOCK, least=-124 // power) for power in (EXP_AVG, EXP_AVG_SQ)}
 HALF = 1 << 15  # makes a draw, odd and between -HALF and HALF, positive
@@ -224,7 +225,7 @@ def close_tile(
         else:
             roots = tl.where(values < 0, -roots, roots)
         roots = tl.where(valid, roots, 0.0)
-        payload, scale = encode_tile(roots, word, key0, key1, 8, 0, True, LARGEST, 0x7FFFFF, SMALLEST)
+        payload, scale = encode_tile(roots, word, key0, key1, 8, True, LARGEST, 0x7FFFFF, SMALLEST)
         tl.store(held + at, payload[:, None, :], mask=valid)
         top = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
         tl.store(scales + g, top, mask=g * values.shape[2] < n)

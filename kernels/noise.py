@@ -17,6 +17,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 import torch
+
 from megazero.kernels.arena import Take
 from megazero.kernels.dispatch import jit, tl
 from megazero.kernels.values import small_floats

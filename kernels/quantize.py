@@ -4,18 +4,18 @@ Each block has an absmax a and a scale s, which is a / qmax rounded up to bf16. 
 draw]), where a draw in (-1/2, 1/2) makes the rounding stochastic. x / s is computed as x times the reciprocal of s.
 
 For each element, the one pass reads 4 bytes (fp32) or 2 (bf16, fp16) and writes bits / 8 + 2 / block. A program
-keeps its blocks in registers between absmax and digits, also when a clip is searched. Accesses are 16 bytes wide
-(the compiled code is checked), 8 for the payload of 2 bits, and less where a block's payload is less.
+keeps its blocks in registers between absmax and digits. Accesses are 16 bytes wide (the compiled code is checked), 8
+for the payload of 2 bits, and less where a block's payload is less.
 
 ``error_bound`` bounds how far a decoded value may be from the value that was encoded. With y = x / s, computed in
 fp32 and clamped to -qmax .. qmax, and q = rint(y + draw), the decoded value is q * s, which is exact. Then:
 
     |x - q s| <= s * (1/2 + |draw|) + max(0, |x| - qmax s) + slack
 
-|draw| is 0 when rounding to nearest and below 1/2 when rounding stochastically. The second term is what a searched
-clip (or a scale at the format's upper limit) cuts off. slack is s * qmax * 2 ** -21. It covers the conversion of x
-to fp32 (2 ** -24, for fp64), the reciprocal and the product (2 ** -24 each), and the sum with the draw (2 ** -24),
-all relative to at most qmax.
+|draw| is 0 when rounding to nearest and below 1/2 when rounding stochastically. The second term is what a scale at
+the format's upper limit cuts off. slack is s * qmax * 2 ** -21. It covers the conversion of x to fp32 (2 ** -24, for
+fp64), the reciprocal and the product (2 ** -24 each), and the sum with the draw (2 ** -24), all relative to at most
+qmax.
 
 Under a transform of T elements (hadamard.py) that holds for the transformed values, and an element is T times that
 from what was encoded at most: D H adds up T errors. Rounding in the transform adds log2(T) * 2 ** -24 of absmax and
@@ -32,9 +32,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
-from megazero.kernels.format import ERROR_LIMIT, ERROR_UNIT, NAN_SCALE, Format
+from megazero.kernels.format import NAN_SCALE, Format
 from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
 from megazero.kernels.noise import (
     NOISE_UNIT,
@@ -184,52 +185,22 @@ def error_bound(x: torch.Tensor, form: Format, stochastic: bool) -> torch.Tensor
 
 
 def _scaled(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:
-    """Return the scales, fp32 [b], of ``values``, fp32 [b, block]."""
-    torch.amax(torch.abs(values, out=work.digits), 1, out=work.absmax)
-    if form.clip:
-        return _searched(values, work, form)
-    return scale_of(work, form, form.ratios[0], work.scale)
+    """Return the scales, fp32 [b], of ``values``, fp32 [b, block].
 
-
-def scale_of(work: Work, form: Format, ratio: float, out: torch.Tensor) -> torch.Tensor:
-    """Return fp32 [b], written to ``out``: absmax * ratio rounded up as the format says, within its limits.
-
-    0 and NaN follow format.py.
+    A scale is absmax / qmax, rounded up as the format says, within its limits. 0 and NaN follow format.py.
     """
-    bits = torch.mul(work.absmax, ratio, out=out).view(torch.int32)
+    torch.amax(torch.abs(values, out=work.digits), 1, out=work.absmax)
+    bits = torch.mul(work.absmax, form.ratio, out=work.scale).view(torch.int32)
     bits.add_(form.dropped).bitwise_and_(~form.dropped).clamp_(form.smallest_scale, form.largest_scale)
     bits.masked_fill_(torch.eq(work.absmax, 0, out=work.mask), 0)
     finite = torch.lt(work.absmax, torch.inf, out=work.mask)  # NaN is not
     bits.masked_fill_(finite.logical_not_(), NAN_SCALE)
-    return out
+    return work.scale
 
 
 def inverse_of(scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return 1 / scale, written to ``out``, which is as ``scale``; 0 where the scale is 0 or NaN."""
     return torch.reciprocal(scale, out=out).nan_to_num_(0.0, posinf=0.0)
-
-
-def _searched(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:
-    """Return the scale of least squared error per block, fp32 [b], the first of equals.
-
-    Errors are integers, so their sums are exact. This alone allocates in every call, its sums and choices per block.
-    """
-    best, scale = torch.empty(0), torch.empty(0)
-    exact, absmax = torch.empty_like(work.digits), work.absmax
-    for j, ratio in enumerate(form.ratios):
-        tried = scale_of(work, form, ratio, torch.empty_like(absmax))
-        torch.mul(values, inverse_of(tried, work.inverse)[:, None], out=exact).nan_to_num_(0.0)
-        torch.clamp(exact, -form.qmax, form.qmax, out=work.digits).round_()
-        unit = (tried / absmax).nan_to_num_(0.0).mul_(ERROR_UNIT)
-        errors = exact.sub_(work.digits).abs_().mul_(unit[:, None]).clamp_(max=ERROR_LIMIT).round_()
-        # Squares are integers below 2 ** 20: 8 of them add up in fp32 exactly, in any order.
-        total = errors.square_().view(len(values), -1, 8).sum(2).to(torch.int32).sum(1)
-        if j == 0:
-            best, scale = total, tried
-            continue
-        better = total < best
-        best, scale = torch.where(better, total, best), torch.where(better, tried, scale)
-    return scale
 
 
 @jit
@@ -252,40 +223,18 @@ def inverse_tile(scale: tl.tensor) -> tl.tensor:
 
 
 @jit
-def rint_tile(x: tl.tensor) -> tl.tensor:
-    """Round half to even for abs(x) < 2 ** 21: adding 1.5 x 2 ** 23 leaves no fraction bits."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@jit
 def encode_tile(
     x: tl.tensor, word: tl.tensor, key0: tl.tensor, key1: tl.tensor,
-    BITS: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr,
+    BITS: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr,
     DROPPED: tl.constexpr = 0xFFFF, SMALLEST: tl.constexpr = 0x00800000,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """x fp32 [r, pack, part], word uint32 [r, pack, part / 2] -> payload int8 [r, part], scale fp32 [r]."""
     PACK: tl.constexpr = 8 // BITS
     QMAX: tl.constexpr = (1 << (BITS - 1)) - 1
-    TRIES: tl.constexpr = CLIP if CLIP > 0 else 1
     bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2), axis=1)
     finite = bits < 0x7F800000
     x = tl.where(finite[:, None, None], x, 0.0)
     scale = scale_tile(bits, 1.0 / QMAX, LARGEST, DROPPED, SMALLEST)
-    if CLIP > 0:
-        absmax = bits.to(tl.float32, bitcast=True)
-        usable = finite & (bits > 0)
-        best = tl.full(bits.shape, 0x7FFFFFFF, tl.int32)
-        for j in tl.static_range(TRIES):
-            tried = scale_tile(bits, (1 - j / (2 * TRIES)) / QMAX, LARGEST, DROPPED, SMALLEST)
-            exact = x * inverse_tile(tried)[:, None, None]
-            unit = tl.where(
-                usable, tl.div_rn(tl.where(usable, tried, 0.0), tl.where(usable, absmax, 1.0)), 0.0
-            )
-            error = tl.abs(exact - rint_tile(tl.clamp(exact, -1.0 * QMAX, 1.0 * QMAX)))
-            error = small_integers(tl.minimum(error * (unit * 2048.0)[:, None, None], 1023.0))
-            total = tl.sum(tl.sum(error * error, axis=2), axis=1)
-            scale = tl.where(total < best, tried, scale)
-            best = tl.minimum(total, best)
     y = tl.clamp(x * inverse_tile(scale)[:, None, None], -1.0 * QMAX, 1.0 * QMAX)
     if STOCHASTIC:
         y = y + draws_tile(word, key0, key1) * 0.0000152587890625
@@ -312,7 +261,7 @@ def store_tile(
 def _kernel(
     x: tl.tensor, messages: tl.tensor, halves: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
     word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr,
     LARGEST: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
@@ -323,7 +272,7 @@ def _kernel(
     at = g[:, None, None] * BLOCK + p * PART + tl.arange(0, PART)[None, None, :]
     values = forward_tile(load_values(x, at, valid[:, None, None]), sign0, sign1, SIZE)
     word = word_tile(g, word0, PACK, PART)
-    payload, scale = encode_tile(values, word, key0, key1, BITS, CLIP, STOCHASTIC, LARGEST)
+    payload, scale = encode_tile(values, word, key0, key1, BITS, STOCHASTIC, LARGEST)
     store_tile(payload, scale, row, b, valid, messages, halves, row_bytes, row_blocks, PART)
 
 
@@ -332,6 +281,6 @@ def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise 
     _kernel[(-(-row_blocks // r) * x.shape[0],)](
         raw(x), messages.view(torch.int8), messages.view(torch.int16),
         row_blocks, messages.shape[1], *launch_arguments(noise), *transform_arguments(form.transform),
-        form.bits, form.block, form.clip, noise is not None, form.largest_scale, r,
+        form.bits, form.block, noise is not None, form.largest_scale, r,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -10,6 +10,7 @@ it reads 4 more. (A chain of adds over fp32 rows reads and writes out with every
 from __future__ import annotations
 
 import torch
+
 from megazero.kernels.add_to import add_to
 from megazero.kernels.dispatch import CHUNK, jit, tl, use_kernel
 from megazero.kernels.values import load_values, raw

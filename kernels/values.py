@@ -8,6 +8,7 @@ everywhere, for a few integer operations per element.
 from __future__ import annotations
 
 import torch
+
 from megazero.kernels.dispatch import jit, tl
 
 

@@ -30,16 +30,15 @@ from megatron_core_patch.checks import Check, MessageChecks
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact, Range, cut_bucket, exact_ranges
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.rounding import Errors, Residual
-from megazero.comm.codec import Blockwise
+from megazero.comm.codec import Blockwise, Codec, codecs_of
 from megazero.comm.hops import Channel, Traffic, hop_spec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
+from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Axis
 from megazero.patches.checks import refuse_capture
 from megazero.patches.two_hops import TwoHops
-from megazero.train.codecs import make_codecs
-from megazero.zero.policy import Codecs
 from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
 TOO_LATE = "megatron_core_patch.enable() was called after DistributedDataParallel was built: call it before"
@@ -93,7 +92,7 @@ class Carrier:
     ) -> None:
         """Take ``groups`` by their ranks. at_once: nothing is left in flight (see ``Sync.collect``)."""
         self.options, self.groups, self.at_once = options, groups, at_once
-        self.codecs = make_codecs(options.wire)
+        self.codecs = codecs_of(options.wire)
         self.channel = Channel(traffic, Arena(), device)
         self.checks = MessageChecks(options)
         rank = dist.get_rank()
@@ -191,7 +190,7 @@ class Carrier:
         factor = 1 / len(hops.ranks) if average else 1.0
         until = self.options.zero_quantized_gradients_until_step
         if GRADIENTS in held.exceeded or until is not None and held.before + held.updates >= until:
-            codecs = Codecs()
+            codecs = Codecs[Codec]()
         quantised = bool(
             hops.intra.size > 1 and codecs.gradients_intra or hops.inter.size > 1 and codecs.gradients_inter
         )
@@ -255,7 +254,7 @@ class Carrier:
         size = block * (most if given else min(most, least))
         return [slice(low, min(n, low + size)) for low in range(0, n, size)]
 
-    def _rounding(self, held: Held, codecs: Codecs, hops: TwoHops, piece: int) -> BucketRounding:
+    def _rounding(self, held: Held, codecs: Codecs[Codec], hops: TwoHops, piece: int) -> BucketRounding:
         """Return how gradients of one piece are rounded in this step."""
         step, name = held.before + held.updates, f"bucket {held.number} piece {piece}"
         return BucketRounding(

@@ -19,13 +19,13 @@ import torch
 
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact
 from megatron_core_patch.rounding import Errors, Residual
-from megazero.comm.codec import Blockwise, Identity, Noise, at_least_fp32
+from megazero.comm.codec import Blockwise, Codec, Identity, Noise, at_least_fp32
 from megazero.comm.hops import Channel, Leg, gather, reduce, route
 from megazero.comm.lane import Chain
 from megazero.comm.rows import Rows
 from megazero.comm.watch import Watch
+from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Take
-from megazero.zero.policy import Codecs
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class BucketRounding:
 def reduce_rows(
     part: Columns | CodedBlocks,
     grads: torch.Tensor,
-    codecs: Codecs,
+    codecs: Codecs[Codec],
     factor: float,
     channel: Channel,
     rounding: BucketRounding,

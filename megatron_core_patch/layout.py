@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from megazero.kernels.arena import Take
 
+from megazero.kernels.arena import Take
 from megazero.mesh.mesh import Axis
 from megazero.patches.options import BLOCK
 from megazero.patches.two_hops import TwoHops

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazero.comm.codec import Codec
+from megazero.comm.wire import Codecs
 from megazero.mesh.launch import CONNECTIONS, USUAL_CONNECTIONS
 from megazero.mesh.objects import gather_objects
 from megazero.patches.report import gradient_words, short, weight_words
 from megazero.patches.two_hops import TwoHops
-from megazero.zero.policy import Codecs
 
 # 'dense' or 'expert' parameters, with their group, their buffers, and how many of them are never quantised
 Kind = tuple[str, TwoHops, Iterable[Any], int]
@@ -21,7 +22,7 @@ Kind = tuple[str, TwoHops, Iterable[Any], int]
 class Teller:
     """Prints the line when a kind of parameters first gets a buffer, from as few ranks as know of it."""
 
-    def __init__(self, version: str, codecs: Codecs, pipeline: Sequence[int]) -> None:
+    def __init__(self, version: str, codecs: Codecs[Codec], pipeline: Sequence[int]) -> None:
         """pipeline: the ranks that are this rank's pipeline."""
         self.version, self.codecs = version, codecs
         self.later = pipeline[0] == 0
@@ -47,7 +48,7 @@ class Teller:
             print(start_line(self.version, new, self.codecs), flush=True)
 
 
-def start_line(version: str, kinds: Iterable[Kind], codecs: Codecs) -> str:
+def start_line(version: str, kinds: Iterable[Kind], codecs: Codecs[Codec]) -> str:
     """Return the line."""
     told = [_kind(name, hops, list(buffers), exact, codecs) for name, hops, buffers, exact in kinds]
     return f"megatron_core_patch on megatron-core {version}: " + ". ".join(told)
@@ -64,7 +65,7 @@ def connections_note(connections: str | None) -> str:
     )
 
 
-def _kind(name: str, hops: TwoHops, buffers: list[Any], exact: int, codecs: Codecs) -> str:
+def _kind(name: str, hops: TwoHops, buffers: list[Any], exact: int, codecs: Codecs[Codec]) -> str:
     d, nodes, size = len(hops.ranks), hops.inter.size, hops.intra.size
     if d == 1:
         return f"{name} parameters: one data-parallel rank, nothing is sent"
@@ -80,7 +81,7 @@ def _kind(name: str, hops: TwoHops, buffers: list[Any], exact: int, codecs: Code
     )
 
 
-def _weights(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs) -> str:
+def _weights(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs[Codec]) -> str:
     if codecs.weights is None:
         return f"exact ({', '.join(map(short, dtypes))})"
     if hops.inter.size == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazero.comm.codec import Codec, at_least_fp32, decoded
-from megazero.comm.rows import Run
+from megazero.comm.rows import RowRun
 from megazero.comm.watch import write_squares
 from megazero.kernels.arena import Frame
 
@@ -28,7 +28,7 @@ class Residual:
         rows[:own].add_(self.lost[:own])
         rows[own + 1 :].add_(self.lost[own:])
 
-    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
         """Keep what these messages lost, those to others from the first of ``run.to`` on."""
         assert self.lost is not None
         (arrived,) = decoded(codec, messages, run.rows, frame.take)
@@ -43,7 +43,7 @@ class Errors:
         # fp64 [2] each: chains on several streams add none to another's.
         self.squares: list[torch.Tensor] = []
 
-    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
         """Add those of these messages."""
         rows = run.rows[0]
         (arrived,) = decoded(codec, messages, run.rows, frame.take, at_least_fp32(rows.dtype))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megazero.models import Decoder
-from megazero.models.hf_weights import stored_boxes
 
 SIZES = {
     "vocab_size": 51,
@@ -111,6 +110,6 @@ def to_hf_state_dict(decoder: Decoder, into: dict[str, Tensor] | None = None) ->
         placement = placements[name]
         if placement.name not in tensors:
             tensors[placement.name] = torch.zeros(placement.shape, dtype=parameter.dtype, device="cpu")
-        for ours, theirs in stored_boxes(placement, parameter.detach(), tensors[placement.name]):
+        for ours, theirs in placement.boxes(parameter.detach(), tensors[placement.name]):
             theirs.copy_(ours)
     return tensors

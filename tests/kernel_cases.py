@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+
 from megazero.kernels import (
     adamw,
     dequantize,
@@ -34,20 +35,20 @@ class Case:
     blocks: int = 4  # of a slice; a multiple of 4, so that half of it is whole blocks of next_form, too
 
 
-def mixed(bits: int, block: int, size: int, clip: int = 0) -> Format:
-    return Format(bits, block, clip, Hadamard(size, 3))
+def mixed(bits: int, block: int, size: int) -> Format:
+    return Format(bits, block, Hadamard(size, 3))
 
 
 END = (1 << 33) - (1 << 20)  # near the last element that noise counts
 CASES = (
     Case("8 bits, fp32", Format(8, 128), Format(4, 64), torch.float32, None),
-    Case("8 bits, bf16, noise, clip", Format(8, 16, 2), Format(8, 16), torch.bfloat16, Noise(5, 7, 9, 32)),
+    Case("8 bits, bf16, noise", Format(8, 16), Format(8, 16), torch.bfloat16, Noise(5, 7, 9, 32)),
     Case("4 bits, fp16, noise", Format(4, 64), Format(2, 64), torch.float16, Noise(-1, 2, 3, END)),
-    Case("4 bits, bf16, clip", Format(4, 8, 3), Format(4, 16, 2), torch.bfloat16, None),
+    Case("4 bits, bf16", Format(4, 8), Format(4, 16), torch.bfloat16, None),
     Case("8 bits, Hadamard, fp32", mixed(8, 128, 64), mixed(4, 64, 64), torch.float32, None),
     Case("4 bits, Hadamard, bf16, noise", mixed(4, 128, 128), Format(2, 64), torch.bfloat16, Noise(5, 7, 9)),
-    Case("2 bits, Hadamard, fp16, clip", mixed(2, 64, 32, 3), mixed(4, 16, 16), torch.float16, None),
-    Case("2 bits, fp32, noise, clip", Format(2, 64, 3), Format(8, 32), torch.float32, Noise(0, 0, 0)),
+    Case("2 bits, Hadamard, fp16", mixed(2, 64, 32), mixed(4, 16, 16), torch.float16, None),
+    Case("2 bits, fp32, noise", Format(2, 64), Format(8, 32), torch.float32, Noise(0, 0, 0)),
 )
 
 

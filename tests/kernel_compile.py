@@ -82,7 +82,7 @@ def capture() -> list[Any]:
 
 def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
     """Every operation as a function of its noise; tensors of ``rows`` rows of ``blocks`` blocks."""
-    eight, four, clipped = Format(8, 128), Format(4, 64), Format(4, 64, 4)
+    eight, four = Format(8, 128), Format(4, 64)
 
     def encoded(form: Format) -> torch.Tensor:
         return buffer(form, rows, blocks * form.block, "cpu")
@@ -111,9 +111,6 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
     return {
         "quantize": lambda noise: quantize.quantize(
             values(eight, torch.float32), encoded(eight), eight, noise
-        ),
-        "quantize with clip": lambda noise: quantize.quantize(
-            values(clipped, torch.float16), encoded(clipped), clipped, noise
         ),
         "quantize and mix": lambda noise: quantize.quantize(
             values(four, torch.float32), encoded(four), mixed(noise)

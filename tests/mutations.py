@@ -88,7 +88,7 @@ fsdp2_patch/weights.py
 - all_gather_flat(exact, input_tensor.clone(), group=group)
 + exact = output_tensor
   weights are verified against what was sent of them
-- gather.whole = True
+- one.whole = True
 + pass
   a write in place is not sent
 
@@ -194,24 +194,21 @@ megazero/zero/by_matrix.py
   a rank that holds nothing but matrices saves no number of steps
 
 megazero/zero/reduce.py
-- last and not in_place and not self.micro_batch.first
-+ last and not in_place
+- accumulate=self.micro_batch > 0)
++ accumulate=True)
   the last step's gradients are added, G > 1
-- unsummed = level == 1 and (unit.axes.g > 0 or self.micro_batch.single)
-+ unsummed = level == 1
+- unsummed = number == 1 and (unit.axes.g > 0 or self.last and self.micro_batch == 0)
++ unsummed = number == 1
   sums of micro-batches are sent in bf16, G = 1
-- for level in range(axes.all, axes.os, -1):
-+ for level in range(axes.os + 1, axes.all + 1):
+- for number in range(axes.all, axes.os, -1):
++ for number in range(axes.os + 1, axes.all + 1):
   sums go back to replicas in the order of the way there
-- f"return {hop.level}", start)
-+ f"return {hop.level} {self.context.rounding.rank}", start)
+- f"return {number}", start)
++ f"return {number} {rounding.rank}", start)
   replicas draw other noise and drift apart
 - rows.add_(extra, alpha=self.context.rounding.divisor)
 + rows.add_(extra)
   a carried residual is added divided
-- torch.sub(row, gone, out=lost[at])
-+ torch.sub(gone, row, out=lost[at])
-  feedback doubles the error instead of paying it
 - if ticket.label == unit.name:
 + if ticket.label != unit.name:
   the tied sum begins before its own end's
@@ -280,7 +277,7 @@ megazero/zero/rounding.py
 
 megazero/zero/reduce.py
 - f"end {ends.index}"
-+ f"end {rounding.rank}"
++ f"end {context.rounding.rank}"
   replicas of an end send other bits
 
 megazero/zero/agreement.py
@@ -389,6 +386,25 @@ megazero/comm/hops.py
 - (sum(sent) - sent[axis.index]) * own.element_size()
 + sum(sent) * own.element_size()
   bytes to itself count as sent
+- own = () if whole or out is None else rows.kept
++ own = ()
+  this rank's own row is not in the sum
+- accumulate = accumulate or out is None and not whole
++ pass
+  in place, the own row is overwritten by the others' sum
+- numels = [numel // following.axis.size for numel in numels]
++ pass
+  of three fused hops the last takes the second's sizes
+
+megazero/comm/rows.py
+- (to if self.drawn_by_message else at).start * n
++ at.start * n
+  a patch's rows draw the noise of others
+
+megazero/comm/watch.py
+- torch.sub(row, gone, out=lost[run.at])
++ torch.sub(gone, row, out=lost[run.at])
+  feedback doubles the error instead of paying it
 
 megazero/comm/timing.py
 - in self.waits[0][1]):
@@ -431,12 +447,17 @@ megazero/pp/executor.py
   gradients put off by a broken step stay
 
 megazero/checkpoint/boxes.py
-- position = max(position, high)
-+ position = high
-  rows before the slice are taken for padding
 - end = min(stop, (start // step + 1) * step)
 + end = min(stop, start + step)
   chunks are not cut at whole rows
+
+megazero/checkpoint/placement.py
+- yield max(low, start), min(high, stop), segment
++ yield low, min(high, stop), segment
+  rows before the slice are stored
+- columns = [slice(self.offset1, self.offset1 + n) for n in self.local_shape[1:2]]
++ columns = [slice(n) for n in self.local_shape[1:2]]
+  every rank's columns are the first
 
 megazero/checkpoint/planners.py
 - if self._made is None or self._made[0] is not record or self._made[1] != kind:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megazero.kernels.dequantize import dequantize
-from megazero.kernels.format import DEFAULT_BLOCK, Format
-from megazero.kernels.quantize import quantize
 
 from benchmarks.gpu_report.record import Record, Skip, one_line
 from benchmarks.gpu_report.setting import Setting, quickest
+from megazero.comm.wire import DEFAULT_BLOCK
+from megazero.kernels.dequantize import dequantize
+from megazero.kernels.format import Format
+from megazero.kernels.quantize import quantize
 
 GROUP = 2048  # values that share a scale at DeepSpeed's; here a block may have as many
 

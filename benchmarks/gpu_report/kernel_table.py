@@ -1,6 +1,6 @@
-"""docs/kernels.md: what the kernels compile to for compute capability 9.0. It needs no GPU.
+"""docs/results/kernels.md: what the kernels compile to for compute capability 9.0. It needs no GPU.
 
-    python -m benchmarks.gpu_report.kernel_table [--out docs/kernels.md]
+    python -m benchmarks.gpu_report.kernel_table [--out docs/results/kernels.md]
 
 Read from the machine code by cuobjdump, which comes with Triton.
 """
@@ -68,7 +68,7 @@ one compilation serves all noise (`tests/unit/kernels/test_compile.py`).
 
 
 def main() -> None:
-    out = harness.parser(__doc__, out=harness.DOCS / "kernels.md").parse_args().out
+    out = harness.parser(__doc__, out=harness.DOCS / "results" / "kernels.md").parse_args().out
     import triton
 
     found = list(rows())
@@ -103,15 +103,12 @@ def spills(found: list[dict[str, Any]]) -> str:
 
 
 def kernels() -> Iterator[tuple[str, int, str, Callable[[], object]]]:
-    """Yield name, bits, rounding and launch of those that the report on a GPU measures, and of one more."""
+    """Yield name, bits, rounding and launch of those that the report on a GPU measures."""
     import torch
 
     for bits in BITS:
         for name, rounding, _, launch in operations(BLOCKS * 128, bits, torch.device("cpu")):
             yield name, bits, rounding, launch
-    others = kernel_compile.launches(kernel_compile.ROWS, BLOCKS)
-    drawn = kernel_compile.DRAWN[0]
-    yield "encode fp16, searched clip", 4, "stochastic", lambda: others["quantize with clip"](drawn)
 
 
 def accesses(sass: str) -> dict[str, Counter[int]]:

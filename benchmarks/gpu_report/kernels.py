@@ -7,19 +7,20 @@ from dataclasses import replace
 from functools import cache
 
 import torch
+
+from benchmarks.gpu_report.record import Record
+from benchmarks.gpu_report.setting import Setting, quickest
+from megazero.comm.wire import DEFAULT_BLOCK
 from megazero.kernels import dispatch
 from megazero.kernels.adamw import Rates, Refresh, adamw
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
-from megazero.kernels.format import DEFAULT_BLOCK, Format
+from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Hadamard
 from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import quantize
 from megazero.kernels.sum_rows import sum_rows
-
-from benchmarks.gpu_report.record import Record
-from benchmarks.gpu_report.setting import Setting, quickest
 
 BITS = (32, 16, 8, 4, 2)  # of an element of a message; 32 and 16: exact
 ROWS = 4  # messages of an operation: sources of a sum

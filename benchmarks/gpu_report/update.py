@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megazero.kernels.adamw import Refresh
 from torch import nn
 
 from benchmarks.gpu_report.record import Record, Skip
 from benchmarks.gpu_report.setting import Setting, quickest
 from megazero.config.options.sections import TrainingConfig
+from megazero.kernels.adamw import Refresh
 from megazero.train.nvidia_apex import fused_adam, refuse_without_apex
 from megazero.zero.elementwise import OnePassAdamW, fused_adamw
 

@@ -39,12 +39,12 @@ from benchmarks.steps import (
     world_group,
 )
 from fsdp2_patch.patch import Fsdp2Patch
+from megazero.comm.codec import codecs_of
 from megazero.comm.hops import Traffic
 from megazero.config import resolve_shards
 from megazero.config.layout.wire import Wire, asked_for
 from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.patches.options import MessageOptions, read_words
-from megazero.train.codecs import make_codecs
 from megazero.train.parallelize import make_outer
 from megazero.zero import Policy
 
@@ -53,9 +53,7 @@ INT8 = asked_for(
 )  # the formats that flags give
 DELTA = asked_for(ZeroConfig(zero_preset="zeropp"))  # the default
 MIXED = ZeroConfig(zero_preset="zeropp", zero_gradient_transform="hadamard")
-TWO_BITS = replace(
-    MIXED, zero_gradient_bits=2, zero_gradient_rounding="feedback", zero_gradient_clip_search=8
-)
+TWO_BITS = replace(MIXED, zero_gradient_bits=2, zero_gradient_rounding="feedback")
 INTERVAL = 8  # steps from one meeting of outer replicas to the next
 
 
@@ -88,7 +86,7 @@ class Contestant:
 
 
 def policy_of(wire: Wire) -> Policy:
-    return Policy(block=wire.block, exact_numel=wire.exact_numel, codecs=make_codecs(wire))
+    return Policy(block=wire.block, exact_numel=wire.exact_numel, codecs=wire)
 
 
 def megazero(shards: str, wire: Wire | None = None, joined: int = 1) -> Contestant:
@@ -254,7 +252,7 @@ def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = Fa
         step = torch_step(model, AdamW(model.parameters(), False), shape, where, quiet)
         return Running(step, patch.passing.traffic)
 
-    sent = partial(volume.patched, make_codecs(options.wire), hybrid=hybrid)
+    sent = partial(volume.patched, codecs_of(options.wire), hybrid=hybrid)
     return Contestant(build, sent, peer=False)
 
 
@@ -302,9 +300,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "megazero zeropp": megazero("zeropp", DELTA),
     "megazero zeropp Hadamard": megazero("zeropp", asked_for(MIXED)),
     "megazero zeropp 0.20": megazero("zeropp", asked_for(TWO_BITS)),
-    "megazero zeropp 0.14": megazero(
-        "zeropp", asked_for(replace(TWO_BITS, zero_weight_bits=2, zero_weight_clip_search=8))
-    ),
+    "megazero zeropp 0.14": megazero("zeropp", asked_for(replace(TWO_BITS, zero_weight_bits=2))),
     "megazero 1,1,d INT8": megazero("1,1,d", INT8),
     "megazero 1,1,d delta": megazero("1,1,d", DELTA),
     **{f"megazero {preset}": megazero(preset) for preset in ("ddp", "zero1", "mics", "hpz", "zero3")},
@@ -357,7 +353,7 @@ HEATS = {
         *("megazero zero1", "megazero zeropp", "HSDP once", "DDP once"),
     ),
 }
-PAGE_HEATS = tuple(heat for heat in HEATS if heat != "outer")  # those of docs/comparison.md
+PAGE_HEATS = tuple(heat for heat in HEATS if heat != "outer")  # those of docs/results/comparison.md
 
 
 def absent(name: str) -> str | None:

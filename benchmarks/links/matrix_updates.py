@@ -42,16 +42,16 @@ def make(hidden: int, layers: int) -> tuple[Decoder, zero.Engine, Shape]:
 
 def gather_everything(engine: zero.Engine) -> None:
     """Update the matrices: every rank gathers and steps all of them."""
-    optimizer, folded = engine.optimizer, engine.optimizer.fold()
-    muon = optimizer.by_matrix
+    (updates,) = engine.matrices
+    muon, folded = updates.optimizer, updates.fold()
     for unit in engine.units:
         layout, os = unit.layout, unit.axes.os
-        mine = [matrix for matrix in engine.matrices.matrices if matrix.unit is unit]
+        mine = [matrix for matrix in updates.matrices if matrix.unit is unit]
         if not mine:
             continue
         whole = torch.zeros(layout.numel, dtype=torch.bfloat16)
         (own,) = layout.pieces(os)
-        for run in (run for run in optimizer.runs if run.unit is unit and run.traits.matrix):
+        for run in (run for run in updates.runs if run.unit is unit):
             whole[own.start + run.start : own.start + run.stop].copy_(folded[run.leaf])
         for hop in layout.gather_hops(os, 0, 0):
             axis = engine.mesh.data_axes[hop.level - 1]
@@ -64,7 +64,7 @@ def gather_everything(engine: zero.Engine) -> None:
             if matrix.run is not None:
                 low, high = matrix.cut.held[tuple(axis.index for axis in engine.mesh.data_axes)]
                 weights = unit.master[matrix.at : matrix.at + high - low]
-                muon.apply(weights, update[low:high], (rows, columns), optimizer.group_of(matrix.run))
+                muon.apply(weights, update[low:high], (rows, columns), updates.groups[matrix.run.leaf])
 
 
 def compare(hidden: int, layers: int, rounds: int, repeats: int) -> dict[str, Any]:
@@ -74,8 +74,9 @@ def compare(hidden: int, layers: int, rounds: int, repeats: int) -> dict[str, An
     engine.begin_step()
     model(tokens, tokens).sum().backward()
     engine.step()
+    (updates,) = engine.matrices
     contestants: dict[str, Callable[[], None]] = {
-        "dealt": engine.matrices.step,
+        "dealt": partial(updates.step, 1.0),
         "every rank all": partial(gather_everything, engine),
     }
     turns = {name: partial(harness.measure_most, each, repeats) for name, each in contestants.items()}

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megazero.comm.codec import Codec
+from megazero.comm.codec import Codec, codec_of
 from megazero.config.layout.outer import BF16_BITS, fragments, outer_coding
 from megazero.config.options.sections import OuterConfig
 from megazero.plan.communication import OUTER_SCALARS, SCALARS
-from megazero.train.codecs import make_codec
 from megazero.zero import Codecs
 
 BF16, FP32 = 2.0, 4.0  # bytes
@@ -82,7 +81,7 @@ def outer(config: OuterConfig, case: Case) -> tuple[float, float]:
     """Return the bytes of outer steps with a replica on each node: the mean, and the largest fragment's in its
     meeting."""
     exact = BF16 if config.outer_bits == BF16_BITS else FP32
-    width = bytes_per_element(make_codec(outer_coding(config)), exact, replace(case, small=0))
+    width = bytes_per_element(codec_of(outer_coding(config)), exact, replace(case, small=0))
     meetings = [2 * case.hop * sum(each) * width for each in fragments(case.modules, config)]
     return sum(meetings) / config.outer_interval + scalars(case, SCALARS + OUTER_SCALARS), max(meetings)
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megazero.kernels.format import DEFAULT_BLOCK
-
 from benchmarks import harness
 from benchmarks.harness import filled
 from benchmarks.loss.intervals import Estimate, estimate
@@ -18,6 +16,7 @@ from benchmarks.loss.plan import Record, Results
 from benchmarks.loss.run import NUDGE, RANKS, TRACE, Settings
 from benchmarks.loss.variants import BASELINE, DEFAULT, VARIANTS, Variant
 from megazero.comm.codec import Blockwise, Codec
+from megazero.comm.wire import DEFAULT_BLOCK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -253,19 +252,19 @@ class Report:
 def describe(variant: Variant) -> tuple[str, str]:
     """Return what crosses nodes, in words: weights, gradients."""
     codecs = variant.codecs
-    weights, gradients = _name(codecs.weights, "bf16"), _name(codecs.gradients_inter, "fp32")
+    weights, gradients = _name(codecs.weights, "bf16"), _name(codecs.gradients_inter, "fp32", variant.clipped)
     weights += " of differences" if codecs.delta else ""
     gradients += f"; {_name(codecs.gradients_intra, '')} inside nodes" if codecs.gradients_intra else ""
     feedback = f", error feedback{' averaged' if codecs.feedback_beta else ''}" if codecs.feedback else ""
     return weights, gradients + feedback
 
 
-def _name(codec: Codec | None, exact: str) -> str:
+def _name(codec: Codec | None, exact: str, clipped: bool = False) -> str:
     if not isinstance(codec, Blockwise):
         return exact
     name = f"INT{codec.bits}" if codec.bits > 2 else f"{codec.bits} bits"
     name += ", stochastic" if codec.stochastic else ""
-    name += f", clip of {codec.clip} scales" if codec.clip else ""
+    name += ", clip of 8 scales" if clipped else ""
     name += f", blocks of {codec.form.block}" if codec.form.block != DEFAULT_BLOCK[codec.bits] else ""
     return name + (f", Hadamard of {codec.transform.size}" if codec.transform else "")
 

@@ -1,6 +1,6 @@
 """Rounding errors of real gradients and weight differences by layer, with and without a Hadamard transform.
 
-    python -m benchmarks.loss.rounding_errors [--work runs/loss] [--out docs/rounding.md] [--steps 20 100 400]
+    python -m benchmarks.loss.rounding_errors [--work runs/loss] [--out docs/results/rounding.md] [--steps 20 100 400]
 
 Trains the model of study.py on its text in one process and rounds what a node's message across nodes would hold: the
 fp32 sum of two ranks' bf16 gradients, and the bf16 weights' change by the update. Takes half a minute on one core.
@@ -18,7 +18,7 @@ from benchmarks import harness
 from benchmarks.loss.data import prepare, train_samples
 from benchmarks.loss.run import Settings, learning_rate
 from benchmarks.steps import AdamW, llama
-from megazero.comm.codec import Blockwise, Hadamard
+from megazero.comm.codec import Blockwise
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
 from megazero.train.parallelize import DTYPES
@@ -26,8 +26,8 @@ from megazero.train.parallelize import DTYPES
 RANKS = 2  # of the node, whose gradients are summed
 
 
-def codec(bits: int, block: int, mixes: int = 0, clip: int = 0) -> Blockwise:
-    return Blockwise(bits, block, clip=clip, transform=Hadamard(mixes) if mixes else None)
+def codec(bits: int, block: int, mixes: int = 0) -> Blockwise:
+    return Blockwise(bits, block, hadamard=mixes)
 
 
 GRADIENTS = {
@@ -40,8 +40,6 @@ GRADIENTS = {
     "INT4, 128 + H128": codec(4, 128, 128),
     "2 bits": codec(2, 64),
     "2 bits + H": codec(2, 64, 64),
-    "2 bits, clip": codec(2, 64, clip=8),
-    "2 bits, clip + H": codec(2, 64, 64, clip=8),
 }
 DIFFERENCES = {
     "INT4": codec(4, 64),
@@ -49,8 +47,6 @@ DIFFERENCES = {
     "INT4, 2048": codec(4, 2048),  # SDP4Bit's
     "2 bits": codec(2, 64),
     "2 bits + H": codec(2, 64, 64),
-    "2 bits, clip": codec(2, 64, clip=8),
-    "2 bits, clip + H": codec(2, 64, 64, clip=8),
 }
 KINDS = {
     "embedding": ("embedding.",),
@@ -71,8 +67,8 @@ writes this page.
 ||sent - exact|| / ||exact|| of the messages that would cross nodes, by layer: a Llama of {parameters:,} parameters
 on the text of [loss.md](loss.md), in bf16, {tokens} tokens a step. *H*: a randomised Hadamard transform of 64
 elements before rounding (H32, H128: of 32, of 128). A number after the bits is the size of the blocks that share a
-scale; without one it is 64, or 128 for INT8. *clip*: the best of 8 scales (`--zero-gradient-clip-search 8`).
-SDP4Bit's settings are *INT4, 128 + H32* and, for differences, *INT4, 2048*.
+scale; without one it is 64, or 128 for INT8. SDP4Bit's settings are *INT4, 128 + H32* and, for differences, *INT4,
+2048*.
 
 The transform helps where a few values are large: gradients of the MLP's second matrix in INT4 have an error of
 {worst_plain:.2f} without and of {worst_mixed:.2f} with it. With it the errors of all layers are alike. AdamW changes
@@ -176,7 +172,7 @@ def by_step(codecs: dict[str, Blockwise], seen: dict[int, Tensors]) -> str:
 
 def main() -> None:
     options = harness.parser(
-        __doc__, work=Path("runs/loss"), out=harness.DOCS / "rounding.md", steps=[20, 100, 400]
+        __doc__, work=Path("runs/loss"), out=harness.DOCS / "results" / "rounding.md", steps=[20, 100, 400]
     ).parse_args()
     settings = Settings()
     folder = prepare(options.work, settings.text, settings.vocabulary)

@@ -218,6 +218,8 @@ class Training:
         self.settings, self.run = settings, run
         meta = settings.decoder()
         init = nudged(initializer(meta, run.seed), meta, run.nudge)
+        if EVERY[run.variant].clipped:
+            raise ValueError(f"{run.variant}: a clip is no longer searched; nearest: int2-hadamard-feedback")
         self.model, self.engine = shard(mesh_of, settings, EVERY[run.variant], init, run.seed)
         self.mesh = self.engine.mesh
         self.evaluate = Evaluation(folder, settings, self.mesh)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megazero.comm.codec import Blockwise, Codec, Hadamard
+from megazero.comm.codec import Blockwise, Codec
 from megazero.config.options.sections import OuterConfig
 from megazero.zero import Codecs
 
@@ -19,7 +19,8 @@ class Variant:
 
     target: the most by which the mean loss may lie above the baseline's, in percent, at the upper 95% bound; 0: bit
     for bit the same weights; None: reported only. adamw: options of AdamW that are not the rig's. muon: matrices are
-    updated by Muon. outer: each node is an outer replica.
+    updated by Muon. outer: each node is an outer replica. clipped: its runs searched a clip among 8 scales, which is
+    gone: they are read, and none is made.
     """
 
     shards: str
@@ -28,6 +29,7 @@ class Variant:
     adamw: Mapping[str, Any] = field(default_factory=dict)
     muon: bool = False
     outer: OuterConfig | None = None
+    clipped: bool = False
 
     def factors(self, ranks: int, node: int) -> tuple[int, int, int]:
         p, g, os = ({"d": ranks, "h": node}[letter] for letter in self.shards)
@@ -59,11 +61,10 @@ def _moments(first: str, second: str, **adamw: Any) -> Variant:
 
 def mixing(codec: Blockwise, size: int | None = None) -> Blockwise:
     """Return the codec after a Hadamard transform of ``size`` elements, by default of its block."""
-    return replace(codec, transform=Hadamard(size or codec.form.block))
+    return replace(codec, hadamard=size or codec.block)
 
 
 INT8, INT4, INT2 = Blockwise(8), Blockwise(4), Blockwise(2)
-CLIPPED = Blockwise(2, clip=8)
 VARIANTS: dict[str, Variant] = {
     BASELINE: Variant("ddd", Codecs()),
     "hpz": Variant("hdd", Codecs(), target=0.0),
@@ -79,19 +80,17 @@ VARIANTS: dict[str, Variant] = {
     "0.999-moments-int8": _moments("int8", "int8", betas=(0.9, 0.999)),
     # Candidates for the gradients' crossing; qgz is the first of them: INT4 to nearest.
     "int4-stochastic": _crossing(Blockwise(4, stochastic=True)),
-    "int4-clip": _crossing(Blockwise(4, clip=8)),
     "int4-feedback": _crossing(INT4, feedback=True),
     "int2": _crossing(INT2),
-    "int2-clip": _crossing(CLIPPED),
     "int2-feedback": _crossing(INT2, feedback=True),
     "int4-hadamard": _crossing(mixing(INT4)),
-    "int2-hadamard-clip": _crossing(mixing(CLIPPED)),
+    "int2-hadamard-clip": replace(_crossing(mixing(INT2)), clipped=True),
     "int2-hadamard-feedback": _crossing(mixing(INT2), feedback=True),
-    "int2-hadamard-clip-feedback": _crossing(mixing(CLIPPED), feedback=True),
-    # The ladder of bytes over 2N: 0.266, 0.203 and 0.141, and what docs/parallelism.md adds for exact parameters.
+    "int2-hadamard-clip-feedback": replace(_crossing(mixing(INT2), feedback=True), clipped=True),
+    # The ladder of bytes over 2N: 0.266, 0.203 and 0.141, and exact parameters (docs/guide/parallelism.md).
     "zeropp-hadamard": _both(INT4, mixing(INT4)),
-    "zeropp-0.20": _both(INT4, mixing(CLIPPED), feedback=True),
-    "zeropp-0.14": _both(CLIPPED, mixing(CLIPPED), feedback=True),
+    "zeropp-0.20": _both(INT4, mixing(INT2), feedback=True),
+    "zeropp-0.14": _both(INT2, mixing(INT2), feedback=True),
     # SDP4Bit (Jia et al. 2024): gradients with 8 bits inside the node and 4 across, a Hadamard transform of 32
     # elements, differences in blocks of 2048. "sdp4bit-ulq" is the same without the transform.
     "sdp4bit": _both(Blockwise(4, 2048), mixing(Blockwise(4, 128), 32), mixing(Blockwise(8, 128), 32)),
@@ -151,13 +150,9 @@ WEIGHT_CODECS: dict[str, Codecs] = {
     "bf16": Codecs(),
     "INT8": Codecs(weights=INT8),
     "INT4": Codecs(weights=INT4),
-    "INT4, searched clip": Codecs(weights=Blockwise(4, clip=8)),
     "INT4, stochastic": Codecs(weights=Blockwise(4, stochastic=True)),
     "2 bits": Codecs(weights=Blockwise(2)),
-    "2 bits, searched clip": Codecs(weights=Blockwise(2, clip=8)),
     "delta, INT8": Codecs(weights=INT8, delta=True),
     "delta, INT4": Codecs(weights=INT4, delta=True),
-    "delta, INT4, searched clip": Codecs(weights=Blockwise(4, clip=8), delta=True),
     "delta, 2 bits": Codecs(weights=Blockwise(2), delta=True),
-    "delta, 2 bits, searched clip": Codecs(weights=Blockwise(2, clip=8), delta=True),
 }

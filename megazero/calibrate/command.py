@@ -5,24 +5,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megazero.calibrate.options import help_text, read_request
+from megazero.calibrate.options import CalibrationRequest, help_text, read_request
 from megazero.config import run_command
-from megazero.mesh.launch import Launch, read_launch, take_local_rank
+from megazero.mesh.launch import Launch, read_launch, take_local_rank, take_ranks
+from megazero.mesh.starter import start_again
 
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 if the cluster file is written, 2 if the flags or the launcher's words are wrong."""
     try:
         local_rank, words = take_local_rank(argv)
-        launch = read_launch(local_rank=local_rank)
+        ranks, words = take_ranks(words)
+        launch = read_launch(local_rank=local_rank, starts=ranks)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    return run_command("calibrate", words, help_text, lambda: _calibrate(words, launch), launch.rank)
+
+    def run() -> int:
+        request = read_request(words)
+        if ranks is None:
+            return _calibrate(request, launch)
+        return start_again(argv, words, ranks, device=request.values.get("device", "auto"))
+
+    return run_command("calibrate", words, help_text, run, launch.rank)
 
 
-def _calibrate(words: Sequence[str], launch: Launch) -> int:
-    request = read_request(words)
+def _calibrate(request: CalibrationRequest, launch: Launch) -> int:
     from megazero.calibrate.run import calibrate, join  # brings torch
 
     try:

@@ -13,15 +13,15 @@ from megazero.config.read.flags import options_help, read_section
 from megazero.config.run import all_options
 from megazero.plan.options import read_values, with_stand_ins
 
-USAGE = """usage: LAUNCHER -m megazero calibrate TRAINING FLAGS [flags below]
-       torchrun --nnodes 2 --nproc-per-node 8 ... -m megazero calibrate --model-family llama ... --bf16
+USAGE = """usage: torchrun --nnodes 2 --nproc-per-node 8 ... -m megazero calibrate TRAINING FLAGS [flags below]
+       megazero calibrate --nproc-per-node 8 TRAINING FLAGS [flags below]
 
-Measures on the ranks at hand what `megazero plan` asks of a cluster, and writes its cluster file: every collective
-that the engine issues, by ranks x nodes and size, all such groups at once; the codecs; the optimizer's update; and
-the modules of the model that the flags of training describe, by micro-batch and tensor-parallel size, all ranks of a
-node at work. Keeps results in OUTPUT.measured.jsonl as they come: the same command continues where it was stopped.
-Draws OUTPUT with the ending .png if matplotlib is there. Exit status 0: the file is written; 2: the flags
-are wrong.
+Measures a cluster for `megazero plan` on the ranks of a launcher, or on ranks that it starts on this machine, and
+writes the cluster file. It measures every collective of the engine, by ranks x nodes and size, with all such groups
+at once; the codecs; the optimizer's update; and the modules of the model that the flags of training describe, by
+micro-batch and tensor-parallel size, with all ranks of a node at work. CLUSTER_OUTPUT.measured.jsonl keeps results
+as they come, and the same command continues after a stop. With matplotlib it also draws a chart beside the file.
+Exit status 0: the file is written; 2: a flag is wrong.
 """
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from megazero.calibrate.points import CODED_BITS
 from megazero.calibrate.timing import Clock
-from megazero.comm.codec import Blockwise, Codec, Hadamard, Identity
+from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.config import RunConfig
 from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
@@ -120,7 +120,7 @@ def measure_codecs(config: RunConfig, clock: Clock) -> Iterator[dict[str, Any]]:
         add = clock(lambda c=codec, x=message: c.decode_sum(x, sums[0], True), slowest=False)  # type: ignore[misc]
         mixed = 0.0
         if isinstance(codec, Blockwise):
-            mixing = replace(codec, transform=Hadamard(codec.form.block))
+            mixing = replace(codec, hadamard=codec.block)
             mixed = clock(lambda c=mixing, out=message: c.encode(sums, out=out), slowest=False).median  # type: ignore[misc]
             mixed = max(mixed - encode.median, 0.0)
         yield {

@@ -69,9 +69,7 @@ def boxes(placement: Placement, start: int, stop: int, limit: int | None = None)
             yield Box(0, (), (), ())
         return
     row = prod(shape[1:])
-    for segment in placement.segments:
-        low = max(start, segment.local * row)
-        high = min(stop, (segment.local + segment.length) * row)
+    for low, high, segment in placement.ranges(start, stop):
         for begin, end in _pieces(low, high, row, limit):
             for index, sizes in rectangles(shape, begin, end):
                 yield _place(placement, segment.stored - segment.local, index, sizes)
@@ -81,13 +79,11 @@ def gaps(placement: Placement, start: int, stop: int) -> Iterator[tuple[int, int
     """Yield the flat ranges inside [start, stop) that no segment stores (vocabulary padding), in order."""
     if not placement.local_shape:
         return
-    row = prod(placement.local_shape[1:])
     position = start
-    for segment in placement.segments:
-        low, high = segment.local * row, (segment.local + segment.length) * row
-        if position < min(low, stop):
-            yield position, min(low, stop)
-        position = max(position, high)
+    for low, high, _ in placement.ranges(start, stop):
+        if position < low:
+            yield position, low
+        position = high
     if position < stop:
         yield position, stop
 

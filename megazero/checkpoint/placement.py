@@ -11,8 +11,13 @@ stored tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,26 @@ class Placement:
         rows = max(0, min(local[0], shape[0] - offset0)) if local else 0
         segments = (RowRange(0, rows, offset0),) if rows else ()
         return Placement(name, tuple(shape), local, segments)
+
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, RowRange]]:
+        """Yield the parts of the flat local range [start, stop) that each segment stores, in order."""
+        row = prod(self.local_shape[1:])
+        for segment in self.segments:
+            low, high = segment.local * row, (segment.local + segment.length) * row
+            if max(low, start) < min(high, stop):
+                yield max(low, start), min(high, stop), segment
+
+    def slices(self) -> Iterator[tuple[slice, tuple[slice, ...]]]:
+        """Yield each segment's local rows, and their rows and columns in the stored tensor.
+
+        With ``transposed`` those are rows and columns of the stored tensor's transpose.
+        """
+        columns = [slice(self.offset1, self.offset1 + n) for n in self.local_shape[1:2]]
+        for s in self.segments:
+            yield slice(s.local, s.local + s.length), (slice(s.stored, s.stored + s.length), *columns)
+
+    def boxes(self, local: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pairs of equal-shaped views: rows of the local tensor, and their box of the stored one."""
+        stored = stored.t() if self.transposed else stored
+        for ours, theirs in self.slices():
+            yield local[ours], stored[theirs]

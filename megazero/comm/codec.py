@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import zip_longest
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from megazero.comm.wire import Codecs, Coding
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
-from megazero.kernels.format import DEFAULT_BLOCK, Format
+from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Hadamard, mixed
 from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import error_bound, quantize
@@ -173,41 +174,33 @@ def _counted(
 
 
 @dataclass(frozen=True)
-class Blockwise:
+class Blockwise(Coding):
     """Sends INT8, INT4 or 2 bits, symmetric, with one bf16 scale per block (kernels/format.py), as uint8 messages.
 
-    block: how many elements share a scale. None takes the default for the bits. Slices must be whole blocks.
-    stochastic: round at random, without bias; encode then needs ``noise``.
-    clip: how many scales are tried per block; with 0, absmax decides. Clipping is biased, so it is refused
-        together with stochastic rounding (ValueError).
-    exact_dtype: the dtype of the exact region.
-    transform: mixes each block, or its parts, before it is encoded (kernels/hadamard.py). Blocks that are partly
-        padding decode to values there too, which the caller clears.
+    Slices must be whole blocks. If it rounds at random, encode needs ``noise``. If it transforms
+    (kernels/hadamard.py), blocks that are partly padding decode to values there, too, which the caller clears.
+
+    exact_dtype: the dtype of the exact region. seed: that of the transform's signs.
 
     Bytes: the codes and scales take n * bits / 8 + 2 n / block bytes. They and the exact region are each
     filled up to a multiple of 16. With the default blocks one element takes 1.016 bytes at 8 bits, 0.531 at
     4, 0.281 at 2. A block with NaN or Inf decodes to NaN. fp64 values are rounded to fp32 first.
     """
 
-    bits: int
-    block: int | None = None
-    stochastic: bool = False
-    clip: int = 0
     exact_dtype: torch.dtype = torch.float32
-    transform: Hadamard | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.stochastic and self.clip:
-            raise ValueError(
-                f"clip {self.clip} with stochastic rounding: clipping brings back the bias that stochastic "
-                "rounding removes; give clip 0 or round to nearest"
-            )
+        super().__post_init__()
         _ = self.form
 
     @cached_property
+    def transform(self) -> Hadamard | None:
+        return Hadamard(self.hadamard, self.seed) if self.hadamard else None
+
+    @cached_property
     def form(self) -> Format:
-        block = DEFAULT_BLOCK.get(self.bits, 64) if self.block is None else self.block
-        return Format(self.bits, block, self.clip, self.transform)
+        return Format(self.bits, self.block, self.transform)
 
     @cached_property
     def spent(self) -> list[float]:
@@ -365,6 +358,38 @@ class Blockwise:
             if low < high:  # often there are none
                 out[:, low:high].zero_()
         return out
+
+
+def codec_of(
+    coding: Coding | Codec | None, exact: torch.dtype = torch.float32, seed: int = 0
+) -> Codec | None:
+    """Return the codec of a format. exact: the dtype of its exact region. seed: that of its transform's signs.
+
+    A codec stays what it is, but for the dtype of its exact region.
+    """
+    if isinstance(coding, Blockwise):
+        return replace(coding, exact_dtype=exact)
+    if isinstance(coding, Coding):
+        return Blockwise(coding.bits, coding.block, coding.stochastic, coding.hadamard, exact, seed)
+    return coding
+
+
+def codecs_of(
+    codecs: Codecs[Any],
+    weights: torch.dtype = torch.float32,
+    gradients: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Codecs[Codec]:
+    """Return the codecs of formats. weights, gradients: the dtypes of their exact regions."""
+    return Codecs(
+        codec_of(codecs.weights, weights, seed),
+        codec_of(codecs.gradients_intra, gradients, seed),
+        codec_of(codecs.gradients_inter, gradients, seed),
+        codecs.delta,
+        codecs.feedback,
+        codecs.feedback_beta,
+        codecs.feedback_reset,
+    )
 
 
 def encoded(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.codec import Blockwise, Codec, Identity, encoded
-from megazero.comm.rows import Rows, Run, Views
+from megazero.comm.rows import RowRun, Rows, Views
 from megazero.comm.watch import Watch
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.kernels.noise import Noise
@@ -307,7 +307,7 @@ def run_through(chain: Moves[Result]) -> Result:
 # -- parts of a reduction --------------------------------------------------------------------------
 
 
-def _encoded(leg: Leg, runs: Sequence[Run], frame: Frame) -> torch.Tensor:
+def _encoded(leg: Leg, runs: Sequence[RowRun], frame: Frame) -> torch.Tensor:
     """Return the messages [k, m] of runs, in a buffer of the frame, or the rows themselves if they may be sent so."""
     noise = [leg.noise and leg.noise.at(run.drawn) for run in runs]
     if len(runs) == 1:
@@ -321,7 +321,7 @@ def _encoded(leg: Leg, runs: Sequence[Run], frame: Frame) -> torch.Tensor:
 
 def _exchange(
     leg: Leg,
-    runs: Sequence[Run],
+    runs: Sequence[RowRun],
     messages: torch.Tensor,
     frame: Frame,
     on: Channel,
@@ -349,7 +349,7 @@ def _pass_on(
 
 
 def _show(
-    leg: Leg, runs: Sequence[Run], messages: torch.Tensor, on: Channel, watches: Sequence[Watch]
+    leg: Leg, runs: Sequence[RowRun], messages: torch.Tensor, on: Channel, watches: Sequence[Watch]
 ) -> None:
     if not watches or isinstance(leg.codec, Identity):
         return

@@ -14,7 +14,7 @@ from megazero.kernels.arena import Take
 Views = tuple[torch.Tensor, ...]  # one per region of a message: coded, exact
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Neighbouring rows that are encoded in one operation.
 
     rows: [k, n] of each region. at: their places among all rows. to: the places of their messages.
@@ -50,18 +50,18 @@ class Rows:
         return tuple(take(r[0].numel(), at_least_fp32(r.dtype)) for r in self.regions)
 
     @cached_property
-    def every(self) -> tuple[Run, ...]:
+    def every(self) -> tuple[RowRun, ...]:
         """All rows, in one run."""
         all_of_them = slice(0, len(self.regions[0]))
-        return (Run(self.regions, all_of_them, all_of_them, 0),)
+        return (RowRun(self.regions, all_of_them, all_of_them, 0),)
 
     @cached_property
-    def others(self) -> tuple[Run, ...]:
+    def others(self) -> tuple[RowRun, ...]:
         """The rows of other ranks, in two runs at most. Their messages lie side by side."""
         runs, n = [], self.regions[0][0].numel()
         before, after = slice(0, self.own), slice(self.own + 1, len(self.regions[0]))
         for at, to in ((before, before), (after, slice(self.own, after.stop - 1))):
             if at.stop > at.start:
                 rows = tuple(region[at] for region in self.regions)
-                runs.append(Run(rows, at, to, (to if self.drawn_by_message else at).start * n))
+                runs.append(RowRun(rows, at, to, (to if self.drawn_by_message else at).start * n))
         return tuple(runs)

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from megazero.comm.codec import Codec, decoded
-from megazero.comm.rows import Run, Views
+from megazero.comm.rows import RowRun, Views
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import Frame
 
@@ -15,7 +15,7 @@ from megazero.kernels.arena import Frame
 class Watch(Protocol):
     """A hop shows it every run of rows that it quantised, while the messages are on their way."""
 
-    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
         """Look at rows [k, n] and their messages [k, m]. frame: where it takes buffers."""
         ...
 
@@ -26,7 +26,7 @@ class Lost:
     def __init__(self, kept: Views) -> None:
         self.kept = kept
 
-    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
         arrived = decoded(codec, messages, run.rows, frame.take)
         for row, gone, lost in zip(run.rows, arrived, self.kept, strict=True):
             torch.sub(row, gone, out=lost[run.at])

@@ -353,7 +353,6 @@ RULES: tuple[Rule, ...] = (
     outer_rules.fragments,
     lambda c: wire_rules.legal_block(c.zero),
     wire_rules.delta_refresh,
-    lambda c: wire_rules.unbiased(c.zero),
 )
 
 

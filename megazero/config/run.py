@@ -50,14 +50,25 @@ class Removed(NamedTuple):
     off: str = "false"
 
 
+_NO_CLIP = Removed(
+    "it searched a clip for each block, which helps at 2 bits alone: leave it out, give more bits, or "
+    "--zero-gradient-transform hadamard",
+    off="0",
+)
 _BOUND = "a loop of your own on the engine has zero.Policy({}=...)"
 REMOVED = {
     "log_each_rank": Removed(
         "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
         "--log-dir LOGS (--tee 3 prints it, too)"
     ),
+    "zero_weight_clip_search": _NO_CLIP,
+    "zero_gradient_clip_search": _NO_CLIP,
+    "zero_weight_transform": Removed(
+        "a transform makes the errors of weights larger: leave it out; gradients have --zero-gradient-transform",
+        off="none",
+    ),
     "zero_quantized_gradients_until": Removed(
-        "a callback sets engine.exact_gradients (docs/extending.md), as does a loop of your own on the engine"
+        "a callback sets engine.exact_gradients (docs/develop/extending.md), as does a loop of your own on the engine"
     ),
     "zero_weight_error_bound": Removed(_BOUND.format("weight_error_bound")),
     "zero_gradient_error_bound": Removed(_BOUND.format("gradient_error_bound")),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection
 
+from megazero.comm.wire import Coding
 from megazero.config.layout.outer import BF16_BITS, EXACT_BITS, averages, feeds_back
 from megazero.config.layout.pipeline import stage_costs
 from megazero.config.layout.shards import AUTO, QUANTISED, Shards
-from megazero.config.layout.wire import Coding, Wire, asked_for, quantizes_gradients, quantizes_weights
+from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients, quantizes_weights
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import parameter_count
 from megazero.config.options.fields import show
@@ -210,9 +211,8 @@ def _feedback(wire: Wire) -> str:
 
 
 def _details(coding: Coding, rounding: str = "nearest") -> str:
-    scales = f", best of {coding.clip} scales" if coding.clip else ""
     mixed = f", Hadamard transform of {coding.hadamard}" if coding.hadamard else ""
-    return f" (blocks of {coding.block}, {rounding}{scales}{mixed})"
+    return f" (blocks of {coding.block}, {rounding}{mixed})"
 
 
 def _why(zero: ZeroConfig, what: str, asked: Coding | None, sent: Coding | None) -> str:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from megazero.families.bloom import BLOOM
 from megazero.families.falcon import FALCON
-from megazero.families.family import Family, TensorNames, fused_row
+from megazero.families.family import Family, TensorNames, grouped_row
 from megazero.families.gemma import GEMMA2, GEMMA3
 from megazero.families.glm import GLM, GLM4
 from megazero.families.gpt import GPT
@@ -52,4 +52,4 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 # Llama's names can express every mixture of choices: what another family's names cannot is stored under them.
 GENERAL_NAMES = LLAMA.names
 
-__all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "TensorNames", "fused_row"]
+__all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "TensorNames", "grouped_row"]

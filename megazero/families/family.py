@@ -18,14 +18,14 @@ class TensorNames:
     """A family's names for the tensors of a checkpoint, and how it stores them.
 
     ``model`` maps a module here to the module there. ``layer`` does the same within a layer, whose modules there
-    begin with ``layer_prefix`` and the layer's number. In ``layer``, (module, part) stands for q, k, v as parts 0, 1,
-    2 of one tensor, or for the gate and the up projection as parts 0, 1.
+    begin with ``layer_prefix`` and the layer's number. In ``layer``, (module, part) stands for a part of one fused
+    tensor, counted from 0: of q, k, v, or of the gate and the up projection.
     ``transposed`` says that matrices of layers are stored [in, out].
-    ``fused`` is the order of the rows of such a tensor of q, k, v. With "sides", it has all of q, then all of k, then
-    all of v. With "groups", it has the query heads, the key and the value of the first group of heads, then those of
-    the second group, and so on. ``needs`` maps an option, or a property of ModelConfig such as gated_mlp, to the
-    value, or to the tuple of values, that these names can express. ``equal`` has pairs of them that must be equal for
-    it. ``aliases`` maps a name in some release of transformers to the name in files.
+    ``fused`` is the order of the rows of q, k, v in one tensor. With "sides", it has all of q, then all of k, then
+    all of v, as other parts always lie. With "groups", it has the query heads, the key and the value of the first
+    group of heads, then those of the second group, and so on. ``needs`` maps an option, or a property of ModelConfig
+    such as gated_mlp, to the value, or to the tuple of values, that these names can express. ``equal`` has pairs of
+    them that must be equal for it. ``aliases`` maps a name in some release of transformers to the name in files.
     """
 
     model: Mapping[str, str]
@@ -56,13 +56,11 @@ class TensorNames:
         return wanted and all(getattr(options, one) == getattr(options, other) for one, other in self.equal)
 
 
-def fused_row(names: TensorNames, part: int, head: int, heads: int, groups: int) -> int:
-    """Return where a head of the query (``part`` 0), key (1) or value (2) begins in a fused tensor, in heads.
+def grouped_row(part: int, head: int, heads: int, groups: int) -> int:
+    """Return where a head of the query (``part`` 0), key (1) or value (2) begins in a tensor of groups, in heads.
 
     ``head`` counts the heads of that part. ``heads`` and ``groups`` are all query and all key/value heads.
     """
-    if names.fused == "sides":
-        return (0, heads, heads + groups)[part] + head
     each = heads // groups
     if part == 0:
         return head // each * (each + 2) + head % each

@@ -28,10 +28,14 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 def start_again(argv: Sequence[str], flags: Sequence[str], count: int, **options: Any) -> int:
     """Start this command, whose last words are ``argv``, as ``count`` ranks whose last words are ``flags``.
 
-    Returns the exit status. ``options`` are those of ``start_ranks``.
+    Returns the exit status. ``options`` are those of ``start_ranks``. Raises ValueError if another program has called
+    the command: it would be started in its place.
     """
     words, own = sys.orig_argv, len(sys.orig_argv) - len(argv)
-    assert words[own:] == list(argv), "the command line of this process is another program's"
+    if words[own:] != list(argv):
+        raise ValueError(
+            "--nproc-per-node starts this process's own command again: write megazero COMMAND and its flags there"
+        )
     return start_ranks([sys.executable, *words[1:own], *flags], count, **options)
 
 

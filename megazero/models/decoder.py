@@ -189,8 +189,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): DecoderLayer(config, tp, recompute, **factory) for s in self.stages for i in s.layers}
         )
-        self.tied = not config.untie_embeddings_and_output_weights
-        tied = self.embedding.tokens.weight if self.tied and self.embedding else None
+        tied = None
+        if self.embedding is not None and not config.untie_embeddings_and_output_weights:
+            tied = self.embedding.tokens.weight
         self.head = Head(config, tp, tied, z_loss, loss_chunk, **factory) if last else None
         self.specs = padded_spec(config, tp.size).held(self.stages)
         built = [(name, tuple(p.shape)) for name, p in self.named_parameters()]
@@ -302,9 +303,9 @@ class Decoder(nn.Module):
 
     def tied_ends(self) -> dict[str, str]:
         """Map the name here of the parameter that the pipeline's other end holds, too, to its common name."""
-        if not self.tied or (self.embedding is None) == (self.head is None):
+        if (self.embedding is None) == (self.head is None):
             return {}
-        return {_EMBEDDING_WEIGHT if self.head is None else "head.weight": _EMBEDDING_WEIGHT}
+        return {name: _EMBEDDING_WEIGHT for name, p in self.specs.items() if p.tied}
 
     def initialize(self, seed: int) -> None:
         """Fill the parameters with the values of ``initializer(self, seed)``. They must not be on meta."""
@@ -355,7 +356,7 @@ class Decoder(nn.Module):
 
         Learned positions are not among them.
         """
-        return {_EMBEDDING_WEIGHT, "head.weight"} & {name for name, _ in self.named_parameters()}
+        return {name for name, p in self.specs.items() if p.vocabulary}
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.placement import Placement
 from megazero.config.model.section import ModelConfig
 from megazero.models.decoder import Decoder
 from megazero.models.placements import stored_tensors
@@ -22,16 +21,6 @@ _BUFFERS = (
 )
 
 
-def stored_boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of equal-shaped views: a box of the local tensor, and where it lies in the stored one."""
-    stored = stored.t() if placement.transposed else stored
-    for segment in placement.segments:
-        rows = stored[segment.stored : segment.stored + segment.length]
-        if local.ndim > 1:
-            rows = rows[:, placement.offset1 : placement.offset1 + local.shape[1]]
-        yield local[segment.local : segment.local + segment.length], rows
-
-
 @torch.no_grad()
 def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> None:
     """Copy a family's Hugging Face tensors into this rank's parameters. Padding rows become zero.
@@ -44,7 +33,7 @@ def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> No
     for name, parameter in decoder.named_parameters():
         placement = placements[name]
         parameter.zero_()
-        for ours, theirs in stored_boxes(placement, parameter, state_dict[there[placement.name]]):
+        for ours, theirs in placement.boxes(parameter, state_dict[there[placement.name]]):
             ours.copy_(theirs)
 
 

@@ -29,20 +29,17 @@ def _normal(seed: int, placement: Placement) -> Tensor:
     """Draw standard normal values of the local tensor, fp32 [r, c]. Rows in no segment are zero."""
     stored = placement.shape[::-1] if placement.transposed else placement.shape
     total, width = stored
-    columns = slice(placement.offset1, placement.offset1 + placement.local_shape[1])
     out = torch.zeros(placement.local_shape, dtype=torch.float32, device="cpu")
     drawn = -1
-    for segment in placement.segments:
-        at, end = segment.stored, segment.stored + segment.length
-        while at < end:
-            number, skip = divmod(at, BLOCK_ROWS)
-            rows = min(BLOCK_ROWS, total - number * BLOCK_ROWS)
-            count = min(end - at, rows - skip)
-            local = segment.local + at - segment.stored
+    for ours, (theirs, columns) in placement.slices():
+        for number in range(theirs.start // BLOCK_ROWS, -(-theirs.stop // BLOCK_ROWS)):
+            first = number * BLOCK_ROWS
             if number != drawn:  # neighbouring heads of a fused tensor share a block
+                rows = min(BLOCK_ROWS, total - first)
                 values, drawn = _block(seed, placement.name, number, (rows, width)), number
-            out[local : local + count] = values[skip : skip + count, columns]
-            at += count
+            at, end = max(theirs.start, first), min(theirs.stop, first + BLOCK_ROWS)
+            shift = ours.start - theirs.start
+            out[at + shift : end + shift] = values[at - first : end - first, columns]
     return out
 
 

@@ -6,10 +6,13 @@ them and how it stores them.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+
 from megazero.checkpoint.placement import Placement, RowRange
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import ParameterSpec, model_spec
-from megazero.families import TensorNames, fused_row
+from megazero.families import TensorNames, grouped_row
 from megazero.tp import TensorParallel, VocabShard
 
 
@@ -29,12 +32,21 @@ def decoder_placements(
 
     names: those of other tensors than a checkpoint's, such as another program's.
     """
-    names = names or c.tensor_names
-    return {name: _placement(c, names, tp, name, p) for name, p in model_spec(c).parameters.items()}
+    names, parameters = names or c.tensor_names, model_spec(c).parameters
+    fused: defaultdict[str, dict[int, int]] = defaultdict(dict)  # the rows of a tensor's parts
+    for own, p in parameters.items():
+        tensor, part = names.stored(own)
+        fused[tensor][part or 0] = p.shape[0]
+    return {own: _placement(c, names, tp, own, p, fused) for own, p in parameters.items()}
 
 
 def _placement(
-    c: ModelConfig, names: TensorNames, tp: TensorParallel, own: str, p: ParameterSpec
+    c: ModelConfig,
+    names: TensorNames,
+    tp: TensorParallel,
+    own: str,
+    p: ParameterSpec,
+    fused: Mapping[str, Mapping[int, int]],
 ) -> Placement:
     name, part = names.stored(own)
     if p.vocabulary:
@@ -46,24 +58,20 @@ def _placement(
     rows = local[0]
     first = tp.rank // copies * rows if p.cut == 0 else 0
     offset1 = tp.rank * local[1] if p.cut == 1 else 0
-    segments: tuple[RowRange, ...] = (RowRange(0, rows, first),)
-    shape = p.shape
-    if part is not None and p.heads is not None:
-        shape = (c.query_projection_size + 2 * c.kv_projection_size, *p.shape[1:])
-        segments = _fused_segments(c, names, part, first, rows)
-    elif part is not None:  # the gate and the up projection
-        shape = (2 * p.shape[0], *p.shape[1:])
-        segments = (RowRange(0, rows, part * p.shape[0] + first),)
+    if part is not None and p.heads is not None and names.fused == "groups":
+        segments = _grouped_segments(c, part, first, rows)
+    else:
+        before = sum(fused[name][other] for other in range(part or 0))
+        segments = (RowRange(0, rows, before + first),)
+    shape = (sum(fused[name].values()), *p.shape[1:])
     transposed = names.transposed and p.multiplies
     return Placement(name, shape[::-1] if transposed else shape, tuple(local), segments, offset1, transposed)
 
 
-def _fused_segments(
-    c: ModelConfig, names: TensorNames, part: int, first: int, rows: int
-) -> tuple[RowRange, ...]:
-    """Return the segments of rows ``first`` .. of part 0, 1 or 2 (q, k, v) in the family's fused tensor."""
+def _grouped_segments(c: ModelConfig, part: int, first: int, rows: int) -> tuple[RowRange, ...]:
+    """Return the segments of rows ``first`` .. of part 0, 1 or 2 (q, k, v) in a tensor of groups of heads."""
     d, heads, groups = c.kv_channels, c.num_attention_heads, c.num_query_groups
-    stored = [d * fused_row(names, part, (first + j) // d, heads, groups) for j in range(0, rows, d)]
+    stored = [d * grouped_row(part, (first + j) // d, heads, groups) for j in range(0, rows, d)]
     segments = [RowRange(0, d, stored[0])]
     for local, row in zip(range(d, rows, d), stored[1:], strict=True):
         last = segments[-1]

@@ -14,11 +14,11 @@ from megazero.config.layout.wire_rules import (
     LEAST_BLOCK,
     legal_block,
     message_conditions,
-    unbiased,
     unquantised_changes,
 )
 from megazero.config.options.fields import fault, option, option_of, section_options, without_effect
 from megazero.config.options.sections import BITS, BITS_INTRA_NODE, ROUNDINGS, ParallelConfig, ZeroConfig
+from megazero.config.run import REMOVED
 
 BLOCK = 64  # elements: Megatron starts parameters at multiples of it, so that no block holds two parameters
 GRADIENTS = ("none", *(f"int{bits}" for bits in BITS))
@@ -62,9 +62,6 @@ class MessageOptions:
         help="how gradients are rounded: to nearest, or at random, without bias (default: nearest)",
         choices=ROUNDINGS[:2],
     )
-    zero_weight_clip_search: int = option_of(ZeroConfig, "zero_weight_clip_search")
-    zero_gradient_clip_search: int = option_of(ZeroConfig, "zero_gradient_clip_search")
-    zero_weight_transform: str = option_of(ZeroConfig, "zero_weight_transform")
     zero_gradient_transform: str = option_of(ZeroConfig, "zero_gradient_transform")
     zero_exact_numel: int | None = option_of(ZeroConfig, "zero_exact_numel")
     zero_block_size: int | None = option_of(
@@ -116,7 +113,6 @@ def _contradictions(options: MessageOptions) -> Iterator[str]:
     ]
     yield from unquantised_changes(zero)
     yield from (line for _, line in without_effect(table, own, vars(options), {}))
-    yield from unbiased(zero)
     yield from legal_block(zero, BLOCK)
 
 
@@ -154,6 +150,9 @@ def read_words(
         "zero_gradient_bits_intra_node": _bits(gradients_intra_node),
     }
     names = {f.name.removeprefix("zero_"): f.name for f in dataclasses.fields(kind) if f.name not in coded}
+    gone = [name for name in others if name not in names and f"zero_{name}" in REMOVED]
+    if gone:
+        raise ConfigError([f"{name} was removed: {REMOVED[f'zero_{name}'].cure}" for name in gone])
     for name in others.keys() - names.keys():
         raise TypeError(f"unexpected keyword {name!r}; nearest: one of {', '.join(sorted(names))}")
     try:

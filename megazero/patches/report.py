@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 
 from megazero.comm.codec import Blockwise, Codec
+from megazero.comm.wire import Codecs
 from megazero.patches.two_hops import TwoHops
-from megazero.zero.policy import Codecs
 
 
-def gradient_words(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs) -> str:
+def gradient_words(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs[Codec]) -> str:
     """Describe the hops of gradients, which have these dtypes where they are exact."""
     raw = " and ".join(map(short, dtypes))
     told = []
@@ -27,7 +27,7 @@ def gradient_words(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs)
     return ", ".join(told)
 
 
-def weight_words(dtype: torch.dtype, codecs: Codecs) -> str:
+def weight_words(dtype: torch.dtype, codecs: Codecs[Codec]) -> str:
     """Describe how weights of this dtype are sent quantised."""
     return f"{'differences of ' if codecs.delta else ''}{short(dtype)} as {format_words(codecs.weights, '')}"
 

@@ -8,17 +8,17 @@ Level l is the slice that is left after axes 1..l. ``formats`` give the bits and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from megazero.comm.wire import Codecs, Coding
 from megazero.config import RunConfig
 from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum, outer_coding
-from megazero.config.layout.wire import Coding, Wire
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
-from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
+from megazero.mesh.grid import INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
@@ -52,28 +52,25 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class Formats:
-    """The format of each hop; None means exact.
+    """The formats of hops, and what an exact element takes.
 
     width: the bytes of a parameter. sums: the bytes of a sum of gradients.
     """
 
     width: int
     sums: int
-    weights: Coding | None = None
-    gradients: Mapping[str, Coding | None] | None = None  # by link
-    delta: bool = False
+    codecs: Codecs[Coding] = Codecs()
 
     @classmethod
-    def of(cls, wire: Wire, width: int, sums: int | None = None) -> Formats:
+    def of(cls, codecs: Codecs[Coding], width: int, sums: int | None = None) -> Formats:
         """Return a run's formats. By default sums have at least 4 bytes."""
-        by_link = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
-        return cls(width, sums or max(width, 4), wire.weights, by_link, wire.delta)
+        return cls(width, sums or max(width, 4), codecs)
 
     def of_weights(self, unit: UnitShape) -> Coding | None:
-        return self.weights if unit.quantised else None
+        return self.codecs.weights if unit.quantised else None
 
     def of_gradients(self, unit: UnitShape, link: str) -> Coding | None:
-        return (self.gradients or {}).get(link) if unit.quantised else None
+        return self.codecs.gradients(link) if unit.quantised else None
 
 
 def message(unit: UnitShape, parts: int, coding: Coding | None, width: int, exact_width: int) -> int:
@@ -188,7 +185,7 @@ def weight_hops(
     own = message(unit, prod(a.size for a in axes[:os]), formats.of_weights(unit), width, width)
     refresh = _gather_hops(axes, os, p, os, own)
     inner = os
-    if formats.delta and unit.quantised and p < os:
+    if formats.codecs.delta and unit.quantised and p < os:
         own, inner = unit.elements // prod(a.size for a in axes[:p]) * width, p
     return refresh, _gather_hops(axes, p, 0, inner, own)
 

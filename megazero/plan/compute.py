@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megazero.comm.wire import Coding
 from megazero.config import RunConfig
-from megazero.config.layout.wire import Coding
 from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
@@ -237,9 +237,9 @@ class Coder:
             return (own * self._ns(8 * width, "encode_ns") if width < self.formats.sums else 0.0) * 1e-9, 0.0
         mixed = self._transform_ns(weights)
         before = own * (
-            self._ns(weights.bits, "encode_ns") + mixed + (2 * copy if self.formats.delta else 0.0)
+            self._ns(weights.bits, "encode_ns") + mixed + (2 * copy if self.formats.codecs.delta else 0.0)
         )
-        decoded = self.formats.delta or not gathered  # else the messages stay as they came
+        decoded = self.formats.codecs.delta or not gathered  # else the messages stay as they came
         after = elements / self.p * (self._ns(weights.bits, "decode_ns") + mixed) * decoded
         return before * 1e-9, after * 1e-9
 
@@ -250,7 +250,7 @@ class Coder:
             return 0.0
         if not self.measured:
             return self.compute.moved(elements * 1.5 * self.formats.width)
-        if self.formats.delta:
+        if self.formats.codecs.delta:
             return 0.0
         return elements * (self._ns(weights.bits, "decode_ns") + self._transform_ns(weights)) * 1e-9
 

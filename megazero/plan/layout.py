@@ -223,9 +223,8 @@ class Layout:
         if outer is None:
             return ()
         compute, own = self.base.compute, unit.elements / self.shards.os * outer.sums
-        coder = Coder(
-            compute, replace(self.formats, gradients={INTER: outer.coding}), *self.shards.factors[::2]
-        )
+        codecs = replace(self.formats.codecs, gradients_intra=None, gradients_inter=outer.coding)
+        coder = Coder(compute, replace(self.formats, codecs=codecs), *self.shards.factors[::2])
         there, *back = outer.hops(unit, self.grid)
         share = unit.elements / self.grid.dp
         before, after = coder.exchange(unit, there.axis, share, raw=False)

@@ -81,10 +81,10 @@ class States:
     def copy_bytes(self, unit: UnitShape) -> float:
         """Return the bytes of the P copy."""
         p, _, os = self.shards.factors
-        if self.formats.of_weights(unit) is None or self.formats.delta:
+        if self.formats.of_weights(unit) is None or self.formats.codecs.delta:
             own = self.formats.sums == self.formats.width and (p == os or self.shards.lifetime == "resident")
             # The master is a part of the copy.
-            inside = unit.elements / os if own and not self.formats.delta else 0.0
+            inside = unit.elements / os if own and not self.formats.codecs.delta else 0.0
             return (unit.elements / p - inside) * self.formats.width
         if p == 1:
             return unit.elements * self.formats.width  # decoded at once
@@ -108,7 +108,7 @@ class States:
         if self.formats.of_weights(unit) is None:
             return 0.0
         p, _, os = self.shards.factors
-        if not (self.formats.delta and p < os):
+        if not (self.formats.codecs.delta and p < os):
             return os * self._own_message(unit)
         messages = os / p * self._own_message(unit)  # with differences, a gather's are the parameters
         difference = unit.elements / os * (self.formats.width + self.formats.sums)  # that is encoded
@@ -148,9 +148,9 @@ class States:
         """
         largest = max((u.elements for u, _ in counts if u.quantised), default=0)
         largest *= 2 * self.formats.sums + SQUARE
-        of_weights = largest / self.shards.os if self.formats.weights is not None else 0.0
-        axes, codings = [a for a in self.grid.data_axes if a.size > 1], self.formats.gradients or {}
-        coded = [codings.get(a.link) is not None for a in axes]
+        of_weights = largest / self.shards.os if self.formats.codecs.weights is not None else 0.0
+        axes = [a for a in self.grid.data_axes if a.size > 1]
+        coded = [self.formats.codecs.gradients(a.link) is not None for a in axes]
         of_gradients, parts = 0.0, 1
         for i, axis in enumerate(axes):
             parts *= axis.size
@@ -289,7 +289,7 @@ def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool)
     of_weights, of_gradients = states.sampled_bytes(units.counts)
     going, coming = going + of_gradients, coming + of_weights
     # Differences are sent once a step, around the first forward: no reduction is under way then.
-    return max(going, coming) if states.formats.delta else going + coming
+    return max(going, coming) if states.formats.codecs.delta else going + coming
 
 
 def _coming(units: RankUnits, states: States) -> float:

@@ -19,11 +19,11 @@ from megazero.plan.topology import Topology, check_nodes, expand, read_topology
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
 
-Takes the flags of training (python -m megazero.config --help lists them): the model and --global-batch-size. Flags of
-the layout that are given stay; all others are chosen. Prints the ten fastest layouts that fit with their memory, time
-and flags, and writes plan.json and, with matplotlib, plan.png. --explain comes last: the flags after it are a layout,
-of which it says why it is slower than the best, or does not fit. Exit status 0: a layout fits; 1: none does; 2: the
-command line or the cluster file is wrong.
+Finds the fastest layouts of a model on a cluster. It takes flags of training (megazero train --help lists them): the
+model's and --global-batch-size. It keeps the flags of the layout that you give and chooses the others. It prints the
+ten fastest layouts that fit, with memory, time and flags, and writes plan.json and, with matplotlib, plan.png. Flags
+after --explain, which comes last, describe one layout: the report says why it does not fit or is slower than the
+best. Exit status 0: a layout fits; 1: none does; 2: the command line or the cluster file is wrong.
 
 Clusters that come with it: {", ".join(known_clusters())}.
 """

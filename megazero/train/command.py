@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
             refuse_missing_data(config)
     except (ConfigError, OSError) as error:
         return _refuse(error, launch.rank == 0, "\n--help lists every flag")
+    except SystemExit as ended:  # --help is printed
+        return int(ended.code or 0)
     if ranks is not None:
         good = (ExitStatus.FINISHED, ExitStatus.STOPPED)
         return start_again(argv, flags, ranks, device=config.training.device, good=good)

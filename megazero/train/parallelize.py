@@ -41,7 +41,6 @@ from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
-from megazero.train.codecs import make_codec, make_codecs
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
 from megazero.zero.by_matrix import MATRIX
 from megazero.zero.optimizer import OptimizerFactory
@@ -110,7 +109,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         block=wire.block,
         exact_numel=wire.exact_numel,
         loss_scaled=config.precision.params_dtype == "fp16",  # train/schedule/loss_scaling.py
-        codecs=make_codecs(wire, config.training.seed),
+        codecs=wire,
         seed=config.training.seed,
         outer=make_outer(config.outer, config.model.num_layers) if config.outer_replicas(world) > 1 else None,
     )
@@ -118,7 +117,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
 
 def make_outer(outer: OuterConfig, num_layers: int) -> zero.Outer:
     """Return how the configuration's outer replicas meet."""
-    average, coding = averages(outer), make_codec(outer_coding(outer))
+    average, coding = averages(outer), outer_coding(outer)
     modules = ["embedding", *(f"layers.{index}" for index in range(num_layers)), "head"]  # of Decoder.parts
     return zero.Outer(
         interval=outer.outer_interval,

@@ -13,9 +13,9 @@ from megazero.config.run import all_options
 
 USAGE = """usage: megazero verify TRAINING FLAGS [--config FILE] [flags below]
 
-Takes the flags of training (python -m megazero.config --help lists them). Runs the configuration, its sizes shrunk
-and its structure kept, on local ranks: exactly, against one rank; then as configured. Writes certificate.json and
-certificate.md. Exit status 0: every check holds; 1: one does not, and is named; 2: the configuration is wrong.
+Proves a configuration of training (megazero train --help lists its flags). Local ranks run it with smaller sizes and
+the same structure: first with exact messages, compared with one rank; then as configured. It writes certificate.json
+and certificate.md. Exit status 0: every check holds; 1: a check fails, and is named; 2: the configuration is wrong.
 """
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import no_timing
+from megazero.comm.wire import Codecs, Coding
 from megazero.mesh.mesh import Mesh
 from megazero.zero.axes import DataAxes
 from megazero.zero.build import Init, On, UnitSpec, build_units, plain_name, refuse_foreign_parallelism
@@ -19,11 +20,12 @@ from megazero.zero.by_matrix import Muon
 from megazero.zero.elementwise import OptimizerFactory, default_adamw
 from megazero.zero.engine import Engine
 from megazero.zero.optimizer import SliceOptimizer, Traits
-from megazero.zero.policy import Codecs, Outer, Policy
+from megazero.zero.policy import Outer, Policy
 from megazero.zero.scalars import StepInfo, StepPart
 
 __all__ = [
     "Codecs",
+    "Coding",
     "DataAxes",
     "Engine",
     "Muon",

@@ -6,19 +6,20 @@ Modules that the engine would damage are refused by name before anything is chan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from megazero.comm.codec import Blockwise, Codec, at_least_fp32
+from megazero.comm.codec import at_least_fp32, codecs_of
+from megazero.comm.wire import Codecs
 from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import Mesh
 from megazero.zero.axes import DataAxes, refuse_clashes
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
-from megazero.zero.policy import Codecs, Policy
+from megazero.zero.policy import Policy
 from megazero.zero.unit import Unit
 
 Init = Callable[[str], torch.Tensor]
@@ -197,7 +198,7 @@ def _make_unit(
     traits: Mapping[str, Traits],
 ) -> Unit:
     ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
-    codecs = _unit_codecs(policy.codecs, dtype)
+    codecs = codecs_of(policy.codecs, dtype, at_least_fp32(dtype), policy.seed)
     exact = frozenset(
         n
         for n, p in params.items()
@@ -222,20 +223,6 @@ def _make_unit(
         mesh.device,
         policy.lifetime_on(axes),
         codecs,
-    )
-
-
-def _unit_codecs(codecs: Codecs, dtype: torch.dtype) -> Codecs:
-    """Return the policy's codecs; exact regions of weights have the parameters' dtype, of gradients the sums'."""
-
-    def holding(codec: Codec | None, exact: torch.dtype) -> Codec | None:
-        return replace(codec, exact_dtype=exact) if isinstance(codec, Blockwise) else codec
-
-    return replace(
-        codecs,
-        weights=holding(codecs.weights, dtype),
-        gradients_intra=holding(codecs.gradients_intra, at_least_fp32(dtype)),
-        gradients_inter=holding(codecs.gradients_inter, at_least_fp32(dtype)),
     )
 
 

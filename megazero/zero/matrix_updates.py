@@ -128,7 +128,7 @@ class MatrixUpdates:
         lane.
         """
         scale_gradients(self.runs, factor)
-        folded = self._fold()
+        folded = self.fold()
         rounds = (self._send(number, route, folded) for number, route in enumerate(self.routes))
         coming, going = next(rounds, None), deque[_Transit]()
         while coming is not None:
@@ -142,7 +142,7 @@ class MatrixUpdates:
         for last in going:
             self._take(last)
 
-    def _fold(self) -> dict[nn.Parameter, torch.Tensor]:
+    def fold(self) -> dict[nn.Parameter, torch.Tensor]:
         """Do the first, elementwise part of the step. Return by leaf the values that make up matrices."""
         folded = {}
         for run in self.runs:

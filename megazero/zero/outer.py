@@ -46,7 +46,7 @@ from weakref import finalize
 
 import torch
 
-from megazero.comm.codec import Blockwise, Codec, Identity, decoded, encoded
+from megazero.comm.codec import Codec, Identity, codec_of, decoded, encoded
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.kernels.arena import ALIGN, Arena, Frame
@@ -399,9 +399,7 @@ class OuterSteps(StepPart):
     def _cross(self, unit: Unit, sums: Slice) -> Chain:
         """Sum over the replicas what this rank takes across: in place, and every replica gets the same bits."""
         level = unit.axes.all
-        codec: Codec = self.outer.codec or Identity(unit.sum_dtype)
-        if isinstance(codec, Blockwise):
-            codec = replace(codec, exact_dtype=unit.sum_dtype)
+        codec = codec_of(self.outer.codec, unit.sum_dtype) or Identity(unit.sum_dtype)
         outermost = ReduceHop(self.axis, codec, number=level + 1)
         with self.context.frame() as frame:
             lost = self._feed_back(unit, sums, codec, frame)

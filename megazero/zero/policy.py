@@ -3,54 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import torch
 
-from megazero.comm.codec import Blockwise, Codec
-from megazero.mesh.grid import INTRA, copy_lifetime
+from megazero.comm.codec import Codec, codec_of
+from megazero.comm.wire import Codecs, Coding
+from megazero.mesh.grid import copy_lifetime
 from megazero.zero.axes import DataAxes
 
 LIFETIMES = ("use", "step", "resident")
-
-
-@dataclass(frozen=True)
-class Codecs:
-    """Wire formats. None is exact: identity, in the parameters' dtype or, for sums of gradients, in at least fp32.
-
-    Blocks must divide the policy's block.
-    weights: the format of the refresh; the gathers inside P send what was received.
-    gradients_intra, gradients_inter: the formats of reductions inside a node and across nodes.
-    delta: the refresh sends master - R instead of the master. R is the P copy that every receiver holds (see
-        unit.py). The gathers inside P then send R in the parameters' dtype. This takes effect where P < OS.
-    feedback: what a gradient lost by rounding at its crossing is added to the next step's gradient at the sender
-        (error feedback, Seide et al. 2014). This is done only for hops across nodes that run once per step.
-    feedback_beta: the residual is beta times what it was plus 1 - beta times what the step lost (LoCo, Xie et al.
-        2024). With 0 it is what the step lost.
-    feedback_reset: after so many updates residuals start from zero again. 0: never.
-    """
-
-    weights: Codec | None = None
-    gradients_intra: Codec | None = None
-    gradients_inter: Codec | None = None
-    delta: bool = False
-    feedback: bool = False
-    feedback_beta: float = 0.0
-    feedback_reset: int = 0
-
-    @cached_property
-    def mixes(self) -> bool:
-        """Whether a codec mixes padding with values (kernels/hadamard.py), so that it is cleared after decoding."""
-        every = (self.weights, self.gradients_intra, self.gradients_inter)
-        return any(isinstance(codec, Blockwise) and codec.transform is not None for codec in every)
-
-    def gradients(self, link: str) -> Codec | None:
-        return self.gradients_intra if link == INTRA else self.gradients_inter
-
-    @property
-    def exact(self) -> bool:
-        """Whether nothing is rounded."""
-        return self.weights is self.gradients_intra is self.gradients_inter is None
 
 
 @dataclass(frozen=True)
@@ -73,7 +35,7 @@ class Outer:
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
-    codec: Codec | None = None
+    codec: Coding | Codec | None = None
     feedback: bool = False
     fragments: tuple[tuple[str, ...], ...] = ()
     delay: int = 0
@@ -91,7 +53,7 @@ class Outer:
                 f"{self.count} fragments do not each have a step of their own in interval={self.interval}; nearest: "
                 f"{self.interval}"
             )
-        if isinstance(self.codec, Blockwise) and self.codec.stochastic:
+        if isinstance(self.codec, Coding) and self.codec.stochastic:
             raise ValueError(
                 f"codec={self.codec} rounds with noise, and meetings have none: outer gradients are rounded to "
                 "nearest; nearest: stochastic=False, with feedback=True for what rounding loses"
@@ -144,7 +106,7 @@ class Policy:
     dtype: the parameters' dtype in forward and backward. None keeps the module's.
     loss_scaled: the caller multiplies the losses by a scale, includes it in ``begin_step``'s divisor, and lowers it
         when a step is skipped. Parameters in fp16 are trained only so: else their gradients would become zero.
-    codecs: the wire formats of the hops. seed: the seed of stochastic rounding.
+    codecs: the wire formats of the hops. seed: the seed of stochastic rounding, and of transforms' signs.
     weight_error_bound, gradient_error_bound: the largest relative rounding error, ||sent - exact|| /
         ||exact|| of a unit's messages in one step, that is allowed. A unit above it falls back to exact
         messages. None sets no limit.
@@ -161,7 +123,7 @@ class Policy:
     exact_numel: int = 0
     dtype: torch.dtype | None = None
     loss_scaled: bool = False
-    codecs: Codecs = Codecs()
+    codecs: Codecs[Any] = Codecs()
     seed: int = 0
     weight_error_bound: float | None = None
     gradient_error_bound: float | None = None
@@ -188,7 +150,8 @@ class Policy:
         codecs, problems = self.codecs, []
         outer = self.outer.codec if self.outer else None
         for codec in (codecs.weights, codecs.gradients_intra, codecs.gradients_inter, outer):
-            inner = codec.form.block if isinstance(codec, Blockwise) else 1
+            inner = codec.block if isinstance(codec, Coding) else 1
+            codec_of(codec)  # raises ValueError for an impossible format
             if self.block % inner:
                 problems.append(
                     f"block={self.block} is not a multiple of the codec's block {inner}, so a slice could cut one; "

@@ -17,17 +17,17 @@ from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import HopSpec, Leg, give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.watch import Lost, Watch
+from megazero.comm.wire import Codecs
 from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
-from megazero.zero.policy import Codecs
 from megazero.zero.rounding import GRADIENTS, add_residual, clear_lost, commit_residual, lost_slice
 from megazero.zero.scalars import StepPart
 from megazero.zero.unit import Unit
 
-EXACT = Codecs()
+EXACT = Codecs[Codec]()
 
 
 class Reducer(StepPart):

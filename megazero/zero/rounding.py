@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from megazero.comm.codec import Codec, Identity, at_least_fp32, decoded
-from megazero.comm.rows import Run
+from megazero.comm.rows import RowRun
 from megazero.comm.watch import Watch, write_squares
 from megazero.kernels.arena import Frame
 from megazero.kernels.noise import Noise
@@ -90,7 +90,7 @@ class Rounding:
     def watches(self, unit: Unit, kind: str) -> tuple[Watch, ...]:
         """Return what measures the unit's messages: nothing unless it is the sample, or all are observed."""
         watched = self.observer is not None or unit.name == self.sampled
-        return (Sample(self, unit, kind),) if watched else ()
+        return (ErrorSample(self, unit, kind),) if watched else ()
 
     def note(
         self, unit: Unit, codec: Codec, kind: str, exact: torch.Tensor, sent: torch.Tensor, frame: Frame
@@ -127,14 +127,14 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ErrorSample:
     """Measures the messages of one unit."""
 
     rounding: Rounding
     unit: Unit
     kind: str
 
-    def sent(self, codec: Codec, run: Run, messages: torch.Tensor, frame: Frame) -> None:
+    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
         rows = run.rows[0]
         arrived = decoded(codec, messages, run.rows, frame.take, at_least_fp32(rows.dtype))
         self.rounding.note(self.unit, codec, self.kind, rows, arrived[0], frame)

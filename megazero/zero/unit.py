@@ -24,8 +24,8 @@ grad      Compact [n/G], at least fp32. The sum of this step's gradients. After 
 staging   [n], parameter dtype. One micro-batch's raw gradients on their way to ``grad`` if G > 1. The first ``stage``
           takes it from the arena; waiting for its reduction frees it.
 arrived   Gradients of the micro-batch that wait to be staged together.
-residual  Compact, at least fp32, of level ``axes.crossing``, for error feedback, in units of the divided gradient. Other
-          ranks' rows hold the rounding error of this rank's messages across nodes.
+residual  Compact, at least fp32, of level ``axes.crossing``, for error feedback, in units of the divided gradient.
+          Other ranks' rows hold the rounding error of this rank's messages across nodes.
 lost      As ``residual``, but only with replicas. This step's errors until the step is known to be good. Without
           replicas other ranks' rows of ``grad`` hold them.
 carry     Compact [n/OS]. Residuals of another layout, summed over senders, from a load. Replicas hold the same. It is
@@ -48,6 +48,7 @@ from torch import nn
 
 from megazero.comm.codec import Codec, Identity, at_least_fp32
 from megazero.comm.lane import Ticket
+from megazero.comm.wire import Codecs
 from megazero.kernels.adamw import NOTHING, Refresh
 from megazero.kernels.add_to import add_each
 from megazero.kernels.arena import Arena, Frame, Take
@@ -55,7 +56,6 @@ from megazero.kernels.fingerprint import fingerprint
 from megazero.zero.axes import DataAxes
 from megazero.zero.layout import Slice, UnitLayout
 from megazero.zero.parameters import Binding, Read, Released, hide, refuse_read, released_class
-from megazero.zero.policy import Codecs
 
 # Gradients of a unit wait for each other and are staged in one operation: one at a time, 9 of a small layer took 9
 # launches. Large ones do not wait, so that a layer's gradients and its staging are not there at once.
@@ -75,7 +75,7 @@ class Unit:
         dtype: torch.dtype,
         device: torch.device,
         lifetime: str,
-        codecs: Codecs,
+        codecs: Codecs[Codec],
     ) -> None:
         self.name, self.params, self.layout, self.axes = name, dict(params), layout, axes
         self.dtype, self.device, self.lifetime = dtype, device, lifetime

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megazero.kernels.fingerprint import fingerprint
 
 from megazero.comm.codec import Blockwise, Noise
+from megazero.kernels.fingerprint import fingerprint
 from tests import kernel_cases
 
 pytestmark = [

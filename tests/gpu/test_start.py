@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
+
 from megazero.kernels import dispatch
 from megazero.kernels.pages import lock_pages, unlock_pages
-
 from tests import ROOT
 
 pytestmark = [

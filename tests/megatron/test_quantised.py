@@ -124,8 +124,7 @@ ROUNDINGS: dict[str, Formats] = {
         "gradient_feedback_beta": 0.5,
         "gradient_feedback_reset": 3,
     },
-    "hadamard": {"gradient_transform": "hadamard", "weight_transform": "hadamard"},
-    "clip search": {"gradient_clip_search": 4, "weight_clip_search": 4},
+    "hadamard": {"gradient_transform": "hadamard"},
 }
 
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-from megazero.config.layout.wire import ALIGNMENT, Coding
+from megazero.comm.wire import Coding
+from megazero.config.layout.wire import ALIGNMENT
 from megazero.config.options.sections import OuterConfig
 
 EXACT_BITS, BF16_BITS = 32, 16

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megazero.comm.wire import Codecs, Coding
 from megazero.config.layout.shards import QUANTISED, Shards, gradients_cross, weights_cross
 from megazero.config.options.sections import ZeroConfig
 
-DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}  # of kernels/format.py, which needs torch; a test keeps the two equal
 # The options that say how messages are coded.
-OF_WEIGHTS = ("zero_weight_bits", "zero_weight_clip_search", "zero_weight_transform")
+OF_WEIGHTS = ("zero_weight_bits",)
 OF_GRADIENTS = (
-    *("zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"),
-    *("zero_gradient_clip_search", "zero_gradient_transform"),
+    *("zero_gradient_bits", "zero_gradient_bits_intra_node"),
+    *("zero_gradient_rounding", "zero_gradient_transform"),
 )
 OF_FEEDBACK = ("zero_gradient_feedback_beta", "zero_gradient_feedback_reset")
 OF_BOTH = ("zero_block_size", "zero_exact_numel")
@@ -30,43 +30,15 @@ ALIGNMENT = 64  # elements that parameters are aligned to where nothing is quant
 
 
 @dataclass(frozen=True)
-class Coding:
-    """A quantised format, in which ``block`` elements share a scale.
+class Wire(Codecs[Coding]):
+    """The formats of a run's messages, and which parameters they are for.
 
-    ``clip`` is the number of scales that are tried per block; with 0, absmax decides. ``hadamard`` is the number of
-    elements that a Hadamard transform mixes before they are encoded; with 0, none does.
+    Parameters with at most ``exact_numel`` elements are never quantised. Slices are whole multiples of
+    ``least_block`` elements, whatever is sent.
     """
 
-    bits: int
-    block: int
-    clip: int = 0
-    stochastic: bool = False
-    hadamard: int = 0
-
-
-@dataclass(frozen=True)
-class Wire:
-    """The formats by hop. None means that the hop is exact.
-
-    With ``delta``, ``weights`` codes the change since the last refresh. With ``feedback``, what rounding across
-    nodes lost is added to the next step's gradient: as an average with ``feedback_beta``, dropped every
-    ``feedback_reset`` updates (0: never). Parameters with at most ``exact_numel`` elements are never
-    quantised. Slices are whole multiples of ``least_block`` elements, whatever is sent.
-    """
-
-    weights: Coding | None
-    gradients_intra: Coding | None
-    gradients_inter: Coding | None
-    delta: bool
-    feedback: bool
-    exact_numel: int
-    feedback_beta: float = 0.0
-    feedback_reset: int = 0
+    exact_numel: int = 0
     least_block: int = ALIGNMENT
-
-    @property
-    def codings(self) -> list[Coding]:
-        return [c for c in (self.weights, self.gradients_intra, self.gradients_inter) if c]
 
     @property
     def block(self) -> int:
@@ -85,7 +57,7 @@ def quantizes_weights(zero: ZeroConfig) -> bool:
 def quantizes_changes(zero: ZeroConfig) -> bool:
     """Tell whether the refresh is to send differences (delta refresh).
 
-    It is zeropp's default by measurement, see docs/loss.md.
+    It is zeropp's default by measurement, see docs/results/loss.md.
     """
     asked, lifetime = zero.zero_quantized_weights_delta, zero.zero_params_lifetime
     if asked is not None:
@@ -111,8 +83,7 @@ def format_options(zero: ZeroConfig) -> list[str]:
     """Return the options that say how this run's messages are coded, which others would have no effect beside."""
     names = [*OF_WEIGHTS] if quantizes_weights(zero) else []
     if quantizes_gradients(zero):
-        clips = rounding(zero) != "stochastic"
-        names += [name for name in OF_GRADIENTS if clips or name != "zero_gradient_clip_search"]
+        names += OF_GRADIENTS
         names += OF_FEEDBACK if rounding(zero) == "feedback" else ()
     return [*names, *OF_BOTH] if names else []
 
@@ -122,18 +93,17 @@ def asked_for(zero: ZeroConfig) -> Wire:
     weights = intra = inter = None
     if quantizes_weights(zero):
         bits = zero.zero_weight_bits or (DELTA_BITS if quantizes_changes(zero) else WEIGHT_BITS)
-        weights = _coding(zero, bits, zero.zero_weight_clip_search)
-        (weights,) = _mixed([weights], zero.zero_weight_transform)
+        weights = _coding(zero, bits)
     if quantizes_gradients(zero):
-        clip, stochastic = zero.zero_gradient_clip_search, rounding(zero) == "stochastic"
-        inter = _coding(zero, zero.zero_gradient_bits or GRADIENT_BITS, clip, stochastic)
+        stochastic = rounding(zero) == "stochastic"
+        inter = _coding(zero, zero.zero_gradient_bits or GRADIENT_BITS, stochastic)
         if zero.zero_gradient_bits_intra_node:
-            intra = _coding(zero, zero.zero_gradient_bits_intra_node, clip, stochastic)
+            intra = _coding(zero, zero.zero_gradient_bits_intra_node, stochastic)
         inter, intra = _mixed([inter, intra], zero.zero_gradient_transform)
     feedback = inter is not None and rounding(zero) == "feedback"
     exact = EXACT_NUMEL if zero.zero_exact_numel is None else zero.zero_exact_numel
     average = (zero.zero_gradient_feedback_beta, zero.zero_gradient_feedback_reset) if feedback else (0.0, 0)
-    return Wire(weights, intra, inter, quantizes_changes(zero), feedback, exact, *average)
+    return Wire(weights, intra, inter, quantizes_changes(zero), feedback, *average, exact_numel=exact)
 
 
 def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
@@ -159,18 +129,18 @@ def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
         delta=asked.delta and refresh,
         feedback=asked.feedback and reduction,
     )
-    return wire if wire.codings else Wire(None, None, None, False, False, 0)
+    return wire if wire.codings else Wire()
 
 
-def _coding(zero: ZeroConfig, bits: int, clip: int, stochastic: bool = False) -> Coding:
-    return Coding(bits, zero.zero_block_size or DEFAULT_BLOCK[bits], clip, stochastic)
+def _coding(zero: ZeroConfig, bits: int, stochastic: bool = False) -> Coding:
+    return Coding(bits, zero.zero_block_size or 0, stochastic)
 
 
 def _mixed(codings: Sequence[Coding | None], transform: str) -> list[Coding | None]:
     """Return the formats of successive hops with their transform.
 
-    It mixes the smallest of their blocks (the larger the better, see docs/rounding.md), so that it is the same on all
-    hops and nothing is transformed between them.
+    It mixes the smallest of their blocks (the larger the better, see docs/results/rounding.md), so that it is the
+    same on all hops and nothing is transformed between them.
     """
     size = min(MIXED, *(c.block for c in codings if c)) if transform == "hadamard" else 0
     return [c and replace(c, hadamard=size) for c in codings]

@@ -73,11 +73,3 @@ def delta_refresh(config: RunConfig) -> Iterator[str]:
             f"{flag} needs the parameter shards of the last step, but --zero-params-lifetime "
             f"{zero.zero_params_lifetime} drops them; nearest: resident"
         )
-
-
-def unbiased(zero: ZeroConfig) -> Iterator[str]:
-    if zero.zero_gradient_clip_search and quantizes_gradients(zero) and rounding(zero) == "stochastic":
-        yield (
-            f"--zero-gradient-clip-search {zero.zero_gradient_clip_search} clips, which brings back the bias that "
-            "--zero-gradient-rounding stochastic removes; nearest: 0, or --zero-gradient-rounding nearest"
-        )

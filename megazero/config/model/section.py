@@ -67,7 +67,7 @@ class ModelConfig:
     )
     rotary_scaling_factor: float = option(
         8.0,
-        "factor of that scaling (default with yarn: 1, as in Megatron)",
+        "factor of --rotary-scaling (default with yarn: 1, as in Megatron)",
         above=0,
         aliases=("rope-scaling-factor",),
     )
@@ -95,14 +95,16 @@ class ModelConfig:
         above=0,
     )
     yarn_beta_slow: float = option(
-        1.0, "yarn: pairs that turn less often over the original length are scaled wholly", above=0
+        1.0,
+        "yarn: rotary pairs with fewer than this many rotations over the original length are fully scaled",
+        above=0,
     )
     yarn_mscale: float = option(
         1.0, "yarn: m in the attention factor (0.1 m ln factor + 1) / (0.1 a ln factor + 1)", low=0
     )
     yarn_mscale_all_dim: float = option(0.0, "yarn: a in that attention factor", low=0)
     yarn_correction_range_round_to_int: bool = option(
-        True, "yarn: the pairs between those two are rounded to whole ones, outwards"
+        True, "yarn: round the bounds that both betas give to whole pairs, outwards"
     )
     rotary_window_base: float | None = option(
         None,
@@ -125,12 +127,14 @@ class ModelConfig:
     )
     window_attn_skip_freq: tuple[int, ...] | None = option(
         None,
-        "layers without that window: every N-th, or a number per layer, 0 for one without (default: none)",
+        "layers without --sliding-window: every N-th, or a number per layer, 0 for one without (default: none)",
     )
     attn_logit_softcapping: float = option(
         0.0, "cap of attention's scores s, which become cap x tanh(s / cap); 0: none (by family)", low=0
     )
-    final_logit_softcapping: float = option(0.0, "the same of logits (by family)", low=0)
+    final_logit_softcapping: float = option(
+        0.0, "cap of the logits s, which become cap x tanh(s / cap); 0: none (by family)", low=0
+    )
     transformer_block_type: str = option(
         "sequential",
         "norms and sums of a layer: attention, then MLP, each behind a norm; both side by side behind one norm, or "

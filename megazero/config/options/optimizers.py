@@ -213,11 +213,11 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
     exp_avg_dtype: str = option(
         "fp32",
-        "what the first moment is kept in: fp32 (fp64 with --fp64), bf16, or int8, its roots in blocks of 128; bf16 "
+        "dtype of the stored first moment: fp32 (fp64 with --fp64), bf16, or int8, its roots in blocks of 128; bf16 "
         "and int8 are rounded at random, without bias",
         choices=tuple(MOMENT_DTYPES),
     )
-    exp_avg_sq_dtype: str = option("fp32", "what the second moment is kept in", choices=tuple(MOMENT_DTYPES))
+    exp_avg_sq_dtype: str = option("fp32", "dtype of the stored second moment", choices=tuple(MOMENT_DTYPES))
     sgd_momentum: float = option(0.9, "momentum of sgd", low=0, below=1)
     lion_beta1: float = option(0.95, "share of the momentum in lion's update", low=0, below=1)
     lion_beta2: float = option(0.98, "decay of lion's momentum", low=0, below=1)
@@ -231,7 +231,7 @@ class OptimizerConfig:
     muon_num_ns_steps: int = option(5, "Newton-Schulz iterations of muon", low=1, high=99)
     muon_scale_mode: str = option(
         "spectral",
-        "what an orthogonalised [m, n] is multiplied by: spectral is sqrt(max(m, n)), unit_rms_norm is sqrt(m / n), "
+        "factor of an orthogonalised [m, n] matrix: spectral is sqrt(max(m, n)), unit_rms_norm is sqrt(m / n), "
         "shape_scaling is sqrt(max(1, m / n))",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )

@@ -1,4 +1,4 @@
-"""All sections except the model. A field here is a flag, a YAML key and a line of docs/flags.md."""
+"""All sections except the model. A field here is a flag, a YAML key and a line of docs/reference/flags.md."""
 
 from __future__ import annotations
 
@@ -166,22 +166,12 @@ class ZeroConfig:
     zero_gradient_feedback_reset: int = option(
         0, "error feedback: updates after which residuals are dropped (LoCo); 0: never", low=0
     )
-    zero_weight_clip_search: int = option(
-        0,
-        "scales tried per block of weights; the one with the least error is sent. 0: the largest value decides",
-        low=0,
-        high=64,
-    )
-    zero_gradient_clip_search: int = option(
-        0, "the same for gradients; not with stochastic rounding", low=0, high=64
-    )
-    zero_weight_transform: str = option(
+    zero_gradient_transform: str = option(
         "none",
-        "transform of quantised weights, or of their changes: a randomised Hadamard transform spreads outliers over "
-        "a block (of up to 128 elements) before that is encoded",
+        "transform of quantised gradients: a randomised Hadamard transform spreads outliers over a block (of up to "
+        "128 elements) before that is encoded",
         choices=TRANSFORMS,
     )
-    zero_gradient_transform: str = option("none", "the same of quantised gradients", choices=TRANSFORMS)
     zero_block_size: int | None = option(
         None, "elements that share a scale, a power of two from 8 to 2048 (default: 128 at 8 bits, else 64)"
     )
@@ -357,17 +347,17 @@ class TrainingConfig:
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
     deterministic_mode: bool = option(False, "only deterministic kernels")
-    recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
+    recompute_granularity: str = option("none", "activations that the backward recomputes", choices=RECOMPUTE)
     attention_backend: str = option(
         "auto",
-        "what computes attention: a kernel of torch's (flash with documents is its attention of variable lengths), "
-        "matrix products in bands of queries (math), torch's flex attention, or the package flash-attn",
+        "implementation of attention: a kernel of torch's (flash with documents is its attention of variable "
+        "lengths), matrix products in bands of queries (math), torch's flex attention, or the package flash-attn",
         choices=ATTENTION_BACKENDS,
     )
     compile: bool = option(False, "compile decoder layers with torch.compile")
     compile_backend: str = option(
         INDUCTOR,
-        "what makes code of the graphs; aot_eager runs their operations as they are",
+        "compiler of the graphs; aot_eager runs their operations as they are",
         choices=COMPILE_BACKENDS,
         strict=True,
     )
@@ -401,15 +391,15 @@ class TrainingConfig:
     )
     optimizer_impl: str = option(
         "auto",
-        "what computes AdamW's update: torch's fused step; triton, one pass over memory that also leaves what the "
-        "next refresh sends; or NVIDIA's apex. auto: triton on CUDA where it is there (torch in fp64), else torch",
+        "implementation of AdamW's update: torch's fused step; triton, one pass over memory that also leaves what "
+        "the next refresh sends; or NVIDIA's apex. auto: triton on CUDA if it is there (torch in fp64), else torch",
         choices=IMPLEMENTATIONS,
     )
     norm_impl: str = option(
-        "torch", "what computes norms: torch, or NVIDIA's apex on CUDA", choices=("torch", "apex")
+        "torch", "implementation of norms: torch, or NVIDIA's apex on CUDA", choices=("torch", "apex")
     )
     device: str = option(
-        "auto", "where to compute; auto takes CUDA where there is one", choices=("auto", "cpu", "cuda")
+        "auto", "device to compute on; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda")
     )
 
 
@@ -430,13 +420,15 @@ class DataConfig:
         (), "data to evaluate on after the last iteration, in the form of --data-path"
     )
     per_split_data_args_path: str | None = option(
-        None, 'JSON file with the words of these three: {"train": [...], "valid": [...], "test": [...]}'
+        None,
+        "JSON file with the values of --train-data-path, --valid-data-path and "
+        '--test-data-path: {"train": [...], "valid": [...], "test": [...]}',
     )
     train_weighted_split_paths: tuple[str, ...] = option(
         (),
-        'BLOOM\'s form, instead of these: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START and '
-        "END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of BLOOM's "
-        "code",
+        'data to train on in BLOOM\'s form: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START '
+        "and END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of "
+        "BLOOM's code",
     )
     valid_weighted_split_paths: tuple[str, ...] = option(
         (),
@@ -562,8 +554,8 @@ class PlanningConfig:
     )
     loss_policy: str = option(
         "exact",
-        "what the planner may round in messages: nothing; what ZeRO++ rounds, as measured in docs/loss.md; or more "
-        "than that; outer: megazero plan proposes outer steps, and compares them with the others",
+        "values that the planner may round in messages: none; what ZeRO++ rounds (docs/results/loss.md); or "
+        "more than that; outer: megazero plan proposes outer steps, and compares them with the others",
         choices=("exact", "zeropp", "aggressive", "outer"),
     )
     memory_check: bool = option(
@@ -594,11 +586,11 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project; none: not used")
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")
-    wandb_exp_name: str | None = option(None, "name of the run there")
-    wandb_save_dir: str | None = option(None, "folder of its local files")
+    wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases")
+    wandb_save_dir: str | None = option(None, "folder of wandb's local files")
     callbacks: tuple[str, ...] = option(
         (),
-        "classes of yours that watch the run (docs/extending.md): MODULE:NAME, or with options "
+        "classes of yours that watch the run (docs/develop/extending.md): MODULE:NAME, or with options "
         "'MODULE:NAME {\"every\": 10}'; in YAML a list, whose entries may map MODULE:NAME to options",
         takes_options=True,
     )

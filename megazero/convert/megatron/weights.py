@@ -27,7 +27,6 @@ from megazero.convert.megatron.torch_dist import TorchDist, is_other_dcp, is_tor
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.models.dtypes import PRECISIONS
-from megazero.models.hf_weights import stored_boxes
 from megazero.models.placements import decoder_placements, stored_tensors
 from megazero.tp import TensorParallel
 
@@ -93,9 +92,9 @@ class MegatronWeights:
             if there.name not in read:
                 read = {there.name: self.stored.tensor(there.name, self.model.gated_mlp)}
             parameter = torch.empty(here.local_shape, dtype=out.dtype)
-            for ours, theirs in stored_boxes(there, parameter, read[there.name]):
+            for ours, theirs in there.boxes(parameter, read[there.name]):
                 ours.copy_(theirs)
-            for ours, mine in stored_boxes(here, parameter, out):
+            for ours, mine in here.boxes(parameter, out):
                 mine.copy_(ours)
         return out
 

@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megazero.kernels.adamw import NOTHING
 
 from megazero import zero
+from megazero.kernels.adamw import NOTHING
 from megazero.train.nvidia_apex import fused_adam
 from megazero.zero.elementwise import OnePassAdamW
 from megazero.zero.unit import Unit

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megazero.kernels import moments
 
 from megazero import zero
 from megazero.checkpoint import store
 from megazero.config import World, make_config
 from megazero.config.layout.wire import ALIGNMENT
+from megazero.kernels import moments
 from megazero.zero.elementwise import OnePassAdamW
 from megazero.zero.layout import make_layout
 from megazero.zero.records import load_records, save_records

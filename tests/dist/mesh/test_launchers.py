@@ -64,7 +64,8 @@ def test_a_launcher_starts_one_world(tmp_path: Path, launcher: str) -> None:
 
 # -- how ranks end -----------------------------------------------------------------------------------
 
-OWN = [sys.executable, PROGRAM, "--nproc-per-node", "2"]
+TRAIN = ["-m", "megazero", "train"]
+OWN = [sys.executable, *TRAIN, "--nproc-per-node", "2"]
 UNDER_TORCHRUN = [
     sys.executable,
     "-m",
@@ -72,7 +73,7 @@ UNDER_TORCHRUN = [
     "--standalone",
     "--nproc-per-node",
     "2",
-    PROGRAM,
+    *TRAIN,
 ]
 
 

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from megazero import zero
-from megazero.comm.codec import Blockwise, Hadamard
+from megazero.comm.codec import Blockwise
 from megazero.mesh.grid import INTRA
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.zero.unit import Unit
 
 Q8, Q4, Q2 = Blockwise(8, 16), Blockwise(4, 16), Blockwise(2, 8)
-H8, H4 = (Blockwise(bits, 16, transform=Hadamard(16)) for bits in (8, 4))
+H8, H4 = (Blockwise(bits, 16, hadamard=16) for bits in (8, 4))
 S8, S4 = Blockwise(8, 16, stochastic=True), Blockwise(4, 16, stochastic=True)
 # Two units: parameters that end inside a block, one below the threshold of EXACT; a unit of one parameter.
 UNITS = (((5, 9), (7, 13), (5,)), ((33, 9),))
@@ -235,7 +235,7 @@ def bound_of_any(codec: Blockwise, largest: torch.Tensor) -> torch.Tensor:
         return codec.error_bound(largest.float()[None])[0].double()
     size = codec.transform.size
     mixed = largest.view(-1, size).mean(1).repeat_interleave(size)  # of all signs
-    return size * (1 + 2**-16) * bound_of_any(replace(codec, transform=None), mixed)
+    return size * (1 + 2**-16) * bound_of_any(replace(codec, hadamard=0), mixed)
 
 
 class _Model:

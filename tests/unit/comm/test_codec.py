@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megazero.kernels.format import DEFAULT_BLOCK
 
 from megazero.comm.codec import Blockwise, Identity, Noise
+from megazero.comm.wire import DEFAULT_BLOCK
 
 BITS = st.sampled_from([2, 4, 8])
 BLOCK = st.sampled_from([8, 16, 64, 128, 512])
@@ -37,13 +37,13 @@ def within(codec: Blockwise, x: torch.Tensor, decoded: torch.Tensor) -> bool:
 @HEAVY
 @given(
     seed=st.integers(0, 1 << 30), bits=BITS, block=BLOCK, blocks=st.integers(0, 5), k=st.integers(1, 3),
-    magnitude=MAGNITUDE, dtype=DTYPE, stochastic=st.booleans(), clip=st.sampled_from([0, 0, 3]),
+    magnitude=MAGNITUDE, dtype=DTYPE, stochastic=st.booleans(),
 )  # fmt: skip
 def test_error_is_within_the_bound(
     seed: int, bits: int, block: int, blocks: int, k: int, magnitude: float, dtype: torch.dtype,
-    stochastic: bool, clip: int,
+    stochastic: bool,
 ) -> None:  # fmt: skip
-    codec = Blockwise(bits, block, stochastic, 0 if stochastic else clip)
+    codec = Blockwise(bits, block, stochastic)
     x = drawn(seed, k, blocks * block, magnitude, dtype)
     decoded = round_trip(codec, x, Noise(seed, 1, 2))
     assert decoded.isfinite().all()
@@ -99,12 +99,12 @@ def test_stochastic_rounding_does_not_depend_on_the_layout() -> None:
 @HEAVY
 @given(
     bits=BITS, block=BLOCK, at=st.integers(0, 1 << 20), value=st.sampled_from([torch.nan, torch.inf, -torch.inf]),
-    stochastic=st.booleans(), dtype=DTYPE, clip=st.sampled_from([0, 3]),
+    stochastic=st.booleans(), dtype=DTYPE,
 )  # fmt: skip
 def test_not_finite_blocks_survive_and_stay_alone(
-    bits: int, block: int, at: int, value: float, stochastic: bool, dtype: torch.dtype, clip: int
+    bits: int, block: int, at: int, value: float, stochastic: bool, dtype: torch.dtype
 ) -> None:
-    codec = Blockwise(bits, block, stochastic, 0 if stochastic else clip)
+    codec = Blockwise(bits, block, stochastic)
     clean = drawn(at, 2, 4 * block, 1.0, dtype)
     x = clean.clone()
     x.view(-1)[at % x.numel()] = value
@@ -283,8 +283,6 @@ def test_identity_stays_free_and_takes_an_exact_region() -> None:
         ({"bits": 5}, "5 bits: a codec has 2, 4 or 8 bits; nearest: 4"),
         ({"bits": 8, "block": 100}, "block size 100: a power of two from 8 to 2048; nearest: 128"),
         ({"bits": 8, "block": 1 << 20}, "nearest: 2048"),
-        ({"bits": 4, "clip": 65}, "clip 65.*nearest: 64"),
-        ({"bits": 4, "clip": 4, "stochastic": True}, "clip 0 or round to nearest"),
     ],
 )
 def test_impossible_settings_are_refused(arguments: dict, message: str) -> None:
@@ -297,13 +295,3 @@ def test_slices_are_whole_blocks() -> None:
         Blockwise(4, 64).encode(torch.zeros(1, 100))
     with pytest.raises(ValueError, match="do not cut into 3"):
         Blockwise(4, 8).decode_sum_encode(torch.zeros(1, 16, dtype=torch.uint8), 16, Blockwise(4, 8), 3)
-
-
-def test_a_searched_clip_lowers_the_error() -> None:
-    x = drawn(9, 1, 1 << 16, 1.0)
-    error = {
-        (bits, clip): float((round_trip(Blockwise(bits, 64, clip=clip), x) - x).square().mean())
-        for bits in (2, 4)
-        for clip in (0, 8)
-    }
-    assert error[4, 8] < 0.9 * error[4, 0] and error[2, 8] < 0.5 * error[2, 0]

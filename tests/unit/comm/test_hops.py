@@ -1,7 +1,8 @@
-"""A hop's communicator and its bytes. No ranks."""
+"""Hops: their communicators, bytes and sums. One process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm import hops
-from megazero.comm.hops import Traffic
+from megazero.comm.codec import Blockwise, Codec, Identity
+from megazero.comm.hops import Channel, Leg, Traffic
+from megazero.comm.rows import RowRun, Rows
+from megazero.comm.watch import Lost
+from megazero.kernels.arena import Arena, Frame
 
 AXIS: Any = SimpleNamespace(
     spec=SimpleNamespace(role="os"),
@@ -81,3 +86,144 @@ def test_what_crosses_the_outer_axis_counts_apart(used: list[tuple[object, objec
     hops.start_gather(axis, torch.zeros(20), torch.zeros(5), "reduce", traffic)
     assert used == [("reductions", [5, 5, 5, 5]), ("reductions", None)]
     assert dict(traffic.bytes) == {("outer", "inter_node"): 2 * 3 * 5 * 4}
+
+
+# -- verbs, on ranks of one process ----------------------------------------------------------------
+
+SIZE = 4
+EXACT, CODED = Identity(torch.float32), Blockwise(8, 8)
+
+
+def on_ranks(monkeypatch: pytest.MonkeyPatch, hop: Callable[[Any], Any], hops_of_each: int = 1) -> None:
+    """Run a verb on every rank of an axis; ``hop(axis)`` begins it. Messages are delivered between its steps."""
+    sent: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    monkeypatch.setattr(hops, "start_exchange", lambda axis, out, own, _: sent.append((axis, out, own)))
+    monkeypatch.setattr(hops, "start_gather", lambda axis, out, own, *_: sent.append((axis, out, own)))
+    chains = [hop(SimpleNamespace(**{**vars(AXIS), "index": i})) for i in range(SIZE)]
+    for _ in range(hops_of_each):
+        for chain in chains:
+            next(chain)
+        deliver(sent)
+        sent.clear()
+    for chain in chains:
+        assert next(chain, "ended") == "ended"
+
+
+def deliver(sent: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
+    """Give every rank what the others sent it: all of a gather's message, or its row of an exchange."""
+    before = [own.clone() for _, _, own in sent]
+    for axis, out, _ in sent:
+        i = axis.index
+        if out.dim() == 1:
+            out.copy_(torch.cat(before))
+            continue
+        sources = [j for j in range(SIZE) if j != i or len(out) == SIZE]
+        places = [i if len(out) == SIZE or i < j else i - 1 for j in sources]
+        out.copy_(torch.stack([before[j][place] for j, place in zip(sources, places, strict=True)]))
+
+
+class Seen:
+    """A watch that keeps what it saw, by this rank and row."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, torch.Tensor] = {}
+
+    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
+        assert len(messages) == len(run.rows[0]) == run.to.stop - run.to.start
+        for place, row in zip(range(run.at.start, run.at.stop), run.rows[0], strict=True):
+            self.rows[place] = row.clone()
+
+
+def channel() -> Channel:
+    return Channel(Traffic(), Arena(), torch.device("cpu"))
+
+
+def values(seed: int, *shape: int) -> list[torch.Tensor]:
+    """Of every rank."""
+    return list(torch.randn(SIZE, *shape, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("codec", [EXACT, CODED])
+def test_a_reduction_sums_every_ranks_row(
+    codec: Codec, whole: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, on, seen = values(0, SIZE, 16), channel(), [Seen() for _ in range(SIZE)]
+    rows = [x.clone() for x in given]
+    apart = [torch.ones(16) for _ in range(SIZE)]
+
+    def hop(axis: Any) -> Any:
+        out = None if in_place else (apart[axis.index],)
+        mine = Rows([rows[axis.index]], axis.index)
+        return hops.reduce(
+            Leg(axis, codec), mine, out, on, accumulate=not in_place, whole=whole, watches=[seen[axis.index]]
+        )
+
+    on_ranks(monkeypatch, hop)
+    for i in range(SIZE):
+        wanted = sum(x[i] for x in given) + (0 if in_place else 1)
+        found = rows[i][i] if in_place else apart[i]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6 if codec is EXACT else 0.1)
+        assert set(seen[i].rows) == (
+            set() if codec is EXACT else {*range(SIZE)} - ({i} if not whole else set())
+        )
+        assert all(torch.equal(row, given[i][place]) for place, row in seen[i].rows.items())
+    assert not on.arena.used
+
+
+def test_fused_hops_sum_over_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the second axis has the first one's ranks: a row of a row."""
+    given, on, out = values(1, SIZE, SIZE * 8), channel(), [torch.ones(8) for _ in range(SIZE)]
+    seen = [Seen() for _ in range(SIZE)]
+
+    def hop(axis: Any) -> Any:
+        legs, rows = [Leg(axis, CODED)] * 2, Rows([given[axis.index]], axis.index)
+        return hops.reduce_through(
+            legs, rows, (out[axis.index],), on, accumulate=True, watches=[seen[axis.index]]
+        )
+
+    on_ranks(monkeypatch, hop, 2)
+    sums = [sum(x[i] for x in given).view(SIZE, 8) for i in range(SIZE)]
+    for i in range(SIZE):
+        torch.testing.assert_close(out[i], sum(x[i] for x in sums) + 1, rtol=0, atol=0.3)
+        torch.testing.assert_close(
+            torch.stack([*seen[i].rows.values()]), sums[i], rtol=0, atol=0.1
+        )  # of the second axis
+    assert not on.arena.used
+
+
+@pytest.mark.parametrize("codec", [EXACT, CODED])
+def test_all_have_the_same_bits_of_what_is_given_back(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares, on = values(2, 1, 16), channel()
+    backs, sums = [torch.zeros(SIZE, 16) for _ in range(SIZE)], [torch.zeros(16) for _ in range(SIZE)]
+    on_ranks(
+        monkeypatch,
+        lambda axis: hops.give_back(Leg(axis, codec), (shares[axis.index],), (backs[axis.index],), on),
+    )
+    on_ranks(
+        monkeypatch,
+        lambda axis: hops.sum_all(Leg(axis, codec), (shares[axis.index],), (sums[axis.index],), on),
+    )
+    for back, total in zip(backs, sums, strict=True):
+        assert torch.equal(back, backs[0]) and torch.equal(total, sums[0])
+    atol = 0.0 if codec is EXACT else 0.02
+    torch.testing.assert_close(backs[0], torch.cat(shares), rtol=0, atol=atol)
+    torch.testing.assert_close(sums[0], torch.cat(shares).sum(0), rtol=0, atol=atol * SIZE + 1e-6)
+
+
+def test_what_was_lost_is_kept_where_the_rows_lie() -> None:
+    (row,) = values(3, 3, 8)[:1]
+    kept, frame = torch.zeros(4, 8), channel().frame()
+    _, run = Rows([torch.cat([row[:1], row])], 1).others  # rows 2 and 3
+    messages = CODED.encode(run.rows[0])
+    Lost((kept,)).sent(CODED, run, messages, frame)
+    arrived = torch.empty(2, 8)
+    CODED.decode(messages, arrived)
+    assert torch.equal(kept[2:], run.rows[0] - arrived) and kept[2:].any() and not kept[:2].any()
+
+
+@pytest.mark.parametrize("by_message, drawn", [(False, [0, 24]), (True, [0, 16])])
+def test_noise_is_counted_by_row_or_by_message(by_message: bool, drawn: list[int]) -> None:
+    others = Rows([torch.zeros(4, 8)], 2, drawn_by_message=by_message).others
+    assert [run.drawn for run in others] == drawn and [run.to for run in others] == [slice(0, 2), slice(2, 3)]

@@ -161,7 +161,7 @@ def test_a_checkpoint_that_is_named_decides_and_is_not_passed_over(tmp_path):
 def test_a_resume_keeps_how_messages_were_coded(tmp_path):
     """Where flags do not say how, and the run codes such messages."""
     said = (
-        "--zero-preset zeropp --zero-gradient-bits 2 --zero-gradient-transform hadamard --zero-weight-clip-search 8 "
+        "--zero-preset zeropp --zero-gradient-bits 2 --zero-gradient-transform hadamard "
         "--zero-gradient-rounding feedback --zero-gradient-feedback-beta 0.8"
     )
     before = run(f"{MODEL} {said}", 4)
@@ -179,6 +179,6 @@ def test_a_resume_keeps_how_messages_were_coded(tmp_path):
     nearest = again("zeropp --zero-gradient-rounding nearest").zero
     assert (nearest.zero_gradient_feedback_beta, nearest.zero_gradient_transform) == (0.0, "hadamard")
     weights = again("zeropp --no-zero-quantized-gradients").zero
-    assert (weights.zero_weight_clip_search, weights.zero_gradient_bits) == (8, None)
+    assert (weights.zero_gradient_transform, weights.zero_gradient_bits) == ("none", None)
     for other in ("zero3", "zeropp --finetune"):
         assert again(other).zero.zero_gradient_transform == "none", other

@@ -235,6 +235,28 @@ def test_a_removed_option_is_refused_with_its_cure_and_old_files_load(tmp_path: 
     assert RunConfig.of(stored_values(stored)) == run("")
 
 
+@pytest.mark.parametrize(
+    "name, on, off",
+    [
+        ("zero_weight_clip_search", "8", "0"),
+        ("zero_gradient_clip_search", "8", "0"),
+        ("zero_weight_transform", "hadamard", "none"),
+    ],
+)
+def test_a_removed_format_is_refused_unless_it_was_off(name: str, on: str, off: str, tmp_path: Path) -> None:
+    """A run's config.yaml, and a checkpoint's stored configuration, have every option."""
+    flag = "--" + name.replace("_", "-")
+    old = write(tmp_path, "on.yaml", f"zero: {{{name}: {on}}}")
+    for words in (f"{flag} {on}", f"--config {old}"):
+        with pytest.raises(ConfigError, match=f"{flag[2:]} was removed: .*leave it out"):
+            run(words)
+    same = write(tmp_path, "off.yaml", f"zero: {{{name}: {off}}}")
+    assert run(f"{flag} {off}") == run(f"--config {same}") == run("")
+    stored = run("").to_dict()
+    stored["zero"][name] = off
+    assert RunConfig.of(stored_values(stored)) == run("")
+
+
 def test_knobs_that_moved_to_the_engine_say_where(tmp_path: Path) -> None:
     """At their default, as every config.yaml of before has them, they say nothing; a resume says what it drops."""
     names = ("zero_quantized_gradients_until", "zero_weight_error_bound", "zero_gradient_error_bound")
@@ -338,8 +360,8 @@ def test_command_line_status(flags, status):
 
 
 def test_flags_page_is_current():
-    page = (ROOT / "docs" / "flags.md").read_text()
-    assert page == markdown(), "run: python tools/flags_page.py > docs/flags.md"
+    page = (ROOT / "docs" / "reference" / "flags.md").read_text()
+    assert page == markdown(), "run: python tools/flags_page.py > docs/reference/flags.md"
 
 
 def test_saves_that_come_only_at_the_end_are_said():

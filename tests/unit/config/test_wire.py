@@ -2,8 +2,9 @@
 
 import pytest
 
+from megazero.comm.wire import Coding
 from megazero.config import ConfigError, World, make_config
-from megazero.config.layout.wire import DEFAULT_BLOCK, MIXED, Coding
+from megazero.config.layout.wire import MIXED
 from megazero.config.layout.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
 from megazero.config.summary import describe
 from megazero.kernels import format as kernel_format
@@ -40,15 +41,11 @@ def summary(world=TWO_NODES, **changes):
 
 
 def test_constants_are_those_of_the_kernels():
-    assert DEFAULT_BLOCK == kernel_format.DEFAULT_BLOCK
     for block in (LEAST_BLOCK, LARGEST_BLOCK):
         kernel_format.Format(4, block)
     for block in (LEAST_BLOCK // 2, LARGEST_BLOCK * 2):
         with pytest.raises(ValueError):
             kernel_format.Format(4, block)
-    assert kernel_format.Format(4, 64, 64) and config(**ZEROPP, zero_gradient_clip_search=64)
-    with pytest.raises(ValueError):
-        kernel_format.Format(4, 64, 65)
 
 
 def test_nothing_is_quantised_unless_asked_for():
@@ -98,16 +95,14 @@ def test_every_choice_arrives():
     chosen = wire(
         **INT8,
         zero_weight_bits=4,
-        zero_weight_clip_search=8,
         zero_gradient_bits=2,
         zero_gradient_bits_intra_node=8,
-        zero_gradient_clip_search=16,
         zero_block_size=256,
         zero_exact_numel=0,
         zero_gradient_rounding="feedback",
     )
-    assert chosen.weights == Coding(4, 256, 8) and chosen.gradients_intra == Coding(8, 256, 16)
-    assert chosen.gradients_inter == Coding(2, 256, 16)
+    assert chosen.weights == Coding(4, 256) and chosen.gradients_intra == Coding(8, 256)
+    assert chosen.gradients_inter == Coding(2, 256)
     assert chosen.feedback and chosen.block == 256 and chosen.exact_numel == 0
     assert not chosen.delta
     random = wire(**INT8, zero_gradient_rounding="stochastic", zero_gradient_bits_intra_node=4)
@@ -124,8 +119,6 @@ def test_a_transform_mixes_the_smallest_block_of_its_hops():
     mixed = wire(**ZEROPP, zero_gradient_transform="hadamard", zero_gradient_bits_intra_node=8)
     assert mixed.gradients_inter == Coding(4, 64, hadamard=64) and mixed.weights == Coding(4, 64)
     assert mixed.gradients_intra == Coding(8, 128, hadamard=64)
-    alone = wire(**INT8, zero_weight_transform="hadamard")
-    assert alone.weights == Coding(8, 128, hadamard=128) and alone.gradients_inter == Coding(4, 64)
     for block, size in ((8, 8), (128, 128), (2048, 128)):
         sized = wire(**ZEROPP, zero_gradient_transform="hadamard", zero_block_size=block).gradients_inter
         assert sized == Coding(4, block, hadamard=size)
@@ -182,14 +175,9 @@ def test_each_format_needs_its_own_hop():
         ({**ZEROPP, "zero_block_size": 4}, "nearest: 8"),
         ({**ZEROPP, "zero_block_size": 4096}, "nearest: 2048"),
         ({**ZEROPP, "zero_exact_numel": -1}, "--zero-exact-numel -1 must be at least 0"),
-        ({**ZEROPP, "zero_weight_clip_search": 65}, "must be at most 64"),
         ({**ZEROPP, "zero_gradient_transform": "dct"}, "is not one of none, hadamard"),
         ({**ZEROPP, "zero_gradient_feedback_beta": 1.0}, "--zero-gradient-feedback-beta 1 must be below 1"),
         ({**ZEROPP, "zero_gradient_rounding": "random"}, "is not one of nearest, stochastic, feedback"),
-        (
-            {**ZEROPP, "zero_gradient_rounding": "stochastic", "zero_gradient_clip_search": 8},
-            "brings back the bias that --zero-gradient-rounding stochastic removes",
-        ),
         ({**ZEROPP, **DELTA, "zero_quantized_weights": False}, "--no-zero-quantized-weights switches off"),
         (
             {"zero_preset": "zero3", **DELTA},
@@ -302,11 +290,11 @@ def test_summary_of_zeropp(changes, lifetime, weights):
             ["weights (--zero-quantized-weights): ", "gradients (--zero-quantized-gradients): "],
         ),
         (
-            {**ZEROPP, **DELTA, "zero_weight_clip_search": 8},
+            {**ZEROPP, **DELTA},
             [
                 "live for: resident",
                 "weights (--zero-quantized-weights-delta): refresh across nodes changes as INT4 once per step "
-                "(blocks of 64, nearest, best of 8 scales), gathers inside nodes exact, of the resident copy",
+                "(blocks of 64, nearest), gathers inside nodes exact, of the resident copy",
             ],
         ),
         (

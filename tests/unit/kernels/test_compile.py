@@ -17,7 +17,7 @@ from benchmarks.gpu_report.kernels import BITS, operations
 from tests import ROOT
 
 KERNELS = (
-    "quantize", "quantize with clip", "dequantize", "dequantize and add", "accumulate",
+    "quantize", "dequantize", "dequantize and add", "accumulate",
     "sum_quantize", "sum_rows", "adamw", "adamw with copy", "adamw with difference",
     "quantize and mix", "dequantize and mix", "accumulate and mix", "adamw in bf16",
     "adamw in int8",
@@ -64,7 +64,7 @@ def test_compiles_to_wide_accesses_and_exact_arithmetic(kernel: str, compiled: d
 def test_blocks_stay_in_registers(kernel: str, compiled: dict[str, Any]) -> None:
     """decode-sum-encode had 255 of them, and 2 to 3% of a copy's bandwidth on an H100."""
     assert compiled[kernel]["spilled"] == 0
-    assert compiled[kernel]["registers"] <= (192 if "clip" in kernel else 128)
+    assert compiled[kernel]["registers"] <= 128
 
 
 @pytest.mark.parametrize("kernel", of_each(kernel for kernel in KERNELS if "adamw" not in kernel))
@@ -87,8 +87,8 @@ def test_every_kernel_is_tried(compiled: dict[str, Any]) -> None:
 
 
 def test_the_page_of_compiled_kernels_has_every_operation() -> None:
-    """docs/kernels.md was written by kernel_table.py as it is now, whatever the compiler's version."""
-    page = (ROOT / "docs" / "kernels.md").read_text()
+    """docs/results/kernels.md was written by kernel_table.py as it is now, whatever the compiler's version."""
+    page = (ROOT / "docs" / "results" / "kernels.md").read_text()
     found = {tuple(line.split(" | ")[:3]) for line in page.splitlines() if line.startswith("| ")}
     for bits in BITS:
         for name, rounding, *_ in operations(64 * 128, bits, torch.device("cpu")):

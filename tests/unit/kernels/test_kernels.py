@@ -10,9 +10,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+
 from megazero.kernels import adamw, dispatch
 from megazero.kernels.noise import Draws, Noise
-
 from tests import ROOT, kernel_cases
 
 

@@ -16,13 +16,13 @@ from fsdp2_patch.packing import Packing
 from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import NEEDED, check_torch
 from megazero.comm.hops import Channel, Traffic
+from megazero.comm.wire import Codecs
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.kernels.arena import Arena
 from megazero.patches.checks import Differences
 from megazero.patches.names import Replaced, lookup, missing
 from megazero.patches.options import MessageOptions, read_words
 from megazero.patches.two_hops import TwoHops
-from megazero.zero.policy import Codecs
 from tests import ROOT
 
 
@@ -43,7 +43,12 @@ def test_words() -> None:
 
 
 def test_the_page_lists_every_keyword() -> None:
-    table = (ROOT / "docs" / "fsdp2.md").read_text().split("| keyword | values |")[1].split("\n\n")[0]
+    table = (
+        (ROOT / "docs" / "integrate" / "fsdp2.md")
+        .read_text()
+        .split("| keyword | values |")[1]
+        .split("\n\n")[0]
+    )
     listed = {
         word
         for line in table.splitlines()

@@ -37,8 +37,9 @@ from megatron_core_patch.rounding import Errors, Residual
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megazero.comm import codec as codec_module
 from megazero.comm import hops as hops_module
-from megazero.comm.codec import Blockwise
+from megazero.comm.codec import Blockwise, codecs_of
 from megazero.comm.hops import Channel, Traffic
+from megazero.comm.wire import Codecs
 from megazero.kernels.adamw import SILENCE
 from megazero.kernels.arena import Arena
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
@@ -46,8 +47,6 @@ from megazero.mesh.mesh import Axis
 from megazero.patches.names import lookup
 from megazero.patches.options import read_words
 from megazero.patches.two_hops import TwoHops, cut_groups, ranks_on_a_node, settings_like
-from megazero.train.codecs import make_codecs
-from megazero.zero.policy import Codecs
 from megazero.zero.rounding import GRADIENTS, WEIGHTS
 from tests import ROOT
 
@@ -89,14 +88,6 @@ def test_words_mean_what_flags_mean(words: dict, flags: str) -> None:
             "--zero-gradient-feedback-beta 0.5 has no effect without --zero-gradient-rounding feedback",
         ),
         ("--zero-gradient-error-bound 0.1", "no effect without --zero-quantized-gradients"),
-        (
-            "--zero-weight-transform hadamard --zero-quantized-gradients",
-            "no effect without --zero-quantized-weights",
-        ),
-        (
-            "--zero-quantized-gradients --zero-gradient-rounding stochastic --zero-gradient-clip-search 4",
-            "brings back the bias",
-        ),
     ],
 )
 def test_bad_flags(flags: str, said: str) -> None:
@@ -737,5 +728,5 @@ def test_the_line_says_what_one_node_quantises() -> None:
             "gradients int8 (blocks of 64) inside a node, nothing across nodes",
         ),
     ):
-        codecs = make_codecs(from_words(gradients="int4", **words).wire)
+        codecs = codecs_of(from_words(gradients="int4", **words).wire)
         assert said in start_line("0.16.1", [("dense", two_hops(1, 2), buffers, 0)], codecs)

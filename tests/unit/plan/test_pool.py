@@ -12,11 +12,11 @@ import torch
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
+from megazero.comm.wire import Codecs, Coding
 from megazero.config.layout.shards import Shards
-from megazero.config.layout.wire import Coding
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
 from megazero.config.options.optimizers import OptimizerConfig
-from megazero.mesh.grid import INTER, make_grid
+from megazero.mesh.grid import make_grid
 from megazero.plan.communication import Formats, UnitShape, model_state
 from megazero.plan.gathers import Copies, gathers
 from megazero.plan.memory import States, gathered, model_states
@@ -63,8 +63,9 @@ def test_the_bytes_of_a_step(
             cluster.module(cluster.inputs).sum().backward()
         assert not cluster.engine.step().skipped
     sent = +Counter(cluster.engine.traffic.bytes)
-    by_link = {INTER: gradients and Coding(*gradients)}
-    formats = Formats(2, 4, weights and Coding(*weights), by_link, delta)
+    formats = Formats(
+        2, 4, Codecs(weights and Coding(*weights), None, gradients and Coding(*gradients), delta)
+    )
     units = [UnitShape(unit.layout.numel, 0, made != zero.Codecs()) for unit in cluster.engine.units]
     copies = Copies([[[0], [1], [2]]], shards[0] == 1, prefetch_bytes)
     program = [("F", 0), ("B", 0)] * MICRO_BATCHES
@@ -124,7 +125,7 @@ def test_a_gathers_messages(
     unit = engine.units[0]
     p, _, os = shards
     lifetime = "use" if p == os else "resident" if p == 1 or delta else "step"
-    formats = Formats(2, 4, Coding(bits, BLOCK), delta=delta)
+    formats = Formats(2, 4, Codecs(Coding(bits, BLOCK), delta=delta))
     states = States(make_grid(4, 2, shards=shards), Shards(*shards, lifetime), formats, False, 0)
     said = states.gather_messages(UnitShape(unit.layout.numel, 0, True))
     assert engine.arena.peak == pytest.approx(said, rel=0.02), "up to the alignment of buffers"
@@ -141,7 +142,7 @@ def test_what_a_gather_ahead_of_use_adds(
     (unit, *_) = Cluster(
         CPU, 3, monkeypatch, shards=shards, policy=zero.Policy(codecs=made, block=BLOCK)
     ).engine.units
-    formats = Formats(2, 4, Coding(*weights) if weights else None, delta=delta)
+    formats = Formats(2, 4, Codecs(Coding(*weights) if weights else None, delta=delta))
     states = States(make_grid(4, 2, shards=shards), Shards(*shards, "resident"), formats, False, 0)
     assert states.ahead_bytes(UnitShape(unit.layout.numel, 0, True)) == unit.gather_bytes
     assert (unit.gather_bytes > 0) == (shards[0] > 1 or weights is not None)

@@ -24,8 +24,8 @@ def engine(device: str = "cpu", codecs: Codecs = CODECS) -> Any:
         codecs=codecs, dtype=torch.bfloat16, sum_dtype=torch.float32, axes=SimpleNamespace(g=0)
     )
     mesh = SimpleNamespace(data_axes=axes, device=torch.device(device))
-    policy, reducer = SimpleNamespace(codecs=codecs), SimpleNamespace(micro_batches=1)
-    return SimpleNamespace(mesh=mesh, policy=policy, units=[unit], reducer=reducer)
+    policy = SimpleNamespace(codecs=codecs)
+    return SimpleNamespace(mesh=mesh, policy=policy, units=[unit], micro_batches=1)
 
 
 def said(monkeypatch: pytest.MonkeyPatch, costs: CodecCosts, rate: float, coding: float) -> list[list[str]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from megazero.kernels import dispatch
 
+from megazero.kernels import dispatch
 from megazero.mesh.launch import Launch
 from megazero.ops.memory import use_libraries
 from megazero.train import distributed

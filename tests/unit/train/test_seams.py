@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from megazero.checkpoint import store
-from megazero.comm.codec import Hadamard
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.spec import training_flops
 from megazero.config.options.sections import CheckpointConfig
@@ -446,14 +445,14 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     values = {
         **TINY, "zero_preset": "zeropp", "zero_exact_numel": 40, "zero_block_size": 32, "zero_chunk_numel": 999,
         "zero_prefetch_bytes": 777, "seed": 5,
-        "zero_gradient_bits": 8, "zero_gradient_rounding": "stochastic", "zero_weight_clip_search": 3,
+        "zero_gradient_bits": 8, "zero_gradient_rounding": "stochastic",
         "ranks_per_node": 2, "zero_gradients_lifetime": "step", "zero_gradient_transform": "hadamard",
     }  # fmt: skip
     grid = SimpleNamespace(world_size=4, ranks_per_node=2)
     policy: Any = make_policy(make_config(values, World(4, 2)), SimpleNamespace(grid=grid))  # type: ignore[arg-type]
     assert (policy.exact_numel, policy.chunk_numel, policy.prefetch_bytes, policy.seed) == (40, 999, 777, 5)
     weights, gradients = policy.codecs.weights, policy.codecs.gradients_inter
-    assert (weights.form.bits, weights.form.block, gradients.form.bits, gradients.form.block) == (
+    assert (weights.bits, weights.block, gradients.bits, gradients.block) == (
         4,
         32,
         8,
@@ -461,8 +460,8 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     )
     assert policy.whole_gradients
     assert policy.codecs.delta and not policy.codecs.feedback and policy.codecs.gradients_intra is None
-    assert (weights.stochastic, gradients.stochastic, weights.clip, gradients.clip) == (False, True, 3, 0)
-    assert weights.transform is None and gradients.transform == Hadamard(32, seed=5)
+    assert (weights.stochastic, gradients.stochastic) == (False, True)
+    assert weights.hadamard == 0 and gradients.hadamard == 32
 
 
 def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

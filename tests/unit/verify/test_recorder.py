@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.codec import Blockwise, Hadamard
+from megazero.comm.codec import Blockwise
 from megazero.verify import recorder
 from megazero.verify.recorder import Recorder
 from megazero.zero.rounding import WEIGHTS
@@ -37,6 +37,6 @@ def test_errors_of_padding_do_not_count_where_a_transform_mixes_them(
     monkeypatch.setattr(recorder, "used_weights", lambda _: sent)
     noted = Recorder.__new__(Recorder)
     noted.rounded, noted._held = {}, {}
-    noted._note_rounding(unit, Blockwise(8, BLOCK, transform=Hadamard(BLOCK)), WEIGHTS, exact, sent)
+    noted._note_rounding(unit, Blockwise(8, BLOCK, hadamard=BLOCK), WEIGHTS, exact, sent)
     (note,) = noted.rounded.values()
     assert note.elements == N and note.worst == 0.0

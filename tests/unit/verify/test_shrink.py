@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from megazero.cli import COMMANDS, main
+from megazero.comm.wire import Codecs, Coding
 from megazero.config import ConfigError, make_config
-from megazero.config.layout.wire import Coding
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import data_cuts, make_grid
 from megazero.plan import communication
@@ -308,7 +308,7 @@ def test_what_comes_again_within_the_bytes_stays(prefetch_bytes: int, expected: 
 
 def test_zeropp_crosses_nodes_once_per_step() -> None:
     grid = make_grid(4, 2, shards=(2, 2, 4))
-    formats = Formats(2, 4, Coding(4, 64), {"inter_node": Coding(4, 64)}, delta=True)
+    formats = Formats(2, 4, Codecs(Coding(4, 64), None, Coding(4, 64), delta=True))
     unit, copies = UnitShape(4096, 0, True), Copies([[[0]]])
     sent = {}
     for count in (1, 4):

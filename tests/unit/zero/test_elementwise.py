@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megazero.kernels import dispatch
 from torch import nn
 
 from megazero.config.options.optimizers import OPTIMIZERS, OptimizerConfig
+from megazero.kernels import dispatch
 from megazero.train.lion import Lion
 from megazero.zero import elementwise
 from megazero.zero.elementwise import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from megazero.kernels.add_to import add_each
 
+from megazero.kernels.add_to import add_each
 from megazero.zero import unit as units
 from megazero.zero.parameters import Released
 from tests.unit.zero.test_engine_alone import engine, step
