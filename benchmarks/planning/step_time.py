@@ -59,7 +59,7 @@ calibrate` measures the first shape. Then {layouts} layouts of each of two shape
 the second shape was not profiled. {batch} samples per step; medians (least to most) of the quietest {rounds} of up
 to {most_rounds} rounds. Other programs took {foreign} of the machine's processors (median; at most {most});
 predictions are for what they left. *The choice*: the layout that is predicted to be the fastest, as measured; *the
-best*: the one that was. [planning_steps.tsv](../benchmarks/results/planning_steps.tsv) has every layout.
+best*: the one that was. [planning_steps.tsv](../../benchmarks/results/planning_steps.tsv) has every layout.
 
 - profiled: `{profiled}`
 - other: `{other}`

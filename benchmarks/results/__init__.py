@@ -10,5 +10,5 @@ PAGES = DOCS / "results"  # what was measured, for readers
 
 
 def data_of(folder: Path) -> Path:
-    """Return where the data of a folder's pages lie: RESULTS for ``PAGES``, else the folder itself."""
-    return RESULTS if folder.resolve() == PAGES else folder
+    """Return where the data of a folder's pages lie: RESULTS for the folders of docs, else the folder itself."""
+    return RESULTS if folder.resolve().is_relative_to(DOCS) else folder

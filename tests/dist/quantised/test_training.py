@@ -250,14 +250,8 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("tp 2, stochastic",),
-        pytest.param(tuple(RESUMED), marks=pytest.mark.slow),
-    ],
-    ids=["some", "all"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("tp 2, stochastic",), tuple(RESUMED)], ids=["some", "all"])
 def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, names: tuple[str, ...]) -> None:
     """The uninterrupted run, which also evaluates, against one that stops after 2 iterations of 4 and goes on."""
     jobs = {}
