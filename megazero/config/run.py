@@ -69,7 +69,7 @@ REMOVED = {
         off="none",
     ),
     "zero_quantized_gradients_until": Removed(
-        "a callback sets engine.exact_gradients (docs/extending.md), as does a loop of your own on the engine"
+        "a callback sets engine.exact_gradients (docs/develop/extending.md), as does a loop of your own on the engine"
     ),
     "zero_gradient_feedback_beta": Removed(_AVERAGE.format("feedback_beta"), off="0.0"),
     "zero_gradient_feedback_reset": Removed(_AVERAGE.format("feedback_reset"), off="0"),

@@ -56,7 +56,7 @@ def quantizes_weights(zero: ZeroConfig) -> bool:
 def quantizes_changes(zero: ZeroConfig) -> bool:
     """Tell whether the refresh is to send differences (delta refresh).
 
-    It is zeropp's default by measurement, see docs/loss.md.
+    It is zeropp's default by measurement, see docs/results/loss.md.
     """
     asked, lifetime = zero.zero_quantized_weights_delta, zero.zero_params_lifetime
     if asked is not None:
@@ -136,8 +136,8 @@ def _coding(zero: ZeroConfig, bits: int, stochastic: bool = False) -> Coding:
 def _mixed(codings: Sequence[Coding | None], transform: str) -> list[Coding | None]:
     """Return the formats of successive hops with their transform.
 
-    It mixes the smallest of their blocks (the larger the better, see docs/rounding.md), so that it is the same on all
-    hops and nothing is transformed between them.
+    It mixes the smallest of their blocks (the larger the better, see docs/results/rounding.md), so that it is the
+    same on all hops and nothing is transformed between them.
     """
     size = min(MIXED, *(c.block for c in codings if c)) if transform == "hadamard" else 0
     return [c and replace(c, hadamard=size) for c in codings]

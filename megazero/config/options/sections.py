@@ -1,4 +1,4 @@
-"""All sections except the model. A field here is a flag, a YAML key and a line of docs/flags.md."""
+"""All sections except the model. A field here is a flag, a YAML key and a line of docs/reference/flags.md."""
 
 from __future__ import annotations
 
@@ -544,7 +544,7 @@ class PlanningConfig:
     )
     loss_policy: str = option(
         "exact",
-        "values that the planner may round in messages: none; what ZeRO++ rounds, as measured in docs/loss.md; or "
+        "values that the planner may round in messages: none; what ZeRO++ rounds (docs/results/loss.md); or "
         "more than that; outer: megazero plan proposes outer steps, and compares them with the others",
         choices=("exact", "zeropp", "aggressive", "outer"),
     )
@@ -580,7 +580,7 @@ class LoggingConfig:
     wandb_save_dir: str | None = option(None, "folder of wandb's local files")
     callbacks: tuple[str, ...] = option(
         (),
-        "classes of yours that watch the run (docs/extending.md): MODULE:NAME, or with options "
+        "classes of yours that watch the run (docs/develop/extending.md): MODULE:NAME, or with options "
         "'MODULE:NAME {\"every\": 10}'; in YAML a list, whose entries may map MODULE:NAME to options",
         takes_options=True,
     )

@@ -363,8 +363,8 @@ def test_command_line_status(flags, status):
 
 
 def test_flags_page_is_current():
-    page = (ROOT / "docs" / "flags.md").read_text()
-    assert page == markdown(), "run: python tools/flags_page.py > docs/flags.md"
+    page = (ROOT / "docs" / "reference" / "flags.md").read_text()
+    assert page == markdown(), "run: python tools/flags_page.py > docs/reference/flags.md"
 
 
 def test_saves_that_come_only_at_the_end_are_said():
