@@ -156,16 +156,6 @@ class ZeroConfig:
         "embeddings that the ends of a pipeline exchange) (default: nearest)",
         choices=ROUNDINGS,
     )
-    zero_gradient_feedback_beta: float = option(
-        0.0,
-        "error feedback: share of the residual that stays when a step's rounding error is averaged in (LoCo; 0: the "
-        "residual is the step's error)",
-        low=0,
-        below=1,
-    )
-    zero_gradient_feedback_reset: int = option(
-        0, "error feedback: updates after which residuals are dropped (LoCo); 0: never", low=0
-    )
     zero_gradient_transform: str = option(
         "none",
         "transform of quantised gradients: a randomised Hadamard transform spreads outliers over a block (of up to "
