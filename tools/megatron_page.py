@@ -32,7 +32,7 @@ Search the page for a name without its dashes. The command says the same of a na
 `python -m megazero.config --NAME`.
 
 Megatron's checkpoints, weights and arguments, become checkpoints by `megazero convert from-megatron`
-([checkpoints.md](checkpoints.md#from-megatron)).
+([checkpoints.md](../guide/checkpoints.md#from-megatron)).
 
 Any other name is an error that suggests the nearest known name, DeepSpeed's keys included. As in Megatron, names
 cannot be abbreviated. `_` may replace `-`.
