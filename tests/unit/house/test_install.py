@@ -164,7 +164,7 @@ def test_the_readmes_first_minutes_need_the_wheel_alone(tmp_path: Path) -> None:
     (here / "text").mkdir(parents=True)
     for page in ROOT.glob("docs/**/*.md"):
         shutil.copy(page, here / "text")
-    readme = (ROOT / "README.md").read_text("utf-8").split("## Install and try")[1]
+    readme = (ROOT / "README.md").read_text("utf-8").split("## The first minutes")[1]
     script, settings = (readme.split(f"```{language}\n")[1].split("```")[0] for language in ("sh", "yaml"))
     (here / "run.yaml").write_text(settings)
     install, *commands = script.replace("\\\n", " ").splitlines()
