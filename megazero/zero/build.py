@@ -92,11 +92,7 @@ def build_units(
     spread = _spread([*specs, module], mesh, policy.whole_gradients)
     groups = [group for group, _ in spread[:-1]]  # what is in none is the module's own
     modules = dict(module.named_modules(remove_duplicate=False))
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(f"buffer {name!r} is on the meta device: give it a value before zero.shard")
-        if buffer.device != mesh.device:
-            buffer.data = buffer.data.to(mesh.device)
+    _move_buffers(module, mesh.device)
     _refuse_nested([m for group in groups for m in group], {id(m): n for n, m in modules.items()})
     names = {id(p): plain_name(n) for n, p in module.named_parameters()}
     _refuse_different_starts(module, spread, mesh)
@@ -114,18 +110,40 @@ def build_units(
             units += made
             # Bindings keep the Parameter objects, so ids stay valid.
             owner.update((id(p), unit) for unit in made for p in unit.params.values())
-    needs = [(m, _unique(owner[id(p)] for p in m.parameters() if id(p) in owner)) for g in groups for m in g]
+    needs = _needs(module, [m for group in groups for m in group], owner)
+    _refuse_shared_between_parts(needs, part_of)
+    return UnitPlan(units, needs, maker.arena, max(len(parts), 1))
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"buffer {name!r} is on the meta device: give it a value before zero.shard")
+        if buffer.device != device:
+            buffer.data = buffer.data.to(device)
+
+
+def _needs(
+    module: nn.Module, listed: Sequence[nn.Module], owner: Mapping[int, Unit]
+) -> list[tuple[nn.Module, list[Unit]]]:
+    """Return the modules to hook, each with the units that its forward needs. owner: by the ids of Parameters."""
+    needs = [(m, _unique(owner[id(p)] for p in m.parameters() if id(p) in owner)) for m in listed]
     inside = {id(x) for m, _ in needs for x in m.modules()}
     # Parameters read outside every listed module, shared ones (a tied head, say) included.
     outside = (p for m in module.modules() if id(m) not in inside for p in m.parameters(recurse=False))
     rest = _unique(owner[id(p)] for p in outside)
     if rest or all(m is not module for m, _ in needs):
         needs.append((module, rest))  # in its forward released parameters are gathered when read
+    return needs
+
+
+def _refuse_shared_between_parts(
+    needs: Iterable[tuple[nn.Module, list[Unit]]], part_of: Mapping[int, int]
+) -> None:
     for m, used in needs:
         held = {unit.part for unit in used}
         if len(held | {part_of.get(id(m), part) for part in held}) > 1:
             raise ValueError(f"unit {used[0].name!r} holds parameters of several parts: a part has its own")
-    return UnitPlan(units, needs, maker.arena, max(len(parts), 1))
 
 
 def _spread(specs: Iterable[UnitSpec], mesh: Mesh, whole_gradients: bool) -> list[Placed]:

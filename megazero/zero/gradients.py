@@ -3,8 +3,8 @@
 Glossary (n: elements of the unit; "compact" is explained in layout.py)
 --------
 arrived   Gradients of the micro-batch that wait to be staged together.
-staging   [n], parameter dtype. One micro-batch's raw gradients on their way to ``grad`` if G > 1. The first ``stage``
-          takes it from the arena; waiting for its reduction frees it.
+staging   [n], parameter dtype. One micro-batch's raw gradients on their way to ``grad`` if G > 1. The first gradients
+          that are staged take it from the arena; waiting for its reduction frees it.
 grad      Compact [n/G], at least fp32. The sum of this step's gradients. After the step's reduction its OS part holds
           the sum over all data-parallel ranks.
 """

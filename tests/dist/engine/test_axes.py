@@ -281,6 +281,31 @@ def test_averaged_replicas_with_units_on_other_axes_equal_bare_torch():
             torch.testing.assert_close(got[name], value.detach(), rtol=1e-10, atol=1e-12, msg=name)
 
 
+def whole_gradients(place):
+    """What ``engine.gradients()`` gives in one step."""
+    net, engine = make(*place, EXACT)
+    engine.begin_step(1, divisor=4 * 12)
+    loss_of(net, batches(0, 4)[engine.mesh.dp_rank]).backward()
+    found = dict(engine.gradients())
+    engine.step()
+    return found
+
+
+@pytest.mark.parametrize("place", ["zeropp; hpz across, zero3", "hpz; experts"])
+def test_whole_gradients_of_units_on_other_axes_are_those_of_bare_torch(place):
+    """Of experts, each rank has its own."""
+    net = Net()
+    (sum(loss_of(net, tokens) for tokens in batches(0, 4)) / (4 * 12)).backward()
+    for rank, got in enumerate(run_ranks(4, whole_gradients, PLACES[place])):
+        held = ["0", "1"] if "experts" not in place else [str(rank % 2)]
+        wanted = {
+            n: p.grad for n, p in net.named_parameters() if "experts" not in n or n.split(".")[3] in held
+        }
+        assert got.keys() == wanted.keys()
+        for name, grad in got.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
 # -- checkpoints -------------------------------------------------------------------------------------
 
 

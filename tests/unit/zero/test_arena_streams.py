@@ -155,7 +155,7 @@ def stepped(
         for _ in range(2):
             cluster.module(cluster.inputs).sum().backward()
         norms.append(engine.step().grad_norm)
-    return [torch.tensor(norms), *(unit.master.value.value.value for unit in engine.units)]
+    return [torch.tensor(norms), *(unit.master.value for unit in engine.units)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

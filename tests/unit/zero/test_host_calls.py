@@ -20,7 +20,7 @@ def masters(shards: tuple[int, int, int], patch: pytest.MonkeyPatch) -> list[tor
     cluster = engine(patch, shards)
     for _ in range(2):
         step(cluster)
-    return [unit.master.value.value.clone() for unit in cluster.engine.units]
+    return [unit.master.value.clone() for unit in cluster.engine.units]
 
 
 @LAYOUTS
@@ -58,9 +58,7 @@ def test_gradients_that_wait_are_forgotten_with_their_step(
     for _ in range(2):
         step(cluster)
     assert not unit.gradients.arrived and unit.gradients.arrived_bytes == 0
-    assert all(
-        map(torch.equal, [u.master.value.value for u in cluster.engine.units], masters(shards, monkeypatch))
-    )
+    assert all(map(torch.equal, [u.master.value for u in cluster.engine.units], masters(shards, monkeypatch)))
 
 
 @LAYOUTS
