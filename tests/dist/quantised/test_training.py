@@ -245,7 +245,7 @@ RESUMED = {
         "tensor_model_parallel_size": 2,
         "zero_gradient_rounding": "stochastic",
     },
-    "fallbacks": {**ZEROPP, **DELTA, "callbacks": bounds(weight_error_bound=1e-4, gradient_error_bound=0.05)},
+    "fallbacks": {**ZEROPP, **DELTA, "callbacks": bounds(weights=1e-4, gradients=0.05)},
     "until": {**ZEROPP, "zero_gradient_rounding": "feedback", "callbacks": exact_from(4)},
 }
 
@@ -348,7 +348,7 @@ def test_gradients_are_exact_when_a_callback_says_so(tmp_path: Path) -> None:
 
 def test_units_above_the_bound_fall_back_and_it_is_said(tmp_path: Path) -> None:
     base = {**ZEROPP, "train_iters": 10, "log_dir": str(tmp_path), "global_batch_size": RANKS}
-    runs([{**base, "callbacks": bounds(gradient_error_bound=1e-3)}])
+    runs([{**base, "callbacks": bounds(gradients=1e-3)}])
     lines = iterations(tmp_path)
     said = [text for line in lines for text in line.get("fallbacks", ())]
     assert len(said) == 4 and all("gradients of unit" in text and "0.001" in text for text in said)
@@ -370,7 +370,7 @@ def printed(values: dict[str, Any]) -> str:
 
 
 def test_the_first_rank_says_what_is_sent_and_what_falls_back(tmp_path: Path) -> None:
-    values = {**ZEROPP, "callbacks": bounds(weight_error_bound=1e-4)}
+    values = {**ZEROPP, "callbacks": bounds(weights=1e-4)}
     first, *others = run_ranks(RANKS, printed, {**values, "train_iters": 4, "log_dir": str(tmp_path)})
     assert others == [""] * (RANKS - 1)
     assert first.count("ZeRO: preset zeropp, P,G,OS = 2,2,4 on 4 data-parallel ranks of 2 nodes") == 1
