@@ -246,15 +246,15 @@ def held_bytes(engine: zero.Engine) -> dict[str, int]:
     parameters, gradients, optimizer = set[int](), 0, 0
     total = 0
     for unit in engine.units:
-        for tensor in (unit.full, unit.copy):
+        for tensor in (unit.weights.full, unit.weights.copy):
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in parameters:
                 parameters.add(storage.data_ptr())
                 total += storage.nbytes()
-        for each in (unit.grad, unit.residual, unit.lost, unit.carry):
+        for each in (unit.gradients.grad, unit.feedback.residual, unit.feedback.lost, unit.feedback.carry):
             gradients += 0 if each is None else each.nbytes
-        if unit.master.untyped_storage().data_ptr() not in parameters:
-            optimizer += unit.master.nbytes
+        if unit.master.value.untyped_storage().data_ptr() not in parameters:
+            optimizer += unit.master.value.nbytes
     for state in engine.optimizer.torch.state.values():
         optimizer += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
     for unit, anchor in engine.outer.anchors.items() if engine.outer else ():

@@ -155,24 +155,24 @@ megazero/zero/layout.py
   a block has two parameters' elements
 
 megazero/zero/gather.py
-- elif unit.stale and not unit.pinned:
+- elif weights.stale and not weights.pinned:
 + elif False:
   with P = 1 parameters stay as a block wrote them, unrounded
 - self.ahead.difference(following))
 + self.ahead)
   the next module's bytes count as those beyond it
 -             self.lane.follow()
--             unit.drop_full()
-+             unit.drop_full()
+-             weights.drop_full()
++             weights.drop_full()
   freed memory is written while it is read (CUDA)
 - difference.copy_(rounded), held
 + difference.copy_(source[0]), held
   differences have what bf16 cannot hold
-- if unit.delta and isinstance(unit.refresh_codec, Blockwise):
-+ if isinstance(unit.refresh_codec, Blockwise):
+- if unit.delta and isinstance(weights.refresh_codec, Blockwise):
++ if isinstance(weights.refresh_codec, Blockwise):
   whole weights are added to the last ones, P = 1
-- own = unit.copy if hop.level == unit.axes.p else
-+ own = unit.copy if hop.level == 1 else
+- own = weights.copy if hop.level == unit.axes.p else
++ own = weights.copy if hop.level == 1 else
   with P over two axes the first hop sends nothing
 
 megazero/mesh/dealing.py
@@ -206,9 +206,6 @@ megazero/zero/reduce.py
 - f"return {number}", start)
 + f"return {number} {rounding.rank}", start)
   replicas draw other noise and drift apart
-- rows.add_(extra, alpha=self.context.rounding.divisor)
-+ rows.add_(extra)
-  a carried residual is added divided
 - if ticket.label == unit.name:
 + if ticket.label != unit.name:
   the tied sum begins before its own end's
@@ -219,15 +216,28 @@ megazero/zero/reduce.py
 + len(self.pending) > 1 + self.context.policy.pending_reductions
   one unit's staging more than allowed
 
-megazero/zero/unit.py
+megazero/zero/weights.py
 -         if not self.pinned:
--             hide(self)
+-             self.hide()
 +         pass
   with P = 1 parameters read as before an update
-- torch.where(values == own.to(self.dtype), own, values.to(own.dtype))
+- torch.where(values == own.to(self.form.dtype), own, values.to(own.dtype))
 + values.to(own.dtype)
   a write rounds the masters that it did not change
--             self.grad_slice.clear_padding()
+- was skipped.
+-         self.version = 0
++ was skipped.
+  after a fallback in a skipped step the rounded copy stays
+- self.prepared = 0
+-             if self.ticket
++ if self.ticket
+  a refresh encodes gradients where differences were
+- or form.dtype == form.sum_dtype or form.lifetime == "step":
++ or form.dtype == form.sum_dtype:
+  a copy that was dropped counts as written
+
+megazero/zero/gradients.py
+-             self.slice.clear_padding()
 +             pass
   padding that was not finite stays so, G = 1
 - self.staging.clear_padding()
@@ -235,21 +245,10 @@ megazero/zero/unit.py
   padding of the gradients is what the buffer held
 -         self.touched.clear()
   the last step's gradients are added, G = 1
-- was skipped.
--         self.copy_version = 0
-+ was skipped.
-  after a fallback in a skipped step the rounded copy stays
-- self.prepared = 0
--             if self.ticket
-+ if self.ticket
-  a refresh encodes gradients where differences were
-- or self.dtype == self.sum_dtype or self.lifetime == "step":
-+ or self.dtype == self.sum_dtype:
-  a copy that was dropped counts as written
 
 megazero/zero/grad_norm.py
-- if is_first_end or not run.unit.tied]
-+ ]
+- run.unit.axes.counts and (is_first_end or not run.unit.tied)
++ run.unit.axes.counts
   both ends' tied gradients are in the norm
 - min(1.0, limit / (norm + 1e-6))
 + limit / (norm + 1e-6)
@@ -268,7 +267,10 @@ megazero/zero/rounding.py
 + Noise.named(self.seed, 0
   every step draws the same noise
 
-megazero/zero/rounding.py
+megazero/zero/feedback.py
+- rows.add_(extra, alpha=divisor)
++ rows.add_(extra)
+  a carried residual is added divided
 - new[others].div_(divisor)
 + new[others]
   residuals are kept in units of the sum
@@ -291,7 +293,7 @@ megazero/zero/guard.py
   a skipped step changes the noise after it
 
 megazero/zero/engine.py
--                 unit.copy_version = unit.master_version
+-                 unit.weights.refreshed()
 +                 pass
   a load advances R once more
 
@@ -302,8 +304,8 @@ megazero/zero/records.py
 - base = min(axes.os, axes.crossing)
 + base = axes.crossing
   with replicas in a node, part of what is owed is lost
-- if u.residual is not None and u.carry is None]
-+ if u.residual is not None]
+- if u.feedback.residual is not None and u.feedback.carry is None]
++ if u.feedback.residual is not None]
   a sum that is carried is lost by a save before it is paid
 
 megazero/comm/lane.py

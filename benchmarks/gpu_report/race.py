@@ -90,5 +90,5 @@ def _restore(cluster: Any) -> None:
     """Restore the same weights for every step, so that it refreshes all of them."""
     for unit in cluster.engine.units:
         (own,) = unit.layout.pieces(unit.axes.os)
-        unit.master.copy_(cluster.truth[unit][own.start : own.start + own.numel])
+        unit.master.value.copy_(cluster.truth[unit][own.start : own.start + own.numel])
     cluster.engine.invalidate()

@@ -63,7 +63,7 @@ def gather_everything(engine: zero.Engine) -> None:
             )
             if matrix.run is not None:
                 low, high = matrix.cut.held[tuple(axis.index for axis in engine.mesh.data_axes)]
-                weights = unit.master[matrix.at : matrix.at + high - low]
+                weights = unit.master.value[matrix.at : matrix.at + high - low]
                 muon.apply(weights, update[low:high], (rows, columns), updates.groups[matrix.run.leaf])
 
 

@@ -409,7 +409,7 @@ def whole_master(engine: zero.Engine) -> dict[str, torch.Tensor]:
 def own_slices(engine: zero.Engine) -> list[tuple[str, int, int, torch.Tensor]]:
     """Return (parameter, first and last + 1 of its flat elements, view of this rank's master) of each OS slice."""
     return [
-        (slot.name, low, high, unit.master[at : at + high - low])
+        (slot.name, low, high, unit.master.value[at : at + high - low])
         for unit in engine.units
         for slot, low, high, at in unit.layout.ranges(unit.axes.os)
     ]

@@ -50,8 +50,8 @@ def held(engine: Engine) -> dict[str, Any]:
     engine.refresh()
     engine.settle()
     return {
-        "masters": [unit.master for unit in engine.units],
-        "copies": [unit.copy if unit.delta else None for unit in engine.units],
+        "masters": [unit.master.value for unit in engine.units],
+        "copies": [unit.weights.copy if unit.delta else None for unit in engine.units],
         "optimizer": [dict(engine.optimizer.torch.state[run.leaf]) for run in engine.optimizer.runs],
         "own": rank_tensors(engine),
         "outer": outer_tensors(engine),
@@ -71,9 +71,9 @@ def outer_tensors(engine: Engine) -> list[torch.Tensor]:
 def restore(engine: Engine, state: dict[str, Any]) -> None:
     """Continue from what ``held`` returned."""
     for unit, master, copy in zip(engine.units, state["masters"], state["copies"], strict=True):
-        unit.master.copy_(master)
+        unit.master.value.copy_(master)
         if unit.delta:
-            unit.copy.copy_(copy)
+            unit.weights.copy.copy_(copy)
     engine.optimizer.ensure_state()
     for run, kept in zip(engine.optimizer.runs, state["optimizer"], strict=True):
         for name, value in engine.optimizer.torch.state[run.leaf].items():

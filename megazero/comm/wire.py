@@ -46,7 +46,7 @@ class Codecs(Generic[Format]):
     weights: the format of the refresh; the gathers inside P send what was received.
     gradients_intra, gradients_inter: the formats of reductions inside a node and across nodes.
     delta: the refresh sends master - R instead of the master. R is the P copy that every receiver holds (see
-        zero/unit.py). The gathers inside P then send R in the parameters' dtype. This takes effect where P < OS.
+        zero/weights.py). The gathers inside P then send R in the parameters' dtype. This takes effect where P < OS.
     feedback: what a gradient lost by rounding at its crossing is added to the next step's gradient at the sender
         (error feedback, Seide et al. 2014). This is done only for hops across nodes that run once per step.
     feedback_beta: the residual is beta times what it was plus 1 - beta times what the step lost (LoCo, Xie et al.

@@ -18,7 +18,7 @@ from megazero.checkpoint.reading import pieces
 from megazero.checkpoint.records import SliceRecord
 from megazero.config.model.published import find_tokenizer
 from megazero.config.model.section import ModelConfig
-from megazero.convert.importing import Published, Weights
+from megazero.convert.importing import ImportedWeights, Published
 from megazero.convert.source import Source
 from megazero.convert.their_tokenizer import their_tokenizer
 from megazero.convert.tokenizer import RunTokenizer, compare_encodings, of_checkpoint, sample_texts
@@ -60,7 +60,7 @@ def compare(
     yield from compare_tokens(source, folder, tokenizer)
 
 
-def compare_tensors(source: Source, weights: Weights) -> Iterator[Line]:
+def compare_tensors(source: Source, weights: ImportedWeights) -> Iterator[Line]:
     """Compare every tensor bit for bit, in pieces, after the conversion to the weights' dtype."""
     ours, theirs = {tensor.name: tensor.shape for tensor in source.tensors}, weights.shapes
     strange = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
@@ -79,7 +79,7 @@ def compare_tensors(source: Source, weights: Weights) -> Iterator[Line]:
     yield Line("tensors", same, not wrong)
 
 
-def _different(source: Source, weights: Weights, name: str) -> int:
+def _different(source: Source, weights: ImportedWeights, name: str) -> int:
     there, count = weights.tensor(name), 0
     for first, rows in pieces(there.shape):
         theirs = there[first : first + rows] if there.ndim else there

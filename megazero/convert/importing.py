@@ -28,7 +28,7 @@ from megazero.models.dtypes import PRECISIONS
 from megazero.models.hf_weights import match_names, tied_head
 
 
-class Weights(Protocol):
+class ImportedWeights(Protocol):
     """Weights that become a checkpoint: the decoder's stored tensors, which are read or made one at a time.
 
     model, data: the sections of their model and of its tokenizer. origin: where they come from, in words. shapes: of
@@ -134,7 +134,7 @@ def fill(published: Published, records: Sequence[SliceRecord], kinds: Collection
                 box_view(record, kind, box).copy_(view)
 
 
-def write_checkpoint(weights: Weights, root: Path, files: Mapping[str, bytes] | None = None) -> Path:
+def write_checkpoint(weights: ImportedWeights, root: Path, files: Mapping[str, bytes] | None = None) -> Path:
     """Write ROOT/iter_0000000 with the weights, bit for bit, and their tokenizer. Returns its path.
 
     files: small files that go with them, by name.
@@ -168,7 +168,7 @@ def write_checkpoint(weights: Weights, root: Path, files: Mapping[str, bytes] | 
     return store.save(root, snapshot)
 
 
-def _whole(weights: Weights, name: str) -> SliceRecord:
+def _whole(weights: ImportedWeights, name: str) -> SliceRecord:
     """Return the record of a whole tensor, which is read or made when it is written."""
     shape = weights.shapes[name]
     flat = torch.empty(prod(shape), dtype=weights.dtype_of(name), device="meta")

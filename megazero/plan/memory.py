@@ -1,7 +1,8 @@
 """A rank's memory at the peak of a step, item by item, in bytes.
 
-Model states follow zero/unit.py: the P copy as it was received, gradients summed in at least fp32 over G, and over OS
-the master weights with the optimizer's moments. activations.py has the memory of a micro-batch.
+Model states follow zero/weights.py and zero/gradients.py: the P copy as it was received, gradients summed in at least
+fp32 over G, and over OS the master weights with the optimizer's moments. activations.py has the memory of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class States:
         return message(unit, self.shards.os, self.formats.of_weights(unit), width, width)
 
     def ahead_bytes(self, unit: UnitShape) -> float:
-        """Return the bytes that a gather ahead of use adds, as zero/unit.py's gather_bytes."""
+        """Return the bytes that a gather ahead of use adds, as zero/weights.py's gather_bytes."""
         if self.shards.p > 1:
             return unit.elements * self.formats.width
         if self.formats.of_weights(unit) is None:

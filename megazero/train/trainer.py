@@ -119,6 +119,7 @@ class Trainer:
         waits = (self.engine.waits, self.decoder.tp.waits)
         self.timed: Sequence[Lane | Waits] = (*self.engine.lanes, *waits)
         self.phase = "start"
+        self.callbacks.watch(self)
 
     # -- what callbacks ask of the run ------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class Trainer:
         for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
             self.note(line)
         self.saver.copy(self.progress.checkpoint)  # the last start may have ended before it did
-        self.callbacks.start(self)
+        self.callbacks.start()
         with self.feeding.batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             saved_at = self._train(batches)

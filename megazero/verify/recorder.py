@@ -114,7 +114,7 @@ class Recorder(StepPart):
     def open(self, batches: Sequence[Any]) -> None:
         """Begin the record of a step that has these micro-batches."""
         self.step, self._batches = StepRecord(), [id(batch) for batch in batches]
-        self.step.masters = slices(self.engine, lambda unit: unit.master)
+        self.step.masters = slices(self.engine, lambda unit: unit.master.value)
 
     def close(self, loss: float, norm: float) -> StepRecord:
         """End the record after the step, and return it."""
@@ -145,7 +145,7 @@ class Recorder(StepPart):
     def _masters_and_anchors(self) -> list[list[UnitSlice]]:
         assert self.engine.outer is not None
         anchors = self.engine.outer.anchors
-        return [slices(self.engine, each) for each in (lambda u: u.master, lambda u: anchors[u].value)]
+        return [slices(self.engine, each) for each in (lambda u: u.master.value, lambda u: anchors[u].value)]
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -223,8 +223,10 @@ def slices(engine: Engine, values: Any) -> list[UnitSlice]:
 
 
 def _gradient(unit: Unit) -> Tensor:
-    assert unit.grad is not None
-    return torch.cat([r.view(-1) for r in Slice(unit.layout, unit.grad, unit.axes.g).rows(unit.axes.os, 1)])
+    assert unit.gradients.grad is not None
+    return torch.cat(
+        [r.view(-1) for r in Slice(unit.layout, unit.gradients.grad, unit.axes.g).rows(unit.axes.os, 1)]
+    )
 
 
 def rounded_name(bits: int, block: int, mixes: int) -> str:

@@ -161,7 +161,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
             if saves:
                 checkpointing.save(Progress(step + 1, consumed, "verify"))
                 engine.traffic.take()  # of no step
-    record.final, record.rounded = slices(engine, lambda unit: unit.master), recorder.rounded
+    record.final, record.rounded = slices(engine, lambda unit: unit.master.value), recorder.rounded
     return record
 
 

@@ -14,13 +14,15 @@ from torch import nn
 
 from megazero.comm.codec import at_least_fp32, codecs_of
 from megazero.comm.wire import Codecs
+from megazero.kernels.arena import Arena
 from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import Mesh
 from megazero.zero.axes import DataAxes, refuse_clashes
+from megazero.zero.form import Form
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
 from megazero.zero.policy import Policy
-from megazero.zero.unit import Unit
+from megazero.zero.unit import Unit, make_unit
 
 Init = Callable[[str], torch.Tensor]
 
@@ -57,10 +59,13 @@ _WRAPPERS = frozenset(
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Holds the units in forward order, the units that every hooked module needs, and the number of parts."""
+    """Holds the units in forward order, the units that every hooked module needs, the arena of the buffers that units
+    share, and the number of parts.
+    """
 
     units: list[Unit]
     needs: list[tuple[nn.Module, list[Unit]]]
+    arena: Arena
     parts: int = 1
 
 
@@ -87,16 +92,13 @@ def build_units(
     spread = _spread([*specs, module], mesh, policy.whole_gradients)
     groups = [group for group, _ in spread[:-1]]  # what is in none is the module's own
     modules = dict(module.named_modules(remove_duplicate=False))
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(f"buffer {name!r} is on the meta device: give it a value before zero.shard")
-        if buffer.device != mesh.device:
-            buffer.data = buffer.data.to(mesh.device)
+    _move_buffers(module, mesh.device)
     _refuse_nested([m for group in groups for m in group], {id(m): n for n, m in modules.items()})
     names = {id(p): plain_name(n) for n, p in module.named_parameters()}
     _refuse_different_starts(module, spread, mesh)
     owner: dict[int, Unit] = {}
     part_of = {id(m): i for i, modules_of in enumerate(parts) for m in modules_of}
+    maker = UnitMaker(mesh.device, policy, traits, init, tied, Arena())
     units: list[Unit] = []
     for group, axes in spread:
         params = {
@@ -104,24 +106,44 @@ def build_units(
         }
         if params:
             label = plain_name(next(n for n, m in modules.items() if m is group[0])) or "root"
-            made = _make_units(label, params, axes, mesh, policy, traits, init, tied)
-            for unit in made:
-                unit.part = part_of.get(id(group[0]), 0)
+            made = maker.units_of(label, params, axes, part_of.get(id(group[0]), 0))
             units += made
             # Bindings keep the Parameter objects, so ids stay valid.
             owner.update((id(p), unit) for unit in made for p in unit.params.values())
-    needs = [(m, _unique(owner[id(p)] for p in m.parameters() if id(p) in owner)) for g in groups for m in g]
+    needs = _needs(module, [m for group in groups for m in group], owner)
+    _refuse_shared_between_parts(needs, part_of)
+    return UnitPlan(units, needs, maker.arena, max(len(parts), 1))
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"buffer {name!r} is on the meta device: give it a value before zero.shard")
+        if buffer.device != device:
+            buffer.data = buffer.data.to(device)
+
+
+def _needs(
+    module: nn.Module, listed: Sequence[nn.Module], owner: Mapping[int, Unit]
+) -> list[tuple[nn.Module, list[Unit]]]:
+    """Return the modules to hook, each with the units that its forward needs. owner: by the ids of Parameters."""
+    needs = [(m, _unique(owner[id(p)] for p in m.parameters() if id(p) in owner)) for m in listed]
     inside = {id(x) for m, _ in needs for x in m.modules()}
     # Parameters read outside every listed module, shared ones (a tied head, say) included.
     outside = (p for m in module.modules() if id(m) not in inside for p in m.parameters(recurse=False))
     rest = _unique(owner[id(p)] for p in outside)
     if rest or all(m is not module for m, _ in needs):
         needs.append((module, rest))  # in its forward released parameters are gathered when read
+    return needs
+
+
+def _refuse_shared_between_parts(
+    needs: Iterable[tuple[nn.Module, list[Unit]]], part_of: Mapping[int, int]
+) -> None:
     for m, used in needs:
         held = {unit.part for unit in used}
         if len(held | {part_of.get(id(m), part) for part in held}) > 1:
             raise ValueError(f"unit {used[0].name!r} holds parameters of several parts: a part has its own")
-    return UnitPlan(units, needs, max(len(parts), 1))
 
 
 def _spread(specs: Iterable[UnitSpec], mesh: Mesh, whole_gradients: bool) -> list[Placed]:
@@ -143,35 +165,67 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def _make_units(
-    label: str,
-    params: dict[str, nn.Parameter],
-    axes: DataAxes,
-    mesh: Mesh,
-    policy: Policy,
-    traits: Mapping[str, Traits],
-    init: Init | None,
-    tied: Mapping[str, str],
-) -> list[Unit]:
-    """Make one unit, or one per chunk where the parameters have more than ``policy.chunk_numel`` elements.
+@dataclass(frozen=True)
+class UnitMaker:
+    """Makes the units of one engine. arena: of the buffers that they share. The rest: as in ``build_units``."""
 
-    Each tied parameter gets a unit of its own.
-    """
-    dtype = policy.dtype or _one_dtype(label, params)
-    values = _initial_values(label, params, init, mesh.device, at_least_fp32(dtype))
-    units = []
-    for name in [n for n in params if n in tied]:
-        unit = _make_unit(tied[name], {name: params[name]}, dtype, values, axes, mesh, policy, traits)
-        unit.tied = True
-        units.append(unit)
-    chunks = _chunks({n: p.numel() for n, p in params.items() if n not in tied}, policy.chunk_numel)
-    for i, names in enumerate(chunks):
-        if not names:  # every parameter is tied
-            break
-        part = {n: params[n] for n in names}
-        name = label if len(chunks) == 1 else f"{label}[{i}]"
-        units.append(_make_unit(name, part, dtype, values, axes, mesh, policy, traits))
-    return units
+    device: torch.device
+    policy: Policy
+    traits: Mapping[str, Traits]
+    init: Init | None
+    tied: Mapping[str, str]
+    arena: Arena
+
+    def units_of(
+        self, label: str, params: Mapping[str, nn.Parameter], axes: DataAxes, part: int
+    ) -> list[Unit]:
+        """Make one unit, or one per chunk where the parameters have more than ``policy.chunk_numel`` elements.
+
+        Each tied parameter gets a unit of its own.
+        """
+        dtype = self.policy.dtype or _one_dtype(label, params)
+        values = _initial_values(label, params, self.init, self.device, at_least_fp32(dtype))
+
+        def unit(name: str, names: Sequence[str], tied: bool) -> Unit:
+            form = self._form(name, {n: params[n] for n in names}, dtype, axes, part, tied)
+            return make_unit(form, values, self.arena)
+
+        units = [unit(self.tied[name], [name], True) for name in params if name in self.tied]
+        rest = {n: p.numel() for n, p in params.items() if n not in self.tied}
+        chunks = _chunks(rest, self.policy.chunk_numel) if rest else []
+        for i, names in enumerate(chunks):
+            units.append(unit(label if len(chunks) == 1 else f"{label}[{i}]", names, False))
+        return units
+
+    def _form(
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        dtype: torch.dtype,
+        axes: DataAxes,
+        part: int,
+        tied: bool,
+    ) -> Form:
+        policy, traits = self.policy, self.traits
+        ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
+        codecs = codecs_of(policy.codecs, dtype, at_least_fp32(dtype), policy.seed)
+        exact = frozenset(
+            n
+            for n, p in params.items()
+            if p.numel() <= policy.exact_numel or traits[n].replicated and not codecs.exact
+        )
+        if len(exact) == len(params):  # there is nothing to quantise
+            codecs, exact = Codecs(), frozenset()
+        layout = make_layout(
+            {n: params[n].shape for n in ordered},
+            block=policy.block,
+            sizes=axes.sizes,  # of outer replicas, too: outer steps reduce over one level more
+            indices=axes.indices,
+            exact=exact,
+        )
+        trainable = tuple(n for n, p in params.items() if p.requires_grad)
+        lifetime = policy.lifetime_on(axes)
+        return Form(name, params, trainable, layout, axes, dtype, self.device, lifetime, codecs, part, tied)
 
 
 def _chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -185,45 +239,6 @@ def _chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
         out[-1].append(name)
         held += size
     return out
-
-
-def _make_unit(
-    label: str,
-    params: dict[str, nn.Parameter],
-    dtype: torch.dtype,
-    values: Mapping[str, torch.Tensor],
-    axes: DataAxes,
-    mesh: Mesh,
-    policy: Policy,
-    traits: Mapping[str, Traits],
-) -> Unit:
-    ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
-    codecs = codecs_of(policy.codecs, dtype, at_least_fp32(dtype), policy.seed)
-    exact = frozenset(
-        n
-        for n, p in params.items()
-        if p.numel() <= policy.exact_numel or traits[n].replicated and not codecs.exact
-    )
-    if len(exact) == len(params):  # there is nothing to quantise
-        codecs, exact = Codecs(), frozenset()
-    layout = make_layout(
-        {n: params[n].shape for n in ordered},
-        block=policy.block,
-        sizes=axes.sizes,  # of outer replicas, too: outer steps reduce over one level more
-        indices=axes.indices,
-        exact=exact,
-    )
-    return Unit(
-        label,
-        params,
-        values,
-        layout,
-        axes,
-        dtype,
-        mesh.device,
-        policy.lifetime_on(axes),
-        codecs,
-    )
 
 
 def _initial_values(

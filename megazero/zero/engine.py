@@ -23,7 +23,6 @@ from torch import nn
 from megazero.comm.hops import Channel, Traffic
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
-from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.zero.agreement import Agreement, IssueHash
 from megazero.zero.build import UnitPlan
@@ -66,9 +65,7 @@ class Engine:
         self.traffic = traffic
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
-        self.arena = Arena()
-        for unit in self.units:
-            unit.arena = self.arena
+        self.arena = plan.arena
         names = unit_names(mesh, self.units)
         self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, names)
         self.waits = Waits(mesh.device, timed)
@@ -137,7 +134,7 @@ class Engine:
         self.norm.divisor = self.rounding.divisor = float(divisor)
         self.reducer.micro_batches, self.reducer.exact = micro_batches, self.exact_gradients
         for unit in self.units:
-            unit.begin_step()
+            unit.gradients.begin_step()
         self.hooks.open_step(micro_batches, [Segment(*s) for s in program] or self._plain_loop(micro_batches))
         self.gathers.follow()
         self.gatherer.prefetch()
@@ -263,20 +260,14 @@ class Engine:
         held: list[Unit] = []
         try:
             for unit in units:
-                if unit.pinned:
-                    unit.take_written()  # in a block around this one
-                else:
+                if not unit.weights.pinned:
                     self.gatherer.ensure(unit)
-                    unit.note_values()
-                unit.pinned += 1
-                unit.writers += write
+                unit.weights.pin(write)
                 held.append(unit)
             yield
         finally:
             for unit in held:
-                unit.take_written()
-                unit.pinned -= 1
-                unit.writers -= write
+                unit.weights.unpin(write)
             self.gatherer.drop_all()
         self._check_written(units, write)
 
@@ -289,9 +280,9 @@ class Engine:
         """
         self.optimizer.take_loaded()
         for unit in self.units:
-            unit.outdate()
+            unit.weights.outdate()
             if unit.delta:
-                unit.copy_version = unit.master_version
+                unit.weights.refreshed()
         for part in self.parts:
             part.loaded(anchored)
 
@@ -302,7 +293,7 @@ class Engine:
         """
         self._between_steps("refresh()")
         for unit in self.units:
-            if unit.stale:
+            if unit.weights.stale:
                 self.gatherer.ensure(unit)
                 self.gatherer.drop_all()  # one unit's full parameters at a time
 
@@ -366,7 +357,7 @@ class Engine:
     @property
     def units_now(self) -> list[str]:
         """The names of the units that a forward uses now."""
-        return [unit.name for unit in self.units if unit.active]
+        return [unit.name for unit in self.units if unit.weights.active]
 
     @property
     def position(self) -> tuple[int, int]:
@@ -397,10 +388,10 @@ class Engine:
             torch._C.DisableTorchFunctionSubclass()
         ):  # they are hidden: a look at each takes a tenth of the time so
             for unit in self.units:
-                for binding in unit.bindings:
+                for binding in unit.weights.bindings:
                     binding.check_place()
-                unit.check_unwritten("since the last step", WRITING)
-                now = [n for n, p in unit.params.items() if p.requires_grad]
+                unit.weights.check_unwritten("since the last step", WRITING)
+                now = tuple(n for n, p in unit.params.items() if p.requires_grad)
                 if now != unit.trainable:
                     changed = sorted(set(now) ^ set(unit.trainable))
                     raise RuntimeError(
@@ -411,17 +402,17 @@ class Engine:
     def _check_written(self, units: Sequence[Unit], write: bool) -> None:
         """Raise RuntimeError if a ``gathered`` block that has ended changed these units illegally."""
         for unit in units:
-            for binding in unit.bindings:
+            for binding in unit.weights.bindings:
                 binding.check_place()
-            if not unit.writers:  # else a block around this one may write
-                unit.check_unwritten("inside gathered()", WRITING)
+            if not unit.weights.writers:  # else a block around this one may write
+                unit.weights.check_unwritten("inside gathered()", WRITING)
         for alike in by_axes(units) if write else ():
             if alike[0].axes.inside:
                 self._check_written_alike(alike)
 
     def _check_written_alike(self, units: Sequence[Unit]) -> None:
         """Raise RuntimeError if ranks along the axes of these units, which are the same, wrote different values."""
-        seen = torch.tensor([each for unit in units for each in unit.seen], device=self.mesh.device)
+        seen = torch.tensor([each for unit in units for each in unit.weights.seen], device=self.mesh.device)
         rows = self.mesh.gather_along(units[0].axes.inside, seen)
         names = [(slot.name, unit.name) for unit in units for slot in unit.layout.slots]
         for at in (rows != rows[0]).any(0).nonzero().flatten().tolist():
@@ -446,7 +437,7 @@ class Engine:
     def _whole_gradient(self, unit: Unit) -> torch.Tensor:
         """Return the unit's gradients [n], divided, in at least fp32. Collective over the axes that cut states."""
         os, layout = unit.axes.os, unit.layout
-        held = torch.cat([rows.view(-1) for rows in unit.grad_slice.rows(os, 1)])
+        held = torch.cat([rows.view(-1) for rows in unit.gradients.slice.rows(os, 1)])
         for axis in reversed(unit.axes.axes[:os]):  # slices nest: the innermost axis varies slowest
             own, held = held, held.new_empty(axis.size * held.numel())
             all_gather_flat(held, own, group=axis.gather_group)
@@ -463,12 +454,12 @@ class Engine:
             each.step(factor)
         self.optimizer.update(factor, self.rounding)
         for unit in self.units:
-            unit.outdate()
+            unit.weights.outdate()
 
     def _end_step(self) -> None:
         for unit in self.units:
             if unit.lifetime == "step":
-                unit.drop_copy()
+                unit.weights.drop_copy()
         self.reduced = False
         self.hooks.close_step()
 

@@ -35,7 +35,6 @@ from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import Take
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
-from megazero.zero.parameters import hide, show
 from megazero.zero.program import EVALUATION, Program, Segment
 from megazero.zero.rounding import WEIGHTS
 from megazero.zero.unit import Unit
@@ -64,7 +63,7 @@ class Gatherer:
         self.program.use(tuple(self.index[u] for u in units))
         self.ahead.difference_update(units)
         for unit in units:
-            if not unit.ready and unit.ticket is None:
+            if not unit.weights.ready and unit.weights.ticket is None:
                 self._launch(unit)
         self.prefetch()
         for unit in units:
@@ -72,14 +71,15 @@ class Gatherer:
 
     def ensure(self, unit: Unit) -> None:
         """Gather the unit without a note in the order of use (for recompute, or reading from outside)."""
-        if not unit.ready:
-            if unit.ticket is None:
+        weights = unit.weights
+        if not weights.ready:
+            if weights.ticket is None:
                 self._launch(unit)
-            if unit.ticket is not None:
-                self.lane.wait(unit.ticket)
-                unit.ticket = None
-            assert unit.ready, f"unit {unit.name}: copy {unit.copy_version}, master {unit.master_version}"
-        show(unit)
+            if weights.ticket is not None:
+                self.lane.wait(weights.ticket)
+                weights.landed()
+            assert weights.ready, f"unit {unit.name}: copy {weights.version}, master {weights.master.version}"
+        weights.show()
 
     def prefetch(self) -> None:
         """Start gathers of what comes next: all that the next module needs, and more within the policy's bytes.
@@ -87,7 +87,7 @@ class Gatherer:
         The next module is the first that needs a unit that is not here or was started ahead of it. Units in use that
         are needed again within the bytes are noted and stay: after a drop they would be gathered again at once.
         """
-        if self.whole and all(u.ticket is not None or u.ready for u in self.units):
+        if self.whole and all(u.weights.ticket is not None or u.weights.ready for u in self.units):
             return
         self.coming.clear()
         modules, seen = islice(self.program.upcoming(), self.window), set[int]()
@@ -102,7 +102,7 @@ class Gatherer:
             if any(map(self._awaited, following)):
                 break
         budget = self.context.policy.prefetch_bytes
-        budget -= sum(map(attrgetter("gather_bytes"), self.ahead.difference(following)))
+        budget -= sum(map(attrgetter("weights.gather_bytes"), self.ahead.difference(following)))
         for i in chain.from_iterable(modules):
             if i in seen:
                 continue
@@ -116,17 +116,18 @@ class Gatherer:
 
     def release(self, unit: Unit) -> None:
         """Drop the gathered parameters unless they are used now or soon."""
-        if not unit.axes.p or unit.active or unit.in_backward or unit.pinned or unit.ticket is not None:
+        weights = unit.weights
+        if not unit.axes.p or weights.in_use or weights.ticket is not None:
             return
         if self._kept(unit):
-            hide(unit)
+            weights.hide()
         elif unit in self.coming:
             self.ahead.add(unit)
-            hide(unit)
-        elif unit.full_present:
+            weights.hide()
+        elif weights.full_present:
             self.ahead.discard(unit)
             self.lane.follow()
-            unit.drop_full()
+            weights.drop_full()
 
     def drop_all(self) -> None:
         """Finish the chains in flight and drop every gathered buffer (not the P copies)."""
@@ -134,16 +135,16 @@ class Gatherer:
         self.lane.follow()
         self.ahead.clear()
         self.coming.clear()
-        for unit in self.units:
-            unit.ticket = None
-            if unit.axes.p and not unit.pinned:
-                unit.drop_full()
-            elif unit.stale and not unit.pinned:  # outdated in a ``gathered`` block
-                hide(unit)
+        for weights in (unit.weights for unit in self.units):
+            weights.landed()
+            if weights.form.axes.p and not weights.pinned:
+                weights.drop_full()
+            elif weights.stale and not weights.pinned:  # outdated in a ``gathered`` block
+                weights.hide()
 
     def _awaited(self, unit: Unit) -> bool:
         """Whether the unit has to be gathered for a later module, or is here or on its way for one."""
-        return unit in self.ahead or not unit.ready and unit.ticket is None
+        return unit in self.ahead or not unit.weights.ready and unit.weights.ticket is None
 
     def _kept(self, unit: Unit) -> bool:
         """Whether the unit stays gathered between its uses whatever comes next."""
@@ -154,23 +155,24 @@ class Gatherer:
     def _further_bytes(self, unit: Unit) -> int:
         """How many bytes a unit that is not ahead takes for a later module."""
         in_use = not self._awaited(unit)
-        return 0 if in_use and (not unit.axes.p or self._kept(unit)) else unit.gather_bytes
+        return 0 if in_use and (not unit.axes.p or self._kept(unit)) else unit.weights.gather_bytes
 
     def _start(self, unit: Unit) -> None:
         """Gather the unit ahead of use if it is missing, and note that it stays."""
         self.coming.add(unit)
-        if unit not in self.ahead and not unit.ready and unit.ticket is None:
+        if unit not in self.ahead and not unit.weights.ready and unit.weights.ticket is None:
             self._launch(unit)
             self.ahead.add(unit)
 
     def _launch(self, unit: Unit) -> None:
         self.context.issued.add(f"g{self.index[unit]}")
         moves = gather_chain(unit, self.context)
-        refreshed = [hop.level for hop in unit.refresh_hops if unit.stale]
-        gathered = [hop.level for hop in unit.gather_hops]
+        weights = unit.weights
+        refreshed = [hop.level for hop in weights.refresh_hops if weights.stale]
+        gathered = [hop.level for hop in weights.gather_hops]
         plan = (*unit.axes.hop_specs("refresh", refreshed), *unit.axes.hop_specs("gather", gathered))
         if plan:
-            unit.ticket = self.lane.submit(unit.name, plan, moves)
+            weights.launched(self.lane.submit(unit.name, plan, moves))
         else:
             deque(moves, maxlen=0)
 
@@ -181,25 +183,26 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
     Every rank, the owner too, decodes the message into ``full`` ([n], parameter dtype), so all forwards read the same
     bits.
     """
-    if unit.stale:
+    weights = unit.weights
+    if weights.stale:
         yield from _refresh(unit, context)
-    unit.materialise_full()
-    if not unit.gather_hops:
+    weights.materialise_full()
+    if not weights.gather_hops:
         return
     with context.frame() as frame:
-        every = unit.full
-        if not unit.direct:
-            every = frame.take(unit.wire.level_numel(0), unit.codec.wire_dtype)
-        for hop in unit.gather_hops:
-            own = unit.copy if hop.level == unit.axes.p else every[hop.own]
+        every = weights.full
+        if not weights.direct:
+            every = frame.take(weights.wire.level_numel(0), weights.codec.wire_dtype)
+        for hop in weights.gather_hops:
+            own = weights.copy if hop.level == unit.axes.p else every[hop.own]
             yield start_gather(
                 unit.axes.axis(hop.level), every[hop.into], own, "gather", context.channel.traffic
             )
-        if not unit.direct:
-            rows = prod(unit.wire.sizes)
-            unit.codec.decode(every.view(rows, -1), *unit.full_slice.rows(0, rows))
-            if unit.codecs.mixes:
-                unit.full_slice.clear_padding()
+        if not weights.direct:
+            rows = prod(weights.wire.sizes)
+            weights.codec.decode(every.view(rows, -1), *weights.full_slice.rows(0, rows))
+            if weights.codecs.mixes:
+                weights.full_slice.clear_padding()
 
 
 def _refresh(unit: Unit, context: Context) -> Chain:
@@ -208,50 +211,51 @@ def _refresh(unit: Unit, context: Context) -> Chain:
     Each OS slice (or its difference to R) is encoded once per update, and the messages are all-gathered over
     the axes between P and OS.
     """
+    weights = unit.weights
     with context.frame() as frame:
-        messages = unit.open_refresh(frame.take)
+        messages = weights.open_refresh(frame.take)
         _encode(unit, messages, context)
-        for hop in unit.refresh_hops:
+        for hop in weights.refresh_hops:
             own, into = messages[hop.own], messages[hop.into]
             yield start_gather(unit.axes.axis(hop.level), into, own, "refresh", context.channel.traffic)
-        if unit.delta or not (unit.axes.p or unit.direct):  # else they were received in the P copy
-            rows = prod(unit.refresh_wire.sizes[unit.axes.p :])
-            regions = unit.copy_slice.rows(unit.axes.p, rows)
-            if unit.delta and isinstance(unit.refresh_codec, Blockwise):
-                unit.refresh_codec.decode_add(messages.view(rows, -1), *regions)
+        if unit.delta or not (unit.axes.p or weights.direct):  # else they were received in the P copy
+            rows = prod(weights.refresh_wire.sizes[unit.axes.p :])
+            regions = weights.copy_slice.rows(unit.axes.p, rows)
+            if unit.delta and isinstance(weights.refresh_codec, Blockwise):
+                weights.refresh_codec.decode_add(messages.view(rows, -1), *regions)
             else:
-                unit.refresh_codec.decode(messages.view(rows, -1), *regions)
-            if unit.codecs.mixes:  # R, too: the next difference is taken to it, and a checkpoint holds it
-                unit.copy_slice.clear_padding()
-    unit.copy_version = unit.master_version
-    if context.rounding.measures(unit, unit.refresh_codec):
+                weights.refresh_codec.decode(messages.view(rows, -1), *regions)
+            if weights.codecs.mixes:  # R, too: the next difference is taken to it, and a checkpoint holds it
+                weights.copy_slice.clear_padding()
+    weights.refreshed()
+    if context.rounding.measures(unit, weights.refresh_codec):
         with context.frame() as frame:
             sent = used_weights(unit, frame.take)
-            context.rounding.note(unit, unit.refresh_codec, WEIGHTS, unit.master, sent, frame)
+            context.rounding.note(unit, weights.refresh_codec, WEIGHTS, unit.master.value, sent, frame)
 
 
 def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
     """Write the message of this rank's OS slice into its place in ``messages``, those of the P slice."""
-    axes = unit.axes
-    (own,) = unit.refresh_wire.within(axes.os, axes.p)
+    axes, weights = unit.axes, unit.weights
+    (own,) = weights.refresh_wire.within(axes.os, axes.p)
     message = messages[own.span].view(1, -1)
-    source, *exact = unit.master_slice.rows(axes.os, 1)
-    prepared = unit.prepared == unit.master_version
-    if unit.direct and not unit.delta:
+    source, *exact = unit.master.slice.rows(axes.os, 1)
+    prepared = weights.prepared == unit.master.version
+    if weights.direct and not unit.delta:
         if not prepared:
-            unit.codec.encode(source, out=message)  # a cast, or nothing where master is the copy
+            weights.codec.encode(source, out=message)  # a cast, or nothing where master is the copy
         return
     start = unit.layout.pieces(axes.os)[0].start
-    noise = context.rounding.noise_for(unit.refresh_codec, unit, "refresh", start)
+    noise = context.rounding.noise_for(weights.refresh_codec, unit, "refresh", start)
     with context.frame() as frame:
-        if unit.delta and unit.codecs.weights is not None and prepared:
-            source = unit.grad_slice.rows(axes.os, 1)[0]
-        elif unit.delta and unit.codecs.weights is not None:
-            held = unit.copy_slice.rows(axes.os, 1)[0]
+        if unit.delta and weights.codecs.weights is not None and prepared:
+            source = unit.gradients.slice.rows(axes.os, 1)[0]
+        elif unit.delta and weights.codecs.weights is not None:
+            held = weights.copy_slice.rows(axes.os, 1)[0]
             rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source)
             difference = frame.take(held.numel(), unit.sum_dtype).view(held.shape)
             source = add_to(difference.copy_(rounded), held, alpha=-1.0)
-        unit.refresh_codec.encode(source, *exact, noise=noise, out=message)
+        weights.refresh_codec.encode(source, *exact, noise=noise, out=message)
 
 
 def used_weights(unit: Unit, take: Take | None = None) -> torch.Tensor:
@@ -259,12 +263,12 @@ def used_weights(unit: Unit, take: Take | None = None) -> torch.Tensor:
     master's dtype. It lies in a buffer from ``take``; without one it is a new tensor.
     """
     take = take or (lambda numel, dtype: torch.empty(numel, dtype=dtype, device=unit.device))
-    axes, numel = unit.axes, unit.layout.level_numel(unit.axes.os)
+    axes, weights, numel = unit.axes, unit.weights, unit.layout.level_numel(unit.axes.os)
     out = take(numel, unit.sum_dtype)
     if unit.delta or not axes.p:
-        Slice(unit.layout, out, axes.os).copy_(unit.copy_slice, axes.os)
+        Slice(unit.layout, out, axes.os).copy_(weights.copy_slice, axes.os)
         return out
-    (own,) = unit.wire.within(axes.os, axes.p)
-    message, read = unit.copy[own.span].view(1, -1), take(numel, unit.dtype)
-    unit.codec.decode(message, *Slice(unit.layout, read, axes.os).rows(axes.os, 1))
+    (own,) = weights.wire.within(axes.os, axes.p)
+    message, read = weights.copy[own.span].view(1, -1), take(numel, unit.dtype)
+    weights.codec.decode(message, *Slice(unit.layout, read, axes.os).rows(axes.os, 1))
     return out.copy_(read)

@@ -75,4 +75,4 @@ class Guard(StepPart):
                 self.fallen[name] = [k for k in KINDS if k in kinds]
             for unit in self.units:
                 if unit.name == name:
-                    unit.send_exactly(kind)
+                    (unit.weights if kind == WEIGHTS else unit.gradients).send_exactly()

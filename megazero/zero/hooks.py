@@ -54,7 +54,7 @@ class Hooks:
         self._owner = {id(p): (u, n) for u in plan.units for n, p in u.params.items()}
         register(module, plan, self)
         for unit in plan.units:
-            unit.read = self.read
+            unit.weights.read_by(partial(self.read, unit))
 
     def open_step(self, micro_batches: int, segments: Sequence[Segment]) -> None:
         self.micro_batches, self.backwards = micro_batches, [0] * len(self.parts)
@@ -84,7 +84,7 @@ class Hooks:
         self.program.open(())
         self._forget_backward()
         for unit in self.units:
-            unit.active = 0
+            unit.weights.forget_forwards()
 
     def _forget_backward(self) -> None:
         """Forget a graph task that raised, or whose gradients' graph was never used: neither reports its end."""
@@ -92,7 +92,7 @@ class Hooks:
         self._counted.clear()
         self._done.clear()
         for unit in self.units:
-            unit.in_backward = False
+            unit.weights.end_backward()
 
     @contextmanager
     def segment(self, kind: str, part: int, micro_batch: int) -> Iterator[None]:
@@ -118,7 +118,7 @@ class Hooks:
             unit, name = self._owner[id(param)]
             param.grad = grad
             self._arrived(unit, name, param)
-            if unit.pending and unit.pending == held.get(unit, {}).keys():
+            if unit.gradients.pending and unit.gradients.pending == held.get(unit, {}).keys():
                 self._deliver(unit, held.pop(unit))
         for unit, grads in held.items():
             self._deliver(unit, grads)
@@ -133,7 +133,7 @@ class Hooks:
         """
         if torch._C._current_graph_task_id() != -1:
             self._pre_backward([unit])
-            return outliving([unit], operation())
+            return outliving([unit.weights], operation())
         if not self._forwards:
             raise RuntimeError(refusal)
         output = None
@@ -184,7 +184,7 @@ class Hooks:
             uses = self._forward_uses[unit.part]
             if self.program.current.kind == FORWARD and unit not in uses:
                 uses.append(unit)
-            unit.active += 1
+            unit.weights.begin_forward()
         self.gatherer.use(needs)
         if self._splits and torch.is_grad_enabled():
             self._watch_input(needs, args)
@@ -213,15 +213,15 @@ class Hooks:
         """Return the module's output, copied where it lies in a buffer that is freed now."""
         if torch._C._current_graph_task_id() != -1:
             return output
-        output = outliving(needs, output)
+        output = outliving([unit.weights for unit in needs], output)
         self._forwards -= 1
         # After a forward that raised nothing is checked: torch would warn at length about each hook that raises then.
         raised = output is None and sys.exc_info()[0] is not None
         for unit in needs:
-            unit.active -= 1
-            if not (raised or unit.pinned):  # else gathered() looks when its block ends
+            unit.weights.end_forward()
+            if not (raised or unit.weights.pinned):  # else gathered() looks when its block ends
                 cure = "write between steps, inside `with engine.gathered(write=True)`"
-                unit.check_unwritten(
+                unit.weights.check_unwritten(
                     "in a forward", cure
                 )  # before it is hidden, where a look takes 10 times as long
             self.gatherer.release(unit)
@@ -253,9 +253,9 @@ class Hooks:
             counts = self._segment_is_backward() or brings_gradients(self._owner)
         self._open_backward(needs[0], counts)
         self._end_uses()
-        wanted = [unit for unit in needs if not unit.in_backward]
+        wanted = [unit for unit in needs if not unit.weights.in_backward]
         for unit in wanted:
-            unit.in_backward = True
+            unit.weights.begin_backward()
         if counts and wanted:
             self.gatherer.use(wanted)
         for unit in needs:
@@ -275,12 +275,12 @@ class Hooks:
         self._arrived(unit, name, param)
 
     def _arrived(self, unit: Unit, name: str, param: nn.Parameter) -> None:
-        if name not in unit.pending:
+        if name not in unit.gradients.pending:
             raise RuntimeError(
                 f"{name} got a second gradient in one micro-batch: call backward once for each"
             )
-        unit.take_gradient(name, param)
-        if not unit.pending:
+        unit.gradients.take(name, param)
+        if not unit.gradients.pending:
             if len(unit.trainable) == len(unit.params):
                 # What used these parameters with gradient has run backward, or a gradient would be missing. What
                 # used them detached runs before the gradient leaves the module. Frozen ones give no such sign: their
@@ -336,8 +336,8 @@ class Hooks:
         self._done.clear()
 
     def _end_use(self, unit: Unit) -> None:
-        if unit.in_backward:
-            unit.in_backward = False
+        if unit.weights.in_backward:
+            unit.weights.end_backward()
             self.gatherer.release(unit)
 
     def poll(self) -> None:
@@ -352,7 +352,7 @@ def register(module: nn.Module, plan: UnitPlan, hooks: Hooks) -> None:
     for hooked, needs in plan.needs:
         handles[hooked] += _watch_forward(hooked, needs, hooks)
     _watch_gradients(plan.units, hooks)
-    guard_reads(plan.units, handles)
+    guard_reads([unit.weights for unit in plan.units], handles)
 
 
 def _watch_forward(module: nn.Module, needs: list[Unit], hooks: Hooks) -> list[RemovableHandle]:

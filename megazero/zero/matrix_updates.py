@@ -194,7 +194,7 @@ class MatrixUpdates:
         for piece, update in zip(own, _split(transit.message, own), strict=True):
             matrix = self.matrices[piece.matrix]
             assert matrix.run is not None
-            weights = matrix.unit.master[matrix.at : matrix.at + piece.numel]
+            weights = matrix.unit.master.value[matrix.at : matrix.at + piece.numel]
             shape = (matrix.cut.rows, matrix.cut.columns)
             self.optimizer.apply(weights, update, shape, self.groups[matrix.run.leaf])
         transit.frame.close()

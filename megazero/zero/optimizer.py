@@ -84,8 +84,8 @@ class Run:
     @cached_property
     def grad(self) -> torch.Tensor:
         """The run's part of the unit's ``grad``, which stays the same buffer."""
-        assert self.unit.grad is not None
-        return self.unit.grad[self.grad_start : self.grad_start + self.stop - self.start]
+        assert self.unit.gradients.grad is not None
+        return self.unit.gradients.grad[self.grad_start : self.grad_start + self.stop - self.start]
 
 
 def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
@@ -101,7 +101,7 @@ def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
         ends = [*(start for start, _ in cuts[1:]), piece.compact + piece.numel]
         for (start, mine), stop in zip(cuts, ends, strict=False):  # an all-padding piece has no cut
             if not mine.frozen:
-                inside, leaf = start - piece.compact, nn.Parameter(unit.master[start:stop])
+                inside, leaf = start - piece.compact, nn.Parameter(unit.master.value[start:stop])
                 origin = region, piece.start + inside - layout.regions[region][0]
                 runs.append(Run(unit, mine, start, stop, in_grad.start + inside, origin, leaf))
     return runs
@@ -169,7 +169,7 @@ class SliceOptimizer:
     def update(self, factor: float, rounding: Rounding) -> None:
         """Update the master weights that are no matrices, by the gradients times ``factor``.
 
-        An update in one pass multiplies as it goes, and leaves what the next refreshes read (Unit.prepared).
+        An update in one pass multiplies as it goes, and leaves what the next refreshes read (``Weights.prepared``).
         rounding: gives the noise that small moments are rounded with.
         """
         for run in self._by_slice:
@@ -183,7 +183,7 @@ class SliceOptimizer:
             run.leaf.grad = None
 
     def _update_in_one_pass(self, optimizer: OnePassAdamW, factor: float, rounding: Rounding) -> None:
-        left = {unit: unit.left_by_updates() for unit in self._whole}
+        left = {unit: unit.weights.left_by_updates() for unit in self._whole}
         refresh: dict[torch.Tensor, Refresh] = {
             run.leaf: left[unit].part(run.start, run.stop)
             for unit, runs in self._whole.items()
@@ -197,7 +197,7 @@ class SliceOptimizer:
         optimizer.step(scale=factor, refresh=refresh, noise=noise)
         for unit, each in left.items():
             if each is not NOTHING:
-                unit.prepared = unit.master_version + 1
+                unit.weights.prepare()
 
     # -- state, for checkpoints --------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ class OuterSteps(StepPart):
         self.context = replace(context, rounding=rounding, channel=channel)
         self.device = mesh.device
         kept = 2 if outer.momentum else 1  # buffers of a unit's anchor
-        rooms = self._rooms([unit.master for unit in units for _ in range(kept)])
+        rooms = self._rooms([unit.master.value for unit in units for _ in range(kept)])
         self.anchors = {unit: self._begin(unit, rooms) for unit in units}
         self.clock, self.since = 0, [0] * outer.count
         self.flight: Flight | None = None
@@ -145,11 +145,11 @@ class OuterSteps(StepPart):
         self.note_anchors()
 
     def _begin(self, unit: Unit, rooms: Iterator[torch.Tensor]) -> Anchor:
-        value = next(rooms).copy_(unit.master)
+        value = next(rooms).copy_(unit.master.value)
         momentum = next(rooms).zero_() if self.outer.momentum else None
         residual = None
         if self.outer.feedback:
-            residual = unit.master.new_zeros(unit.layout.level_numel(unit.axes.all))
+            residual = unit.master.value.new_zeros(unit.layout.level_numel(unit.axes.all))
         return Anchor(value, momentum, residual)
 
     def _rooms(self, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -180,7 +180,7 @@ class OuterSteps(StepPart):
         self.settle()
         self.flight = None
         for unit, anchor in self.anchors.items():
-            anchor.value.copy_(anchors.get(unit, unit.master))
+            anchor.value.copy_(anchors.get(unit, unit.master.value))
             if anchor.momentum is not None:
                 anchor.momentum.zero_()
                 if unit in momentum:
@@ -276,10 +276,10 @@ class OuterSteps(StepPart):
     def _swap(self) -> None:
         for unit, anchor in self.anchors.items():
             with self.context.frame() as frame:
-                held = frame.take(unit.master.numel(), unit.master.dtype).copy_(unit.master)
-                unit.master.copy_(anchor.value, non_blocking=True)
+                held = frame.take(unit.master.value.numel(), unit.master.value.dtype).copy_(unit.master.value)
+                unit.master.value.copy_(anchor.value, non_blocking=True)
                 anchor.value.copy_(held, non_blocking=True)
-            unit.outdate()
+            unit.weights.outdate()
         self._wait_for_copies()
 
     def note_anchors(self) -> None:
@@ -351,7 +351,7 @@ class OuterSteps(StepPart):
         """Note that the replicas have met in these units of a fragment."""
         self.since[fragment] = 0
         for unit in units:
-            unit.outdate()
+            unit.weights.outdate()
         self.moved.add_(self.squares[[self.index[unit] for unit in units]].sum(0))
         self._write_hash()
 
@@ -392,7 +392,7 @@ class OuterSteps(StepPart):
         anchor = self.anchors[unit].value
         if self.outer.offload:
             anchor = moved.copy_(anchor, non_blocking=True)
-        torch.sub(anchor, unit.master, out=moved)
+        torch.sub(anchor, unit.master.value, out=moved)
         self._write_square(unit, moved, self.squares[self.index[unit]][0])
         return Slice(unit.layout, moved, unit.axes.os)
 
@@ -425,7 +425,7 @@ class OuterSteps(StepPart):
         with self.context.frame() as frame:
             here = self._on_device(anchor, frame)
             outer_update(here, mean, self.outer)
-            mix(unit.master, here.value, self.outer.mixing)
+            mix(unit.master.value, here.value, self.outer.mixing)
             self.hashes[index].copy_(fingerprint(here.value))
             if self.outer.offload:
                 anchor.value.copy_(here.value, non_blocking=True)
@@ -470,7 +470,7 @@ class OuterSteps(StepPart):
 
 def new_sums(unit: Unit) -> torch.Tensor:
     """Return memory for what this rank has of a unit on its way, [n/d]."""
-    return unit.master.new_empty(unit.layout.level_numel(unit.axes.all))
+    return unit.master.value.new_empty(unit.layout.level_numel(unit.axes.all))
 
 
 def mix(weights: torch.Tensor, anchor: torch.Tensor, mixing: float) -> None:

@@ -3,9 +3,9 @@
 A Parameter stays one object, whose data is a view of its unit's buffer (``Binding``). While its values are not
 gathered, a read gathers the unit or raises; it never sees freed memory, nor, with P = 1, values from before an
 update. For that the object's class is swapped for one whose ``__torch_function__`` intercepts every operation
-(``Released``). Shape, dtype, gradient and hooks can be read as ever. Other operations are handed to ``Unit.read``.
+(``Released``). Shape, dtype, gradient and hooks can be read as ever. Other operations are handed to ``Weights.read``.
 Inside a forward or backward they gather the unit, as a module that holds it does; elsewhere they raise. Gathered
-Parameters have their own class, so forwards pay nothing. To hide or show one takes 0.15 us.
+Parameters have their own class, so forwards pay nothing. To hide or show one takes 0.15 us (``Weights.hide``).
 
 state_dict, load_state_dict and deepcopy read a module's parameters as a whole; they work inside ``gathered`` alone
 (``guard_reads``).
@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
+
+from megazero.zero.form import Form
 
 
 class Binding:
@@ -48,7 +50,7 @@ class Binding:
     def written(self) -> bool:
         """Whether the user wrote into the parameter since ``accept``.
 
-        Writes into ``param.data`` are seen inside ``gathered`` alone (``Unit.take_written``).
+        Writes into ``param.data`` are seen inside ``gathered`` alone (``Weights.take_written``).
         """
         return self.param._version != self.version
 
@@ -99,24 +101,16 @@ def _become(name: str, param: nn.Parameter, like: torch.Tensor) -> None:
     param._backward_hooks, param._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
+Read = Callable[[str, Callable[[], Any]], Any]  # what is done to which parameter, the operation
+
+
 class Holder(Protocol):
-    """What is asked of a unit here.
+    """What is asked of a unit's weights here. pinned: how many open ``gathered`` blocks hold them."""
 
-    shown: its Parameters' own classes while they are hidden, else empty. pinned: how many open ``gathered`` blocks
-    hold it.
-    """
-
-    name: str
-    params: dict[str, nn.Parameter]
-    shown: list[type]
-    released: type[Released]
-    read: Read
+    form: Form
     full: torch.Tensor
-    axes: Any
     pinned: int
-
-
-Read = Callable[[Any, str, Callable[[], Any]], Any]  # unit, what is done to which parameter, the operation
+    read: Read
 
 
 def _names(text: str) -> frozenset[str]:
@@ -141,7 +135,7 @@ _WRITES = _names(
 class Released(nn.Parameter):
     """The class of a hidden Parameter. Each unit has a subclass, which refers to it."""
 
-    unit: ClassVar[weakref.ref[Holder]]
+    holder: ClassVar[weakref.ref[Holder]]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Released parameter: {tuple(self.shape)}, {self.dtype}"
@@ -163,20 +157,24 @@ class Released(nn.Parameter):
             result = func(probe, *args[1:], **kwargs)
             if result is probe or not isinstance(result, torch.Tensor):  # nothing is converted
                 return args[0] if result is probe else result
-        unit = cls.unit()
+        holder = cls.holder()
         found = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)), None)
-        param = next((n for n, p in unit.params.items() if p is found), "") if unit else ""
+        param = next((n for n, p in holder.form.params.items() if p is found), "") if holder else ""
         deed = attribute if name in ("__get__", "__set__") else name
-        what = f"parameter {param!r} of unit {unit.name!r}" if unit else "a parameter whose engine is gone"
+        what = (
+            f"parameter {param!r} of unit {holder.form.name!r}"
+            if holder
+            else "a parameter whose engine is gone"
+        )
         writes = name in _WRITES or name == "__set__" or name.endswith("_") and not name.endswith("__")
         writes = writes and any(isinstance(x, cls) for x in tree_leaves(args[:1]))
         if writes or kwargs.get("out") is found is not None:
             raise RuntimeError(
                 f"{what} was written ({deed}) while it is released: use `with engine.gathered(write=True):`"
             )
-        if unit is None or deed in _POINTERS:
+        if holder is None or deed in _POINTERS:
             raise RuntimeError(_refusal(what, deed))
-        return unit.read(unit, _refusal(what, deed), lambda: func(*args, **kwargs))
+        return holder.read(_refusal(what, deed), lambda: func(*args, **kwargs))
 
 
 def _refusal(what: str, deed: str) -> str:
@@ -186,32 +184,17 @@ def _refusal(what: str, deed: str) -> str:
     )
 
 
-def refuse_read(unit: Holder, refusal: str, operation: Callable[[], Any]) -> Any:
+def refuse_read(refusal: str, operation: Callable[[], Any]) -> Any:
     raise RuntimeError(refusal)
 
 
-def released_class(unit: Holder) -> type[Released]:
-    return type("Released", (Released,), {"unit": weakref.ref(unit)})
+def released_class(holder: Holder) -> type[Released]:
+    return type("Released", (Released,), {"holder": weakref.ref(holder)})
 
 
-def hide(unit: Holder) -> None:
-    """Hide the unit's Parameters: from here on they have no values."""
-    if not unit.shown:
-        unit.shown = [type(p) for p in unit.params.values()]
-        for param in unit.params.values():
-            param.__class__ = unit.released
-
-
-def show(unit: Holder) -> None:
-    """Restore the class of the unit's Parameters: they are gathered."""
-    for param, own in zip(unit.params.values(), unit.shown, strict=False):
-        param.__class__ = own
-    unit.shown = []
-
-
-def outliving(units: Sequence[Holder], output: Any) -> Any:
-    """Return ``output`` with copies of those tensors that lie in the units' buffers, freed when the use ends."""
-    buffers = {unit.full.untyped_storage()._cdata for unit in units if unit.axes.p}
+def outliving(held: Sequence[Holder], output: Any) -> Any:
+    """Return ``output`` with copies of those tensors that lie in the full parameters, freed when the use ends."""
+    buffers = {each.full.untyped_storage()._cdata for each in held if each.form.axes.p}
 
     def lies_inside(x: Any) -> bool:
         strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
@@ -256,12 +239,12 @@ def _attributes(x: Any) -> Mapping[str, Any]:
     return getattr(x, "__dict__", {})
 
 
-def guard_reads(units: Sequence[Holder], hooks: Mapping[nn.Module, list[RemovableHandle]]) -> None:
+def guard_reads(every: Sequence[Holder], hooks: Mapping[nn.Module, list[RemovableHandle]]) -> None:
     """Make state_dict, load_state_dict and deepcopy of every module refuse parameters that are not gathered.
 
     hooks: the engine's own hooks, by module. Copies lack them, so a copy is a plain module.
     """
-    owner = {id(p): unit for unit in units for p in unit.params.values()}
+    owner = {id(p): each for each in every for p in each.form.params.values()}
     for module, own in hooks.items():
         held = list(dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner))
         # Functions, not partials: a deep copy of the module would copy what partials hold.
@@ -302,7 +285,7 @@ def _copy_plain(
 
 def _refuse_sharded(held: list[Holder], inside: str, call: str) -> None:
     """Refuse outside of ``gathered``: parameters may be absent, stale, or overwritten from the master weights."""
-    if not all(u.pinned for u in held):
+    if not all(each.pinned for each in held):
         raise RuntimeError(
             f"the module's parameters are sharded: use `with engine.{inside}: {call}`, or a sharded checkpoint"
         )

@@ -40,7 +40,7 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
     engine.optimizer.ensure_state()
     records = []
     for unit in engine.units:
-        if unit.delta and unit.stale:
+        if unit.delta and unit.weights.stale:
             raise RuntimeError(
                 "save_records() needs engine.refresh() before it: R is behind the master weights"
             )
@@ -48,9 +48,11 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
         for slot, low, high, at, held in _ranges_in_copy(unit):
             own = slice(at, at + high - low)
             # Views: the store converts the weights as it writes them.
-            tensors = {WEIGHTS: unit.copy[held : held + high - low] if unit.delta else unit.master[own]}
+            tensors = {
+                WEIGHTS: unit.weights.copy[held : held + high - low] if unit.delta else unit.master.value[own]
+            }
             if unit.dtype != unit.sum_dtype or engine.policy.codecs.delta:
-                tensors[MASTER] = unit.master[own]
+                tensors[MASTER] = unit.master.value[own]
             if owed is not None:
                 tensors[RESIDUAL] = owed[own]
             tensors.update(engine.optimizer.elementwise_state(unit, own.start, own.stop))
@@ -185,7 +187,7 @@ def _ranges_in_copy(unit: Unit) -> list[tuple[Slot, int, int, int, int]]:
 
 
 def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
-    if not engine.policy.codecs.feedback and unit.carry is None:
+    if not engine.policy.codecs.feedback and unit.feedback.carry is None:
         return None
     owed = residual_sum(engine, unit)
     if unit.tied and engine.mesh.ends is not None:  # both ends owe, the first one saves
@@ -201,13 +203,13 @@ def residual_sum(engine: Engine, unit: Unit) -> torch.Tensor:
     The result is compact, [n/OS], in at least fp32. This is collective.
     """
     axes = unit.axes
-    owed = torch.zeros_like(unit.master)
-    if unit.residual is not None:
+    owed = torch.zeros_like(unit.master.value)
+    if unit.feedback.residual is not None:
         assert axes.crossing is not None
         # If replicas share a node the OS slice is the larger one: the rest's residual belongs to the other replicas.
         base = min(axes.os, axes.crossing)
-        sums = Slice(unit.layout, unit.residual.new_zeros(unit.layout.level_numel(base)), base)
-        sums.copy_(Slice(unit.layout, unit.residual, axes.crossing), axes.crossing)
+        sums = Slice(unit.layout, unit.feedback.residual.new_zeros(unit.layout.level_numel(base)), base)
+        sums.copy_(Slice(unit.layout, unit.feedback.residual, axes.crossing), axes.crossing)
         # A save's bytes are not a step's, and its buffers are not kept for the next step.
         channel = Channel(Traffic(), Arena(), unit.device)
         context, exact = replace(engine.reducer.context, channel=channel), Identity(unit.sum_dtype)
@@ -217,7 +219,7 @@ def residual_sum(engine: Engine, unit: Unit) -> torch.Tensor:
         for n in range(axes.all, axes.os, -1):
             run_through(share_back(unit, axes.axis(n), n, exact, sums, context))
         Slice(unit.layout, owed, axes.os).copy_(sums, axes.os)
-    return owed if unit.carry is None else owed.add_(unit.carry)
+    return owed if unit.feedback.carry is None else owed.add_(unit.feedback.carry)
 
 
 def is_second_end(engine: Engine, unit: Unit) -> bool:
@@ -241,11 +243,10 @@ def load_records(
     engine.rounding.sums.clear()
     records = []
     for unit in engine.units:
-        unit.residual = unit.lost = None
-        owed = torch.zeros_like(unit.master) if residual else None
-        unit.carry = None if is_second_end(engine, unit) else owed
+        owed = torch.zeros_like(unit.master.value) if residual else None
+        unit.feedback.begin(None if is_second_end(engine, unit) else owed)
         for slot, low, high, at in unit.layout.ranges(unit.axes.os):
-            tensors = {MASTER: unit.master[at : at + high - low]}
+            tensors = {MASTER: unit.master.value[at : at + high - low]}
             if owed is not None:
                 tensors[RESIDUAL] = owed[at : at + high - low]
             if optimizer:
@@ -255,7 +256,7 @@ def load_records(
         if engine.policy.codecs.delta:
             # Units that are exact as a whole have no R; a load wants every tensor of a kind.
             level = unit.axes.p if unit.delta else unit.axes.os
-            copy = unit.copy if unit.delta else torch.empty_like(unit.master, dtype=unit.dtype)
+            copy = unit.weights.copy if unit.delta else torch.empty_like(unit.master.value, dtype=unit.dtype)
             for slot, low, high, at in unit.layout.ranges(level):
                 held = {WEIGHTS: copy[at : at + high - low]}
                 records.append(_record(engine, placements, unit, slot, (low, high), held))
@@ -281,8 +282,8 @@ def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     brought up to date for the save.
     """
     # A sum that was carried here and not yet paid (its step was skipped, say) is in no rank's own residual.
-    own = [u for u in engine.units if u.residual is not None and u.carry is None]
-    held = {f"{RESIDUAL} {u.name}": u.residual for u in own if u.residual is not None}
+    own = [u for u in engine.units if u.feedback.residual is not None and u.feedback.carry is None]
+    held = {f"{RESIDUAL} {u.name}": u.feedback.residual for u in own if u.feedback.residual is not None}
     if engine.policy.codecs.delta:
         held |= {f"{ERRORS} {kind}": sums for kind, sums in engine.rounding.sums.items()}
     if engine.outer is not None:
@@ -297,8 +298,7 @@ def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> No
     for unit in engine.units:
         held = tensors.get(f"{RESIDUAL} {unit.name}")
         if held is not None and engine.policy.codecs.feedback:
-            unit.open_residual().copy_(held)
-            unit.carry = None
+            unit.feedback.restore(held)
     for kind in KINDS:
         if f"{ERRORS} {kind}" in tensors and engine.policy.codecs.delta:
             engine.rounding.sums[kind] = tensors[f"{ERRORS} {kind}"].to(engine.mesh.device)

@@ -23,7 +23,7 @@ from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
-from megazero.zero.rounding import GRADIENTS, add_residual, clear_lost, commit_residual, lost_slice
+from megazero.zero.rounding import GRADIENTS
 from megazero.zero.scalars import StepPart
 from megazero.zero.unit import Unit
 
@@ -82,7 +82,7 @@ class Reducer(StepPart):
         rounding = self.context.rounding
         updates = rounding.updates + 1  # this one included, which the guard counts next
         for unit in self.units if made else ():
-            commit_residual(unit, rounding.divisor, self.exact, updates)
+            unit.feedback.commit(rounding.divisor, self.exact, updates)
 
     def abort(self) -> None:
         """Finish the chains in flight and forget the rest of the step."""
@@ -97,8 +97,8 @@ class Reducer(StepPart):
             self._submit(unit)
 
     def _submit(self, unit: Unit) -> None:
-        micro_batch, last = unit.backwards, unit.backwards == self.micro_batches - 1
-        staging, frame = unit.close_micro_batch(last) or (None, self.context.frame())
+        micro_batch, last = unit.gradients.backwards, unit.gradients.backwards == self.micro_batches - 1
+        staging, frame = unit.gradients.close_micro_batch(last) or (None, self.context.frame())
         reduction = Reduction(unit, self.context, micro_batch, last, self.exact)
         plan, chain = reduction.hop_specs(), reduction.chain(staging)
         self.context.issued.add(f"r{self.index[unit]} {last}")
@@ -155,7 +155,7 @@ class Reduction:
         """Yield each collective's Work. staging, parameter dtype: the micro-batch's gradients; None: they
         are in ``grad``.
         """
-        unit, axes, sums = self.unit, self.unit.axes, self.unit.grad_slice
+        unit, axes, sums = self.unit, self.unit.axes, self.unit.gradients.slice
         if axes.g:
             assert staging is not None
             hops = self._hops(range(1, axes.g + 1))
@@ -166,28 +166,25 @@ class Reduction:
         yield from descend(unit, hops, sums, sums, self.context)
         for number in range(axes.all, axes.os, -1):
             axis = axes.axis(number)
-            codec = None if self.exact else unit.codecs.gradients(axis.link)
+            codec = None if self.exact else unit.gradients.codecs.gradients(axis.link)
             yield from share_back(unit, axis, number, codec or Identity(unit.sum_dtype), sums, self.context)
-        if unit.codecs.mixes:
+        if unit.gradients.codecs.mixes:
             sums.clear_padding()
-        if unit.carry is not None:
-            carried = Slice(unit.layout, unit.carry, axes.os).rows(axes.os, 1)
-            for rows, extra in zip(sums.rows(axes.os, 1), carried, strict=True):
-                rows.add_(extra, alpha=self.context.rounding.divisor)
+        unit.feedback.pay(sums, self.context.rounding.divisor)
 
     def _hops(self, numbers: range) -> list[ReduceHop]:
         """Make the hops of these levels. Only the first level's codec may take raw gradients; others take sums."""
         unit = self.unit
-        codecs = EXACT if self.exact else unit.codecs
+        codecs = EXACT if self.exact else unit.gradients.codecs
         raw, sums = Identity(unit.dtype), Identity(unit.sum_dtype)
         hops: list[ReduceHop] = []
         for number in numbers:
             axis = unit.axes.axis(number)
             unsummed = number == 1 and (unit.axes.g > 0 or self.last and self.micro_batch == 0)
             once = unit.axes.crossing is not None and number > unit.axes.crossing and axis.link == INTER
-            fed = once and unit.codecs.feedback
+            fed = once and unit.gradients.codecs.feedback
             # When rounding ends, a residual may be left. It goes with the next exact message, so that one is a sum.
-            owing = fed and unit.residual is not None
+            owing = fed and unit.feedback.residual is not None
             codec = codecs.gradients(axis.link) or (raw if unsummed and not owing else sums)
             feedback = owing or fed and isinstance(codec, Blockwise)
             hops.append(ReduceHop(axis, codec, self._noise(codec, number), number, feedback))
@@ -244,7 +241,7 @@ def _descend_by(
     """Take one hop, or several that are fused."""
     hop, on = group[0], context.channel
     if hop.feedback and hop.number - 1 == unit.axes.crossing:
-        add_residual(unit, source, context.rounding.divisor)
+        unit.feedback.add_to(source, context.rounding.divisor)
     rows = source.hop(hop.number - 1, hop.axis.size, hop.axis.index)
     watches: tuple[Watch, ...] = context.rounding.watches(unit, GRADIENTS)
     if len(group) > 1:
@@ -252,13 +249,13 @@ def _descend_by(
         yield from reduce_through(group, rows, out, on, accumulate=accumulate, watches=watches)
         return
     if hop.feedback:
-        watches = (*watches, Lost(lost_slice(unit).rows(hop.number - 1, hop.axis.size)))
+        watches = (*watches, Lost(unit.feedback.errors().rows(hop.number - 1, hop.axis.size)))
     apart = None if sums.buffer is source.buffer else sums.flat(hop.number)
     exact = isinstance(hop.codec, Identity)
     whole = exact and len(unit.layout.regions) == 1 and hop.axis.size > 2  # nothing is copied
     yield from reduce(hop, rows, apart, on, accumulate=accumulate, whole=whole, watches=watches)
     if hop.feedback and exact:
-        clear_lost(unit, hop.number, hop.axis)
+        unit.feedback.clear_errors(hop.number, hop.axis)
 
 
 def share_back(unit: Unit, axis: Axis, number: int, codec: Codec, sums: Slice, context: Context) -> Chain:
@@ -282,13 +279,13 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     layout, and each has reduced its own gradients. Both add up the same decoded messages, so masters, moments and
     what refreshes send (noise goes by name and element) stay the same bits at both.
     """
-    codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
-    rows = unit.grad_slice.rows(unit.axes.os, 1)
+    codec = (None if exact else unit.gradients.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
+    rows = unit.gradients.slice.rows(unit.axes.os, 1)
     start = unit.layout.pieces(unit.axes.os)[0].start
     # By end, not by rank: replicas of an end hold the same sum and must send the same bits.
     noise = context.rounding.noise_for(codec, unit, f"end {ends.index}", start)
-    out = unit.grad_slice.flat(unit.axes.os)
+    out = unit.gradients.slice.flat(unit.axes.os)
     watches = context.rounding.watches(unit, GRADIENTS)
     yield from sum_all(Leg(ends, codec, noise), rows, out, context.channel, watches=watches)
-    if unit.codecs.mixes:
-        unit.grad_slice.clear_padding()
+    if unit.gradients.codecs.mixes:
+        unit.gradients.slice.clear_padding()

@@ -1,13 +1,8 @@
-"""Rounding of messages: the noise and divisor it needs, the sampled errors and residuals it leaves.
+"""Rounding of messages: the noise and divisor it needs, the sampled errors that it leaves.
 
 There is one Rounding per engine; the chains of gather.py and reduce.py are given it. Noise is a function of
 (seed, updates, unit, hop, sender, element). So it is the same after a resume, and replicas that round the
 same slice draw the same.
-
-Error feedback (Seide et al. 2014): a sender keeps what its messages across nodes lost (``Unit.residual``) and adds it
-before it encodes the next step's. The loss of a step becomes the residual only when the update is made. Until then it
-waits in rows of ``grad`` whose sums are not needed here (or, with replicas, in ``Unit.lost``). So a skipped step
-leaves residuals as they were, without a second buffer. Residuals are kept in units of the divided gradient.
 """
 
 from __future__ import annotations
@@ -23,10 +18,8 @@ from megazero.comm.rows import RowRun
 from megazero.comm.watch import Watch, write_squares
 from megazero.kernels.arena import Frame
 from megazero.kernels.noise import Noise
-from megazero.mesh.grid import INTER
-from megazero.mesh.mesh import Axis, Mesh
+from megazero.mesh.mesh import Mesh
 from megazero.mesh.objects import gather_objects
-from megazero.zero.layout import Slice
 from megazero.zero.unit import Unit
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
@@ -158,62 +151,3 @@ def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:
     if mesh.pp.size > 1:
         names = gather_objects([u.name for u in units], group=mesh.pp.gather_group)
     return list(dict.fromkeys(name for stage in names for name in stage))
-
-
-def add_residual(unit: Unit, source: Slice, divisor: float) -> None:
-    """Add the residual to the gradients that are about to be encoded for the hop across nodes."""
-    assert unit.axes.crossing is not None
-    held = Slice(unit.layout, unit.open_residual(), unit.axes.crossing).rows(unit.axes.crossing, 1)
-    for rows, residual in zip(source.rows(unit.axes.crossing, 1), held, strict=True):
-        rows.add_(residual, alpha=divisor)
-
-
-def lost_slice(unit: Unit) -> Slice:
-    """Return where a step's errors wait for its end: at least fp32, compact.
-
-    These are other ranks' rows of ``grad``, whose sums are not needed here. With replicas the way back fills
-    those rows, so it is ``unit.lost``.
-    """
-    assert unit.axes.crossing is not None
-    if unit.axes.all == unit.axes.os:
-        return unit.grad_slice
-    if unit.lost is None:
-        unit.lost = torch.empty_like(unit.open_residual())
-    return Slice(unit.layout, unit.lost, unit.axes.crossing)
-
-
-def clear_lost(unit: Unit, level: int, axis: Axis) -> None:
-    """Note that the messages over the axis, from level - 1 to ``level``, were exact: nothing was lost."""
-    for run in lost_slice(unit).hop(level - 1, axis.size, axis.index).others:
-        for rows in run.rows:
-            rows.zero_()
-
-
-def commit_residual(unit: Unit, divisor: float, exact: bool, updates: int) -> None:
-    """After an update, the ``updates``-th, take the step's rounding errors, divided as the gradients were, into the
-    residual. Own rows, of which nothing is lost, are zero and stay so.
-
-    exact: codecs were off in this step. Then, and after a fallback, the residual has been sent: nothing is kept, and
-        raw gradients may travel in their own dtype again.
-    """
-    unit.carry = None
-    if exact or unit.codecs.gradients_inter is None:
-        unit.residual = unit.lost = None
-    if unit.residual is None:
-        return
-    assert unit.axes.crossing is not None
-    codecs = unit.codecs
-    if codecs.feedback_reset and updates % codecs.feedback_reset == 0:
-        unit.residual.zero_()
-        return
-    errors, residual = lost_slice(unit), Slice(unit.layout, unit.residual, unit.axes.crossing)
-    for level in range(unit.axes.crossing + 1, unit.axes.all + 1):
-        axis = unit.axes.axis(level)
-        if axis.link != INTER:
-            continue
-        lost, kept = errors.rows(level - 1, axis.size), residual.rows(level - 1, axis.size)
-        for new, old in zip(lost, kept, strict=True):
-            for others in (slice(axis.index), slice(axis.index + 1, None)):
-                # A weight of 1 gives the new value to the bit.
-                old[others].lerp_(new[others].div_(divisor), 1.0 - codecs.feedback_beta)
-    residual.clear_padding()  # as a checkpoint has it

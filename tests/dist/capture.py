@@ -20,13 +20,13 @@ def local_slices(engine, level_buffer):
 
 
 def _grad_slice(unit, a, b):
-    if unit.grad is None:
+    if unit.gradients.grad is None:
         return None
     inside = unit.layout.within(unit.axes.os, unit.axes.g)
     for piece in inside:
         if piece.compact <= a < piece.compact + piece.numel:
             start = piece.start + a - piece.compact
-            return unit.grad[start : start + b - a]
+            return unit.gradients.grad[start : start + b - a]
     raise AssertionError
 
 
@@ -65,4 +65,4 @@ def assemble(slices, shapes: dict) -> dict:
 def weights(engine) -> dict:
     """Master weights by name, full tensors (one tensor-parallel rank)."""
     shapes = {s.name: s.shape for u in engine.units for s in u.layout.slots}
-    return assemble(local_slices(engine, lambda u, a, b: u.master[a:b]), shapes)
+    return assemble(local_slices(engine, lambda u, a, b: u.master.value[a:b]), shapes)

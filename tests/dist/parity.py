@@ -221,7 +221,7 @@ def _own_rows(case: Case, size: int, dp_rank: int) -> Iterator[slice]:
 
 
 def _masters(engine: Any) -> Slices:
-    return _export(local_slices(engine, lambda unit, a, b: unit.master[a:b]))
+    return _export(local_slices(engine, lambda unit, a, b: unit.master.value[a:b]))
 
 
 def _export(slices: Sequence[tuple[str, int, torch.Tensor]]) -> Slices:

@@ -146,7 +146,7 @@ class Cluster:
         """True values of what a gather fills: a part of some unit's P copy or of its full buffer."""
         for unit in self.engine.units:
             (copy,) = unit.layout.pieces(unit.axes.p)
-            for buffer, start in ((unit.copy, copy.start), (unit.full, 0)):
+            for buffer, start in ((unit.weights.copy, copy.start), (unit.weights.full, 0)):
                 if buffer.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
                     low = start + out.storage_offset()
                     return self.truth[unit][low : low + out.numel()]
@@ -160,7 +160,7 @@ class Cluster:
         for unit in self.engine.units:
             self.truth[unit] = torch.randn(unit.layout.numel, device=self.device).to(unit.dtype)
             (own,) = unit.layout.pieces(unit.axes.os)
-            unit.master.copy_(self.truth[unit][own.start : own.start + own.numel])
+            unit.master.value.copy_(self.truth[unit][own.start : own.start + own.numel])
         self.engine.invalidate()
         self.engine.begin_step(MICRO_BATCHES)
         for _ in range(MICRO_BATCHES):

@@ -32,9 +32,12 @@ class Callbacks:
         self.members = [*own, *self.users.values()]
         self._names = {callback: name for name, callback in self.users.items()}
 
-    def start(self, run: WatchedRun) -> None:
+    def watch(self, run: WatchedRun) -> None:
+        """Tell every callback which run it watches."""
         for callback in self.members:
             callback.run = run
+
+    def start(self) -> None:
         self._tell("start")
 
     def before_step(self, iteration: int) -> None:

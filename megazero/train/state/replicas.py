@@ -119,10 +119,10 @@ def _merge(
     loaded = saved.fill(
         load_records(engine, placements, optimizer=False), kinds_to_load(engine, list(stored), ())
     )
-    anchors = {unit: unit.master.clone() for unit in engine.units}
+    anchors = {unit: unit.master.value.clone() for unit in engine.units}
     momentum: dict[Unit, torch.Tensor] = {}
     if MOMENTUM in stored:
-        momentum = {unit: torch.zeros_like(unit.master) for unit in engine.units}
+        momentum = {unit: torch.zeros_like(unit.master.value) for unit in engine.units}
         saved.fill(_records_of(engine, placements, MOMENTUM, momentum), {MOMENTUM: MOMENTUM})
     lost = _load_means(saved, engine, placements)
     arrived = _load_flight(saved, engine, placements)
@@ -131,13 +131,13 @@ def _merge(
         anchor, met = Anchor(value, momentum.get(unit), None), since[rule.fragment_of(unit.name)] == 0
         if unit in arrived:
             outer_update(anchor, arrived[unit].div_(saved.count), rule)
-            mix(unit.master, value, rule.mixing)
+            mix(unit.master.value, value, rule.mixing)
             met = True
         if met and rule.mixing == 1:
-            torch.sub(value, lost[unit], out=unit.master)
+            torch.sub(value, lost[unit], out=unit.master.value)
         else:
-            outer_update(anchor, torch.sub(value, unit.master).add_(lost[unit]), rule)
-            unit.master.copy_(value)
+            outer_update(anchor, torch.sub(value, unit.master.value).add_(lost[unit]), rule)
+            unit.master.value.copy_(value)
     engine.invalidate()
     if engine.outer is not None:
         engine.outer.begin(anchors, momentum)
@@ -152,7 +152,7 @@ def _load_flight(
         return {}
     fragment, _ = saved.counters["flight"]
     units = [unit for unit in engine.units if saved.outer.fragment_of(unit.name) == fragment]
-    sums = {unit: torch.zeros_like(unit.master) for unit in units}
+    sums = {unit: torch.zeros_like(unit.master.value) for unit in units}
     saved.fill(_records_of(engine, placements, SUMS, sums), {SUMS: SUMS})
     return sums
 
@@ -161,7 +161,7 @@ def _load_means(
     saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Placement]
 ) -> dict[Unit, torch.Tensor]:
     """Fill master weights and inner state with means over the replicas. Return the mean outer residual by unit."""
-    lost = {unit: torch.zeros_like(unit.master) for unit in engine.units}
+    lost = {unit: torch.zeros_like(unit.master.value) for unit in engine.units}
     totals: list[torch.Tensor] = []
     for replica in range(saved.count):
         own = load_records(engine, placements, True, RESIDUAL in saved.kinds)

@@ -161,7 +161,7 @@ def train(net, engine, steps, micro_batches):
             with engine.evaluation():
                 loss_of(net, batches(99, 1)[0])
     shapes = {n: p.shape for n, p in Net().named_parameters()}
-    final = local_slices(engine, lambda u, a, b: u.master[a:b])
+    final = local_slices(engine, lambda u, a, b: u.master.value[a:b])
     return losses, norms, assemble(store_["slices"], shapes), assemble(final, shapes)
 
 
@@ -266,7 +266,7 @@ def averaged():
         loss_of(net, batches(step, 4)[mesh.batch_rank]).backward()
         engine.step()
     shapes = {n: p.shape for n, p in net.named_parameters()}
-    return assemble(local_slices(engine, lambda u, a, b: u.master[a:b]), shapes)
+    return assemble(local_slices(engine, lambda u, a, b: u.master.value[a:b]), shapes)
 
 
 def test_averaged_replicas_with_units_on_other_axes_equal_bare_torch():
@@ -279,6 +279,31 @@ def test_averaged_replicas_with_units_on_other_axes_equal_bare_torch():
     for got in run_ranks(4, averaged):
         for name, value in net.named_parameters():
             torch.testing.assert_close(got[name], value.detach(), rtol=1e-10, atol=1e-12, msg=name)
+
+
+def whole_gradients(place):
+    """What ``engine.gradients()`` gives in one step."""
+    net, engine = make(*place, EXACT)
+    engine.begin_step(1, divisor=4 * 12)
+    loss_of(net, batches(0, 4)[engine.mesh.dp_rank]).backward()
+    found = dict(engine.gradients())
+    engine.step()
+    return found
+
+
+@pytest.mark.parametrize("place", ["zeropp; hpz across, zero3", "hpz; experts"])
+def test_whole_gradients_of_units_on_other_axes_are_those_of_bare_torch(place):
+    """Of experts, each rank has its own."""
+    net = Net()
+    (sum(loss_of(net, tokens) for tokens in batches(0, 4)) / (4 * 12)).backward()
+    for rank, got in enumerate(run_ranks(4, whole_gradients, PLACES[place])):
+        held = ["0", "1"] if "experts" not in place else [str(rank % 2)]
+        wanted = {
+            n: p.grad for n, p in net.named_parameters() if "experts" not in n or n.split(".")[3] in held
+        }
+        assert got.keys() == wanted.keys()
+        for name, grad in got.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------
@@ -329,7 +354,7 @@ def written(everywhere):
         for name, expert in net.routed[0].experts.items():
             expert.weight.fill_(float(name) if everywhere else float(dist.get_rank()))
     shapes = {n: p.shape for n, p in Net().named_parameters()}
-    final = assemble(local_slices(engine, lambda u, a, b: u.master[a:b]), shapes)
+    final = assemble(local_slices(engine, lambda u, a, b: u.master.value[a:b]), shapes)
     return [final[f"routed.0.experts.{i}.weight"].unique().tolist() for i in range(EXPERTS)]
 
 

@@ -65,7 +65,7 @@ def gathered_in_step(values, mesh):
         engine.step()
     uses = [[units_of(engine, module) for module in part] for part in decoder.parts()]
     copies = Copies(uses, engine.policy.keep_gathered, engine.policy.prefetch_bytes)
-    expected = gathers(copies, program, [u.full.nbytes for u in engine.units])
+    expected = gathers(copies, program, [u.weights.full.nbytes for u in engine.units])
     return launched, expected, uses
 
 

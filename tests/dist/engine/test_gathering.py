@@ -49,15 +49,15 @@ def shares(name: str, shards: tuple[int, int, int]) -> list[tuple[float, ...]]:
     policy = zero.Policy(prefetch_bytes=(256 << 20) // SCALE**2, chunk_numel=(1 << 27) // SCALE**2, block=16)
     mesh = create_mesh(shards=shards)
     engine = zero.shard(model, mesh=mesh, policy=policy, units=model, optimizer=SGD)
-    total = sum(u.full.nbytes for u in engine.units) / len(model)
+    total = sum(u.weights.full.nbytes for u in engine.units) / len(model)
     called, held = [], []
     use = engine.gatherer.use
 
     def watch(needs):
-        here = [u for u in needs if u.ready or u.ticket is not None]
-        called.append(sum(u.full.nbytes for u in here) / sum(u.full.nbytes for u in needs))
+        here = [u for u in needs if u.weights.ready or u.weights.ticket is not None]
+        called.append(sum(u.weights.full.nbytes for u in here) / sum(u.weights.full.nbytes for u in needs))
         use(needs)
-        held.append(sum(u.full.nbytes for u in engine.units if u.full_present) / total)
+        held.append(sum(u.weights.full.nbytes for u in engine.units if u.weights.full_present) / total)
 
     engine.gatherer.use = watch
     for _ in range(2):

@@ -415,7 +415,7 @@ def penalised(shards):
             loss(model).backward()
         out = model(torch.ones(3, 8).requires_grad_()).sum()
         torch.autograd.grad(out, model.layers[3].bias)  # after the last backward
-        kept = any(u.in_backward or u.axes.p and u.full_present for u in engine.units)
+        kept = any(u.weights.in_backward or u.axes.p and u.weights.full_present for u in engine.units)
         engine.step()
         optimizer.zero_grad()
         loss(plain).backward()
@@ -721,7 +721,7 @@ def saved(delta):
     if delta:
         engine.refresh()
     records = save_records(engine)
-    own = [t for u in engine.units for t in (u.master, u.copy)]
+    own = [t for u in engine.units for t in (u.master.value, u.weights.copy)]
     own += [t for state in engine.optimizer.torch.state.values() for t in state.values()]
     held = {t.untyped_storage().data_ptr() for t in own}
     tensors = [t for r in records for t in r.tensors.values()]

@@ -12,7 +12,7 @@ from megazero import zero
 from megazero.kernels.adamw import NOTHING
 from megazero.train.nvidia_apex import fused_adam
 from megazero.zero.elementwise import OnePassAdamW
-from megazero.zero.unit import Unit
+from megazero.zero.weights import Weights
 from tests.apex_stand_in import installed
 from tests.dist.pool import by_case
 from tests.dist.quantised.cases import (
@@ -69,7 +69,7 @@ def train(case: Case, optimizer, frozen: bool) -> tuple[list, dict, list]:
                 gradients[1] = [g * torch.inf for g in gradients[1]]
             model(gradients).backward()
         assert engine.step().skipped == (step == 3)
-        prepared.append([unit.prepared == unit.master_version for unit in engine.units])
+        prepared.append([unit.weights.prepared == unit.master.version for unit in engine.units])
         if step == 4:
             with engine.gathered(write=True), torch.no_grad():
                 model.layers[1].held[0].mul_(0.5)
@@ -79,13 +79,13 @@ def train(case: Case, optimizer, frozen: bool) -> tuple[list, dict, list]:
             engine.refresh()
         bits.append(bits_of(engine))
     with engine.gathered():
-        bits.append([digest(unit.full) for unit in engine.units])
+        bits.append([digest(unit.weights.full) for unit in engine.units])
     return bits, full_masters(engine), prepared
 
 
 def compare(case: Case, frozen: bool = False):
     one, masters, prepared = train(case, ONE_PASS, frozen)
-    with patch.object(Unit, "left_by_updates", lambda _: NOTHING):
+    with patch.object(Weights, "left_by_updates", lambda _: NOTHING):
         other, _, never = train(case, ONE_PASS, frozen)
     _, torchs, _ = train(case, ADAMW, frozen)
     apart = max(float((masters[n] - torchs[n]).abs().max()) for n in masters)

@@ -412,7 +412,9 @@ def whole_sums(shards, micro_batches):
     found = []
     for _, low, high, at in unit.layout.ranges(unit.axes.os):
         start = unit.layout.within(unit.axes.os, unit.axes.g)[0].start + at
-        found.append(torch.equal(unit.grad[start : start + high - low], drawn.sum((0, 1))[low:high].float()))
+        found.append(
+            torch.equal(unit.gradients.grad[start : start + high - low], drawn.sum((0, 1))[low:high].float())
+        )
     return found
 
 

@@ -58,7 +58,7 @@ def update_after_a_shorter_pass():
     update = engine.optimizer.update
 
     def watched(*given):
-        under_way.append([u.name for u in engine.units if u.ticket is not None])
+        under_way.append([u.name for u in engine.units if u.weights.ticket is not None])
         update(*given)
 
     engine.optimizer.update = watched
@@ -83,10 +83,10 @@ def refreshed():
     ensure = engine.gatherer.ensure
     engine.gatherer.ensure = lambda unit: (
         ensure(unit),
-        most.append(sum(u.full_present for u in engine.units)),
+        most.append(sum(u.weights.full_present for u in engine.units)),
     )
     engine.refresh()
-    return most, [u.name for u in engine.units if u.copy_version != u.master_version]
+    return most, [u.name for u in engine.units if u.weights.version != u.master.version]
 
 
 def test_a_refresh_holds_one_units_full_parameters_at_a_time():
@@ -126,7 +126,7 @@ def fallen_back_elsewhere():
         "fallen_back": {engine.units[1].name: ["weights", "gradients"], "gone": ["weights"]},
     }
     engine.load_state(state)
-    shared = [u.master.data_ptr() == u.copy.data_ptr() for u in engine.units]
+    shared = [u.master.value.data_ptr() == u.weights.copy.data_ptr() for u in engine.units]
     del state["fallen_back"]["gone"]
     return shared, engine.state() == state
 
@@ -150,7 +150,7 @@ def paid():
         model(torch.randn(3, 8).bfloat16()).sum().backward()
         engine.step()
         sent = engine.traffic.take()["reduce_inter_node_bytes"]
-        seen.append((any(u.residual is not None for u in engine.units), sent / half))
+        seen.append((any(u.feedback.residual is not None for u in engine.units), sent / half))
     return seen
 
 

@@ -40,7 +40,7 @@ def trained(order: tuple[int, ...]) -> tuple[int, Any]:
         pipeline.step(data)
         issued.append(engine.issued.value)
         engine.step()
-    masters = b"".join(unit.master.numpy().tobytes() for unit in engine.units)
+    masters = b"".join(unit.master.value.numpy().tobytes() for unit in engine.units)
     return rank, (issued, dict(traffic.bytes), hashlib.sha256(masters).hexdigest())
 
 

@@ -100,7 +100,7 @@ def _run(case: OuterCase, config: RunConfig) -> Seen:
         drifts.append(None if info.outer_norm is None else (info.outer_norm, info.outer_drift))
         sent.append(engine.traffic.take())
     engine.settle()
-    masters = local_slices(engine, lambda unit, a, b: unit.master[a:b])
+    masters = local_slices(engine, lambda unit, a, b: unit.master.value[a:b])
     anchors = local_slices(engine, lambda unit, a, b: engine.outer.anchors[unit].value[a:b])
     slices = [[(n, low, v.numpy()) for n, low, v in each] for each in (masters, anchors)]
     mesh.release()

@@ -152,9 +152,9 @@ def moved(
         torch.manual_seed(100 * step + mesh.replica)
         way = torch.randn(NUMEL) * (1 + mesh.replica)
         (piece,) = layout.pieces(axes.os)
-        unit.master.add_(way[piece.span])
+        unit.master.value.add_(way[piece.span])
         before = anchor.value.clone()
-        wanted = total(own(before - unit.master) + kept)
+        wanted = total(own(before - unit.master.value) + kept)
         steps.updated(True)
         sent += engine.traffic.take()["outer_inter_node_bytes"]
         got = outer * own(before - anchor.value) + total(kept)

@@ -135,13 +135,15 @@ def after_updates(case: Staged, mesh: Mesh, updates: int = 4) -> dict:
         assert not step_with(case, model, engine, step, divisor=4.0).skipped
         with engine.gathered():
             for unit in engine.units:
-                found["full", unit.name].append(digest(unit.full))
+                found["full", unit.name].append(digest(unit.weights.full))
     for unit in engine.units:
         axes, at = unit.axes, unit.layout.pieces
         states = [engine.optimizer.torch.state[r.leaf] for r in engine.optimizer.runs if r.unit is unit]
         moments = [s[k] for s in states for k in ("exp_avg", "exp_avg_sq")]
-        found["copy", unit.name, at(axes.p)].append(digest(unit.copy) if unit.copy_present else "")
-        found["master", unit.name, at(axes.os)].append(digest(unit.master, *moments))
+        found["copy", unit.name, at(axes.p)].append(
+            digest(unit.weights.copy) if unit.weights.copy_present else ""
+        )
+        found["master", unit.name, at(axes.os)].append(digest(unit.master.value, *moments))
     return dict(found)
 
 

@@ -149,7 +149,7 @@ def owned(unit: Unit) -> torch.Tensor:
 def reduced(unit: Unit) -> torch.Tensor:
     """Compact [n/OS], padding included: the gradient slice that the optimizer was given."""
     within = unit.layout.within(unit.axes.os, unit.axes.g)
-    return torch.cat([unit.grad[p.start : p.start + p.numel] for p in within]).double()
+    return torch.cat([unit.gradients.grad[p.start : p.start + p.numel] for p in within]).double()
 
 
 def digest(*tensors: torch.Tensor) -> str:
@@ -164,9 +164,12 @@ def bits_of(engine: zero.Engine) -> dict:
     """All of this rank that an update changes, as digests: master, optimizer state, residuals, R."""
     out: dict = {"state": engine.state()}
     for unit in engine.units:
-        held = [unit.master, *(x for x in (unit.residual, unit.carry) if x is not None)]
+        held = [
+            unit.master.value,
+            *(x for x in (unit.feedback.residual, unit.feedback.carry) if x is not None),
+        ]
         if unit.delta:
-            held.append(unit.copy)
+            held.append(unit.weights.copy)
         out[unit.name] = digest(*held)
     for i, state in enumerate(engine.optimizer.torch.state.values()):
         out[i] = digest(*(x for x in state.values() if isinstance(x, torch.Tensor)))
@@ -176,7 +179,7 @@ def bits_of(engine: zero.Engine) -> dict:
 def full_masters(engine: zero.Engine) -> dict[str, torch.Tensor]:
     """fp64 [n] by unit, from every rank's slice. Collective; one tensor-parallel rank."""
     every: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, [(owned(u), u.master.double()) for u in engine.units])
+    torch.distributed.all_gather_object(every, [(owned(u), u.master.value.double()) for u in engine.units])
     out = {}
     for i, unit in enumerate(engine.units):
         out[unit.name] = torch.full((unit.layout.numel,), torch.nan, dtype=torch.float64)
@@ -189,7 +192,7 @@ def owed_by(unit: Unit, mesh: Mesh) -> torch.Tensor:
     """fp64 [n]: residuals of all data-parallel ranks, each where it is held, added up. Collective."""
     at = torch.cat([torch.arange(p.start, p.start + p.numel) for p in unit.layout.pieces(unit.axes.crossing)])
     every: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, (mesh.tp.index, at, unit.open_residual().double()))
+    torch.distributed.all_gather_object(every, (mesh.tp.index, at, unit.feedback.open_residual().double()))
     total = torch.zeros(unit.layout.numel, dtype=torch.float64)
     for tp, positions, residual in every:
         if tp == mesh.tp.index:

@@ -47,14 +47,14 @@ def after_updates(case: Case, updates: int) -> tuple[list, dict, dict]:
     for step in range(updates):
         assert not step_with(case, model, engine, step % 8, divisor=4.0).skipped
         with engine.gathered():
-            full.append([digest(unit.full) for unit in engine.units])
+            full.append([digest(unit.weights.full) for unit in engine.units])
     tp = engine.mesh.tp.index
     for unit in engine.units:
         axes, at = unit.axes, unit.layout.pieces
         states = [engine.optimizer.torch.state[r.leaf] for r in engine.optimizer.runs if r.unit is unit]
-        copies[unit.name, at(axes.p), tp] = digest(unit.copy) if unit.copy_present else ""
+        copies[unit.name, at(axes.p), tp] = digest(unit.weights.copy) if unit.weights.copy_present else ""
         moments = [s[k] for s in states for k in ("exp_avg", "exp_avg_sq")]
-        masters[unit.name, at(axes.os), tp] = digest(unit.master, *moments)
+        masters[unit.name, at(axes.os), tp] = digest(unit.master.value, *moments)
     return full, copies, masters
 
 
@@ -202,7 +202,7 @@ def test_every_use_in_a_step_sees_the_same_bits_and_evaluations_change_none(life
 
 def full_of(engine) -> dict:
     with engine.gathered():
-        return {unit.name: unit.full.double().clone() for unit in engine.units}
+        return {unit.name: unit.weights.full.double().clone() for unit in engine.units}
 
 
 def by_block(x, codec):
@@ -278,7 +278,7 @@ def written(case: Case) -> tuple:
     assert (held[at] == 0.25).all() or not case.codecs.delta, case
     step_with(case, model, engine, 3)
     with engine.gathered():
-        return changed, [digest(unit.full) for unit in engine.units]
+        return changed, [digest(unit.weights.full) for unit in engine.units]
 
 
 def test_writes_keep_what_was_not_written():

@@ -275,7 +275,7 @@ def averaged(case: Case, beta: float) -> None:
     (plain_model, plain) = make(case.but(codecs=replace(case.codecs, feedback_beta=0.0, feedback_reset=0)))
     step_with(case, model, engine, divisor=4.0)
     step_with(case, plain_model, plain, divisor=4.0)
-    first = [unit.residual.clone() for unit in engine.units]
+    first = [unit.feedback.residual.clone() for unit in engine.units]
     assert any(lost.any() for lost in first)
     for lost, whole in zip(first, plain.units, strict=True):
         torch.testing.assert_close(lost, (1 - beta) * whole.residual, rtol=1e-6, atol=0)
@@ -288,9 +288,9 @@ def averaged(case: Case, beta: float) -> None:
         wanted = torch.zeros_like(owed)
         wanted[:n] = beta * owed[:n] + (1 - beta) * (owed[:n] - sent[0])
         wanted[n:] = beta * owed[n:]
-        torch.testing.assert_close(unit.residual, wanted, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(unit.feedback.residual, wanted, rtol=1e-5, atol=1e-7)
     step_with(case, model, engine, 2, divisor=4.0)
-    assert not any(unit.residual.any() for unit in engine.units)
+    assert not any(unit.feedback.residual.any() for unit in engine.units)
 
 
 def test_error_feedback_averages_and_is_reset():
@@ -312,7 +312,7 @@ def refreshed_within_the_bound(case: Case) -> None:
         masters = full_masters(engine)
         with engine.gathered():
             for unit in engine.units:
-                now, master = unit.full.double(), masters[unit.name]
+                now, master = unit.weights.full.double(), masters[unit.name]
                 wanted, lost = master.to(case.dtype).double(), torch.zeros_like(master)
                 codec, coded = unit.codecs.weights, unit.layout.regions[0][1]
                 if codec is not None and not (unit.delta and not step):

@@ -95,7 +95,7 @@ def fed_back(case: Case, steps: int = 16) -> float:
     for t in (steps + 1, steps + 2):
         step(t, 1.0)
         for unit in engine.units:
-            assert unit.residual is None or not unit.residual.any()
+            assert unit.feedback.residual is None or not unit.feedback.residual.any()
             exact = t * sum(nodes[unit])[owned(unit)]
             slack = t * 2**-20 * torch.stack(nodes[unit]).abs().sum(0)[owned(unit)]
             assert unit.axes.all > unit.axes.os or ((applied[unit] - exact).abs() <= slack).all(), (
@@ -191,7 +191,7 @@ def weights_fall_back(case: Case, skipped: bool = False):
     def exact(engine):
         masters = full_masters(engine)
         with engine.gathered():
-            return [torch.equal(u.full, masters[u.name].to(case.dtype)) for u in engine.units]
+            return [torch.equal(u.weights.full, masters[u.name].to(case.dtype)) for u in engine.units]
 
     def gradients(step):
         out = drawn(case, engine.mesh.dp_rank, engine.mesh.tp.index, 0, step)

@@ -18,8 +18,9 @@ from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
+from megazero.zero.gradients import Gradients
 from megazero.zero.layout import Slice
-from megazero.zero.unit import Unit
+from megazero.zero.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ def seeded(name: str, engine: Engine, pipeline: Pipeline, config: RunConfig) -> 
 def _skip_last_reduction(place: Place) -> None:
     """A step's last micro-batch adds nothing to the gradients."""
     count = place.engine.reducer
-    take = Unit.take_gradient
+    take = Gradients.take
 
-    def skipping(unit: Unit, name: str, param: torch.nn.Parameter) -> None:
-        if count.micro_batches > 1 and unit.backwards == count.micro_batches - 1:
+    def skipping(gradients: Gradients, name: str, param: torch.nn.Parameter) -> None:
+        if count.micro_batches > 1 and gradients.backwards == count.micro_batches - 1:
             assert param.grad is not None
             param.grad = torch.zeros_like(param.grad)
-        take(unit, name, param)
+        take(gradients, name, param)
 
-    place.replace(Unit, "take_gradient", skipping)
+    place.replace(Gradients, "take", skipping)
 
 
 def _wrong_norm_group(place: Place) -> None:
@@ -88,9 +89,9 @@ def _stale_secondary(place: Place) -> None:
     def ending() -> None:
         end()
         for unit in units:
-            unit.copy_version = unit.master_version
+            unit.weights.refreshed()
 
-    place.replace(Unit, "drop_copy", lambda unit: None)
+    place.replace(Weights, "drop_copy", lambda weights: None)
     place.replace(place.engine, "_end_step", ending)
 
 
@@ -102,8 +103,8 @@ def _swapped_shard(place: Place) -> None:
 
     def swapping(row: Tensor) -> None:
         for unit in place.engine.units:
-            assert unit.grad is not None
-            for own in Slice(unit.layout, unit.grad, unit.axes.g).rows(unit.axes.os, 1):
+            assert unit.gradients.grad is not None
+            for own in Slice(unit.layout, unit.gradients.grad, unit.axes.g).rows(unit.axes.os, 1):
                 every = own.new_empty(axis.size * own.numel())
                 all_gather_flat(every, own.reshape(-1).clone(), group=axis.reduce_group)
                 if axis.index < 2:

@@ -85,7 +85,7 @@ def test_residuals_are_of_the_slice_that_crosses_nodes(
     shapes = [(UnitShape(unit.layout.numel, 0, True), 1) for unit in engine.units]
     elements = sum(shape.elements for shape, _ in shapes)
     units: Any = SimpleNamespace(counts=shapes, elements=elements, matrices=0)
-    held = sum(unit.open_residual().nbytes for unit in engine.units)
+    held = sum(unit.feedback.open_residual().nbytes for unit in engine.units)
     assert model_states(units, states, OptimizerConfig(lr=0.1))["residuals"] == held > 0
 
 
@@ -120,7 +120,7 @@ def test_a_gathers_messages(
     engine.rounding.names = ()  # no unit's rounding is measured: that has buffers of its own
     engine.invalidate()
     for unit in engine.units:
-        unit.copy_version = 0
+        unit.weights.version = 0
     engine.refresh()
     unit = engine.units[0]
     p, _, os = shards
@@ -144,8 +144,8 @@ def test_what_a_gather_ahead_of_use_adds(
     ).engine.units
     formats = Formats(2, 4, Codecs(Coding(*weights) if weights else None, delta=delta))
     states = States(make_grid(4, 2, shards=shards), Shards(*shards, "resident"), formats, False, 0)
-    assert states.ahead_bytes(UnitShape(unit.layout.numel, 0, True)) == unit.gather_bytes
-    assert (unit.gather_bytes > 0) == (shards[0] > 1 or weights is not None)
+    assert states.ahead_bytes(UnitShape(unit.layout.numel, 0, True)) == unit.weights.gather_bytes
+    assert (unit.weights.gather_bytes > 0) == (shards[0] > 1 or weights is not None)
 
 
 def test_what_the_next_module_needs_takes_none_of_the_bytes_beyond_it() -> None:

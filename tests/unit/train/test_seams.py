@@ -430,7 +430,7 @@ def test_finetuning_takes_the_weights_and_nothing_else(tmp_path: Path) -> None:
     masters, moments = [], []
 
     def watch(trainer: Trainer) -> None:
-        masters.append(torch.cat([unit.master for unit in trainer.engine.units]).clone())
+        masters.append(torch.cat([unit.master.value for unit in trainer.engine.units]).clone())
         states = trainer.engine.optimizer.torch.state.values()
         moments.append(sum(float(value.abs().sum()) for state in states for value in state.values()))
 

@@ -18,6 +18,7 @@ from megazero.comm.codec import Blockwise, Identity
 from megazero.comm.lane import Lane
 from megazero.kernels import arena as arena_module
 from megazero.kernels.arena import Frame
+from megazero.zero.gradients import Gradients
 from megazero.zero.reduce import Reducer
 from megazero.zero.unit import Unit
 from tests.gpu.test_hpz_race import CPU, LAYERS, Cluster, Landing, Wire
@@ -49,7 +50,7 @@ class ArenaWatch(Watch):
 
     def _watch_arena(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(arena_module, "home_of", lambda device: Streams.now[-1])
-        take, exchange, stage, add = Frame.take, Wire.exchange, Unit.stage, Identity.decode_sum
+        take, exchange, stage, add = Frame.take, Wire.exchange, Gradients._stage, Identity.decode_sum
 
         def taking(frame: Frame, numel: int, dtype: torch.dtype) -> torch.Tensor:
             buffer = take(frame, numel, dtype)
@@ -60,10 +61,10 @@ class ArenaWatch(Watch):
             self.use(out, messages)
             return exchange(wire, out, messages)
 
-        def staging(unit: Unit) -> None:
-            stage(unit)
-            if unit.staging is not None:
-                self.use(unit.staging.buffer)
+        def staging(gradients: Gradients) -> None:
+            stage(gradients)
+            if gradients.staging is not None:
+                self.use(gradients.staging.buffer)
 
         def adding(
             codec: Identity, received: torch.Tensor, out: torch.Tensor, more: bool, *exact: Any, own: Any
@@ -73,7 +74,7 @@ class ArenaWatch(Watch):
 
         patch.setattr(Frame, "take", taking)
         patch.setattr(Wire, "exchange", exchanging)
-        patch.setattr(Unit, "stage", staging)
+        patch.setattr(Gradients, "_stage", staging)
         patch.setattr(Identity, "decode_sum", adding)
 
     def _take(self, buffer: torch.Tensor) -> None:
@@ -154,7 +155,7 @@ def stepped(
         for _ in range(2):
             cluster.module(cluster.inputs).sum().backward()
         norms.append(engine.step().grad_norm)
-    return [torch.tensor(norms), *(unit.master for unit in engine.units)]
+    return [torch.tensor(norms), *(unit.master.value for unit in engine.units)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -68,7 +68,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_for_the_next(
         runs.append(cluster.engine)
     assert runs[0].state() == runs[1].state()
     for one, other in zip(runs[0].units, runs[1].units, strict=True):
-        assert torch.equal(one.master, other.master)
+        assert torch.equal(one.master.value, other.master.value)
 
 
 def test_a_load_of_what_receivers_hold_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_load_of_what_receivers_hold_sends_nothing(monkeypatch: pytest.MonkeyP
     held.refresh()
     held.traffic.take()
     for unit in held.units:
-        unit.master.add_(1)
+        unit.master.value.add_(1)
     held.invalidate()
     held.refresh()
     assert not any(held.traffic.take().values())
@@ -104,7 +104,7 @@ def test_a_save_before_the_first_step_changes_no_step(monkeypatch: pytest.Monkey
         for _ in range(2):
             step(cluster)
         assert cluster.engine.optimizer.scalars() == {"step": 2.0}
-        masters.append(torch.cat([unit.master for unit in units]))
+        masters.append(torch.cat([unit.master.value for unit in units]))
     assert torch.equal(masters[0], masters[1]) and torch.equal(masters[0], masters[2])
 
 
@@ -122,9 +122,9 @@ def test_what_was_carried_is_added_in_the_sums_unit(
             record.tensors[RESIDUAL].fill_(carried)
         held.invalidate()
         assert step(cluster, torch.inf).skipped
-        assert all(unit.residual is not None for unit in held.units) and not rank_tensors(held)
+        assert all(unit.feedback.residual is not None for unit in held.units) and not rank_tensors(held)
         assert not step(cluster, divisor=8.0).skipped and len(rank_tensors(held)) == len(held.units)
-        masters.append([unit.master for unit in held.units])
+        masters.append([unit.master.value for unit in held.units])
     for unit, plain, more in zip(held.units, *masters, strict=True):
         for _, low, high, at in unit.layout.ranges(unit.axes.os):
             moved = (more - plain)[at : at + high - low]
@@ -140,12 +140,12 @@ def test_a_step_does_not_depend_on_the_one_before(
 ) -> None:
     """The same weights and samples give the same norm: nothing is left of the last step's gradients."""
     cluster = engine(monkeypatch, shards)
-    masters = [unit.master.clone() for unit in cluster.engine.units]
+    masters = [unit.master.value.clone() for unit in cluster.engine.units]
     norms = []
     for _ in range(3):
         norms.append(step(cluster).grad_norm)
         for unit, value in zip(cluster.engine.units, masters, strict=True):
-            unit.master.copy_(value)
+            unit.master.value.copy_(value)
         cluster.engine.invalidate()
     assert norms[0] == norms[1] == norms[2] > 0
 
@@ -223,13 +223,13 @@ def test_what_the_parameters_cannot_hold_is_no_difference(monkeypatch: pytest.Mo
     monkeypatch.setattr(Blockwise, "encode", noted)
     cluster = engine(monkeypatch, (2, 2, 4), codecs=DELTA)
     for unit in cluster.engine.units:
-        unit.master.mul_(1 + 2**-11)
-        unit.copy_version = 0
+        unit.master.value.mul_(1 + 2**-11)
+        unit.weights.version = 0
     cluster.engine.refresh()
     assert sent and not any(x.any() for x in sent)
     for unit in cluster.engine.units:
-        unit.master.mul_(1 + 2**-6)
-        unit.copy_version = 0
+        unit.master.value.mul_(1 + 2**-6)
+        unit.weights.version = 0
     cluster.engine.refresh()
     assert sent[-1].any()
 
@@ -237,8 +237,8 @@ def test_what_the_parameters_cannot_hold_is_no_difference(monkeypatch: pytest.Mo
 def test_a_write_keeps_the_bits_of_what_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = engine(monkeypatch, (1, 1, 4))
     unit = cluster.engine.units[0]
-    unit.master.mul_(1 + 2**-11)  # below bf16
-    before = unit.master.clone()
+    unit.master.value.mul_(1 + 2**-11)  # below bf16
+    before = unit.master.value.clone()
     cluster.engine.invalidate()
     (weight, *_) = cluster.module[0].parameters()
     at = next(
@@ -246,8 +246,8 @@ def test_a_write_keeps_the_bits_of_what_was_not_written(monkeypatch: pytest.Monk
     )
     with cluster.engine.gathered(write=True), torch.no_grad():
         weight.view(-1)[at[0] + 1] = 7.0
-    changed = (unit.master != before).nonzero().flatten().tolist()
-    assert changed == [at[1] + 1] and unit.master[changed[0]] == 7.0
+    changed = (unit.master.value != before).nonzero().flatten().tolist()
+    assert changed == [at[1] + 1] and unit.master.value[changed[0]] == 7.0
 
 
 @pytest.mark.parametrize(
@@ -279,11 +279,11 @@ def test_what_can_be_read_is_what_the_next_forward_reads(
 
     def fall_back() -> None:
         for unit in held.units:
-            unit.send_exactly("weights")
+            unit.weights.send_exactly()
 
     def change() -> None:
         for unit in held.units:
-            unit.master.mul_(1.25)
+            unit.master.value.mul_(1.25)
         held.invalidate()
 
     def load_in_block() -> None:
@@ -328,7 +328,7 @@ def test_tied_parameters_count_at_one_end(monkeypatch: pytest.MonkeyPatch) -> No
     cluster.engine.begin_step()
     cluster.module(cluster.inputs).sum().backward()
     cluster.engine.reducer.wait()
-    cluster.engine.units[1].tied = True
+    object.__setattr__(cluster.engine.units[1], "tied", True)
     mesh, squares = cluster.engine.mesh, {}
     for index in (0, 1):  # of the two ends
         monkeypatch.setitem(vars(mesh), "ends", SimpleNamespace(index=index))
@@ -344,7 +344,7 @@ def test_the_ends_sum_comes_after_each_ends_own(monkeypatch: pytest.MonkeyPatch)
     cluster = engine(monkeypatch, (1, 1, 4))
     reducer, calls = cluster.engine.reducer, list[tuple[str, ...]]()
     shared = reducer.units[1]
-    shared.tied = True
+    object.__setattr__(shared, "tied", True)
     tickets = [Ticket(unit.name, (), iter(())) for unit in (*reducer.units, shared)]  # type: ignore[arg-type]
     reducer.pending.extend(tickets)
     lane: Any = SimpleNamespace(
@@ -365,9 +365,9 @@ def test_replicas_of_an_end_send_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     for rank in range(2):
         cluster = engine(monkeypatch, (1, 1, 1), rank, codecs=zero.Codecs(gradients_inter=codec))
         unit, context = cluster.engine.units[0], cluster.engine.gatherer.context
-        unit.begin_step()
-        assert unit.grad is not None
-        unit.grad.copy_(torch.linspace(-1, 1, unit.grad.numel()))
+        unit.gradients.begin_step()
+        assert unit.gradients.grad is not None
+        unit.gradients.grad.copy_(torch.linspace(-1, 1, unit.gradients.grad.numel()))
         for end in range(2):
             keep = partial(lambda key, ends, out, own, *_: sent.__setitem__(key, own.clone()), (rank, end))
             monkeypatch.setattr(hops, "start_gather", keep)
@@ -387,12 +387,12 @@ def test_what_rounding_lost_is_in_the_next_message(
     cluster = engine(monkeypatch, shards, codecs=zero.Codecs(gradients_inter=CODED, feedback=True))
     seen: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
     cluster.engine.rounding.observer = lambda *told: seen[-1].append((told[3].clone(), told[4].clone()))
-    masters = [unit.master.clone() for unit in cluster.engine.units]
+    masters = [unit.master.value.clone() for unit in cluster.engine.units]
     for _ in range(2):
         seen.append([])
         assert not step(cluster, divisor=8.0).skipped
         for unit, value in zip(cluster.engine.units, masters, strict=True):
-            unit.master.copy_(value)
+            unit.master.value.copy_(value)
         cluster.engine.invalidate()
     across = [
         (exact, lost, again)
@@ -412,15 +412,17 @@ def test_after_a_fallback_the_rounded_copy_is_not_used(
     held = engine(monkeypatch, shards, codecs=zero.Codecs(weights=CODED), lifetime="resident").engine
     held.refresh()
     for unit in held.units:
-        assert not unit.stale
-        unit.send_exactly("weights")
-        assert unit.stale
+        assert not unit.weights.stale
+        unit.weights.send_exactly()
+        assert unit.weights.stale
     held.refresh()
     with held.gathered():
         for unit in held.units:
             for slot, low, high, at in unit.layout.ranges(unit.axes.os):
-                own = unit.master[at : at + high - low]
-                assert torch.equal(unit.full[slot.start + low : slot.start + high], own.to(unit.dtype))
+                own = unit.master.value[at : at + high - low]
+                assert torch.equal(
+                    unit.weights.full[slot.start + low : slot.start + high], own.to(unit.dtype)
+                )
 
 
 @pytest.mark.parametrize("codecs", [zero.Codecs(weights=CODED), DELTA], ids=["whole", "differences"])
@@ -428,7 +430,7 @@ def test_a_fallback_holds_one_copy(codecs: zero.Codecs, monkeypatch: pytest.Monk
     """It comes when memory is as full as ever: the rounded copy goes before the exact one is made; R stays."""
     held = engine(monkeypatch, (2, 4, 4), codecs=codecs, lifetime="resident").engine
     held.refresh()
-    old, made, empty = [weakref.ref(unit.copy) for unit in held.units], list[bool](), torch.empty
+    old, made, empty = [weakref.ref(unit.weights.copy) for unit in held.units], list[bool](), torch.empty
 
     def noted(*sizes: Any, **options: Any) -> torch.Tensor:
         made.append(old[len(made)]() is None)
@@ -436,7 +438,7 @@ def test_a_fallback_holds_one_copy(codecs: zero.Codecs, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "empty", noted)
     for unit in held.units:
-        unit.send_exactly("weights")
+        unit.weights.send_exactly()
     assert made == ([] if codecs.delta else [True] * len(held.units))
 
 
@@ -477,8 +479,8 @@ def test_norms_of_some_runs_have_their_own_dtypes() -> None:
     held = zero.shard(module, mesh=create_mesh(), units=module)
     held.begin_step()
     for unit in held.units:
-        assert unit.grad is not None
-        unit.grad.fill_(2.0)
+        assert unit.gradients.grad is not None
+        unit.gradients.grad.fill_(2.0)
     runs = [run for run in held.optimizer.runs if run.unit is held.units[1]]
     out = torch.zeros(1, dtype=torch.float64)
     GlobalNorm(runs, held.mesh).write(out)
@@ -499,7 +501,7 @@ def test_both_ends_residuals_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
         both.view(2, -1).copy_(torch.stack([own, 2 * own]))
 
     monkeypatch.setattr(records, "all_gather_flat", gather)
-    unit.tied = True
+    object.__setattr__(unit, "tied", True)
     saved = [
         record.tensors[RESIDUAL] for record in save_records(held) if record.placement.name.startswith("0.")
     ]

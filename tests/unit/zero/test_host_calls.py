@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megazero.kernels.add_to import add_each
-from megazero.zero import unit as units
+from megazero.zero import gradients
 from megazero.zero.parameters import Released
 from tests.unit.zero.test_engine_alone import engine, step
 
@@ -20,7 +20,7 @@ def masters(shards: tuple[int, int, int], patch: pytest.MonkeyPatch) -> list[tor
     cluster = engine(patch, shards)
     for _ in range(2):
         step(cluster)
-    return [unit.master.clone() for unit in cluster.engine.units]
+    return [unit.master.value.clone() for unit in cluster.engine.units]
 
 
 @LAYOUTS
@@ -37,7 +37,7 @@ def test_a_small_units_gradients_are_staged_in_one_operation(
     together = masters(shards, monkeypatch)
     assert staged == [2] * 2 * len(together), "weight and bias of every unit, in each of two steps"
     staged.clear()
-    monkeypatch.setattr(units, "STAGED_BYTES", 0)  # every unit is a large one
+    monkeypatch.setattr(gradients, "STAGED_BYTES", 0)  # every unit is a large one
     one_by_one = masters(shards, monkeypatch)
     assert staged == [1] * 4 * len(together)
     assert all(map(torch.equal, together, one_by_one))
@@ -52,13 +52,13 @@ def test_gradients_that_wait_are_forgotten_with_their_step(
     name, param = next(iter(unit.params.items()))
     cluster.engine.begin_step()
     param.grad = torch.ones_like(param)
-    unit.take_gradient(name, param)
-    assert unit.arrived and param.grad is None
+    unit.gradients.take(name, param)
+    assert unit.gradients.arrived and param.grad is None
     cluster.engine.abort_step()
     for _ in range(2):
         step(cluster)
-    assert not unit.arrived and unit.arrived_bytes == 0
-    assert all(map(torch.equal, [u.master for u in cluster.engine.units], masters(shards, monkeypatch)))
+    assert not unit.gradients.arrived and unit.gradients.arrived_bytes == 0
+    assert all(map(torch.equal, [u.master.value for u in cluster.engine.units], masters(shards, monkeypatch)))
 
 
 @LAYOUTS

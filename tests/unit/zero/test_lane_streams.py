@@ -19,7 +19,7 @@ from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.lane import Lane, Ticket
 from megazero.zero import gather
-from megazero.zero.unit import Unit
+from megazero.zero.weights import Weights
 from tests.gpu.test_hpz_race import CPU, Cluster, Wire
 
 NUMBER = count()
@@ -97,10 +97,10 @@ class Watch:
 
     def _watch_memory(self, patch: pytest.MonkeyPatch) -> None:
         def allocating(method):
-            def call(unit: Unit, *take):
-                buffers = (unit.full, unit.copy)
+            def call(weights: Weights, *take):
+                buffers = (weights.full, weights.copy)
                 empty = [b for b in buffers if not b.untyped_storage().nbytes()]
-                out = method(unit, *take)
+                out = method(weights, *take)
                 for buffer in empty:
                     if buffer.untyped_storage().nbytes():
                         stream = Streams.now[-1]
@@ -113,9 +113,9 @@ class Watch:
             return call
 
         def freeing(method):
-            def call(unit: Unit):
-                full = [b for b in (unit.full, unit.copy) if b.untyped_storage().nbytes()]
-                method(unit)
+            def call(weights: Weights):
+                full = [b for b in (weights.full, weights.copy) if b.untyped_storage().nbytes()]
+                method(weights)
                 for buffer in full:
                     if not buffer.untyped_storage().nbytes():
                         home = self.home.get(id(buffer), self.compute)
@@ -124,15 +124,15 @@ class Watch:
             return call
 
         for name in ("materialise_full", "open_refresh"):
-            patch.setattr(Unit, name, allocating(getattr(Unit, name)))
+            patch.setattr(Weights, name, allocating(getattr(Weights, name)))
         for name in ("drop_full", "drop_copy"):
-            patch.setattr(Unit, name, freeing(getattr(Unit, name)))
+            patch.setattr(Weights, name, freeing(getattr(Weights, name)))
 
     def _watch_data(self, patch: pytest.MonkeyPatch) -> None:
         collective, compute, encode = Wire.gather, Cluster._compute, gather._encode
 
         def gathered(wire, out, own):
-            held = [b for u in self.cluster.engine.units for b in (u.full, u.copy)]
+            held = [b for u in self.cluster.engine.units for b in (u.weights.full, u.weights.copy)]
             for tensor, writes in ((own, False), (out, True)):
                 storage = tensor.untyped_storage().data_ptr()
                 buffer = next(b for b in held if b.untyped_storage().data_ptr() == storage)
@@ -140,8 +140,8 @@ class Watch:
             return collective(wire, out, own)
 
         def computed(cluster, unit):
-            self._touch(unit.full)
-            self.reads.add(self.uses[id(unit.full)][-1])
+            self._touch(unit.weights.full)
+            self.reads.add(self.uses[id(unit.weights.full)][-1])
             compute(cluster, unit)
 
         def encoded(unit, messages, context):
@@ -283,10 +283,10 @@ def test_gradients_wait_for_a_refresh_of_what_an_update_left_in_their_place(
     """It ran ahead of a use that did not come, on a stream that the compute stream has not waited for."""
     watch = Watch(monkeypatch, (1, 1, 4), codecs=zero.Codecs(weights=Blockwise(4), delta=True))
     unit, stream = watch.cluster.engine.units[0], Stream()
-    read, unit.prepared = stream.run(), unit.master_version
-    unit.ticket = Ticket(unit.name, (), iter(()), event=stream.record_event())
-    unit.close_micro_batch(last=False)  # nothing is written
-    assert read not in watch.compute.before and unit.prepared
-    watch.cluster.engine.units[0].begin_step()
-    unit.close_micro_batch(last=True)
-    assert read in watch.compute.before and not unit.prepared
+    read, unit.weights.prepared = stream.run(), unit.master.version
+    unit.weights.ticket = Ticket(unit.name, (), iter(()), event=stream.record_event())
+    unit.gradients.close_micro_batch(last=False)  # nothing is written
+    assert read not in watch.compute.before and unit.weights.prepared
+    watch.cluster.engine.units[0].gradients.begin_step()
+    unit.gradients.close_micro_batch(last=True)
+    assert read in watch.compute.before and not unit.weights.prepared

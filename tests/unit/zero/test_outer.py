@@ -89,7 +89,7 @@ def test_what_the_returned_sum_lost_is_sent_by_its_owner_later(monkeypatch: pyte
         own.append(sums.rows(level, 1)[0].clone())
 
     monkeypatch.setattr(outer_steps, "share_back", noted)
-    unit.master.add_(torch.randn_like(unit.master))
+    unit.master.value.add_(torch.randn_like(unit.master.value))
     held.updated(True)
     summed, returned = own
     residual = held.anchors[unit].residual
@@ -161,7 +161,8 @@ class OneUnit:
     name, axes = "unit", SimpleNamespace(all=0, os=0, hop_specs=lambda *_: ())
 
     def __init__(self) -> None:
-        self.master, self.outdate = torch.ones(4), lambda: None
+        self.master = SimpleNamespace(value=torch.ones(4))
+        self.weights = SimpleNamespace(outdate=lambda: None)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
