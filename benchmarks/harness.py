@@ -357,7 +357,7 @@ def section(page: Path, title: str) -> str:
 def write_section(page: Path, title: str, text: str) -> None:
     """Replace a section's text. A page that does not exist is first copied from docs."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    whole = (page if page.exists() else DOCS / page.name).read_text(encoding="utf-8")
+    whole = (page if page.exists() else next(DOCS.rglob(page.name))).read_text(encoding="utf-8")
     before, heading, rest = whole.partition(f"\n## {title}\n")
     if not heading:
         raise ValueError(f"{page} has no section {title!r}")

@@ -3,7 +3,7 @@
     import fsdp2_patch
     fsdp2_patch.enable(model, weights="int8", gradients="int4")     # behind fully_shard(model), on every rank
 
-docs/fsdp2.md says for whom it is, and what it takes.
+docs/integrate/fsdp2.md says for whom it is, and what it takes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def enable(model: nn.Module, weights: str = "none", gradients: str = "none", **o
     model: what ``fully_shard`` was called on, or a module that holds such (ModuleList of a pipeline's stages).
     weights: 'none' (exact), 'int8', 'int4' or 'int2', or 'int8-delta', 'int4-delta', 'int2-delta' for the
     differences to what the receivers hold; on a 1-D mesh alone. gradients: 'none', 'int8', 'int4', 'int2', where
-    they cross nodes. options: ``ranks_per_node``, ``exact_numel`` and the others of docs/fsdp2.md.
+    they cross nodes. options: ``ranks_per_node``, ``exact_numel`` and the others of docs/integrate/fsdp2.md.
 
     Raises ConfigError, a ValueError, on every rank with all that is wrong with the options, the model, its meshes or
     the version of torch; then nothing is patched.

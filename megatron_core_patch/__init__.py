@@ -3,8 +3,9 @@
     import megatron_core_patch
     megatron_core_patch.enable(weights="int4-delta", gradients="int4")     # before pretrain(...)
 
-or ``torchrun ... -m megatron_core_patch --zero-quantized-gradients ... pretrain_gpt.py ARGS``. docs/megatron-patch.md
-says for whom it is, and what it takes. megatron-core is imported when the patch is turned on.
+or ``torchrun ... -m megatron_core_patch --zero-quantized-gradients ... pretrain_gpt.py ARGS``.
+docs/integrate/megatron-patch.md says for whom it is and what it takes. megatron-core is imported when the patch is
+turned on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def enable(weights: str = "none", gradients: str = "none", **options: Any) -> No
     It is called before Megatron builds its DistributedDataParallel. weights: 'none' (exact), 'int8', 'int4' or
     'int2', or 'int8-delta', 'int4-delta', 'int2-delta' for the differences to what the receivers hold. gradients:
     'none', 'int8', 'int4', 'int2', where they cross nodes. With 'none' messages take two hops, too.
-    options: ``ranks_per_node``, ``exact_numel`` and the others of docs/megatron-patch.md.
+    options: ``ranks_per_node``, ``exact_numel`` and the others of docs/integrate/megatron-patch.md.
 
     Raises ValueError for options that are not legal, and for a megatron-core in which a name is missing; then
     nothing is patched.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megazero.train.callbacks.callback import Callback
+from megazero.zero.guard import Guard
 
 
 class ExactFrom(Callback):
@@ -18,13 +17,15 @@ class ExactFrom(Callback):
 
 
 class Bounds(Callback):
-    """Bounds the rounding errors beyond which units are sent exactly."""
+    """Bounds the rounding errors, by kind, beyond which units are sent exactly: as Policy's bounds do."""
 
     def __init__(self, **bounds: float) -> None:
         self.bounds = bounds
 
     def start(self) -> None:
-        self.run.engine.policy = replace(self.run.engine.policy, **self.bounds)  # type: ignore[arg-type]
+        (guard,) = (part for part in self.run.engine.parts if isinstance(part, Guard))
+        assert self.bounds.keys() <= guard.bounds.keys()
+        guard.bounds |= self.bounds
 
 
 def exact_from(iteration: int) -> tuple[str, ...]:
@@ -33,6 +34,6 @@ def exact_from(iteration: int) -> tuple[str, ...]:
 
 
 def bounds(**bounds: float) -> tuple[str, ...]:
-    """The value of --callbacks for bounds on rounding errors."""
+    """The value of --callbacks for bounds on rounding errors: of weights, gradients."""
     said = ", ".join(f'"{name}": {value}' for name, value in bounds.items())
     return (f"{__name__}:Bounds {{{said}}}",)

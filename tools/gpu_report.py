@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
     rehearsal = options.rehearsal or not torch.cuda.is_available()
     out = options.out or ROOT / "runs" / ("gpu-rehearsal" if rehearsal else "gpu-report")
-    docs = options.docs or (None if rehearsal else ROOT / "docs")
+    docs = options.docs or (None if rehearsal else ROOT / "docs" / "results")
     facts = machine(rehearsal)
     results: dict[str, Any] = {}
     for piece in PIECES:
@@ -79,7 +79,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="run what is there already, too")
     parser.add_argument("--rehearsal", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--out", type=Path, help="results and logs (default: runs/gpu-report, gpu-rehearsal)")
-    parser.add_argument("--docs", type=Path, help="where the page goes, too (default with a card: docs)")
+    parser.add_argument(
+        "--docs", type=Path, help="where the page goes, too (default with a card: docs/results)"
+    )
     options = parser.parse_args(argv)
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g} must be above 0; the default is 8")

@@ -1,6 +1,6 @@
 """Host time of a step: what the engine adds to a plain eager loop, beside FSDP2, without a card.
 
-    python -m benchmarks.features.host_time [--only zero3 plain] [--rounds 9] [--page docs/decisions.md]
+    python -m benchmarks.features.host_time [--only zero3 plain] [--rounds 9] [--page docs/develop/decisions.md]
 
 One rank of a cluster steps a decoder of ``--layers`` layers and tiny tensors, so a step's time is the host's:
 Python, torch's dispatch and the little that operations compute on a CPU. The engine takes its CUDA paths. Streams,
@@ -225,7 +225,7 @@ def main() -> int:
         hidden=64,
         rounds=41,
         steps=(1, "of a turn"),
-        page=harness.DOCS / "decisions.md",
+        page=harness.DOCS / "develop" / "decisions.md",
     ).parse_args()
     names = list(dict.fromkeys([PLAIN, *options.only]))
     sizes = (options.layers, options.hidden, options.rounds, options.steps)
@@ -243,7 +243,11 @@ def main() -> int:
     lines = f"Measured by `python -m benchmarks.features.host_time`: one thread of {harness.setting()}.\n\n"
     lines += harness.table(header, rows(found))
     print(lines)
-    said = harness.section(harness.DOCS / "decisions.md", TITLE).partition("\nMeasured by ")[0].rstrip()
+    said = (
+        harness.section(harness.DOCS / "develop" / "decisions.md", TITLE)
+        .partition("\nMeasured by ")[0]
+        .rstrip()
+    )
     harness.write_section(options.page, TITLE, f"{said}\n\n{lines}")
     return 0
 

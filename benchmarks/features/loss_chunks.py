@@ -6,7 +6,7 @@ Forward and backward of a decoder's head alone, norm, projection and loss, on on
 what a process of its own had resident above what it had before the step, beside the planner's formula of the head
 (plan/activations.py). Seconds are of the process, so that others on the machine do not count: at these sizes of one
 step, and at --turn-tokens and --turn-vocabulary of --rounds in which all take turns, median (least to most). glibc is
-told to return what is freed at once, as in planning/memory.py. Writes the table of docs/training.md (--page:
+told to return what is freed at once, as in planning/memory.py. Writes the table of docs/guide/training.md (--page:
 another).
 """
 
@@ -120,7 +120,7 @@ def main() -> int:
         turn_tokens=2048,
         turn_vocabulary=32768,
         rounds=5,
-        page=harness.DOCS / "training.md",
+        page=harness.DOCS / "guide" / "training.md",
     ).parse_args()
     chunks = [WHOLE, *reversed(options.chunks)] + [TORCH] * hasattr(F, "linear_cross_entropy")
     environ = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -138,7 +138,9 @@ def main() -> int:
     where = f"{options.tokens} tokens, hidden {options.hidden}, vocabulary {options.vocabulary}, fp32, one thread of"
     lines = f"Measured by `python -m benchmarks.features.loss_chunks`: {where} {harness.setting()}.\n\n{text}"
     print(lines)
-    said = harness.section(harness.DOCS / "training.md", TITLE).partition("\nMeasured by ")[0].rstrip()
+    said = (
+        harness.section(harness.DOCS / "guide" / "training.md", TITLE).partition("\nMeasured by ")[0].rstrip()
+    )
     harness.write_section(options.page, TITLE, f"{said}\n\n{lines}")
     return 0
 

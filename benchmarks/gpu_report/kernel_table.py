@@ -1,6 +1,6 @@
-"""docs/kernels.md: what the kernels compile to for compute capability 9.0. It needs no GPU.
+"""docs/results/kernels.md: what the kernels compile to for compute capability 9.0. It needs no GPU.
 
-    python -m benchmarks.gpu_report.kernel_table [--out docs/kernels.md]
+    python -m benchmarks.gpu_report.kernel_table [--out docs/results/kernels.md]
 
 Read from the machine code by cuobjdump, which comes with Triton.
 """
@@ -68,7 +68,7 @@ one compilation serves all noise (`tests/unit/kernels/test_compile.py`).
 
 
 def main() -> None:
-    out = harness.parser(__doc__, out=harness.DOCS / "kernels.md").parse_args().out
+    out = harness.parser(__doc__, out=harness.DOCS / "results" / "kernels.md").parse_args().out
     import triton
 
     found = list(rows())

@@ -1,6 +1,6 @@
 """megazero, FSDP2, HSDP, DDP and DeepSpeed on nodes joined by a link of a given rate.
 
-    python -m benchmarks.links.comparison --rates 200mbit 1gbit none --micro-batches 1 4 8 --out docs
+    python -m benchmarks.links.comparison --rates 200mbit 1gbit none --micro-batches 1 4 8 --out docs/results
     python -m benchmarks.links.comparison --rates 1gbit 1gbit+20ms 1gbit+100ms --micro-batches 4 --out /tmp/long
     python -m benchmarks.links.comparison --heats outer --rates 50mbit 200mbit --micro-batches 1 --out runs/outer
 
@@ -8,7 +8,7 @@ Everyone trains the same Llama (8 layers, hidden 256, ffn 688, vocabulary 4096, 
 parameters and an fp32 master. Within a heat the contestants take turns; bytes are what the kernel counted
 at the interface of a node around a contestant's steps, everything included. A turn of those that meet every few steps
 has whole intervals; one more interval, whose steps are measured one by one, has the most bytes of a step. Writes
-comparison.md and comparison.png into --out. The results, comparison.json, go there, too, or for docs to
+comparison.md and comparison.png into --out. The results, comparison.json, go there, too, or for docs/results to
 benchmarks/results. A run replaces its rates, micro-batches and heats there and leaves the others, so parts can be run
 one by one.
 """

@@ -226,7 +226,7 @@ def most_cells(result: Result, name: str) -> list[str]:
 INTRODUCTION = """\
 # Comparison with FSDP2, HSDP, DDP and DeepSpeed
 
-    python -m benchmarks.links.comparison --micro-batches {micro_batches} --out docs
+    python -m benchmarks.links.comparison --micro-batches {micro_batches} --out docs/results
 
 writes this page, comparison.json and the chart. {nodes} nodes of {ranks_per_node} ranks run on one machine ({cores}
 cores, gloo, torch {torch}, DeepSpeed {deepspeed}). Each node is a network namespace, joined to the others by links

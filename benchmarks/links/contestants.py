@@ -353,7 +353,7 @@ HEATS = {
         *("megazero zero1", "megazero zeropp", "HSDP once", "DDP once"),
     ),
 }
-PAGE_HEATS = tuple(heat for heat in HEATS if heat != "outer")  # those of docs/comparison.md
+PAGE_HEATS = tuple(heat for heat in HEATS if heat != "outer")  # those of docs/results/comparison.md
 
 
 def absent(name: str) -> str | None:

@@ -33,7 +33,7 @@ PAGE = """\
 # Loss with quantised communication, over sizes
 
 Written by `{command}`;
-each run is a line of [loss_at_size.jsonl](../benchmarks/results/loss_at_size.jsonl).
+each run is a line of [loss_at_size.jsonl](../../benchmarks/results/loss_at_size.jsonl).
 
 {known}
 

@@ -31,7 +31,7 @@ Piece = tuple[Settings, Run]
 T = TypeVar("T", float, str)
 TEXT = """\
 `python -m benchmarks.loss.study --outer` writes this section; each run is a line of
-[loss_outer.jsonl](../benchmarks/results/loss_outer.jsonl).
+[loss_outer.jsonl](../../benchmarks/results/loss_outer.jsonl).
 
 {setting}
 

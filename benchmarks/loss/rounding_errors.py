@@ -1,6 +1,6 @@
 """Rounding errors of real gradients and weight differences by layer, with and without a Hadamard transform.
 
-    python -m benchmarks.loss.rounding_errors [--work runs/loss] [--out docs/rounding.md] [--steps 20 100 400]
+    python -m benchmarks.loss.rounding_errors [--work runs/loss] [--out docs/results/rounding.md] [--steps 20 100 400]
 
 Trains the model of study.py on its text in one process and rounds what a node's message across nodes would hold: the
 fp32 sum of two ranks' bf16 gradients, and the bf16 weights' change by the update. Takes half a minute on one core.
@@ -172,7 +172,7 @@ def by_step(codecs: dict[str, Blockwise], seen: dict[int, Tensors]) -> str:
 
 def main() -> None:
     options = harness.parser(
-        __doc__, work=Path("runs/loss"), out=harness.DOCS / "rounding.md", steps=[20, 100, 400]
+        __doc__, work=Path("runs/loss"), out=harness.DOCS / "results" / "rounding.md", steps=[20, 100, 400]
     ).parse_args()
     settings = Settings()
     folder = prepare(options.work, settings.text, settings.vocabulary)

@@ -1,6 +1,6 @@
 """How much rounding raises the noise of gradients, by layer, phase, size of the model and batch of a node.
 
-    python -m benchmarks.loss.rounding_noise [--work runs/loss] [--out docs] [--rungs "0.3M x 4" "1.3M x 1"]
+    python -m benchmarks.loss.rounding_noise [--work runs/loss] [--out docs/results] [--rungs "0.3M x 4" "1.3M x 1"]
 
 Trains the models of ladder.py with exact messages, in one process. At some steps it computes many nodes' gradients
 for the same weights and rounds each as a message. Appends to loss_at_size_noise.jsonl, which ``study.py --ladder
@@ -118,7 +118,7 @@ def measured(store: harness.Store, rung: str, settings: Settings) -> bool:
 
 def main() -> None:
     options = harness.parser(
-        __doc__, work=Path("runs/loss"), out=harness.DOCS, rungs=["0.3M x 1", "0.3M x 4", "1.3M x 1"]
+        __doc__, work=Path("runs/loss"), out=harness.PAGES, rungs=["0.3M x 1", "0.3M x 4", "1.3M x 1"]
     ).parse_args()
     torch.set_num_threads(1)
     data = data_of(options.out)

@@ -1,6 +1,6 @@
 """Does quantised communication cost loss? One Llama on the quickstart's text under zero3 and ZeRO++'s variants.
 
-    python -m benchmarks.loss.study --work runs/loss --out docs --until-decided --codecs --wall-time 200mbit
+    python -m benchmarks.loss.study --work runs/loss --out docs/results --until-decided --codecs --wall-time 200mbit
 
 Runs (variant, seed, nudge) take turns, one at a time, on 4 ranks as 2 nodes of 2. Ranks are threads of this process
 and have the bits of gloo's (rank_threads.py). Each run is one line in WORK/runs.jsonl, so the same command continues
@@ -264,7 +264,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = harness.parser(
         __doc__,
         work=(Path("runs/loss"), "data and finished runs"),
-        out=(Path("docs"), "folder of loss.md and loss.png"),
+        out=(Path("docs/results"), "folder of loss.md and loss.png"),
         seeds=([1, 2], "of data order and initial weights"),
         runs=(4, "of each variant, over all seeds"),
         baseline_runs=(10, "of zero3, over all seeds"),

@@ -87,7 +87,7 @@ VARIANTS: dict[str, Variant] = {
     "int2-hadamard-clip": replace(_crossing(mixing(INT2)), clipped=True),
     "int2-hadamard-feedback": _crossing(mixing(INT2), feedback=True),
     "int2-hadamard-clip-feedback": replace(_crossing(mixing(INT2), feedback=True), clipped=True),
-    # The ladder of bytes over 2N: 0.266, 0.203 and 0.141, and what docs/parallelism.md adds for exact parameters.
+    # The ladder of bytes over 2N: 0.266, 0.203 and 0.141, and exact parameters (docs/guide/parallelism.md).
     "zeropp-hadamard": _both(INT4, mixing(INT4)),
     "zeropp-0.20": _both(INT4, mixing(INT2), feedback=True),
     "zeropp-0.14": _both(INT2, mixing(INT2), feedback=True),

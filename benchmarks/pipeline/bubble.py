@@ -3,7 +3,7 @@
     python -m benchmarks.pipeline.bubble [--pp 4 2] [--micro-batches 8] [--rounds 7] [--trace FILE]
 
 The real executor, with its messages between gloo processes. The schedules take turns within a round. Writes the
-table into docs/pipeline.md and the measured timelines into docs/pipeline.png (--out: another folder).
+table into docs/results/pipeline.md and the measured timelines into docs/results/pipeline.png (--out: another folder).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def typical(case: Case, runs: list[Run]) -> Timeline:
 
 def main() -> None:
     parser = harness.parser(
-        __doc__, pp=([4, 2], "ranks; the first is drawn"), micro_batches=8, rounds=7, out=harness.DOCS
+        __doc__, pp=([4, 2], "ranks; the first is drawn"), micro_batches=8, rounds=7, out=harness.PAGES
     )
     parser.add_argument(
         "--times", type=float, nargs=3, default=[40, 40, 40], metavar=("F", "I", "W"), help="milliseconds"

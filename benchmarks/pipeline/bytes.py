@@ -3,7 +3,7 @@
     python -m benchmarks.pipeline.bytes [--rate none] [--micro-batches 2 4 8]
 
 2 nodes (tests/netlab) of 2 or 4 ranks. Counted by megazero, counted by the kernel at a node's interface, and from
-formulas. Writes its section of docs/pipeline.md (--out: another folder).
+formulas. Writes its section of docs/results/pipeline.md (--out: another folder).
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def main() -> None:
         __doc__,
         rate=("none", "of the links; bytes do not depend on it"),
         micro_batches=[2, 4, 8],
-        out=harness.DOCS,
+        out=harness.PAGES,
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()

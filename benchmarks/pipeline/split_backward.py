@@ -4,7 +4,7 @@
 
 torch: ``stage_backward_input`` and ``stage_backward_weight`` of torch.distributed.pipelining, which its zero-bubble
 schedules run. Ours: ``tp.DeferredGradients``. One process; contestants take turns. Writes its section of
-docs/pipeline.md (--out: another folder).
+docs/results/pipeline.md (--out: another folder).
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def rows(recompute: str, options: argparse.Namespace) -> list[list[str]]:
 
 def main() -> None:
     sizes = {"layers": 4, "hidden": 256, "ffn": 688, "heads": 4, "sequence": 256, "batch": 2, "rounds": 7}
-    options = harness.parser(__doc__, **sizes, out=harness.DOCS).parse_args()
+    options = harness.parser(__doc__, **sizes, out=harness.PAGES).parse_args()
     torch.set_num_threads(1)
     every = [row for recompute in RECOMPUTE for row in rows(recompute, options)]
     said = {name: getattr(options, name) for name in sizes}

@@ -4,7 +4,7 @@
 
 2 nodes of 2 ranks (tests/netlab). Everyone trains the same decoder, cut at the same layer, on the same micro-batches
 with 1F1B, in fp32, with fused AdamW and clipping by the global norm. Contestants take turns; ratios are within a
-round. Writes its section of docs/pipeline.md (--out: another folder).
+round. Writes its section of docs/results/pipeline.md (--out: another folder).
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def main() -> None:
         sequence=256,
         layers=8,
         timeout=(1200.0, "seconds per rate"),
-        out=harness.DOCS,
+        out=harness.PAGES,
     )
     parser.add_argument("--contestants", nargs="+", choices=NAMES, default=list(NAMES))
     options = parser.parse_args()

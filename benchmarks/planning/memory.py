@@ -6,9 +6,9 @@ Each layout trains three steps of a decoder whose model state is half a gigabyte
 the most bytes resident above those before the model was made, and the bytes of the model states. The rank that needs
 the most counts. glibc is told to return what is freed at once (MALLOC_MMAP_THRESHOLD_): by default, memory that
 it keeps doubles the resident size of some layouts. FILE keeps every measurement; a call begins no layout after
-so many seconds, and the next one goes on. The call that has them all writes the section of docs/planning.md
-(--page: another file). With --moments the layouts are those of docs/training.md, whose moments are kept in fewer
-bits, and nothing is written.
+so many seconds, and the next one goes on. The call that has them all writes the section of docs/guide/planning.md
+(--page: another file). With --moments the layouts are those of docs/guide/training.md, whose moments are kept in
+fewer bits, and nothing is written.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def main() -> int:
         seeds=[0],
         layouts=(20, "of each seed"),
         seconds=(1e9, "of this call"),
-        page=harness.DOCS / "planning.md",
-        moments=(False, "measure those of docs/training.md instead"),
+        page=harness.DOCS / "guide" / "planning.md",
+        moments=(False, "measure those of docs/guide/training.md instead"),
     ).parse_args()
     until = time.monotonic() + options.seconds
     store = harness.Store(options.keep)

@@ -1,4 +1,4 @@
-"""Write docs/planning.md and its chart: how to plan, a model from question to script, and what papers measured.
+"""Write docs/guide/planning.md and its chart: how to plan, a model from question to script, and what papers measured.
 
     python -m benchmarks.planning.page        # about two minutes on one core, most of it the searches
 
@@ -34,7 +34,7 @@ from megazero.plan.report import describe, layout_flags, model_flops_utilisation
 from megazero.plan.search import Found, Search
 from megazero.plan.simulate import simulate
 
-PAGE = harness.DOCS / "planning.md"
+PAGE = harness.DOCS / "guide" / "planning.md"
 MODEL = (
     "--model-family llama --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
     "--num-query-groups 8 --seq-length 4096 --vocab-size 32000 --bf16 --global-batch-size 1024"

@@ -5,7 +5,7 @@
 --results: what ``links/comparison.py --heats outer`` wrote, at any rates and delays. --cluster: what ``megazero
 calibrate`` wrote for that model in a lab without a rate; the link is taken from each result. Predictions are for the
 fastest layout of each scheme without tensor and pipeline parallelism, measurements are CONTESTANT's. The planner's
-rule chooses from both. Writes a section of docs/slow-links.md (--page: another file).
+rule chooses from both. Writes a section of docs/guide/slow-links.md (--page: another file).
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def main() -> int:
         __doc__,
         results=(Path, "a comparison.json"),
         cluster=(str, "a cluster file"),
-        page=harness.DOCS / "slow-links.md",
+        page=harness.DOCS / "guide" / "slow-links.md",
     ).parse_args()
     stored = json.loads(options.results.read_text())
     found = choices(stored["results"], load_cluster(options.cluster))

@@ -5,7 +5,7 @@
 First ``megazero calibrate`` measures the first shape on the link. Then layouts are drawn at random over both shapes;
 the second one was not calibrated. Everything that was measured is kept in --keep, and a second call measures only
 what is missing; --seconds ends a call early, so that it can be taken in pieces. When all is there, every residual is
-printed, and the section of docs/planning.md is written (--page: another file).
+printed, and the section of docs/guide/planning.md is written (--page: another file).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ calibrate` measures the first shape. Then {layouts} layouts of each of two shape
 the second shape was not profiled. {batch} samples per step; medians (least to most) of the quietest {rounds} of up
 to {most_rounds} rounds. Other programs took {foreign} of the machine's processors (median; at most {most});
 predictions are for what they left. *The choice*: the layout that is predicted to be the fastest, as measured; *the
-best*: the one that was. [planning_steps.tsv](../benchmarks/results/planning_steps.tsv) has every layout.
+best*: the one that was. [planning_steps.tsv](../../benchmarks/results/planning_steps.tsv) has every layout.
 
 - profiled: `{profiled}`
 - other: `{other}`
@@ -293,7 +293,7 @@ def spread(row: Mapping[str, Any]) -> str:
 
 
 def write_section(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
-    """Put the errors into docs/planning.md, and every layout into planning_steps.tsv."""
+    """Put the errors into docs/guide/planning.md, and every layout into planning_steps.tsv."""
     (data_of(options.page.parent) / "planning_steps.tsv").write_text(table(rows), encoding="utf-8")
     foreign = [row["foreign"] for row in rows]
     text = TEXT.format(
@@ -320,7 +320,7 @@ def main() -> int:
         layouts=(12, "of each of the two shapes"),
         batch=(8, "samples of a step"),
         seconds=(1e9, "of this call"),
-        page=harness.DOCS / "planning.md",
+        page=harness.DOCS / "guide" / "planning.md",
         predict_only=(False, "measure nothing"),
     ).parse_args()
     until = time.time() + options.seconds

@@ -18,7 +18,7 @@ MOST_REPEATS = 200
 
 
 @dataclass(frozen=True)
-class Sample:
+class Timed:
     """Seconds of one operation, a value per round. busy: seconds of a processor that a rank spent on it."""
 
     seconds: tuple[float, ...]
@@ -42,7 +42,7 @@ class Clock:
         self.device, self.rounds, self.crowd = device, rounds, max(1.0, crowd)
         self.world = dist.get_world_size() if dist.is_initialized() else 1
 
-    def __call__(self, operation: Callable[[], Any], slowest: bool) -> Sample:
+    def __call__(self, operation: Callable[[], Any], slowest: bool) -> Timed:
         """Time an operation. Collective.
 
         slowest: the slowest rank's time counts, as for a collective, whose ranks wait for each other. Else an
@@ -58,7 +58,7 @@ class Clock:
             own = processor * self.crowd if self.device.type == "cpu" else wall
             seconds.append((wall.max() if slowest else own.mean()).item())
             busy.append(processor.mean().item())
-        return Sample(tuple(seconds), statistics.median(busy) if self.device.type == "cpu" else 0.0)
+        return Timed(tuple(seconds), statistics.median(busy) if self.device.type == "cpu" else 0.0)
 
     def _round(self, operation: Callable[[], Any], repeats: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return every rank's seconds of an operation, and of its processors."""

@@ -22,7 +22,7 @@ USAGE = """usage: megazero status LOG_DIR ... [flags below]
        megazero status runs/*/logs --html runs.html
        */5 * * * * megazero status /shared/runs/a/logs --quiet --alert 'mail -s "run a" me@example.org'   # cron
 
-Reports the state of runs, their progress, pace and end, and why they were restarted. docs/slurm.md lists the states.
+Reports the state of runs, their progress, pace and end, and why they were restarted (states: docs/guide/slurm.md).
 Exit status 0: all runs are well (they train, wait or have ended as they should); 1: a run needs a person; 2: a folder
 is not a run's, or something cannot be written.
 """

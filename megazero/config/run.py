@@ -55,6 +55,7 @@ _NO_CLIP = Removed(
     "--zero-gradient-transform hadamard",
     off="0",
 )
+_AVERAGE = "a loop of your own on the engine has it in the policy's codecs, zero.Codecs({}=...)"
 _BOUND = "a loop of your own on the engine has zero.Policy({}=...)"
 REMOVED = {
     "log_each_rank": Removed(
@@ -68,8 +69,10 @@ REMOVED = {
         off="none",
     ),
     "zero_quantized_gradients_until": Removed(
-        "a callback sets engine.exact_gradients (docs/extending.md), as does a loop of your own on the engine"
+        "a callback sets engine.exact_gradients (docs/develop/extending.md), as does a loop of your own on the engine"
     ),
+    "zero_gradient_feedback_beta": Removed(_AVERAGE.format("feedback_beta"), off="0.0"),
+    "zero_gradient_feedback_reset": Removed(_AVERAGE.format("feedback_reset"), off="0"),
     "zero_weight_error_bound": Removed(_BOUND.format("weight_error_bound")),
     "zero_gradient_error_bound": Removed(_BOUND.format("gradient_error_bound")),
 }

@@ -197,17 +197,11 @@ def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: 
         often, once = (link in _links(axes, roles) for roles in (frequent, final))
         if often or once:
             when = " and ".join(["with every micro-batch"] * often + ["once per step"] * once)
-            rounding = f"nearest, {_feedback(wire)}" if wire.feedback and link == INTER else "nearest"
+            rounding = "nearest, error feedback" if wire.feedback and link == INTER else "nearest"
             details = _details(coding, "stochastic" if coding.stochastic else rounding) if coding else ""
             hops.append(f"{WHERE[link]} {_name(coding)} {when}{details}")
     why = _why(zero, "gradients", asked_for(zero).gradients_inter, wire.gradients_inter)
     return f"gradients{why}: {', '.join(hops)}"
-
-
-def _feedback(wire: Wire) -> str:
-    average = f" averaged with beta {wire.feedback_beta:g}" if wire.feedback_beta else ""
-    reset = f" and dropped every {wire.feedback_reset} updates" if wire.feedback_reset else ""
-    return f"error feedback{average}{reset}"
 
 
 def _details(coding: Coding, rounding: str = "nearest") -> str:

@@ -42,8 +42,9 @@ class IterationMetrics:
 
     The trainer puts these into extra: batch_size (in samples); decoupled_learning_rate (under --decoupled-lr); bytes
     (by hop and link class); skipped (1 if there was no update; with outer replicas how many made none); replicas and
-    outer (with those: docs/metrics.md); loss_scale (under fp16, that of the next iteration); fallbacks (lines that
-    say what is sent exactly from now on). Where messages are quantised it also puts quantization_unit (the unit
+    outer (with those: docs/reference/metrics.md); loss_scale (under fp16, that of the next iteration); fallbacks
+    (lines that say what is sent exactly from now on).
+    Where messages are quantised it also puts quantization_unit (the unit
     measured in this iteration), and quantization_error_weights and quantization_error_gradients (||sent - exact|| /
     ||exact||).
     """

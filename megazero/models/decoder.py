@@ -330,18 +330,8 @@ class Decoder(nn.Module):
         return copies if copies > 1 else 0
 
     def partial_gradients(self) -> set[str]:
-        """Return the parameters whose gradient on this rank is one term of a sum over the tp axis.
-
-        Under sequence parallel a replicated parameter sees this rank's positions only. Key/value heads that several
-        ranks hold see this rank's query heads only, and norms of heads see this rank's heads only.
-        """
-        if self.tp.size == 1:
-            return set()
-        return {
-            name
-            for name in self.replicated_parameters()
-            if self.tp.sharded_sequence or self.specs[name].partial(self.tp.size)
-        }
+        """Return the parameters whose gradient on this rank is one term of a sum over the tp axis."""
+        return {n for n, p in self.specs.items() if p.partial(self.tp.size, self.tp.sharded_sequence)}
 
     def no_weight_decay(self) -> set[str]:
         """Return the norms and biases, which get no weight decay."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
-from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients, quantizes_weights
+from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients, quantizes_weights, rounding
 from megazero.config.layout.wire_rules import (
     LEAST_BLOCK,
     legal_block,
@@ -107,9 +107,11 @@ def _contradictions(options: MessageOptions) -> Iterator[str]:
     bounds = ["zero_weight_error_bound"], quantizes_weights(zero), "--zero-quantized-weights"
     exact = ["zero_gradient_error_bound", "zero_quantized_gradients_until_step"]
     ends = exact, quantizes_gradients(zero), "--zero-quantized-gradients"
+    averages = ["zero_gradient_feedback_beta", "zero_gradient_feedback_reset"]
+    fed_back = averages, rounding(zero) == "feedback", "--zero-gradient-rounding feedback"
     table = [
         ([name for name in names if name in own], holds, cure)
-        for names, holds, cure in (*message_conditions(zero), bounds, ends)
+        for names, holds, cure in (*message_conditions(zero), bounds, ends, fed_back)
     ]
     yield from unquantised_changes(zero)
     yield from (line for _, line in without_effect(table, own, vars(options), {}))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from megazero.config import RunConfig
 from megazero.config.layout.shards import AUTO
@@ -177,7 +176,7 @@ def _largest_gradient(module: ModuleSpec, tp: int) -> int:
 
     Tensor-parallel linears of one input (tp/linear.py) compute theirs together: q, k and v, or gate and up.
     """
-    largest = max(prod(p.local_shape(tp)) for p in module.parameters)
+    largest = max(p.local_numel(tp) for p in module.parameters)
     if not is_layer(module.kind) or tp == 1:
         return largest
     together = Counter[str]()

@@ -55,7 +55,7 @@ MODULES_HELD = 4  # from one segment to the next: the last one and the next one,
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """A choice of wire formats. values: options of the ZeRO section. docs/loss.md has what formats cost in loss."""
+    """A choice of wire formats. values: options of the ZeRO section. What formats cost: docs/results/loss.md."""
 
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -53,7 +53,7 @@ EXACT, QUANTISED = "exact", "quantised"  # schemes whose every step crosses
 POLICIES = {EXACT: "exact", QUANTISED: "zeropp"}  # of --loss-policy, for layouts without outer steps
 SCHEMES = (*POLICIES, OUTER)  # the least cost in loss first
 LOSS = (
-    "loss: docs/loss.md has quantised messages and outer steps at 1.3M parameters; there a short run from scratch "
+    "loss: docs/results/loss.md has quantised messages and outer steps at 1.3M parameters; a short run from scratch "
     "loses 2% by meeting every 8 steps and 5% every 32. Published, not measured here: 500 steps cost little from a "
     "warmed-up model (DiLoCo); 4 bits lose nothing (Streaming DiLoCo); 100 steps in INT8 trained 10B parameters "
     "(INTELLECT-1)"

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice
-from math import prod
 
 from megazero.config.layout.outer import fragments
 from megazero.config.layout.wire import Wire
@@ -23,21 +22,6 @@ from megazero.pp.partition import StageSpec
 
 Joined = tuple[str, ...]  # the kinds of modules whose parameters are gathered together
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter on one rank.
-
-    replicated: other tensor-parallel ranks hold it, too. partial: its gradient is summed over them even where each
-    has all positions. matrix: it is one of a layer's matrices.
-    """
-
-    numel: int
-    replicated: bool
-    partial: bool
-    tied: bool = False
-    matrix: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,13 +138,6 @@ def joined_modules(stage: StageSpec, joined: int, kinds: Sequence[str]) -> list[
 
 
 @lru_cache(maxsize=64)
-def module_parameters(model: ModelConfig, tp: int) -> Mapping[str, tuple[Parameter, ...]]:
-    """Return the parameters of each kind of module on a rank with the largest share."""
-    modules = padded_spec(model, tp).modules
-    return {kind: tuple(_local(p, tp) for p in module.parameters) for kind, module in modules.items()}
-
-
-@lru_cache(maxsize=64)
 def layer_matrices(model: ModelConfig, tp: int) -> Mapping[str, tuple[Cut, ...]]:
     """Return the matrices of each kind of layer as each of ``tp`` ranks steps its own part, held by nobody."""
     found = {}
@@ -168,12 +145,6 @@ def layer_matrices(model: ModelConfig, tp: int) -> Mapping[str, tuple[Cut, ...]]
         shapes = [p.local_shape(tp) for p in layer.parameters if p.multiplies]
         found[layer.kind] = tuple(Cut(rows, columns, held={}) for rows, columns in shapes)
     return found
-
-
-def _local(p: ParameterSpec, tp: int) -> Parameter:
-    replicated = tp > 1 and p.replicated(tp)
-    matrix = p.multiplies and not p.vocabulary
-    return Parameter(prod(p.local_shape(tp)), replicated, replicated and p.partial(tp), p.tied, matrix)
 
 
 def rank_units(
@@ -193,13 +164,15 @@ def rank_units(
     the optimizer states.
     """
     whole = any(s.embedding for s in stages) and any(s.head for s in stages)
-    kinds = [layer.kind for layer in padded_spec(model, tp).by_place]
+    spec = padded_spec(model, tp)
+    kinds = [layer.kind for layer in spec.by_place]
     made = {
         unit: _module_units(model, unit, tp, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
         for unit in dict.fromkeys(unit for stage in stages for unit in joined_modules(stage, joined, kinds))
     }
-    parameters = module_parameters(model, tp)
-    matrices = {kind: sum(p.numel for p in parameters[kind] if p.matrix) for kind in set(kinds)}
+    matrices = {
+        layer.kind: sum(p.local_numel(tp) for p in layer.parameters if p.multiplies) for layer in spec.layers
+    }
     return RankUnits(stages, joined, made, kinds, matrices)
 
 
@@ -224,13 +197,14 @@ def _module_units(
     whole: bool,
 ) -> ModuleUnits:
     """whole: the rank holds the embedding and the head."""
-    parameters = tuple(p for kind in unit for p in module_parameters(model, tp)[kind])
+    modules = padded_spec(model, tp).modules
+    parameters = tuple(p for kind in unit for p in modules[kind].parameters)
     if unit == (HEAD,) and whole:
         parameters = tuple(p for p in parameters if not p.tied)
     # The pipeline's other end holds a tied parameter too, unless this rank is both: it has a unit of its own.
     apart = [] if whole else [p for p in parameters if p.tied]
     others = [p for p in parameters if whole or not p.tied]
-    cut = chunks([p.numel for p in others], chunk_numel)
+    cut = chunks([p.local_numel(tp) for p in others], chunk_numel)
     groups = [*((p,) for p in apart), *(tuple(others[i] for i in chunk) for chunk in cut)]
     shapes = tuple(
         _shape(group, wire, tp, sequence_parallel, data_ranks, os, not whole and group[0].tied)
@@ -256,7 +230,7 @@ def chunks(numels: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def _shape(
-    group: tuple[Parameter, ...],
+    group: tuple[ParameterSpec, ...],
     wire: Wire,
     tp: int,
     sequence_parallel: bool,
@@ -266,14 +240,15 @@ def _shape(
 ) -> UnitShape:
     block = wire.block
     quantises = bool(wire.codings)
-    exact = [p for p in group if p.numel <= wire.exact_numel or quantises and p.replicated]
+    numels = {p: p.local_numel(tp) for p in group}
+    exact = [p for p in group if numels[p] <= wire.exact_numel or quantises and tp > 1 and p.replicated(tp)]
     coded = [p for p in group if p not in exact]
     if not coded:
         coded, exact, quantises = list(group), [], False
 
-    def region(parameters: Sequence[Parameter]) -> int:
-        used = sum(-(-p.numel // block) * block for p in parameters)
+    def region(parameters: Sequence[ParameterSpec]) -> int:
+        used = sum(-(-numels[p] // block) * block for p in parameters)
         return -(-used // (block * data_ranks)) * block * data_ranks
 
-    summed = sum(p.numel for p in group if p.partial or p.replicated and sequence_parallel)
+    summed = sum(numels[p] for p in group if p.partial(tp, sequence_parallel))
     return UnitShape(region(coded), region(exact), quantises, summed // os, tied)

@@ -1,6 +1,6 @@
 """The one executor of pipeline schedules: it runs F, B, I and W of this rank's stages, and their messages.
 
-There are three reasons not to use torch.distributed.pipelining's runtime (docs/pipeline.md has the measurements). The
+There are three reasons not to use torch.distributed.pipelining's runtime (measured: docs/results/pipeline.md). The
 W of its split backward walks the graph again for every group of parameters, which computes a recomputed Llama layer
 nine more times, and it assigns gradients past the engine's hooks. Its schedules are made for one number of
 micro-batches, while ours follow a ramp-up. Its failures name no action.

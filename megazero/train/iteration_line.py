@@ -1,4 +1,4 @@
-"""The line of an iteration in metrics.jsonl, made of the step that was trained (docs/metrics.md)."""
+"""The line of an iteration in metrics.jsonl, made of the step that was trained (docs/reference/metrics.md)."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class OuterReference:
     def merge(self, replicas: Sequence[Tensors], anchor: Tensors) -> Tensors:
         """Return the one model that a checkpoint of these weights and this anchor, saved now, becomes.
 
-        What is on its way arrives. Where replicas have trained since they met, they meet (docs/checkpoints.md).
+        What is on its way arrives. Where replicas have trained since they met, they meet (docs/guide/checkpoints.md).
         """
         self._begin(anchor)
         for gradients in self.under_way.values():

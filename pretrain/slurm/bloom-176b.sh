@@ -1,9 +1,9 @@
 #!/bin/bash
 # BLOOM 176B with the flags of its own script: 384 GPUs as 8 replicas of 12 pipeline stages of 4 tensor-parallel ranks.
 #   TOKENIZER=DIR TRAIN=train-splits.txt VALID=valid-splits.txt pretrain/slurm/bloom-176b.sh [FLAGS]
-# The split files hold "NAME: WEIGHT START:END PREFIX, ..." (docs/training.md, Data). FLAGS replace those below. SUBMIT
+# The split files hold "NAME: WEIGHT START:END PREFIX, ..." (docs/guide/training.md, Data). FLAGS replace those below. SUBMIT
 # starts the run; pretrain.sbatch adds --save, --load and --log-dir, and goes on until the last iteration.
-# LAUNCH, and where a virtual environment is entered: docs/slurm.md.
+# LAUNCH, and where a virtual environment is entered: docs/guide/slurm.md.
 set -eu
 missing=""
 for name in TOKENIZER TRAIN VALID; do [ -n "${!name:-}" ] || missing+="${missing:+ and }$name"; done

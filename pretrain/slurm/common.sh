@@ -2,7 +2,7 @@
 # megazero's programs, in the folder that they are submitted from: the checkout. sbatch hands on the environment that it
 # is called in, so a virtual environment is activated before. LAUNCH stands before python, on each node: a container's
 # "apptainer exec --nv IMAGE". No variable has to be set.
-STOPPED=75 RANK_LOST=76                   # exit statuses after which the same command goes on (docs/slurm.md)
+STOPPED=75 RANK_LOST=76                   # exit statuses after which the same command goes on (docs/guide/slurm.md)
 IN_USE=73 STORAGE=74                      # another job writes into RUN; a disk takes nothing
 MOST_RESTARTS=${MOST_RESTARTS:-3}         # in a row, without a new checkpoint in between
 if [ -z "${SLURM_JOB_ID:-}" ]; then

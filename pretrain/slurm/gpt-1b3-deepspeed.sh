@@ -3,7 +3,7 @@
 #   VOCAB=vocab.json MERGES=merges.txt DATA_PATH=PREFIX pretrain/slurm/gpt-1b3-deepspeed.sh [FLAGS]
 # FLAGS replace those below, and what the file says. SUBMIT starts the run; pretrain.sbatch adds --save, --load and
 # --log-dir, and goes on until the last iteration.
-# LAUNCH, and where a virtual environment is entered: docs/slurm.md.
+# LAUNCH, and where a virtual environment is entered: docs/guide/slurm.md.
 set -eu
 missing=""
 for name in VOCAB MERGES DATA_PATH; do [ -n "${!name:-}" ] || missing+="${missing:+ and }$name"; done

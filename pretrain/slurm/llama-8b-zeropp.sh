@@ -3,7 +3,7 @@
 #   TOKENIZER=DIR DATA_PATH=PREFIX pretrain/slurm/llama-8b-zeropp.sh [FLAGS]
 # FLAGS replace those below. SUBMIT starts the run; pretrain.sbatch adds --save, --load and --log-dir, and goes on until
 # the last iteration. Without the line ZERO, the flags are those of Megatron's own script for this model.
-# LAUNCH, and where a virtual environment is entered: docs/slurm.md.
+# LAUNCH, and where a virtual environment is entered: docs/guide/slurm.md.
 set -eu
 missing=""
 for name in TOKENIZER DATA_PATH; do [ -n "${!name:-}" ] || missing+="${missing:+ and }$name"; done

@@ -1,4 +1,4 @@
-"""fsdp2_patch inside other people's trainers, by the lines of docs/fsdp2.md: torchtitan's and accelerate's.
+"""fsdp2_patch inside other people's trainers, by the lines of docs/integrate/fsdp2.md: torchtitan's and accelerate's.
 
 pip install --no-deps torchtitan==0.3.0 accelerate, with what they import
 python -m pytest tests/fsdp2/test_trainers.py -m slow
@@ -18,7 +18,7 @@ import pytest
 
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "fsdp2.md").read_text()
+PAGE = (ROOT / "docs" / "integrate" / "fsdp2.md").read_text()
 PLAIN = "import torchtitan.train\n\ntorchtitan.train.main()\n"
 QUANTISED = 'weights="int8", gradients="int4"'
 pytestmark = pytest.mark.slow

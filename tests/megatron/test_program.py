@@ -122,7 +122,7 @@ for rank in $ranks; do wait "$rank" || exit 1; done
 
 
 def page_scripts() -> list[str]:
-    page = (ROOT / "docs" / "megatron-patch.md").read_text()
+    page = (ROOT / "docs" / "integrate" / "megatron-patch.md").read_text()
     return re.findall(r"```sh\n(#!.*?)```", page, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/slurm.md from the results of test_matrix.py: python -m tests.slurm.matrix_page results.jsonl"""
+"""docs/guide/slurm.md's table from results of test_matrix.py: python -m tests.slurm.matrix_page results.jsonl"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whatever happens to a job, at start-up, in a step, a save or an evaluation: what becomes of it, and of the curve.
 
     MATRIX=results.jsonl python -m pytest -m slow tests/slurm/test_matrix.py -k "scancel or requeue"
-    python -m tests.slurm.matrix_page results.jsonl         # the table of docs/slurm.md
+    python -m tests.slurm.matrix_page results.jsonl         # the table of docs/guide/slurm.md
 
 Four jobs run side by side, one for each moment, in which their ranks wait until it has happened (pausing.py). Each
 event takes one to three minutes on 2 cores.

@@ -96,7 +96,8 @@ def _group(layer: Layer, said: Mapping[str, Any]) -> None:
     without = [key for key in known if _without_effect(known[key])]
     if without:
         layer.notes.append(
-            f"{layer.source}: no effect here, where it is always so or is decided elsewhere (docs/flags.md): "
+            f"{layer.source}: no effect here, where it is always so or is decided elsewhere "
+            f"(docs/reference/flags.md): "
             f"{', '.join(without)}"
         )
     causes: dict[str, list[str]] = {}

@@ -20,7 +20,6 @@ OF_GRADIENTS = (
     *("zero_gradient_bits", "zero_gradient_bits_intra_node"),
     *("zero_gradient_rounding", "zero_gradient_transform"),
 )
-OF_FEEDBACK = ("zero_gradient_feedback_beta", "zero_gradient_feedback_reset")
 OF_BOTH = ("zero_block_size", "zero_exact_numel")
 WEIGHT_BITS, DELTA_BITS, GRADIENT_BITS = 8, 4, 4
 ROUNDING = "nearest"
@@ -57,7 +56,7 @@ def quantizes_weights(zero: ZeroConfig) -> bool:
 def quantizes_changes(zero: ZeroConfig) -> bool:
     """Tell whether the refresh is to send differences (delta refresh).
 
-    It is zeropp's default by measurement, see docs/loss.md.
+    It is zeropp's default by measurement, see docs/results/loss.md.
     """
     asked, lifetime = zero.zero_quantized_weights_delta, zero.zero_params_lifetime
     if asked is not None:
@@ -80,11 +79,10 @@ def rounding(zero: ZeroConfig) -> str:
 
 
 def format_options(zero: ZeroConfig) -> list[str]:
-    """Return the options that say how this run's messages are coded, which others would have no effect beside."""
+    """Return the message options that apply to this run."""
     names = [*OF_WEIGHTS] if quantizes_weights(zero) else []
     if quantizes_gradients(zero):
         names += OF_GRADIENTS
-        names += OF_FEEDBACK if rounding(zero) == "feedback" else ()
     return [*names, *OF_BOTH] if names else []
 
 
@@ -102,8 +100,7 @@ def asked_for(zero: ZeroConfig) -> Wire:
         inter, intra = _mixed([inter, intra], zero.zero_gradient_transform)
     feedback = inter is not None and rounding(zero) == "feedback"
     exact = EXACT_NUMEL if zero.zero_exact_numel is None else zero.zero_exact_numel
-    average = (zero.zero_gradient_feedback_beta, zero.zero_gradient_feedback_reset) if feedback else (0.0, 0)
-    return Wire(weights, intra, inter, quantizes_changes(zero), feedback, *average, exact_numel=exact)
+    return Wire(weights, intra, inter, quantizes_changes(zero), feedback, exact_numel=exact)
 
 
 def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
@@ -139,8 +136,8 @@ def _coding(zero: ZeroConfig, bits: int, stochastic: bool = False) -> Coding:
 def _mixed(codings: Sequence[Coding | None], transform: str) -> list[Coding | None]:
     """Return the formats of successive hops with their transform.
 
-    It mixes the smallest of their blocks (the larger the better, see docs/rounding.md), so that it is the same on all
-    hops and nothing is transformed between them.
+    It mixes the smallest of their blocks (the larger the better, see docs/results/rounding.md), so that it is the
+    same on all hops and nothing is transformed between them.
     """
     size = min(MIXED, *(c.block for c in codings if c)) if transform == "hadamard" else 0
     return [c and replace(c, hadamard=size) for c in codings]

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from megazero.config.layout.shards import PRESETS
 from megazero.config.layout.wire import (
     OF_BOTH,
-    OF_FEEDBACK,
     OF_GRADIENTS,
     OF_WEIGHTS,
     quantizes_gradients,
     quantizes_weights,
-    rounding,
 )
 from megazero.config.nearest import nearest_power_of_two
 from megazero.config.options.fields import Condition
@@ -31,7 +29,6 @@ def message_conditions(zero: ZeroConfig, planned: bool = False) -> Iterator[Cond
     weights, gradients = (f(zero) or planned for f in (quantizes_weights, quantizes_gradients))
     yield OF_WEIGHTS, weights, "--zero-quantized-weights"
     yield OF_GRADIENTS, gradients, "--zero-quantized-gradients"
-    yield [*OF_FEEDBACK], rounding(zero) == "feedback", "--zero-gradient-rounding feedback"
     either = "--zero-quantized-weights or --zero-quantized-gradients"
     yield [*OF_BOTH], weights or gradients, either
 

@@ -64,13 +64,21 @@ class ParameterSpec:
         """Tell whether several of ``tp`` ranks hold the same elements."""
         return self.cut is None or self.copies(tp) > 1
 
-    def partial(self, tp: int) -> bool:
-        """Tell whether each of ``tp`` ranks that hold the same elements has the gradient of its own heads alone."""
-        return self.copies(tp) > 1 or self.own_heads
+    def partial(self, tp: int, sequence_parallel: bool) -> bool:
+        """Tell whether the gradient on each of ``tp`` ranks is one term of a sum over them.
+
+        Under sequence parallelism a replicated parameter sees the rank's positions only. Key/value heads that several
+        ranks hold see the rank's query heads only, and norms of heads see the rank's heads only.
+        """
+        of_own = sequence_parallel or self.copies(tp) > 1 or self.own_heads
+        return tp > 1 and self.replicated(tp) and of_own
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """Return the shape on each of ``tp`` ranks. Rows of words must be padded (``padded_spec``)."""
         return tuple(n * self.copies(tp) // tp if dim == self.cut else n for dim, n in enumerate(self.shape))
+
+    def local_numel(self, tp: int) -> int:
+        return math.prod(self.local_shape(tp))
 
 
 @dataclass(frozen=True)

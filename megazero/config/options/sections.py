@@ -1,4 +1,4 @@
-"""All sections except the model. A field here is a flag, a YAML key and a line of docs/flags.md."""
+"""All sections except the model. A field here is a flag, a YAML key and a line of docs/reference/flags.md."""
 
 from __future__ import annotations
 
@@ -155,16 +155,6 @@ class ZeroConfig:
         "next step's gradient (error feedback, where sums cross nodes once per step; not for the gradients of tied "
         "embeddings that the ends of a pipeline exchange) (default: nearest)",
         choices=ROUNDINGS,
-    )
-    zero_gradient_feedback_beta: float = option(
-        0.0,
-        "error feedback: share of the residual that stays when a step's rounding error is averaged in (LoCo; 0: the "
-        "residual is the step's error)",
-        low=0,
-        below=1,
-    )
-    zero_gradient_feedback_reset: int = option(
-        0, "error feedback: updates after which residuals are dropped (LoCo); 0: never", low=0
     )
     zero_gradient_transform: str = option(
         "none",
@@ -554,7 +544,7 @@ class PlanningConfig:
     )
     loss_policy: str = option(
         "exact",
-        "values that the planner may round in messages: none; what ZeRO++ rounds, as measured in docs/loss.md; or "
+        "values that the planner may round in messages: none; what ZeRO++ rounds (docs/results/loss.md); or "
         "more than that; outer: megazero plan proposes outer steps, and compares them with the others",
         choices=("exact", "zeropp", "aggressive", "outer"),
     )
@@ -590,7 +580,7 @@ class LoggingConfig:
     wandb_save_dir: str | None = option(None, "folder of wandb's local files")
     callbacks: tuple[str, ...] = option(
         (),
-        "classes of yours that watch the run (docs/extending.md): MODULE:NAME, or with options "
+        "classes of yours that watch the run (docs/develop/extending.md): MODULE:NAME, or with options "
         "'MODULE:NAME {\"every\": 10}'; in YAML a list, whose entries may map MODULE:NAME to options",
         takes_options=True,
     )

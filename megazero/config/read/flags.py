@@ -261,7 +261,7 @@ USAGE = """usage: megazero train [--nproc-per-node N] [--config FILE] [flags bel
 
 Trains a model, or continues its training. Flags have Megatron's names. --nproc-per-node starts N ranks on this
 machine; without it and without a launcher there is one rank. --local-rank, which some launchers add, is read.
-docs/flags.md has this list, docs/training.md the launchers. Exit status: docs/slurm.md has a table.
+docs/reference/flags.md has this list, docs/guide/training.md the launchers, docs/guide/slurm.md exit statuses.
 
 files"""
 
@@ -275,6 +275,6 @@ def help_text() -> str:
         lines += options_help(opt for opt in all_options().values() if opt.section == section)
     lines += [
         "",
-        "Megatron's other flags are taken, too, or refused with what to do instead: docs/megatron.md",
+        "Megatron's other flags are taken, too, or refused with what to do instead: docs/reference/megatron.md",
     ]
     return "\n".join(lines)

@@ -160,7 +160,7 @@ def evened(source: str) -> tuple[list[float], list[float]]:
 
 
 def test_the_pages_part_evens_the_load_of_experts():
-    page = (ROOT / "docs" / "extending.md").read_text("utf-8")
+    page = (ROOT / "docs" / "develop" / "extending.md").read_text("utf-8")
     (source,) = [
         block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ExpertLoad" in block
     ]

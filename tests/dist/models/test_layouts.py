@@ -1,4 +1,4 @@
-"""Cells of docs/layouts.md that say yes: with these messages and options losses and norms are one rank's."""
+"""Cells of docs/reference/layouts.md that say yes: with these messages and options losses are one rank's."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def faults(row: str, layout: Column, ranks: Sequence[Seen]) -> Iterator[str]:
 
 
 def test_the_page_is_current():
-    assert (ROOT / "docs" / "layouts.md").read_text() == markdown()
+    assert (ROOT / "docs" / "reference" / "layouts.md").read_text() == markdown()
 
 
 def test_refusals_name_the_nearest():

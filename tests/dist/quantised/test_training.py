@@ -245,19 +245,13 @@ RESUMED = {
         "tensor_model_parallel_size": 2,
         "zero_gradient_rounding": "stochastic",
     },
-    "fallbacks": {**ZEROPP, **DELTA, "callbacks": bounds(weight_error_bound=1e-4, gradient_error_bound=0.05)},
+    "fallbacks": {**ZEROPP, **DELTA, "callbacks": bounds(weights=1e-4, gradients=0.05)},
     "until": {**ZEROPP, "zero_gradient_rounding": "feedback", "callbacks": exact_from(4)},
 }
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("tp 2, stochastic",),
-        pytest.param(tuple(RESUMED), marks=pytest.mark.slow),
-    ],
-    ids=["some", "all"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("tp 2, stochastic",), tuple(RESUMED)], ids=["some", "all"])
 def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, names: tuple[str, ...]) -> None:
     """The uninterrupted run, which also evaluates, against one that stops after 2 iterations of 4 and goes on."""
     jobs = {}
@@ -354,7 +348,7 @@ def test_gradients_are_exact_when_a_callback_says_so(tmp_path: Path) -> None:
 
 def test_units_above_the_bound_fall_back_and_it_is_said(tmp_path: Path) -> None:
     base = {**ZEROPP, "train_iters": 10, "log_dir": str(tmp_path), "global_batch_size": RANKS}
-    runs([{**base, "callbacks": bounds(gradient_error_bound=1e-3)}])
+    runs([{**base, "callbacks": bounds(gradients=1e-3)}])
     lines = iterations(tmp_path)
     said = [text for line in lines for text in line.get("fallbacks", ())]
     assert len(said) == 4 and all("gradients of unit" in text and "0.001" in text for text in said)
@@ -376,7 +370,7 @@ def printed(values: dict[str, Any]) -> str:
 
 
 def test_the_first_rank_says_what_is_sent_and_what_falls_back(tmp_path: Path) -> None:
-    values = {**ZEROPP, "callbacks": bounds(weight_error_bound=1e-4)}
+    values = {**ZEROPP, "callbacks": bounds(weights=1e-4)}
     first, *others = run_ranks(RANKS, printed, {**values, "train_iters": 4, "log_dir": str(tmp_path)})
     assert others == [""] * (RANKS - 1)
     assert first.count("ZeRO: preset zeropp, P,G,OS = 2,2,4 on 4 data-parallel ranks of 2 nodes") == 1

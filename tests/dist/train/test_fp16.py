@@ -135,8 +135,8 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, preset:
 
 @pytest.mark.slow
 def test_quantised_messages_cost_as_little_as_in_bf16(tmp_path: Path) -> None:
-    """zeropp ends within docs/loss.md's target of zero3, 0.5%, and as far from it as in bf16: measured +0.27% and
-    +0.28% (a short run of few tokens per step)."""
+    """zeropp ends within docs/results/loss.md's target of zero3, 0.5%, and as far from it as in bf16: measured +0.27%
+    and +0.28% (a short run of few tokens per step)."""
     base = {
         **FP16,
         "initial_loss_scale": 2.0**16,  # skipped steps would be missing in a run so short

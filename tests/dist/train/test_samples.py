@@ -59,6 +59,7 @@ def runs(jobs: list[tuple[int, dict]]) -> list[list[Seen]]:
     return [seen[number] for number in range(len(jobs))]
 
 
+@pytest.mark.slow
 def test_every_layout_sees_the_same_samples(tmp_path: Path) -> None:
     base = {**values(tmp_path), "num_layers": 2, "train_iters": 6}
     deep = dict.fromkeys(("interleaved", "pp 4"), {"num_layers": 4})  # as many as their stages

@@ -29,7 +29,8 @@ def test_the_program_keeps_results_and_does_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A real piece in its own process; then nothing, since it is there; then the one that is missing, too short."""
-    docs = (ROOT / "docs" / "gpu.md").stat().st_mtime_ns if (ROOT / "docs" / "gpu.md").exists() else None
+    page = ROOT / "docs" / "results" / "gpu.md"
+    docs = page.stat().st_mtime_ns if page.exists() else None
     ask = ["--rehearsal", "--out", str(tmp_path)]
     assert tool.main([*ask, "--pieces", "deepspeed"]) == 0, capsys.readouterr().out
     text = (tmp_path / "gpu.md").read_text()
@@ -43,8 +44,8 @@ def test_the_program_keeps_results_and_does_what_is_missing(
     assert tool.main([*ask, "--pieces", "deepspeed,overhead", "--minutes", "0.01"]) == 1
     stored = json.loads((tmp_path / "gpu.json").read_text())["pieces"]
     assert stored["deepspeed"][REASON] == "" and stored["overhead"][REASON].startswith("stopped after")
-    now = (ROOT / "docs" / "gpu.md").stat().st_mtime_ns if docs is not None else None
-    assert now == docs, "a rehearsal leaves docs/gpu.md alone"
+    now = page.stat().st_mtime_ns if docs is not None else None
+    assert now == docs, "a rehearsal leaves docs/results/gpu.md alone"
 
 
 def test_a_piece_that_ends_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

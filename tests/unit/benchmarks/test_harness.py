@@ -82,7 +82,7 @@ def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
 
 def test_a_page_that_is_not_there_begins_as_that_of_docs(tmp_path: Path) -> None:
     harness.write_section(tmp_path / "pipeline.md", "Bytes between nodes", "text")
-    docs = harness.DOCS / "pipeline.md"
+    docs = harness.DOCS / "results" / "pipeline.md"
     assert harness.section(tmp_path / "pipeline.md", "Bytes between nodes") == "text"
     for title in ("Bubble against theory", "Split backward: torch's and ours"):
         assert harness.section(tmp_path / "pipeline.md", title) == harness.section(docs, title)

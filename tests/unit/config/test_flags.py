@@ -259,8 +259,10 @@ def test_a_removed_format_is_refused_unless_it_was_off(name: str, on: str, off: 
 
 def test_knobs_that_moved_to_the_engine_say_where(tmp_path: Path) -> None:
     """At their default, as every config.yaml of before has them, they say nothing; a resume says what it drops."""
-    names = ("zero_quantized_gradients_until", "zero_weight_error_bound", "zero_gradient_error_bound")
-    unset = write(tmp_path, "unset.yaml", "zero: {" + ", ".join(f"{name}: null" for name in names) + "}")
+    names = {"zero_quantized_gradients_until": None, "zero_weight_error_bound": None}
+    names |= {"zero_gradient_error_bound": None}
+    names |= {"zero_gradient_feedback_beta": 0.0, "zero_gradient_feedback_reset": 0}
+    unset = write(tmp_path, "unset.yaml", json.dumps({"zero": names}))
     assert run(f"--config {unset}") == run("")
     for name in names:
         flag = f"--{name.replace('_', '-')}"
@@ -268,6 +270,7 @@ def test_knobs_that_moved_to_the_engine_say_where(tmp_path: Path) -> None:
         assert line.startswith(f"{flag} was removed: ") and "engine" in line
     stored = run("").to_dict()
     stored["zero"] |= {"zero_quantized_gradients_until": None, "zero_gradient_error_bound": 0.2}
+    stored["zero"] |= {"zero_gradient_feedback_beta": 0.0, "zero_gradient_feedback_reset": 0}
     folder = tmp_path / "iter_0000001"
     folder.mkdir()
     write_manifest(folder, Manifest(1, 0, 1, {}, {}, stored, {}))
@@ -360,8 +363,8 @@ def test_command_line_status(flags, status):
 
 
 def test_flags_page_is_current():
-    page = (ROOT / "docs" / "flags.md").read_text()
-    assert page == markdown(), "run: python tools/flags_page.py > docs/flags.md"
+    page = (ROOT / "docs" / "reference" / "flags.md").read_text()
+    assert page == markdown(), "run: python tools/flags_page.py > docs/reference/flags.md"
 
 
 def test_saves_that_come_only_at_the_end_are_said():

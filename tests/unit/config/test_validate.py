@@ -242,8 +242,6 @@ def test_options_of_megatron_without_effect_are_noted(changes):
         {"zero_gradient_bits_intra_node": 8},
         {"zero_gradient_rounding": "nearest"},
         {"zero_gradient_transform": "hadamard"},
-        {"zero_preset": "zeropp", "zero_gradient_feedback_beta": 0.8},
-        {"zero_preset": "zeropp", "zero_gradient_feedback_reset": 512},
         {"zero_block_size": 64},
         {"zero_exact_numel": 0},
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from tests import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # Where pages may take a named file to lie: `zero/unit.py` is in the package, `test_tp.py` needs its folder.
 TOPS = (ROOT, ROOT / "megazero")
 
@@ -45,12 +45,11 @@ def started(page: Path) -> list[str]:
     return [path if path.endswith(".py") else f"{path.replace('.', '/')}.py" for path in found]
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    readme = ROOT / "README.md"
-    missing = {page.relative_to(ROOT).as_posix() for page in PAGES if page != readme} - {
-        path.relative_to(ROOT).as_posix() for path, _ in linked(readme) if path.is_relative_to(ROOT)
-    }
-    assert not missing, f"README.md has no link to {', '.join(sorted(missing))}"
+def test_the_readme_and_the_index_lead_to_every_page() -> None:
+    readme, index = ROOT / "README.md", ROOT / "docs" / "README.md"
+    led = {path for page in (readme, index) for path, _ in linked(page)}
+    missing = [page.relative_to(ROOT).as_posix() for page in PAGES if page != readme and page not in led]
+    assert not missing, f"README.md and docs/README.md have no link to {', '.join(missing)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

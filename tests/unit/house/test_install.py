@@ -109,7 +109,9 @@ def installed(python: Path) -> set[str]:
 
 def install_line(page: str) -> str:
     """The command of a page's first lines."""
-    lines = (ROOT / "docs" / f"{page}.md").read_text().split("## In ten lines")[1].split("```")[1]
+    lines = (
+        (ROOT / "docs" / "integrate" / f"{page}.md").read_text().split("## In ten lines")[1].split("```")[1]
+    )
     (line,) = (line.partition("#")[0].strip() for line in lines.splitlines() if line.startswith("pip"))
     return line
 
@@ -160,9 +162,9 @@ def test_the_readmes_first_minutes_need_the_wheel_alone(tmp_path: Path) -> None:
         "\n".join(PACKAGES)
     )  # what megazero requires; a .pth file in them does nothing
     (here / "text").mkdir(parents=True)
-    for page in ROOT.glob("docs/*.md"):
+    for page in ROOT.glob("docs/**/*.md"):
         shutil.copy(page, here / "text")
-    readme = (ROOT / "README.md").read_text("utf-8").split("## Install and try")[1]
+    readme = (ROOT / "README.md").read_text("utf-8").split("## The first minutes")[1]
     script, settings = (readme.split(f"```{language}\n")[1].split("```")[0] for language in ("sh", "yaml"))
     (here / "run.yaml").write_text(settings)
     install, *commands = script.replace("\\\n", " ").splitlines()

@@ -1,4 +1,4 @@
-"""docs/extending.md's recipes, done as they are written: a made-up family, optimizer and learning-rate shape."""
+"""docs/develop/extending.md's recipes, done as written: a made-up family, optimizer and learning-rate shape."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("recipes") / "tree"
     for name in ("megazero", "kernels", "pretrain"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    found = additions((ROOT / "docs" / "extending.md").read_text())
+    found = additions((ROOT / "docs" / "develop" / "extending.md").read_text())
     assert len(found) >= 6
     for name, diff in found:
         add(copy, name, diff)
@@ -87,7 +87,7 @@ def test_what_the_recipes_add_is_planned(tree: Path) -> None:
 
 def test_the_pages_callbacks_watch_a_run(tmp_path: Path) -> None:
     """A metric, an evaluation, a check that stops, and its state after a resume, from a module of one's own."""
-    page = (ROOT / "docs" / "extending.md").read_text()
+    page = (ROOT / "docs" / "develop" / "extending.md").read_text()
     (module,) = re.findall(r"^```python\n# watch.py\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     (listed,) = re.findall(r"^```yaml\n(callbacks:\n.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "watch.py").write_text(module)

@@ -1,4 +1,4 @@
-"""What setup.cfg, the Makefile and docs/releases.md say of releases, and the list of torch's private parts in use."""
+"""What setup.cfg, the Makefile and docs/develop/releases.md say of releases, and torch's private parts in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests import ROOT
 from tools import releases as tool
 
-PAGE = (ROOT / "docs" / "releases.md").read_text()
+PAGE = (ROOT / "docs" / "develop" / "releases.md").read_text()
 SOURCES = [
     path
     for folder in ("megazero", "kernels", "megatron_core_patch", "fsdp2_patch", "pretrain", "tools")

@@ -154,7 +154,7 @@ def test_what_it_refuses() -> None:
 
 
 def test_the_page_of_rounding_errors_has_every_format_and_layer() -> None:
-    page = (DOCS / "rounding.md").read_text()
+    page = (DOCS / "results" / "rounding.md").read_text()
     for codecs in (GRADIENTS, DIFFERENCES):
         assert f"| layer | {' | '.join(codecs)} |" in page
     assert all(page.count(f"| {kind} |") == 2 for kind in KINDS)

@@ -328,7 +328,7 @@ def test_an_alert_comes_once_for_each_state_of_a_start(
 def test_the_page_has_every_state() -> None:
     rows = {
         row.split(" | ")[0].removeprefix("| ")
-        for row in (ROOT / "docs" / "slurm.md").read_text().splitlines()
+        for row in (ROOT / "docs" / "guide" / "slurm.md").read_text().splitlines()
     }
     assert {f"`{state.words}`" for state in State} <= rows
 

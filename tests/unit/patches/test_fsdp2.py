@@ -43,7 +43,12 @@ def test_words() -> None:
 
 
 def test_the_page_lists_every_keyword() -> None:
-    table = (ROOT / "docs" / "fsdp2.md").read_text().split("| keyword | values |")[1].split("\n\n")[0]
+    table = (
+        (ROOT / "docs" / "integrate" / "fsdp2.md")
+        .read_text()
+        .split("| keyword | values |")[1]
+        .split("\n\n")[0]
+    )
     listed = {
         word
         for line in table.splitlines()

@@ -39,9 +39,8 @@ def wide_without_windows() -> Iterator[None]:
         return mlp(c if choices.window else replace(c, ffn_hidden_size=2 * c.ffn_hidden_size), choices)
 
     def forget() -> None:
-        for known in (model_spec, spec.padded_spec, units.module_parameters, units.layer_matrices):
+        for known in (model_spec, spec.padded_spec, units.layer_matrices, units._module_units):
             known.cache_clear()
-        units._module_units.cache_clear()
 
     mlp = spec._mlp
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""docs/planning.md has the tables that the planner computes now, and the figures that the page speaks of."""
+"""docs/guide/planning.md has the tables that the planner computes now, and the figures that the page speaks of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.planning.papers import amsp_rows, bloom_layout, table_4, zeropp_
 from megazero.config.options.cluster import parse_cluster
 from tests import ROOT
 
-PAGE = ROOT / "docs" / "planning.md"
+PAGE = ROOT / "docs" / "guide" / "planning.md"
 
 
 def test_tables_are_current() -> None:
@@ -45,5 +45,5 @@ def test_speedups_and_ranking() -> None:
 
 def test_the_cluster_file_of_the_page_is_legal() -> None:
     text = PAGE.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
-    cluster = parse_cluster(text, "docs/planning.md")
+    cluster = parse_cluster(text, "docs/guide/planning.md")
     assert cluster.collectives and cluster.layers

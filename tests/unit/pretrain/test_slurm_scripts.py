@@ -372,7 +372,7 @@ def test_the_table_of_what_was_tried_has_events_of_the_matrix() -> None:
     every = [{**result, "event": event, "moment": moment} for event in EVENTS for moment in MOMENTS]
     head, rule, *rows = table(every).splitlines()
     assert rows[0] == f"| {next(iter(EVENTS))} |" + " completed, 2 restarts, within 2e-07 |" * len(MOMENTS)
-    page = (ROOT / "docs" / "slurm.md").read_text().splitlines()
+    page = (ROOT / "docs" / "guide" / "slurm.md").read_text().splitlines()
     begin = page.index(head) + 2
     tried = [row.split(" | ")[0].removeprefix("| ") for row in page[begin : page.index("", begin)]]
     assert len(set(tried)) == len(tried) and set(tried) <= set(EVENTS) and "not run" not in "".join(page)
