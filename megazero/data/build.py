@@ -166,6 +166,6 @@ class _Builder:
         if not source.lengths[first:end].any():
             raise ValueError(
                 f"{source.prefix}: the {self.split} split gets {len(documents)} of {len(source)} documents and no "
-                f"token; give it a larger share in the split, or ask for no {self.split} samples"
+                f"token; give it a larger share (--split), or no samples (--eval-iters 0, or a share of 0)"
             )
         return GPTDataset(source, documents, count, spec=self.spec, cache_dir=self.cache_dir)

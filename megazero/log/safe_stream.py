@@ -1,5 +1,5 @@
-"""Standard output and error of a program: secrets are hidden, control characters are written as \\x1b is, and a full
-disk does no harm.
+"""Standard output and error of a program: secrets are hidden, control characters are written as \\x1b is. A full disk
+and a reader that has gone (``| head``) do no harm.
 
 Names of tensors, keys of files, paths and events come from strangers' files, and a terminal obeys what stands in
 them.
@@ -8,6 +8,7 @@ This needs no torch. It is installed first of all, so that everything Python pri
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -31,8 +32,8 @@ def printable(text: str) -> str:
 
 
 class SafeStream:
-    """Wraps a text stream. It hides secrets and control characters, and drops what a full disk does not take instead
-    of raising OSError.
+    """Wraps a text stream. It hides secrets and control characters, and drops text that a full disk or a pipe without a
+    reader does not take, instead of raising OSError.
 
     Everything else is the stream's own. Libraries may replace ``write`` (wandb wraps the one it finds): theirs is
     called with the safe text.
@@ -42,7 +43,7 @@ class SafeStream:
         self.__dict__["_stream"] = stream
 
     def write(self, text: str) -> int:
-        with _full_disk_ignored():
+        with _unwritable_ignored(self._stream):
             self._stream.write(_safe(text))
         return len(text)
 
@@ -51,7 +52,7 @@ class SafeStream:
             self.write(line)
 
     def flush(self) -> None:
-        with _full_disk_ignored():
+        with _unwritable_ignored(self._stream):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -69,11 +70,13 @@ def _safe(text: str) -> str:
 
 
 @contextmanager
-def _full_disk_ignored() -> Iterator[None]:
+def _unwritable_ignored(stream: TextIO) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno == errno.EPIPE:  # Python flushes once more at its end: what is left goes to nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        elif error.errno not in NO_ROOM:
             raise
 
 

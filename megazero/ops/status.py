@@ -227,9 +227,12 @@ def facts(run: Vitals) -> dict[str, str]:
         out["clock"] = f"that{host} is {duration(abs(run.ahead_s))} {way} the file system's; its times follow"
     latest = run.latest
     if latest:
-        tokens = mean(line["tokens_per_s"] for line in latest) or 0.0
         seconds = mean(line["iteration_time_s"] for line in latest) or 0.0
-        rate = mean(line["tflops_per_rank"] for line in latest) or 0.0
+        # Rates are totals over total time, as the console's.
+        tokens, rate = (
+            (mean(line[name] * line["iteration_time_s"] for line in latest) or 0.0) / seconds if seconds else 0.0
+            for name in ("tokens_per_s", "tflops_per_rank")
+        )
         out["speed"] = f"{seconds:.3g} s per iteration, {tokens:,.0f} tokens/s, {rate:.3g} TFLOP/s per rank"
         out["loss"] = ", ".join([f"{run.last['lm_loss']:.4f}", *_evaluated(run)])
     if run.seconds_left and judgement.state in _PROGRESSES:
