@@ -379,6 +379,7 @@ def refused():
         *unsaid("different values of 'routed.0.experts.0.weight'", on(inside(mesh, (1, 1, 1)))),
         *unsaid("nearest legal: 2,4,4", lambda: inside(mesh, (2, 3, 4))),
         *unsaid("nearest legal: 1,1,2", lambda: experts(mesh, (1, 1, 3))),
+        *unsaid("have one twice", lambda: zero.DataAxes.over([*mesh.data_axes, mesh.data_axes[0]])),
     ]
 
 
