@@ -134,8 +134,8 @@ def refuse_clashes(mesh: Mesh, every: Iterable[DataAxes]) -> None:
                     f"take the mesh's own, mesh.axes[{axis.name!r}], or make the other with a name of its own"
                 )
         if each.outer is not mesh.outer:
-            own, meshs = (axis.size if axis else 1 for axis in (each.outer, mesh.outer))
+            given, wanted = (axis.size if axis else 1 for axis in (each.outer, mesh.outer))
             raise ValueError(
-                f"units lie on axes of {own} outer replicas, the mesh has {meshs}: give DataAxes.over(..., "
+                f"units lie on axes of {given} outer replicas, the mesh has {wanted}: give DataAxes.over(..., "
                 "outer=mesh.outer)"
             )
