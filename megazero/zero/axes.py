@@ -49,9 +49,14 @@ class DataAxes:
 
         Each factor is a product of the first few sizes: ``mesh.data_axes`` of 2 and 4 ranks take the factors 1, 2
         and 8. The ranks along the other axes hold replicas. outer: the axis of outer replicas (``Mesh.outer``).
-        Raises ValueError, which names the nearest legal factors.
+        Raises ValueError for other factors, which names the nearest legal ones, and for an axis that is given twice.
         """
         axes = [axis for axis in axes if axis.size > 1]
+        names = [axis.name for axis in axes]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"data axes {names} have one twice: give each once, {list(dict.fromkeys(names))}"
+            )
         products = list(accumulate((axis.size for axis in axes), mul, initial=1))
         if not set(shards) <= set(products) or list(shards) != sorted(shards):
             nearest = nearest_chain(shards, products)
@@ -129,7 +134,8 @@ def refuse_clashes(mesh: Mesh, every: Iterable[DataAxes]) -> None:
                     f"take the mesh's own, mesh.axes[{axis.name!r}], or make the other with a name of its own"
                 )
         if each.outer is not mesh.outer:
+            given, wanted = (axis.size if axis else 1 for axis in (each.outer, mesh.outer))
             raise ValueError(
-                f"units lie on axes with outer={each.outer}, the mesh has {mesh.outer}: give DataAxes.over(..., "
+                f"units lie on axes of {given} outer replicas, the mesh has {wanted}: give DataAxes.over(..., "
                 "outer=mesh.outer)"
             )

@@ -387,6 +387,7 @@ def refused():
         *unsaid("nearest legal: 2,4,4", lambda: inside(mesh, (2, 3, 4))),
         *unsaid("nearest legal: 1,1,2", lambda: experts(mesh, (1, 1, 3))),
         *unsaid("its unit's axes do not join them", lambda: alike(mesh)),
+        *unsaid("have one twice", lambda: zero.DataAxes.over([*mesh.data_axes, mesh.data_axes[0]])),
     ]
 
 

@@ -278,7 +278,7 @@ def averaged(case: Case, beta: float) -> None:
     first = [unit.feedback.residual.clone() for unit in engine.units]
     assert any(lost.any() for lost in first)
     for lost, whole in zip(first, plain.units, strict=True):
-        torch.testing.assert_close(lost, (1 - beta) * whole.residual, rtol=1e-6, atol=0)
+        torch.testing.assert_close(lost, (1 - beta) * whole.feedback.residual, rtol=1e-6, atol=0)
     nothing = [[torch.zeros(shape, dtype=case.dtype) for shape in shapes] for shapes in case.units]
     take_step(case, model, engine, lambda m: nothing, divisor=4.0)
     for unit, owed in zip(engine.units, first, strict=True):
