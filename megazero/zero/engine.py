@@ -78,15 +78,11 @@ class Engine:
         self.hooks = Hooks(module, plan, self.gatherer, self.reducer)
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
         self.reduced = False  # the open step's sums are complete
-        by_axes = {
-            each: [u for u in self.units if u.axes is each]
-            for each in dict.fromkeys(u.axes for u in self.units)
-        }
         self.matrices = [
             MatrixUpdates(
                 optimizer.matrices, optimizer.runs, units, traits, mesh.tp, context, self.reductions
             )
-            for units in by_axes.values()
+            for units in by_axes(self.units)
             if optimizer.matrices is not None
         ]
         self._take_parts(context)
@@ -166,6 +162,7 @@ class Engine:
         """
         self._reduce("step()")
         with self.timed("optimizer"):
+            self._sum_partial()
             self.given.take(scalars)
             self.scalars.write()
         # Not in the optimizer's time: here ranks wait for slower ones, and on CUDA the host for the backward's end.
@@ -197,6 +194,7 @@ class Engine:
         is gathered at a time. This is collective: every rank takes all of them. Raises RuntimeError at other times.
         """
         self._reduce("gradients()")
+        self._sum_partial()
         for unit in self.units:
             if unit.trainable:
                 whole = self._whole_gradient(unit)
@@ -422,7 +420,7 @@ class Engine:
             )
 
     def _reduce(self, call: str) -> None:
-        """Complete the sums of the step's gradients, once. Nothing reads or writes weights and gradients after it."""
+        """Complete the reductions of the step's gradients, once. Nothing is on its way after it."""
         self.hooks.check_done(call)
         if self.reduced:
             return
@@ -430,8 +428,12 @@ class Engine:
             self.reducer.join_ends(self.mesh.ends)
         self.reducer.wait()
         self.gatherer.drop_all()  # what ran ahead and was not used may still be reading the master weights
-        with self.timed("optimizer"), self.arena.frame(self.mesh.device) as frame:
-            sum_partial(self.optimizer.runs, self.mesh.tp, frame, self.traffic, self.waits)
+
+    def _sum_partial(self) -> None:
+        """Complete the sums of the step's gradients over tensor-parallel ranks, once, after the reductions."""
+        if not self.reduced:
+            with self.arena.frame(self.mesh.device) as frame:
+                sum_partial(self.optimizer.runs, self.mesh.tp, frame, self.traffic, self.waits)
         self.reduced = True
 
     def _whole_gradient(self, unit: Unit) -> torch.Tensor:
