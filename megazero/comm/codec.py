@@ -381,14 +381,11 @@ def codecs_of(
     seed: int = 0,
 ) -> Codecs[Codec]:
     """Return the codecs of formats. weights, gradients: the dtypes of their exact regions."""
-    return Codecs(
-        codec_of(codecs.weights, weights, seed),
-        codec_of(codecs.gradients_intra, gradients, seed),
-        codec_of(codecs.gradients_inter, gradients, seed),
-        codecs.delta,
-        codecs.feedback,
-        codecs.feedback_beta,
-        codecs.feedback_reset,
+    return replace(
+        codecs,
+        weights=codec_of(codecs.weights, weights, seed),
+        gradients_intra=codec_of(codecs.gradients_intra, gradients, seed),
+        gradients_inter=codec_of(codecs.gradients_inter, gradients, seed),
     )
 
 
