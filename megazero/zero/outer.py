@@ -46,9 +46,10 @@ from weakref import finalize
 
 import torch
 
-from megazero.comm.codec import Codec, Identity, codec_of, decoded, encoded
+from megazero.comm.codec import Identity, codec_of
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
+from megazero.comm.rows import Views
 from megazero.kernels.arena import ALIGN, Arena, Frame
 from megazero.kernels.fingerprint import fingerprint
 from megazero.kernels.pages import lock_pages, unlock_pages
@@ -400,16 +401,22 @@ class OuterSteps(StepPart):
         """Sum over the replicas what this rank takes across: in place, and every replica gets the same bits."""
         level = unit.axes.all
         codec = codec_of(self.outer.codec, unit.sum_dtype) or Identity(unit.sum_dtype)
-        outermost = ReduceHop(self.axis, codec, number=level + 1)
-        with self.context.frame() as frame:
-            lost = self._feed_back(unit, sums, codec, frame)
-            yield from descend(unit, [outermost], sums, sums, self.context)
-            totals = [rows[self.axis.index] for rows in sums.rows(level, self.axis.size)]
-            for kept, total in zip(lost, totals, strict=False):
-                kept.copy_(total)
-            yield from share_back(unit, self.axis, level + 1, codec, sums, self.context)
-            for kept, total in zip(lost, totals, strict=False):
-                kept.sub_(total)
+        rows, residual = sums.rows(level, self.axis.size), self._residual_rows(unit)
+        for row, owed in zip(rows, residual, strict=False):
+            row.add_(owed)
+        outermost = ReduceHop(self.axis, codec, number=level + 1, lost=residual)
+        yield from descend(unit, [outermost], sums, sums, self.context)
+        own = self.axis.index
+        for kept, total in zip(residual, rows, strict=False):
+            kept[own].copy_(total[own])
+        yield from share_back(unit, self.axis, level + 1, codec, sums, self.context)
+        for kept, total in zip(residual, rows, strict=False):
+            kept[own].sub_(total[own])
+
+    def _residual_rows(self, unit: Unit) -> Views:
+        """Return the residual [replicas, n] of each region, nothing without feedback."""
+        level, residual = unit.axes.all, self.anchors[unit].residual
+        return () if residual is None else Slice(unit.layout, residual, level).rows(level, self.axis.size)
 
     def _take_up(self, unit: Unit, sums: Slice) -> Chain:
         """Bring the sums of all ranks of the replica together, then update the unit's anchor and master weights.
@@ -443,24 +450,6 @@ class OuterSteps(StepPart):
         return Anchor(
             copied(anchor.value), None if anchor.momentum is None else copied(anchor.momentum), None
         )
-
-    def _feed_back(self, unit: Unit, sums: Slice, codec: Codec, frame: Frame) -> list[torch.Tensor]:
-        """Add the residual to what is sent, and keep what the new messages to other ranks will lose.
-
-        Messages have no noise, so encoding here loses what encoding for the hop does. Returns the own row of the
-        residual, one view [-1] per region, for what the returned sum loses; nothing without a residual.
-        """
-        level, residual = unit.axes.all, self.anchors[unit].residual
-        if residual is None:
-            return []
-        kept = Slice(unit.layout, residual, level).rows(level, self.axis.size)
-        rows = sums.rows(level, self.axis.size)
-        for row, old in zip(rows, kept, strict=True):
-            row.add_(old)
-        sent = decoded(codec, encoded(codec, rows, frame.take), rows, frame.take)
-        for row, gone, new in zip(rows, sent, kept, strict=True):
-            torch.sub(row, gone, out=new)
-        return [new[self.axis.index] for new in kept]
 
     def _write_square(self, unit: Unit, values: torch.Tensor, out: torch.Tensor) -> None:
         out.zero_()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import HopSpec, Leg, give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
+from megazero.comm.rows import Rows, Views
 from megazero.comm.watch import Lost, Watch
 from megazero.comm.wire import Codecs
 from megazero.kernels.noise import Noise
@@ -115,14 +116,17 @@ class Reducer(StepPart):
 
 @dataclass(frozen=True)
 class ReduceHop(Leg):
-    """One hop of a reduction, from level ``number`` - 1 to ``number``. feedback: what rounding loses is fed back."""
+    """One hop of a reduction, from level ``number`` - 1 to ``number``.
+
+    lost: the hop writes here, by index, what rounding its messages lost; empty: nobody asks.
+    """
 
     number: int = 0
-    feedback: bool = False
+    lost: Views = ()
 
     @property
     def fusible(self) -> bool:
-        return isinstance(self.codec, Blockwise) and not self.feedback
+        return isinstance(self.codec, Blockwise) and not self.lost
 
 
 @dataclass(frozen=True)
@@ -186,8 +190,9 @@ class Reduction:
             # When rounding ends, a residual may be left. It goes with the next exact message, so that one is a sum.
             owing = fed and unit.feedback.residual is not None
             codec = codecs.gradients(axis.link) or (raw if unsummed and not owing else sums)
-            feedback = owing or fed and isinstance(codec, Blockwise)
-            hops.append(ReduceHop(axis, codec, self._noise(codec, number), number, feedback))
+            feeds_back = owing or fed and isinstance(codec, Blockwise)
+            lost = unit.feedback.errors().rows(number - 1, axis.size) if feeds_back else ()
+            hops.append(ReduceHop(axis, codec, self._noise(codec, number), number, lost))
         return hops
 
     def _noise(self, codec: Codec, number: int) -> Noise | None:
@@ -240,7 +245,7 @@ def _descend_by(
 ) -> Chain:
     """Take one hop, or several that are fused."""
     hop, on = group[0], context.channel
-    if hop.feedback and hop.number - 1 == unit.axes.crossing:
+    if hop.lost and hop.number - 1 == unit.axes.crossing:
         unit.feedback.add_to(source, context.rounding.divisor)
     rows = source.hop(hop.number - 1, hop.axis.size, hop.axis.index)
     watches: tuple[Watch, ...] = context.rounding.watches(unit, GRADIENTS)
@@ -248,14 +253,16 @@ def _descend_by(
         out = sums.flat(group[-1].number)
         yield from reduce_through(group, rows, out, on, accumulate=accumulate, watches=watches)
         return
-    if hop.feedback:
-        watches = (*watches, Lost(unit.feedback.errors().rows(hop.number - 1, hop.axis.size)))
+    if hop.lost:
+        watches = (*watches, Lost(hop.lost))
     apart = None if sums.buffer is source.buffer else sums.flat(hop.number)
     exact = isinstance(hop.codec, Identity)
     whole = exact and len(unit.layout.regions) == 1 and hop.axis.size > 2  # nothing is copied
     yield from reduce(hop, rows, apart, on, accumulate=accumulate, whole=whole, watches=watches)
-    if hop.feedback and exact:
-        unit.feedback.clear_errors(hop.number, hop.axis)
+    if hop.lost and exact:
+        for run in Rows(hop.lost, hop.axis.index).others:
+            for region in run.rows:
+                region.zero_()
 
 
 def share_back(unit: Unit, axis: Axis, number: int, codec: Codec, sums: Slice, context: Context) -> Chain:
