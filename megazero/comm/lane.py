@@ -19,7 +19,7 @@ it will use (``plan``), and it may use an axis only when no older chain still ha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,10 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.comm.hops import HopSpec
+from megazero.comm.hops import HopSpec, Moves
 from megazero.comm.timing import Label, Stalls, no_label, no_timing
 
-Chain = Generator[dist.Work, None, None]
+Chain = Moves[None]
 PATIENCE = timedelta(seconds=10)  # after which ``Lane.overdue`` is asked what is wrong
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
 # Priority of streams whose kernels start before waiting ones of 0. A chain's kernels are small and one after the

@@ -54,10 +54,6 @@ class Gatherer:
         self.ahead: set[Unit] = set()  # gathered, kept or on the way before use
         self.coming: set[Unit] = set()  # those and the ones in use now that are to stay for a later module
 
-    @property
-    def evaluating(self) -> bool:
-        return self.program.current == Segment(EVALUATION)
-
     def use(self, units: Sequence[Unit]) -> None:
         """Note that a module needs these units now, start the next gathers, and return when these are gathered."""
         self.program.use(tuple(self.index[u] for u in units))
@@ -148,9 +144,8 @@ class Gatherer:
 
     def _kept(self, unit: Unit) -> bool:
         """Whether the unit stays gathered between its uses whatever comes next."""
-        if not self.context.policy.keep_gathered or self.evaluating:
-            return False
-        return self.program.returns_to(unit.part)
+        evaluating = self.program.current == Segment(EVALUATION)
+        return self.context.policy.keep_gathered and not evaluating and self.program.returns_to(unit.part)
 
     def _further_bytes(self, unit: Unit) -> int:
         """How many bytes a unit that is not ahead takes for a later module."""

@@ -136,22 +136,17 @@ class OuterSteps(StepPart):
         self.device = mesh.device
         kept = 2 if outer.momentum else 1  # buffers of a unit's anchor
         rooms = self._rooms([unit.master.value for unit in units for _ in range(kept)])
-        self.anchors = {unit: self._begin(unit, rooms) for unit in units}
-        self.clock, self.since = 0, [0] * outer.count
+        self.anchors = {unit: self._room_for(unit, rooms) for unit in units}
         self.flight: Flight | None = None
         self._told = torch.zeros(self.columns, dtype=torch.float64, device=mesh.device)
         self.hash, self.moved = self._told[0], self._told[1:]
         self.squares = torch.zeros(len(units), 2, dtype=torch.float64, device=mesh.device)
         self.hashes = torch.zeros(len(units), dtype=torch.int64, device=mesh.device)
-        self.note_anchors()
+        self.begin()
 
-    def _begin(self, unit: Unit, rooms: Iterator[torch.Tensor]) -> Anchor:
-        value = next(rooms).copy_(unit.master.value)
-        momentum = next(rooms).zero_() if self.outer.momentum else None
-        residual = None
-        if self.outer.feedback:
-            residual = unit.master.value.new_zeros(unit.layout.level_numel(unit.axes.all))
-        return Anchor(value, momentum, residual)
+    def _room_for(self, unit: Unit, rooms: Iterator[torch.Tensor]) -> Anchor:
+        value, momentum = next(rooms), next(rooms) if self.outer.momentum else None
+        return Anchor(value, momentum, new_sums(unit) if self.outer.feedback else None)
 
     def _rooms(self, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield memory for anchors and momenta like these 1-D ones, one after the other.
@@ -458,7 +453,7 @@ class OuterSteps(StepPart):
 
 
 def new_sums(unit: Unit) -> torch.Tensor:
-    """Return memory for what this rank has of a unit on its way, [n/d]."""
+    """Return memory for what this rank takes across of a unit, [n/d]."""
     return unit.master.value.new_empty(unit.layout.level_numel(unit.axes.all))
 
 
