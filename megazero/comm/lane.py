@@ -189,7 +189,7 @@ class Lane:
 
     def _advance(self, ticket: Ticket) -> None:
         self._finish_work(ticket)
-        # Named after the hop that is sent now, or the last one, which is only taken in.
+        # The label names the hop about to start, or the last hop when only its result is processed.
         hop = ticket.plan[min(ticket.issued, len(ticket.plan) - 1)].hop if ticket.plan else self.name
         with self.label(hop, ticket.label):
             ticket.work = next(ticket.chain, None)

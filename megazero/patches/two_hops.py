@@ -159,7 +159,7 @@ def _make_hops(
     made: dict[tuple[int, ...], str] = {}
     wanted: list[tuple[AxisSpec, Sequence[int], GroupSettings]] = []
     for name, ranks in groups.items():
-        # Of a twin the axes are there: places of one rank keep the count.
+        # A group of the same ranks already has its axes. Groups of one rank keep the number equal on every rank.
         twin = made.setdefault(tuple(ranks), name) != name
         how = settings.get(name, GroupSettings())
         wanted += [

@@ -8,7 +8,7 @@ outside of it alone. One engine takes all of them, because a chain names the axe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -63,19 +63,10 @@ class DataAxes:
         p, g, os = map(products.index, shards)
         return DataAxes((*axes, *([outer] if outer else [])), p, g, os, len(axes))
 
-    def whole_gradients(self) -> DataAxes:
-        """Return the same axes where gradients are whole for the step."""
-        return replace(self, g=0)
-
     @cached_property
     def inside(self) -> tuple[Axis, ...]:
         """The axes inside an outer replica."""
         return self.axes[: self.all]
-
-    @cached_property
-    def outer(self) -> Axis | None:
-        """The axis of outer replicas."""
-        return next(iter(self.axes[self.all :]), None)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -128,8 +119,9 @@ def refuse_clashes(mesh: Mesh, every: Iterable[DataAxes]) -> None:
                     f"units lie on two axes with the name {axis.name!r}, by which the order of collectives is kept: "
                     f"take the mesh's own, mesh.axes[{axis.name!r}], or make the other with a name of its own"
                 )
-        if each.outer is not mesh.outer:
+        outer = next(iter(each.axes[each.all :]), None)
+        if outer is not mesh.outer:
             raise ValueError(
-                f"units lie on axes with outer={each.outer}, the mesh has {mesh.outer}: give DataAxes.over(..., "
+                f"units lie on axes with outer={outer}, the mesh has {mesh.outer}: give DataAxes.over(..., "
                 "outer=mesh.outer)"
             )

@@ -6,7 +6,7 @@ Modules that the engine would damage are refused by name before anything is chan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -152,7 +152,7 @@ def _spread(specs: Iterable[UnitSpec], mesh: Mesh, whole_gradients: bool) -> lis
     placed = [spec if isinstance(spec, On) else On(spec, own) for spec in specs]
     axes = dict.fromkeys(each.axes for each in placed)
     refuse_clashes(mesh, axes)
-    used = {each: each.whole_gradients() if whole_gradients else each for each in axes}
+    used = {each: replace(each, g=0) if whole_gradients else each for each in axes}
     return [(_as_tuple(each.modules), used[each.axes]) for each in placed]
 
 

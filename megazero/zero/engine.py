@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.comm.hops import Channel, Traffic
+from megazero.comm.hops import Traffic
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.mesh.mesh import Mesh, all_gather_flat
@@ -70,8 +70,7 @@ class Engine:
         self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, names)
         self.waits = Waits(mesh.device, timed)
         self.issued = IssueHash()
-        channel = Channel(traffic, self.arena, mesh.device)
-        context = Context(policy, self.rounding, channel, self.issued)
+        context = Context(traffic, self.arena, mesh.device, policy, self.rounding, self.issued)
         needing = sum(bool(units) for _, units in plan.needs)
         self.gatherer = Gatherer(self.units, needing, context, self.gathers)
         self.reducer = Reducer(self.units, context, self.reductions)

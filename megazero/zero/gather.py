@@ -44,7 +44,7 @@ class Gatherer:
     """Keeps the units in use gathered, and starts the gathers of the next ones."""
 
     def __init__(self, units: Sequence[Unit], modules: int, context: Context, lane: Lane) -> None:
-        """modules: how many need units. Joined ones need the same."""
+        """modules: the number of hooked modules that need units; modules joined into one unit count separately."""
         self.units, self.context, self.lane = units, context, lane
         # Uses that are looked at: up to a unit's next one. A long evaluation is one segment of many forwards.
         self.window = 2 * max(len(units), modules)
@@ -190,9 +190,7 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
             every = frame.take(weights.wire.level_numel(0), weights.codec.wire_dtype)
         for hop in weights.gather_hops:
             own = weights.copy if hop.level == unit.axes.p else every[hop.own]
-            yield start_gather(
-                unit.axes.axis(hop.level), every[hop.into], own, "gather", context.channel.traffic
-            )
+            yield start_gather(unit.axes.axis(hop.level), every[hop.into], own, "gather", context.traffic)
         if not weights.direct:
             rows = prod(weights.wire.sizes)
             weights.codec.decode(every.view(rows, -1), *weights.full_slice.rows(0, rows))
@@ -212,7 +210,7 @@ def _refresh(unit: Unit, context: Context) -> Chain:
         _encode(unit, messages, context)
         for hop in weights.refresh_hops:
             own, into = messages[hop.own], messages[hop.into]
-            yield start_gather(unit.axes.axis(hop.level), into, own, "refresh", context.channel.traffic)
+            yield start_gather(unit.axes.axis(hop.level), into, own, "refresh", context.traffic)
         if unit.delta or not (unit.axes.p or weights.direct):  # else they were received in the P copy
             rows = prod(weights.refresh_wire.sizes[unit.axes.p :])
             regions = weights.copy_slice.rows(unit.axes.p, rows)

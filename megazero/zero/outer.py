@@ -26,9 +26,9 @@ Glossary (n: elements of the unit; all of at least fp32)
 anchor    Compact [n/OS]. What all replicas share since the last outer step: the model that is evaluated and exported.
 momentum  Compact [n/OS]. The outer optimizer's. Anchor and momentum may lie in host memory (``Outer.offload``): then
           chains take them to the device for as long as they need them.
-residual  Compact [n/d], of the level of all axes. What this rank's messages of the last outer step lost: of other
-          ranks' rows as they were sent, of its own row as the sum was returned. The next outer step adds it to what
-          this rank contributes (error feedback, as MuLoCo has it, arXiv 2505.23725).
+residual  Compact [n/d], of the level of all axes. The rounding error of this rank's last outer step: in other ranks'
+          rows that of the messages sent, in its own row that of the sum returned. The next outer step adds it to
+          what this rank contributes (error feedback, as MuLoCo has it, arXiv 2505.23725).
 sums      Compact [n/d], of the same level. This rank's part of a unit that is on its way: what it sends, then the sum
           over the replicas, the same bits in all of them. It is there until the fragment has arrived.
 """
@@ -128,11 +128,10 @@ class OuterSteps(StepPart):
         self.runs = {unit: [run for run in runs if run.unit is unit] for unit in units}
         self.measured = context.rounding
         # Rounding here is not measured: no unit is the sample.
-        channel = context.channel
-        if outer.delay:  # what flies holds buffers while steps take theirs
-            channel = replace(channel, arena=Arena())
         rounding = Rounding(context.policy.seed, mesh.rank, mesh.device)
-        self.context = replace(context, rounding=rounding, channel=channel)
+        # A fragment on its way holds buffers while steps take theirs.
+        arena = Arena() if outer.delay else context.arena
+        self.context = replace(context, rounding=rounding, arena=arena)
         self.device = mesh.device
         kept = 2 if outer.momentum else 1  # buffers of a unit's anchor
         rooms = self._rooms([unit.master.value for unit in units for _ in range(kept)])

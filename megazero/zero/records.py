@@ -15,7 +15,7 @@ import torch
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Identity
-from megazero.comm.hops import Channel, Traffic, run_through
+from megazero.comm.hops import Traffic, run_through
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import all_gather_flat
 from megazero.zero.engine import Engine
@@ -202,8 +202,8 @@ def residual_sum(engine: Engine, unit: Unit) -> torch.Tensor:
         sums = Slice(unit.layout, unit.feedback.residual.new_zeros(unit.layout.level_numel(base)), base)
         sums.copy_(Slice(unit.layout, unit.feedback.residual, axes.crossing), axes.crossing)
         # A save's bytes are not a step's, and its buffers are not kept for the next step.
-        channel = Channel(Traffic(), Arena(), unit.device)
-        context, exact = replace(engine.reducer.context, channel=channel), Identity(unit.sum_dtype)
+        context = replace(engine.reducer.context, traffic=Traffic(), arena=Arena())
+        exact = Identity(unit.sum_dtype)
         levels = range(axes.crossing + 1, axes.all + 1)
         hops = [ReduceHop(axes.axis(n), exact, number=n) for n in levels]
         run_through(descend(unit, hops, sums, sums, context))

@@ -244,21 +244,21 @@ def _descend_by(
     unit: Unit, group: Sequence[ReduceHop], source: Slice, sums: Slice, context: Context, accumulate: bool
 ) -> Chain:
     """Take one hop, or several that are fused."""
-    hop, on = group[0], context.channel
+    hop = group[0]
     if hop.lost and hop.number - 1 == unit.axes.crossing:
         unit.feedback.add_to(source, context.rounding.divisor)
     rows = source.hop(hop.number - 1, hop.axis.size, hop.axis.index)
     watches: tuple[Watch, ...] = context.rounding.watches(unit, GRADIENTS)
     if len(group) > 1:
         out = sums.flat(group[-1].number)
-        yield from reduce_through(group, rows, out, on, accumulate=accumulate, watches=watches)
+        yield from reduce_through(group, rows, out, context, accumulate=accumulate, watches=watches)
         return
     if hop.lost:
         watches = (*watches, Lost(hop.lost))
     apart = None if sums.buffer is source.buffer else sums.flat(hop.number)
     exact = isinstance(hop.codec, Identity)
     whole = exact and len(unit.layout.regions) == 1 and hop.axis.size > 2  # nothing is copied
-    yield from reduce(hop, rows, apart, on, accumulate=accumulate, whole=whole, watches=watches)
+    yield from reduce(hop, rows, apart, context, accumulate=accumulate, whole=whole, watches=watches)
     if hop.lost and exact:
         for run in Rows(hop.lost, hop.axis.index).others:
             for region in run.rows:
@@ -275,7 +275,7 @@ def share_back(unit: Unit, axis: Axis, number: int, codec: Codec, sums: Slice, c
     noise = rounding.noise_for(codec, unit, f"return {number}", start)
     share, out = sums.rows(number, 1), sums.rows(number - 1, axis.size)
     watches = rounding.watches(unit, GRADIENTS)
-    yield from give_back(Leg(axis, codec, noise), share, out, context.channel, watches=watches)
+    yield from give_back(Leg(axis, codec, noise), share, out, context, watches=watches)
 
 
 def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
@@ -293,6 +293,6 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     noise = context.rounding.noise_for(codec, unit, f"end {ends.index}", start)
     out = unit.gradients.slice.flat(unit.axes.os)
     watches = context.rounding.watches(unit, GRADIENTS)
-    yield from sum_all(Leg(ends, codec, noise), rows, out, context.channel, watches=watches)
+    yield from sum_all(Leg(ends, codec, noise), rows, out, context, watches=watches)
     if unit.gradients.codecs.mixes:
         unit.gradients.slice.clear_padding()
