@@ -13,15 +13,16 @@ message_numel(n, e).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import zip_longest
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from megazero.comm.made_once import Method, made_once
 from megazero.comm.wire import Codecs, Coding
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
@@ -144,24 +145,18 @@ class Identity:
             sum_rows(part, total, accumulate, first)
 
 
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
-
-
-def _counted(
-    coding: Callable[Concatenate[Blockwise, _Given], _Made],
-) -> Callable[Concatenate[Blockwise, _Given], _Made]:
+def _counted(coding: Method) -> Method:
     """Add the host's seconds in a method to the codec's ``spent``."""
 
     @wraps(coding)
-    def counted(codec: Blockwise, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+    def counted(codec: Blockwise, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         try:
             return coding(codec, *args, **kwargs)
         finally:
             codec.spent[0] += time.perf_counter() - began
 
-    return counted
+    return cast(Method, counted)
 
 
 @dataclass(frozen=True)
@@ -306,15 +301,9 @@ class Blockwise(Coding):
         start = self._exact_start(n)
         return messages[:, start : start + e * self.exact_dtype.itemsize].view(self.exact_dtype)
 
+    @made_once
     def _exact_start(self, n: int) -> int:
-        if n not in self._exact_starts:
-            self._exact_starts[n] = _aligned(self.form.coded_bytes(n))
-        return self._exact_starts[n]
-
-    @cached_property
-    def _exact_starts(self) -> dict[int, int]:
-        """What was asked for: every message of a slice asks several times."""
-        return {}
+        return _aligned(self.form.coded_bytes(n))
 
     def _drawn(self, noise: Noise | None) -> Noise | None:
         if not self.stochastic:

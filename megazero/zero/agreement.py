@@ -27,14 +27,18 @@ class IssueHash:
     """A hash of everything issued in a step. It has 32 bits, so it is exact in a float64 that ranks exchange.
 
     history: the issued collectives, for ranks that differ (``Agreement``), kept until the next step issues something.
+    units: all of this rank, which the history names by their places.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units, self._places = units, {unit: place for place, unit in enumerate(units)}
         self.value = self.taken = 0
         self.history: list[str] = []
         self.step = 0  # that history is of
 
-    def add(self, text: str) -> None:
+    def add(self, deed: str, unit: Unit, how: str = "") -> None:
+        """Note what is issued for a unit. deed: one of KINDS. how: what else ranks must agree on."""
+        text = f"{deed}{self._places[unit]} {how}"
         if self.step != self.taken:
             self.step, self.history = self.taken, []
         self.history.append(text)
@@ -72,8 +76,8 @@ class Agreement(StepPart):
 
     columns = 1  # the hash of what this rank has issued in the step
 
-    def __init__(self, mesh: Mesh, units: Sequence[Unit], issued: IssueHash) -> None:
-        self.mesh, self.rank, self.units, self.issued = mesh, mesh.rank, units, issued
+    def __init__(self, mesh: Mesh, issued: IssueHash) -> None:
+        self.mesh, self.rank, self.units, self.issued = mesh, mesh.rank, issued.units, issued
         at = (mesh.pp.index, mesh.tp.index, mesh.replica)
         ranks = [mesh.grid.rank_of(at[0], i, at[1], at[2]) for i in range(mesh.dp_size)]
         self.peers = [rank for rank in ranks if rank != mesh.rank]

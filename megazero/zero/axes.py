@@ -15,10 +15,9 @@ from math import prod
 from operator import mul
 
 from megazero.comm.hops import HopSpec, hop_spec
+from megazero.comm.made_once import made_once
 from megazero.mesh.grid import INTER, nearest_chain
 from megazero.mesh.mesh import Axis, Mesh
-
-KINDS = ("refresh", "gather", "reduce")  # of the hops of an engine's chains
 
 
 @dataclass(frozen=True, eq=False)  # the units of one engine share the objects: equal is identical
@@ -101,12 +100,11 @@ class DataAxes:
 
     def hop_specs(self, kind: str, levels: Iterable[int]) -> tuple[HopSpec, ...]:
         """Return one collective of a kind ('refresh', 'gather', 'reduce') on each of these levels' axes, in order."""
-        return tuple(self._hop_specs[kind, level] for level in levels)
+        return tuple(self._hop_spec(kind, level) for level in levels)
 
-    @cached_property
-    def _hop_specs(self) -> dict[tuple[str, int], HopSpec]:
-        levels = range(1, len(self.axes) + 1)
-        return {(kind, level): hop_spec(kind, self.axis(level)) for kind in KINDS for level in levels}
+    @made_once
+    def _hop_spec(self, kind: str, level: int) -> HopSpec:
+        return hop_spec(kind, self.axis(level))
 
 
 def refuse_clashes(mesh: Mesh, every: Iterable[DataAxes]) -> None:

@@ -69,7 +69,7 @@ class Engine:
         names = unit_names(mesh, self.units)
         self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, names)
         self.waits = Waits(mesh.device, timed)
-        self.issued = IssueHash()
+        self.issued = IssueHash(self.units)
         context = Context(traffic, self.arena, mesh.device, policy, self.rounding, self.issued)
         needing = sum(bool(units) for _, units in plan.needs)
         self.gatherer = Gatherer(self.units, needing, context, self.gathers)
@@ -90,7 +90,7 @@ class Engine:
         """Make the parts of a step, in the order in which they are told. The one that moves weights is the last."""
         runs = counted(self.optimizer.runs, self.mesh)
         self.norm, self.given = GlobalNorm(runs, self.mesh), Given()
-        self.agreement = Agreement(self.mesh, self.units, self.issued)
+        self.agreement = Agreement(self.mesh, self.issued)
         guard = Guard(self.rounding, self.units, self.policy, self.mesh.replica)
         self.outer: OuterSteps | None = None
         if self.policy.outer is not None:

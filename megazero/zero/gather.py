@@ -59,7 +59,7 @@ class Gatherer:
         self.program.use(tuple(self.index[u] for u in units))
         self.ahead.difference_update(units)
         for unit in units:
-            if not unit.weights.ready and unit.weights.ticket is None:
+            if unit.weights.missing:
                 self._launch(unit)
         self.prefetch()
         for unit in units:
@@ -68,13 +68,12 @@ class Gatherer:
     def ensure(self, unit: Unit) -> None:
         """Gather the unit without a note in the order of use (for recompute, or reading from outside)."""
         weights = unit.weights
-        if not weights.ready:
-            if weights.ticket is None:
-                self._launch(unit)
-            if weights.ticket is not None:
-                self.lane.wait(weights.ticket)
-                weights.landed()
-            assert weights.ready, f"unit {unit.name}: copy {weights.version}, master {weights.master.version}"
+        if weights.missing:
+            self._launch(unit)
+        if weights.ticket is not None:
+            self.lane.wait(weights.ticket)
+            weights.landed()
+        assert weights.ready, f"unit {unit.name}: copy {weights.version}, master {weights.master.version}"
         weights.show()
 
     def prefetch(self) -> None:
@@ -83,7 +82,7 @@ class Gatherer:
         The next module is the first that needs a unit that is not here or was started ahead of it. Units in use that
         are needed again within the bytes are noted and stay: after a drop they would be gathered again at once.
         """
-        if self.whole and all(u.weights.ticket is not None or u.weights.ready for u in self.units):
+        if self.whole and not any(u.weights.missing for u in self.units):
             return
         self.coming.clear()
         modules, seen = islice(self.program.upcoming(), self.window), set[int]()
@@ -140,7 +139,7 @@ class Gatherer:
 
     def _awaited(self, unit: Unit) -> bool:
         """Whether the unit has to be gathered for a later module, or is here or on its way for one."""
-        return unit in self.ahead or not unit.weights.ready and unit.weights.ticket is None
+        return unit in self.ahead or unit.weights.missing
 
     def _kept(self, unit: Unit) -> bool:
         """Whether the unit stays gathered between its uses whatever comes next."""
@@ -155,12 +154,12 @@ class Gatherer:
     def _start(self, unit: Unit) -> None:
         """Gather the unit ahead of use if it is missing, and note that it stays."""
         self.coming.add(unit)
-        if unit not in self.ahead and not unit.weights.ready and unit.weights.ticket is None:
+        if unit not in self.ahead and unit.weights.missing:
             self._launch(unit)
             self.ahead.add(unit)
 
     def _launch(self, unit: Unit) -> None:
-        self.context.issued.add(f"g{self.index[unit]}")
+        self.context.issued.add("g", unit)
         moves = gather_chain(unit, self.context)
         weights = unit.weights
         refreshed = [hop.level for hop in weights.refresh_hops if weights.stale]

@@ -18,31 +18,15 @@ compact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property
 from math import prod
-from typing import Any, TypeVar, cast
 
 import torch
 
+from megazero.comm.made_once import made_once
 from megazero.comm.rows import Rows, Views
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def made_once(method: Method) -> Method:
-    """Keep in the object what the method returned, by its arguments: chains ask for the same in every step."""
-    name = f"_{method.__name__}_made"
-
-    @wraps(method)
-    def found(self: Any, *asked: int) -> Any:
-        made = vars(self).setdefault(name, {})
-        if asked not in made:
-            made[asked] = method(self, *asked)
-        return made[asked]
-
-    return cast(Method, found)
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,7 @@ class OuterSteps(StepPart):
             self.flight = Flight(fragment, {unit: self._pack(unit) for unit in units}, self.outer.delay)
             self.away.follow()
             for unit, sums in self.flight.sums.items():
-                self._issue(unit)
+                self.context.issued.add("o", unit)
                 chain = self._cross(unit, Slice(unit.layout, sums, unit.axes.all))
                 self.flight.tickets.append(self.away.submit(unit.name, self._across(unit), chain))
             return
@@ -322,7 +322,7 @@ class OuterSteps(StepPart):
         self.lane.follow()
         pending: deque[Ticket] = deque()
         for unit in units:
-            self._issue(unit)
+            self.context.issued.add("o", unit)
             pending.append(self.lane.submit(unit.name, hop_specs(unit), chain(unit)))
             while len(pending) > self.context.policy.pending_reductions:  # the bound is on transient memory
                 self.lane.wait(pending.popleft())
@@ -334,9 +334,6 @@ class OuterSteps(StepPart):
         """Let the host wait until what it holds is there, so that others may read it: once for all units."""
         if self.outer.offload and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    def _issue(self, unit: Unit) -> None:
-        self.context.issued.add(f"o{self.index[unit]}")
 
     def _moving(self, fragment: int) -> list[Unit]:
         """Return the fragment's units that are trained: what is frozen stays at the anchor."""

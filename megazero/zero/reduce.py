@@ -38,7 +38,6 @@ class Reducer(StepPart):
         self.units, self.context, self.lane = units, context, lane
         self.micro_batches = 0
         self.exact = False  # gradient codecs are off in this step
-        self.index = {u: i for i, u in enumerate(units)}
         self.queue: deque[Unit] = deque()  # units of this backward, in the order of submission
         self.complete: set[Unit] = set()
         self.pending: deque[Ticket] = deque()
@@ -67,7 +66,7 @@ class Reducer(StepPart):
                 for ticket in self.pending:  # a chain may begin before older ones of its unit have ended
                     if ticket.label == unit.name:
                         self.lane.wait(ticket)
-                self.context.issued.add(f"t{self.index[unit]}")
+                self.context.issued.add("t", unit)
                 chain = sum_ends(unit, ends, self.exact, self.context)
                 self.lane.follow()
                 self.pending.append(self.lane.submit(unit.name, (hop_spec("reduce", ends),), chain))
@@ -102,7 +101,7 @@ class Reducer(StepPart):
         staging, frame = unit.gradients.close_micro_batch(last) or (None, self.context.frame())
         reduction = Reduction(unit, self.context, micro_batch, last, self.exact)
         plan, chain = reduction.hop_specs(), reduction.chain(staging)
-        self.context.issued.add(f"r{self.index[unit]} {last}")
+        self.context.issued.add("r", unit, str(last))
         if not plan:
             deque(chain, maxlen=0)
             return

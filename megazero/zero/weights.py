@@ -189,6 +189,11 @@ class Weights:
         """Whether full parameters of the current version are present. In a ``gathered`` block they are current."""
         return self.full_present and (self.pinned > 0 or not self.stale) and self.ticket is None
 
+    @property
+    def missing(self) -> bool:
+        """Whether full parameters are neither present nor on their way."""
+        return self.ticket is None and not self.ready
+
     def launched(self, ticket: Ticket) -> None:
         """Note a gather in flight."""
         self.ticket = ticket
