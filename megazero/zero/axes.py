@@ -83,8 +83,8 @@ class DataAxes:
 
     @cached_property
     def counts(self) -> bool:
-        """Whether this rank counts in norms, and saves. Of the ranks that hold one OS slice, the first along every
-        axis does.
+        """Whether this rank counts in norms, and saves. Among the ranks that hold one OS slice, only the first along
+        every axis does.
         """
         return not any(self.indices[self.os : self.all])
 

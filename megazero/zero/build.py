@@ -17,6 +17,7 @@ from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Arena
 from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import Mesh
+from megazero.zero.agreement import unlike
 from megazero.zero.axes import DataAxes, refuse_clashes
 from megazero.zero.form import Form
 from megazero.zero.layout import make_layout
@@ -366,8 +367,7 @@ def _refuse_different_starts(module: nn.Module, spread: Iterable[Placed], mesh: 
             continue
         # A hash: a sum in fp64 takes a copy in fp64 of the whole parameter, as v.sum(dtype=torch.float64) does, too.
         row = torch.stack([fingerprint(v.reshape(-1)) for _, v in held]).to(mesh.device)
-        rows = mesh.gather_along(axes.inside, row)
-        for at in (rows != rows[0]).any(0).nonzero().flatten().tolist():
+        for at in unlike(mesh, axes, row):
             raise ValueError(
                 f"data-parallel ranks start from different values of {held[at][0]!r}: build the module from the same "
                 "seed, or load the same weights, on every rank"

@@ -24,7 +24,7 @@ from megazero.comm.hops import Traffic
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.mesh.mesh import Mesh, all_gather_flat
-from megazero.zero.agreement import Agreement, IssueHash
+from megazero.zero.agreement import Agreement, IssueHash, unlike
 from megazero.zero.build import UnitPlan
 from megazero.zero.context import Context
 from megazero.zero.gather import Gatherer
@@ -410,9 +410,8 @@ class Engine:
     def _check_written_alike(self, units: Sequence[Unit]) -> None:
         """Raise RuntimeError if ranks along the axes of these units, which are the same, wrote different values."""
         seen = torch.tensor([each for unit in units for each in unit.weights.seen], device=self.mesh.device)
-        rows = self.mesh.gather_along(units[0].axes.inside, seen)
         names = [(slot.name, unit.name) for unit in units for slot in unit.layout.slots]
-        for at in (rows != rows[0]).any(0).nonzero().flatten().tolist():
+        for at in unlike(self.mesh, units[0].axes, seen):
             raise RuntimeError(
                 "ranks wrote different values into parameter {!r} of unit {!r} inside gathered(write=True), and each "
                 "keeps its slices of its own: broadcast them, or draw them from one seed".format(*names[at])

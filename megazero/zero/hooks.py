@@ -42,7 +42,7 @@ class Hooks:
         self.backwards = [0] * plan.parts
         self._forward_uses: list[list[Unit]] = [[] for _ in self.parts]  # of each part's last forward
         self._running = False  # a graph task of autograd that uses parameters
-        self._counted = set[int]()  # parts whose backward of the step it is: torch.autograd.grad's is none
+        self._counted = set[int]()  # parts whose backward it is; torch.autograd.grad counts for none
         self._creates_graph = False  # create_graph=True: its gradients are part of a loss
         self._forwards = 0  # of hooked modules that are open
         self._done: list[Unit] = []  # have all gradients; may be read until the next module's backward

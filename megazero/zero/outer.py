@@ -379,7 +379,7 @@ class OuterSteps(StepPart):
             yield from self._take_up(unit, sums)
 
     def _difference(self, unit: Unit, frame: Frame) -> Slice:
-        """Return theta - theta_i, in the frame. Of what this rank counts, its square is the first of ``squares``."""
+        """Return theta - theta_i, in the frame. Its square, of what this rank counts, goes to ``squares``, first."""
         moved = frame.take(unit.layout.level_numel(unit.axes.os), unit.sum_dtype)
         anchor = self.anchors[unit].value
         if self.outer.offload:
@@ -412,8 +412,8 @@ class OuterSteps(StepPart):
     def _take_up(self, unit: Unit, sums: Slice) -> Chain:
         """Bring the sums of all ranks of the replica together, then update the unit's anchor and master weights.
 
-        sums: of the OS level, with this rank's own part in it. They are overwritten. Of what this rank counts,
-        ||Delta||^2 is the second of ``squares``.
+        sums: of the OS level, with this rank's own part in it. They are overwritten. ||Delta||^2, of what this rank
+        counts, goes to ``squares``, second.
         """
         axes, anchor, index = unit.axes, self.anchors[unit], self.index[unit]
         for level in range(axes.all, axes.os, -1):
