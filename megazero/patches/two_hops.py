@@ -86,8 +86,8 @@ def ranks_on_a_node(ranks: Sequence[int], ranks_per_node: int) -> int:
 
 
 # The axes cut under each default process group, in order, with what they were cut from. The list lives as long as
-# that group, and the next patch reuses it: torch names groups by their number, so the name of a destroyed one would be
-# given again.
+# that group, and the next patch reuses it: torch names groups by their number, so the name of a destroyed one would
+# be given again.
 _cuts: WeakKeyDictionary[Any, list[tuple[Hashable, dict[tuple[int, ...], TwoHops]]]] = WeakKeyDictionary()
 
 
