@@ -249,9 +249,11 @@ class Engine:
         next outer step would pull it back.
         """
         self._between_steps("gathered()")
-        if write:
-            for part in self.parts:
-                part.writing()
+        if write and self.policy.outer is not None:
+            raise RuntimeError(
+                "gathered(write=True) with outer replicas: the next outer step would pull the weights back to the "
+                "anchor; write before zero.shard, or load a checkpoint"
+            )
         wanted = {id(p) for p in (module or self.module).parameters()}
         units = [u for u in self.units if any(id(p) in wanted for p in u.params.values())]
         held: list[Unit] = []
@@ -299,8 +301,8 @@ class Engine:
 
         Call this before the process group ends, if ``Outer.delay`` is above 0. It is collective, between steps.
         """
-        for part in self.parts:
-            part.settle()
+        for lane in (lane for part in self.parts for lane in part.lanes):
+            lane.drain()
 
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint's state, in JSON types: counters for noise, units that fell back."""

@@ -14,8 +14,8 @@ lane's last ``follow``, not for compute enqueued since, so a gather may overlap 
   Such a block was freed in a chain of that stream (then stream order suffices) or by a drop. Before a drop the
   compute stream has waited for every chain that wrote or read the buffer, and every reader has been enqueued; work
   after the drop comes after those. Messages are taken and closed inside one chain (kernels/arena.py).
-- Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step and the
-  next gathers, with nothing in flight (``drop_all``). Chains of one unit follow each other.
+- Data. Master weights, R, residuals, codecs and measured errors change on the compute stream, between the last drop
+  of a step and the next gathers, with nothing in flight (``drop_all``). Chains of one unit follow each other.
 """
 
 from __future__ import annotations

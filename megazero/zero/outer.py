@@ -255,12 +255,6 @@ class OuterSteps(StepPart):
                 if anchor:
                     self._swap()
 
-    def writing(self) -> None:
-        raise RuntimeError(
-            "gathered(write=True) with outer replicas: the next outer step would pull the weights back to the "
-            "anchor; write before zero.shard, or load a checkpoint"
-        )
-
     def loaded(self, own: bool) -> None:
         """Hash the anchors, if they were loaded; else start anew from the master weights."""
         if own:
