@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import HopSpec, Leg, give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.rows import Rows, Views
-from megazero.comm.watch import Lost, Watch
+from megazero.comm.watch import Watch, write_lost
 from megazero.comm.wire import Codecs
 from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER
@@ -253,7 +254,7 @@ def _descend_by(
         yield from reduce_through(group, rows, out, context, accumulate=accumulate, watches=watches)
         return
     if hop.lost:
-        watches = (*watches, Lost(hop.lost))
+        watches = (*watches, partial(write_lost, hop.lost))
     apart = None if sums.buffer is source.buffer else sums.flat(hop.number)
     exact = isinstance(hop.codec, Identity)
     whole = exact and len(unit.layout.regions) == 1 and hop.axis.size > 2  # nothing is copied

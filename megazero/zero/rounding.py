@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -82,7 +82,14 @@ class Rounding:
     def watches(self, unit: Unit, kind: str) -> tuple[Watch, ...]:
         """Return what measures the unit's messages: nothing unless it is the sample, or all are observed."""
         watched = self.observer is not None or unit.name == self.sampled
-        return (ErrorSample(self, unit, kind),) if watched else ()
+        return (partial(self._sample, unit, kind),) if watched else ()
+
+    def _sample(
+        self, unit: Unit, kind: str, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame
+    ) -> None:
+        rows = run.rows[0]
+        arrived = decoded(codec, messages, run.rows, frame.take, at_least_fp32(rows.dtype))
+        self.note(unit, codec, kind, rows, arrived[0], frame)
 
     def note(
         self, unit: Unit, codec: Codec, kind: str, exact: torch.Tensor, sent: torch.Tensor, frame: Frame
@@ -108,20 +115,6 @@ class Rounding:
     def abort(self) -> None:
         """Forget the measurements of the open step's gradients. Those of the weights stay and count."""
         self.sums[KINDS.index(GRADIENTS)].zero_()
-
-
-@dataclass(frozen=True)
-class ErrorSample:
-    """Measures the messages of one unit."""
-
-    rounding: Rounding
-    unit: Unit
-    kind: str
-
-    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
-        rows = run.rows[0]
-        arrived = decoded(codec, messages, run.rows, frame.take, at_least_fp32(rows.dtype))
-        self.rounding.note(self.unit, codec, self.kind, rows, arrived[0], frame)
 
 
 def relative_errors(sums: Sequence[float]) -> dict[str, float]:
