@@ -1,4 +1,4 @@
-"""Does a change of the code keep the training? Ten short runs of this working tree and of another commit, bit by bit.
+"""Does a change of the code keep the training? Short runs of this working tree and of another commit, bit by bit.
 
     python benchmarks/compare_commits.py [--against HEAD~1] [--cases NAME ...] [--json FILE]
 
@@ -94,6 +94,12 @@ CASES = {
         4,
         "--bf16 --zero-preset zero2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
         f"--pipeline-schedule zb-h1 --recompute-granularity full {DROPOUT} {LLAMA}",
+        resume=True,
+    ),
+    "outer replicas, INT4, fragments on their way": Case(
+        4,
+        f"--bf16 --outer-interval 4 --outer-bits 4 --outer-rounding feedback --outer-fragments 2 --outer-delay 1 "
+        f"{NODES} {LLAMA}",
         resume=True,
     ),
 }

@@ -50,7 +50,7 @@ def reduce_rows(
     Other rows keep this rank's own gradients. Yields the Work of each hop.
     """
     hops = part.hops
-    watches: list[Watch] = [] if rounding.errors is None else [rounding.errors]
+    watches: list[Watch] = [] if rounding.errors is None else [rounding.errors.sent]
     with channel.frame() as frame:
         rows, own = part.rows(grads, frame.take)
         sums = rows[own]
@@ -66,7 +66,7 @@ def reduce_rows(
             if rounding.residual is not None and isinstance(codec, Blockwise):
                 sums = sums.to(at_least_fp32(sums.dtype))
                 rounding.residual.add(sums, hops.inter.index)
-                watches.append(rounding.residual)
+                watches.append(rounding.residual.sent)
             sent = Rows([sums], hops.inter.index, drawn_by_message=True)
             out = sent.room(frame.take)
             leg = Leg(hops.inter, codec, rounding.noise("across"))

@@ -47,11 +47,11 @@ megazero/zero/axes.py
   errors are fed back at a hop that runs with every micro-batch
 
 megazero/zero/outer.py
-- row.add_(old)
+- row.add_(owed)
 + pass
   what messages between outer replicas lost is not sent later
-- kept.sub_(total)
-+ kept.zero_()
+- kept[own].sub_(total[own])
++ kept[own].zero_()
   what the sum over outer replicas lost on its way back is forgotten
 - mean = sums.buffer.div_(self.axis.size)
 + mean = sums.buffer

@@ -13,14 +13,16 @@ message_numel(n, e).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import zip_longest
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
+from megazero.comm.made_once import Method, made_once
 from megazero.comm.wire import Codecs, Coding
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
@@ -54,13 +56,8 @@ class Codec(Protocol):
         ...
 
     def encode(
-        self,
-        x: torch.Tensor,
-        exact: torch.Tensor | None = None,
-        *,
-        noise: Noise | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, exact: Tensor | None = None, *, noise: Noise | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Encode x [k, n] and exact [k, e], of any float dtype, into messages [k, m] of wire_dtype.
 
         The messages are written to ``out`` if it is given; else they are a new tensor, or x itself.
@@ -69,18 +66,18 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None = None) -> None:
+    def decode(self, messages: Tensor, out: Tensor, exact: Tensor | None = None) -> None:
         """Decode messages [k, m] of wire_dtype into out [k, n] and exact [k, e], of any float dtype."""
         ...
 
     def decode_sum(
         self,
-        messages: torch.Tensor,
-        out: torch.Tensor,
+        messages: Tensor,
+        out: Tensor,
         accumulate: bool,
-        exact: torch.Tensor | None = None,
+        exact: Tensor | None = None,
         *,
-        own: Sequence[torch.Tensor] = (),
+        own: Sequence[Tensor] = (),
     ) -> None:
         """Add up the decoded messages [k, m] in the order messages[0], messages[1], ...
 
@@ -104,13 +101,8 @@ class Identity:
         return n + exact
 
     def encode(
-        self,
-        x: torch.Tensor,
-        exact: torch.Tensor | None = None,
-        *,
-        noise: Noise | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, exact: Tensor | None = None, *, noise: Noise | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Encode as the protocol says. Nothing is rounded at random, so noise has no effect.
 
         Returns x itself if neither exact nor out is given and x already has the wire's dtype. ``out`` may be x.
@@ -131,7 +123,7 @@ class Identity:
             out[:, n:].copy_(exact)
         return out
 
-    def decode(self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None = None) -> None:
+    def decode(self, messages: Tensor, out: Tensor, exact: Tensor | None = None) -> None:
         if messages.data_ptr() != out.data_ptr():
             out.copy_(messages[:, : out.shape[1]] if exact is not None else messages)
         if exact is not None:
@@ -139,12 +131,12 @@ class Identity:
 
     def decode_sum(
         self,
-        messages: torch.Tensor,
-        out: torch.Tensor,
+        messages: Tensor,
+        out: Tensor,
         accumulate: bool,
-        exact: torch.Tensor | None = None,
+        exact: Tensor | None = None,
         *,
-        own: Sequence[torch.Tensor] = (),
+        own: Sequence[Tensor] = (),
     ) -> None:
         """Add up as ``Codec.decode_sum`` says; messages have out's elements, then exact's."""
         regions = (out,) if exact is None else (out, exact)
@@ -153,24 +145,18 @@ class Identity:
             sum_rows(part, total, accumulate, first)
 
 
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
-
-
-def _counted(
-    coding: Callable[Concatenate[Blockwise, _Given], _Made],
-) -> Callable[Concatenate[Blockwise, _Given], _Made]:
+def _counted(coding: Method) -> Method:
     """Add the host's seconds in a method to the codec's ``spent``."""
 
     @wraps(coding)
-    def counted(codec: Blockwise, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+    def counted(codec: Blockwise, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         try:
             return coding(codec, *args, **kwargs)
         finally:
             codec.spent[0] += time.perf_counter() - began
 
-    return counted
+    return cast(Method, counted)
 
 
 @dataclass(frozen=True)
@@ -214,11 +200,11 @@ class Blockwise(Coding):
     def message_numel(self, n: int, exact: int = 0) -> int:
         return self._exact_start(n) + _aligned(exact * self.exact_dtype.itemsize)
 
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, x: Tensor) -> Tensor:
         """Return fp32 [k, n / block]: the most by which elements of x [k, n] and their decoded fp32 values differ."""
         return error_bound(x, self.form, self.stochastic)
 
-    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+    def mixed(self, x: Tensor) -> Tensor:
         """Return x [k, n], fp32 or fp64, as it is rounded: transformed where the codec transforms, else x itself.
 
         There an error is within ``error_bound`` / T, for a transform of T elements.
@@ -227,13 +213,8 @@ class Blockwise(Coding):
 
     @_counted
     def encode(
-        self,
-        x: torch.Tensor,
-        exact: torch.Tensor | None = None,
-        *,
-        noise: Noise | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, exact: Tensor | None = None, *, noise: Noise | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Encode as the protocol says. ``out`` must be uint8 and contiguous.
 
         A stochastic codec raises ValueError without ``noise``.
@@ -245,12 +226,10 @@ class Blockwise(Coding):
             self.exact(out, x.shape[1], e).copy_(exact)
         return out
 
-    def decode(self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None = None) -> None:
+    def decode(self, messages: Tensor, out: Tensor, exact: Tensor | None = None) -> None:
         self._decode(messages, out, exact, add=False)
 
-    def decode_add(
-        self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None = None
-    ) -> None:
+    def decode_add(self, messages: Tensor, out: Tensor, exact: Tensor | None = None) -> None:
         """Add the differences that messages [k, m] hold to out [k, n], which has any float dtype.
 
         The sum is taken in fp32 (in fp64 for an fp64 out) and rounded once to out's dtype. exact [k, e] is
@@ -259,9 +238,7 @@ class Blockwise(Coding):
         self._decode(messages, out, exact, add=True)
 
     @_counted
-    def _decode(
-        self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None, add: bool
-    ) -> None:
+    def _decode(self, messages: Tensor, out: Tensor, exact: Tensor | None, add: bool) -> None:
         self._check(messages, out.shape[1], exact)
         dequantize(messages, out, self.form, add)
         if exact is not None:
@@ -270,12 +247,12 @@ class Blockwise(Coding):
     @_counted
     def decode_sum(
         self,
-        messages: torch.Tensor,
-        out: torch.Tensor,
+        messages: Tensor,
+        out: Tensor,
         accumulate: bool,
-        exact: torch.Tensor | None = None,
+        exact: Tensor | None = None,
         *,
-        own: Sequence[torch.Tensor] = (),
+        own: Sequence[Tensor] = (),
     ) -> None:
         """Add up as ``Codec.decode_sum`` says; exact regions are not coded."""
         self._check(messages, out.numel(), exact)
@@ -289,15 +266,15 @@ class Blockwise(Coding):
     @_counted
     def decode_sum_encode(
         self,
-        messages: torch.Tensor,
+        messages: Tensor,
         n: int,
         next_codec: Blockwise,
         rows: int = 1,
         *,
         exact: int = 0,
         noise: Noise | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Between two hops, sum messages by source and encode the sum for the next hop.
 
         messages [k, m] (uint8) hold n coded and ``exact`` exact elements. The sum is encoded with next_codec
@@ -317,22 +294,16 @@ class Blockwise(Coding):
                 next_codec.exact(out, n // rows, exact // rows).copy_(sums.view(rows, -1))
         return out
 
-    def exact(self, messages: torch.Tensor, n: int, e: int) -> torch.Tensor:
+    def exact(self, messages: Tensor, n: int, e: int) -> Tensor:
         """Return the exact region of messages [k, m] as a view [k, e] of exact_dtype."""
         if not e:  # an empty message's strides do not allow a view
             return messages.new_empty(len(messages), 0, dtype=self.exact_dtype)
         start = self._exact_start(n)
         return messages[:, start : start + e * self.exact_dtype.itemsize].view(self.exact_dtype)
 
+    @made_once
     def _exact_start(self, n: int) -> int:
-        if n not in self._exact_starts:
-            self._exact_starts[n] = _aligned(self.form.coded_bytes(n))
-        return self._exact_starts[n]
-
-    @cached_property
-    def _exact_starts(self) -> dict[int, int]:
-        """What was asked for: every message of a slice asks several times."""
-        return {}
+        return _aligned(self.form.coded_bytes(n))
 
     def _drawn(self, noise: Noise | None) -> Noise | None:
         if not self.stochastic:
@@ -341,13 +312,11 @@ class Blockwise(Coding):
             raise ValueError("a stochastic codec needs noise=Noise(seed, step, stream, start) to round with")
         return noise
 
-    def _check(self, messages: torch.Tensor, n: int, exact: torch.Tensor | None) -> None:
+    def _check(self, messages: Tensor, n: int, exact: Tensor | None) -> None:
         need = self.message_numel(n, 0 if exact is None else exact.shape[-1])
         assert messages.shape[1] == need, (messages.shape, n, need)
 
-    def _message(
-        self, k: int, n: int, e: int, device: torch.device, out: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _message(self, k: int, n: int, e: int, device: torch.device, out: Tensor | None) -> Tensor:
         """Return ``out`` or a new buffer [k, m], its filling bytes zero, so that equal slices give equal messages."""
         m = self.message_numel(n, e)
         if out is None:
@@ -381,20 +350,15 @@ def codecs_of(
     seed: int = 0,
 ) -> Codecs[Codec]:
     """Return the codecs of formats. weights, gradients: the dtypes of their exact regions."""
-    return Codecs(
-        codec_of(codecs.weights, weights, seed),
-        codec_of(codecs.gradients_intra, gradients, seed),
-        codec_of(codecs.gradients_inter, gradients, seed),
-        codecs.delta,
-        codecs.feedback,
-        codecs.feedback_beta,
-        codecs.feedback_reset,
+    return replace(
+        codecs,
+        weights=codec_of(codecs.weights, weights, seed),
+        gradients_intra=codec_of(codecs.gradients_intra, gradients, seed),
+        gradients_inter=codec_of(codecs.gradients_inter, gradients, seed),
     )
 
 
-def encoded(
-    codec: Codec, regions: Sequence[torch.Tensor], take: Take, noise: Noise | None = None
-) -> torch.Tensor:
+def encoded(codec: Codec, regions: Sequence[Tensor], take: Take, noise: Noise | None = None) -> Tensor:
     """Encode rows [k, n], one tensor per region, into messages [k, m] in a buffer that ``take`` gives.
 
     Rows [k, ...] of one region that are sent as they are and lie in one piece are their own messages: nothing is
@@ -409,11 +373,11 @@ def encoded(
 
 def decoded(
     codec: Codec,
-    messages: torch.Tensor,
-    like: Sequence[torch.Tensor],
+    messages: Tensor,
+    like: Sequence[Tensor],
     take: Take,
     dtype: torch.dtype | None = None,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Decode messages [k, m] into buffers that ``take`` gives, one [k, n] per region.
 
     They have the shapes of ``like``, and its dtype unless ``dtype`` is given.

@@ -356,7 +356,7 @@ def _show(
     for run in runs:
         for watch in watches:
             with on.frame() as frame:
-                watch.sent(leg.codec, run, messages[run.to], frame)
+                watch(leg.codec, run, messages[run.to], frame)
 
 
 def _table(frame: Frame, rows: int, m: int, dtype: torch.dtype) -> torch.Tensor:

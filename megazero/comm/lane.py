@@ -19,7 +19,7 @@ it will use (``plan``), and it may use an axis only when no older chain still ha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,10 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.comm.hops import HopSpec
+from megazero.comm.hops import HopSpec, Moves
 from megazero.comm.timing import Label, Stalls, no_label, no_timing
 
-Chain = Generator[dist.Work, None, None]
+Chain = Moves[None]
 PATIENCE = timedelta(seconds=10)  # after which ``Lane.overdue`` is asked what is wrong
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
 # Priority of streams whose kernels start before waiting ones of 0. A chain's kernels are small and one after the
@@ -189,7 +189,7 @@ class Lane:
 
     def _advance(self, ticket: Ticket) -> None:
         self._finish_work(ticket)
-        # Named after the hop that is sent now, or the last one, which is only taken in.
+        # The label names the hop about to start, or the last hop when only its result is processed.
         hop = ticket.plan[min(ticket.issued, len(ticket.plan) - 1)].hop if ticket.plan else self.name
         with self.label(hop, ticket.label):
             ticket.work = next(ticket.chain, None)

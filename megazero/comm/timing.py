@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 # A context that names the work inside. It is called with the deed and its object ('gather_inter', 'layers.3').
 Label = Callable[[str, str], AbstractContextManager[object]]
 _NOTHING: AbstractContextManager[None] = nullcontext()
-MOST = 1024  # waits whose events are kept; of older ones that are over the seconds, in case nobody takes them
+MOST = (
+    1024  # waits that keep their events; older ones that have ended become seconds, in case nobody takes them
+)
 
 
 def no_label(what: str, of: str) -> AbstractContextManager[object]:

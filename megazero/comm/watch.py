@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -11,25 +11,16 @@ from megazero.comm.rows import RowRun, Views
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import Frame
 
-
-class Watch(Protocol):
-    """A hop shows it every run of rows that it quantised, while the messages are on their way."""
-
-    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
-        """Look at rows [k, n] and their messages [k, m]. frame: where it takes buffers."""
-        ...
+# A hop calls it with every run of rows [k, n] that it quantised, and their messages [k, m], while these are on their
+# way. It takes buffers from the frame.
+Watch = Callable[[Codec, RowRun, torch.Tensor, Frame], None]
 
 
-class Lost:
-    """Writes what the messages lost, row - decoded message, to the same places of ``kept`` [size, n] per region."""
-
-    def __init__(self, kept: Views) -> None:
-        self.kept = kept
-
-    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
-        arrived = decoded(codec, messages, run.rows, frame.take)
-        for row, gone, lost in zip(run.rows, arrived, self.kept, strict=True):
-            torch.sub(row, gone, out=lost[run.at])
+def write_lost(out: Views, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
+    """Write what the messages lost, row - decoded message, to the same places of ``out`` [size, n] per region."""
+    arrived = decoded(codec, messages, run.rows, frame.take)
+    for row, gone, lost in zip(run.rows, arrived, out, strict=True):
+        torch.sub(row, gone, out=lost[run.at])
 
 
 def write_squares(sent: torch.Tensor, exact: torch.Tensor, out: torch.Tensor, frame: Frame) -> None:

@@ -24,7 +24,7 @@ BLOCK = 64  # elements: Megatron starts parameters at multiples of it, so that n
 GRADIENTS = ("none", *(f"int{bits}" for bits in BITS))
 GRADIENTS_INTRA_NODE = ("none", *(f"int{bits}" for bits in BITS_INTRA_NODE))
 WEIGHTS = (*GRADIENTS, *(f"int{bits}-delta" for bits in BITS))
-# What read_words calls the flags that it does not take by their names.
+# The words of read_words for flags that it does not take by name.
 WORDS = {
     "zero_quantized_weights": "weights='int8'",
     "zero_quantized_weights_delta": "weights='int4-delta'",

@@ -85,8 +85,9 @@ def ranks_on_a_node(ranks: Sequence[int], ranks_per_node: int) -> int:
     return next(iter(counts.values()))
 
 
-# What was cut under a default process group, in order, and from what. It lives as long as that group, and the next
-# patch reuses it: torch names groups by their number, so the name of a destroyed one would be given again.
+# The axes cut under each default process group, in order, with what they were cut from. The list lives as long as
+# that group, and the next patch reuses it: torch names groups by their number, so the name of a destroyed one would
+# be given again.
 _cuts: WeakKeyDictionary[Any, list[tuple[Hashable, dict[tuple[int, ...], TwoHops]]]] = WeakKeyDictionary()
 
 
@@ -126,9 +127,9 @@ def cut_groups(
     """Return the two axes of each group of this rank, by the group's ranks.
 
     groups: name -> ranks, in the group's order; every rank gives the same names in the same order. Groups of the
-    same ranks share their axes. settings: how their communicators are made, by name; what has none has torch's
-    defaults. If every rank has cut the same groups before, under this default group, they are the same axes again.
-    This is collective over all ranks. Raises ValueError on every rank where a group of any rank cannot be cut.
+    same ranks share their axes. settings: how their communicators are made, by name; a group without settings has
+    torch's defaults. If every rank has cut the same groups before, under this default group, the same axes are
+    returned. This is collective over all ranks. Raises ValueError on every rank if any rank's group cannot be cut.
     """
     cuts = _cuts.setdefault(dist.distributed_c10d._get_default_group(), [])
     wanted = tuple((name, tuple(ranks), settings.get(name)) for name, ranks in groups.items())
@@ -159,7 +160,7 @@ def _make_hops(
     made: dict[tuple[int, ...], str] = {}
     wanted: list[tuple[AxisSpec, Sequence[int], GroupSettings]] = []
     for name, ranks in groups.items():
-        # Of a twin the axes are there: places of one rank keep the count.
+        # A group of the same ranks already has its axes. Groups of one rank keep the number equal on every rank.
         twin = made.setdefault(tuple(ranks), name) != name
         how = settings.get(name, GroupSettings())
         wanted += [

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megazero.bounded import load_json
 from megazero.comm.lane import Differ
 from megazero.mesh.mesh import Mesh
+from megazero.zero.axes import DataAxes
 from megazero.zero.scalars import NOTHING, Rows, StepPart
 from megazero.zero.unit import Unit
 
@@ -27,14 +28,18 @@ class IssueHash:
     """A hash of everything issued in a step. It has 32 bits, so it is exact in a float64 that ranks exchange.
 
     history: the issued collectives, for ranks that differ (``Agreement``), kept until the next step issues something.
+    units: all of this rank, which the history names by their places.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units, self._places = units, {unit: place for place, unit in enumerate(units)}
         self.value = self.taken = 0
         self.history: list[str] = []
-        self.step = 0  # that history is of
+        self.step = 0  # the step that the history belongs to
 
-    def add(self, text: str) -> None:
+    def add(self, deed: str, unit: Unit, how: str = "") -> None:
+        """Note what is issued for a unit. deed: one of KINDS. how: what else ranks must agree on."""
+        text = f"{deed}{self._places[unit]} {how}"
         if self.step != self.taken:
             self.step, self.history = self.taken, []
         self.history.append(text)
@@ -50,7 +55,13 @@ class IssueHash:
         return value
 
 
-ANSWER_S = 5.0  # for which the others are waited for once something has failed
+def unlike(mesh: Mesh, axes: DataAxes, values: torch.Tensor) -> list[int]:
+    """Return the places at which ranks along the axes have different values [n]. Collective over them."""
+    rows = mesh.gather_along(axes.inside, values)
+    return (rows != rows[0]).any(0).nonzero().flatten().tolist()
+
+
+ANSWER_S = 5.0  # how long a rank waits for the others' histories once something has failed
 KINDS = {
     "g": "gathers",
     "r": "reduces",
@@ -58,7 +69,7 @@ KINDS = {
     "o": "takes the outer step of",
 }
 
-_ENTRY = re.compile(f"[{''.join(KINDS)}](\\d{{1,9}})\\b")  # of a history
+_ENTRY = re.compile(f"[{''.join(KINDS)}](\\d{{1,9}})\\b")  # an entry of a history
 
 
 class Agreement(StepPart):
@@ -72,12 +83,12 @@ class Agreement(StepPart):
 
     columns = 1  # the hash of what this rank has issued in the step
 
-    def __init__(self, mesh: Mesh, units: Sequence[Unit], issued: IssueHash) -> None:
-        self.mesh, self.rank, self.units, self.issued = mesh, mesh.rank, units, issued
+    def __init__(self, mesh: Mesh, issued: IssueHash) -> None:
+        self.mesh, self.rank, self.units, self.issued = mesh, mesh.rank, issued.units, issued
         at = (mesh.pp.index, mesh.tp.index, mesh.replica)
         ranks = [mesh.grid.rank_of(at[0], i, at[1], at[2]) for i in range(mesh.dp_size)]
         self.peers = [rank for rank in ranks if rank != mesh.rank]
-        self.evaluations = 0  # that have ended here
+        self.evaluations = 0  # how many have ended on this rank
         self.engine = 0  # its number, the same on every rank: to make one is collective
         if self.peers and dist.is_initialized():
             self.engine = self._store().add(f"megazero/engines/{mesh.rank}", 1)
@@ -155,7 +166,7 @@ class Agreement(StepPart):
             raise RuntimeError("ranks used other units in evaluation(), or in another order")
 
     def _ended(self) -> dict[int, int]:
-        """Return the peers that have ended the evaluation that is open here: what they had issued by then."""
+        """Return how many collectives peers had issued when they ended the evaluation that is open here."""
         ended, store = dict[int, int](), self._store()
         for peer in self.peers:
             key = f"megazero/evaluated/{self.engine}/{peer}"

@@ -8,17 +8,16 @@ outside of it alone. One engine takes all of them, because a chain names the axe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 from operator import mul
 
 from megazero.comm.hops import HopSpec, hop_spec
+from megazero.comm.made_once import made_once
 from megazero.mesh.grid import INTER, nearest_chain
 from megazero.mesh.mesh import Axis, Mesh
-
-KINDS = ("refresh", "gather", "reduce")  # of the hops of an engine's chains
 
 
 @dataclass(frozen=True, eq=False)  # the units of one engine share the objects: equal is identical
@@ -68,19 +67,10 @@ class DataAxes:
         p, g, os = map(products.index, shards)
         return DataAxes((*axes, *([outer] if outer else [])), p, g, os, len(axes))
 
-    def whole_gradients(self) -> DataAxes:
-        """Return the same axes where gradients are whole for the step."""
-        return replace(self, g=0)
-
     @cached_property
     def inside(self) -> tuple[Axis, ...]:
         """The axes inside an outer replica."""
         return self.axes[: self.all]
-
-    @cached_property
-    def outer(self) -> Axis | None:
-        """The axis of outer replicas."""
-        return next(iter(self.axes[self.all :]), None)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -98,8 +88,8 @@ class DataAxes:
 
     @cached_property
     def counts(self) -> bool:
-        """Whether this rank counts in norms, and saves. Of the ranks that hold one OS slice, the first along every
-        axis does.
+        """Whether this rank counts in norms, and saves. Among the ranks that hold one OS slice, only the first along
+        every axis does.
         """
         return not any(self.indices[self.os : self.all])
 
@@ -115,12 +105,11 @@ class DataAxes:
 
     def hop_specs(self, kind: str, levels: Iterable[int]) -> tuple[HopSpec, ...]:
         """Return one collective of a kind ('refresh', 'gather', 'reduce') on each of these levels' axes, in order."""
-        return tuple(self._hop_specs[kind, level] for level in levels)
+        return tuple(self._hop_spec(kind, level) for level in levels)
 
-    @cached_property
-    def _hop_specs(self) -> dict[tuple[str, int], HopSpec]:
-        levels = range(1, len(self.axes) + 1)
-        return {(kind, level): hop_spec(kind, self.axis(level)) for kind in KINDS for level in levels}
+    @made_once
+    def _hop_spec(self, kind: str, level: int) -> HopSpec:
+        return hop_spec(kind, self.axis(level))
 
 
 def refuse_clashes(mesh: Mesh, every: Iterable[DataAxes]) -> None:
@@ -133,8 +122,9 @@ def refuse_clashes(mesh: Mesh, every: Iterable[DataAxes]) -> None:
                     f"units lie on two axes with the name {axis.name!r}, by which the order of collectives is kept: "
                     f"take the mesh's own, mesh.axes[{axis.name!r}], or make the other with a name of its own"
                 )
-        if each.outer is not mesh.outer:
-            given, wanted = (axis.size if axis else 1 for axis in (each.outer, mesh.outer))
+        outer = next(iter(each.axes[each.all :]), None)
+        if outer is not mesh.outer:
+            given, wanted = (axis.size if axis else 1 for axis in (outer, mesh.outer))
             raise ValueError(
                 f"units lie on axes of {given} outer replicas, the mesh has {wanted}: give DataAxes.over(..., "
                 "outer=mesh.outer)"

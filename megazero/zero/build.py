@@ -6,7 +6,7 @@ Modules that the engine would damage are refused by name before anything is chan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -18,6 +18,7 @@ from megazero.kernels.arena import Arena
 from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import Mesh
 from megazero.mesh.objects import gather_objects
+from megazero.zero.agreement import unlike
 from megazero.zero.axes import DataAxes, refuse_clashes
 from megazero.zero.form import Form
 from megazero.zero.layout import make_layout
@@ -154,7 +155,7 @@ def _spread(specs: Iterable[UnitSpec], mesh: Mesh, whole_gradients: bool) -> lis
     placed = [spec if isinstance(spec, On) else On(spec, own) for spec in specs]
     axes = dict.fromkeys(each.axes for each in placed)
     refuse_clashes(mesh, axes)
-    used = {each: each.whole_gradients() if whole_gradients else each for each in axes}
+    used = {each: replace(each, g=0) if whole_gradients else each for each in axes}
     return [(_as_tuple(each.modules), used[each.axes]) for each in placed]
 
 
@@ -368,8 +369,7 @@ def _refuse_different_starts(module: nn.Module, spread: Iterable[Placed], mesh: 
             continue
         # A hash: a sum in fp64 takes a copy in fp64 of the whole parameter, as v.sum(dtype=torch.float64) does, too.
         row = torch.stack([fingerprint(v.reshape(-1)) for _, v in held]).to(mesh.device)
-        rows = mesh.gather_along(axes.inside, row)
-        for at in (rows != rows[0]).any(0).nonzero().flatten().tolist():
+        for at in unlike(mesh, axes, row):
             raise ValueError(
                 f"data-parallel ranks start from different values of {held[at][0]!r}: build the module from the same "
                 "seed, or load the same weights, on every rank"

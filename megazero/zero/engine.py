@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.comm.hops import Channel, Traffic
+from megazero.comm.hops import Traffic
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.mesh.mesh import Mesh, all_gather_flat
-from megazero.zero.agreement import Agreement, IssueHash
+from megazero.zero.agreement import Agreement, IssueHash, unlike
 from megazero.zero.build import UnitPlan
 from megazero.zero.context import Context
 from megazero.zero.gather import Gatherer
@@ -69,24 +69,19 @@ class Engine:
         names = unit_names(mesh, self.units)
         self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, names)
         self.waits = Waits(mesh.device, timed)
-        self.issued = IssueHash()
-        channel = Channel(traffic, self.arena, mesh.device)
-        context = Context(policy, self.rounding, channel, self.issued)
+        self.issued = IssueHash(self.units)
+        context = Context(traffic, self.arena, mesh.device, policy, self.rounding, self.issued)
         needing = sum(bool(units) for _, units in plan.needs)
         self.gatherer = Gatherer(self.units, needing, context, self.gathers)
         self.reducer = Reducer(self.units, context, self.reductions)
         self.hooks = Hooks(module, plan, self.gatherer, self.reducer)
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
         self.reduced = False  # the open step's sums are complete
-        by_axes = {
-            each: [u for u in self.units if u.axes is each]
-            for each in dict.fromkeys(u.axes for u in self.units)
-        }
         self.matrices = [
             MatrixUpdates(
                 optimizer.matrices, optimizer.runs, units, traits, mesh.tp, context, self.reductions
             )
-            for units in by_axes.values()
+            for units in by_axes(self.units)
             if optimizer.matrices is not None
         ]
         self._take_parts(context)
@@ -95,7 +90,7 @@ class Engine:
         """Make the parts of a step, in the order in which they are told. The one that moves weights is the last."""
         runs = counted(self.optimizer.runs, self.mesh)
         self.norm, self.given = GlobalNorm(runs, self.mesh), Given()
-        self.agreement = Agreement(self.mesh, self.units, self.issued)
+        self.agreement = Agreement(self.mesh, self.issued)
         guard = Guard(self.rounding, self.units, self.policy, self.mesh.replica)
         self.outer: OuterSteps | None = None
         if self.policy.outer is not None:
@@ -166,6 +161,7 @@ class Engine:
         """
         self._reduce("step()")
         with self.timed("optimizer"):
+            self._sum_partial()
             self.given.take(scalars)
             self.scalars.write()
         # Not in the optimizer's time: here ranks wait for slower ones, and on CUDA the host for the backward's end.
@@ -197,6 +193,7 @@ class Engine:
         is gathered at a time. This is collective: every rank takes all of them. Raises RuntimeError at other times.
         """
         self._reduce("gradients()")
+        self._sum_partial()
         for unit in self.units:
             if unit.trainable:
                 whole = self._whole_gradient(unit)
@@ -252,9 +249,11 @@ class Engine:
         next outer step would pull it back.
         """
         self._between_steps("gathered()")
-        if write:
-            for part in self.parts:
-                part.writing()
+        if write and self.policy.outer is not None:
+            raise RuntimeError(
+                "gathered(write=True) with outer replicas: the next outer step would pull the weights back to the "
+                "anchor; write before zero.shard, or load a checkpoint"
+            )
         wanted = {id(p) for p in (module or self.module).parameters()}
         units = [u for u in self.units if any(id(p) in wanted for p in u.params.values())]
         held: list[Unit] = []
@@ -302,8 +301,8 @@ class Engine:
 
         Call this before the process group ends, if ``Outer.delay`` is above 0. It is collective, between steps.
         """
-        for part in self.parts:
-            part.settle()
+        for lane in (lane for part in self.parts for lane in part.lanes):
+            lane.drain()
 
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint's state, in JSON types: counters for noise, units that fell back."""
@@ -413,16 +412,15 @@ class Engine:
     def _check_written_alike(self, units: Sequence[Unit]) -> None:
         """Raise RuntimeError if ranks along the axes of these units, which are the same, wrote different values."""
         seen = torch.tensor([each for unit in units for each in unit.weights.seen], device=self.mesh.device)
-        rows = self.mesh.gather_along(units[0].axes.inside, seen)
         names = [(slot.name, unit.name) for unit in units for slot in unit.layout.slots]
-        for at in (rows != rows[0]).any(0).nonzero().flatten().tolist():
+        for at in unlike(self.mesh, units[0].axes, seen):
             raise RuntimeError(
                 "ranks wrote different values into parameter {!r} of unit {!r} inside gathered(write=True), and each "
                 "keeps its slices of its own: broadcast them, or draw them from one seed".format(*names[at])
             )
 
     def _reduce(self, call: str) -> None:
-        """Complete the sums of the step's gradients, once. Nothing reads or writes weights and gradients after it."""
+        """Complete the reductions of the step's gradients, once. Nothing is on its way after it."""
         self.hooks.check_done(call)
         if self.reduced:
             return
@@ -430,8 +428,12 @@ class Engine:
             self.reducer.join_ends(self.mesh.ends)
         self.reducer.wait()
         self.gatherer.drop_all()  # what ran ahead and was not used may still be reading the master weights
-        with self.timed("optimizer"), self.arena.frame(self.mesh.device) as frame:
-            sum_partial(self.optimizer.runs, self.mesh.tp, frame, self.traffic, self.waits)
+
+    def _sum_partial(self) -> None:
+        """Complete the sums of the step's gradients over tensor-parallel ranks, once, after the reductions."""
+        if not self.reduced:
+            with self.arena.frame(self.mesh.device) as frame:
+                sum_partial(self.optimizer.runs, self.mesh.tp, frame, self.traffic, self.waits)
         self.reduced = True
 
     def _whole_gradient(self, unit: Unit) -> torch.Tensor:

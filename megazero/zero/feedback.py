@@ -19,7 +19,6 @@ from __future__ import annotations
 import torch
 
 from megazero.mesh.grid import INTER
-from megazero.mesh.mesh import Axis
 from megazero.zero.form import Form
 from megazero.zero.gradients import Gradients
 from megazero.zero.layout import Slice
@@ -72,12 +71,6 @@ class Feedback:
         if self.lost is None:
             self.lost = torch.empty_like(self.open_residual())
         return Slice(self.form.layout, self.lost, self._crossing)
-
-    def clear_errors(self, level: int, axis: Axis) -> None:
-        """Note that the messages over the axis, from level - 1 to ``level``, were exact: nothing was lost."""
-        for run in self.errors().hop(level - 1, axis.size, axis.index).others:
-            for rows in run.rows:
-                rows.zero_()
 
     def commit(self, divisor: float, exact: bool, updates: int) -> None:
         """After an update, the ``updates``-th, take the step's errors, divided as the gradients were, into the

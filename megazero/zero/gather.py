@@ -14,8 +14,8 @@ lane's last ``follow``, not for compute enqueued since, so a gather may overlap 
   Such a block was freed in a chain of that stream (then stream order suffices) or by a drop. Before a drop the
   compute stream has waited for every chain that wrote or read the buffer, and every reader has been enqueued; work
   after the drop comes after those. Messages are taken and closed inside one chain (kernels/arena.py).
-- Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step and the
-  next gathers, with nothing in flight (``drop_all``). Chains of one unit follow each other.
+- Data. Master weights, R, residuals, codecs and measured errors change on the compute stream, between the last drop
+  of a step and the next gathers, with nothing in flight (``drop_all``). Chains of one unit follow each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Gatherer:
     """Keeps the units in use gathered, and starts the gathers of the next ones."""
 
     def __init__(self, units: Sequence[Unit], modules: int, context: Context, lane: Lane) -> None:
-        """modules: how many need units. Joined ones need the same."""
+        """modules: the number of hooked modules that need units; modules joined into one unit count separately."""
         self.units, self.context, self.lane = units, context, lane
         # Uses that are looked at: up to a unit's next one. A long evaluation is one segment of many forwards.
         self.window = 2 * max(len(units), modules)
@@ -54,16 +54,12 @@ class Gatherer:
         self.ahead: set[Unit] = set()  # gathered, kept or on the way before use
         self.coming: set[Unit] = set()  # those and the ones in use now that are to stay for a later module
 
-    @property
-    def evaluating(self) -> bool:
-        return self.program.current == Segment(EVALUATION)
-
     def use(self, units: Sequence[Unit]) -> None:
         """Note that a module needs these units now, start the next gathers, and return when these are gathered."""
         self.program.use(tuple(self.index[u] for u in units))
         self.ahead.difference_update(units)
         for unit in units:
-            if not unit.weights.ready and unit.weights.ticket is None:
+            if unit.weights.missing:
                 self._launch(unit)
         self.prefetch()
         for unit in units:
@@ -72,13 +68,12 @@ class Gatherer:
     def ensure(self, unit: Unit) -> None:
         """Gather the unit without a note in the order of use (for recompute, or reading from outside)."""
         weights = unit.weights
-        if not weights.ready:
-            if weights.ticket is None:
-                self._launch(unit)
-            if weights.ticket is not None:
-                self.lane.wait(weights.ticket)
-                weights.landed()
-            assert weights.ready, f"unit {unit.name}: copy {weights.version}, master {weights.master.version}"
+        if weights.missing:
+            self._launch(unit)
+        if weights.ticket is not None:
+            self.lane.wait(weights.ticket)
+            weights.landed()
+        assert weights.ready, f"unit {unit.name}: copy {weights.version}, master {weights.master.version}"
         weights.show()
 
     def prefetch(self) -> None:
@@ -87,7 +82,7 @@ class Gatherer:
         The next module is the first that needs a unit that is not here or was started ahead of it. Units in use that
         are needed again within the bytes are noted and stay: after a drop they would be gathered again at once.
         """
-        if self.whole and all(u.weights.ticket is not None or u.weights.ready for u in self.units):
+        if self.whole and not any(u.weights.missing for u in self.units):
             return
         self.coming.clear()
         modules, seen = islice(self.program.upcoming(), self.window), set[int]()
@@ -144,13 +139,12 @@ class Gatherer:
 
     def _awaited(self, unit: Unit) -> bool:
         """Whether the unit has to be gathered for a later module, or is here or on its way for one."""
-        return unit in self.ahead or not unit.weights.ready and unit.weights.ticket is None
+        return unit in self.ahead or unit.weights.missing
 
     def _kept(self, unit: Unit) -> bool:
         """Whether the unit stays gathered between its uses whatever comes next."""
-        if not self.context.policy.keep_gathered or self.evaluating:
-            return False
-        return self.program.returns_to(unit.part)
+        evaluating = self.program.current == Segment(EVALUATION)
+        return self.context.policy.keep_gathered and not evaluating and self.program.returns_to(unit.part)
 
     def _further_bytes(self, unit: Unit) -> int:
         """How many bytes a unit that is not ahead takes for a later module."""
@@ -160,12 +154,12 @@ class Gatherer:
     def _start(self, unit: Unit) -> None:
         """Gather the unit ahead of use if it is missing, and note that it stays."""
         self.coming.add(unit)
-        if unit not in self.ahead and not unit.weights.ready and unit.weights.ticket is None:
+        if unit not in self.ahead and unit.weights.missing:
             self._launch(unit)
             self.ahead.add(unit)
 
     def _launch(self, unit: Unit) -> None:
-        self.context.issued.add(f"g{self.index[unit]}")
+        self.context.issued.add("g", unit)
         moves = gather_chain(unit, self.context)
         weights = unit.weights
         refreshed = [hop.level for hop in weights.refresh_hops if weights.stale]
@@ -195,9 +189,7 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
             every = frame.take(weights.wire.level_numel(0), weights.codec.wire_dtype)
         for hop in weights.gather_hops:
             own = weights.copy if hop.level == unit.axes.p else every[hop.own]
-            yield start_gather(
-                unit.axes.axis(hop.level), every[hop.into], own, "gather", context.channel.traffic
-            )
+            yield start_gather(unit.axes.axis(hop.level), every[hop.into], own, "gather", context.traffic)
         if not weights.direct:
             rows = prod(weights.wire.sizes)
             weights.codec.decode(every.view(rows, -1), *weights.full_slice.rows(0, rows))
@@ -217,7 +209,7 @@ def _refresh(unit: Unit, context: Context) -> Chain:
         _encode(unit, messages, context)
         for hop in weights.refresh_hops:
             own, into = messages[hop.own], messages[hop.into]
-            yield start_gather(unit.axes.axis(hop.level), into, own, "refresh", context.channel.traffic)
+            yield start_gather(unit.axes.axis(hop.level), into, own, "refresh", context.traffic)
         if unit.delta or not (unit.axes.p or weights.direct):  # else they were received in the P copy
             rows = prod(weights.refresh_wire.sizes[unit.axes.p :])
             regions = weights.copy_slice.rows(unit.axes.p, rows)

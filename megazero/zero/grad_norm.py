@@ -58,7 +58,7 @@ def counted(runs: Sequence[Run], mesh: Mesh) -> list[Run]:
 class GlobalNorm(StepPart):
     """The global norm of the divided gradients, of every outer replica. A step is skipped if its own is not finite.
 
-    runs: those that this rank counts. divisor: of the open step's gradients. Outer replicas tell each other theirs.
+    runs: those that this rank counts. divisor: of the open step's gradients; outer replicas exchange theirs.
     """
 
     summed = 1

@@ -5,7 +5,8 @@ Where the error is above the policy's bound, all ranks send that unit exactly fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -38,19 +39,18 @@ class Guard(StepPart):
         name = self.rounding.sampled
         assert name is not None
         errors = relative_errors(sums[self.replica])
-        self._above = [(name, kind) for kind in self._exceeding(name, errors)]
+        known = self.fallen.get(name, ())
+        self._above = [
+            (name, kind)
+            for kind, error in errors.items()
+            if error > (self.bounds[kind] or inf) and kind not in known
+        ]
         told = tuple(
             f"{kind} of unit {name!r}: relative rounding error {errors[kind]:.3g} is above the bound "
             f"{self.bounds[kind]:g}; exact from the next step on"
             for _, kind in self._above
         )
         return {"sampled": name, "errors": errors, "fallbacks": told}
-
-    def _exceeding(self, name: str, errors: Mapping[str, float]) -> Iterator[str]:
-        for kind, error in errors.items():
-            bound = self.bounds[kind]
-            if bound is not None and error > bound and kind not in self.fallen.get(name, ()):
-                yield kind
 
     def updated(self, made: bool) -> None:
         self.rounding.updates += int(made)

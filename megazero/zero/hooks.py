@@ -42,7 +42,7 @@ class Hooks:
         self.backwards = [0] * plan.parts
         self._forward_uses: list[list[Unit]] = [[] for _ in self.parts]  # of each part's last forward
         self._running = False  # a graph task of autograd that uses parameters
-        self._counted = set[int]()  # parts whose backward of the step it is: torch.autograd.grad's is none
+        self._counted = set[int]()  # parts whose backward it is; torch.autograd.grad counts for none
         self._creates_graph = False  # create_graph=True: its gradients are part of a loss
         self._forwards = 0  # of hooked modules that are open
         self._done: list[Unit] = []  # have all gradients; may be read until the next module's backward
@@ -250,7 +250,9 @@ class Hooks:
     def _pre_backward(self, needs: list[Unit]) -> None:
         counts = bool(self._counted)
         if not self._running:
-            counts = self._segment_is_backward() or brings_gradients(self._owner)
+            current = self.program.current
+            in_backward = current is not None and current.kind in (BACKWARD, INPUT)
+            counts = in_backward or brings_gradients(self._owner)
         self._open_backward(needs[0], counts)
         self._end_uses()
         wanted = [unit for unit in needs if not unit.weights.in_backward]
@@ -282,15 +284,12 @@ class Hooks:
         unit.gradients.take(name, param)
         if not unit.gradients.pending:
             if len(unit.trainable) == len(unit.params):
-                # What used these parameters with gradient has run backward, or a gradient would be missing. What
-                # used them detached runs before the gradient leaves the module. Frozen ones give no such sign: their
-                # unit stays gathered to the end of the backward.
+                # All gradients have arrived, so every use with gradient is over. Detached uses end before the
+                # gradient leaves the module. Frozen parameters give no such sign: their unit stays gathered to the
+                # end of the backward.
                 self._done.append(unit)
             self.reducer.completed(unit)
         self.poll()
-
-    def _segment_is_backward(self) -> bool:
-        return self.program.current is not None and self.program.current.kind in (BACKWARD, INPUT)
 
     def _open_backward(self, unit: Unit, counts: bool) -> None:
         """Note that a graph task has come to this unit and, if it counts, to its part (one part after the other)."""

@@ -25,6 +25,7 @@ from math import prod
 
 import torch
 
+from megazero.comm.made_once import made_once
 from megazero.comm.rows import Rows, Views
 
 
@@ -87,13 +88,10 @@ class UnitLayout:
     def level_numel(self, level: int) -> int:
         return self.numel // prod(self.sizes[:level])
 
+    @made_once
     def pieces(self, level: int) -> tuple[Piece, ...]:
         """Return this rank's slice of the level: one piece per region, in compact order."""
-        return self._pieces[level]
-
-    @cached_property
-    def _pieces(self) -> list[tuple[Piece, ...]]:
-        return [self.pieces_of(self.indices[:level]) for level in range(len(self.sizes) + 1)]
+        return self.pieces_of(self.indices[:level])
 
     def pieces_of(self, indices: Sequence[int]) -> tuple[Piece, ...]:
         """Return the slice of the rank with these sub-axis indices (innermost first, as many as the level)."""
@@ -106,19 +104,12 @@ class UnitLayout:
             compact += n
         return tuple(out)
 
+    @made_once
     def within(self, level: int, outer: int) -> tuple[Piece, ...]:
         """Return the level's pieces with ``start`` counted in the compact buffer of an outer (smaller) level."""
         assert outer <= level
-        if (level, outer) not in self._within:
-            inside = zip(self.pieces(level), self.pieces(outer), strict=True)
-            pieces = (Piece(o.compact + p.start - o.start, p.compact, p.numel) for p, o in inside)
-            self._within[level, outer] = tuple(pieces)
-        return self._within[level, outer]
-
-    @cached_property
-    def _within(self) -> dict[tuple[int, int], tuple[Piece, ...]]:
-        """What was asked for: chains ask the same in every step."""
-        return {}
+        inside = zip(self.pieces(level), self.pieces(outer), strict=True)
+        return tuple(Piece(o.compact + p.start - o.start, p.compact, p.numel) for p, o in inside)
 
     def gather_hops(self, deepest: int, outer: int, base: int) -> tuple[GatherHop, ...]:
         """Return the all-gathers from this rank's slice of the ``deepest`` level to that of ``outer``, in order.
@@ -145,11 +136,10 @@ class UnitLayout:
                 out.append((slot, low - slot.start, high - slot.start, piece.compact + low - piece.start))
         return out
 
+    @made_once
     def gaps(self, level: int = 0) -> list[tuple[int, int]]:
         """Return the padding: runs (start, end) of the level's compact buffer that belong to no parameter."""
-        if level not in self._gaps:
-            self._gaps[level] = [gap for piece in self.pieces(level) for gap in self._gaps_of(piece)]
-        return self._gaps[level]
+        return [gap for piece in self.pieces(level) for gap in self._gaps_of(piece)]
 
     def _gaps_of(self, piece: Piece) -> Iterator[tuple[int, int]]:
         at = piece.compact
@@ -159,11 +149,6 @@ class UnitLayout:
             at = start + high - low
         if at < piece.compact + piece.numel:
             yield at, piece.compact + piece.numel
-
-    @cached_property
-    def _gaps(self) -> dict[int, list[tuple[int, int]]]:
-        """What was asked for, as ``_within``."""
-        return {}
 
 
 def make_layout(
@@ -206,33 +191,20 @@ class Slice:
     buffer: torch.Tensor
     level: int
 
+    @made_once
     def flat(self, level: int) -> Views:
         """Return 1-D views of a deeper level's slice of this rank, in the buffer's dtype."""
-        if level not in self._made:
-            self._made[level] = tuple(self.buffer[p.span] for p in self.layout.within(level, self.level))
-        return self._made[level]
+        return tuple(self.buffer[p.span] for p in self.layout.within(level, self.level))
 
+    @made_once
     def rows(self, level: int, count: int) -> Views:
         """Return the same as views [count, -1]."""
-        if (level, count) not in self._made:
-            self._made[level, count] = tuple(x.view(count, -1) for x in self.flat(level))
-        return self._made[level, count]
+        return tuple(x.view(count, -1) for x in self.flat(level))
 
+    @made_once
     def hop(self, level: int, size: int, index: int) -> Rows:
         """Return this rank's slice of a deeper level as a hop to the next level takes it: [size, -1], row by row."""
-        if (level, size) not in self._hops:
-            self._hops[level, size] = Rows(self.rows(level, size), index)
-        return self._hops[level, size]
-
-    @cached_property
-    def _made(self) -> dict[object, Views]:
-        """What was asked for."""
-        return {}
-
-    @cached_property
-    def _hops(self) -> dict[tuple[int, int], Rows]:
-        """What was asked for."""
-        return {}
+        return Rows(self.rows(level, size), index)
 
     @cached_property
     def parts(self) -> dict[str, torch.Tensor]:

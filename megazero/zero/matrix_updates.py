@@ -212,7 +212,7 @@ class _Transit:
     def __init__(
         self, label: str, route: Route, axes: Sequence[Axis], context: Context, dtype: torch.dtype
     ) -> None:
-        self.label, self.route, self.traffic = label, route, context.channel.traffic
+        self.label, self.route, self.traffic = label, route, context.traffic
         self.frame = context.frame()
         self.axes = [axes[hop.axis] for hop in route.hops]
         self.sent = [self.frame.take(sum(hop.sent), dtype) for hop in route.hops]

@@ -216,8 +216,8 @@ class SliceOptimizer:
     ) -> dict[str, torch.Tensor]:
         """Return the state tensors of the compact OS range [start, stop), which one run holds, by torch's names.
 
-        Of coded moments they are on the device meta, and ``decoded`` makes them; or, ``loading``, they are room for
-        new values, which ``take_loaded`` encodes.
+        Coded moments are tensors on the device meta, whose values ``decoded`` makes. With ``loading`` they are
+        buffers for new values, which ``take_loaded`` encodes.
         """
         run = self._run_of(unit, start, stop)
         if run is None:

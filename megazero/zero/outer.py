@@ -26,9 +26,9 @@ Glossary (n: elements of the unit; all of at least fp32)
 anchor    Compact [n/OS]. What all replicas share since the last outer step: the model that is evaluated and exported.
 momentum  Compact [n/OS]. The outer optimizer's. Anchor and momentum may lie in host memory (``Outer.offload``): then
           chains take them to the device for as long as they need them.
-residual  Compact [n/d], of the level of all axes. What this rank's messages of the last outer step lost: of other
-          ranks' rows as they were sent, of its own row as the sum was returned. The next outer step adds it to what
-          this rank contributes (error feedback, as MuLoCo has it, arXiv 2505.23725).
+residual  Compact [n/d], of the level of all axes. The rounding error of this rank's last outer step: in other ranks'
+          rows that of the messages sent, in its own row that of the sum returned. The next outer step adds it to
+          what this rank contributes (error feedback, as MuLoCo has it, arXiv 2505.23725).
 sums      Compact [n/d], of the same level. This rank's part of a unit that is on its way: what it sends, then the sum
           over the replicas, the same bits in all of them. It is there until the fragment has arrived.
 """
@@ -46,9 +46,10 @@ from weakref import finalize
 
 import torch
 
-from megazero.comm.codec import Codec, Identity, codec_of, decoded, encoded
+from megazero.comm.codec import Identity, codec_of
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
+from megazero.comm.rows import Views
 from megazero.kernels.arena import ALIGN, Arena, Frame
 from megazero.kernels.fingerprint import fingerprint
 from megazero.kernels.pages import lock_pages, unlock_pages
@@ -127,30 +128,24 @@ class OuterSteps(StepPart):
         self.runs = {unit: [run for run in runs if run.unit is unit] for unit in units}
         self.measured = context.rounding
         # Rounding here is not measured: no unit is the sample.
-        channel = context.channel
-        if outer.delay:  # what flies holds buffers while steps take theirs
-            channel = replace(channel, arena=Arena())
         rounding = Rounding(context.policy.seed, mesh.rank, mesh.device)
-        self.context = replace(context, rounding=rounding, channel=channel)
+        # A fragment on its way holds buffers while steps take theirs.
+        arena = Arena() if outer.delay else context.arena
+        self.context = replace(context, rounding=rounding, arena=arena)
         self.device = mesh.device
         kept = 2 if outer.momentum else 1  # buffers of a unit's anchor
         rooms = self._rooms([unit.master.value for unit in units for _ in range(kept)])
-        self.anchors = {unit: self._begin(unit, rooms) for unit in units}
-        self.clock, self.since = 0, [0] * outer.count
+        self.anchors = {unit: self._room_for(unit, rooms) for unit in units}
         self.flight: Flight | None = None
         self._told = torch.zeros(self.columns, dtype=torch.float64, device=mesh.device)
         self.hash, self.moved = self._told[0], self._told[1:]
         self.squares = torch.zeros(len(units), 2, dtype=torch.float64, device=mesh.device)
         self.hashes = torch.zeros(len(units), dtype=torch.int64, device=mesh.device)
-        self.note_anchors()
+        self.begin()
 
-    def _begin(self, unit: Unit, rooms: Iterator[torch.Tensor]) -> Anchor:
-        value = next(rooms).copy_(unit.master.value)
-        momentum = next(rooms).zero_() if self.outer.momentum else None
-        residual = None
-        if self.outer.feedback:
-            residual = unit.master.value.new_zeros(unit.layout.level_numel(unit.axes.all))
-        return Anchor(value, momentum, residual)
+    def _room_for(self, unit: Unit, rooms: Iterator[torch.Tensor]) -> Anchor:
+        value, momentum = next(rooms), next(rooms) if self.outer.momentum else None
+        return Anchor(value, momentum, new_sums(unit) if self.outer.feedback else None)
 
     def _rooms(self, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield memory for anchors and momenta like these 1-D ones, one after the other.
@@ -260,12 +255,6 @@ class OuterSteps(StepPart):
                 if anchor:
                     self._swap()
 
-    def writing(self) -> None:
-        raise RuntimeError(
-            "gathered(write=True) with outer replicas: the next outer step would pull the weights back to the "
-            "anchor; write before zero.shard, or load a checkpoint"
-        )
-
     def loaded(self, own: bool) -> None:
         """Hash the anchors, if they were loaded; else start anew from the master weights."""
         if own:
@@ -301,7 +290,7 @@ class OuterSteps(StepPart):
             self.flight = Flight(fragment, {unit: self._pack(unit) for unit in units}, self.outer.delay)
             self.away.follow()
             for unit, sums in self.flight.sums.items():
-                self._issue(unit)
+                self.context.issued.add("o", unit)
                 chain = self._cross(unit, Slice(unit.layout, sums, unit.axes.all))
                 self.flight.tickets.append(self.away.submit(unit.name, self._across(unit), chain))
             return
@@ -327,7 +316,7 @@ class OuterSteps(StepPart):
         self.lane.follow()
         pending: deque[Ticket] = deque()
         for unit in units:
-            self._issue(unit)
+            self.context.issued.add("o", unit)
             pending.append(self.lane.submit(unit.name, hop_specs(unit), chain(unit)))
             while len(pending) > self.context.policy.pending_reductions:  # the bound is on transient memory
                 self.lane.wait(pending.popleft())
@@ -339,9 +328,6 @@ class OuterSteps(StepPart):
         """Let the host wait until what it holds is there, so that others may read it: once for all units."""
         if self.outer.offload and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    def _issue(self, unit: Unit) -> None:
-        self.context.issued.add(f"o{self.index[unit]}")
 
     def _moving(self, fragment: int) -> list[Unit]:
         """Return the fragment's units that are trained: what is frozen stays at the anchor."""
@@ -387,7 +373,7 @@ class OuterSteps(StepPart):
             yield from self._take_up(unit, sums)
 
     def _difference(self, unit: Unit, frame: Frame) -> Slice:
-        """Return theta - theta_i, in the frame. Of what this rank counts, its square is the first of ``squares``."""
+        """Return theta - theta_i, in the frame. Its square, of what this rank counts, goes to ``squares``, first."""
         moved = frame.take(unit.layout.level_numel(unit.axes.os), unit.sum_dtype)
         anchor = self.anchors[unit].value
         if self.outer.offload:
@@ -400,22 +386,28 @@ class OuterSteps(StepPart):
         """Sum over the replicas what this rank takes across: in place, and every replica gets the same bits."""
         level = unit.axes.all
         codec = codec_of(self.outer.codec, unit.sum_dtype) or Identity(unit.sum_dtype)
-        outermost = ReduceHop(self.axis, codec, number=level + 1)
-        with self.context.frame() as frame:
-            lost = self._feed_back(unit, sums, codec, frame)
-            yield from descend(unit, [outermost], sums, sums, self.context)
-            totals = [rows[self.axis.index] for rows in sums.rows(level, self.axis.size)]
-            for kept, total in zip(lost, totals, strict=False):
-                kept.copy_(total)
-            yield from share_back(unit, self.axis, level + 1, codec, sums, self.context)
-            for kept, total in zip(lost, totals, strict=False):
-                kept.sub_(total)
+        rows, residual = sums.rows(level, self.axis.size), self._residual_rows(unit)
+        for row, owed in zip(rows, residual, strict=False):
+            row.add_(owed)
+        outermost = ReduceHop(self.axis, codec, number=level + 1, lost=residual)
+        yield from descend(unit, [outermost], sums, sums, self.context)
+        own = self.axis.index
+        for kept, total in zip(residual, rows, strict=False):
+            kept[own].copy_(total[own])
+        yield from share_back(unit, self.axis, level + 1, codec, sums, self.context)
+        for kept, total in zip(residual, rows, strict=False):
+            kept[own].sub_(total[own])
+
+    def _residual_rows(self, unit: Unit) -> Views:
+        """Return the residual [replicas, n] of each region, nothing without feedback."""
+        level, residual = unit.axes.all, self.anchors[unit].residual
+        return () if residual is None else Slice(unit.layout, residual, level).rows(level, self.axis.size)
 
     def _take_up(self, unit: Unit, sums: Slice) -> Chain:
         """Bring the sums of all ranks of the replica together, then update the unit's anchor and master weights.
 
-        sums: of the OS level, with this rank's own part in it. They are overwritten. Of what this rank counts,
-        ||Delta||^2 is the second of ``squares``.
+        sums: of the OS level, with this rank's own part in it. They are overwritten. ||Delta||^2, of what this rank
+        counts, goes to ``squares``, second.
         """
         axes, anchor, index = unit.axes, self.anchors[unit], self.index[unit]
         for level in range(axes.all, axes.os, -1):
@@ -444,24 +436,6 @@ class OuterSteps(StepPart):
             copied(anchor.value), None if anchor.momentum is None else copied(anchor.momentum), None
         )
 
-    def _feed_back(self, unit: Unit, sums: Slice, codec: Codec, frame: Frame) -> list[torch.Tensor]:
-        """Add the residual to what is sent, and keep what the new messages to other ranks will lose.
-
-        Messages have no noise, so encoding here loses what encoding for the hop does. Returns the own row of the
-        residual, one view [-1] per region, for what the returned sum loses; nothing without a residual.
-        """
-        level, residual = unit.axes.all, self.anchors[unit].residual
-        if residual is None:
-            return []
-        kept = Slice(unit.layout, residual, level).rows(level, self.axis.size)
-        rows = sums.rows(level, self.axis.size)
-        for row, old in zip(rows, kept, strict=True):
-            row.add_(old)
-        sent = decoded(codec, encoded(codec, rows, frame.take), rows, frame.take)
-        for row, gone, new in zip(rows, sent, kept, strict=True):
-            torch.sub(row, gone, out=new)
-        return [new[self.axis.index] for new in kept]
-
     def _write_square(self, unit: Unit, values: torch.Tensor, out: torch.Tensor) -> None:
         out.zero_()
         for run in self.runs[unit]:
@@ -469,7 +443,7 @@ class OuterSteps(StepPart):
 
 
 def new_sums(unit: Unit) -> torch.Tensor:
-    """Return memory for what this rank has of a unit on its way, [n/d]."""
+    """Return memory for what this rank takes across of a unit, [n/d]."""
     return unit.master.value.new_empty(unit.layout.level_numel(unit.axes.all))
 
 

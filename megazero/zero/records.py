@@ -15,7 +15,7 @@ import torch
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Identity
-from megazero.comm.hops import Channel, Traffic, run_through
+from megazero.comm.hops import Traffic, run_through
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import all_gather_flat
 from megazero.zero.engine import Engine
@@ -44,20 +44,21 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
             raise RuntimeError(
                 "save_records() needs engine.refresh() before it: R is behind the master weights"
             )
-        owed = _owed(engine, unit)
-        for slot, low, high, at, held in _ranges_in_copy(unit):
-            own = slice(at, at + high - low)
-            # Views: the store converts the weights as it writes them.
-            tensors = {
-                WEIGHTS: unit.weights.copy[held : held + high - low] if unit.delta else unit.master.value[own]
-            }
-            if unit.dtype != unit.sum_dtype or engine.policy.codecs.delta:
-                tensors[MASTER] = unit.master.value[own]
-            if owed is not None:
-                tensors[RESIDUAL] = owed[own]
-            tensors.update(engine.optimizer.elementwise_state(unit, own.start, own.stop))
-            record = _record(engine, placements, unit, slot, (low, high), tensors)
-            records.append(replace(record, make=partial(engine.optimizer.decoded, unit, own.start, own.stop)))
+        owed, level = _owed(engine, unit), unit.axes.os
+        weights = unit.weights.copy_slice if unit.delta else unit.master.slice
+        for piece, held in zip(unit.layout.pieces(level), weights.flat(level), strict=True):
+            for slot, low, high, at in unit.layout.ranges_of(piece):
+                own, start = slice(at, at + high - low), at - piece.compact
+                # Views: the store converts the weights as it writes them.
+                tensors = {WEIGHTS: held[start : start + high - low]}
+                if unit.dtype != unit.sum_dtype or engine.policy.codecs.delta:
+                    tensors[MASTER] = unit.master.value[own]
+                if owed is not None:
+                    tensors[RESIDUAL] = owed[own]
+                tensors.update(engine.optimizer.elementwise_state(unit, own.start, own.stop))
+                record = _record(engine, placements, unit, slot, (low, high), tensors)
+                make = partial(engine.optimizer.decoded, unit, own.start, own.stop)
+                records.append(replace(record, make=make))
     return records
 
 
@@ -161,7 +162,7 @@ def slice_records(
     level: int,
     tensors: Mapping[str, torch.Tensor],
 ) -> list[SliceRecord]:
-    """Return the records of tensors by kind that are compact slices of a level, at least that of the OS slice."""
+    """Return the records of tensors by kind, compact slices of one level."""
     return [
         _record(
             engine,
@@ -173,16 +174,6 @@ def slice_records(
             unique=level == unit.axes.all,
         )
         for slot, low, high, at in unit.layout.ranges(level)
-    ]
-
-
-def _ranges_in_copy(unit: Unit) -> list[tuple[Slot, int, int, int, int]]:
-    """Return ``UnitLayout.ranges`` of the OS slice, each with where it starts in R."""
-    layout, os, p = unit.layout, unit.axes.os, unit.axes.p
-    return [
-        (*found, inside.start + found[3] - piece.compact)
-        for piece, inside in zip(layout.pieces(os), layout.within(os, p), strict=True)
-        for found in layout.ranges_of(piece)
     ]
 
 
@@ -211,8 +202,8 @@ def residual_sum(engine: Engine, unit: Unit) -> torch.Tensor:
         sums = Slice(unit.layout, unit.feedback.residual.new_zeros(unit.layout.level_numel(base)), base)
         sums.copy_(Slice(unit.layout, unit.feedback.residual, axes.crossing), axes.crossing)
         # A save's bytes are not a step's, and its buffers are not kept for the next step.
-        channel = Channel(Traffic(), Arena(), unit.device)
-        context, exact = replace(engine.reducer.context, channel=channel), Identity(unit.sum_dtype)
+        context = replace(engine.reducer.context, traffic=Traffic(), arena=Arena())
+        exact = Identity(unit.sum_dtype)
         levels = range(axes.crossing + 1, axes.all + 1)
         hops = [ReduceHop(axes.axis(n), exact, number=n) for n in levels]
         run_through(descend(unit, hops, sums, sums, context))
@@ -240,7 +231,7 @@ def load_records(
     after the load. The engine's own residuals and measurements are discarded with its old weights.
     """
     engine.optimizer.ensure_state()
-    engine.rounding.sums.clear()
+    engine.rounding.sums.zero_()
     records = []
     for unit in engine.units:
         owed = torch.zeros_like(unit.master.value) if residual else None
@@ -257,9 +248,7 @@ def load_records(
             # Units that are exact as a whole have no R; a load wants every tensor of a kind.
             level = unit.axes.p if unit.delta else unit.axes.os
             copy = unit.weights.copy if unit.delta else torch.empty_like(unit.master.value, dtype=unit.dtype)
-            for slot, low, high, at in unit.layout.ranges(level):
-                held = {WEIGHTS: copy[at : at + high - low]}
-                records.append(_record(engine, placements, unit, slot, (low, high), held))
+            records += slice_records(engine, placements, unit, level, {WEIGHTS: copy})
     return records
 
 
@@ -285,7 +274,8 @@ def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     own = [u for u in engine.units if u.feedback.residual is not None and u.feedback.carry is None]
     held = {f"{RESIDUAL} {u.name}": u.feedback.residual for u in own if u.feedback.residual is not None}
     if engine.policy.codecs.delta:
-        held |= {f"{ERRORS} {kind}": sums for kind, sums in engine.rounding.sums.items()}
+        measured = zip(KINDS, engine.rounding.sums, strict=True)
+        held |= {f"{ERRORS} {kind}": sums for kind, sums in measured if sums.any()}
     if engine.outer is not None:
         held[MOVED] = engine.outer.moved
         if engine.outer.flight is not None:
@@ -299,9 +289,9 @@ def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> No
         held = tensors.get(f"{RESIDUAL} {unit.name}")
         if held is not None and engine.policy.codecs.feedback:
             unit.feedback.restore(held)
-    for kind in KINDS:
+    for kind, sums in zip(KINDS, engine.rounding.sums, strict=True):
         if f"{ERRORS} {kind}" in tensors and engine.policy.codecs.delta:
-            engine.rounding.sums[kind] = tensors[f"{ERRORS} {kind}"].to(engine.mesh.device)
+            sums.copy_(tensors[f"{ERRORS} {kind}"])
     if engine.outer is not None and MOVED in tensors:
         engine.outer.moved.copy_(tensors[MOVED])
         if LEFT in tensors:

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import HopSpec, Leg, give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
-from megazero.comm.watch import Lost, Watch
+from megazero.comm.rows import Rows, Views
+from megazero.comm.watch import Watch, write_lost
 from megazero.comm.wire import Codecs
 from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER
@@ -37,7 +39,6 @@ class Reducer(StepPart):
         self.units, self.context, self.lane = units, context, lane
         self.micro_batches = 0
         self.exact = False  # gradient codecs are off in this step
-        self.index = {u: i for i, u in enumerate(units)}
         self.queue: deque[Unit] = deque()  # units of this backward, in the order of submission
         self.complete: set[Unit] = set()
         self.pending: deque[Ticket] = deque()
@@ -66,7 +67,7 @@ class Reducer(StepPart):
                 for ticket in self.pending:  # a chain may begin before older ones of its unit have ended
                     if ticket.label == unit.name:
                         self.lane.wait(ticket)
-                self.context.issued.add(f"t{self.index[unit]}")
+                self.context.issued.add("t", unit)
                 chain = sum_ends(unit, ends, self.exact, self.context)
                 self.lane.follow()
                 self.pending.append(self.lane.submit(unit.name, (hop_spec("reduce", ends),), chain))
@@ -101,7 +102,7 @@ class Reducer(StepPart):
         staging, frame = unit.gradients.close_micro_batch(last) or (None, self.context.frame())
         reduction = Reduction(unit, self.context, micro_batch, last, self.exact)
         plan, chain = reduction.hop_specs(), reduction.chain(staging)
-        self.context.issued.add(f"r{self.index[unit]} {last}")
+        self.context.issued.add("r", unit, str(last))
         if not plan:
             deque(chain, maxlen=0)
             return
@@ -115,14 +116,17 @@ class Reducer(StepPart):
 
 @dataclass(frozen=True)
 class ReduceHop(Leg):
-    """One hop of a reduction, from level ``number`` - 1 to ``number``. feedback: what rounding loses is fed back."""
+    """One hop of a reduction, from level ``number`` - 1 to ``number``.
+
+    lost: the hop writes here, by index, what rounding its messages lost; empty: nobody asks.
+    """
 
     number: int = 0
-    feedback: bool = False
+    lost: Views = ()
 
     @property
     def fusible(self) -> bool:
-        return isinstance(self.codec, Blockwise) and not self.feedback
+        return isinstance(self.codec, Blockwise) and not self.lost
 
 
 @dataclass(frozen=True)
@@ -186,8 +190,9 @@ class Reduction:
             # When rounding ends, a residual may be left. It goes with the next exact message, so that one is a sum.
             owing = fed and unit.feedback.residual is not None
             codec = codecs.gradients(axis.link) or (raw if unsummed and not owing else sums)
-            feedback = owing or fed and isinstance(codec, Blockwise)
-            hops.append(ReduceHop(axis, codec, self._noise(codec, number), number, feedback))
+            feeds_back = owing or fed and isinstance(codec, Blockwise)
+            lost = unit.feedback.errors().rows(number - 1, axis.size) if feeds_back else ()
+            hops.append(ReduceHop(axis, codec, self._noise(codec, number), number, lost))
         return hops
 
     def _noise(self, codec: Codec, number: int) -> Noise | None:
@@ -239,23 +244,25 @@ def _descend_by(
     unit: Unit, group: Sequence[ReduceHop], source: Slice, sums: Slice, context: Context, accumulate: bool
 ) -> Chain:
     """Take one hop, or several that are fused."""
-    hop, on = group[0], context.channel
-    if hop.feedback and hop.number - 1 == unit.axes.crossing:
+    hop = group[0]
+    if hop.lost and hop.number - 1 == unit.axes.crossing:
         unit.feedback.add_to(source, context.rounding.divisor)
     rows = source.hop(hop.number - 1, hop.axis.size, hop.axis.index)
     watches: tuple[Watch, ...] = context.rounding.watches(unit, GRADIENTS)
     if len(group) > 1:
         out = sums.flat(group[-1].number)
-        yield from reduce_through(group, rows, out, on, accumulate=accumulate, watches=watches)
+        yield from reduce_through(group, rows, out, context, accumulate=accumulate, watches=watches)
         return
-    if hop.feedback:
-        watches = (*watches, Lost(unit.feedback.errors().rows(hop.number - 1, hop.axis.size)))
+    if hop.lost:
+        watches = (*watches, partial(write_lost, hop.lost))
     apart = None if sums.buffer is source.buffer else sums.flat(hop.number)
     exact = isinstance(hop.codec, Identity)
     whole = exact and len(unit.layout.regions) == 1 and hop.axis.size > 2  # nothing is copied
-    yield from reduce(hop, rows, apart, on, accumulate=accumulate, whole=whole, watches=watches)
-    if hop.feedback and exact:
-        unit.feedback.clear_errors(hop.number, hop.axis)
+    yield from reduce(hop, rows, apart, context, accumulate=accumulate, whole=whole, watches=watches)
+    if hop.lost and exact:
+        for run in Rows(hop.lost, hop.axis.index).others:
+            for region in run.rows:
+                region.zero_()
 
 
 def share_back(unit: Unit, axis: Axis, number: int, codec: Codec, sums: Slice, context: Context) -> Chain:
@@ -268,7 +275,7 @@ def share_back(unit: Unit, axis: Axis, number: int, codec: Codec, sums: Slice, c
     noise = rounding.noise_for(codec, unit, f"return {number}", start)
     share, out = sums.rows(number, 1), sums.rows(number - 1, axis.size)
     watches = rounding.watches(unit, GRADIENTS)
-    yield from give_back(Leg(axis, codec, noise), share, out, context.channel, watches=watches)
+    yield from give_back(Leg(axis, codec, noise), share, out, context, watches=watches)
 
 
 def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
@@ -286,6 +293,6 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     noise = context.rounding.noise_for(codec, unit, f"end {ends.index}", start)
     out = unit.gradients.slice.flat(unit.axes.os)
     watches = context.rounding.watches(unit, GRADIENTS)
-    yield from sum_all(Leg(ends, codec, noise), rows, out, context.channel, watches=watches)
+    yield from sum_all(Leg(ends, codec, noise), rows, out, context, watches=watches)
     if unit.gradients.codecs.mixes:
         unit.gradients.slice.clear_padding()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -34,7 +34,8 @@ class Rounding:
     """Gives noise to the codecs of one engine and sums up the errors they made.
 
     names: the names of the units of all pipeline stages. updates: how many updates the master weights have had.
-    divisor: the open step's divisor of gradients. sums: measurements since the last step's end, by kind.
+    divisor: the open step's divisor of gradients. sums: fp64 [KINDS, 2], ||sent - exact||^2 and ||exact||^2 since the
+    last step's end; always the same buffer, because a unit's chains alternate between streams on CUDA.
     observer: it sees every unit's messages, not only the sample's. It keeps none of the tensors.
     """
 
@@ -42,9 +43,7 @@ class Rounding:
         self.seed, self.rank, self.names = seed, rank, names
         self.updates = 0
         self.divisor = 1.0
-        self.sums: dict[str, torch.Tensor] = {}
-        places = torch.zeros(len(KINDS), 2, dtype=torch.float64, device=device)
-        self._places = dict(zip(KINDS, places, strict=True))  # where sums lie
+        self.sums = torch.zeros(len(KINDS), 2, dtype=torch.float64, device=device)
         self.observer: Observer | None = None
 
     @property
@@ -83,7 +82,14 @@ class Rounding:
     def watches(self, unit: Unit, kind: str) -> tuple[Watch, ...]:
         """Return what measures the unit's messages: nothing unless it is the sample, or all are observed."""
         watched = self.observer is not None or unit.name == self.sampled
-        return (ErrorSample(self, unit, kind),) if watched else ()
+        return (partial(self._sample, unit, kind),) if watched else ()
+
+    def _sample(
+        self, unit: Unit, kind: str, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame
+    ) -> None:
+        rows = run.rows[0]
+        arrived = decoded(codec, messages, run.rows, frame.take, at_least_fp32(rows.dtype))
+        self.note(unit, codec, kind, rows, arrived[0], frame)
 
     def note(
         self, unit: Unit, codec: Codec, kind: str, exact: torch.Tensor, sent: torch.Tensor, frame: Frame
@@ -99,38 +105,16 @@ class Rounding:
             return
         squares = frame.take(2, torch.float64)
         write_squares(sent, exact, squares, frame)
-        if kind in self.sums:
-            # In place, as everything in _places: on CUDA a unit's chains alternate between streams.
-            self.sums[kind].add_(squares)
-        else:
-            self.sums[kind] = self._places[kind].copy_(squares)
+        self.sums[KINDS.index(kind)].add_(squares)
 
     def take(self, out: torch.Tensor) -> None:
-        """Write this rank's sums since the last take to fp64 [2 x KINDS], zeros where nothing was sampled."""
-        for kind, place in zip(KINDS, out.view(-1, 2), strict=True):
-            if kind in self.sums:
-                place.copy_(self.sums[kind])
-            else:
-                place.zero_()
-        self.sums.clear()
+        """Move this rank's sums to ``out``, fp64 [2 x KINDS], and begin anew."""
+        out.copy_(self.sums.view(-1))
+        self.sums.zero_()
 
     def abort(self) -> None:
         """Forget the measurements of the open step's gradients. Those of the weights stay and count."""
-        self.sums.pop(GRADIENTS, None)
-
-
-@dataclass(frozen=True)
-class ErrorSample:
-    """Measures the messages of one unit."""
-
-    rounding: Rounding
-    unit: Unit
-    kind: str
-
-    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
-        rows = run.rows[0]
-        arrived = decoded(codec, messages, run.rows, frame.take, at_least_fp32(rows.dtype))
-        self.rounding.note(self.unit, codec, self.kind, rows, arrived[0], frame)
+        self.sums[KINDS.index(GRADIENTS)].zero_()
 
 
 def relative_errors(sums: Sequence[float]) -> dict[str, float]:
@@ -138,11 +122,8 @@ def relative_errors(sums: Sequence[float]) -> dict[str, float]:
 
     Kinds without sums are left out.
     """
-    out = {}
-    for kind, (error, norm) in zip(KINDS, zip(sums[::2], sums[1::2], strict=True), strict=True):
-        if norm != 0:
-            out[kind] = (error / norm) ** 0.5
-    return out
+    squares = zip(KINDS, sums[::2], sums[1::2], strict=True)
+    return {kind: (error / norm) ** 0.5 for kind, error, norm in squares if norm != 0}
 
 
 def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:

@@ -98,14 +98,8 @@ class StepPart:
         """Return the context of an evaluation. anchor: outer replicas evaluate what they share."""
         return nullcontext()
 
-    def writing(self) -> None:
-        """Raise RuntimeError if the user may not write weights between steps."""
-
     def loaded(self, own: bool) -> None:
         """Note that the master weights were loaded. own: and this part's tensors with them."""
-
-    def settle(self) -> None:
-        """Wait for what is on its way between steps."""
 
     def state(self) -> dict[str, Any]:
         """Return its entries of ``Engine.state``, in JSON types."""

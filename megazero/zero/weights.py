@@ -20,9 +20,9 @@ R         Compact [n/P], parameter dtype, for the delta refresh (P < OS). Every 
 master    The master's value is a part of ``copy`` if both have one dtype and the copy is never dropped (then the
           refresh's encoding is free).
 version   The version of the master that ``copy`` holds.
-prepared  The version of the master for which an update has left this rank's part of the next refresh: dtype(master)
-          in its place in ``copy``, or, with the delta refresh, dtype(master) - R of the coded region in the OS part
-          of ``grad`` (gradients.py), until gradients come.
+prepared  The version of the master whose refresh the optimizer's step has already prepared: it wrote dtype(master) to
+          ``copy`` or, with the delta refresh, dtype(master) - R of the coded region to the OS part of ``grad``
+          (gradients.py), where it lies until gradients come.
 """
 
 from __future__ import annotations
@@ -188,6 +188,11 @@ class Weights:
     def ready(self) -> bool:
         """Whether full parameters of the current version are present. In a ``gathered`` block they are current."""
         return self.full_present and (self.pinned > 0 or not self.stale) and self.ticket is None
+
+    @property
+    def missing(self) -> bool:
+        """Whether full parameters are neither present nor on their way."""
+        return self.ticket is None and not self.ready
 
     def launched(self, ticket: Ticket) -> None:
         """Note a gather in flight."""

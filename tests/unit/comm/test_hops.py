@@ -14,7 +14,7 @@ from megazero.comm import hops
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import Channel, Leg, Traffic
 from megazero.comm.rows import RowRun, Rows
-from megazero.comm.watch import Lost
+from megazero.comm.watch import write_lost
 from megazero.kernels.arena import Arena, Frame
 
 AXIS: Any = SimpleNamespace(
@@ -128,7 +128,7 @@ class Seen:
     def __init__(self) -> None:
         self.rows: dict[int, torch.Tensor] = {}
 
-    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
+    def __call__(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
         assert len(messages) == len(run.rows[0]) == run.to.stop - run.to.start
         for place, row in zip(range(run.at.start, run.at.stop), run.rows[0], strict=True):
             self.rows[place] = row.clone()
@@ -217,7 +217,7 @@ def test_what_was_lost_is_kept_where_the_rows_lie() -> None:
     kept, frame = torch.zeros(4, 8), channel().frame()
     _, run = Rows([torch.cat([row[:1], row])], 1).others  # rows 2 and 3
     messages = CODED.encode(run.rows[0])
-    Lost((kept,)).sent(CODED, run, messages, frame)
+    write_lost((kept,), CODED, run, messages, frame)
     arrived = torch.empty(2, 8)
     CODED.decode(messages, arrived)
     assert torch.equal(kept[2:], run.rows[0] - arrived) and kept[2:].any() and not kept[:2].any()

@@ -21,6 +21,7 @@ from megazero.mesh.mesh import Axis, Mesh
 from megazero.train.state.origin import _changed_replicas
 from megazero.zero import Outer, Policy, shard
 from megazero.zero import outer as outer_steps
+from megazero.zero.agreement import IssueHash
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
 from megazero.zero.outer import Anchor, Flight, OuterSteps, leaving
@@ -200,7 +201,9 @@ def test_what_lies_in_host_memory_is_one_stretch_and_the_host_waits_once_for_all
     steps.squares, steps.hashes = torch.zeros(2, 2).double(), torch.zeros(2, dtype=torch.int64)
     steps.runs = {unit: [] for unit in units}
     steps.context = SimpleNamespace(
-        issued=set(), frame=lambda: nullcontext(units[0]), policy=SimpleNamespace(pending_reductions=1)
+        issued=IssueHash(units),
+        frame=lambda: nullcontext(units[0]),
+        policy=SimpleNamespace(pending_reductions=1),
     )
     steps.lane = SimpleNamespace(follow=list, wait=list, submit=lambda name, plan, chain: list(chain))
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
