@@ -23,7 +23,7 @@ class InspectOptions:
     checkpoint: str = option(
         MISSING, "folder that --save named in training, or one of its iter_* folders", place="CHECKPOINT"
     )
-    other: str | None = option(None, "a second one, to compare the first with", place="OTHER")
+    other: str | None = option(None, "second checkpoint, to compare with the first", place="OTHER")
     ckpt_step: int | None = option(None, "iteration of CHECKPOINT to read (default: the newest)", low=0)
     tensors: bool = option(False, "list every tensor")
     check: bool = option(True, "read the files and check their bytes")

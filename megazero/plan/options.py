@@ -49,8 +49,8 @@ class PlanConfig:
     )
     topology: str | None = option(
         None,
-        "which nodes lie under which switch: SLURM's topology.conf, the output of scontrol show topology, or a line "
-        "of nodes for each leaf switch; the first layout's nodes are then ordered for it",
+        "file that says which nodes lie under which switch: SLURM's topology.conf, the output of scontrol show "
+        "topology, or a line of nodes for each leaf switch; the first layout's nodes are then ordered for it",
     )
     topology_nodes: str | None = option(
         None, "the nodes to order, as SLURM writes them: gpu[01-16] (default: all of the topology's)"
