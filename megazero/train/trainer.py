@@ -43,8 +43,8 @@ from megazero.train.state.rollback import go_back
 from megazero.train.state.saver import Saver
 from megazero.zero import Engine, StepInfo
 
-# What a rank sends to all others with the norm of a step, beside the numbers of callbacks. loss: the sum over its
-# tokens of the step; 0 on ranks that compute none. save_part_ended: 1 if its part of a save has ended.
+# The trainer's numbers in the exchange of a step. loss: the sum over this rank's tokens; 0 on ranks that compute no
+# loss. save_part_ended: 1 if this rank's part of a save has ended.
 OWN_NUMBERS = ("loss", "save_part_ended")
 
 
@@ -52,8 +52,8 @@ class StepBatches(NamedTuple):
     """A rank's micro-batches of one step.
 
     ids: the samples of each. host: the batches before the copy to the device; they are kept until the norm has been
-    read, when the copies are done. tokens: those of the global batch that count, of each outer replica. samples: of
-    the global batch. length: of each, in tokens.
+    read, when the copies are done. tokens: how many tokens of the global batch count in the loss, for each outer
+    replica. samples: how many samples the global batch has. length: tokens of a sample.
     """
 
     ids: Sequence[Sequence[int]]
