@@ -172,14 +172,12 @@ def _pools(
     return [list(pool.values()) for pool in pools]
 
 
-def _layout(of: Layout, place: Cluster, **outer: Any) -> Layout:
-    """Return a layout in another place, with other options of outer steps."""
-    config = replace(of.base.config, outer=replace(of.base.config.outer, **outer))
-    return Layout(BaseLayout(config, of.base.world, place, Collectives(place), of.base.stages), of.given.zero)
-
-
 def _moved(found: Found, place: Cluster, **outer: Any) -> Found:
-    layout = _layout(found.layout, place, **outer)
+    """Return a layout in another place, with other options of outer steps."""
+    of = found.layout
+    config = replace(of.base.config, outer=replace(of.base.config.outer, **outer))
+    base = BaseLayout(config, of.base.world, place, Collectives(place), of.base.stages)
+    layout = Layout(base, of.given.zero)
     return Found(layout, simulate(layout), found.formats)
 
 
