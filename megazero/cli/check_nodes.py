@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,35 +51,16 @@ def _leave(status: ExitStatus) -> NoReturn:
     os._exit(status)
 
 
-def check(options: CheckOptions, launch: Launch) -> tuple[str, ...]:
-    """Join the other ranks, if there are any, and check. Returns the notes. Raises Unhealthy."""
-    import torch.distributed as dist
-
-    from megazero.mesh.mesh import create_mesh, discover_ranks_per_node  # brings torch, as all of these
-    from megazero.ops.health import HealthCheck, Storage
-    from megazero.train.distributed import start_rank
-
-    timeout = timedelta(seconds=options.timeout)
-    training = TrainingConfig(device=options.device, distributed_init_timeout_minutes=options.timeout / 60)
-    device, _ = start_rank(training, launch, timeout)
-    health = HealthCheck(launch.host)
-    health.check_ranks(device)
-    if options.save:
-        health.check_storage(Storage(Path(options.save), options.checkpoint_bytes, options.keep_last))
-    if dist.is_initialized():
-        ranks, world = discover_ranks_per_node(launch), launch.world_size
-        health.check_groups(
-            create_mesh(shards=(world, world, world), ranks_per_node=ranks, device=device, timeout=timeout)
-        )
-    return health.notes()
-
-
 def report(options: CheckOptions, launch: Launch) -> ExitStatus:
     """Check, print what was found, and return the exit status."""
     import torch.distributed as dist
 
+    from megazero.train.node_check import check_nodes  # brings torch
+
+    training = TrainingConfig(device=options.device, distributed_init_timeout_minutes=options.timeout / 60)
+    save = Path(options.save) if options.save else None
     try:
-        notes = check(options, launch)
+        notes = check_nodes(training, launch, save, options.checkpoint_bytes, options.keep_last)
     except ValueError as error:
         if not dist.is_initialized():  # this rank alone may know: the others wait for it
             print(f"{launch.host}, rank {launch.rank}: {error}", file=sys.stderr, flush=True)
