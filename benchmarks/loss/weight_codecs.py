@@ -43,7 +43,7 @@ def _update(engine: zero.Engine, master: Master) -> None:
     for name, low, high, values in own_slices(engine):
         values.copy_(master[name].view(-1)[low:high])
     for unit in engine.units:
-        unit.master.version += 1
+        unit.master.changed()
 
 
 def _error(model: Decoder, engine: zero.Engine, master: Master) -> float:

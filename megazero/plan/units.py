@@ -241,7 +241,7 @@ def _shape(
     block = wire.block
     quantises = bool(wire.codings)
     numels = {p: p.local_numel(tp) for p in group}
-    exact = [p for p in group if numels[p] <= wire.exact_numel or quantises and tp > 1 and p.replicated(tp)]
+    exact = [p for p in group if numels[p] <= wire.exact_numel or quantises and p.replicated(tp)]
     coded = [p for p in group if p not in exact]
     if not coded:
         coded, exact, quantises = list(group), [], False

@@ -17,6 +17,7 @@ from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Arena
 from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import Mesh
+from megazero.mesh.objects import gather_objects
 from megazero.zero.axes import DataAxes, refuse_clashes
 from megazero.zero.form import Form
 from megazero.zero.layout import make_layout
@@ -96,6 +97,7 @@ def build_units(
     _refuse_nested([m for group in groups for m in group], {id(m): n for n, m in modules.items()})
     names = {id(p): plain_name(n) for n, p in module.named_parameters()}
     _refuse_different_starts(module, spread, mesh)
+    _refuse_names_apart(spread, names, mesh)
     owner: dict[int, Unit] = {}
     part_of = {id(m): i for i, modules_of in enumerate(parts) for m in modules_of}
     maker = UnitMaker(mesh.device, policy, traits, init, tied, Arena())
@@ -372,6 +374,35 @@ def _refuse_different_starts(module: nn.Module, spread: Iterable[Placed], mesh: 
                 f"data-parallel ranks start from different values of {held[at][0]!r}: build the module from the same "
                 "seed, or load the same weights, on every rank"
             )
+
+
+def _refuse_names_apart(spread: Sequence[Placed], names: Mapping[int, str], mesh: Mesh) -> None:
+    """Refuse one name on two data-parallel ranks that its axes do not join.
+
+    Such ranks would train copies that drift apart, and a checkpoint holds one tensor of a name. Collective where a
+    unit has axes of its own.
+    """
+    own = spread[-1][1]  # of the module's own parameters
+    if all(axes is own for _, axes in spread):
+        return
+    first = {  # of the ranks that share a unit on these axes
+        axes: int(mesh.gather_along(axes.inside, torch.tensor([mesh.rank], device=mesh.device)).min())
+        for axes in dict.fromkeys(axes for _, axes in spread)
+    }
+    held: dict[str, int] = {}
+    for group, axes in spread:
+        for param in (p for m in group for p in m.parameters()):
+            held.setdefault(names[id(param)], first[axes])
+    place = [mesh.pp.index, mesh.tp.index, mesh.replica]
+    seen: dict[str, int] = {}
+    for there, theirs in gather_objects([place, held]):
+        for name, rank in theirs.items() if there == place else ():
+            if seen.setdefault(name, rank) != rank:
+                raise ValueError(
+                    f"ranks {seen[name]} and {rank} hold a parameter {name!r}, but its unit's axes do not "
+                    "join them: put the unit on axes that do (the ranks along further axes hold replicas), or give "
+                    "different parameters different names"
+                )
 
 
 def _one_dtype(label: str, params: Mapping[str, nn.Parameter]) -> torch.dtype:

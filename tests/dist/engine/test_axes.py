@@ -364,6 +364,13 @@ def test_experts_may_be_written_differently_and_their_copies_alike():
     assert all("ranks wrote different values into parameter 'routed.0" in a.text for a in answers)
 
 
+def alike(mesh):
+    """The same modules on every rank, on axes that join only the ranks of one place in their nodes."""
+    torch.manual_seed(0)
+    net = Net()
+    return zero.shard(net, mesh=mesh, units=[zero.On(net.routed[0], experts(mesh, (2, 2, 2)))])
+
+
 def refused():
     mesh, other = (create_mesh(shards=(4, 4, 4), ranks_per_node=2) for _ in range(2))
     net = Net()
@@ -379,6 +386,7 @@ def refused():
         *unsaid("different values of 'routed.0.experts.0.weight'", on(inside(mesh, (1, 1, 1)))),
         *unsaid("nearest legal: 2,4,4", lambda: inside(mesh, (2, 3, 4))),
         *unsaid("nearest legal: 1,1,2", lambda: experts(mesh, (1, 1, 3))),
+        *unsaid("its unit's axes do not join them", lambda: alike(mesh)),
     ]
 
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
-from megazero.config import parse
+from megazero.config import begun, parse
 from megazero.config.run import all_options
 from megazero.config.secrets import names_secret, redact, take_secrets
 from megazero.log.exit_status import ExitStatus
@@ -125,7 +125,7 @@ def test_a_run_that_trains_saves_and_crashes(tmp_path: Path, logger: str) -> Non
     options = [IN_FLAGS["--kill-switch-path"], *([ENVIRONMENT["HF_TOKEN"]] if logger == "wandb" else [])]
     assert "note: --kill-switch-path holds what looks like a secret" in done.stdout
     resolved = tmp_path / "logs" / "config.yaml"
-    assert parse(["--config", str(resolved)]).training.kill_switch_path == options[0]
+    assert begun(parse(["--config", str(resolved)])).training.kill_switch_path == options[0]
     held = [resolved, *(tmp_path / "run").glob("iter_*/manifest.json")]
     for file in held:  # as they were given, for the user alone
         assert all(option in file.read_text() for option in options), file

@@ -14,7 +14,7 @@ from statistics import mean
 
 import pytest
 
-from megazero.config import World, parse
+from megazero.config import World, begun, parse
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import stdlib_sources
 from megazero.data.tokenizer_training import train_tokenizer
@@ -146,8 +146,9 @@ def test_a_script_that_people_copy_trains(name: str, files: dict[str, str], tmp_
     assert f"--nodes={nodes} pretrain/slurm/pretrain.sbatch" in text
     given = {key: value for key, value in files.items() if not key.startswith("data of")}
     words = script(name, files[f"data of {kind}"], given, tmp_path)
-    whole = parse([*words, "--save", "c", "--load", "c", "--log-dir", "l"], World(8 * nodes, 8))
-    assert whole.data_parallel_size(World(8 * nodes, 8)) == {48: 8, 4: 32, 2: 8}[nodes]
+    world = World(8 * nodes, 8)
+    whole = begun(parse([*words, "--save", "c", "--load", "c", "--log-dir", "l"], world), world)
+    assert whole.data_parallel_size(world) == {48: 8, 4: 32, 2: 8}[nodes]
     assert export_note(whole) is None
     folders = ["--save", str(tmp_path / "c"), "--load", str(tmp_path / "c"), "--log-dir", str(tmp_path / "l")]
     check([*words, *folders, *sizes.split(), "--device", "cpu"], 4, FEW, 0.0)

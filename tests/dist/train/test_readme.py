@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from megazero.config import World, parse
+from megazero.config import World, begun, parse
 from tests import ROOT
 from tests.dist.pool import run_ranks
 
@@ -40,5 +40,6 @@ def test_pretraining_script_is_a_legal_configuration():
     (script,) = [block for block in code_blocks("sh") if block.startswith("#!/bin/bash\ntorchrun")]
     flags = script.split("megazero train")[1].replace("\\\n", " ").split()
     for nodes in (2, 4):
-        config = parse(flags, World(8 * nodes, 8))
-        assert config.shards(World(8 * nodes, 8)).factors == (4, 4 * nodes, 4 * nodes)
+        world = World(8 * nodes, 8)
+        config = begun(parse(flags, world), world)
+        assert config.shards(world).factors == (4, 4 * nodes, 4 * nodes)

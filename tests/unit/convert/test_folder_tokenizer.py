@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from megazero.checkpoint import store
-from megazero.config import ConfigError, World, make_config
+from megazero.config import ConfigError, World, begun, make_config
 from megazero.convert import conversions
 from megazero.convert.check import Line
 from megazero.convert.command import main
@@ -158,9 +158,12 @@ def test_a_null_tokenizer_counts_its_end_of_document(tmp_path: Path) -> None:
         **{n: TINY[n] for n in ("seq_length", "micro_batch_size", "lr", "mock_data")},
     }
     null = {**values, "train_iters": 1, "tokenizer_type": "NullTokenizer"}
-    assert make_config({**null, "vocab_size": 50}, World(1, 1)).model.vocab_size == 50  # and one: 51 rows
+    world = World(1, 1)
+    assert (
+        begun(make_config({**null, "vocab_size": 50}, world), world).model.vocab_size == 50
+    )  # and one: 51 rows
     with pytest.raises(ConfigError, match="--vocab-size 51 is not the model of"):
-        make_config({**null, "vocab_size": 51}, World(1, 1))
+        begun(make_config({**null, "vocab_size": 51}, world), world)
 
 
 def test_sampling_draws_no_row_without_a_token(published: Path, tmp_path: Path, monkeypatch) -> None:

@@ -94,7 +94,8 @@ def test_units_are_frozen() -> None:
 
 def test_only_owners_write_their_state() -> None:
     assert {"name", "value", "version", "full", "copy", "ticket", "grad", "staging", "residual"} <= STATE
-    users = [path for path in sources() if uses_zero(path)]
+    every = (*sources(), *(ROOT / "benchmarks").rglob("*.py"))
+    users = [path for path in every if uses_zero(path)]
     assert len(users) > 30
     found = {path.relative_to(ROOT).as_posix(): lines for path in users if (lines := foreign(parsed(path)))}
     assert not found

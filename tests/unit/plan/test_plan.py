@@ -78,6 +78,7 @@ def test_tied_ends_send_gradients_as_they_are_coded() -> None:
     ("values", "nodes"),
     [
         ({"zero_preset": "zeropp"}, 2),
+        ({"zero_preset": "zeropp", "model_family": "gpt", "max_position_embeddings": 1024}, 2),
         ({"zero_preset": "zero3", "model_family": "gpt"}, 2),
         ({"zero_preset": "zero3", "zero_params_lifetime": "gathered"}, 2),
         ({"tensor_model_parallel_size": 2, "num_query_groups": 2, "zero_preset": "hpz"}, 2),

@@ -46,13 +46,13 @@ RAMP = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 12}  # 4, 4, 4, 8,
 
 
 def run(values: dict[str, Any], watch: Callable[[Trainer], None] = lambda _: None) -> RunConfig:
-    """A run of one rank in this process. watch: gets the trainer before it runs."""
+    """A run of one rank in this process; its configuration. watch: gets the trainer before it runs."""
     config = make_config(values, World(1, 1))
     with ExitStack() as stack, redirect_stdout(io.StringIO()):
         trainer = setup.prepare(config, Launch(0, 1, local_world_size=1), stack)
         watch(trainer)
         trainer.run()
-    return config
+    return trainer.config
 
 
 def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], float, int]]:
