@@ -65,8 +65,10 @@ def train(values: dict[str, Any], steps: int) -> dict[str, Any]:
         batches = [MicroBatch(x[:, :-1], x[:, 1:], counts) for x in ids.to(mesh.device)]
         tokens = MICRO_BATCHES * counts.numel() * mesh.dp_size
         engine.begin_step(MICRO_BATCHES, tokens, pipeline.program(MICRO_BATCHES))
-        info = engine.step(pipeline.step(batches).reshape(1))
-        losses.append(sum(float(info.scalars[r][0]) for r in mesh.stage_ranks(pipeline.loss_rank)) / tokens)
+        loss = pipeline.step(batches)
+        engine.step()
+        rows = mesh.gather_rows(loss.reshape(1)).tolist()
+        losses.append(sum(rows[rank][0] for rank in mesh.stage_ranks(pipeline.loss_rank)) / tokens)
 
     began = time.perf_counter()
     step()

@@ -177,8 +177,9 @@ def _train(name: str, options: Mapping[str, Any], world: int, setting: Setting) 
     for _ in range(STEPS):
         engine.begin_step(len(batches), tokens.numel(), pipeline.program(len(batches)))
         loss = pipeline.step(batches).reshape(1)
-        info = engine.step(loss if mesh.tp.index == 0 else torch.zeros_like(loss))
-        losses.append(sum(row[0] for row in info.scalars) / tokens.numel())
+        engine.step()
+        rows = mesh.gather_rows(loss if mesh.tp.index == 0 else torch.zeros_like(loss))
+        losses.append(float(rows.sum()) / tokens.numel())
     return {"what": name, "losses": losses, "seconds": time.monotonic() - began}
 
 

@@ -33,7 +33,7 @@ from megazero.config import ConfigError, World, make_config
 from megazero.mesh.launch import read_launch
 from megazero.plan.memory import Memory
 from megazero.train import setup
-from megazero.train.callbacks.prediction import Prediction
+from megazero.train.callbacks.reports import Prediction
 from megazero.train.forecast import foresee
 
 TITLE = "Memory against measurement"

@@ -38,5 +38,5 @@ def _calibrate(request: CalibrationRequest, launch: Launch) -> int:
     except ValueError as error:  # this rank alone may know: the others wait for it
         print(f"{launch.host}, rank {launch.rank}: {error}", file=sys.stderr, flush=True)
         return 2
-    calibrate(request, launch, joined)
+    calibrate(request, launch, *joined)
     return 0

@@ -41,12 +41,10 @@ class CalibrationConfig:
     """The calibration itself."""
 
     cluster_output: str = option("cluster.yaml", "the cluster file")
-    cluster_name: str = option("measured", "what the cluster is called in it")
-    calibrate_rounds: int = option(
-        5, "times that each measurement is taken; the median counts", low=3, high=100
-    )
+    cluster_name: str = option("measured", "name of the cluster in that file")
+    calibrate_rounds: int = option(5, "repetitions of each measurement, whose median counts", low=3, high=100)
     calibrate_micro_batches: tuple[int, ...] = option(
-        (1, 2, 4), "micro-batches that modules are measured with"
+        (1, 2, 4), "micro-batch sizes at which modules are measured"
     )
     calibrate_largest_bytes: int = option(
         64 << 20, "bytes of the largest message; slow ones end the series earlier", low=4096

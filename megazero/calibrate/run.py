@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,24 +29,24 @@ TIMEOUT = timedelta(minutes=10)
 METHOD = 2  # version of how things are measured; a calibration of another version is not continued
 
 
-class Joined(NamedTuple):
-    """A rank's state after it has joined the others."""
+def join(request: CalibrationRequest, launch: Launch) -> tuple[RunConfig, torch.device, tuple[str, ...]]:
+    """Choose the device and join the other ranks. Returns notes, too. Collective.
 
-    config: RunConfig
-    device: torch.device
-    notes: tuple[str, ...]
-
-
-def join(request: CalibrationRequest, launch: Launch) -> Joined:
-    """Choose the device and join the other ranks. Collective. Raises ValueError, perhaps on one rank alone."""
+    Raises ValueError, perhaps on one rank alone.
+    """
     config = make_config({**request.values, "micro_batch_size": 1, "global_batch_size": None})
     device, notes = start_rank(config.training, launch, TIMEOUT)
-    return Joined(config, device, (*request.notes, *notes))
+    return config, device, (*request.notes, *notes)
 
 
-def calibrate(request: CalibrationRequest, launch: Launch, joined: Joined) -> None:
+def calibrate(
+    request: CalibrationRequest,
+    launch: Launch,
+    config: RunConfig,
+    device: torch.device,
+    notes: tuple[str, ...],
+) -> None:
     """Measure and write the cluster file. Collective. Raises ConfigError, ValueError, the same on every rank."""
-    config, device, notes = joined
     try:
         per_node = discover_ranks_per_node(launch, config.parallel.ranks_per_node)
         run = Calibration(request, config, launch, per_node, device)

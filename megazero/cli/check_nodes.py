@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megazero.config import read_arguments, run_command
+from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
 from megazero.config.options.sections import TrainingConfig
-from megazero.config.read.flags import arguments_help
 from megazero.config.run import all_options
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.mesh.launch import Launch, read_launch
@@ -40,11 +39,8 @@ class CheckOptions:
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status of a wrong command line; else leave with the status of the check."""
-    return run_command(
-        "check-nodes",
-        argv,
-        lambda: arguments_help(USAGE, CheckOptions),
-        lambda: _leave(report(read_arguments(CheckOptions, argv), read_launch())),
+    return run_with_arguments(
+        "check-nodes", argv, USAGE, CheckOptions, lambda options: _leave(report(options, read_launch()))
     )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
-from megazero.config import read_arguments, run_command
+from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
-from megazero.config.read.flags import arguments_help
 
 USAGE = """usage: megazero generate --load DIR [--prompt TEXT] [flags below]
        megazero generate --load runs/a/checkpoint --prompt "def " --tokens 100
@@ -42,12 +41,7 @@ class GenerateOptions:
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 if the text is printed, 2 if something is wrong."""
-    return run_command(
-        "generate",
-        argv,
-        lambda: arguments_help(USAGE, GenerateOptions),
-        lambda: _generate(read_arguments(GenerateOptions, argv)),
-    )
+    return run_with_arguments("generate", argv, USAGE, GenerateOptions, _generate)
 
 
 def _generate(options: GenerateOptions) -> int:

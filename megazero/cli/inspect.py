@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
-from megazero.config import read_arguments, run_command
+from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
-from megazero.config.read.flags import arguments_help
 from megazero.config.secrets import redact
 
 USAGE = """usage: megazero inspect CHECKPOINT [OTHER] [flags below]
@@ -24,7 +23,7 @@ class InspectOptions:
     checkpoint: str = option(
         MISSING, "folder that --save named in training, or one of its iter_* folders", place="CHECKPOINT"
     )
-    other: str | None = option(None, "a second one, to compare the first with", place="OTHER")
+    other: str | None = option(None, "second checkpoint, to compare with the first", place="OTHER")
     ckpt_step: int | None = option(None, "iteration of CHECKPOINT to read (default: the newest)", low=0)
     tensors: bool = option(False, "list every tensor")
     check: bool = option(True, "read the files and check their bytes")
@@ -32,12 +31,7 @@ class InspectOptions:
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 whole or equal, 1 damaged or different, 2 nothing was read."""
-    return run_command(
-        "inspect",
-        argv,
-        lambda: arguments_help(USAGE, InspectOptions),
-        lambda: _inspect(read_arguments(InspectOptions, argv)),
-    )
+    return run_with_arguments("inspect", argv, USAGE, InspectOptions, _inspect)
 
 
 def _inspect(options: InspectOptions) -> int:

@@ -8,10 +8,9 @@ from dataclasses import MISSING, dataclass
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megazero.config import ConfigError, read_arguments, run_command
+from megazero.config import ConfigError, run_with_arguments
 from megazero.config.options.data_inputs import GPT2BPE, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import option
-from megazero.config.read.flags import arguments_help
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import find_inputs
 from megazero.log.terminal import SafeConsole
@@ -52,12 +51,7 @@ class PreprocessOptions:
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 if the files are written, 2 if something is wrong."""
-    return run_command(
-        "preprocess",
-        argv,
-        lambda: arguments_help(USAGE, PreprocessOptions),
-        lambda: _preprocess(read_arguments(PreprocessOptions, argv)),
-    )
+    return run_with_arguments("preprocess", argv, USAGE, PreprocessOptions, _preprocess)
 
 
 def _preprocess(options: PreprocessOptions) -> int:

@@ -11,9 +11,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from megazero.charts import text_chart
-from megazero.config import read_arguments, run_command
+from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
-from megazero.config.read.flags import arguments_help
 from megazero.files import write_text
 from megazero.ops.status import Judgement, facts, judge, restarts
 from megazero.ops.vitals import Vitals, read_run
@@ -50,12 +49,7 @@ class StatusOptions:
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0, 1 if a run is not well, or 2 if a folder or an output cannot be used."""
-    return run_command(
-        "status",
-        argv,
-        lambda: arguments_help(USAGE, StatusOptions),
-        lambda: _status(read_arguments(StatusOptions, argv)),
-    )
+    return run_with_arguments("status", argv, USAGE, StatusOptions, _status)
 
 
 def report(run: Vitals, chart: bool, width: int, braille: bool) -> list[str]:

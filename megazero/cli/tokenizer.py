@@ -6,9 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
-from megazero.config import read_arguments, run_command
+from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
-from megazero.config.read.flags import arguments_help
 from megazero.data.text import find_inputs
 from megazero.data.tokenizer_training import SAMPLE_BYTES, sample_lines, train_tokenizer
 from megazero.log.terminal import SafeConsole
@@ -40,12 +39,7 @@ class TokenizerOptions:
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 if the model is written, 2 if something is wrong."""
-    return run_command(
-        "tokenizer",
-        argv,
-        lambda: arguments_help(USAGE, TokenizerOptions),
-        lambda: _train(read_arguments(TokenizerOptions, argv)),
-    )
+    return run_with_arguments("tokenizer", argv, USAGE, TokenizerOptions, _train)
 
 
 def _train(options: TokenizerOptions) -> int:

@@ -6,7 +6,14 @@ It imports neither torch nor numpy.
 from megazero.config.errors import ConfigError
 from megazero.config.layout.shards import PRESETS, resolve_shards
 from megazero.config.read.flags import read_arguments
-from megazero.config.read.parse import begun, make_config, parse, parse_or_exit, run_command
+from megazero.config.read.parse import (
+    begun,
+    make_config,
+    parse,
+    parse_or_exit,
+    run_command,
+    run_with_arguments,
+)
 from megazero.config.run import RunConfig, World
 
 __all__ = [
@@ -21,4 +28,5 @@ __all__ = [
     "read_arguments",
     "resolve_shards",
     "run_command",
+    "run_with_arguments",
 ]

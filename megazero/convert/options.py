@@ -63,7 +63,7 @@ class FromHf:
 
 @dataclass(frozen=True)
 class FromMegatron:
-    """Write a checkpoint of Megatron as a checkpoint."""
+    """Write a Megatron checkpoint as a megazero checkpoint."""
 
     folder: str = option(
         MISSING,

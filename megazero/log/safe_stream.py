@@ -32,8 +32,8 @@ def printable(text: str) -> str:
 
 
 class SafeStream:
-    """Wraps a text stream. It hides secrets and control characters, and drops text that a full disk or a pipe without a
-    reader does not take, instead of raising OSError.
+    """Wraps a text stream. It hides secrets and control characters. Text that a full disk or a pipe without a reader
+    does not take is dropped, instead of raising OSError.
 
     Everything else is the stream's own. Libraries may replace ``write`` (wandb wraps the one it finds): theirs is
     called with the safe text.

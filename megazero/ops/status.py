@@ -230,7 +230,9 @@ def facts(run: Vitals) -> dict[str, str]:
         seconds = mean(line["iteration_time_s"] for line in latest) or 0.0
         # Rates are totals over total time, as the console's.
         tokens, rate = (
-            (mean(line[name] * line["iteration_time_s"] for line in latest) or 0.0) / seconds if seconds else 0.0
+            (mean(line[name] * line["iteration_time_s"] for line in latest) or 0.0) / seconds
+            if seconds
+            else 0.0
             for name in ("tokens_per_s", "tflops_per_rank")
         )
         out["speed"] = f"{seconds:.3g} s per iteration, {tokens:,.0f} tokens/s, {rate:.3g} TFLOP/s per rank"

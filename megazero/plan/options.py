@@ -49,8 +49,8 @@ class PlanConfig:
     )
     topology: str | None = option(
         None,
-        "which nodes lie under which switch: SLURM's topology.conf, the output of scontrol show topology, or a line "
-        "of nodes for each leaf switch; the first layout's nodes are then ordered for it",
+        "file that says which nodes lie under which switch: SLURM's topology.conf, the output of scontrol show "
+        "topology, or a line of nodes for each leaf switch; the first layout's nodes are then ordered for it",
     )
     topology_nodes: str | None = option(
         None, "the nodes to order, as SLURM writes them: gpu[01-16] (default: all of the topology's)"
@@ -110,17 +110,16 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
         elif not explain and not faults:
             errors.append(f"{EXPLAIN} takes the flags of a layout after it, such as --zero-preset zero3")
     named, policy = (values.pop(name, all_options()[name].default) for name in ("cluster", "loss_policy"))
+    errors += filter(None, [fault(all_options()["loss_policy"], policy)])
     cluster = None
     if named is None:
         errors.append(f"--cluster is required: {all_options()['cluster'].help.partition(':')[0]}")
-    elif fault(all_options()["loss_policy"], policy):
-        errors.append(str(fault(all_options()["loss_policy"], policy)))
-    try:
-        if named is not None:
+    else:
+        try:
             cluster = load_cluster(named)
             cluster = replace(cluster, nodes=options.nodes or cluster.nodes)
-    except ConfigError as error:
-        errors += error.errors
+        except ConfigError as error:
+            errors += error.errors
     if cluster is not None:
         given = values.get("ranks_per_node")
         if given not in (None, cluster.ranks_per_node):

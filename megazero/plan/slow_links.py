@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import groupby, product
+from itertools import product
 from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, make_config
@@ -19,7 +19,7 @@ from megazero.plan.layout import Layout
 from megazero.plan.report import outer_words
 from megazero.plan.search import BEST, OUTER, Found, Search
 from megazero.plan.seconds import Collectives
-from megazero.plan.simulate import Timing, simulate
+from megazero.plan.simulate import simulate
 
 RATES = (400.0, 100.0, 25.0, 10.0, 1.0, 0.1)  # Gb/s
 
@@ -172,14 +172,12 @@ def _pools(
     return [list(pool.values()) for pool in pools]
 
 
-def _layout(of: Layout, place: Cluster, **outer: Any) -> Layout:
-    """Return a layout in another place, with other options of outer steps."""
-    config = replace(of.base.config, outer=replace(of.base.config.outer, **outer))
-    return Layout(BaseLayout(config, of.base.world, place, Collectives(place), of.base.stages), of.given.zero)
-
-
 def _moved(found: Found, place: Cluster, **outer: Any) -> Found:
-    layout = _layout(found.layout, place, **outer)
+    """Return a layout in another place, with other options of outer steps."""
+    of = found.layout
+    config = replace(of.base.config, outer=replace(of.base.config.outer, **outer))
+    base = BaseLayout(config, of.base.world, place, Collectives(place), of.base.stages)
+    layout = Layout(base, of.given.zero)
     return Found(layout, simulate(layout), found.formats)
 
 
@@ -191,22 +189,13 @@ def _on_ladder(
     If it does on none, this is the last rung on which one fits.
     """
     stepped: list[Found] = []
-    for form, group in groupby(rungs, lambda rung: replace(rung, interval=1)):
-        each = [_moved(one, place, **_options(form, values)) for one in found]
-        fitting = [one for one in each if one.layout.fits]
-        for rung in group if fitting else ():
-            stepped = sorted((_every(one, rung.interval) for one in fitting), key=lambda one: one.key)
+    for rung in rungs:
+        moved = (_moved(one, place, **_options(rung, values)) for one in found)
+        if fitting := [one for one in moved if one.layout.fits]:
+            stepped = sorted(fitting, key=lambda one: one.key)
             if stepped[0].timing.bill["outer"] <= MEETINGS * stepped[0].timing.seconds:
-                return stepped
+                break
     return stepped
-
-
-def _every(found: Found, interval: int) -> Found:
-    """Return a layout that meets in every step as one that meets in every so many."""
-    layout = _layout(found.layout, found.layout.base.cluster, outer_interval=interval)
-    seconds, meeting = found.timing.seconds, found.timing.bill["outer"]
-    bill = {**found.timing.bill, "outer": meeting / interval}
-    return Found(layout, Timing(seconds - meeting + bill["outer"], bill), found.formats)
 
 
 def lines(found: Proposal, cluster: Cluster) -> Iterator[str]:

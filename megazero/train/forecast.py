@@ -43,7 +43,7 @@ class Forecast:
     before the model is built, on a CPU without mapped files. copied: bytes of host memory for --async-save's copy on
     a rank. on_host: whether the ranks compute in host memory, too. meeting: bytes that a rank sends to other outer
     replicas, on average and at most, in a step; with one fragment the most is that of an ``interval``-th step. met:
-    seconds that the meetings of ``interval`` steps take more.
+    seconds that meetings add to ``interval`` steps.
     """
 
     layout: Layout

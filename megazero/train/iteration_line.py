@@ -15,43 +15,25 @@ from megazero.train.state.progress import Progress, just_before
 from megazero.zero import StepInfo
 
 
-def extra_metrics(
+def iteration_line(
     step: TrainedStep,
+    model: ModelConfig,
+    mesh: Mesh,
     progress: Progress,
     rates: Mapping[str, float],
     scale: Mapping[str, Any],
     lengths_vary: bool,
-) -> dict[str, Any]:
-    """Return what the line has beside the fields of IterationMetrics, without the callbacks' part.
-
-    rates: the schedule's values but the learning rate. scale: the loss scale's metrics.
-    """
-    by_hop = {
-        hop: sent for hop, sent in step.traffic.items() if hop not in ("intra_node_bytes", "inter_node_bytes")
-    }
-    return {
-        "batch_size": step.samples,
-        **({"seq_length": step.length} if lengths_vary else {}),
-        **rates,
-        **just_before(progress, step.iteration),
-        **_of_engine(step.info),
-        **_of_replicas(step),
-        **scale,
-        "bytes": by_hop,
-    }
-
-
-def iteration_metrics(
-    step: TrainedStep, model: ModelConfig, mesh: Mesh, consumed_samples: int, learning_rate: float
 ) -> IterationMetrics:
-    """Return the fields that every line has."""
+    """Return the line without the callbacks' part. rates: the schedule's values. scale: the loss scale's metrics."""
+    links = ("intra_node_bytes", "inter_node_bytes")
+    others = {name: rate for name, rate in rates.items() if name != "learning_rate"}
     flops = training_flops(model, [step.length], mesh.tp.size) * step.samples
     return IterationMetrics(
         iteration=step.iteration,
-        consumed_samples=consumed_samples,
+        consumed_samples=progress.consumed_samples,
         lm_loss=step.loss,
         grad_norm=step.info.mean_norm,
-        learning_rate=learning_rate,
+        learning_rate=rates["learning_rate"],
         iteration_time_s=step.seconds,
         tokens_per_s=step.samples * step.length / step.seconds,
         tflops_per_rank=flops / step.seconds / mesh.world_size / 1e12,
@@ -59,6 +41,16 @@ def iteration_metrics(
         inter_node_bytes=step.traffic["inter_node_bytes"],
         memory_bytes=peak_memory(mesh.device),
         time_bill=step.bill,
+        extra={
+            "batch_size": step.samples,
+            **({"seq_length": step.length} if lengths_vary else {}),
+            **others,
+            **just_before(progress, step.iteration),
+            **_of_engine(step.info),
+            **_of_replicas(step),
+            **scale,
+            "bytes": {hop: sent for hop, sent in step.traffic.items() if hop not in links},
+        },
     )
 
 

@@ -38,12 +38,10 @@ from megazero.ops.watchdog import judging_s
 from megazero.train.callbacks.callback import Callback
 from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.codec_costs import CodecCosts
-from megazero.train.callbacks.compile_time import CompileNews
 from megazero.train.callbacks.exits import Exits
-from megazero.train.callbacks.prediction import Prediction
 from megazero.train.callbacks.profiling import Profiler
+from megazero.train.callbacks.reports import CompileNews, Prediction, StragglerWatch
 from megazero.train.callbacks.spikes import SpikeMonitor
-from megazero.train.callbacks.stragglers import StragglerWatch
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.distributed import find_world, make_mesh, start_rank
@@ -58,7 +56,7 @@ from megazero.train.state.checkpointing import Checkpointing, SavedTokenizer
 from megazero.train.state.origin import find_origin, leave_behind
 from megazero.train.state.rollback import LossSpike
 from megazero.train.supervisor import Supervisor
-from megazero.train.trainer import Observers, RunInputs, TrainedModel, Trainer
+from megazero.train.trainer import Trainer
 from megazero.zero import Engine
 
 LEAVING_S = 60.0  # that a failed rank has to report and leave
@@ -326,8 +324,17 @@ def prepare(
         checkpointing.spikes,
     ]
     return Trainer(
-        TrainedModel(decoder, engine, pipeline),
-        RunInputs(data, length, learning_rates, WeightDecay.of(config), progress),
-        checkpointing,
-        Observers(outputs, exits, bill, Callbacks(own, users)),
+        decoder=decoder,
+        engine=engine,
+        pipeline=pipeline,
+        data=data,
+        length=length,
+        learning_rates=learning_rates,
+        weight_decay=WeightDecay.of(config),
+        progress=progress,
+        checkpointing=checkpointing,
+        outputs=outputs,
+        exits=exits,
+        bill=bill,
+        callbacks=Callbacks(own, users),
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from megazero.train.callbacks.exits import Exits
 from megazero.train.data.datasets import RunData
 from megazero.train.data.feeding import Batch, Feeding
 from megazero.train.evaluation import mean_loss
-from megazero.train.iteration_line import extra_metrics, iteration_metrics
+from megazero.train.iteration_line import iteration_line
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED, LearningRate, WeightDecay
@@ -43,47 +43,17 @@ from megazero.train.state.rollback import go_back
 from megazero.train.state.saver import Saver
 from megazero.zero import Engine, StepInfo
 
-# What a rank sends to all others with the norm of a step, beside the numbers of callbacks. loss: the sum over its
-# tokens of the step; 0 on ranks that compute none. save_part_ended: 1 if its part of a save has ended.
+# The trainer's numbers in the exchange of a step. loss: the sum over this rank's tokens; 0 on ranks that compute no
+# loss. save_part_ended: 1 if this rank's part of a save has ended.
 OWN_NUMBERS = ("loss", "save_part_ended")
-
-
-class TrainedModel(NamedTuple):
-    """What is trained: the decoder, the engine that shards it, and the pipeline that runs its stages."""
-
-    decoder: Decoder
-    engine: Engine
-    pipeline: Pipeline
-
-
-class RunInputs(NamedTuple):
-    """What the run reads: its data, how far it goes, at which learning rates and weight decay, and where it begins.
-
-    learning_rates: under True that of the embedding and the head, which --decoupled-lr sets apart.
-    """
-
-    data: RunData
-    length: RunLength
-    learning_rates: Mapping[bool, LearningRate]
-    weight_decay: WeightDecay
-    progress: Progress
-
-
-class Observers(NamedTuple):
-    """Where the run reports to, what may stop it, what measures it, and all callbacks, these among them."""
-
-    outputs: Outputs
-    exits: Exits
-    bill: TimeBill
-    callbacks: Callbacks
 
 
 class StepBatches(NamedTuple):
     """A rank's micro-batches of one step.
 
     ids: the samples of each. host: the batches before the copy to the device; they are kept until the norm has been
-    read, when the copies are done. tokens: those of the global batch that count, of each outer replica. samples: of
-    the global batch. length: of each, in tokens.
+    read, when the copies are done. tokens: how many tokens of the global batch count in the loss, for each outer
+    replica. samples: how many samples the global batch has. length: tokens of a sample.
     """
 
     ids: Sequence[Sequence[int]]
@@ -94,28 +64,41 @@ class StepBatches(NamedTuple):
     length: int
 
 
+@dataclass(eq=False, kw_only=True)
 class Trainer:
-    """Trains from ``inputs.progress`` to the last iteration. Its parts come ready-made (see setup.py)."""
+    """Trains from ``progress`` to the last iteration. Its parts come ready-made (see setup.py).
 
-    def __init__(
-        self,
-        model: TrainedModel,
-        inputs: RunInputs,
-        checkpointing: Checkpointing,
-        observers: Observers,
-    ) -> None:
-        self.decoder, self.engine, self.pipeline = model
-        self.data, self.length, self.learning_rates, self.weight_decay, self.progress = inputs
-        self.checkpointing, self.config, self.mesh = checkpointing, checkpointing.config, self.engine.mesh
-        self.outputs, self.exits, self.bill, self.callbacks = observers
-        self.scaling, self.spikes, self.guard = checkpointing.scaling, checkpointing.spikes, NonFiniteGuard()
+    pipeline: runs the stages of ``decoder``, which ``engine`` shards. learning_rates: under True that of the
+    embedding and the head, which --decoupled-lr sets apart. bill: measures the run. callbacks: all of them, among
+    them ``outputs`` and ``exits``.
+    """
+
+    decoder: Decoder
+    engine: Engine
+    pipeline: Pipeline
+    data: RunData
+    length: RunLength
+    learning_rates: Mapping[bool, LearningRate]
+    weight_decay: WeightDecay
+    progress: Progress
+    checkpointing: Checkpointing
+    outputs: Outputs
+    exits: Exits
+    bill: TimeBill
+    callbacks: Callbacks
+
+    def __post_init__(self) -> None:
+        checkpointing, self.mesh = self.checkpointing, self.engine.mesh
+        self.config, self.guard = checkpointing.config, NonFiniteGuard()
+        self.scaling, self.spikes = checkpointing.scaling, checkpointing.spikes
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
         self.lengths = SequenceLengths.of(self.config.model.seq_length, self.config.batch)
         masked = self.config.data.eod_mask_loss
         self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, self.pipeline.loss_rank, masked)
         limit_s = self.config.training.distributed_timeout_minutes * 60
         self.saver = Saver(checkpointing, self.outputs.console, self._saved, limit_s)
-        self.exchange = Exchange(OWN_NUMBERS, self.callbacks.members, self.mesh.device)
+        self.exchange = Exchange(OWN_NUMBERS, self.callbacks.members)
+        self.engine.join(self.exchange)
         waits = (self.engine.waits, self.decoder.tp.waits)
         self.timed: Sequence[Lane | Waits] = (*self.engine.lanes, *waits)
         self.phase = "start"
@@ -154,14 +137,14 @@ class Trainer:
         for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
             self.note(line)
         self.saver.copy(self.progress.checkpoint)  # the last start may have ended before it did
-        self.callbacks.start()
+        self.callbacks.tell(Callback.start)
         with self.feeding.batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             saved_at = self._train(batches)
         if self.exits.reason:
             self.note(f"stopping after iteration {self.progress.iteration}: {self.exits.reason}")
         self.engine.settle()
-        self.callbacks.closing()
+        self.callbacks.tell(Callback.closing)
         made_up = pending and not self.progress.evaluation_pending
         self._save(-1 if made_up and self.progress.iteration == began else saved_at)
         self._wait_for_save()
@@ -207,7 +190,7 @@ class Trainer:
         LossSpike if there is no way back (any more).
         """
         reached = self.progress.iteration + 1
-        self.callbacks.before_step(reached)
+        self.callbacks.tell(Callback.before_step, reached)
         try:
             self._iterate(batches)
             why = self.spikes.found
@@ -230,7 +213,7 @@ class Trainer:
         batches.seek(self.progress.consumed_samples)
         self.guard = NonFiniteGuard()
         self.engine.traffic.take()  # of no iteration
-        self.callbacks.undone(why, self.progress.left_out[-1])
+        self.callbacks.tell(Callback.undone, why, self.progress.left_out[-1])
 
     def _end_save(self, why: str) -> None:
         """Finish the running save before an error that all ranks see ends the run. The exit status is the error's.
@@ -259,7 +242,8 @@ class Trainer:
         with self.bill.span("data"):
             batch = self._load(batches)
         with self.bill.span("compute"):
-            info, own, numbers = self._step(batch)
+            info = self._step(batch)
+            own = self.exchange.received[None]
             sums = self._sums_of_replicas(own["loss"])
             loss = reduce(add, sums) / reduce(add, batch.tokens)
             self._check_finite(iteration, batch, info, own["loss"], loss)
@@ -285,7 +269,7 @@ class Trainer:
             traffic=self.engine.traffic.take(),
             bill=self.bill.close(seconds),
         )
-        self._log(step, numbers, rates)
+        self._log(step, rates)
         if all(own["save_part_ended"]):
             self.saver.go_on()
 
@@ -300,17 +284,15 @@ class Trainer:
             tokens = self.feeding.valid_tokens([self.feeding.cut(batch, length) for batch in host])
         return StepBatches(ids, host, device, tokens, batches.consumed - consumed, length)
 
-    def _step(
-        self, batch: StepBatches
-    ) -> tuple[StepInfo, dict[str, tuple[float, ...]], dict[Callback, dict[str, Any]]]:
-        """Run forwards, backwards and the update. Returns OWN_NUMBERS of every rank, and those of callbacks, too."""
+    def _step(self, batch: StepBatches) -> StepInfo:
+        """Run forwards, backwards and the update. ``exchange`` has the numbers of every rank then."""
         count = len(batch.device)
         factor, divisor = self.scaling.factors(batch.tokens[self.mesh.replica], self.mesh.dp_size)
         self.engine.begin_step(count, divisor, self.pipeline.program(count))
         loss = self._forward_backward(batch.device, batch.ids, factor)
         own: Numbers = {"loss": loss, "save_part_ended": self.saver.part_ended}
-        info = self.engine.step(self.exchange.write(own, self.callbacks.numbers()))
-        return info, *self.exchange.read(info.scalars)
+        self.exchange.given = {None: own, **self.callbacks.numbers()}
+        return self.engine.step()
 
     def _sums_of_replicas(self, losses: Sequence[float]) -> list[float]:
         """Return the summed token losses of each outer replica, in nats, from the ranks that compute them."""
@@ -377,7 +359,7 @@ class Trainer:
             loss = self.mean_loss(data_set, stoppable)
             if loss is None:
                 break
-            self.callbacks.evaluated(self.progress, name, loss)
+            self.callbacks.tell(Callback.evaluated, self.progress, name, loss)
             key = f"eval_lm_loss/{name}" if name else "eval_lm_loss"
             self.progress = replace(self.progress, losses={**self.progress.losses, key: loss})
 
@@ -394,7 +376,7 @@ class Trainer:
 
     def _saved(self, iteration: int, path: Path, seconds: float) -> None:
         self.progress = replace(self.progress, checkpoint=str(path))
-        self.callbacks.saved(iteration, path, seconds)
+        self.callbacks.tell(Callback.saved, iteration, path, seconds)
 
     def _export(self) -> None:
         """Write the folder of --save-hf when the training is over, not when it stops before that."""
@@ -404,17 +386,12 @@ class Trainer:
         self.phase = "writing --save-hf"
         self.saver.export(self.progress.iteration, folder)
 
-    def _log(
-        self, step: TrainedStep, numbers: Mapping[Callback, Mapping[str, Any]], rates: Mapping[str, float]
-    ) -> None:
+    def _log(self, step: TrainedStep, rates: Mapping[str, float]) -> None:
         """Complete the iteration's line with what callbacks add, and hand it to them."""
-        others = {name: rate for name, rate in rates.items() if name != "learning_rate"}
-        vary = self.lengths.settled > 1
-        extra = extra_metrics(step, self.progress, others, self.scaling.metrics(), vary)
-        extra = self.callbacks.after_step(step, numbers, extra)
-        consumed, model = self.progress.consumed_samples, self.decoder.config
-        line = iteration_metrics(step, model, self.mesh, consumed, rates["learning_rate"])
-        self.callbacks.logged(replace(line, extra=extra))
+        vary, scale = self.lengths.settled > 1, self.scaling.metrics()
+        line = iteration_line(step, self.decoder.config, self.mesh, self.progress, rates, scale, vary)
+        extra = self.callbacks.after_step(step, self.exchange.received, line.extra)
+        self.callbacks.tell(Callback.logged, replace(line, extra=extra))
 
 
 def _gathered(own: LocalStep) -> list[LocalStep]:

@@ -34,7 +34,7 @@ class VerifyConfig:
         high=100,
     )
     verify_ranks: int = option(
-        16, "local ranks at most, up to 256; a larger world is run in a sub-layout", low=1, high=256
+        16, "largest number of local ranks, up to 256; a larger world runs in a sub-layout", low=1, high=256
     )
 
 

@@ -39,7 +39,7 @@ from megazero.zero.policy import Policy
 from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, Segment
 from megazero.zero.reduce import Reducer
 from megazero.zero.rounding import Observer, Rounding, unit_names
-from megazero.zero.scalars import Given, StepInfo, StepPart, StepScalars
+from megazero.zero.scalars import StepInfo, StepPart, StepScalars
 from megazero.zero.unit import Unit
 
 WRITING = "write inside `with engine.gathered(write=True)`, the same values on every rank"
@@ -89,7 +89,7 @@ class Engine:
     def _take_parts(self, context: Context) -> None:
         """Make the parts of a step, in the order in which they are told. The one that moves weights is the last."""
         runs = counted(self.optimizer.runs, self.mesh)
-        self.norm, self.given = GlobalNorm(runs, self.mesh), Given()
+        self.norm = GlobalNorm(runs, self.mesh)
         self.agreement = Agreement(self.mesh, self.issued)
         guard = Guard(self.rounding, self.units, self.policy, self.mesh.replica)
         self.outer: OuterSteps | None = None
@@ -100,7 +100,7 @@ class Engine:
         self.parts: list[StepPart] = []
         self.scalars = StepScalars(self.mesh, self.waits, self.parts)
         self.gathers.overdue = self.reductions.overdue = self.agreement.check
-        own = (self.norm, self.agreement, self.reducer, guard, self.given, self.outer)
+        own = (self.norm, self.agreement, self.reducer, guard, self.outer)
         for part in reversed([part for part in own if part is not None]):
             self.join(part)
 
@@ -150,11 +150,8 @@ class Engine:
         self.hooks.poll()
         return any(lane.busy for lane in self.hooks.lanes)
 
-    def step(self, scalars: torch.Tensor | None = None) -> StepInfo:
+    def step(self) -> StepInfo:
         """Finish the reductions, take the global norm, clip, and update the master weights.
-
-        scalars: numbers of this rank, 1-D on the mesh's device, equally many on every rank (a loss, say). They travel
-            with the norm, and StepInfo.scalars has those of all ranks. On CUDA the host waits once per step for both.
 
         A non-finite norm skips the update on every rank. Raises RuntimeError if the number of backwards differs from
         begin_step's.
@@ -162,7 +159,6 @@ class Engine:
         self._reduce("step()")
         with self.timed("optimizer"):
             self._sum_partial()
-            self.given.take(scalars)
             self.scalars.write()
         # Not in the optimizer's time: here ranks wait for slower ones, and on CUDA the host for the backward's end.
         self.scalars.exchange(self.traffic)

@@ -34,10 +34,9 @@ class StepInfo:
 
     sampled: the name of the unit whose rounding was measured. errors: ||sent - exact|| / ||exact|| over all ranks
         of its 'weights' and 'gradients', each only if it was sent quantised. fallbacks: one line for each unit
-        whose error was above the policy's bound. It sends exactly from the next step on. scalars: what every rank
-        gave to ``step``, by rank. replica_norms: the norms of all outer replicas. outer_norm: ||Delta|| (outer.py),
-        if the step before took an outer step. outer_drift: the root of the mean over replicas of
-        ||theta_i - mean||^2 in it.
+        whose error was above the policy's bound. It sends exactly from the next step on. replica_norms: the norms
+        of all outer replicas. outer_norm: ||Delta|| (outer.py), if the step before took an outer step.
+        outer_drift: the root of the mean over replicas of ||theta_i - mean||^2 in it.
     """
 
     grad_norm: float
@@ -45,7 +44,6 @@ class StepInfo:
     sampled: str = ""
     errors: Mapping[str, float] = field(default_factory=dict)
     fallbacks: tuple[str, ...] = ()
-    scalars: Rows = ()
     replica_norms: tuple[float, ...] = ()
     outer_norm: float | None = None
     outer_drift: float | None = None
@@ -107,22 +105,6 @@ class StepPart:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore its entries of ``Engine.state``, after the weights were loaded."""
-
-
-class Given(StepPart):
-    """The numbers that the caller gives to a step: 1-D, on the device, equally many on every rank."""
-
-    numbers: torch.Tensor | None = None
-
-    def take(self, numbers: torch.Tensor | None) -> None:
-        self.numbers, self.columns = numbers, 0 if numbers is None else numbers.numel()
-
-    def write(self, row: torch.Tensor) -> None:
-        if self.numbers is not None:
-            row.copy_(self.numbers)
-
-    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
-        return {"scalars": rows}
 
 
 class StepScalars:

@@ -300,5 +300,4 @@ def without_effect(
             usual = (option.default, defaults.get(name, option.default))
             if not holds and value not in usual and name not in said:
                 said.add(name)
-                typed = f"--{option.negative_key}" if value is False else f"{option.flag} {show(value)}"
-                yield name, f"{typed} has no effect without {cure}; leave it out or add that"
+                yield name, f"{typed(option, value)} has no effect without {cure}; leave it out or add that"

@@ -194,7 +194,7 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1, whole_run=True)
     lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1, whole_run=True)
     weight_decay: float = option(
-        0.01, "weight decay, decoupled but for sgd (norms and biases have none)", low=0
+        0.01, "weight decay, decoupled except for sgd; norms and biases have none", low=0
     )
     weight_decay_incr_style: str = option(
         "constant",

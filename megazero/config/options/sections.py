@@ -69,7 +69,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """How model state is sharded over data-parallel ranks, and what its messages are (ZeRO++: quantised).
+    """Sharding of model state over data-parallel ranks, and formats of its messages (ZeRO++: quantised).
 
     --zero-preset and --zero-shard exclude each other; the --zero-quantized flags go with either.
     """
@@ -98,16 +98,16 @@ class ZeroConfig:
     )
     zero_params_lifetime: str | None = option(
         None,
-        "how long gathered parameter shards live (default: use for P = OS, resident for P = 1 and for the delta "
-        "refresh, else step). gathered: as by default, and full parameters stay gathered from their first use in a "
-        "step to its end: one gather a step for a pipeline stage, for the memory of the stage's parameters",
+        "how long gathered parameter shards live (default: use for P = OS, resident for P = 1 and for the "
+        "delta refresh, else step). gathered: the default, and full parameters stay gathered from their first "
+        "use in a step to its end: a pipeline stage gathers once a step and holds its full parameters",
         choices=LIFETIMES,
     )
     zero_gradients_lifetime: str | None = option(
         None,
-        "how long whole gradients live: reduced to this rank's part with every micro-batch (default), or for the "
-        "step: accumulated whole and reduced once, whatever the number of micro-batches, for 4 bytes of each of the "
-        "stage's parameters. For G > 1",
+        "how long whole gradients live, for G > 1: micro-batch reduces them to this rank's shard after every "
+        "micro-batch (default); step accumulates them whole and reduces once a step, which takes 4 bytes for "
+        "each parameter of the stage",
         choices=GRADIENT_LIFETIMES,
     )
     zero_prefetch_bytes: int = option(
@@ -122,8 +122,8 @@ class ZeroConfig:
     )
     zero_unit_layers: int = option(
         1,
-        "layers of a stage that are gathered and reduced together: fewer messages, where those of one layer cost "
-        "little but their delay, for the memory of that many gathered layers",
+        "layers of a stage that are gathered and reduced together: fewer messages, where delay is most of a "
+        "message's cost, and the memory of that many gathered layers",
         low=1,
     )
     zero_quantized_weights: bool | None = option(
@@ -191,15 +191,15 @@ class OuterConfig:
     )
     outer_optimizer: str = option(
         "nesterov",
-        "how the weights of the last meeting are updated by the replicas' mean difference to them: SGD with Nesterov "
-        "momentum, SGD with momentum, or by adding it whole (average)",
+        "rule that updates the weights of the last meeting by the replicas' mean difference to them: SGD with "
+        "Nesterov momentum; SGD with momentum; or average, which adds the difference whole",
         choices=OUTER_OPTIMIZERS,
     )
     outer_lr: float = option(0.7, "learning rate of the outer optimizer", above=0)
     outer_momentum: float = option(0.9, "momentum of the outer optimizer", low=0, below=1)
     outer_bits: int = option(
         32,
-        "bits of a difference between replicas, of every parameter: 32 as it is, 16 bf16, else quantised",
+        "bits of each parameter's difference between replicas: 32 exact, 16 bf16, else quantised",
         choices=OUTER_BITS,
     )
     outer_rounding: str | None = option(
@@ -461,9 +461,9 @@ class CheckpointConfig:
     save: str | None = option(None, "folder to save checkpoints in")
     load: str | None = option(
         None,
-        "folder to load the newest complete checkpoint from, or that of one checkpoint; none there is an error, but "
-        "a start from random weights where it is the folder of --save. hf:DIR starts from the weights, the model "
-        "and the tokenizer of a Hugging Face folder",
+        "folder of checkpoints, to load the newest complete one, or folder of one checkpoint. If it holds "
+        "none, that is an error, except for the folder of --save: then training starts from random weights. "
+        "hf:DIR starts from the weights, the model and the tokenizer of a Hugging Face folder",
     )
     ckpt_step: int | None = option(
         None,
@@ -473,7 +473,7 @@ class CheckpointConfig:
     )
     accept_field: tuple[str, ...] = option(
         (),
-        "fields of the config.json of --load hf:DIR to set aside, which are not known and known to change nothing",
+        "unknown fields of the config.json of --load hf:DIR to ignore, because they change nothing",
         strict=True,
     )
     save_hf: str | None = option(
@@ -535,17 +535,18 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class PlanningConfig:
-    """What is predicted of a run before it allocates, and printed beside what was measured at its end."""
+    """Predictions of memory and time, before the run allocates, and beside the measurements at its end."""
 
     cluster: str | None = option(
         None,
-        "cluster file, or the name of one that comes with the planner: step times are predicted by it, and "
+        "cluster file, or the name of one that comes with the planner: it predicts step times, and "
         "--zero-preset auto chooses by it",
     )
     loss_policy: str = option(
         "exact",
-        "values that the planner may round in messages: none; what ZeRO++ rounds (docs/results/loss.md); or "
-        "more than that; outer: megazero plan proposes outer steps, and compares them with the others",
+        "what the planner may quantise. exact: nothing; zeropp: what ZeRO++ quantises (docs/results/loss.md); "
+        "aggressive: more than that; outer: megazero plan proposes outer steps and compares them with the "
+        "others",
         choices=("exact", "zeropp", "aggressive", "outer"),
     )
     memory_check: bool = option(
@@ -565,7 +566,7 @@ class ProfilingConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is written beside the checkpoints, and what else watches the run. Throughput is always logged."""
+    """Logs, loggers and callbacks. Throughput is always logged."""
 
     log_interval: int = option(
         100, "iterations between console lines, whose figures are means over them", low=1
@@ -574,13 +575,13 @@ class LoggingConfig:
         "logs", "folder of metrics.jsonl, of events.jsonl and of the resolved configuration"
     )
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
-    wandb_project: str | None = option(None, "Weights & Biases project; none: not used")
+    wandb_project: str | None = option(None, "Weights & Biases project (default: none, and nothing is sent)")
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")
     wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases")
     wandb_save_dir: str | None = option(None, "folder of wandb's local files")
     callbacks: tuple[str, ...] = option(
         (),
-        "classes of yours that watch the run (docs/develop/extending.md): MODULE:NAME, or with options "
+        "your classes that watch the run (docs/develop/extending.md): MODULE:NAME, or with options "
         "'MODULE:NAME {\"every\": 10}'; in YAML a list, whose entries may map MODULE:NAME to options",
         takes_options=True,
     )

@@ -26,8 +26,8 @@ class SkippingConfig:
     )
     rollback_on_spike: bool = option(
         False,
-        "after a spike (or a loss or norms that are not finite) go back to the newest checkpoint without its updates "
-        "(it is never deleted), and leave out the iterations from there to its end",
+        "after a spike (or a loss or norm that is not finite), go back to the newest checkpoint from before "
+        "it, which is never deleted, and leave out the iterations from there to the end of the spike",
     )
     max_rollbacks: int = option(3, "rollbacks after which the next spike ends the run with an error", low=1)
     spike_window: int = option(

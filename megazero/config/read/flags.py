@@ -13,22 +13,17 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from megazero.config.errors import ConfigError
 from megazero.config.nearest import did_you_mean
-from megazero.config.options.fields import MANY, Option, default_text, fault, section_options
+from megazero.config.options.fields import MANY, Option, Section, default_text, fault, section_options
 from megazero.config.read.sources import Layer, Switch, Unknown, all_switches, switches
 from megazero.config.run import all_options, section_types
-
-Section = TypeVar("Section")
 
 FILES = {
     "config": "run.yaml: defaults that flags override",
     "deepspeed-config": "ds.json: weaker than --config, but for clipping and the loss scale",
 }
-
-
 FLAGS = "FLAGS"  # the place of flags that a command hands on
 
 

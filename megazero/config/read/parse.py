@@ -15,9 +15,10 @@ from megazero.config.errors import ConfigError
 from megazero.config.foreign import megatron
 from megazero.config.layout.elastic import fit
 from megazero.config.nearest import did_you_mean
+from megazero.config.options.fields import Section
 from megazero.config.read.beginning import Beginning, read_beginning
 from megazero.config.read.files import read_yaml
-from megazero.config.read.flags import Flags, help_text, read_flags
+from megazero.config.read.flags import Flags, arguments_help, help_text, read_arguments, read_flags
 from megazero.config.read.resolve import resolve
 from megazero.config.read.sources import Layer, merge
 from megazero.config.run import REMOVED, RunConfig, World, all_options
@@ -123,6 +124,17 @@ def run_command(
         else:
             print(said, file=sys.stderr, flush=True)
         return 2
+
+
+def run_with_arguments(
+    name: str, argv: Sequence[str], usage: str, cls: type[Section], run: Callable[[Section], int]
+) -> int:
+    """Run a command whose words are the section ``cls``, and return its exit status.
+
+    usage: the beginning of --help, which lists the section's flags below it.
+    """
+
+    return run_command(name, argv, lambda: arguments_help(usage, cls), lambda: run(read_arguments(cls, argv)))
 
 
 def make_config(values: Mapping[str, Any], world: World | None = None) -> RunConfig:

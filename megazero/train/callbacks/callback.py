@@ -46,7 +46,7 @@ class WatchedRun(Protocol):
         """Print a warning, on the first rank."""
 
     def stop(self, why: str) -> None:
-        """Ask all ranks to save and stop after the iteration that follows. One rank is enough."""
+        """Save and stop after the next iteration, in whose exchange the ranks agree. One rank is enough."""
 
     def mean_loss(self, data_set: Dataset, stoppable: bool = True) -> float | None:
         """Return the loss over --eval-iters global batches. Collective. None if the run is to stop before the end."""
@@ -59,7 +59,7 @@ class TrainedStep:
     loss: the mean over the tokens of the global batch, in nats. replica_losses: that of each outer replica. info: the
     engine's account, with the gradient norm. samples: those of the global batch, each of ``length`` tokens. traffic:
     bytes that this rank sent, by hop (comm/hops.py: Traffic.take). bill: seconds by item (log/time_bill.py).
-    numbers: what the callback that is called exchanged, reduced over the ranks.
+    numbers: those that this callback exchanged, reduced over the ranks.
     """
 
     iteration: int
@@ -91,8 +91,8 @@ class Callback:
         """Iteration ``iteration`` is trained next."""
 
     def numbers(self) -> Numbers:
-        """Return this rank's value of each name in ``exchanged``, after the backward. The device need not be waited
-        for: tensors are copied on it.
+        """Return this rank's value of each name in ``exchanged``, after the backward. Do not wait for the device:
+        tensors are copied on it.
         """
         return {}
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,10 @@ import torch.distributed as dist
 from megazero.comm.lane import CommunicationError
 from megazero.log.metrics import IterationMetrics, encode
 from megazero.train.callbacks.callback import REDUCTIONS, Callback, Numbers, TrainedStep, WatchedRun
-from megazero.train.state.progress import LeftOut, Progress
+from megazero.zero.scalars import NOTHING, Rows, StepPart
+
+Told = ParamSpec("Told")
+Received = Mapping[Callback | None, Mapping[str, Any]]  # numbers of all ranks, by who exchanges them
 
 FIELDS = {"consumed_samples", "time", *(field.name for field in fields(IterationMetrics))}
 
@@ -37,15 +39,16 @@ class Callbacks:
         for callback in self.members:
             callback.run = run
 
-    def start(self) -> None:
-        self._tell("start")
+    def tell(
+        self, moment: Callable[Concatenate[Any, Told], None], *told: Told.args, **named: Told.kwargs
+    ) -> None:
+        """Call a moment of every callback, such as Callback.saved."""
+        for _ in self._each(moment.__name__, *told, **named):
+            pass
 
-    def before_step(self, iteration: int) -> None:
-        self._tell("before_step", iteration)
-
-    def numbers(self) -> dict[Callback, Numbers]:
+    def numbers(self) -> dict[Callback | None, Numbers]:
         """Return what every callback exchanges in this step, on this rank."""
-        found: dict[Callback, Numbers] = {}
+        found: dict[Callback | None, Numbers] = {}
         for callback, given in self._each("numbers"):
             with self._named(callback, "numbers"):
                 if set(given) != set(callback.exchanged):
@@ -55,9 +58,7 @@ class Callbacks:
             found[callback] = given
         return found
 
-    def after_step(
-        self, step: TrainedStep, numbers: Mapping[Callback, Mapping[str, Any]], metrics: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def after_step(self, step: TrainedStep, numbers: Received, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``metrics`` with those that callbacks add to the iteration's line."""
         metrics = dict(metrics)
         for callback in self.members:
@@ -66,9 +67,6 @@ class Callbacks:
                 self._check(callback, given, metrics)
             metrics |= given
         return metrics
-
-    def logged(self, metrics: IterationMetrics) -> None:
-        self._tell("logged", metrics)
 
     def evaluate(self) -> dict[str, float]:
         """Return the results of the user's evaluations by name."""
@@ -79,22 +77,10 @@ class Callbacks:
             results |= given or {}
         return results
 
-    def evaluated(self, at: Progress, name: str, loss: float) -> None:
-        self._tell("evaluated", at, name, loss)
-
-    def saved(self, iteration: int, path: Path, seconds: float) -> None:
-        self._tell("saved", iteration, path, seconds)
-
-    def undone(self, why: str, out: LeftOut) -> None:
-        self._tell("undone", why, out)
-
-    def closing(self) -> None:
-        self._tell("closing")
-
     def state(self) -> dict[str, Any]:
         """Return the state of the user's callbacks by name, of those that have some."""
-        found = {self._names[callback]: dict(state) for callback, state in self._each("state", users=True)}
-        return {name: state for name, state in found.items() if state}
+        of_users = ((each, state) for each, state in self._each("state") if each in self._names)
+        return {self._names[callback]: dict(state) for callback, state in of_users if state}
 
     def load_state(self, states: Mapping[str, Any]) -> None:
         for name, callback in self.users.items():
@@ -102,14 +88,10 @@ class Callbacks:
                 with self._named(callback, "load_state"):
                     callback.load_state(states[name])
 
-    def _tell(self, moment: str, *arguments: Any) -> None:
-        for _ in self._each(moment, *arguments):
-            pass
-
-    def _each(self, moment: str, *arguments: Any, users: bool = False) -> Iterator[tuple[Callback, Any]]:
-        for callback in self.users.values() if users else self.members:
+    def _each(self, moment: str, *told: Any, **named: Any) -> Iterator[tuple[Callback, Any]]:
+        for callback in self.members:
             with self._named(callback, moment):
-                result = getattr(callback, moment)(*arguments)
+                result = getattr(callback, moment)(*told, **named)
             yield callback, result
 
     def _check(self, callback: Callback, given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
@@ -141,33 +123,30 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
-class Exchange:
-    """The numbers that ranks send each other with the norm of a step: one fp64 row of each rank.
+class Exchange(StepPart):
+    """The numbers of the trainer and of callbacks, in the one exchange of a step.
 
-    own: names of the trainer's own numbers, of which every rank sees all ranks'.
+    own: names of the trainer's numbers, of which every rank sees all ranks'. given: this rank's numbers of the step;
+    received: those of all ranks, reduced. Both are by callback, and the trainer's are under None.
     """
 
-    def __init__(self, own: Sequence[str], callbacks: Sequence[Callback], device: torch.device) -> None:
-        self.columns: list[tuple[Callback | None, str, str]] = [(None, name, "each") for name in own]
-        self.columns += [(each, name, how) for each in callbacks for name, how in each.exchanged.items()]
+    given: Mapping[Callback | None, Numbers]
+    received: Received
+
+    def __init__(self, own: Sequence[str], callbacks: Sequence[Callback]) -> None:
         self.callbacks = callbacks
-        self.row = torch.zeros(len(self.columns), dtype=torch.float64, device=device)
+        self.names: list[tuple[Callback | None, str, str]] = [(None, name, "each") for name in own]
+        self.names += [(each, name, how) for each in callbacks for name, how in each.exchanged.items()]
+        self.columns = len(self.names)
 
-    def write(self, own: Numbers, numbers: Mapping[Callback, Numbers]) -> torch.Tensor:
-        """Write this rank's row, without waiting for the device, and return it."""
-        for slot, (callback, name, _) in zip(self.row, self.columns, strict=True):
-            value = own[name] if callback is None else numbers[callback][name]
+    def write(self, row: torch.Tensor) -> None:
+        for slot, (callback, name, _) in zip(row, self.names, strict=True):
+            value = self.given[callback][name]
             slot.copy_(value) if isinstance(value, torch.Tensor) else slot.fill_(value)
-        return self.row
 
-    def read(
-        self, rows: Sequence[Sequence[float]]
-    ) -> tuple[dict[str, tuple[float, ...]], dict[Callback, dict[str, Any]]]:
-        """Return the trainer's own numbers by name, and what each callback gets, from the rows of all ranks."""
-        own, found = dict[str, tuple[float, ...]](), {each: dict[str, Any]() for each in self.callbacks}
-        for (callback, name, how), column in zip(self.columns, zip(*rows, strict=True), strict=True):
-            if callback is None:
-                own[name] = column
-            else:
-                found[callback][name] = REDUCTIONS[how](column)
-        return own, found
+    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+        found: dict[Callback | None, dict[str, Any]] = {each: {} for each in (None, *self.callbacks)}
+        for (callback, name, how), column in zip(self.names, zip(*rows, strict=True), strict=True):
+            found[callback][name] = REDUCTIONS[how](column)
+        self.received = found
+        return NOTHING

@@ -15,7 +15,7 @@ from megazero.train.callbacks.callback import Callback, TrainedStep
 class Exits(Callback):
     """Exchanges whether ranks have a reason to stop. ``reason``: why all ranks stop, or None.
 
-    asked: what a callback of this rank gave as a reason. any_time: callbacks may ask, so evaluations look for it.
+    asked: the reason that a callback of this rank gave. any_time: callbacks may ask, so evaluations look for it.
     """
 
     exchanged = MappingProxyType({"stops": "max"})

@@ -18,8 +18,8 @@ from megazero.train.callbacks.callback import Callback, TrainedStep
 class SpikeMonitor(Callback):
     """Keeps the losses and norms of the last ``spike_window`` good iterations, and counts the bad ones since.
 
-    Until the window is full nothing is a spike: a run that begins is not yet steady. ``found`` says why the iteration
-    before makes a spike, or is None.
+    Until the window is full nothing is a spike: a run that begins is not yet steady. found: why the last iteration
+    makes a spike, or None.
     """
 
     def __init__(self, config: SkippingConfig) -> None:

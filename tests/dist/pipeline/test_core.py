@@ -203,9 +203,9 @@ def in_flight(log_dir: str) -> list[int]:
     found, step, exchange = [], Engine.step, StepScalars.exchange
     engines = []
 
-    def stepped(self, scalars):
+    def stepped(self):
         engines[:] = [self]
-        return step(self, scalars)
+        return step(self)
 
     def watched(self, traffic):
         found.append(len(engines[0].reductions.tickets))

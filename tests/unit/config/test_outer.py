@@ -99,7 +99,7 @@ def test_every_mistake_is_named_at_once() -> None:
         ({**STEPS, "outer_mixing": 0.0}, ["--outer-mixing 0 must be above 0; the default is 1"]),
         (
             {"outer_delay": 1, "outer_offload": True},
-            ["--outer-delay 1 has no effect", "--outer-offload on has no effect"],
+            ["--outer-delay 1 has no effect", "--outer-offload has no effect"],
         ),
         (
             {**STEPS, "outer_fragment_pattern": "sequential"},

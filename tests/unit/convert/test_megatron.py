@@ -421,7 +421,7 @@ def test_without_arguments_flags_say_the_model(tmp_path):
         ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
         ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
-        ({"scale_depth": 1.4}, "--scale-depth 1.4 .*those of a family"),
+        ({"scale_depth": 1.4}, "--scale-depth 1.4 of the checkpoint's arguments: "),
         ({"position_embedding_type": "none"}, "position-embedding-type none"),
         ({"forks_own_scale": 0.5}, "forks_own_scale 0.5 .* not known here; --accept-field forks_own_scale"),
         ({"vocab_size": 80}, "--vocab-size 81 is above the embedding's 64 rows"),

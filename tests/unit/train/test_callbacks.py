@@ -160,7 +160,7 @@ def test_a_lost_rank_stays_one(tmp_path: Path) -> None:
         pytest.raises(RankFailure),
         readable_failures(rank=0, host="a", timeout_s=1.0, phase=lambda: "iteration 1"),
     ):
-        Callbacks(users={"a:Asking": Asking()}).before_step(1)
+        Callbacks(users={"a:Asking": Asking()}).tell(Callback.before_step, 1)
 
 
 def test_a_class_may_be_named_twice() -> None:

@@ -1,0 +1,68 @@
+"""Callbacks that report: what torch.compile compiled, the seconds of ranks, and the planner's prediction."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megazero.models.compilation import CompileTime
+from megazero.ops.stragglers import RankSeconds, Stragglers
+from megazero.train.callbacks.callback import Callback, TrainedStep
+from megazero.train.forecast import Forecast
+from megazero.train.state.progress import Progress
+
+STEP_TIMES = 1000  # of the latest iterations
+
+
+class CompileNews(Callback):
+    """Prints what torch.compile compiled: all graphs in the first step, unless lengths of samples change."""
+
+    def __init__(self) -> None:
+        self.spent = CompileTime()
+
+    def after_step(self, step: TrainedStep) -> None:
+        self._tell(step.iteration)
+
+    def evaluated(self, at: Progress, name: str, loss: float) -> None:
+        self._tell(at.iteration)
+
+    def _tell(self, iteration: int) -> None:
+        if line := self.spent.news():
+            self.run.note(f"{line} (iteration {iteration})")
+
+
+class StragglerWatch(Callback):
+    """Warns of stragglers. Exchanges RankSeconds of the iteration before: those of a step are complete at its end."""
+
+    exchanged = MappingProxyType(dict.fromkeys(RankSeconds._fields, "each"))
+
+    def __init__(self, stragglers: Stragglers) -> None:
+        self.stragglers = stragglers
+
+    def numbers(self) -> Mapping[str, float]:
+        return self.stragglers.own._asdict()
+
+    def after_step(self, step: TrainedStep) -> dict[str, Any]:
+        columns = (step.numbers[name] for name in RankSeconds._fields)
+        rows = [RankSeconds(*row) for row in zip(*columns, strict=True)]
+        metrics, warnings = self.stragglers.take(rows, step.bill, step.seconds)
+        for line in warnings:
+            self.run.warn(line)
+        return metrics
+
+
+class Prediction(Callback):
+    """Prints the planner's prediction beside the measurements, when the training is over."""
+
+    def __init__(self, forecast: Forecast) -> None:
+        self.forecast = forecast
+        self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
+
+    def after_step(self, step: TrainedStep) -> None:
+        self.step_seconds.append(step.seconds)
+
+    def closing(self) -> None:
+        if line := self.forecast.beside(self.run.mesh, self.step_seconds):
+            self.run.note(line)
