@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import HopSpec, Leg, give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
@@ -256,13 +258,21 @@ def _descend_by(
     if hop.lost:
         watches = (*watches, partial(write_lost, hop.lost))
     apart = None if sums.buffer is source.buffer else sums.flat(hop.number)
-    exact = isinstance(hop.codec, Identity)
-    whole = exact and len(unit.layout.regions) == 1 and hop.axis.size > 2  # nothing is copied
+    cast = isinstance(hop.codec, Identity)
+    whole = cast and len(unit.layout.regions) == 1 and hop.axis.size > 2  # nothing is copied
     yield from reduce(hop, rows, apart, context, accumulate=accumulate, whole=whole, watches=watches)
-    if hop.lost and exact:
-        for run in Rows(hop.lost, hop.axis.index).others:
-            for region in run.rows:
-                region.zero_()
+    if hop.lost and cast:
+        _write_cast_errors(hop, rows)
+
+
+def _write_cast_errors(hop: ReduceHop, rows: Rows) -> None:
+    """Write what a cast of the other ranks' rows lost, to the same places of ``hop.lost``. These rows are as sent."""
+    for run, errors in zip(rows.others, Rows(hop.lost, hop.axis.index).others, strict=True):
+        for row, lost in zip(run.rows, errors.rows, strict=True):
+            if hop.codec.wire_dtype == row.dtype:
+                lost.zero_()  # not row - row, which is NaN for Inf
+            else:
+                torch.sub(row, row.to(hop.codec.wire_dtype), out=lost)
 
 
 def share_back(unit: Unit, axis: Axis, number: int, codec: Codec, sums: Slice, context: Context) -> Chain:

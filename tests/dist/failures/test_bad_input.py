@@ -225,7 +225,7 @@ DATA = {
     ),
     "no token to validate on": (
         lambda p: write_data(p, 3),
-        "the valid split gets 0 of 3 documents .* larger share in the split",
+        "the valid split gets 0 of 3 documents .* larger share \\(--split",
     ),
 }
 

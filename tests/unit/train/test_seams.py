@@ -344,11 +344,11 @@ def test_steps_that_are_not_finite_are_skipped_told_and_ten_in_a_row_the_end(tmp
     def watch(trainer: Trainer) -> None:
         step, optimizer = trainer.engine.step, trainer.engine.optimizer
 
-        def spoiled(scalars: torch.Tensor) -> Any:
+        def spoiled() -> Any:
             iteration, before = trainer.progress.iteration + 1, optimizer.runs[0].leaf.detach().clone()
             if iteration == 3 or iteration > 4:
                 optimizer.runs[0].grad.fill_(torch.inf)
-            info = step(scalars)
+            info = step()
             updated.extend([] if torch.equal(before, optimizer.runs[0].leaf) else [iteration])
             return info
 
