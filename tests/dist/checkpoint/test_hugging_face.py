@@ -59,7 +59,7 @@ def begin(values):
         if config.checkpoint.save:
             run.checkpointing.save(run.progress)
         run._evaluate(run.data.valid)
-    return run.progress.losses["eval_lm_loss"], held, config.notes
+    return run.progress.losses["eval_lm_loss"], held, run.config.notes
 
 
 def train(values):
