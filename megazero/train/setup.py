@@ -53,7 +53,7 @@ from megazero.train.schedule.learning_rate import LearningRate, WeightDecay
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import run_length
 from megazero.train.state.checkpointing import Checkpointing, SavedTokenizer
-from megazero.train.state.origin import find_origin, leave_behind
+from megazero.train.state.origin import Origin, find_origin, leave_behind
 from megazero.train.state.rollback import LossSpike
 from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Trainer
@@ -266,6 +266,17 @@ def _checkpointing(
     )
 
 
+def _not_named(origin: Origin, users: Mapping[str, Callback]) -> list[str]:
+    """Return a note for each callback whose state the checkpoint holds and this run does not take."""
+    held = origin.saved.state.get("callbacks", {}) if origin.saved else {}
+    return [
+        f"the checkpoint has the state of the callback {name}, which this run does not name in --callbacks: the next "
+        "checkpoint is without it"
+        for name in held
+        if name not in users
+    ]
+
+
 def prepare(
     config: RunConfig,
     launch: Launch,
@@ -300,7 +311,7 @@ def prepare(
         if config.checkpoint.save_hf is not None:
             found = (*found, *checkpointing.try_exporting(Path(config.checkpoint.save_hf)))
     checkpointing.load(origin)
-    found = (*leave_behind(config, origin, mesh, length.last_iteration), *found)
+    found = (*leave_behind(config, origin, mesh, length.last_iteration), *_not_named(origin, users), *found)
 
     if length.halt is not None:
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")

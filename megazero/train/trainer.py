@@ -116,6 +116,7 @@ class Trainer:
         self.exits.asked = why
 
     def mean_loss(self, data_set: Dataset, stoppable: bool = True) -> float | None:
+        """Do as ``WatchedRun.mean_loss`` says."""
         sizes = self.length.batch_sizes
         self.decoder.eval()
         return mean_loss(

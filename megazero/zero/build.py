@@ -88,7 +88,7 @@ def build_units(
 
     A parameter that several modules share belongs to the first spec that holds it; the others' hooks gather
     that unit, too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init,
-    for axes that clash, and for modules and dtypes that training would damage.
+    for axes that clash, for tied parameters on other axes, and for modules and dtypes that training would damage.
     """
     _refuse_unfit(module, policy.dtype, policy.loss_scaled)
     spread = _spread([*specs, module], mesh, policy.whole_gradients)
@@ -108,6 +108,11 @@ def build_units(
             names[id(p)]: p for m in group for p in m.parameters() if id(p) in names and id(p) not in owner
         }
         if params:
+            if axes is not spread[-1][1] and (ends := tied.keys() & params.keys()):
+                raise ValueError(
+                    f"{sorted(ends)} are tied over the pipeline's ends, whose slices meet on the mesh's own axes: "
+                    "list their module without zero.On"
+                )
             label = plain_name(next(n for n, m in modules.items() if m is group[0])) or "root"
             made = maker.units_of(label, params, axes, part_of.get(id(group[0]), 0))
             units += made

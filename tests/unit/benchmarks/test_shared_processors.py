@@ -5,45 +5,20 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planning.shared_processors import Machine, fair_level, predict
-from megazero.config import World, make_config
 from megazero.config.options.cluster import (
     Cluster,
     Cores,
-    Device,
-    InterNode,
-    IntraNode,
-    MeasuredCodec,
-    MeasuredCollective,
 )
 from megazero.mesh.grid import INTER, INTRA
-from megazero.plan.base_layout import BaseLayout
-from megazero.plan.layout import Layout, TimedHop
-from megazero.plan.seconds import Collectives
+from megazero.plan.layout import TimedHop
 from megazero.pp.schedules import make_schedule, sends
-from tests.sizes import PLANNED
-
-MODEL = {**PLANNED, "num_layers": 4, "num_attention_heads": 4, "global_batch_size": 16, "ranks_per_node": 2}
-CODECS = tuple(MeasuredCodec(bits, 4.0, 2.0, 3.0) for bits in (32, 8, 4))
+from tests.unit.plan.test_chains import lab as devices
+from tests.unit.plan.test_chains import layout
 
 
 def lab(count: int | None, seconds: float = 1e-6, busy: float = 0.0) -> Cluster:
-    """Two nodes of 2 on one host of ``count`` processors; None: with a device each. A MB takes ``seconds``."""
-    rows = [
-        MeasuredCollective(operation, 2, nodes, size, seconds * size / 1e6, busy * size / 1e6)
-        for operation in ("gather", "exchange", "message", "sum")
-        for nodes in (1, 2)
-        for size in (1000, 10**7)
-    ]
-    device = Device("core", 16.0, 10.0, 1.0, fp32_tflops=0.05, reserved_gib=0.0, update_gbytes_per_s=1e6)
-    link, across = IntraNode(10.0, 0.0), InterNode(10.0, None, 0.0)
-    cores = None if count is None else Cores(count, 4)
-    return Cluster("lab", 2, 2, device, link, across, tuple(rows), (), CODECS, cores)
-
-
-def layout(on: Cluster, **values: object) -> Layout:
-    world = World(4, 2)
-    config = make_config({**MODEL, **values}, world)
-    return Layout(BaseLayout(config, world, on, Collectives(on)), config.zero)
+    """The chains' cluster on one host of ``count`` processors; None: with a device each."""
+    return devices(None if count is None else Cores(count, 4), seconds, busy)
 
 
 def test_all_get_an_equal_share_at_most() -> None:

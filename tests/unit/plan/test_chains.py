@@ -10,6 +10,7 @@ import pytest
 from megazero.config import World, make_config
 from megazero.config.options.cluster import (
     Cluster,
+    Cores,
     Device,
     InterNode,
     IntraNode,
@@ -28,17 +29,17 @@ MODEL = {**PLANNED, "num_layers": 4, "num_attention_heads": 4, "global_batch_siz
 CODECS = tuple(MeasuredCodec(bits, 4.0, 2.0, 3.0) for bits in (32, 8, 4))
 
 
-def lab() -> Cluster:
-    """Two nodes of 2 devices. A MB takes a microsecond."""
+def lab(cores: Cores | None = None, seconds: float = 1e-6, busy: float = 0.0) -> Cluster:
+    """Two nodes of 2 devices, or of ``cores``. A MB takes ``seconds``, in which its ranks compute for ``busy``."""
     rows = [
-        MeasuredCollective(operation, 2, nodes, size, size / 1e12)
+        MeasuredCollective(operation, 2, nodes, size, seconds * size / 1e6, busy * size / 1e6)
         for operation in ("gather", "exchange", "message", "sum")
         for nodes in (1, 2)
         for size in (1000, 10**7)
     ]
     device = Device("core", 16.0, 10.0, 1.0, fp32_tflops=0.05, reserved_gib=0.0, update_gbytes_per_s=1e6)
     link, across = IntraNode(10.0, 0.0), InterNode(10.0, None, 0.0)
-    return Cluster("lab", 2, 2, device, link, across, tuple(rows), (), CODECS)
+    return Cluster("lab", 2, 2, device, link, across, tuple(rows), (), CODECS, cores)
 
 
 def layout(on: Cluster, **values: object) -> Layout:
