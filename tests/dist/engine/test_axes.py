@@ -371,6 +371,13 @@ def alike(mesh):
     return zero.shard(net, mesh=mesh, units=[zero.On(net.routed[0], experts(mesh, (2, 2, 2)))])
 
 
+def tied():
+    """An embedding that the pipeline's ends share, on axes of its own."""
+    mesh = create_mesh(pp=2, shards=(2, 2, 2), ends=True)
+    net, axes = Net(), zero.DataAxes.over(mesh.data_axes)
+    return zero.shard(net, mesh=mesh, units=[zero.On(net.embed, axes)], tied={"embed.weight": "shared"})
+
+
 def refused():
     mesh, other = (create_mesh(shards=(4, 4, 4), ranks_per_node=2) for _ in range(2))
     net = Net()
@@ -387,6 +394,7 @@ def refused():
         *unsaid("nearest legal: 2,4,4", lambda: inside(mesh, (2, 3, 4))),
         *unsaid("nearest legal: 1,1,2", lambda: experts(mesh, (1, 1, 3))),
         *unsaid("its unit's axes do not join them", lambda: alike(mesh)),
+        *unsaid("are tied over the pipeline's ends", tied),
         *unsaid("have one twice", lambda: zero.DataAxes.over([*mesh.data_axes, mesh.data_axes[0]])),
     ]
 

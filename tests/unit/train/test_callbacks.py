@@ -112,6 +112,10 @@ def test_moments_come_in_order_and_state_survives_a_restart(tmp_path: Path) -> N
     lines = read_metrics(tmp_path)
     assert [line["steps_of_all_starts"] for line in lines if "lm_loss" in line] == [1, 2, 3]
     assert [line["iteration"] for line in lines if line.get("answer") == 42.0] == [2]
+    notes: list[str] = []
+    run({**values, "train_iters": 4, "callbacks": ()}, lambda trainer: notes.extend(trainer.progress.notes))
+    assert any(f"{HERE}:Noting" in note and "does not name" in note for note in notes)
+    assert not store.read_state(tmp_path / "run" / "iter_0000004").get("callbacks")
 
 
 @pytest.mark.parametrize("moment", ["start", "before_step", "numbers", "after_step", "logged", "closing"])
