@@ -40,7 +40,7 @@ LEAST = {
     "codec", [Blockwise(8), Blockwise(8, stochastic=True), Blockwise(4), Blockwise(4, stochastic=True)]
 )
 def test_bandwidth(codec: Blockwise, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes that each kernel's docstring counts, per second, against a copy of 1 GB or an H100's. LEAST is required."""
+    """Bytes that each kernel's docstring counts, per second, against a copy's of 1 GB, at most an H100's."""
     source = torch.empty(1 << 28, device="cuda")
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / seconds(lambda: target.copy_(source))
