@@ -33,7 +33,9 @@ FILE, CHARACTERS = "text.npz", 29_000_000
 PARTS = ("table", "continued", "scratch")
 TINY = 256  # tokens of the vocabulary of rehearsals
 # One core reads 100 tokens a second: three layers, messages of 1,024 tokens and few held ones.
-CPU_TABLE = table.Sizes(tokens=(1024,), length=512, batch=1, held=12, warm=4, outer=4, layers=(0, 15, 29))
+CPU_TABLE = table.Sizes(
+    tokens=(1024,), length=512, batch=1, held=12, warm=4, outer=4, layers=(0, 15, 29), losses=False
+)
 TINY_TABLE = table.Sizes(tokens=(64, 32), length=16, batch=2, held=4, warm=3, outer=2)
 TINY_CONTINUED = continued.Sizes(batch=2, length=16, warm=3, exact=512, held=4, every=2, least=2, most=4)
 TINY_SCRATCH = scratch.Sizes(

@@ -1,4 +1,4 @@
-"""Training on from the real model: exact steps warm AdamW's states, then each format trains on from the same state."""
+"""Training on from the real model: exact steps warm AdamW's moments, then each format goes on from one state."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from benchmarks.loss.rounding.training import Batch, State, Training
 
 # In order of value: what does not fit into the time is left out from the end.
 FORMATS = (
-    EXACT, "INT4 64", "INT4 64 + H64", "INT4 2048", "INT4 128", "INT4 128 + H128", "INT4 2048 + H128", "INT8 128",
-    "INT4 64, feedback", "INT4 64 + H64, feedback", "2 bits 64 + H64, feedback", "3 bits 64 + H64",
+    EXACT, "INT4 64", "INT4 64 + H64", "INT4 2048", "INT4 128 + H128", "INT4 128", "INT4 2048 + H128",
+    "INT4 64, feedback", "INT8 128", "INT4 64 + H64, feedback", "2 bits 64 + H64, feedback", "3 bits 64 + H64",
 )  # fmt: skip
+WARM_RATE = 1 / 30  # of the rate
 COUNTED = 4  # steps that are timed, to plan
 Row = dict[str, Any]
 
@@ -26,8 +27,8 @@ Row = dict[str, Any]
 class Sizes:
     """senders: nodes. batches: passes of a sender in a step, of ``batch`` sequences of ``length`` tokens.
 
-    warm: exact steps before the branches, at a tenth of ``rate``: they warm the moments and leave the learning to
-    the branches. rate: constant after ``ramp`` steps. SmolLM2-135M was trained at up to 3e-3 with 1M tokens a
+    warm: exact steps before the branches, at ``WARM_RATE``: they warm the moments and leave the learning to the
+    branches. rate: constant after ``ramp`` steps. SmolLM2-135M was trained at up to 3e-3 with 1M tokens a
     step; by the square root of the batch that is 5e-4 at 32k. exact: parameters of at most so many elements are
     sent exactly. held: sequences that are evaluated on, every ``every`` steps. least, most: steps of a branch.
     """
@@ -42,7 +43,7 @@ class Sizes:
     exact: int = 16384
     held: int = 64
     every: int = 10
-    least: int = 40
+    least: int = 50
     most: int = 300
     seeds: tuple[int, ...] = (1, 2)
 
@@ -81,7 +82,7 @@ class Continued:
         used = self.sizes.warm * self.sizes.tokens // self.samples.length
         self.order = order[used % len(order) :] if used < len(order) else order  # what warming did not read
         for step in range(self.sizes.warm):
-            self.step(hop, order, step, self.sizes.rate / 10)
+            self.step(hop, order, step, WARM_RATE * self.sizes.rate)
         return self.training.state()
 
     def branch(self, state: State, name: str, seed: int, steps: int) -> Row:

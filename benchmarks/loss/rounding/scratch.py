@@ -28,8 +28,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """senders: nodes, of ``batch`` sequences of ``length`` tokens a step. share: of the steps that warm the rate up to
-    ``rate``; then it falls to 0. exact, held: as continued.Sizes."""
+    """senders: nodes, of ``batch`` sequences of ``length`` tokens a step. share: of the steps in which the rate rises
+    to ``rate``; then it falls to 0. exact, held: as continued.Sizes."""
 
     vocabularies: tuple[int, ...] = (16384, 49152)
     seeds: tuple[int, ...] = (1, 2, 3)

@@ -34,7 +34,7 @@ Row = dict[str, Any]
 class Sizes:
     """senders: nodes. tokens: of a message, each gives rows of its own. length, batch: of one pass. held: sequences
     that are evaluated on. warm: exact steps before anything is measured. outer: steps of an outer difference. rate:
-    AdamW's. layers: those that are measured; None: all."""
+    AdamW's. layers: those that are measured; None: all. losses: whether held losses after a step are read, too."""
 
     senders: int = 4
     tokens: tuple[int, ...] = (32768, 2048, 8192, 131072)
@@ -45,6 +45,7 @@ class Sizes:
     outer: int = 32
     rate: float = 3e-4
     layers: tuple[int, ...] | None = None
+    losses: bool = True
 
 
 def kind_of(name: str) -> str:
@@ -212,4 +213,4 @@ def rows(training: Training, samples: Samples, sizes: Sizes, seconds: float) -> 
     yield from table.weights()
     for tokens in sizes.tokens:
         if left() > 0:
-            yield from table.gradients(tokens, tokens == sizes.tokens[0], left)
+            yield from table.gradients(tokens, sizes.losses and tokens == sizes.tokens[0], left)
