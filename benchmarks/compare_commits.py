@@ -49,7 +49,9 @@ LLAMA = "--model-family llama --num-query-groups 4"
 NODES = "--ranks-per-node 2"
 # The norms alone are as small, so that all other messages across nodes are quantised.
 ZEROPP = f"--bf16 --zero-preset zeropp --zero-exact-numel 100 {NODES} {LLAMA}"
-PLAIN, MIXED = (f"--zero-gradient-transform {name}" for name in ("none", "hadamard"))  # named: the default changed
+PLAIN, MIXED = (
+    f"--zero-gradient-transform {name}" for name in ("none", "hadamard")
+)  # named: the default changed
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
@@ -249,7 +251,11 @@ def resumed(name: str, case: Case, folder: Path, place: str) -> Job:
     target.mkdir(parents=True)
     middle = f"iter_{MIDDLE:07}"
     shutil.move(folder / "there" / place / middle, target / middle)
-    flags = [*replace(case, flags=case.flags.replace(case.kept, "")).words(str(target)), "--load", str(target)]
+    flags = [
+        *replace(case, flags=case.flags.replace(case.kept, "")).words(str(target)),
+        "--load",
+        str(target),
+    ]
     return {"name": f"{RESUMED}{name}", "ranks": case.ranks, "flags": flags, "log": f"{target}/said"}
 
 
