@@ -147,7 +147,8 @@ def read_words(
     """Return the options that these words mean. Raises ConfigError with all faults, TypeError for an unknown keyword.
 
     weights: 'none', or 'int8', 'int4', 'int2', each also with '-delta' for differences. gradients: 'none', 'int8',
-    'int4' or 'int2' across nodes. gradients_intra_node: 'none', 'int8' or 'int4'. The others are the flags of
+    'int4' or 'int2' across nodes; of 4 bits or fewer they are transformed, unless gradient_transform='none' is given.
+    gradients_intra_node: 'none', 'int8' or 'int4'. The others are the flags of
     their names, with --zero- before them. Errors name the words, not the flags.
     """
     errors = [
