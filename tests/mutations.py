@@ -333,8 +333,8 @@ kernels/dequantize_sum_quantize.py
   sums under one transform's signs are sent as another's
 
 kernels/hadamard.py
-- .sign().to(dtype)[:, None]
-+ .neg().sign().to(dtype)[:, None]
+- .sign().to(dtype)
++ .neg().sign().to(dtype)
   what a GPU sends a CPU reads with other signs
 
 kernels/moments.py
