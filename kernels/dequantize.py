@@ -59,7 +59,7 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool
 
 
 class Decoding:
-    """Decodes at most ``size`` elements of a message at a time, in buffers of ``frame``; ``dtype`` is that of values."""
+    """Decodes at most ``size`` elements of a message at a time to ``dtype``, in buffers of ``frame``."""
 
     def __init__(self, frame: Frame, size: int, form: Format, dtype: torch.dtype) -> None:
         self.unpacking, transform = Unpacking(frame.take, size, form, dtype), form.transform

@@ -50,7 +50,9 @@ class Summed:
     Its buffers are of ``frame``.
     """
 
-    def __init__(self, messages: torch.Tensor, n: int, form: Format, dtype: torch.dtype, frame: Frame) -> None:
+    def __init__(
+        self, messages: torch.Tensor, n: int, form: Format, dtype: torch.dtype, frame: Frame
+    ) -> None:
         self.form, self.size = form, min(n, CHUNK)
         self.payload, self.scales = form.payload(messages, n), form.scales(messages, n)
         self.digits, self.decoding = frame.take(self.size, dtype), Decoding(frame, self.size, form, dtype)
