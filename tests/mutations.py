@@ -366,7 +366,7 @@ megazero/zero/optimizer.py
   a load leaves moments in 8 bits as they were
 
 kernels/dequantize_accumulate.py
-- if self.mixing is not None and accumulate:
+- if mixing is not None and accumulate:
 + if False:
   what was there is transformed with the messages
 
