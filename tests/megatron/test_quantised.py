@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_core_patch.rounding import Errors
 from megazero.comm.codec import Blockwise
+from megazero.comm.watch import Errors
 from megazero.mesh.grid import INTER, INTRA
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Case, Run, replicas_differ, step_losses
