@@ -36,9 +36,9 @@ class Rounding:
 
     names: the names of the units of all pipeline stages. updates: how many updates the master weights have had.
     divisor: the open step's divisor of gradients. measured: fp64 [MEASURED], what the sample's messages lost since
-    the last step's end; always the same buffer, because a unit's chains alternate between streams on CUDA. Its views are
-    sums [KINDS, 2], ||sent - exact||^2 and ||exact||^2, and zeroed [2], how many elements of gradients were not 0 and
-    arrived as 0, and how many were not 0.
+    the last step's end; always the same buffer, because a unit's chains alternate between streams on CUDA. Its
+    views are sums [KINDS, 2], ||sent - exact||^2 and ||exact||^2, and zeroed [2], how many elements of gradients were
+    not 0 and arrived as 0, and how many were not 0.
     observer: it sees every unit's messages, not only the sample's. It keeps none of the tensors.
     """
 
