@@ -206,7 +206,7 @@ def test_errors_are_sampled_unit_by_unit(tmp_path: Path) -> None:
     for line in lines:
         assert 0 < line["quantization_error_weights"] < 0.01
         assert 0.01 < line["quantization_error_gradients"] < 0.3
-        assert 0.02 < line["quantization_zeroed_gradients"] < 0.9
+        assert 0 < line["quantization_zeroed_gradients"] < 0.9
 
 
 # -- resuming ----------------------------------------------------------------------------------------
