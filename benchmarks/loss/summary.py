@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import Store, filled
@@ -14,11 +13,12 @@ from benchmarks.loss import published
 from benchmarks.loss.ladder import parameters
 from benchmarks.loss.ladder_report import LOSS_PAGE, LadderReport, size_name
 from benchmarks.loss.report import PAGE_TITLE, STUDY, coding_name
+from benchmarks.loss.rounding.report import PAGE, Found, Row, cell
+from benchmarks.loss.rounding.table import ALL
 from megazero.comm.codec import codec_of
 from megazero.config.layout.wire import asked_for
 from megazero.config.options.sections import ZeroConfig
 
-Row = dict[str, Any]
 TRAINED = "rounding.jsonl"  # rows of the study of a trained model
 # What its table of gradients has of all matrices, by key of a row.
 MEASURED = {"bytes": "bytes an element", "error": "error", "zero": "zero", "dead": "dead", "gain": "gain"}
@@ -57,22 +57,16 @@ def public() -> str:
 
 def trained(rows: Sequence[Row]) -> str:
     """Return the section of the trained model's gradients; nothing while it has no rows."""
-    rows = [row for row in rows if row["what"] == "gradients" and row["kind"] == "all matrices"]
-    if not rows:
+    found = Found(rows)
+    names = dict.fromkeys(row["format"] for row in found.of("gradients", kind=ALL, tokens=found.tokens))
+    if not names:
         return ""
-    on = next((row["on"] for row in rows if row["on"] != "CPU"), "CPU")
-    rows = [row for row in rows if row["on"] == on]
-    tokens = rows[0]["tokens"]
-    newest = {row["format"]: row for row in rows if row["tokens"] == tokens}
-    cells = [
-        [name, *("-" if row.get(key) is None else f"{row[key]:.3f}" for key in MEASURED)]
-        for name, row in newest.items()
-    ]
+    cells = [[name, *(cell(found.gradient(key, name)) for key in MEASURED)] for name in names]
     said = f"""
-        SmolLM2-135M-Instruct, a trained model with a vocabulary of 49,152, messages of {tokens:,} tokens, on {on};
-        all matrices, the mean over tensors. *error*: ||sent - exact|| / ||exact||. *zero*: digits that are 0. *dead*:
-        elements with a gradient that are 0 in every message. *gain*: share of the exact step's gain in held-out loss,
-        to first order. [rounding_trained.md](rounding_trained.md) has kinds of tensors, sizes of messages, what was
+        SmolLM2-135M-Instruct, a trained model with a vocabulary of 49,152, messages of {found.tokens:,} tokens, on
+        {found.device}; all matrices, the mean over tensors. *error*: ||sent - exact|| / ||exact||. *zero*: digits
+        that are 0. *dead*: elements with a gradient that are 0 in every message. *gain*: share of the exact step's
+        gain in held-out loss, to first order. [{PAGE.name}]({PAGE.name}) has kinds of tensors, sizes of messages, what was
         predicted and refuted, and training on with each format."""
     table = harness.table(["gradients", *MEASURED.values()], cells)
     return f"## What real gradients show\n\n{filled(said)}\n\n{table}"
