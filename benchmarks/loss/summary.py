@@ -66,8 +66,8 @@ def trained(rows: Sequence[Row]) -> str:
         SmolLM2-135M-Instruct, a trained model with a vocabulary of 49,152, messages of {found.tokens:,} tokens, on
         {found.device}; all matrices, the mean over tensors. *error*: ||sent - exact|| / ||exact||. *zero*: digits
         that are 0. *dead*: elements with a gradient that are 0 in every message. *gain*: share of the exact step's
-        gain in held-out loss, to first order. [{PAGE.name}]({PAGE.name}) has kinds of tensors, sizes of messages, what
-        was predicted and refuted, and training on with each format."""
+        gain in held-out loss, to first order. [{PAGE.name}]({PAGE.name}) has kinds of tensors, sizes of messages,
+        what was predicted and refuted, and training on with each format."""
     table = harness.table(["gradients", *MEASURED.values()], cells)
     return f"## What real gradients show\n\n{filled(said)}\n\n{table}"
 
