@@ -74,6 +74,8 @@ class Fsdp2Patch:
         self._install()
         if dist.get_rank() == 0:
             print(start_line(self.groups), flush=True)
+            if options.note:
+                print(f"fsdp2_patch: {options.note}", flush=True)
 
     def remove(self) -> None:
         """Give FSDP2 its own collectives back."""

@@ -287,6 +287,29 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, names: 
             assert [line.get(key) for line in before] == [line.get(key) for line in after], (name, key)
 
 
+def test_a_resume_sends_gradients_as_its_checkpoint_did_until_the_format_is_named(tmp_path: Path) -> None:
+    """A checkpoint from before the transform was the default says 'none'. It goes on without, to the bit."""
+    base = {**UNSAID, "train_iters": 3, "log_dir": str(tmp_path / "logs")}
+    plain, mixed = {"zero_gradient_transform": "none"}, {"zero_gradient_transform": "hadamard"}
+    first = {"exit_interval": 1, "save": str(tmp_path / "first")}
+    again = {**base, "load": str(tmp_path / "first")}
+    jobs = [
+        {**base, **plain},
+        {**base, **plain, **first},
+        again,
+        {**again, **mixed},
+        {**again, **plain},
+        base,
+        {**base, **mixed},
+    ]
+    straight, _, kept, changed, named, fresh, asked = (ranks[0].losses for ranks in runs(jobs))
+    assert kept == named == straight[1:]
+    assert (
+        changed[0] == straight[1] and changed[1] != straight[2]
+    )  # the second step's gradients are sent otherwise
+    assert fresh == asked != straight
+
+
 @pytest.mark.slow
 def test_a_resume_may_change_the_size_of_chunks(tmp_path: Path) -> None:
     """Ranks' own residuals belong to the chunks that were; their sum over senders goes on."""

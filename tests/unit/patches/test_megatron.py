@@ -726,7 +726,7 @@ def test_the_line_says_what_one_node_quantises() -> None:
         ({}, "gradients exact bf16 inside a node, not quantised as no hop crosses nodes"),
         (
             {"gradients_intra_node": "int8"},
-            "gradients int8 (blocks of 64) inside a node, nothing across nodes",
+            "gradients int8 (blocks of 64, Hadamard transform of 64) inside a node, nothing across nodes",
         ),
     ):
         codecs = codecs_of(from_words(gradients="int4", **words).wire)
