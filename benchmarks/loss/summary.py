@@ -10,10 +10,12 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.harness import Store, filled
 from benchmarks.loss import published
+from benchmarks.loss.intervals import effects
 from benchmarks.loss.ladder import parameters
 from benchmarks.loss.ladder_report import LOSS_PAGE, LadderReport, size_name
 from benchmarks.loss.report import PAGE_TITLE, STUDY, coding_name
-from benchmarks.loss.rounding.report import PAGE, Found, Row, cell
+from benchmarks.loss.rounding.formats import EXACT
+from benchmarks.loss.rounding.report import PAGE, SETTLED, Found, Row, by_format, cell
 from benchmarks.loss.rounding.table import ALL
 from megazero.comm.codec import codec_of
 from megazero.config.layout.wire import asked_for
@@ -69,7 +71,23 @@ def trained(rows: Sequence[Row]) -> str:
         gain in held-out loss, to first order. [{PAGE.name}]({PAGE.name}) has kinds of tensors, sizes of messages,
         what was predicted and refuted, and training on with each format."""
     table = harness.table(["gradients", *MEASURED.values()], cells)
-    return f"## What real gradients show\n\n{filled(said)}\n\n{table}"
+    return f"## What real gradients show\n\n{filled(said)}\n\n{table}" + _trained_on(found)
+
+
+def _trained_on(found: Found) -> str:
+    """Return what became of single steps' losses in the steps after them, as far as that was measured."""
+    runs = found.runs("continued")
+    losses = by_format(runs, SETTLED)
+    if len(losses) < 2 or EXACT not in losses:
+        return ""
+    gaps = "; ".join(
+        f"{name} {gap.percent:+.3f}% ({gap.lower:+.3f} to {gap.upper:+.3f})"
+        for name, gap in effects(losses, EXACT).items()
+    )
+    steps, tokens = runs[0]["steps"], runs[0]["tokens"]
+    return "\n\n" + filled(f"""
+        These are single steps. Trained on for {steps} steps of {tokens:,} tokens, {len(losses[EXACT])} seeds, losses
+        differ from exact's by (95% bounds): {gaps}. So short a training says little of a long one.""")
 
 
 def ours(ladder: LadderReport) -> str:
@@ -78,16 +96,14 @@ def ours(ladder: LadderReport) -> str:
         if (gap := found.get("qgz")) and math.isfinite(gap.upper):
             tokens = "1 token" if rung.share == 1 else f"{rung.share:g} tokens"
             parts.append(f"{rung.size} parameters at {tokens} each {gap.lower:+.2f} to {gap.upper:+.2f}%")
-    return (
-        "## What our runs show, and cannot show\n\n"
-        + filled(f"""
+    return "## What our runs show, and cannot show\n\n" + filled(f"""
         zeropp with plain INT4 gradients (`--zero-gradient-transform none`) at {size_name(parameters(LOSS_PAGE))}
         parameters is [below](#the-study). Over sizes ([loss_at_size.md](loss_at_size.md)), plain INT4 gradients
-        across nodes against exact ones, 95% bounds: {"; ".join(parts) or "no run yet"}. These runs could not see the
-        published gap. INT4 loses more of a gradient whose columns differ in size, as a trained model's do. Here
-        models are small, from scratch, with a vocabulary of 1,024, and their gradients have no such columns yet: they
-        lose {_errors(ladder, "qgz")} by rounding, and {_errors(ladder, "int4-hadamard")} with a transform.""")
-    )
+        across nodes against exact ones, 95% bounds: {"; ".join(parts) or "no run yet"}. Such runs cannot show the
+        published gap if it comes from columns of different size, where plain INT4 loses more than with a transform:
+        models are small, from scratch, with a vocabulary of 1,024, and lose {_errors(ladder, "qgz")} of their
+        gradients by rounding, and {_errors(ladder, "int4-hadamard")} with a transform. Nor did a vocabulary of 16,384
+        or 49,152 show it in some hundred steps ([from scratch]({PAGE.name}#from-scratch)).""")
 
 
 def _errors(ladder: LadderReport, name: str) -> str:
