@@ -68,7 +68,9 @@ def what_padding_holds(case: Case) -> float:
             if unit.feedback.residual is not None:
                 held.append((unit.feedback.open_residual(), unit.axes.crossing))
             for value, level in held:
-                most += sum(float(value[a:b].abs().sum()) for a, b in unit.layout.gaps(level))
+                for slot, low, high, at in unit.layout.ranges(level):
+                    first = max(low, used.get(slot.name, high))
+                    most += float(value[at + first - low : at + high - low].abs().sum())
     return most
 
 
