@@ -68,6 +68,8 @@ across nodes, which equals zeropp at one data-parallel rank per node, with `--ze
 
 Bytes: of the node that sent most. Ratios: of medians (least to most round by round); {rounds} rounds, contestants
 in turn; {setting}. All losses of a step agree within {agree:.1e}, except with quantised messages.
+Speed is of steps, not of losses: INT4 gradients may take 1.07 to 1.37 times the tokens for the same loss
+([loss.md](loss.md#what-is-published)).
 
 {table}
 """
