@@ -337,6 +337,13 @@ class Decoder(nn.Module):
         """Return the norms and biases, which get no weight decay."""
         return {name for name, parameter in self.named_parameters() if parameter.ndim == 1}
 
+    def padded(self) -> dict[str, int]:
+        """Map the parameters whose rows are words to how many of their elements are not padding."""
+        config, tp = self.config, self.tp
+        shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
+        words = {n: p for n, p in self.named_parameters() if self.specs[n].vocabulary}
+        return {name: shard.valid * (p.numel() // shard.rows) for name, p in words.items()}
+
     def matrices(self) -> dict[str, int | None]:
         """Map the matrices of the layers to the dimension that tensor-parallel ranks cut."""
         return {n: p.cut for n, p in self.specs.items() if p.multiplies and not p.vocabulary}

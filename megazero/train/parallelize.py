@@ -171,7 +171,7 @@ def shard_decoder(
     partial_names = decoder.partial_gradients()
     replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
     apart = decoder.embedding_and_head() if config.optimizer.decoupled_lr is not None else set()
-    matrices = matrix_traits(decoder, config)
+    matrices, used = matrix_traits(decoder, config), decoder.padded()
     _refuse_all_exact(decoder, mesh, policy, replicated)
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
@@ -180,7 +180,9 @@ def shard_decoder(
         if name in apart:
             options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
         span = decoder.replica_span(name)
-        traits = zero.Traits(options, name in replicated, name in partial_names, span=span)
+        traits = zero.Traits(
+            options, name in replicated, name in partial_names, span=span, used=used.get(name)
+        )
         return replace(traits, **matrices.get(name, {}))
 
     return zero.shard(
