@@ -154,6 +154,7 @@ class Calibration:
         options = self.request.options
         return {
             "name": options.cluster_name,
+            "rates": CALIBRATED,
             "source": f"measured by megazero calibrate, {options.calibrate_rounds} rounds, torch {torch.__version__}",
             "nodes": self.world // self.per_node,
             "ranks_per_node": self.per_node,
