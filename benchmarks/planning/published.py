@@ -29,7 +29,9 @@ from megazero.plan.simulate import ENGINE, Execution, Timing, simulate
 
 DATA = Path(__file__).with_suffix(".yaml")
 SPEED_UP = "speed-up"
-WHOLE = 1 << 40  # elements, bytes: other systems move a module's parameters together and bound no gathers ahead
+WHOLE = (
+    1 << 40
+)  # elements, bytes: other systems move a module's parameters together and bound no gathers ahead
 # What a cluster file has where nobody measured: the rates of data sheets.
 DATA_SHEET: Mapping[str, Any] = {
     "product_us": 0.0,
@@ -38,7 +40,10 @@ DATA_SHEET: Mapping[str, Any] = {
     "memory_efficiency": 1.0,
     "contention": 0.0,
 }
-SHEET_PRODUCTS = {"h100": 0.65, "h100-500w": 0.65}  # else 0.75: shares of the peak, as the files had them before
+SHEET_PRODUCTS = {
+    "h100": 0.65,
+    "h100-500w": 0.65,
+}  # else 0.75: shares of the peak, as the files had them before
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,13 @@ class Run:
     def shards(self, node: int) -> tuple[int, ...]:
         """Return P, G and OS."""
         d, h = self.d, min(self.d, max(1, node // self.tp))
-        named = {"zero3": (d, d, d), "zero3-kept": (d, d, d), "hsdp": (h, h, h), "zero1": (1, 1, d), "ddp": (1, 1, 1)}
+        named = {
+            "zero3": (d, d, d),
+            "zero3-kept": (d, d, d),
+            "hsdp": (h, h, h),
+            "zero1": (1, 1, d),
+            "ddp": (1, 1, 1),
+        }
         return named.get(self.shard) or tuple(map(int, self.shard.split(",")))
 
     def options(self, node: int) -> dict[str, Any]:
@@ -229,7 +240,11 @@ def layout_of(run: Run, system: System) -> Layout:
     if not system.formats:  # exact sums are reduced by rings, not by all-to-alls
         cluster = replace(cluster, inter_node=replace(cluster.inter_node, exchange_share=1.0))
     # ZeRO++ gathers and reduces tensor by tensor: nearer to this engine's units than to whole layers.
-    moved = {} if run.system in ("megazero", "zero++") else {"zero_chunk_numel": WHOLE, "zero_prefetch_bytes": WHOLE}
+    moved = (
+        {}
+        if run.system in ("megazero", "zero++")
+        else {"zero_chunk_numel": WHOLE, "zero_prefetch_bytes": WHOLE}
+    )
     world = World(cluster.world_size, cluster.ranks_per_node)
     values = {**run.options(cluster.ranks_per_node), **moved, **system.formats}
     config = make_config(with_stand_ins(values), world)

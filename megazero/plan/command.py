@@ -14,7 +14,17 @@ from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.node_order import host_files, lines, place
 from megazero.plan.options import PlanRequest, help_text, read_request, with_stand_ins
-from megazero.plan.report import advice, details, draw, explain, headline, layout_flags, table, write_json
+from megazero.plan.report import (
+    advice,
+    details,
+    draw,
+    explain,
+    headline,
+    layout_flags,
+    rates,
+    table,
+    write_json,
+)
 from megazero.plan.search import CHOICES, OUTER, Found, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
@@ -40,7 +50,7 @@ def _plan(request: PlanRequest) -> int:
         return 1
     first = best[0]
     print(headline(first.layout.config, cluster))
-    print("\n".join(table(best)))
+    print("\n".join([*table(best), rates(cluster)]))
     print(
         "\n".join(
             ["", "The first:", *details(first), "flags:", shlex.join(layout_flags(first.layout.config))]

@@ -87,7 +87,9 @@ class Compute:
         self.width = WIDTHS[dtype]
         self.matrix_rate = device.peak(dtype) * device.matmul_efficiency
         self.memory_rate = device.memory_gbytes_per_s * 1e9
-        self.layer_rate = self.memory_rate * device.memory_efficiency / (COMPILED if config.training.compile else 1)
+        self.layer_rate = (
+            self.memory_rate * device.memory_efficiency / (COMPILED if config.training.compile else 1)
+        )
         self.attention_rate = device.peak(dtype) * (device.attention_efficiency or device.matmul_efficiency)
         self.codec_rate = (device.codec_gbytes_per_s or device.memory_gbytes_per_s * CODEC_SHARE) * 1e9
         self.activation = Activation.of(config, self.width)
@@ -154,7 +156,9 @@ class Compute:
             product = max(matrices / self.matrix_rate, read) + sizes.products * device.product_us * 1e-6
             ramp = 1 + device.attention_half_keys / sizes.keys if sizes.keys else 1.0
             core = attention / self.attention_rate * ramp
-            rest = moved / (self.layer_rate if is_layer(kind) else self.memory_rate * device.memory_efficiency)
+            rest = moved / (
+                self.layer_rate if is_layer(kind) else self.memory_rate * device.memory_efficiency
+            )
             forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
         again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
         again = again if is_layer(kind) else 0.0

@@ -48,7 +48,9 @@ class Device:
         None, "share of the peak that attention reaches (default: matmul_efficiency)", above=0, high=1
     )
     attention_half_keys: float = option(0.0, "keys of a query at which attention reaches half of that", low=0)
-    memory_efficiency: float = option(1.0, "share of the memory's rate that operations reach", above=0, high=1)
+    memory_efficiency: float = option(
+        1.0, "share of the memory's rate that operations reach", above=0, high=1
+    )
     contention: float = option(0.0, "of messages' time, what computing beside them loses", low=0, high=1)
     reserved_gib: float = option(1.5, "memory that is not for tensors, in GiB", low=0)
     codec_gbytes_per_s: float | None = option(None, "bytes that codecs read and write, in GB/s", above=0)
