@@ -21,7 +21,7 @@ from megazero.plan.report import (
     explain,
     headline,
     layout_flags,
-    rates,
+    source_of_rates,
     table,
     write_json,
 )
@@ -50,7 +50,7 @@ def _plan(request: PlanRequest) -> int:
         return 1
     first = best[0]
     print(headline(first.layout.config, cluster))
-    print("\n".join([*table(best), rates(cluster)]))
+    print("\n".join([*table(best), source_of_rates(cluster)]))
     print(
         "\n".join(
             ["", "The first:", *details(first), "flags:", shlex.join(layout_flags(first.layout.config))]

@@ -186,7 +186,7 @@ def headline(config: RunConfig, cluster: Cluster) -> str:
     )
 
 
-def rates(cluster: Cluster) -> str:
+def source_of_rates(cluster: Cluster) -> str:
     """Return where a cluster's rates come from, in one line."""
     if cluster.rates == CALIBRATED or cluster.layers:
         return "rates: calibrated on these ranks"

@@ -20,7 +20,7 @@ from benchmarks.planning.published import (
 )
 from benchmarks.planning.published_page import FAR, PAGE, runs_table
 from megazero.config.options.cluster import DATA_SHEET, PUBLISHED, known_clusters, load_cluster
-from megazero.plan.report import rates
+from megazero.plan.report import source_of_rates
 from megazero.plan.simulate import simulate
 
 
@@ -117,6 +117,6 @@ def test_a_ring_waits_for_all_of_its_ranks() -> None:
 def test_where_rates_come_from_is_said() -> None:
     for name in known_clusters():
         assert load_cluster(name).rates == PUBLISHED, name
-        assert "published runs reached" in rates(load_cluster(name))
-    assert "data sheets" in rates(replace(load_cluster("h100"), rates=DATA_SHEET))
-    assert "calibrated" in rates(replace(load_cluster("h100"), rates="calibrated"))
+        assert "published runs reached" in source_of_rates(load_cluster(name))
+    assert "data sheets" in source_of_rates(replace(load_cluster("h100"), rates=DATA_SHEET))
+    assert "calibrated" in source_of_rates(replace(load_cluster("h100"), rates="calibrated"))
