@@ -9,7 +9,9 @@ DEVICE=${DEVICE:-cuda}; PY=${PY:-python3}; RESULTS=${RESULTS:-runs/first-contact
 PIECES=${PIECES:-nccl,overhead,profile,kernels,train-1b,allocations,memory,race,update,compile-1b}
 rm -rf "$RESULTS"; mkdir -p "$RESULTS"
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-save() { [ -z "${OUT:-}" ] || tar czf "$OUT/first.tgz" -C "$RESULTS" . 2> /dev/null; }
+save() { # without the checkpoint: packing its gigabytes took the minutes of what came next
+    [ -z "${OUT:-}" ] || tar czf "$OUT/first.tgz" --exclude=./checkpoint -C "$RESULTS" . 2> /dev/null
+}
 trap save EXIT
 one() { # name, seconds, command
     local name=$1 limit=$2 began=$SECONDS rc; shift 2
