@@ -77,7 +77,12 @@ SYSTEMS = {
     # It gathers at most 5e7 elements ahead, a fraction of such layers: taken as none.
     "zero++": System(
         Execution(ahead=False),
-        formats={**INT4, "zero_quantized_weights": True, "zero_gradient_bits_intra_node": 4},
+        formats={
+            **INT4,
+            "zero_quantized_weights": True,
+            "zero_gradient_bits_intra_node": 4,
+            "zero_gradient_transform": "none",
+        },
     ),
     "megatron, exposed": System(EXPOSED, rings="unit"),
     "sdp4bit": System(
