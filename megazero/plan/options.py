@@ -38,14 +38,14 @@ class PlanConfig:
     plan_output: str = option("plan", "folder of plan.json and plan.png")
     pays: bool = option(
         False,
-        "print instead whether quantised messages pay: DDP, ZeRO-1, FSDP2, HSDP, the best exact and quantised layouts "
-        "and outer steps in one table, with the tokens that rounding costs",
+        "print instead whether quantised messages pay: DDP, ZeRO-1, FSDP2, HSDP, the best exact and quantised "
+        "layouts and outer steps in one table, with the tokens that rounding costs",
     )
     price: float | None = option(None, "with --pays, dollars of one GPU for an hour", above=0)
     link_rates: tuple[float, ...] | None = option(
         None,
-        "rates in Gb/s of the slowest kind of link at which schemes are compared (default, with --pays: the cluster's; "
-        "with --loss-policy outer: 400,100,25,10,1,0.1)",
+        "rates in Gb/s of the slowest kind of link at which schemes are compared (default, with --pays: the "
+        "cluster's; with --loss-policy outer: 400,100,25,10,1,0.1)",
         above=0,
     )
     link_delays: tuple[float, ...] | None = option(

@@ -173,8 +173,8 @@ def lines(found: Answer, price: float | None) -> Iterator[str]:
     assert exact is not None
     link = found.cluster.slow_link.gbits_per_s
     yield f"{link:g} Gb/s a node:"
-    head = f"{'scheme':32} {'step s':>8} {'GiB':>6} {'GB/node':>8} {'link':>5} {'even at Gb/s':>13} {'tokens':>7} {'worth':>6}"
-    yield head + ("  $ a day more" if price else "")
+    head = f"{'scheme':32} {'step s':>8} {'GiB':>6} {'GB/node':>8} {'link':>5} {'even at Gb/s':>13}"
+    yield f"{head} {'tokens':>7} {'worth':>6}" + ("  $ a day more" if price else "")
     for row in joined(found.rows):
         worth = row.worth(exact)
         cells = [
@@ -229,7 +229,7 @@ def sentence(found: Answer) -> str:
     if quantised is None:
         return f"Nothing crosses nodes: use {advised(found)}."
     saved, link = 1 - quantised.seconds / exact.seconds, found.cluster.slow_link.gbits_per_s
-    begin = f"At {link:g} Gb/s a node quantised hops save {max(saved, 0):.0%} of a step"
+    begin = f"At {link:g} Gb/s a node quantised hops save {max(saved, 0.0):.0%} of a step"
     if quantised.needed is None:
         return f"{begin}; nobody published what they cost at size: compare losses before you use them."
     worth = quantised.worth(exact) or 0.0
