@@ -34,7 +34,7 @@ NOT_WHOLE = (*PARALLEL, "num_virtual_stages_per_pipeline_rank")
 
 
 @dataclass(frozen=True)
-class Row:
+class Scheme:
     """A scheme with its fastest layout. needed: tokens, over those of exact messages; None: not published."""
 
     name: str
@@ -68,24 +68,24 @@ class Row:
         """The share of a step in which a node's link is busy."""
         return self.rate(self.seconds) / self.layout.base.cluster.inter_node.gbits_per_s
 
-    def worth(self, exact: Row) -> float | None:
+    def worth(self, exact: Scheme) -> float | None:
         """Return how many times as fast as ``exact`` this comes to the same loss; None: not known."""
         return None if self.needed is None else exact.seconds / self.seconds / self.needed
 
 
 @dataclass(frozen=True)
-class Answer:
+class Schemes:
     """The schemes at one rate. missing: by name, what those need that do not fit, in GiB."""
 
     cluster: Cluster
-    rows: Sequence[Row]
+    rows: Sequence[Scheme]
     missing: Mapping[str, float]
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> Scheme | None:
         return next((row for row in self.rows if row.name == name), None)
 
 
-def compare(values: Mapping[str, Any], places: Sequence[Cluster]) -> Iterator[Answer]:
+def compare(values: Mapping[str, Any], places: Sequence[Cluster]) -> Iterator[Schemes]:
     """Yield every scheme's fastest layout on each of these clusters, which differ in the slow link alone.
 
     There are no rows if nothing fits.
@@ -98,37 +98,37 @@ def compare(values: Mapping[str, Any], places: Sequence[Cluster]) -> Iterator[An
             Search(values, place, "exact").bases()
         )
         rows, missing = _known(values, place)
-        rows += [Row(EXACT, one, 1.0) for one in Search(values, place, "exact").best(1, bases)]
+        rows += [Scheme(EXACT, one, 1.0) for one in Search(values, place, "exact").best(1, bases)]
         if place.nodes > 1:
             rows += _quantised(values, place, bases)
-            rows += [Row(OUTER, one, None) for one in _outer(values, place)]
-        yield Answer(place, rows, missing)
+            rows += [Scheme(OUTER, one, None) for one in _outer(values, place)]
+        yield Schemes(place, rows, missing)
 
 
-def _known(values: Mapping[str, Any], cluster: Cluster) -> tuple[list[Row], dict[str, float]]:
+def _known(values: Mapping[str, Any], cluster: Cluster) -> tuple[list[Scheme], dict[str, float]]:
     """Return the known presets that fit, and the GiB that the others need."""
-    rows: list[Row] = []
+    rows: list[Scheme] = []
     missing: dict[str, float] = {}
     free = {name: value for name, value in values.items() if name not in NOT_WHOLE}
     whole = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     for name, preset in KNOWN.items():
         asked = {**free, **whole, "zero_preset": preset}
         if best := Search(asked, cluster, "exact").best(1):
-            rows.append(Row(name, best[0], 1.0))
+            rows.append(Scheme(name, best[0], 1.0))
         elif (smallest := smallest_layout(asked, cluster)) is not None:
             missing[name] = smallest.memory.total / GIB
     return rows, missing
 
 
-def _quantised(values: Mapping[str, Any], cluster: Cluster, bases: Sequence[BaseLayout]) -> list[Row]:
+def _quantised(values: Mapping[str, Any], cluster: Cluster, bases: Sequence[BaseLayout]) -> list[Scheme]:
     """Return the scheme whose messages are quantised and that comes to a loss first."""
-    parameters, found = 0.0, list[Row]()
+    parameters, found = 0.0, list[Scheme]()
     for choice in LOSS_POLICIES[POLICY]:
         if not choice.values:
             continue
         for one in _with(values, cluster, choice).best(1, bases):
             parameters = parameters or parameter_count(one.layout.config.model)
-            found.append(Row(QUANTISED, one, tokens_needed(one.layout.wire, parameters)))
+            found.append(Scheme(QUANTISED, one, tokens_needed(one.layout.wire, parameters)))
     return sorted(found, key=lambda row: row.seconds * (row.needed or 1.0))[:1]
 
 
@@ -148,9 +148,9 @@ def _outer(values: Mapping[str, Any], cluster: Cluster) -> list[Found]:
     return []
 
 
-def joined(rows: Sequence[Row]) -> list[Row]:
+def joined(rows: Sequence[Scheme]) -> list[Scheme]:
     """Return the rows without those of known presets that take as long: of these the one with the least memory."""
-    kept: list[Row] = []
+    kept: list[Scheme] = []
     for row in rows:
         alike = [
             other
@@ -167,7 +167,7 @@ def joined(rows: Sequence[Row]) -> list[Row]:
     return kept
 
 
-def lines(found: Answer, price: float | None) -> Iterator[str]:
+def lines(found: Schemes, price: float | None) -> Iterator[str]:
     """Yield the table and the sentence. price: dollars of a GPU for an hour."""
     exact = found.row(EXACT)
     assert exact is not None
@@ -200,7 +200,7 @@ def _day(cluster: Cluster, price: float) -> float:
     return price * 24 * cluster.world_size
 
 
-def advised(found: Answer) -> str:
+def advised(found: Schemes) -> str:
     """Return the exact scheme to use: a known preset if it is hardly slower than the best layout."""
     exact = found.row(EXACT)
     assert exact is not None
@@ -222,7 +222,7 @@ def quantised_name(layout: Layout) -> str:
     return "the best quantised layout"
 
 
-def sentence(found: Answer) -> str:
+def sentence(found: Schemes) -> str:
     """Return whether it pays, in a sentence."""
     exact, quantised = found.row(EXACT), found.row(QUANTISED)
     assert exact is not None
@@ -238,7 +238,7 @@ def sentence(found: Answer) -> str:
     return f"{begin} and cost {quantised.needed - 1:.0%} of tokens: {verdict}; use {use}."
 
 
-def as_dict(found: Answer) -> dict[str, Any]:
+def as_dict(found: Schemes) -> dict[str, Any]:
     """Return the table as plain JSON values."""
     exact = found.row(EXACT)
     assert exact is not None

@@ -13,7 +13,7 @@ DATA_TERM, DATA_POWER = 410.7, 0.28
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedLoss:
     """Losses of one model, in nats per token: of exact messages, and of others by name."""
 
     paper: str
@@ -38,12 +38,12 @@ INT4, HADAMARD = "INT4 gradients", "INT4 gradients, Hadamard"
 DELTA = "INT4 gradients, Hadamard; INT4 of differences"
 FIRST_HALF, NO_INT4 = "INT4 gradients in the first half", "no INT4"
 # Wang et al. 2023 (arXiv 2306.10209), Table 5: hpz and INT8 weights throughout.
-ZEROPP = Published(
+ZEROPP = PublishedLoss(
     "ZeRO++", "350M", 350e6, 30e9, 2.121762, {INT4: 2.165584, FIRST_HALF: 2.134013, NO_INT4: 2.121653}
 )
 # Jia et al. 2024 (arXiv 2410.15526), Table 1, and the scripts beside it: 80,000 iterations of 256 samples of 2,048.
 SDP4BIT = tuple(
-    Published("SDP4Bit", model, numel, 80_000 * 256 * 2048, exact, {INT4: a, HADAMARD: b, DELTA: c})
+    PublishedLoss("SDP4Bit", model, numel, 80_000 * 256 * 2048, exact, {INT4: a, HADAMARD: b, DELTA: c})
     for model, numel, exact, a, b, c in (
         ("125M", 125e6, 2.29392, 2.30479, 2.29528, 2.29590),
         ("350M", 350e6, 2.08719, 2.09551, 2.08912, 2.08964),

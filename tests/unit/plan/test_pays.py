@@ -20,12 +20,12 @@ FAST, SLOW = 100.0, 0.05  # Gb/s: of a lab whose ranks compute for milliseconds
 
 
 @cache
-def answers() -> tuple[pays.Answer, ...]:
+def answers() -> tuple[pays.Schemes, ...]:
     on = cluster(2, 4)
     return tuple(pays.compare(question(on), [on.with_slow_link(rate, 0.0) for rate in (FAST, SLOW)]))
 
 
-def changed(found: pays.Answer, name: str, **changes: object) -> pays.Answer:
+def changed(found: pays.Schemes, name: str, **changes: object) -> pays.Schemes:
     rows = [replace(row, **changes) if row.name == name else row for row in found.rows]  # type: ignore[arg-type]
     return replace(found, rows=rows)
 
