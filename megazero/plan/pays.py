@@ -66,7 +66,7 @@ class Scheme:
     @property
     def link_share(self) -> float:
         """The share of a step in which a node's link is busy."""
-        return self.rate(self.seconds) / self.layout.base.cluster.inter_node.gbits_per_s
+        return min(1.0, self.rate(self.seconds) / self.layout.base.cluster.inter_node.gbits_per_s)
 
     def worth(self, exact: Scheme) -> float | None:
         """Return how many times as fast as ``exact`` this comes to the same loss; None: not known."""
