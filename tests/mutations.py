@@ -634,7 +634,7 @@ megazero/plan/simulate.py
   a delay hides nothing
 
 megazero/plan/slow_links.py
-- [rung for rung in rungs if rung.has_room] or [least]
+- [rung for rung in found if rung.has_room] or [least]
 + rungs
   intervals are proposed in which fragments have no room
 
