@@ -635,7 +635,7 @@ megazero/plan/simulate.py
 
 megazero/plan/slow_links.py
 - [rung for rung in found if rung.has_room] or [least]
-+ rungs
++ found
   intervals are proposed in which fragments have no room
 
 megazero/verify/reference.py
