@@ -28,6 +28,7 @@ from megazero.pp.schedules import Kind
 ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
 # Per element of an optimizer slice: gradient, master and two moments read, three written; the norm.
 UPDATE_BYTES = 40
+COMPILED = 0.5  # of the bytes of a layer's operations that are no products, where a compiler joins them
 CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no codecs
 
 
@@ -68,6 +69,8 @@ class Sizes(NamedTuple):
     moved: float
     weights: float
     other: float = 0.0
+    products: int = 0
+    keys: float = 0.0
 
     @property
     def operations(self) -> float:
@@ -84,6 +87,10 @@ class Compute:
         self.width = WIDTHS[dtype]
         self.matrix_rate = device.peak(dtype) * device.matmul_efficiency
         self.memory_rate = device.memory_gbytes_per_s * 1e9
+        self.layer_rate = (
+            self.memory_rate * device.memory_efficiency / (COMPILED if config.training.compile else 1)
+        )
+        self.attention_rate = device.peak(dtype) * (device.attention_efficiency or device.matmul_efficiency)
         self.codec_rate = (device.codec_gbytes_per_s or device.memory_gbytes_per_s * CODEC_SHARE) * 1e9
         self.activation = Activation.of(config, self.width)
         self.tp, self.sharded = self.activation.tp, self.activation.sequence_parallel
@@ -115,20 +122,22 @@ class Compute:
         matrices = 2 * tokens * layer.multiply_adds / tp
         attention = 4 * tokens * keys * layer.query / tp
         moved = layer.moved.stream / (tp if self.sharded else 1) + layer.moved.inner / tp
-        return Sizes(matrices, attention, moved * tokens * self.width, layer.multiply_adds / tp)
+        products = sum(p.multiplies for p in layer.parameters)
+        weights = layer.multiply_adds / tp
+        return Sizes(matrices, attention, moved * tokens * self.width, weights, products=products, keys=keys)
 
     def _head(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
         rows, weights = model.padded_vocab_size(tp) / tp, self.spec.head.multiply_adds / tp
         moved = tokens * (3 * rows * self.width + 2 * model.hidden_size * self.width)
-        return Sizes(2 * tokens * weights, 0.0, moved, weights)
+        return Sizes(2 * tokens * weights, 0.0, moved, weights, products=1)
 
     def _embedding(self) -> Sizes:
         elements = self.tokens * self.config.model.hidden_size
         return Sizes(0.0, 0.0, 3 * elements * self.width, 0.0, elements)
 
     def _module(self, kind: str, sizes: Sizes) -> ModuleTimes:
-        matrices, attention, moved, weights, _ = sizes
+        matrices, attention, moved, weights = sizes[:4]
         into, out, busy = self._tensor_parallel(kind)
         rows = self._measured(kind)
         if rows:
@@ -142,9 +151,14 @@ class Compute:
             product, core = forward * matrices / operations, forward * attention / operations
             product = min(product, backward / 2)  # the weights' half of the backward
         else:
+            device = self.cluster.device
             read = weights * self.width / self.memory_rate
-            product = max(matrices / self.matrix_rate, read)
-            core, rest = attention / self.matrix_rate, moved / self.memory_rate
+            product = max(matrices / self.matrix_rate, read) + sizes.products * device.product_us * 1e-6
+            ramp = 1 + device.attention_half_keys / sizes.keys if sizes.keys else 1.0
+            core = attention / self.attention_rate * ramp
+            rest = moved / (
+                self.layer_rate if is_layer(kind) else self.memory_rate * device.memory_efficiency
+            )
             forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
         again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
         again = again if is_layer(kind) else 0.0

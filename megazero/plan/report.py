@@ -10,7 +10,7 @@ from typing import Any
 from megazero.charts import new_figure, save, stacked_bars
 from megazero.config import RunConfig
 from megazero.config.model.spec import parameter_count, training_flops
-from megazero.config.options.cluster import Cluster
+from megazero.config.options.cluster import CALIBRATED, PUBLISHED, Cluster
 from megazero.config.options.fields import show, typed
 from megazero.config.run import all_options
 from megazero.files import write_text
@@ -183,6 +183,18 @@ def headline(config: RunConfig, cluster: Cluster) -> str:
         f"{parameter_count(config.model) / 1e9:.3g} billion parameters, batch {config.batch.global_batch_size} of "
         f"{config.model.seq_length} tokens, {config.precision.params_dtype}, on {cluster.nodes} nodes of "
         f"{cluster.ranks_per_node}: {cluster.name}"
+    )
+
+
+def source_of_rates(cluster: Cluster) -> str:
+    """Return where a cluster's rates come from, in one line."""
+    if cluster.rates == CALIBRATED or cluster.layers:
+        return "rates: calibrated on these ranks"
+    if cluster.rates == PUBLISHED:
+        return "rates: as published runs reached them (docs/results/published.md); megazero calibrate measures yours"
+    return (
+        "rates: of data sheets, which published runs missed by 20% at the median (docs/results/published.md); "
+        "megazero calibrate measures yours"
     )
 
 

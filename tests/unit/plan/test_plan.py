@@ -343,8 +343,8 @@ def test_measured_collectives_stand_above_links() -> None:
     assert known.cost("gather", 2, 2, 10).seconds == 1.0
     assert known.cost("gather", 2, 2, 6000).seconds == pytest.approx(4.0)
     wider = known.cost("gather", 4, 4, 3000).seconds / known.cost("gather", 2, 2, 3000).seconds
-    assert wider == pytest.approx(known.by_links(4, 4, 3000) / known.by_links(2, 2, 3000))
-    assert known.cost("sum", 2, 2, 2000).seconds == known.by_links(2, 2, 2000)
+    assert wider == pytest.approx(known.by_links("gather", 4, 4, 3000) / known.by_links("gather", 2, 2, 3000))
+    assert known.cost("sum", 2, 2, 2000).seconds == known.by_links("sum", 2, 2, 2000)
 
 
 def test_latency_leaves_the_link_to_the_other_lane() -> None:
