@@ -84,6 +84,11 @@ class Grid:
         return rank // self.dp_stride % self.dp
 
     @property
+    def batch_ranks(self) -> int:
+        """Return how many shares a global batch has: one for each context-parallel group of all outer replicas."""
+        return self.outer * self.dp // self.cp
+
+    @property
     def cp_axis(self) -> AxisSpec:
         """Return the ranks that share samples, each of which has its own part of every sequence. They lie in the
         data-parallel axes, from the innermost on."""

@@ -122,8 +122,8 @@ class Mesh:
 
     @property
     def batch_ranks(self) -> int:
-        """Return how many shares a global batch has: one for each context-parallel group of all outer replicas."""
-        return self.grid.outer * self.replica_batch_ranks
+        """Return how many shares a global batch has (``Grid.batch_ranks``)."""
+        return self.grid.batch_ranks
 
     @property
     def batch_rank(self) -> int:

@@ -240,6 +240,7 @@ class BaseLayout:
             world_rank = grid.rank_of(rank, 0, 0)
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
             total += communication.tensor_parallel(self.config, own, schedule[rank], self.activation)
+            total += communication.context_parallel(self.config, own, schedule[rank], grid, self.activation)
             out.append(total)
         return out
 
@@ -258,4 +259,5 @@ def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Gr
         shards,
         parallel.use_tp_pp_dp_mapping,
         config.outer_replicas(world),
+        parallel.context_parallel_size,
     )
