@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits
-from megazero.mesh.grid import INTRA
+from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Mesh
 
 
@@ -16,10 +16,10 @@ from megazero.mesh.mesh import Mesh
 class ContextParallel:
     """The ranks that share samples, as one of them sees them: their group, its index, and their number.
 
-    Each holds ``size``-th of every sequence, contiguous, in the order of the ranks. With ``size`` 1 nothing communicates
-    and ``group`` is not looked at.
+    Each holds an equal part of every sequence, contiguous, in the order of the ranks. With ``size`` 1 nothing
+    communicates and ``group`` is not looked at.
 
-    link: whether the ranks lie inside a node or across.
+    near: how many of the ranks share a node.
     traffic: It counts the bytes this rank sends, if given.
     waits: It times the waits for other ranks.
     """
@@ -27,7 +27,7 @@ class ContextParallel:
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
-    link: str = INTRA
+    near: int = 1
     traffic: Traffic | None = field(default=None, compare=False, repr=False)
     waits: Waits = field(default_factory=Waits, compare=False, repr=False)
 
@@ -37,7 +37,18 @@ class ContextParallel:
         if mesh.grid.cp == 1:
             return cls()
         axis = mesh.cp
-        return cls(axis.gather_group, axis.index, axis.size, axis.link, traffic, waits or Waits())
+        return cls(axis.gather_group, axis.index, axis.size, mesh.grid.cp_near, traffic, waits or Waits())
+
+    @property
+    def link(self) -> str:
+        """Return the slowest link that the ranks use."""
+        return INTRA if self.near == self.size else INTER
+
+    def count(self, row: int) -> None:
+        """Add the bytes that this rank sends if each of the others receives ``row``."""
+        if self.traffic is not None:
+            self.traffic.add("cp", INTRA, row * (self.near - 1))
+            self.traffic.add("cp", INTER, row * (self.size - self.near))
 
     def own(self, length: int) -> slice:
         """Return the positions of a sequence of ``length`` tokens that this rank holds."""

@@ -66,8 +66,7 @@ class _Exchange(torch.autograd.Function):
 def _all_to_all(rows: Tensor, cp: ContextParallel) -> Tensor:
     assert cp.group is not None, "this ContextParallel has no process group: it cannot communicate"
     rows = rows.contiguous()
-    if cp.traffic is not None:
-        cp.traffic.add("cp", cp.link, rows.nbytes // cp.size * (cp.size - 1))
+    cp.count(rows.nbytes // cp.size)
     out = torch.empty_like(rows)
     work = dist.all_to_all_single(out, rows, group=cp.group, async_op=True)
     with cp.waits(f"exposed_cp_{cp.link.removesuffix('_node')}"):

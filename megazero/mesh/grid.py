@@ -92,8 +92,12 @@ class Grid:
     def cp_axis(self) -> AxisSpec:
         """Return the ranks that share samples, each of which has its own part of every sequence. They lie in the
         data-parallel axes, from the innermost on."""
-        inside = self.cp * self.dp_stride <= self.ranks_per_node
-        return AxisSpec("cp", "cp", self.cp, self.dp_stride, INTRA if inside else INTER)
+        return AxisSpec("cp", "cp", self.cp, self.dp_stride, INTRA if self.cp == self.cp_near else INTER)
+
+    @property
+    def cp_near(self) -> int:
+        """Return how many of these ranks share a node."""
+        return min(self.cp, max(1, self.ranks_per_node // self.dp_stride))
 
     @property
     def replica_size(self) -> int:

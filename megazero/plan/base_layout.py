@@ -73,7 +73,10 @@ class BaseLayout:
         self.virtual, self.schedule_name = config.virtual_stages, config.pipeline_schedule
         self.micro_batches = config.num_micro_batches(world)
         self.d, self.h = config.shard_ranks(world), config.data_ranks_per_node(world)
-        self.compute, self.spec = Compute(config, cluster, collectives), padded_spec(config.model, self.tp)
+        self.cp = parallel.context_parallel_size
+        self.batch_ranks = config.data_parallel_size(world)  # shares of a global batch
+        self.compute = Compute(config, cluster, collectives, self.grid((1, 1, 1)))
+        self.spec = padded_spec(config.model, self.tp)
         self.stages = stages or config.stages()
         self.of_rank = [[s for s in self.stages if s.rank == rank] for rank in range(self.pp)]
         self.activation = self.compute.activation

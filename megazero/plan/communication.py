@@ -18,7 +18,7 @@ from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum,
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
-from megazero.mesh.grid import INTRA, AxisSpec, Grid
+from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
@@ -363,14 +363,14 @@ def context_parallel(
     if grid.cp == 1:
         return Counter()
     layers = {stage.index: len(stage.layers) for stage in stages}
-    forward, backward = layer_swaps(config, activation)
-    sent = sum(forward * layers[a.stage] for a in actions if a.kind == Kind.FORWARD)
-    sent += sum(backward * layers[a.stage] for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT))
-    return Counter({("cp", grid.cp_axis.link): sent})
+    forward, backward = map(sum, layer_swaps(config, activation))
+    row = sum(forward * layers[a.stage] for a in actions if a.kind == Kind.FORWARD)
+    row += sum(backward * layers[a.stage] for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT))
+    return Counter({("cp", INTRA): row * (grid.cp_near - 1), ("cp", INTER): row * (grid.cp - grid.cp_near)})
 
 
-def layer_swaps(config: RunConfig, activation: Activation) -> tuple[int, int]:
-    """Return the bytes of a layer's swaps over context-parallel ranks, in its forward and in its backward.
+def layer_swaps(config: RunConfig, activation: Activation) -> tuple[list[int], list[int]]:
+    """Return the swaps in a layer's forward and in its backward: the bytes that each sends to one other rank.
 
     Queries, keys and values go to the ranks of their heads, and attention's output comes back. Where ranks outnumber
     the key/value heads, each receives a copy. A recompute repeats both, but of attention alone not the way back,
@@ -381,9 +381,9 @@ def layer_swaps(config: RunConfig, activation: Activation) -> tuple[int, int]:
     queries = model.query_projection_size // activation.tp
     keys = max(groups, ranks) * model.kv_channels
     channel = activation.length * activation.samples * activation.width  # bytes of one, over the rank's tokens
-    there, back = (channel * n // ranks * (ranks - 1) for n in (queries + 2 * keys, queries))
-    again = {"full": there + back, "selective": there}.get(config.training.recompute_granularity, 0)
-    return there + back, there + back + again
+    there, back = (channel * channels // ranks for channels in (queries + 2 * keys, queries))
+    again = {"full": [there, back], "selective": [there]}.get(config.training.recompute_granularity, [])
+    return [there, back], [*again, back, there]
 
 
 def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -> tuple[int, int]:

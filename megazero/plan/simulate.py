@@ -41,12 +41,14 @@ BILL: Mapping[str, str] = {
     "compute": "forward and backward",
     "recompute": "recompute",
     "tensor": "tensor-parallel messages",
+    "context": "context-parallel messages",
     "pipeline": "waits for other stages",
     "gather": "waits for weights",
     "reduce": "waits for gradients",
     "update": "norm and update",
     "outer": "meetings of replicas",
 }
+SPENT = ("compute", "recompute", "tensor", "context")  # of them, what a module spends
 
 
 @dataclass
@@ -121,16 +123,14 @@ class _Rank(RankStep):
         """Return what all modules of a part spend in an action."""
         if (part, kind) not in self.whole:
             each = [self.spent(module.kind, kind) for module in self.units.parts[part]]
-            compute, again, tensor = (sum(column) for column in zip(*each, strict=True))
-            self.whole[part, kind] = compute, again, tensor
+            compute, again, tensor, context = (sum(column) for column in zip(*each, strict=True))
+            self.whole[part, kind] = compute, again, tensor, context
         return self.whole[part, kind]
 
     def _spend(self, spent: Spent) -> None:
-        compute, again, tensor = spent
-        self.bill["compute"] += compute
-        self.bill["recompute"] += again
-        self.bill["tensor"] += tensor
-        self.now += compute + again + tensor
+        for item, seconds in zip(SPENT, spent, strict=True):
+            self.bill[item] += seconds
+        self.now += sum(spent)
 
     def _take_turn(self) -> None:
         """Start what the engine starts at this use of a module, and wait for what the use needs."""

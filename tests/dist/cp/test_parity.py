@@ -1,0 +1,94 @@
+"""Ranks that share samples train as one rank does: a small cover always, one of every pair with -m slow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+
+import pytest
+
+from megazero.config import ConfigError
+from tests.dist.engine.test_parity import check
+from tests.dist.parity_cases import DTYPES, FEW_STEPS_OF_PIPELINES, LOSS_CHUNKS, MULTI_QUERY, RECOMPUTE, Case, pairs
+from tests.dist.parity_cases import pairwise_cover
+
+SEED = 0
+FAMILIES = ("llama", MULTI_QUERY, "gpt", "bloom", "gemma2-documents", "qwen2-window")
+# pp, schedule, layers.
+PIPELINES = ((1, "1f1b", 2), (2, "1f1b", 4), (2, "zb-h1", 4))
+# tp, sequence parallel.
+TENSORS = ((1, False), (2, False), (2, True))
+SHARDS = ("zero1", "zero3", "hpz", "2,2,4")
+COMPILED = (None, "aot_eager")
+
+
+def legal(world: int) -> Iterator[Case]:
+    """Every legal case of so many ranks; some of the model's choices are drawn."""
+    draw = random.Random(SEED)
+    choices = product((2, 4), (1, 2), (0, 1), PIPELINES, TENSORS, SHARDS, RECOMPUTE, FAMILIES)
+    for cp, copies, split, pipeline, tensor, shards, recompute, family in choices:
+        (pp, schedule, layers), (tp, sequence) = pipeline, tensor
+        dp = cp * copies
+        if pp * tp * dp != world:
+            continue
+        case = Case(
+            tp,
+            dp,
+            world // 2 if split else world,  # two nodes, or one
+            shards,
+            None,
+            sequence,
+            micro_batches=3,
+            tied=draw.random() < 0.5,
+            vocabulary="odd",
+            recompute=recompute,
+            # As in the cover of pipelines: in fp32 a rank of GPT, or of Gemma's many norms, is itself 1e-6 from fp64.
+            dtype=draw.choice(DTYPES) if layers == 2 and family not in ("gpt", "gemma2-documents") else "fp64",
+            family=family,
+            pp=pp,
+            schedule=schedule,
+            layers=layers,
+            compiled=draw.choice(COMPILED),
+            loss_chunk=draw.choice(LOSS_CHUNKS),
+            cp=cp,
+        )
+        try:
+            case.config()
+        except ConfigError:
+            continue
+        yield case
+
+
+@cache
+def cover(world: int) -> list[Case]:
+    return pairwise_cover(list(legal(world)), SEED)
+
+
+def test_the_cover_has_every_pair():
+    for world in (2, 4):
+        wanted = {pair for case in legal(world) for pair in pairs(case)}
+        assert wanted == {pair for case in cover(world) for pair in pairs(case)}
+
+
+def small() -> list[Case]:
+    """Each family once on two ranks, and four ranks with tensor parallelism and a pipeline."""
+    two = {case.family: case for case in cover(2) if case.compiled is None}
+    four = [case for case in legal(4) if case.compiled is None]
+    return [
+        *two.values(),
+        next(c for c in four if c.cp == 4 and c.shards == "zero3" and c.family == MULTI_QUERY),
+        next(c for c in four if c.sequence_parallel and c.recompute == "selective"),
+        next(c for c in four if c.schedule == "zb-h1" and c.per_node == 2 and c.family == "bloom"),
+    ]
+
+
+def test_small_cover():
+    check(small(), FEW_STEPS_OF_PIPELINES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_cover(world):
+    check(cover(world), FEW_STEPS_OF_PIPELINES)
