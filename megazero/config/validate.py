@@ -80,7 +80,12 @@ DERIVED_FROM = {
 }
 # The options that decide the arrangement of ranks.
 LAYOUT = {
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "ranks_per_node"),
+    *(
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "ranks_per_node",
+    ),
     *("outer_interval", "outer_replicas"),
 }
 

@@ -192,7 +192,11 @@ class Decoder(nn.Module):
         self.embedding = Embedding(config, tp, cp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.
         self.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(config, tp, cp, recompute, **factory) for s in self.stages for i in s.layers}
+            {
+                str(i): DecoderLayer(config, tp, cp, recompute, **factory)
+                for s in self.stages
+                for i in s.layers
+            }
         )
         tied = None
         if self.embedding is not None and not config.untie_embeddings_and_output_weights:

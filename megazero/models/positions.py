@@ -114,7 +114,7 @@ class Positions:
         cos, sin = _once(self._kept, name, of_samples)
         if samples.documents.position_ids is None:
             own = self.cp.own(samples.length)
-            return _once(self._kept, ("own", *name), lambda: (cos[own], sin[own]))
+            return (cos, sin) if self.cp.size == 1 else (cos[own], sin[own])
         ids = samples.documents.position_ids.t()
         return _once(
             samples.packed, name, lambda: (cos[:, 0, 0][ids].unsqueeze(2), sin[:, 0, 0][ids].unsqueeze(2))
@@ -146,7 +146,9 @@ class Positions:
     def _alibi(self, length: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the slopes of this rank's heads, or scaled ALiBi's steps, as in Masking."""
         heads = self.tp.share(self.config.num_attention_heads, "num_attention_heads")
-        of_tp = alibi_slopes(self.config.num_attention_heads)[self.tp.rank * heads : (self.tp.rank + 1) * heads]
+        of_tp = alibi_slopes(self.config.num_attention_heads)[
+            self.tp.rank * heads : (self.tp.rank + 1) * heads
+        ]
         slopes = of_tp[self.cp.own(heads)].to(like.device)
         wide = torch.promote_types(like.dtype, torch.float32)
         if not self.config.scaled_alibi:

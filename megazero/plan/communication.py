@@ -357,7 +357,11 @@ def tensor_parallel(
 
 
 def context_parallel(
-    config: RunConfig, stages: Sequence[StageSpec], actions: Sequence[Action], grid: Grid, activation: Activation
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    actions: Sequence[Action],
+    grid: Grid,
+    activation: Activation,
 ) -> Bytes:
     """Return the bytes of the swaps of heads for sequence in the layers of these stages."""
     if grid.cp == 1:
@@ -380,7 +384,9 @@ def layer_swaps(config: RunConfig, activation: Activation) -> tuple[list[int], l
     groups = max(1, model.num_query_groups // activation.tp)
     queries = model.query_projection_size // activation.tp
     keys = max(groups, ranks) * model.kv_channels
-    channel = activation.length * activation.samples * activation.width  # bytes of one, over the rank's tokens
+    channel = (
+        activation.length * activation.samples * activation.width
+    )  # bytes of one, over the rank's tokens
     there, back = (channel * channels // ranks for channels in (queries + 2 * keys, queries))
     again = {"full": [there, back], "selective": [there]}.get(config.training.recompute_granularity, [])
     return [there, back], [*again, back, there]

@@ -210,7 +210,6 @@ class Compute:
         forward, backward = module_sums(self.config, self.spec.modules[kind], self.activation)
         return forward / each * one, backward / each * one, busy / one
 
-
     def _context_parallel(self) -> tuple[float, float]:
         """Return the seconds of a layer's swaps, forward and backward. Of a swap across nodes what crosses counts, at
         the rate of the slowest link.

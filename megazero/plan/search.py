@@ -165,7 +165,8 @@ class Search:
         """Yield the options of every base that sizes allow."""
         tensor, pipeline, mapping, sequence, context = PARALLEL
         for tp, cp in product(
-            self._free(tensor, common_divisors(self.cluster.ranks_per_node)), self._free(context, self.contexts)
+            self._free(tensor, common_divisors(self.cluster.ranks_per_node)),
+            self._free(context, self.contexts),
         ):
             for pp in self._free(pipeline, self._pipeline_sizes(tp)):
                 for order in self._free(

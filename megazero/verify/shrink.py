@@ -199,7 +199,9 @@ def _model(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
     if m.kv_channels * m.num_attention_heads != m.hidden_size:  # heads that do not fill the residual stream
         hidden = 2 * heads * width if m.hidden_size > m.kv_channels * m.num_attention_heads else hidden // 2
     length = like(m.seq_length, SEQUENCE + m.seq_length % 2)
-    parts, full_parts = (tp * cp, full_tp * full_cp) if m.seq_length % (full_tp * full_cp) == 0 else (cp, full_cp)
+    parts, full_parts = (
+        (tp * cp, full_tp * full_cp) if m.seq_length % (full_tp * full_cp) == 0 else (cp, full_cp)
+    )
     if m.seq_length % full_parts == 0:
         length = parts * like(m.seq_length // full_parts, max(2, SEQUENCE // parts))
     return {

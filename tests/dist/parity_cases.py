@@ -146,7 +146,10 @@ class Case:
         words += ["sp" if self.sequence_parallel else "", f"micro{self.micro_batches}"]
         words += ["tied" if self.tied else "untied", self.vocabulary, self.recompute, self.dtype, self.family]
         words += [self.compiled or ""]
-        words += [f"chunks{self.loss_chunk}" if self.loss_chunk else "", f"cp{self.cp}" if self.cp > 1 else ""]
+        words += [
+            f"chunks{self.loss_chunk}" if self.loss_chunk else "",
+            f"cp{self.cp}" if self.cp > 1 else "",
+        ]
         return "-".join(word for word in words if word)
 
     @property

@@ -296,7 +296,9 @@ class BatchConfig:
 
     micro_batch_size: int = option(MISSING, "samples of one forward pass on one rank", low=1, required=True)
     global_batch_size: int | None = option(
-        None, "samples of one step over all ranks (default: micro-batch x data-parallel size / --context-parallel-size)", low=1
+        None,
+        "samples of one step over all ranks (default: micro-batch x data-parallel size / --context-parallel-size)",
+        low=1,
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
