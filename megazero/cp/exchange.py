@@ -1,8 +1,8 @@
 """Swaps heads for sequence before attention and back after it (Jacobs et al. 2023, DeepSpeed-Ulysses).
 
-Between the two swaps a rank has the whole sequence of its share of the heads, in order, so attention is computed as on
-one rank: masks, windows, documents, ALiBi, caps, dropout and backends are what they are. A swap is one all-to-all of
-rows, one for each rank; its gradient is the same exchange. What is packed into rows is left to autograd.
+Between the two swaps a rank has the whole sequence of its share of the heads, in order, so attention is computed as
+on one rank: masks, windows, documents, ALiBi, caps, dropout and backends are what they are. A swap is one all-to-all
+of rows, one for each rank; its gradient is the same exchange. What is packed into rows is left to autograd.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megazero.cp.context import ContextParallel
 def swap(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tensor, ...]:
     """Return all tokens of this rank's share of the heads: q, k and v with s x size tokens.
 
-    ``q`` is [s, b, heads, d], ``k`` and ``v`` are [s, b, kv heads, d], with this rank's s tokens and any dtype. The
-    sizes of heads and of ranks divide (config/rules.py). With fewer key/value heads than ranks, neighbours receive the
-    one that their query heads share. Without other ranks nothing is done.
+    ``q`` is [s, b, heads, d], ``k`` and ``v`` are [s, b, kv heads, d], with this rank's s tokens and any dtype. Heads
+    and ranks divide (config/model/rules.py). With fewer key/value heads than ranks, neighbours receive the one that
+    their query heads share. Without other ranks nothing is done.
     """
     if cp.size == 1:
         return q, k, v

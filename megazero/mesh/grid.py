@@ -211,7 +211,7 @@ def context_problem(cp: int, d: int, h: int) -> str:
     """Say what is illegal about ``cp`` of d data-parallel ranks, h to a node, that share samples, with the nearest
     legal choice. Returns '' if nothing is illegal.
 
-    cp must divide d, so that the groups are equal, and divide h or be a multiple of it, so that they straddle no node.
+    cp must divide d, so that groups are equal, and divide h or be a multiple of it, so that none straddles a node.
     """
     legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
     if cp in legal:

@@ -205,8 +205,8 @@ def create_mesh(
     ``shards`` is (P, G, OS). With ``dp_outermost``, ranks lie in the order dp, pp, tp instead of pp, dp, tp
     (outermost first). With ``ends``, the first and the last stage of each pipeline are joined by an axis of their
     own (``Mesh.ends``). ``outer`` is the number of outer replicas, groups of whole nodes, of which each has its own
-    data-parallel ranks (``zero.Policy.outer``). ``cp`` data-parallel ranks in a row share samples, and have an axis of
-    their own over these (``Mesh.cp``). ``ranks_per_node`` is the whole world by default, i.e. one node. The
+    data-parallel ranks (``zero.Policy.outer``). ``cp`` data-parallel ranks in a row share samples, and have an axis
+    of their own over these (``Mesh.cp``). ``ranks_per_node`` is the whole world by default, i.e. one node. The
     communicators of ``device`` are made here, too. This is collective: every rank calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1

@@ -36,8 +36,8 @@ def alibi_slopes(num_heads: int) -> Tensor:
 class Documents:
     """The documents packed in one micro-batch's samples.
 
-    position_ids: int64 [b, s], the position of each token within its document; of a context-parallel rank's own tokens.
-    None means within the sample.
+    position_ids: int64 [b, s], the position of each token within its document; of a context-parallel rank's own
+    tokens. None means within the sample.
     starts: int64 [b, s], where in the sample each token's document begins, and attention with it; of all tokens. None
     means that attention crosses documents. It belongs on the host, where tables are made of it.
     """
@@ -49,8 +49,8 @@ class Documents:
 class LayerTables(NamedTuple):
     """What the layers of one kind are given for one micro-batch, on the device and in the dtype of activations.
 
-    rotary: cosines [s, b or 1, 1, kv_channels] and sines [s, b or 1, 1, rotary_channels / 2], as Rotate takes them, of
-    a context-parallel rank's own tokens. None without rotary positions.
+    rotary: cosines [s, b or 1, 1, kv_channels] and sines [s, b or 1, 1, rotary_channels / 2], as Rotate takes them,
+    of a context-parallel rank's own tokens. None without rotary positions.
     """
 
     rotary: tuple[Tensor, Tensor] | None

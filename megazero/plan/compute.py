@@ -40,8 +40,8 @@ CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no codecs
 
 @dataclass(frozen=True)
 class ModuleTimes:
-    """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives, those of cp_* in
-    swaps of context parallelism.
+    """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives, those of cp_*
+    in swaps of context parallelism.
 
     tp_busy: the processors that a rank's part of the former keeps busy.
     """
