@@ -187,7 +187,7 @@ def _model(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
     if m.num_query_groups < full_tp:  # ranks share them
         groups = max(1, m.num_query_groups * tp // full_tp)
     elif (of_rank := m.num_query_groups // full_tp) >= full_cp:
-        groups = tp * cp * like(of_rank // full_cp, max(1 if cp > 1 else 2, most // (tp * cp)))
+        groups = tp * cp * like(of_rank // full_cp, max(2, most // (tp * cp)))
     else:  # context-parallel ranks share them
         groups = tp * max(k for k in range(1, cp) if cp % k == 0 and k <= of_rank)
     # Ranks share query heads evenly, too.
