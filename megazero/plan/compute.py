@@ -115,7 +115,8 @@ class Compute:
         matrices = 2 * tokens * layer.multiply_adds / tp
         attention = 4 * tokens * keys * layer.query / tp
         moved = layer.moved.stream / (tp if self.sharded else 1) + layer.moved.inner / tp
-        return Sizes(matrices, attention, moved * tokens * self.width, layer.multiply_adds / tp)
+        weights = sum(p.local_numel(tp) for p in layer.parameters if p.multiplies)
+        return Sizes(matrices, attention, moved * tokens * self.width, weights)
 
     def _head(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens

@@ -15,7 +15,7 @@ from megazero.families import FAMILIES
 from megazero.families.layer_kinds import frequency_of, layer_kind
 from megazero.models import Decoder, ModelConfig, initializer, layer, make_model
 from megazero.models.dropout import key_words, keyed_dropout
-from megazero.models.layer import FeedForward
+from megazero.models.feed_forward import FeedForward
 from megazero.models.norm import RMSNorm
 from megazero.models.positions import Documents, Positions
 from megazero.models.rotary import Rotate, rotary_frequencies, rotary_tables
