@@ -90,7 +90,13 @@ FALCON = {**SIZES, "max_position_embeddings": 64, "attn_implementation": "sdpa"}
 NEW_FALCON = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
 OLD_FALCON = {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
 
-EXPERTS = {**NORMED, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+EXPERTS = {
+    **NORMED,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+}
 EXPERTS |= {"head_dim": 16}
 
 # Name of the variant -> (transformers' configuration class, what differs from its defaults).
@@ -235,7 +241,9 @@ def in_files(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             found[name] = tensor
             continue
         for number, own in enumerate(tensor):
-            each = dict(zip(("gate_proj", "up_proj"), own.chunk(2), strict=True)) if "up" in projection else {}
+            each = (
+                dict(zip(("gate_proj", "up_proj"), own.chunk(2), strict=True)) if "up" in projection else {}
+            )
             for part, values in (each or {projection: own}).items():
                 found[f"{before}experts.{number}.{part}.weight"] = values
     return found

@@ -17,7 +17,7 @@ MOST_LAYERS = 10_000  # of a model: a number beyond is a mistake, whose layers w
 
 
 class Marked(NamedTuple):
-    """How an option lists layers. mark: the number of a listed one. last: of every N it is the last, else the first."""
+    """How an option lists layers. mark: the number of a listed one. last: of every N it is the last, or the first."""
 
     mark: int
     last: bool = True

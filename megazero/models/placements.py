@@ -22,7 +22,9 @@ def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     They are Hugging Face's of ``architecture_of(c)``, if there is one: fused and transposed where the family's are,
     with the true vocabulary. A tied head has none.
     """
-    return {p.name: p.shape for places in decoder_placements(c, TensorParallel()).values() for p in places.parts}
+    return {
+        p.name: p.shape for places in decoder_placements(c, TensorParallel()).values() for p in places.parts
+    }
 
 
 def decoder_placements(

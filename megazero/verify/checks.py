@@ -59,8 +59,8 @@ class Evidence:
     Gradients are divided, but not clipped. masters and got are assembled from all ranks. want: the gradients that one
     rank computes at these masters. errors: the relative error of each parameter's gradient. norms: the global norm
     that each rank had. losses: the losses of all ranks together. stale: the parameters of which some forward read
-    other values than the masters. regrets: the reference's, at these masters. crossed: each (what, stage, micro-batch) that a stage received although no stage
-    sent it there, with the message it was instead.
+    other values than the masters. regrets: the reference's, at these masters. crossed: each (what, stage, micro-batch)
+    that a stage received although no stage sent it there, with the message it was instead.
     """
 
     records: Sequence[RankRecord]
@@ -103,8 +103,10 @@ def gather_evidence(
 
 
 def _routing(config: RunConfig, records: Sequence[RankRecord], step: int) -> dict[int, np.ndarray]:
-    """Return the experts of a step's tokens by layer, [s, samples, k], of one replica's ranks: its samples in the order
-    of micro-batches, and in each of data-parallel ranks."""
+    """Return the experts of a step's tokens by layer, [s, samples, k], of one replica's ranks.
+
+    Its samples are in the order of micro-batches, and in each of data-parallel ranks.
+    """
     micro, ranks = config.batch.micro_batch_size, 1 + max(record.dp for record in records)
     found: dict[int, np.ndarray] = {}
     for record in records:

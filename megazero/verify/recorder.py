@@ -50,8 +50,8 @@ class StepRecord:
     """What one rank saw of a step. Gradients are divided and not clipped.
 
     read: maps a parameter to the hash of what the step's first forward read. passed: maps (what, stage, micro-batch)
-    to a hash; ``what`` says 'sent' or 'got', and 'activation' or 'gradient'. routing: maps (layer, micro-batch) to the
-    experts of each token, [s, b, k], s being the rank's own positions. traffic: maps 'kind_link_bytes' to the bytes
+    to a hash; ``what`` says 'sent' or 'got', and 'activation' or 'gradient'. routing: maps (layer, micro-batch) to
+    the experts of each token, [s, b, k], at the rank's own positions. traffic: maps 'kind_link_bytes' to the bytes
     sent in the step.
     """
 

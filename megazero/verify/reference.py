@@ -41,8 +41,8 @@ class Reference:
     """The configuration's model and optimizer on one rank, in place of an outer replica (or of all ranks).
 
     The batch is dealt over ``data_parallel`` ranks, those of all replicas. routed: of each step the experts of its
-    tokens by layer, [s, samples, k], which it takes as they are; beyond the last it chooses itself. regret: by how much
-    a score that was so taken was at most below the k-th largest of its token, in the last ``gradients``.
+    tokens by layer, [s, samples, k], which it takes as they are; beyond the last it chooses itself. regret: by how
+    much a score that was so taken was at most below the k-th largest of its token, in the last ``gradients``.
     """
 
     def __init__(self, config: RunConfig, data_parallel: int, replica: int = 0, replicas: int = 1) -> None:

@@ -73,9 +73,7 @@ def replica_kinds(stored: Iterable[str], replica: int) -> list[str]:
     return [kind.removeprefix(begin) for kind in stored if kind.startswith(begin)]
 
 
-def save_replica_records(
-    engine: Engine, placements: Mapping[str, Places] | None = None
-) -> list[SliceRecord]:
+def save_replica_records(engine: Engine, placements: Mapping[str, Places] | None = None) -> list[SliceRecord]:
     """Return what this rank saves where there are outer replicas: its replica's own state, and the anchor's slices.
 
     The first replica writes the anchor, the outer momentum, and the sums of a fragment that is on its way, which is

@@ -36,7 +36,7 @@ class ParameterSpec:
     heads: the number of attention heads along that dim. If ranks outnumber heads, neighbours hold the same head.
     mean, std: the initial values are normal, or constant if std is 0.
     multiplies: the parameter is a matrix that multiplies every token's activations.
-    experts, of_token: the first dim counts experts, of which so many multiply a token's activations; 0, 1: no experts.
+    experts, of_token: the first dim counts experts, so many of which multiply a token's activations; 0 and 1: none.
     own_heads: a rank applies the parameter to its own heads alone.
     vocabulary: the rows are words, which are padded before ranks share them.
     tied: the embedding and the head hold one parameter.
@@ -117,7 +117,7 @@ class ModuleSpec:
 
     @cached_property
     def multiply_adds(self) -> int:
-        """Return the multiply-adds of one token: the elements of the matrices, of experts of those that it goes to."""
+        """Return the multiply-adds of one token: elements of the matrices, of experts of those that it goes to."""
         return sum(p.multiply_adds for p in self.parameters)
 
 
@@ -376,7 +376,7 @@ def _mlp(c: ModelConfig, name: str = "mlp", width: int | None = None) -> Block:
 def _experts(c: ModelConfig) -> Block:
     """Describe a mixture of experts (models/experts.py): a router, experts, and experts that every token goes to.
 
-    Experts are stacked, and no tensor-parallel rank cuts them. Under sequence parallelism a rank's tokens are its own.
+    Experts are stacked, and no tensor-parallel rank cuts them: under sequence parallelism it has tokens of its own.
     """
     assert c.num_experts is not None
     h, shared = c.hidden_size, c.moe_shared_expert_intermediate_size

@@ -1,4 +1,4 @@
-"""Fields of config.json that choose layers: those with a window, with other rotary positions or none, with experts."""
+"""Fields of config.json that choose layers: with a window, with other rotary positions or none, with experts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def _windows(config: Config, size: int | None, usual: Callable[[int], bool], nee
         return {"sliding_window": None, "window_attn_skip_freq": None}
     if size is None:
         raise ValueError(f"layer_types with {SLIDING} needs {needs}")
-    return {"sliding_window": size, "window_attn_skip_freq": frequency_of([t == FULL for t in types], "window_attn_skip_freq")}
+    return {
+        "sliding_window": size,
+        "window_attn_skip_freq": frequency_of([t == FULL for t in types], "window_attn_skip_freq"),
+    }
 
 
 def _types(options: Any) -> list[str]:
@@ -210,7 +213,7 @@ def _write_sparse(options: Any) -> dict[str, Any]:
     }
 
 
-# Qwen3's mixtures. The factor of a loss that balances experts is training's, which takes its own (as dropout's share).
+# Qwen3's mixtures. The factor of a loss that balances experts is training's, which takes its own, as of dropout.
 SPARSE_LAYERS = FieldGroup(
     (
         *(_COUNT, _OTHER_COUNT, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"),

@@ -117,7 +117,10 @@ class Theirs:
         """Parameters, or their gradients, by the names in files."""
         aliases, parameters = self.case.config().model.tensor_names.aliases, self.model.named_parameters()
         held = {name: p.grad if gradients else p.detach() for name, p in parameters}
-        return {aliases.get(n, n): t for n, t in in_files({n: t for n, t in held.items() if t is not None}).items()}
+        return {
+            aliases.get(n, n): t
+            for n, t in in_files({n: t for n, t in held.items() if t is not None}).items()
+        }
 
     def backward(self, step: int) -> float:
         """Mean loss over the tokens of the step that count; gradients in .grad."""

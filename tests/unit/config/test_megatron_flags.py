@@ -57,7 +57,9 @@ def test_every_accepted_flag_is_taken_and_said_in_one_note():
 
 
 def test_experts_make_errors_of_flags_that_would_change_results_with_them():
-    flags_of_experts = "--moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 2 --moe-router-enable-expert-bias"
+    flags_of_experts = (
+        "--moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 2 --moe-router-enable-expert-bias"
+    )
     for without in ("", "--num-experts 0", "--num-experts 1"):
         assert run(f"{without} {flags_of_experts}").values() == run("").values()
     found = errors(f"--num-experts 4 --disable-bias-linear {flags_of_experts}")
@@ -219,8 +221,14 @@ def test_other_names_and_spellings(line, name, value):
         ("--position-embedding-type none", "none is Megatron's, not built here"),
         ("--tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t", "not built here"),
         ("--context-parallel-size 2", "--context-parallel-size 2 is Megatron's flag, not built here"),
-        ("--num-experts 8 --moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff 0.01 is Megatron's flag, not built"),
-        ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", "sinkhorn is Megatron's flag, not built"),
+        (
+            "--num-experts 8 --moe-aux-loss-coeff 0.01",
+            "--moe-aux-loss-coeff 0.01 is Megatron's flag, not built",
+        ),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
+            "sinkhorn is Megatron's flag, not built",
+        ),
         ("--num-experts 8 --moe-router-dtype fp64", "softmax in fp32 is built"),
         ("--num-experts 8 --moe-expert-capacity-factor 1.5", "every token goes to all of its experts"),
         ("--num-experts 8 --expert-model-parallel-size 2", "every rank computes all experts"),

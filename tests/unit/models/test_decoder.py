@@ -172,7 +172,11 @@ def test_lists_of_layers_become_options_and_are_read_again(chosen, name, frequen
     given = {"num_layers": len(chosen), "sliding_window": 3, "num_experts": 4, name: frequency}
     config = make("llama", **given)
     kinds = [layer_kind(config, i) for i in range(len(chosen))]
-    found = {TURNED: lambda k: not k.rotary, WINDOWED: lambda k: k.window is None, SPARSE: lambda k: k.experts}
+    found = {
+        TURNED: lambda k: not k.rotary,
+        WINDOWED: lambda k: k.window is None,
+        SPARSE: lambda k: k.experts,
+    }
     assert [found[name](kind) for kind in kinds] == [bool(c) for c in chosen]
 
 
