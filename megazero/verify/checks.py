@@ -59,8 +59,8 @@ class Evidence:
     Gradients are divided, but not clipped. masters and got are assembled from all ranks. want: the gradients that one
     rank computes at these masters. errors: the relative error of each parameter's gradient. norms: the global norm
     that each rank had. losses: the losses of all ranks together. stale: the parameters of which some forward read
-    other values than the masters. regrets: the reference's, at these masters. crossed: each (what, stage, micro-batch)
-    that a stage received although no stage sent it there, with the message it was instead.
+    other values than the masters. regrets: the reference's, at these masters. crossed: each (what, stage,
+    micro-batch) that a stage received although no stage sent it there, with the message it was instead.
     """
 
     records: Sequence[RankRecord]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megazero.comm.codec import Blockwise, Codec
 from megazero.models import Decoder
-from megazero.models.decoder import Decisions
 from megazero.pp.executor import Pipeline
+from megazero.train.parallelize import MicroBatch
 from megazero.zero import Engine, StepPart
 from megazero.zero.gather import used_weights
 from megazero.zero.layout import Slice
@@ -102,7 +102,7 @@ class Recorder(StepPart):
         self.rounded: dict[tuple[str, str], RoundingRecord] = {}
         self._held: dict[str, Tensor] = {}  # R of units whose refreshes send differences
         self._batches: list[int] = []
-        self._decisions: list[Decisions] = []  # of each micro-batch
+        self._open: Sequence[MicroBatch] = ()
         self._raw: list[UnitSlice] = []
         self._met: list[list[UnitSlice]] = []  # masters and anchors before outer replicas may have met
         names = {id(p): name for name, p in decoder.named_parameters()}
@@ -115,11 +115,10 @@ class Recorder(StepPart):
                 self._held[unit.name] = used_weights(unit)
         engine.observe_rounding(self._note_rounding)
 
-    def open(self, batches: Sequence[Any]) -> None:
-        """Begin the record of a step that has these micro-batches."""
+    def open(self, batches: Sequence[MicroBatch]) -> None:
+        """Begin the record of a step that has these micro-batches, which take up their decisions."""
         self.step, self._batches = StepRecord(), [id(batch) for batch in batches]
-        self._decisions = [{} for _ in batches]
-        self._samples = [len(batch.tokens) for batch in batches]
+        self._open = batches
         self.step.masters = slices(self.engine, lambda unit: unit.master.value)
 
     def close(self, loss: float, norm: float) -> StepRecord:
@@ -130,10 +129,10 @@ class Recorder(StepPart):
             UnitSlice(s.unit, s.part, s.ranges, s.values.astype(np.float64) * scale) for s in self._raw
         ]
         step.loss, step.norm, step.traffic = loss, norm, engine.traffic.take()
-        for m, (decisions, size) in enumerate(zip(self._decisions, self._samples, strict=True)):
-            for layer, decision in decisions.items():
+        for m, batch in enumerate(self._open):
+            for layer, decision in (batch.decisions or {}).items():
                 assert decision.experts is not None
-                step.routing[layer, m] = decision.experts.unflatten(0, (-1, size)).numpy().copy()
+                step.routing[layer, m] = decision.experts.unflatten(0, (-1, len(batch.tokens))).numpy().copy()
         if engine.outer is not None:
             (updated, before), (gone_on, after) = self._met, self._masters_and_anchors()
             step.outer = OuterRecord(updated, before, after, gone_on)
@@ -178,7 +177,7 @@ class Recorder(StepPart):
                 x.register_hook(
                     lambda g: passed.update({("sent", "gradient", stage.index, m): fingerprint(g)})
                 )
-            y = forward(stage, x, batch._replace(decisions=self._decisions[m]))
+            y = forward(stage, x, batch)
             if not stage.head:
                 passed["sent", "activation", stage.index, m] = fingerprint(y)
                 y.register_hook(

@@ -177,7 +177,8 @@ def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple
         ids = micro_batch_ids(begin, micro, mesh.batch_rank, mesh.batch_ranks)
         rows, key = slice(ids.start, ids.stop), dropout_key(config, step, ids.start)
         documents = documents_of(config, tokens[rows])
-        batches.append(MicroBatch(tokens[rows], labels[rows], mask[rows].to(dtype), key, **documents))
+        own = tokens[rows], labels[rows], mask[rows].to(dtype), key
+        batches.append(MicroBatch(*own, **documents, decisions={}))
     own = replica_rows(size, micro, mesh.batch_ranks, mesh.replica, mesh.grid.outer)
     return batches, float(mask[own].sum())
 

@@ -314,18 +314,21 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     )
     # The input of each norm and of attention and MLP.
     streams = max(4, 2 + len(norms))
+    # Attention has linears that ranks share, and the MLP, of experts the shared ones.
+    shared = c.moe_shared_expert_intermediate_size is not None
+    last_read = choices.experts and (not shared or c.moe_shared_expert_gate)
     return LayerSpec(
         LAYER,
         parameters,
-        inputs=2,
-        outputs=2,
+        inputs=1 + (not choices.experts or shared),
+        outputs=1 + (not choices.experts or shared),
         moved=Elements(10 * h, attention.moved + mlp.moved),
         kept=Elements(streams * h, attention.kept + mlp.kept),
         gradients=Elements(2 * h, mlp.gradients),
         query=c.query_projection_size,
         heads=c.num_attention_heads,
         norm_sums=2 if c.qk_norm == "all-heads" else 0,
-        rereads_output=c.hidden_dropout > 0 or "mlp_output_norm" in norms,
+        rereads_output=c.hidden_dropout > 0 or "mlp_output_norm" in norms or last_read,
     )
 
 

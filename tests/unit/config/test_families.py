@@ -141,7 +141,7 @@ def config_of(family: str, **changes) -> dict:
         (
             "Llama",
             {"n_routed_experts": 8},
-            "n_routed_experts = 8 is of a mixture of experts, which the decoder",
+            "n_routed_experts = 8 is of a mixture of experts, which this family",
         ),
         ("Llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported (only 'silu')"),
         (
