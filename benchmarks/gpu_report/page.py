@@ -12,6 +12,7 @@ from benchmarks.gpu_report.pieces import PIECES, Piece
 from benchmarks.gpu_report.record import REASON
 
 WIDTH = 118
+OF_A_PIECE = {"device": "on", "commit": "at commit"}  # what a piece says where it is not the page's
 Stored = Mapping[str, Any]  # machine, rehearsal, pieces: name -> result
 REHEARSAL = """\
 > **This is a rehearsal, not a measurement.** It ran on a CPU with tiny sizes, to show that every piece runs. No
@@ -46,8 +47,8 @@ def section(piece: Piece, result: Mapping[str, Any] | None, machine: Mapping[str
     text = [f"## {piece.title}", "", "\n\n".join([first, *rest]), ""]
     if result is None:
         return [*text, "Not run.", ""]
-    if result["commit"] != machine["commit"]:
-        text += [f"Measured at commit {result['commit']}.", ""]
+    if apart := [f"{word} {result[key]}" for key, word in OF_A_PIECE.items() if result[key] != machine[key]]:
+        text += [f"Measured {' '.join(apart)}.", ""]
     if result["rows"]:
         text += [table(result["rows"]), ""]
     text += [f"- {note}" for note in result["notes"]]

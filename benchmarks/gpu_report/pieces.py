@@ -31,6 +31,7 @@ class Piece:
 PIECES = (
     Piece("tests", "Tests marked gpu", "gpu_tests.run", 120),
     Piece("nccl", "Several ranks on one card", "nccl.run", 120),
+    Piece("rounding", "What rounding costs a trained model", "rounding.run", 240),
     Piece("overhead", "The engine's cost on one rank", "overhead.run", 50),
     Piece("profile", "A profile of training steps", "profile_steps.run", 20),
     Piece("kernels", "Bandwidth of the kernels", "kernels.run", 40, {"TRITON_INTERPRET": "1"}),

@@ -39,10 +39,14 @@ def named(page: Path) -> list[tuple[str, str]]:
 
 
 def started(page: Path) -> list[str]:
-    """The files of this tree that a page's commands start: python a/b.py, python -m a.b."""
+    """The files of this tree that a page's commands start: python a/b.py, python -m a.b, also of a package a.b."""
     text = page.read_text("utf-8")
     found = re.findall(r"python(?:\s+-m)?\s+((?:benchmarks|pretrain|tests|tools)[./][\w./]*\w)", text)
-    return [path if path.endswith(".py") else f"{path.replace('.', '/')}.py" for path in found]
+    return [path if path.endswith(".py") else _module(path.replace(".", "/")) for path in found]
+
+
+def _module(path: str) -> str:
+    return f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
 
 
 def test_the_readme_and_the_index_lead_to_every_page() -> None:
@@ -86,4 +90,6 @@ def test_what_is_looked_for_is_found(tmp_path: Path) -> None:
     assert linked(page) == [(tmp_path / "b.md", "c-d"), (tmp_path / "e.png", "")]
     assert named(page) == [("zero/h.py", "i"), ("j/k.py", "")]
     assert started(page) == ["tools/n.py", "tools/o.py"]
+    page.write_text("python -m tests.unit")
+    assert started(page) == ["tests/unit/__main__.py"]
     assert anchor("Step time, and `memory`") == "step-time-and-memory"
