@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass
@@ -20,6 +22,24 @@ class Decision:
     experts: Tensor | None = None
 
 
+class _Scores(torch.autograd.Function):
+    """The product of tokens and the router's weight in at least fp32, which keeps both in their own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), weight.to(wide))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        to_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        to_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return to_x, to_weight
+
+
 def route(
     x: Tensor, weight: Tensor, topk: int, pre_softmax: bool, decision: Decision
 ) -> tuple[Tensor, Tensor]:
@@ -28,8 +48,7 @@ def route(
     x: tokens [T, h]. weight: of the router, [experts, h]. Scores are computed in at least fp32, and so are
     probabilities. pre_softmax: of all experts' scores; else of the chosen ones', so that they add up to 1.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    scores = F.linear(x.to(wide), weight.to(wide))
+    scores = _Scores.apply(x, weight)
     if decision.experts is None:
         decision.experts = scores.detach().topk(topk, dim=-1).indices.to(torch.int32)
     experts = decision.experts.long()

@@ -391,12 +391,13 @@ def _experts(c: ModelConfig) -> Block:
     beside = _mlp(c, "mlp.shared_expert", shared) if shared else Block((), 0, 0)
     gate = ParameterSpec("mlp.shared_gate.weight", (1, h), std=c.init_method_std, multiplies=True)
     gated = (gate,) if shared and c.moe_shared_expert_gate else ()
-    # Of each expert of a token also what goes in and comes out, and the activation times its probability; the scores
-    # are in fp32. Gradients: of what goes in and comes out, and of what the experts' matrices give.
+    # Rows are laid out by expert and back, and of each the activation before its probability is kept, too. Scores are
+    # in fp32 and indices in int64: some elements of each expert and row. Behind a gate an output is kept.
+    width, scores, kept_gate = c.expert_width, 2 * count + 16 * topk, h if gated else 0
     return Block(
         (router, *stacked, *beside.parameters, *gated),
-        topk * (each.moved + 4 * h + 2 * c.expert_width) + beside.moved + 4 * count,
-        topk * (each.kept + 2 * h + 2 * c.expert_width) + beside.kept + 4 * count,
+        moved=topk * (each.moved + 4 * h + 2 * width) + beside.moved + scores,
+        kept=topk * (each.kept + h + width) + beside.kept + scores + kept_gate,
         gradients=topk * (each.gradients + 2 * h) + beside.gradients,
     )
 
