@@ -35,7 +35,9 @@ SIZES: dict[str, Any] = {
 @contextmanager
 def wide_without_windows() -> Iterator[None]:
     def wider(c: ModelConfig, choices: LayerKind) -> spec.Block:
-        return feed_forward(c if choices.window else replace(c, ffn_hidden_size=2 * c.ffn_hidden_size), choices)
+        return feed_forward(
+            c if choices.window else replace(c, ffn_hidden_size=2 * c.ffn_hidden_size), choices
+        )
 
     def forget() -> None:
         for known in (model_spec, spec.padded_spec, units.layer_matrices, units._module_units):
