@@ -634,8 +634,8 @@ megazero/plan/simulate.py
   a delay hides nothing
 
 megazero/plan/slow_links.py
-- [rung for rung in rungs if rung.has_room] or [least]
-+ rungs
+- [rung for rung in found if rung.has_room] or [least]
++ found
   intervals are proposed in which fragments have no room
 
 megazero/verify/reference.py

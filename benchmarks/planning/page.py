@@ -15,17 +15,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.planning.papers import (
-    AMSP_CHOICE,
-    BLOOM,
-    LLAMAS,
-    amsp_rows,
-    amsp_values,
-    bloom_layout,
-    table_4,
-    whole_attention_mfu,
-    zeropp_rows,
-)
+from benchmarks.planning.papers import BLOOM, bloom_layout, table_4
 from megazero.config.options.cluster import load_cluster
 from megazero.plan.command import main as plan
 from megazero.plan.memory import GIB
@@ -49,24 +39,6 @@ def search_best(values: dict[str, object], cluster: str, policy: str, number: in
     return Search(everything, found, policy).best(number)
 
 
-def zeropp_table() -> str:
-    rows = []
-    for one, eight in zip(zeropp_rows(1), zeropp_rows(8), strict=True):
-        cells = [(f"{r.paper:.2f}", f"{r.predicted:.2f}", f"{r.residual:+.0%}") for r in (one, eight)]
-        rows.append([one.model, str(one.tokens), *cells[0], *cells[1]])
-    header = [
-        "model",
-        "tokens",
-        "1 IB: paper",
-        "predicted",
-        "residual",
-        "8 IB: paper",
-        "predicted",
-        "residual",
-    ]
-    return harness.table(header, rows)
-
-
 def memory_table() -> str:
     rows = []
     for model, tokens, system, runs, sizes in table_4():
@@ -78,19 +50,6 @@ def memory_table() -> str:
     return harness.table(header, rows)
 
 
-def amsp_table() -> str:
-    rows = []
-    for model in LLAMAS:
-        for row in amsp_rows(model):
-            paper = "-" if row.paper is None else f"{row.paper:.0%}"
-            residual = "-" if row.paper is None else f"{row.as_run / row.paper - 1:+.0%}"
-            here = f"{row.here:.0%}" if row.fits else "does not fit"
-            shard = ",".join(map(str, row.shard))
-            rows.append([model, row.system, shard, paper, f"{row.as_run:.0%}", residual, here])
-    header = ["model", "system", "P,G,OS", "paper", "predicted as run", "residual", "this engine"]
-    return harness.table(header, rows)
-
-
 def bloom_table() -> str:
     layout = bloom_layout()
     timing = simulate(layout)
@@ -98,22 +57,6 @@ def bloom_table() -> str:
         f"{describe(layout)}: {layout.memory.total / GIB:.1f} of {layout.room / GIB:.1f} GiB on the fullest rank, "
         f"{timing.seconds:.1f} s a step, MFU {model_flops_utilisation(layout, timing.seconds):.1%}."
     )
-
-
-def choices_table() -> str:
-    """Return the sharding that the planner chooses on AMSP's cluster, where all else is as there."""
-    rows = []
-    for model in LLAMAS:
-        fixed = {
-            "tensor_model_parallel_size": 1,
-            "pipeline_model_parallel_size": 1,
-            "use_tp_pp_dp_mapping": False,
-        }
-        (best,) = search_best({**amsp_values(model), **fixed}, "a800-amsp", "exact", 1)
-        theirs, ours = (",".join(map(str, f)) for f in (AMSP_CHOICE[model], best.layout.shards.factors))
-        mfu = f"{whole_attention_mfu(best.layout, best.timing.seconds):.0%}"
-        rows.append([model, theirs, ours, mfu, f"{best.layout.memory.total / GIB:.1f}"])
-    return harness.table(["model", "AMSP's choice", "here, exact messages", "MFU", "GiB"], rows)
 
 
 def transcript(policy: str, chart: Path | None = None) -> tuple[str, list[str]]:
@@ -149,10 +92,7 @@ def main() -> None:
         "ZEROPP": quantised,
         "MODEL": MODEL,
         "FLAGS": shlex.join(flags),
-        "TABLE2": zeropp_table(),
         "TABLE4": memory_table(),
-        "AMSP": amsp_table(),
-        "CHOICES": choices_table(),
         "BLOOM": bloom_table(),
         "RATHER": _rather(rather),
         "MEMORY": harness.section(PAGE, "Memory against measurement"),

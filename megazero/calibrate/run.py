@@ -18,7 +18,7 @@ from megazero.calibrate.rates import find_host, measure_codecs, measure_device
 from megazero.calibrate.record import Measurements, Rows, cluster_text, draw, links, write_cluster
 from megazero.calibrate.timing import Clock
 from megazero.config import ConfigError, RunConfig, make_config
-from megazero.config.options.cluster import Cluster, parse_cluster
+from megazero.config.options.cluster import CALIBRATED, Cluster, parse_cluster
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import discover_ranks_per_node
 from megazero.mesh.objects import gather_objects
@@ -154,6 +154,7 @@ class Calibration:
         options = self.request.options
         return {
             "name": options.cluster_name,
+            "rates": CALIBRATED,
             "source": f"measured by megazero calibrate, {options.calibrate_rounds} rounds, torch {torch.__version__}",
             "nodes": self.world // self.per_node,
             "ranks_per_node": self.per_node,

@@ -60,8 +60,10 @@ def _layout(config: RunConfig, world: World) -> list[str]:
         data, pipeline = f"{d} data-parallel ({h} of them on one node)", f"{pp} pipeline"
         inner, outer = (pipeline, data) if config.parallel.use_tp_pp_dp_mapping else (data, pipeline)
         data = f"{inner} x {outer}, innermost first"
-    node = config.ranks_per_node(world)
+    node, cp = config.ranks_per_node(world), config.parallel.context_parallel_size
     lines = [f"{world.world_size} ranks, {node} per node: {apart}{tp} tensor-parallel x {data}"]
+    if cp > 1:
+        lines.append(f"{cp} data-parallel ranks share samples, with {config.own_length} tokens of each")
     if config.outer.outer_interval:
         lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))
     auto = config.zero.zero_preset == AUTO

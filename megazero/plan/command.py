@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megazero.config import World, make_config, run_command
 from megazero.files import write_text
-from megazero.plan import slow_links
+from megazero.plan import pays, slow_links
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.node_order import host_files, lines, place
 from megazero.plan.options import PlanRequest, help_text, read_request, with_stand_ins
-from megazero.plan.report import advice, details, draw, explain, headline, layout_flags, table, write_json
+from megazero.plan.report import (
+    advice,
+    details,
+    draw,
+    explain,
+    headline,
+    layout_flags,
+    source_of_rates,
+    table,
+    write_json,
+)
 from megazero.plan.search import CHOICES, OUTER, Found, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
@@ -29,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
 def _plan(request: PlanRequest) -> int:
     values, cluster, options = with_stand_ins(request.values), request.cluster, request.options
     cluster.device.peak(make_config({"micro_batch_size": 1, **values}).precision.params_dtype)
+    if options.pays:
+        return _pays(request, values)
     search = Search(values, cluster, request.loss_policy)
     compared: slow_links.Proposal | None = None
     if request.loss_policy == OUTER:
@@ -40,7 +54,7 @@ def _plan(request: PlanRequest) -> int:
         return 1
     first = best[0]
     print(headline(first.layout.config, cluster))
-    print("\n".join(table(best)))
+    print("\n".join([*table(best), source_of_rates(cluster)]))
     print(
         "\n".join(
             ["", "The first:", *details(first), "flags:", shlex.join(layout_flags(first.layout.config))]
@@ -61,6 +75,25 @@ def _plan(request: PlanRequest) -> int:
         print(f"{folder / 'plan.png'}: the chart")
     except ValueError as error:
         print(error)
+    return 0
+
+
+def _pays(request: PlanRequest, values: dict[str, Any]) -> int:
+    """Print whether quantised messages pay, at each rate, and write plan.json."""
+    cluster, options = request.cluster, request.options
+    rates = options.link_rates or (cluster.slow_link.gbits_per_s,)
+    found = []
+    for each in pays.compare(values, [cluster.with_slow_link(rate, 0.0) for rate in rates]):
+        if not any(row.name == pays.EXACT for row in each.rows):
+            print("\n".join(advice(values, cluster, Search(values, cluster, "exact"))), file=sys.stderr)
+            return 1
+        if not found:
+            print("\n".join([headline(each.rows[0].layout.config, cluster), source_of_rates(cluster)]))
+        print("\n".join(["", *pays.lines(each, options.price)]), flush=True)
+        found.append(pays.as_dict(each))
+    path = Path(options.plan_output) / "plan.json"
+    write_text(path, json.dumps({"version": 1, "cluster": cluster.name, "pays": found}, indent=1) + "\n")
+    print(f"\n{path}: all of it")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,10 +36,16 @@ class PlanConfig:
 
     nodes: int | None = option(None, "nodes to plan for (default: all of the cluster's)", low=1)
     plan_output: str = option("plan", "folder of plan.json and plan.png")
+    pays: bool = option(
+        False,
+        "print instead whether quantised messages pay: DDP, ZeRO-1, FSDP2, HSDP, the best exact and quantised "
+        "layouts and outer steps in one table, with the tokens that rounding costs",
+    )
+    price: float | None = option(None, "with --pays, dollars of one GPU for an hour", above=0)
     link_rates: tuple[float, ...] | None = option(
         None,
-        "with --loss-policy outer, rates in Gb/s of the slowest kind of link at which schemes are compared (default: "
-        "400,100,25,10,1,0.1)",
+        "rates in Gb/s of the slowest kind of link at which schemes are compared (default, with --pays: the "
+        "cluster's; with --loss-policy outer: 400,100,25,10,1,0.1)",
         above=0,
     )
     link_delays: tuple[float, ...] | None = option(
@@ -128,13 +134,25 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
             )
         values["ranks_per_node"] = cluster.ranks_per_node
     topology, hosts = _topology(options, cluster, errors)
-    searched = options.link_rates is not None or options.link_delays is not None
-    if searched and policy != OUTER:
-        errors.append(f"--link-rates and --link-delays have no effect without --loss-policy {OUTER}")
+    errors += _useless(options, policy, layout is not None)
     errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
     return PlanRequest(values, cluster, policy, options, explain, topology, hosts)
+
+
+def _useless(options: PlanConfig, policy: str, explains: bool) -> Iterator[str]:
+    """Yield what flags have no effect beside the others."""
+    if options.link_rates is not None and policy != OUTER and not options.pays:
+        yield f"--link-rates has no effect without --loss-policy {OUTER} or --pays"
+    if options.link_delays is not None and policy != OUTER:
+        yield f"--link-delays has no effect without --loss-policy {OUTER}"
+    if options.price is not None and not options.pays:
+        yield "--price has no effect without --pays"
+    if options.pays and policy != all_options()["loss_policy"].default:
+        yield "--pays tries every scheme: leave out --loss-policy"
+    if options.pays and (explains or options.topology is not None):
+        yield f"--pays prints one table: leave out {EXPLAIN} and --topology"
 
 
 def _topology(

@@ -10,7 +10,7 @@ from typing import Any
 from megazero.charts import new_figure, save, stacked_bars
 from megazero.config import RunConfig
 from megazero.config.model.spec import parameter_count, training_flops
-from megazero.config.options.cluster import Cluster
+from megazero.config.options.cluster import CALIBRATED, PUBLISHED, Cluster
 from megazero.config.options.fields import show, typed
 from megazero.config.run import all_options
 from megazero.files import write_text
@@ -70,20 +70,21 @@ def layout_flags(config: RunConfig) -> list[str]:
 def model_flops_utilisation(layout: Layout, seconds: float) -> float:
     """Return MFU: the model's operations, recompute left out, by what the devices could have done in the time."""
     config, cluster = layout.config, layout.base.cluster
-    batch = config.batch.samples_per_step(layout.base.d)
+    batch = config.batch.samples_per_step(layout.base.batch_ranks)
     flops = batch * training_flops(config.model, [config.model.seq_length], layout.base.tp)
     return flops / seconds / cluster.world_size / cluster.device.peak(config.precision.params_dtype)
 
 
 def tokens_per_second(layout: Layout, seconds: float) -> float:
     config = layout.config
-    return config.batch.samples_per_step(layout.base.d) * config.model.seq_length / seconds
+    return config.batch.samples_per_step(layout.base.batch_ranks) * config.model.seq_length / seconds
 
 
 def describe(layout: Layout) -> str:
     """Return a layout in a few words."""
     base, shards = layout.base, layout.shards
     words = [f"TP {base.tp}", f"PP {base.pp}", f"DP {base.d}"]
+    words += [f"CP {base.cp} of these"] * (base.cp > 1)
     if base.pp > 1:
         several = f" x {base.virtual}" if base.virtual > 1 else ""
         words.append(f"{base.schedule_name}{several}")
@@ -183,6 +184,18 @@ def headline(config: RunConfig, cluster: Cluster) -> str:
         f"{parameter_count(config.model) / 1e9:.3g} billion parameters, batch {config.batch.global_batch_size} of "
         f"{config.model.seq_length} tokens, {config.precision.params_dtype}, on {cluster.nodes} nodes of "
         f"{cluster.ranks_per_node}: {cluster.name}"
+    )
+
+
+def source_of_rates(cluster: Cluster) -> str:
+    """Return where a cluster's rates come from, in one line."""
+    if cluster.rates == CALIBRATED or cluster.layers:
+        return "rates: calibrated on these ranks"
+    if cluster.rates == PUBLISHED:
+        return "rates: as published runs reached them (docs/results/published.md); megazero calibrate measures yours"
+    return (
+        "rates: of data sheets, which published runs missed by 20% at the median (docs/results/published.md); "
+        "megazero calibrate measures yours"
     )
 
 

@@ -2,7 +2,8 @@
 
 The configuration's own rules decide legality: every base validates, and every layout's shards and wire resolve. Each
 has a lower bound of its step time. The one with the least bound is simulated next, until ten results lie below all
-remaining bounds.
+remaining bounds. Layouts whose ranks share samples, inside a node, are tried where memory is short without: where no
+other fits, or the fastest of them recomputes all.
 
 Never better and therefore not tried: schedule gpipe (the time of 1f1b with more memory), tensor parallelism without
 legal sequence parallelism (the same bytes with more memory), P copies that need not be resident.
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ PARALLEL = (
     "pipeline_model_parallel_size",
     "use_tp_pp_dp_mapping",
     "sequence_parallel",
+    "context_parallel_size",
 )
 STAGES = (
     "num_layers_per_virtual_pipeline_stage",
@@ -131,6 +133,7 @@ class Search:
         self.values, self.cluster, self.policy = dict(values), cluster, LOSS_POLICIES[loss_policy]
         self.world = World(cluster.world_size, cluster.ranks_per_node)
         self.collectives = Collectives(cluster)
+        self.contexts = [1]  # context-parallel sizes that are tried, where none is given
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
         self._partitions: dict[tuple[int, int, str], tuple[StageSpec, ...]] = {}
 
@@ -165,17 +168,21 @@ class Search:
 
     def _choices(self) -> Iterator[dict[str, Any]]:
         """Yield the options of every base that sizes allow."""
-        tensor, pipeline, mapping, sequence = PARALLEL
-        for tp in self._free(tensor, common_divisors(self.cluster.ranks_per_node)):
+        tensor, pipeline, mapping, sequence, context = PARALLEL
+        for tp, cp in product(
+            self._free(tensor, common_divisors(self.cluster.ranks_per_node)),
+            self._free(context, self.contexts),
+        ):
             for pp in self._free(pipeline, self._pipeline_sizes(tp)):
                 for order in self._free(
                     mapping, [False, True] if pp > 1 and tp * pp < self.cluster.world_size else [False]
                 ):
                     for stages in self._stages(pp):
                         for recompute in self._free("recompute_granularity", ["none", "selective", "full"]):
-                            for size in self._free("micro_batch_size", self._micro_batches(tp * pp)):
+                            for size in self._free("micro_batch_size", self._micro_batches(tp * pp * cp)):
                                 yield {
                                     tensor: tp,
+                                    context: cp,
                                     pipeline: pp,
                                     mapping: order,
                                     sequence: self.values.get(sequence, self._sequence_parallel(tp)),
@@ -207,7 +214,7 @@ class Search:
 
     def _micro_batches(self, ranks: int) -> list[int]:
         batch, d = self.values.get("global_batch_size"), self.cluster.world_size // ranks
-        if not batch or batch % d:
+        if not batch or not d or batch % d:
             return [1] if not batch else []
         return [size for size in common_divisors(batch // d) if size <= LARGEST_MICRO_BATCH]
 
@@ -291,6 +298,21 @@ class Search:
         """Return the fastest layouts that fit, the best first. There may be fewer than ``number``.
 
         bases: those to choose from, if not every legal one.
+        """
+        best = self._best(number, self.bases() if bases is None else bases)
+        recompute = "recompute_granularity" not in self.values
+        short = not best or recompute and best[0].layout.config.training.recompute_granularity == "full"
+        if bases is not None or not short or PARALLEL[-1] in self.values:
+            return best
+        self.share_samples()
+        return self._best(number, self.bases())
+
+    def share_samples(self) -> None:
+        """Try layouts in which ranks of a node share samples, beside those that have been tried."""
+        self.contexts = common_divisors(self.cluster.ranks_per_node)
+
+    def _best(self, number: int, bases: Iterable[BaseLayout]) -> list[Found]:
+        """Do as ``best`` says.
 
         Base layouts, shard choices, layouts and results wait in one queue, ordered by their lower bound. The first is
         expanded: a base into its shard choices, a choice into its layouts, a layout into a result. So nothing is
@@ -304,7 +326,7 @@ class Search:
         ) -> None:
             heappush(queue, (bound, tie, next(order), item, name))
 
-        for base in self.bases() if bases is None else bases:
+        for base in bases:
             put(base.least_seconds, 0.0, base)
         refined: set[int] = set()
         best: list[Found] = []
@@ -339,6 +361,7 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
         "use_tp_pp_dp_mapping": False,
     }
     search = Search({**most, **values}, cluster, "exact")
+    search.share_samples()
     best: Layout | None = None
     for base in search.bases():
         shard = search.given_shards(base) if search.shards_given else (base.d, base.d, base.d)

@@ -92,11 +92,11 @@ class Collectives:
         groups = (operation, ranks, nodes)
         if groups in self._table:
             return _interpolated(self._table[groups], sent)
-        by_links = self.by_links(ranks, nodes, sent)
+        by_links = self.by_links(operation, ranks, nodes, sent)
         near = self._nearest(groups)
         if near is None:
             return Cost(by_links, latency=self.steps(ranks, nodes))
-        wider = by_links / self.by_links(near[1], near[2], sent)
+        wider = by_links / self.by_links(operation, near[1], near[2], sent)
         return Cost(*(value * wider for value in _interpolated(self._table[near], sent)))
 
     def _nearest(self, groups: Groups) -> Groups | None:
@@ -105,10 +105,13 @@ class Collectives:
         like = [m for m in self._table if m[0] == operation and (m[2] > 1) == (nodes > 1)]
         return min(like, key=lambda m: (abs(m[1] - ranks), m[1]), default=None)
 
-    def by_links(self, ranks: int, nodes: int, sent: float) -> float:
+    def by_links(self, operation: str, ranks: int, nodes: int, sent: float) -> float:
         """Return the seconds from rates and latencies."""
         link = INTER if nodes > 1 else INTRA
-        return self.steps(ranks, nodes) + sent / self.rate(link)
+        rate = self.rate(link)
+        if operation == "exchange" and link == INTER:
+            rate *= self.cluster.inter_node.exchange_share
+        return self.steps(ranks, nodes) + sent / rate
 
     def steps(self, ranks: int, nodes: int) -> float:
         """Return the latency of a collective: a ring, or pairwise exchanges, take one step per other rank."""

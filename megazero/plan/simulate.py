@@ -9,11 +9,12 @@ other, latency included. Hops of both lanes share the link's rate, one at a time
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megazero.config.options.sections import OuterConfig
+from megazero.mesh.grid import INTRA
 from megazero.plan.communication import ends_hop
 from megazero.plan.layout import LOCAL, Chain, Layout
 from megazero.plan.memory import PENDING_REDUCTIONS, STREAMS
@@ -26,12 +27,15 @@ class Execution:
     """How a system runs a step. The defaults are this engine's.
 
     ahead: gathers run ahead of use. behind: reductions run behind the backward; else it waits for each.
-    early_refresh: all refreshes come before the first forward and are fully exposed.
+    early_refresh: all refreshes come before the first forward and are fully exposed. recomputed: the share of a
+    recompute that is done. tensor: the share of tensor-parallel messages that nothing hides.
     """
 
     ahead: bool = True
     behind: bool = True
     early_refresh: bool = False
+    recomputed: float = 1.0
+    tensor: float = 1.0
 
 
 ENGINE = Execution()
@@ -41,12 +45,15 @@ BILL: Mapping[str, str] = {
     "compute": "forward and backward",
     "recompute": "recompute",
     "tensor": "tensor-parallel messages",
+    "context": "context-parallel messages",
     "pipeline": "waits for other stages",
     "gather": "waits for weights",
     "reduce": "waits for gradients",
+    "contention": "computing beside messages",
     "update": "norm and update",
     "outer": "meetings of replicas",
 }
+SPENT = ("compute", "recompute", "tensor", "context")  # of them, what a module spends
 
 
 @dataclass
@@ -63,12 +70,17 @@ class _Lane:
 
     free: deque[float] = field(default_factory=lambda: deque([0.0] * STREAMS))
     over: dict[str, float] = field(default_factory=dict)
+    moving: Counter[str] = field(default_factory=Counter)  # seconds in which a message occupies a link
+    working: float = 0.0  # seconds of the rank's own work
 
     def run(self, chain: Chain, start: float, links: dict[str, float]) -> float:
         """Run a chain not before ``start`` and return when it ends."""
         at = max(start, self.free.popleft())
         for link, seconds, _, latency in chain:
-            if link != LOCAL:
+            if link == LOCAL:
+                self.working += seconds
+            else:
+                self.moving[link] += seconds - latency
                 at = max(at, links.get(link, 0.0), self.over.get(link, 0.0))
                 links[link], self.over[link] = at + seconds - latency, at + seconds
             at += seconds
@@ -121,16 +133,17 @@ class _Rank(RankStep):
         """Return what all modules of a part spend in an action."""
         if (part, kind) not in self.whole:
             each = [self.spent(module.kind, kind) for module in self.units.parts[part]]
-            compute, again, tensor = (sum(column) for column in zip(*each, strict=True))
-            self.whole[part, kind] = compute, again, tensor
+            compute, again, tensor, context = (sum(column) for column in zip(*each, strict=True))
+            self.whole[part, kind] = compute, again, tensor, context
         return self.whole[part, kind]
 
     def _spend(self, spent: Spent) -> None:
-        compute, again, tensor = spent
-        self.bill["compute"] += compute
-        self.bill["recompute"] += again
-        self.bill["tensor"] += tensor
-        self.now += compute + again + tensor
+        compute, again, tensor, context = spent
+        shown, crowded = self.execution.tensor, self.base.cluster.device.contention
+        paid = compute, again * self.execution.recomputed, tensor * (shown + (1 - shown) * crowded), context
+        for item, seconds in zip(SPENT, paid, strict=True):
+            self.bill[item] += seconds
+        self.now += sum(paid)
 
     def _take_turn(self) -> None:
         """Start what the engine starts at this use of a module, and wait for what the use needs."""
@@ -154,6 +167,28 @@ class _Rank(RankStep):
 
     def finish(self) -> None:
         self.wait_until(max(self.pending, default=0.0), "reduce")
+        self.wait_until(self.now + self._contended(), "contention")
+
+    def _contended(self) -> float:
+        """Return what the device loses to messages, and to work on them, beside which it computes.
+
+        A message costs the device what it would cost inside the node: bytes that a slow link lets through seldom
+        take its memory and its processors seldom.
+        """
+        lanes, cluster = (self.gathers, self.reductions), self.base.cluster
+        working = sum(lane.working for lane in lanes)
+        moving = sum(lanes[0].moving.values()) + sum(lanes[1].moving.values())
+        if not moving + working or cluster.on_host:  # processors are shared out elsewhere
+            return 0.0
+        collectives = self.base.collectives
+        costs = sum(
+            seconds * min(1.0, collectives.rate(link) / collectives.rate(INTRA))
+            for lane in lanes
+            for link, seconds in lane.moving.items()
+        )
+        waited = self.bill["gather"] + self.bill["reduce"]
+        hidden = max(0.0, 1 - waited / (moving + working))
+        return hidden * (working + cluster.device.contention * costs)
 
 
 def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:

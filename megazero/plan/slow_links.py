@@ -107,7 +107,7 @@ def answer(
     values: Mapping[str, Any], cluster: Cluster, rates: Sequence[float], delays: Sequence[float]
 ) -> Proposal:
     """Find what is fastest with outer steps, and compare the schemes. ``best`` is empty if nothing fits."""
-    rungs = _rungs(values)
+    ladder = rungs(values)
     points = [(rate, delay) for delay in delays for rate in sorted(rates, reverse=True)]
     places = {point: cluster.with_slow_link(*point) for point in points}
     ends = [cluster, places[points[0]], places[points[-1]]]
@@ -115,22 +115,22 @@ def answer(
     pools = dict(zip(POLICIES, _pools(plain, ends, POLICIES.values(), POOLED), strict=True))
     best: list[Found] = []
     # On the last rung residuals of what was rounded and buffers of what crosses take memory that the first has left.
-    for count, rung in product(replica_counts(values, cluster), dict.fromkeys((rungs[-1], rungs[0]))):
-        steps = {**_options(rung, values), "outer_replicas": count}
+    for count, rung in product(replica_counts(values, cluster), dict.fromkeys((ladder[-1], ladder[0]))):
+        steps = {**rung_options(rung, values), "outer_replicas": count}
         (pools[OUTER],) = _pools({**values, **steps}, ends, (OUTER,), BEST)
-        best = _on_ladder(pools[OUTER], cluster, rungs, values)[:BEST]
+        best = on_ladder(pools[OUTER], cluster, ladder, values)[:BEST]
         if best:
             break
     rows = []
     for (rate, delay), place in places.items():
         moved = {name: [_moved(one, place) for one in pools[name]] for name in POLICIES}
-        moved[OUTER] = _on_ladder(pools[OUTER], place, rungs, values)
+        moved[OUTER] = on_ladder(pools[OUTER], place, ladder, values)
         fastest = {name: min(pool, key=lambda one: one.key, default=None) for name, pool in moved.items()}
         rows.append(Compared(rate, delay, fastest))
     return Proposal(best, [row for row in rows if any(row.found.values())])
 
 
-def _rungs(values: Mapping[str, Any]) -> list[Steps]:
+def rungs(values: Mapping[str, Any]) -> list[Steps]:
     """Return the rungs with what is given instead of theirs, as far as fragments have room in an interval."""
     options = {field.name: values.get("outer_" + field.name) for field in fields(Steps)}
     given = {name: value for name, value in options.items() if value is not None}
@@ -139,13 +139,13 @@ def _rungs(values: Mapping[str, Any]) -> list[Steps]:
     # A fragment has whole modules: the embedding, a layer or the head, and no layers that are joined.
     modules = 1 if config.zero.zero_unit_layers > 1 else config.model.num_layers + 2
     bounded = (replace(rung, fragments=min(rung.fragments, modules)) for rung in LADDER)
-    rungs = [*dict.fromkeys(replace(rung, **given) for rung in bounded)]
-    first = rungs[0]
+    found = [*dict.fromkeys(replace(rung, **given) for rung in bounded)]
+    first = found[0]
     least = replace(first, interval=max(first.interval, first.fragments * (first.delay + 1)))
-    return [rung for rung in rungs if rung.has_room] or [least]
+    return [rung for rung in found if rung.has_room] or [least]
 
 
-def _options(steps: Steps, values: Mapping[str, Any]) -> dict[str, Any]:
+def rung_options(steps: Steps, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a rung."""
     mixing = values.get("outer_mixing")
     if mixing is None:
@@ -181,16 +181,16 @@ def _moved(found: Found, place: Cluster, **outer: Any) -> Found:
     return Found(layout, simulate(layout), found.formats)
 
 
-def _on_ladder(
-    found: Sequence[Found], place: Cluster, rungs: Sequence[Steps], values: Mapping[str, Any]
+def on_ladder(
+    found: Sequence[Found], place: Cluster, ladder: Sequence[Steps], values: Mapping[str, Any]
 ) -> list[Found]:
     """Return the layouts that fit, the fastest first, on the first rung on which that one meets cheaply.
 
     If it does on none, this is the last rung on which one fits.
     """
     stepped: list[Found] = []
-    for rung in rungs:
-        moved = (_moved(one, place, **_options(rung, values)) for one in found)
+    for rung in ladder:
+        moved = (_moved(one, place, **rung_options(rung, values)) for one in found)
         if fitting := [one for one in moved if one.layout.fits]:
             stepped = sorted(fitting, key=lambda one: one.key)
             if stepped[0].timing.bill["outer"] <= MEETINGS * stepped[0].timing.seconds:

@@ -19,6 +19,7 @@ from megazero.config.options.fields import convert, fault, option, section_optio
 CLUSTERS = Path(__file__).parent / "clusters"
 OPERATIONS = ("gather", "exchange", "sum", "message")  # all-gather, all-to-all, all-reduce, point to point
 MODULES = ("embedding", "layer", "head")
+DATA_SHEET, PUBLISHED, CALIBRATED = "data sheet", "published", "calibrated"  # where rates come from
 Section = TypeVar("Section")
 
 
@@ -26,8 +27,11 @@ Section = TypeVar("Section")
 class Device:
     """One accelerator, which one rank has for itself.
 
-    matmul_efficiency: the share of the peak that large matrix products reach. reserved_gib: what the driver and the
-    communication library take of the memory.
+    matmul_efficiency: the share of the peak that large matrix products reach in a long run. product_us: what each
+    product takes beside, whatever its size. attention_efficiency: the same share of attention's products with many
+    keys; with attention_half_keys of them it reaches half. memory_efficiency: the share of the memory's rate that
+    what is no product reaches, operation by operation. contention: the share of a message's time that computing
+    loses while it is on its way. reserved_gib: what the driver and the communication library take of the memory.
     """
 
     name: str = option(MISSING, "what it is called", required=True)
@@ -39,6 +43,15 @@ class Device:
     bf16_tflops: float | None = option(None, "peak rate of matrix products in bf16", above=0)
     fp16_tflops: float | None = option(None, "the same in fp16", above=0)
     fp32_tflops: float | None = option(None, "the same in fp32", above=0)
+    product_us: float = option(0.0, "time of a product beside its operations, in microseconds", low=0)
+    attention_efficiency: float | None = option(
+        None, "share of the peak that attention reaches (default: matmul_efficiency)", above=0, high=1
+    )
+    attention_half_keys: float = option(0.0, "keys of a query at which attention reaches half of that", low=0)
+    memory_efficiency: float = option(
+        1.0, "share of the memory's rate that operations reach", above=0, high=1
+    )
+    contention: float = option(0.0, "of messages' time, what computing beside them loses", low=0, high=1)
     reserved_gib: float = option(1.5, "memory that is not for tensors, in GiB", low=0)
     codec_gbytes_per_s: float | None = option(None, "bytes that codecs read and write, in GB/s", above=0)
     update_gbytes_per_s: float | None = option(
@@ -74,8 +87,8 @@ class IntraNode:
 class InterNode:
     """The link of a node to the others: all its adapters together.
 
-    efficiency: the share of the line rate that collectives reach. It is the one constant that a cluster file
-    calibrates where no collective was measured.
+    efficiency: the share of the line rate that collectives reach, where none was measured. exchange_share: the share
+    of that which all-to-alls reach, where many pairs of ranks meet on one adapter.
     """
 
     gbits_per_s: float = option(MISSING, "rate of a node, in Gb/s", above=0, required=True)
@@ -84,6 +97,7 @@ class InterNode:
     )
     latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
     efficiency: float = option(0.8, "share of the line rate that collectives reach", above=0, high=1)
+    exchange_share: float = option(1.0, "share of that which all-to-alls reach", above=0, high=1)
 
 
 @dataclass(frozen=True)
@@ -187,6 +201,7 @@ class Cluster:
     codecs: tuple[MeasuredCodec, ...] = ()
     cores: Cores | None = None
     inter_site: InterSite | None = None
+    rates: str = DATA_SHEET
 
     def __post_init__(self) -> None:
         """Raise ConfigError if nodes do not divide into the sites."""
@@ -244,6 +259,9 @@ class _Top:
     nodes: int = option(MISSING, "how many nodes", low=1, required=True)
     ranks_per_node: int = option(MISSING, "how many ranks a node has", low=1, required=True)
     source: str = option("", "where its figures come from")
+    rates: str = option(
+        DATA_SHEET, "where the device's rates come from", choices=(DATA_SHEET, PUBLISHED, CALIBRATED)
+    )
 
 
 _PARTS: Mapping[str, type] = {"device": Device, "intra_node": IntraNode, "inter_node": InterNode}
@@ -332,7 +350,7 @@ def parse_cluster(text: str, where: str) -> Cluster:
     if errors:
         raise ConfigError(errors)
     pieces: dict[str, Any] = {**parts, **tables}
-    return Cluster(top.name, top.nodes, top.ranks_per_node, **pieces)
+    return Cluster(top.name, top.nodes, top.ranks_per_node, **pieces, rates=top.rates)
 
 
 def _rows(cls: type, rows: Any, where: str, errors: list[str]) -> Iterator[Any]:

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +342,8 @@ def _complete_batch(
             values["global_batch_size"] = kept
             notes.append(f"--elastic: the global batch is {kept}, as in the checkpoint")
     micro, batch = values.get("micro_batch_size"), values.get("global_batch_size")
-    ranks = values.get("tensor_model_parallel_size", 1) * values.get("pipeline_model_parallel_size", 1)
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    ranks = prod(values.get(name, 1) for name in sizes)
     if world is None or not micro or micro < 1 or ranks < 1 or world.world_size % ranks:
         return []
     d = world.world_size // ranks

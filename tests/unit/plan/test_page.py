@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.planning.memory import draw, predict, words_of
-from benchmarks.planning.page import amsp_table, bloom_table, memory_table, zeropp_table
-from benchmarks.planning.papers import amsp_rows, bloom_layout, table_4, zeropp_rows
+from benchmarks.planning.page import bloom_table, memory_table
+from benchmarks.planning.papers import bloom_layout, table_4
 from megazero.config.options.cluster import parse_cluster
 from tests import ROOT
 
@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "guide" / "planning.md"
 
 def test_tables_are_current() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for table in (zeropp_table(), memory_table(), amsp_table(), bloom_table()):
+    for table in (memory_table(), bloom_table()):
         assert table in page, "run python -m benchmarks.planning.page"
 
 
@@ -34,12 +34,7 @@ def test_predictions_beside_measured_memory_are_current() -> None:
         )
 
 
-def test_speedups_and_ranking() -> None:
-    eight = [abs(row.residual) for row in zeropp_rows(8)]
-    assert sorted(eight)[6] < 0.15, "seven of eight rows within the aim"
-    for model in ("LLaMA-7B", "LLaMA-13B", "LLaMA-30B"):
-        first, *others = (row.as_run for row in amsp_rows(model))
-        assert first > max(others) * 0.99
+def test_the_published_layout_fits() -> None:
     assert bloom_layout().fits
 
 

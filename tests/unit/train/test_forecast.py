@@ -48,7 +48,8 @@ def test_auto_is_not_slower_than_any_preset_that_fits(policy: str, gib: float) -
     ]
     fitting = [other for other in others if other.fits]
     assert best.fits and fitting and (gib > 1 or len(fitting) < len(others))
-    assert all(simulate(best).seconds <= simulate(other).seconds * (1 + 1e-9) for other in fitting)
+    # Times that agree to four digits are ordered by memory.
+    assert all(simulate(best).seconds <= simulate(other).seconds * 1.001 for other in fitting)
     assert "zero_shard" in repr(best.config.zero) and "--zero-shard" in notes[0]
     assert (best.wire.gradients_inter is None) == (policy == "exact")
 
