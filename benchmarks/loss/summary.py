@@ -110,16 +110,14 @@ def ours(ladder: LadderReport) -> str:
         if (gap := found.get("qgz")) and math.isfinite(gap.upper):
             tokens = "1 token" if rung.share == 1 else f"{rung.share:g} tokens"
             parts.append(f"{rung.size} parameters at {tokens} each {gap.lower:+.2f} to {gap.upper:+.2f}%")
-    return (
-        "## What our runs show, and cannot show\n\n"
-        + filled(f"""
+    return "## What our runs show, and cannot show\n\n" + filled(f"""
         zeropp with plain INT4 gradients (`--zero-gradient-transform none`) at {size_name(parameters(LOSS_PAGE))}
         parameters is [below](#the-study). Over sizes ([loss_at_size.md](loss_at_size.md)), plain INT4 gradients
-        across nodes against exact ones, 95% bounds: {"; ".join(parts) or "no run yet"}. These runs could not see the
-        published gap. INT4 loses more of a gradient whose columns differ in size, as a trained model's do. Here
-        models are small, from scratch, with a vocabulary of 1,024, and their gradients have no such columns yet: they
-        lose {_errors(ladder, "qgz")} by rounding, and {_errors(ladder, "int4-hadamard")} with a transform.""")
-    )
+        across nodes against exact ones, 95% bounds: {"; ".join(parts) or "no run yet"}. Such runs cannot show the
+        published gap if it comes from columns of different size, where plain INT4 loses more than with a transform:
+        models are small, from scratch, with a vocabulary of 1,024, and lose {_errors(ladder, "qgz")} of their
+        gradients by rounding, and {_errors(ladder, "int4-hadamard")} with a transform. Nor did a vocabulary of 16,384
+        or 49,152 show it in some hundred steps ([from scratch]({PAGE.name}#from-scratch)).""")
 
 
 def _errors(ladder: LadderReport, name: str) -> str:
