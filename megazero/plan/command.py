@@ -82,7 +82,7 @@ def _pays(request: PlanRequest, values: dict[str, Any]) -> int:
     """Print whether quantised messages pay, at each rate, and write plan.json."""
     cluster, options = request.cluster, request.options
     rates = options.link_rates or (cluster.slow_link.gbits_per_s,)
-    found = []
+    found: list[dict[str, Any]] = []
     for each in pays.compare(values, [cluster.with_slow_link(rate, 0.0) for rate in rates]):
         if not any(row.name == pays.EXACT for row in each.rows):
             print("\n".join(advice(values, cluster, Search(values, cluster, "exact"))), file=sys.stderr)

@@ -189,8 +189,8 @@ def lines(found: Schemes, price: float | None) -> Iterator[str]:
         yield f"{name:32} does not fit: {least:.1f} GiB at least"
     yield f"{EXACT}: {describe(exact.layout)}"
     for name in (QUANTISED, OUTER):
-        if (row := found.row(name)) is not None:
-            yield f"{name}: {describe(row.layout)}; {row.found.formats}"
+        if (other := found.row(name)) is not None:
+            yield f"{name}: {describe(other.layout)}; {other.found.formats}"
     if price:
         yield f"All GPUs cost {_day(found.cluster, price):,.0f} $ a day; a worth of 1.10 is a tenth of it."
     yield sentence(found)
