@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megazero.config.errors import ConfigError
-from megazero.config.layout import outer_rules, pipeline_rules, wire_rules
+from megazero.config.layout import context_rules, outer_rules, pipeline_rules, wire_rules
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
@@ -44,7 +44,7 @@ def _ramp(config: RunConfig) -> Iterator[str]:
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
-    """Report sequence lengths that cannot grow this way, or that tensor-parallel ranks cannot share."""
+    """Report sequence lengths that cannot grow this way, or that ranks cannot share."""
     batch, full = config.batch, config.model.seq_length
     ramp, steps = batch.rampup_seq_length, batch.seq_length_steps
     if batch.lr_by_tokens and config.training.train_samples is None:
@@ -53,12 +53,16 @@ def _lengths(config: RunConfig) -> Iterator[str]:
         return
     if fault := growth_fault(ramp, steps):
         yield fault
-    elif config.parallel.sequence_parallel:
-        tp = config.parallel.tensor_model_parallel_size
-        lengths = (ramp[2], min(ramp[1], full)) if ramp else steps[::2]  # type: ignore[index]
-        odd = next((each for each in lengths if each % tp), None)
-        if odd is not None:
-            yield f"{odd} tokens of a sample do not divide by tensor-parallel size {tp}, as --sequence-parallel needs"
+        return
+    parts = config.parallel.sequence_parts
+    lengths = (ramp[2], min(ramp[1], full)) if ramp else steps[::2]  # type: ignore[index]
+    odd = next((each for each in lengths if each % parts), None)
+    if odd is not None:
+        yield (
+            f"{odd} tokens of a sample do not divide by the {parts} ranks that share a sequence "
+            "(--context-parallel-size, and tensor-parallel ranks with --sequence-parallel); nearest: "
+            f"{multiples_around(odd, parts)}"
+        )
 
 
 def _length(config: RunConfig) -> Iterator[str]:
@@ -323,6 +327,9 @@ RULES: tuple[Rule, ...] = (
     lambda c: model_rules.tensor_parallel(
         c.model, c.parallel.tensor_model_parallel_size, c.parallel.sequence_parallel
     ),
+    context_rules.mechanism,
+    context_rules.order,
+    context_rules.shares,
     pipeline_rules.virtual,
     pipeline_rules.schedule,
     pipeline_rules.layers_per_stage,
@@ -358,13 +365,13 @@ RULES: tuple[Rule, ...] = (
 
 def conditions(config: RunConfig) -> Iterator[Condition]:
     """Yield what every option that depends on others needs to have an effect."""
-    # The planner may quantise what is not asked for.
-    planned = config.zero.zero_preset == AUTO and config.planning.loss_policy != "exact"
+    planned = wire_rules.may_quantise(config.zero.zero_preset, config.planning.loss_policy)
     yield from model_rules.conditions(config.model)
     yield from optimizer_conditions(config.optimizer.optimizer)
     yield from _conditions_of_training(config)
     yield from _conditions_of_files(config)
     yield from pipeline_rules.pipeline_conditions(config.parallel)
+    yield from context_rules.context_conditions(config.parallel)
     yield from wire_rules.message_conditions(config.zero, planned)
     yield from outer_rules.outer_conditions(config.outer)
 

@@ -157,10 +157,9 @@ class RunConfig:
         return ranks
 
     def data_parallel_size(self, world: World) -> int:
-        """Return the number of ranks that share a global batch: those of one data-parallel group of each replica."""
-        return world.world_size // (
-            self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
-        )
+        """Return the number of shares of a global batch, as Megatron counts: the data-parallel ranks of all outer
+        replicas, of which context-parallel ranks have one share together."""
+        return world.world_size // (self.parallel.model_ranks * self.parallel.context_parallel_size)
 
     def outer_replicas(self, world: World) -> int:
         """Return the number of outer replicas; without outer steps there is one."""
@@ -178,7 +177,7 @@ class RunConfig:
 
     def shard_ranks(self, world: World) -> int:
         """Return d, the number of ranks in one data-parallel group, over which states are sharded."""
-        return self.data_parallel_size(self.replica_world(world))
+        return self.replica_world(world).world_size // self.parallel.model_ranks
 
     def data_ranks_per_node(self, world: World) -> int:
         """Return h, the number of ranks of one data-parallel group that share a node.
@@ -192,6 +191,11 @@ class RunConfig:
             self.parallel.pipeline_model_parallel_size,
             dp_outermost=self.parallel.use_tp_pp_dp_mapping,
         )
+
+    @property
+    def own_length(self) -> int:
+        """Return how many tokens of a sample a rank has; under sequence parallelism its tensor-parallel group."""
+        return self.model.seq_length // self.parallel.context_parallel_size
 
     @property
     def virtual_stages(self) -> int:

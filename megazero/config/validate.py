@@ -14,6 +14,7 @@ from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.rules import RULES, conditions
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
+from megazero.mesh.grid import context_problem
 
 
 def find_errors(
@@ -79,7 +80,12 @@ DERIVED_FROM = {
 }
 # The options that decide the arrangement of ranks.
 LAYOUT = {
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"),
+    *(
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "ranks_per_node",
+    ),
     *("outer_interval", "outer_replicas"),
 }
 
@@ -124,16 +130,15 @@ def _shard_chain(zero: ZeroConfig, shard: tuple[int, ...]) -> Iterator[str]:
 
 def uneven_ranks(config: RunConfig, world: World) -> list[str]:
     """Return the error line of ranks that do not divide by the parallel sizes, or whose groups straddle nodes."""
-    known = config.knows_nodes(world)
+    if not config.knows_nodes(world):
+        config = replace(config, outer=OuterConfig())  # replicas are groups of nodes
+        world = World(world.world_size, world.world_size)
     try:
-        if known:
-            config.data_ranks_per_node(world)
-        else:
-            apart = replace(config, outer=OuterConfig())  # replicas are groups of nodes
-            apart.data_ranks_per_node(World(world.world_size, world.world_size))
+        d, h = config.shard_ranks(world), config.data_ranks_per_node(world)
     except ValueError as error:
         return [str(error)]
-    return []
+    problem = context_problem(config.parallel.context_parallel_size, d, h)
+    return [problem] if problem else []
 
 
 def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:

@@ -14,13 +14,13 @@ from typing import Self
 
 from megazero.comm.timing import Label, no_label
 
-# Waits for communication, by hop: refresh across nodes, gather inside a node, ...; updates of whole matrices; of the
-# pipeline with the bubble; of the exchange of scalars for the slowest rank. Tensor parallelism never leaves a node,
-# outer steps always do.
+# Waits for communication, by hop: refresh across nodes, gather inside a node, ...; updates of whole matrices; swaps
+# of context parallelism; of the pipeline with the bubble; of the exchange of scalars for the slowest rank. Tensor
+# parallelism never leaves a node, outer steps always do.
 EXPOSED = (
     *(
         f"exposed_{kind}_{link}"
-        for kind in ("refresh", "gather", "reduce", "update", "pipeline", "scalar")
+        for kind in ("refresh", "gather", "reduce", "update", "cp", "pipeline", "scalar")
         for link in ("intra", "inter")
     ),
     "exposed_tp_intra",

@@ -7,6 +7,8 @@ data-parallel ranks are cut at every shard factor and at the node boundary, so a
 replica) and one link class (inside a node or across). Cuts between 1 and d, in ascending order, name the sub-axes
 from the innermost out. If the run has outer replicas, each is such a grid on ranks of its own, and outside of all
 these the axis 'outer' joins ranks of equal places.
+
+Context parallelism is no axis of the grid but a view: neighbours among the data-parallel ranks share their samples.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ INTER = "inter_node"
 class AxisSpec:
     """One mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
 
-    ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), or the shard level that the sub-axis belongs to: 'p',
-    'g', 'os', 'replica'.
+    ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), 'cp' (``Grid.cp_axis``), or the shard level that the
+    sub-axis belongs to: 'p', 'g', 'os', 'replica'.
     ``link`` is INTRA if every group of the axis lies inside one node, and otherwise INTER.
     """
 
@@ -49,7 +51,7 @@ class Grid:
     """The whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first.
 
     With ``dp_outermost``, the data-parallel axes lie outside of pp, not inside. ``outer`` is the number of outer
-    replicas, each of which has ``dp`` data-parallel ranks.
+    replicas, each of which has ``dp`` data-parallel ranks. ``cp`` is how many of these, in a row, share samples.
     """
 
     world_size: int
@@ -60,6 +62,7 @@ class Grid:
     axes: tuple[AxisSpec, ...]
     dp_outermost: bool = False
     outer: int = 1
+    cp: int = 1
 
     @property
     def dp(self) -> int:
@@ -79,6 +82,22 @@ class Grid:
 
     def dp_index(self, rank: int) -> int:
         return rank // self.dp_stride % self.dp
+
+    @property
+    def batch_ranks(self) -> int:
+        """Return how many shares a global batch has: one for each context-parallel group of all outer replicas."""
+        return self.outer * self.dp // self.cp
+
+    @property
+    def cp_axis(self) -> AxisSpec:
+        """Return the ranks that share samples, each of which has its own part of every sequence. They lie in the
+        data-parallel axes, from the innermost on."""
+        return AxisSpec("cp", "cp", self.cp, self.dp_stride, INTRA if self.cp == self.cp_near else INTER)
+
+    @property
+    def cp_near(self) -> int:
+        """Return how many of these ranks share a node."""
+        return min(self.cp, max(1, self.ranks_per_node // self.dp_stride))
 
     @property
     def replica_size(self) -> int:
@@ -188,6 +207,20 @@ def shard_problem(shards: tuple[int, int, int], d: int, h: int) -> str:
     )
 
 
+def context_problem(cp: int, d: int, h: int) -> str:
+    """Say what is illegal about ``cp`` of d data-parallel ranks, h to a node, that share samples, with the nearest
+    legal choice. Returns '' if nothing is illegal.
+
+    cp must divide d, so that groups are equal, and divide h or be a multiple of it, so that none straddles a node.
+    """
+    legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
+    if cp in legal:
+        return ""
+    why = f"{h} of them per node" if d % cp == 0 else "which it does not divide"
+    near = min(legal, key=lambda k: (abs(log(k / cp)), k))
+    return f"--context-parallel-size {cp} over {d} data-parallel ranks, {why}; nearest: {near}"
+
+
 def _shard_faults(shards: tuple[int, int, int], d: int, h: int) -> list[str]:
     if min(shards) < 1:
         return ["factors are at least 1"]
@@ -241,22 +274,24 @@ def make_grid(
     shards: tuple[int, int, int] = (1, 1, 1),
     dp_outermost: bool = False,
     outer: int = 1,
+    cp: int = 1,
 ) -> Grid:
     """Cut the world into named axes.
 
     ``shards`` is (P, G, OS), which is how many data-parallel ranks share one copy of parameters, gradients,
     optimizer states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by
     role and link, e.g. 'os_inter', and at most one of each exists. ``outer`` is the number of outer replicas, which
-    are groups of whole nodes. Raises ValueError for sizes that do not divide and for factors that are illegal.
+    are groups of whole nodes. ``cp`` data-parallel ranks in a row share samples. Raises ValueError for sizes that do
+    not divide and for factors that are illegal.
     """
     if outer > 1:
         inside = replica_size(world_size, ranks_per_node, outer)
-        one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost)
+        one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost, cp=cp)
         axis = AxisSpec("outer", "outer", outer, inside, INTER)
         return replace(one, world_size=world_size, axes=(axis, *one.axes), outer=outer)
     h = data_ranks_per_node(world_size, ranks_per_node, tp, pp, dp_outermost)
     d = world_size // (tp * pp)
-    if problem := shard_problem(shards, d, h):
+    if problem := shard_problem(shards, d, h) or context_problem(cp, d, h):
         raise ValueError(problem)
     cuts = data_cuts(d, h, shards)
     p, g, o = shards
@@ -272,7 +307,7 @@ def make_grid(
     tensor = AxisSpec("tp", "tp", tp, 1, INTRA)
     axes = [*data[::-1], pipeline, tensor] if dp_outermost else [pipeline, *data[::-1], tensor]
     assert prod(a.size for a in axes) == world_size
-    return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(axes), dp_outermost)
+    return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(axes), dp_outermost, cp=cp)
 
 
 def nearest_divisor(n: int, wanted: int) -> int:

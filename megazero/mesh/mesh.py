@@ -93,6 +93,11 @@ class Mesh:
         return self.axes["pp"]
 
     @property
+    def cp(self) -> Axis:
+        """Return the axis of the ranks that share this rank's samples (``Grid.cp_axis``)."""
+        return self.axes["cp"]
+
+    @property
     def data_axes(self) -> tuple[Axis, ...]:
         """Return the data-parallel sub-axes, innermost first. Each has more than one rank."""
         return tuple(self.axes[a.name] for a in self.grid.data_axes)
@@ -117,12 +122,21 @@ class Mesh:
 
     @property
     def batch_ranks(self) -> int:
-        """Return how many ranks share a global batch: the data-parallel ranks of all outer replicas."""
-        return self.grid.outer * self.dp_size
+        """Return how many shares a global batch has (``Grid.batch_ranks``)."""
+        return self.grid.batch_ranks
 
     @property
     def batch_rank(self) -> int:
-        return self.replica * self.dp_size + self.dp_rank
+        return self.replica * self.replica_batch_ranks + self.replica_batch_rank
+
+    @property
+    def replica_batch_ranks(self) -> int:
+        """Return how many of these shares the outer replicas have each."""
+        return self.dp_size // self.grid.cp
+
+    @property
+    def replica_batch_rank(self) -> int:
+        return self.dp_rank // self.grid.cp
 
     def gather_rows(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows [world, k] of all ranks by rank, with the dtype of ``row``, for ordered sums of scalars.
@@ -181,6 +195,7 @@ def create_mesh(
     dp_outermost: bool = False,
     ends: bool = False,
     outer: int = 1,
+    cp: int = 1,
     ranks_per_node: int | None = None,
     device: torch.device | str = "cpu",
     timeout: timedelta | None = None,
@@ -190,16 +205,17 @@ def create_mesh(
     ``shards`` is (P, G, OS). With ``dp_outermost``, ranks lie in the order dp, pp, tp instead of pp, dp, tp
     (outermost first). With ``ends``, the first and the last stage of each pipeline are joined by an axis of their
     own (``Mesh.ends``). ``outer`` is the number of outer replicas, groups of whole nodes, of which each has its own
-    data-parallel ranks (``zero.Policy.outer``). ``ranks_per_node`` is the whole world by default, i.e. one node. The
+    data-parallel ranks (``zero.Policy.outer``). ``cp`` data-parallel ranks in a row share samples, and have an axis
+    of their own over these (``Mesh.cp``). ``ranks_per_node`` is the whole world by default, i.e. one node. The
     communicators of ``device`` are made here, too. This is collective: every rank calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    grid = make_grid(world_size, ranks_per_node or world_size, tp, pp, shards, dp_outermost, outer)
+    grid = make_grid(world_size, ranks_per_node or world_size, tp, pp, shards, dp_outermost, outer, cp)
     device = torch.device(device)
     if world_size > 1:
         _level_group_counts(rank, timeout)
-    axes = {spec.name: _make_axis(spec, rank, timeout) for spec in grid.axes}
+    axes = {spec.name: _make_axis(spec, rank, timeout) for spec in (*grid.axes, grid.cp_axis)}
     joined = _join_ends(grid, rank, timeout) if ends and pp > 1 else None
     mesh = Mesh(grid, rank, device, axes, joined, tuple(_make_axis(s, rank, timeout) for s in grid.row_axes))
     _connect((*axes.values(), *([joined] if joined else [])), device)
@@ -332,7 +348,7 @@ def _make_axis(spec: AxisSpec, rank: int, timeout: timedelta | None) -> Axis:
         gather = dist.group.WORLD
     else:
         gather = _new_group(ranks, timeout)
-    reduce = gather if spec.role in ("tp", "rows") else _new_group(ranks, timeout)
+    reduce = gather if spec.role in ("tp", "cp", "rows") else _new_group(ranks, timeout)
     return Axis(spec, spec.index(rank), ranks, gather, reduce)
 
 

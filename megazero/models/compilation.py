@@ -3,8 +3,9 @@
 The hooks gather parameters before a layer is called and release them after, in eager Python; what is compiled is a
 function of tensors, so one graph for training and one for evaluation serve all layers of a kind. Tables, masks and
 dropout keys are made before the layers. Tensor-parallel linears and those of a split backward are cut out
-(``tp/linear.py``): their collectives overlap, are counted and are put off as without compiling. Where neither is
-there, a graph is whole, and what would break it is an error.
+(``tp/linear.py``), and so are swaps of context parallelism (``cp/exchange.py``): their collectives overlap, are
+counted and are put off as without compiling. Where none is there, a graph is whole, and what would break it is an
+error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def compile_layers(decoder: Decoder, backend: str, cache: str | None = None) -> 
         if cache is not None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute())
     allow_graphs(len(set(layer_kinds(decoder.config))))
-    whole = decoder.tp.size == 1 and decoder.tp.deferred is None
+    whole = decoder.tp.size == decoder.cp.size == 1 and decoder.tp.deferred is None
     compiled = torch.compile(DecoderLayer._layer, backend=backend, fullgraph=whole, dynamic=False)
     for layer in decoder.layers.values():
         assert isinstance(layer, DecoderLayer)

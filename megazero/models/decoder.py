@@ -22,6 +22,7 @@ from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import padded_spec
 from megazero.config.options.sections import RECOMPUTE
+from megazero.cp import ContextParallel
 from megazero.families.layer_kinds import layer_kind
 from megazero.models.dropout import NO_DROPOUT, dropout_of_layers, key_words, keyed_dropout, sharded_key
 from megazero.models.initialization import init_tensor
@@ -47,9 +48,9 @@ _EMBEDDING_WEIGHT = "embedding.tokens.weight"
 class Embedding(nn.Module):
     """Token embedding, with learned positions and a norm where the configuration has them."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, cp: ContextParallel, **factory: Any) -> None:
         super().__init__()
-        self.config, self.tp = config, tp
+        self.config, self.tp, self.cp = config, tp, cp
         shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.tokens = VocabParallelEmbedding(shard, config.hidden_size, tp, **factory)
         self.positions = (
@@ -62,8 +63,10 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: Tensor, dropout_key: int | None = None, documents: Documents | None = None
     ) -> Tensor:
-        """Embed tokens, int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
-        length = tokens.shape[1]
+        """Embed tokens, int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel. All tokens are
+        a context-parallel rank's own.
+        """
+        length = tokens.shape[1] * self.cp.size
         x = _scaled(self.tokens(tokens.t()), self.config.embedding_multiplier)
         if self.config.scale_embeddings:
             x = x * _rounded(math.sqrt(self.config.hidden_size), x.dtype)
@@ -73,16 +76,16 @@ class Embedding(nn.Module):
                     f"sequence length {length} exceeds the {self.positions.shape[0]} learned positions; "
                     "shorten the sequence or raise max_position_embeddings"
                 )
-            own = sequence_slice(length, self.tp)
+            own = sequence_slice(tokens.shape[1], self.tp)
             if documents is None or documents.position_ids is None:
-                x = x + self.positions[own].unsqueeze(1)
+                x = x + self.positions[self.cp.own(length)][own].unsqueeze(1)
             else:
                 x = x + F.embedding(documents.position_ids.t()[own], self.positions)
         if self.norm is not None:
             x = self.norm(x)
         if dropout_key is None or not self.training:
             return x
-        key = sharded_key((dropout_key, _EMBEDDING, 0), self.tp, sharded=self.tp.sharded_sequence)
+        key = sharded_key((dropout_key, _EMBEDDING, 0), self.tp, self.cp, sharded=self.tp.sharded_sequence)
         return keyed_dropout(x, self.config.hidden_dropout, key_words([key], x.device)[0])
 
 
@@ -155,6 +158,7 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         tp: TensorParallel | None = None,
+        cp: ContextParallel | None = None,
         *,
         recompute: str = "none",
         attention_backend: str = "auto",
@@ -177,17 +181,22 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.tp = tp = tp if tp is not None else TensorParallel()
-        check_model(config, tp.size)
+        self.cp = cp = cp if cp is not None else ContextParallel()
+        check_model(config, tp.size, cp.size)
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
         self.stages = tuple(stages or partition(config.num_layers, 1))
         factory = {"device": device, "dtype": dtype}
-        self.positions = Positions(config, tp, attention_backend)
+        self.positions = Positions(config, tp, attention_backend, cp)
         first, last = any(s.embedding for s in self.stages), any(s.head for s in self.stages)
-        self.embedding = Embedding(config, tp, **factory) if first else None
+        self.embedding = Embedding(config, tp, cp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.
         self.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(config, tp, recompute, **factory) for s in self.stages for i in s.layers}
+            {
+                str(i): DecoderLayer(config, tp, cp, recompute, **factory)
+                for s in self.stages
+                for i in s.layers
+            }
         )
         tied = None
         if self.embedding is not None and not config.untie_embeddings_and_output_weights:
@@ -206,7 +215,7 @@ class Decoder(nn.Module):
         loss_weights: Tensor | None = None,
         loss_scale: float = 1.0,
     ) -> Tensor:
-        """Run a decoder that is whole. ``tokens`` and ``labels`` are int [b, s].
+        """Run a decoder that is whole. ``tokens`` and ``labels`` are int [b, s], a context-parallel rank's own.
 
         labels: labels[:, i] is the token after tokens[:, i] (nothing is shifted here).
         dropout_key: names the micro-batch, differently on each data-parallel rank. Training with dropout needs it.
@@ -257,11 +266,11 @@ class Decoder(nn.Module):
         and so are the keys of their dropout.
         """
         kinds = {index: layer_kind(self.config, index) for index in indices}
-        length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1)
+        length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1) * self.cp.size
         tables = self.positions.tables(kinds.values(), length, x, documents)
         dropout = {}
         if self.training and dropout_key is not None:
-            dropout = dropout_of_layers(self.config, self.tp, dropout_key, kinds, x.device)
+            dropout = dropout_of_layers(self.config, self.tp, self.cp, dropout_key, kinds, x.device)
         for index, kind in kinds.items():
             x = self.layers[str(index)](x, tables[kind], dropout.get(index, NO_DROPOUT))
         return x
@@ -336,6 +345,13 @@ class Decoder(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Return the norms and biases, which get no weight decay."""
         return {name for name, parameter in self.named_parameters() if parameter.ndim == 1}
+
+    def padded(self) -> dict[str, int]:
+        """Map the parameters whose rows are words to how many of their elements are not padding."""
+        config, tp = self.config, self.tp
+        shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
+        words = {n: p for n, p in self.named_parameters() if self.specs[n].vocabulary}
+        return {name: shard.valid * (p.numel() // shard.rows) for name, p in words.items()}
 
     def matrices(self) -> dict[str, int | None]:
         """Map the matrices of the layers to the dimension that tensor-parallel ranks cut."""

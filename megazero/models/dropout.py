@@ -1,6 +1,7 @@
 """Dropout whose masks are functions of a key, not of a generator's history.
 
-The key names the micro-batch, the layer and the site (and the tensor-parallel rank where the activation is sharded).
+The key names the micro-batch, the layer and the site (and the tensor- and context-parallel rank where the activation
+is a part).
 So a recompute draws the same mask, ranks that hold the same activation draw the same mask, no other random stream
 moves, and torch.compile sees arithmetic only. An element is dropped if the hash of its place in the stream of the key
 (kernels/noise.py) is below the probability, to 2 ** -32.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.model.section import ModelConfig
+from megazero.cp import ContextParallel
 from megazero.kernels.noise import hash_words, stream_keys
 from megazero.tp import TensorParallel
 
@@ -41,26 +43,32 @@ NO_DROPOUT = LayerDropout()
 
 
 def dropout_of_layers(
-    config: ModelConfig, tp: TensorParallel, key: int, layers: Iterable[int], device: torch.device
+    config: ModelConfig,
+    tp: TensorParallel,
+    cp: ContextParallel,
+    key: int,
+    layers: Iterable[int],
+    device: torch.device,
 ) -> dict[int, LayerDropout]:
     """Return the dropout of the layers of these numbers, for the micro-batch that ``key`` names."""
     numbers, attention, outputs = list(layers), config.attention_dropout > 0, None
     if config.hidden_dropout > 0:
         sites = [(key, n, site) for n in numbers for site in (_ATTENTION_OUTPUT, _MLP_OUTPUT)]
-        words = key_words([sharded_key(k, tp, sharded=tp.sharded_sequence) for k in sites], device)
+        words = key_words([sharded_key(k, tp, cp, sharded=tp.sharded_sequence) for k in sites], device)
         outputs = words.view(len(numbers), 2, 2)
     return {
         n: LayerDropout(
-            sharded_key((key, n, _ATTENTION), tp, sharded=True) if attention else None,
+            sharded_key((key, n, _ATTENTION), tp, cp, sharded=True) if attention else None,
             None if outputs is None else outputs[i],
         )
         for i, n in enumerate(numbers)
     }
 
 
-def sharded_key(key: Key, tp: TensorParallel, *, sharded: bool) -> Key:
-    """Return ``key``, extended by the tp rank where the activation is this rank's own part."""
-    return (*key, tp.rank if sharded else 0)
+def sharded_key(key: Key, tp: TensorParallel, cp: ContextParallel, *, sharded: bool) -> Key:
+    """Return ``key``, extended by the tp rank where the activation is this rank's own part, and by the cp rank, whose
+    tokens or heads it always is."""
+    return (*key, tp.rank if sharded else 0, *([cp.rank] if cp.size > 1 else []))
 
 
 def key_words(keys: Sequence[Key], device: torch.device) -> Tensor:

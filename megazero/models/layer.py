@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
+from megazero.cp import ContextParallel, swap, swap_back
 from megazero.models.attention import attend
 from megazero.models.dropout import NO_DROPOUT, Key, LayerDropout, keyed_dropout
 from megazero.models.norm import LayerNorm, RMSNorm, split_rms_norm
@@ -43,18 +44,20 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention. Its heads are split over the tp axis, and its key/value heads may be grouped.
 
-    With fewer key/value heads than ranks, neighbouring ranks hold the one that their query heads share.
+    With fewer key/value heads than ranks, neighbouring ranks hold the one that their query heads share. Each of the
+    cp ranks attends to whole samples with its share of these heads.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         tp: TensorParallel,
+        cp: ContextParallel,
         recompute: str,
         **factory: Any,
     ) -> None:
         super().__init__()
-        self.config, self.tp, self.recompute = config, tp, recompute
+        self.config, self.tp, self.cp, self.recompute = config, tp, cp, recompute
         h, bias = config.hidden_size, config.qkv_bias
         self.q_proj = ColumnParallelLinear(h, config.query_projection_size, tp, bias=bias, **factory)
         keys = max(config.num_query_groups, tp.size) * config.kv_channels  # of all ranks, copies counted
@@ -91,8 +94,9 @@ class Attention(nn.Module):
         """``q`` is [s, b, heads, d], ``k`` and ``v`` are [s, b, kv heads, d]. Returns [s, b, heads * d]."""
         if tables.rotary is not None:
             q, k = (Rotate.apply(x, *tables.rotary, self.config.rotary_interleaved) for x in (q, k))
+        q, k, v = swap(q, k, v, self.cp)
         out = attend(q, k, v, tables.attention, self.config.attention_dropout, key)
-        return out.flatten(2)
+        return swap_back(out, self.cp).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -137,6 +141,7 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         tp: TensorParallel,
+        cp: ContextParallel,
         recompute: str,
         **factory: Any,
     ) -> None:
@@ -149,7 +154,7 @@ class DecoderLayer(nn.Module):
 
         self.compiled: Callable[..., Tensor] | None = None
         self.input_norm = norm("input_norm")
-        self.attention = Attention(config, tp, recompute, **factory)
+        self.attention = Attention(config, tp, cp, recompute, **factory)
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = FeedForward(config, tp, **factory)

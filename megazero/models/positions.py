@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megazero.config.model.attention import ALIBI, wants_of
 from megazero.config.model.section import ModelConfig
+from megazero.cp import ContextParallel
 from megazero.families.layer_kinds import LayerKind
 from megazero.models.attention import choose, make_tables
 from megazero.models.masking import AttentionTables, Masking
@@ -35,9 +36,10 @@ def alibi_slopes(num_heads: int) -> Tensor:
 class Documents:
     """The documents packed in one micro-batch's samples.
 
-    position_ids: int64 [b, s], the position of each token within its document. None means within the sample.
-    starts: int64 [b, s], where in the sample each token's document begins, and attention with it. None means
-    that attention crosses documents. It belongs on the host, where tables are made of it.
+    position_ids: int64 [b, s], the position of each token within its document; of a context-parallel rank's own
+    tokens. None means within the sample.
+    starts: int64 [b, s], where in the sample each token's document begins, and attention with it; of all tokens. None
+    means that attention crosses documents. It belongs on the host, where tables are made of it.
     """
 
     position_ids: Tensor | None = None
@@ -47,8 +49,8 @@ class Documents:
 class LayerTables(NamedTuple):
     """What the layers of one kind are given for one micro-batch, on the device and in the dtype of activations.
 
-    rotary: cosines [s, b or 1, 1, kv_channels] and sines [s, b or 1, 1, rotary_channels / 2], as Rotate takes them.
-    None without rotary positions.
+    rotary: cosines [s, b or 1, 1, kv_channels] and sines [s, b or 1, 1, rotary_channels / 2], as Rotate takes them,
+    of a context-parallel rank's own tokens. None without rotary positions.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -69,8 +71,14 @@ class Positions:
     and dtype at a time: generation and ramps have many lengths. backend: --attention-backend.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: str = "auto") -> None:
-        self.config, self.tp, self.backend = config, tp, backend
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        backend: str = "auto",
+        cp: ContextParallel | None = None,
+    ) -> None:
+        self.config, self.tp, self.backend, self.cp = config, tp, backend, cp or ContextParallel()
         self._like: Hashable = None
         self._kept: dict[Hashable, Any] = {}
 
@@ -105,7 +113,8 @@ class Positions:
 
         cos, sin = _once(self._kept, name, of_samples)
         if samples.documents.position_ids is None:
-            return cos, sin
+            own = self.cp.own(samples.length)
+            return (cos, sin) if self.cp.size == 1 else (cos[own], sin[own])
         ids = samples.documents.position_ids.t()
         return _once(
             samples.packed, name, lambda: (cos[:, 0, 0][ids].unsqueeze(2), sin[:, 0, 0][ids].unsqueeze(2))
@@ -137,9 +146,10 @@ class Positions:
     def _alibi(self, length: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the slopes of this rank's heads, or scaled ALiBi's steps, as in Masking."""
         heads = self.tp.share(self.config.num_attention_heads, "num_attention_heads")
-        slopes = alibi_slopes(self.config.num_attention_heads)[
+        of_tp = alibi_slopes(self.config.num_attention_heads)[
             self.tp.rank * heads : (self.tp.rank + 1) * heads
-        ].to(like.device)
+        ]
+        slopes = of_tp[self.cp.own(heads)].to(like.device)
         wide = torch.promote_types(like.dtype, torch.float32)
         if not self.config.scaled_alibi:
             return slopes.to(wide), None

@@ -43,25 +43,34 @@ def layer_activations(
     they hold the matrices of one band.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
-    tokens = size * model.seq_length
+    tokens, cp = size * config.own_length, config.parallel.context_parallel_size
     share = tp if config.parallel.sequence_parallel else 1
     stream, heads = model.hidden_size / share, layer.heads / tp
-    elements = layer.kept.stream / share + layer.kept.inner / tp
+    copies = copied_keys(config)
+    elements = layer.kept.stream / share + layer.kept.inner / tp + copies
     masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
     wide, pairs = max(width, 4), heads * model.seq_length
     backend = _backend(config, width, on_host)
     scores = 3 * tokens * pairs * wide if on_host and backend == TORCH and model.attention_dropout else 0.0
     # Scores, their softmax, and the gradients of both; tanh of capped ones.
     held = 5 if model.attn_logit_softcapping else 4
-    transient = held * min(BAND, model.seq_length) * pairs * wide if backend == "math" else 0.0
+    transient = held * min(BAND, model.seq_length) * pairs / cp * wide if backend == "math" else 0.0
     whole = tokens * (width * elements + masks + 4 * heads) + scores
     gradients = tokens * width * (layer.gradients.inner / tp + layer.gradients.stream) + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
     if config.training.recompute_granularity == "selective":
-        core = tokens * (width * layer.query / tp + 4 * heads) + scores
+        core = tokens * (width * (layer.query / tp + copies) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
+
+
+def copied_keys(config: RunConfig) -> int:
+    """Return the elements of a token's keys and values that are there again, since context-parallel ranks outnumber
+    the key/value heads of a tensor-parallel rank."""
+    model, parallel = config.model, config.parallel
+    groups = max(1, model.num_query_groups // parallel.tensor_model_parallel_size)
+    return 2 * max(0, parallel.context_parallel_size - groups) * model.kv_channels
 
 
 def loss_chunks(config: RunConfig) -> tuple[int | None, ...]:
@@ -70,7 +79,7 @@ def loss_chunks(config: RunConfig) -> tuple[int | None, ...]:
     if not isinstance(size, str):
         return (size,)
     assert size == AUTO
-    tokens, found = config.batch.micro_batch_size * config.model.seq_length, list[int]()
+    tokens, found = config.batch.micro_batch_size * config.own_length, list[int]()
     while LEAST_CHUNK << len(found) < tokens:
         found.append(LEAST_CHUNK << len(found))
     return (None, *reversed(found))
@@ -95,7 +104,7 @@ def activations(
     processors. loss_chunk: the tokens whose logits are held at once. None: all.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
-    tokens = size * model.seq_length
+    tokens = size * config.own_length
     spec = padded_spec(model, tp)
     numbers = Counter(spec.by_place[i].kind for s in stages for i in s.layers)
     layers = {kind.kind: layer_activations(config, kind, width, on_host) for kind in spec.layers}
@@ -133,7 +142,7 @@ def _head(
     stream: bytes of the input on this rank. raw: bytes of the weight's gradient, as autograd makes it.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    rows, tokens = model.padded_vocab_size(tp) / tp, config.batch.micro_batch_size * model.seq_length
+    rows, tokens = model.padded_vocab_size(tp) / tp, config.batch.micro_batch_size * config.own_length
     chunked = loss_chunk is not None and loss_chunk < tokens
     logits = rows * (loss_chunk if chunked and loss_chunk else tokens)
     # While a part is widened, its exponentials are there, too.
@@ -162,7 +171,8 @@ def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:
     windows = {window if window and window < model.seq_length else None for window in kinds}
     if not (alibi or packed):  # torch's kernels need no mask to be causal
         windows.discard(None)
-    each = (model.num_attention_heads / tp if alibi else 1) * (config.batch.micro_batch_size if packed else 1)
+    heads = model.num_attention_heads / (tp * config.parallel.context_parallel_size)
+    each = (heads if alibi else 1) * (config.batch.micro_batch_size if packed else 1)
     return len(windows) * each * model.seq_length**2
 
 

@@ -73,7 +73,10 @@ class BaseLayout:
         self.virtual, self.schedule_name = config.virtual_stages, config.pipeline_schedule
         self.micro_batches = config.num_micro_batches(world)
         self.d, self.h = config.shard_ranks(world), config.data_ranks_per_node(world)
-        self.compute, self.spec = Compute(config, cluster, collectives), padded_spec(config.model, self.tp)
+        self.cp = parallel.context_parallel_size
+        self.batch_ranks = config.data_parallel_size(world)  # shares of a global batch
+        self.compute = Compute(config, cluster, collectives, self.grid((1, 1, 1)))
+        self.spec = padded_spec(config.model, self.tp)
         self.stages = stages or config.stages()
         self.of_rank = [[s for s in self.stages if s.rank == rank] for rank in range(self.pp)]
         self.activation = self.compute.activation
@@ -240,6 +243,7 @@ class BaseLayout:
             world_rank = grid.rank_of(rank, 0, 0)
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
             total += communication.tensor_parallel(self.config, own, schedule[rank], self.activation)
+            total += communication.context_parallel(self.config, own, schedule[rank], grid, self.activation)
             out.append(total)
         return out
 
@@ -258,4 +262,5 @@ def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Gr
         shards,
         parallel.use_tp_pp_dp_mapping,
         config.outer_replicas(world),
+        parallel.context_parallel_size,
     )

@@ -18,7 +18,7 @@ from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum,
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
-from megazero.mesh.grid import INTRA, AxisSpec, Grid
+from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
@@ -287,7 +287,10 @@ def step_hops(
 
 @dataclass(frozen=True)
 class Activation:
-    """The activation [length, samples, hidden] of a micro-batch between layers. An element has ``width`` bytes."""
+    """The activation [length, samples, hidden] of a micro-batch between layers. An element has ``width`` bytes.
+
+    length: the tokens of a context-parallel rank.
+    """
 
     length: int
     samples: int
@@ -302,7 +305,7 @@ class Activation:
         model, size = config.model, config.batch.micro_batch_size
         tp = config.parallel.tensor_model_parallel_size
         sharded = config.parallel.sequence_parallel and tp > 1
-        return cls(model.seq_length, size, model.hidden_size, width, tp, sharded)
+        return cls(config.own_length, size, model.hidden_size, width, tp, sharded)
 
     @property
     def whole(self) -> int:
@@ -353,6 +356,42 @@ def tensor_parallel(
     return Counter({("tp", INTRA): forward + backward})
 
 
+def context_parallel(
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    actions: Sequence[Action],
+    grid: Grid,
+    activation: Activation,
+) -> Bytes:
+    """Return the bytes of the swaps of heads for sequence in the layers of these stages."""
+    if grid.cp == 1:
+        return Counter()
+    layers = {stage.index: len(stage.layers) for stage in stages}
+    forward, backward = map(sum, layer_swaps(config, activation))
+    row = sum(forward * layers[a.stage] for a in actions if a.kind == Kind.FORWARD)
+    row += sum(backward * layers[a.stage] for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT))
+    return Counter({("cp", INTRA): row * (grid.cp_near - 1), ("cp", INTER): row * (grid.cp - grid.cp_near)})
+
+
+def layer_swaps(config: RunConfig, activation: Activation) -> tuple[list[int], list[int]]:
+    """Return the swaps in a layer's forward and in its backward: the bytes that each sends to one other rank.
+
+    Queries, keys and values go to the ranks of their heads, and attention's output comes back. Where ranks outnumber
+    the key/value heads, each receives a copy. A recompute repeats both, but of attention alone not the way back,
+    which nothing reads.
+    """
+    model, ranks = config.model, config.parallel.context_parallel_size
+    groups = max(1, model.num_query_groups // activation.tp)
+    queries = model.query_projection_size // activation.tp
+    keys = max(groups, ranks) * model.kv_channels
+    channel = (
+        activation.length * activation.samples * activation.width
+    )  # bytes of one, over the rank's tokens
+    there, back = (channel * channels // ranks for channels in (queries + 2 * keys, queries))
+    again = {"full": [there, back], "selective": [there]}.get(config.training.recompute_granularity, [])
+    return [there, back], [*again, back, there]
+
+
 def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -> tuple[int, int]:
     """Return the bytes of a module's collectives over tensor-parallel ranks, in its forward and in its backward.
 
@@ -384,4 +423,4 @@ def _sums(activation: Activation, numbers: int) -> int:
 def has_loss_chunks(config: RunConfig) -> bool:
     """Return whether a micro-batch's loss takes several chunks. Where the planner is still to choose, it does not."""
     size = config.training.loss_chunk_tokens
-    return isinstance(size, int) and size < config.batch.micro_batch_size * config.model.seq_length
+    return isinstance(size, int) and size < config.batch.micro_batch_size * config.own_length

@@ -19,9 +19,16 @@ from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
-from megazero.mesh.grid import AxisSpec
-from megazero.plan.communication import Activation, Formats, UnitShape, has_loss_chunks, module_sums
-from megazero.plan.seconds import Collectives
+from megazero.mesh.grid import AxisSpec, Grid
+from megazero.plan.communication import (
+    Activation,
+    Formats,
+    UnitShape,
+    has_loss_chunks,
+    layer_swaps,
+    module_sums,
+)
+from megazero.plan.seconds import INTER_SITE, Collectives
 from megazero.plan.units import WIDTHS
 from megazero.pp.schedules import Kind
 
@@ -34,9 +41,10 @@ CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no codecs
 
 @dataclass(frozen=True)
 class ModuleTimes:
-    """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives.
+    """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives, those of cp_*
+    in swaps of context parallelism.
 
-    tp_busy: the processors that a rank's part of these keeps busy.
+    tp_busy: the processors that a rank's part of the former keeps busy.
     """
 
     forward: float = 0.0
@@ -46,12 +54,14 @@ class ModuleTimes:
     tp_forward: float = 0.0
     tp_backward: float = 0.0
     tp_busy: float = 0.0
+    cp_forward: float = 0.0
+    cp_backward: float = 0.0
 
     def of(self, kind: Kind) -> float:
         """Return all that an action of this kind takes for the module."""
-        inputs = self.backward_input + self.recompute + self.tp_backward
+        inputs = self.backward_input + self.recompute + self.tp_backward + self.cp_backward
         return {
-            Kind.FORWARD: self.forward + self.tp_forward,
+            Kind.FORWARD: self.forward + self.tp_forward + self.cp_forward,
             Kind.BACKWARD: inputs + self.backward_weight,
             Kind.INPUT: inputs,
             Kind.WEIGHT: self.backward_weight,
@@ -80,8 +90,13 @@ class Sizes(NamedTuple):
 class Compute:
     """The seconds of a run's modules on one rank of a cluster."""
 
-    def __init__(self, config: RunConfig, cluster: Cluster, collectives: Collectives) -> None:
-        """Raises ValueError if the cluster's devices do not compute in the run's dtype."""
+    def __init__(
+        self, config: RunConfig, cluster: Cluster, collectives: Collectives, grid: Grid | None = None
+    ) -> None:
+        """grid: where the ranks lie, if context-parallel messages have seconds. Raises ValueError if the cluster's
+        devices do not compute in the run's dtype.
+        """
+        self.grid = grid
         self.config, self.cluster, self.collectives = config, cluster, collectives
         device, dtype = cluster.device, config.precision.params_dtype
         self.width = WIDTHS[dtype]
@@ -94,7 +109,7 @@ class Compute:
         self.codec_rate = (device.codec_gbytes_per_s or device.memory_gbytes_per_s * CODEC_SHARE) * 1e9
         self.activation = Activation.of(config, self.width)
         self.tp, self.sharded = self.activation.tp, self.activation.sequence_parallel
-        self.tokens = config.batch.micro_batch_size * config.model.seq_length
+        self.tokens = config.batch.micro_batch_size * config.own_length
         self.spec = padded_spec(config.model, self.tp)
         layers = {layer.kind: self._layer(layer) for layer in self.spec.layers}
         self.sizes = {EMBEDDING: self._embedding(), **layers, HEAD: self._head()}
@@ -164,7 +179,8 @@ class Compute:
         again = again if is_layer(kind) else 0.0
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(forward + backward, tp_forward=into, tp_backward=out, tp_busy=busy)
-        return ModuleTimes(forward, backward - product, product, again, into, out, busy)
+        swaps = self._context_parallel() if is_layer(kind) else (0.0, 0.0)
+        return ModuleTimes(forward, backward - product, product, again, into, out, busy, *swaps)
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:
         """Return what was measured of a module on as many tensor-parallel ranks, or else on one.
@@ -207,6 +223,24 @@ class Compute:
         one, busy, _ = self.collectives.cost(operation, self.tp, 1, each)
         forward, backward = module_sums(self.config, self.spec.modules[kind], self.activation)
         return forward / each * one, backward / each * one, busy / one
+
+    def _context_parallel(self) -> tuple[float, float]:
+        """Return the seconds of a layer's swaps, forward and backward. Of a swap across nodes what crosses counts, at
+        the rate of the slowest link.
+        """
+        grid, collectives = self.grid, self.collectives
+        if grid is None or grid.cp == 1:
+            return 0.0, 0.0
+        others = grid.cp - (grid.cp_near if grid.cp > grid.cp_near else 1)
+        site = collectives.link_of(grid.cp_axis) == INTER_SITE
+
+        def seconds(row: int) -> float:
+            if site:
+                return collectives.of_axis("exchange", grid.cp_axis, row * (grid.cp - 1)).seconds
+            return collectives.cost("exchange", grid.cp, grid.cp // grid.cp_near, row * others).seconds
+
+        forward, backward = (sum(map(seconds, rows)) for rows in layer_swaps(self.config, self.activation))
+        return forward, backward
 
 
 def _between(points: Sequence[tuple[float, float, float]], at: float) -> tuple[float, float]:

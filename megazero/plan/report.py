@@ -70,20 +70,21 @@ def layout_flags(config: RunConfig) -> list[str]:
 def model_flops_utilisation(layout: Layout, seconds: float) -> float:
     """Return MFU: the model's operations, recompute left out, by what the devices could have done in the time."""
     config, cluster = layout.config, layout.base.cluster
-    batch = config.batch.samples_per_step(layout.base.d)
+    batch = config.batch.samples_per_step(layout.base.batch_ranks)
     flops = batch * training_flops(config.model, [config.model.seq_length], layout.base.tp)
     return flops / seconds / cluster.world_size / cluster.device.peak(config.precision.params_dtype)
 
 
 def tokens_per_second(layout: Layout, seconds: float) -> float:
     config = layout.config
-    return config.batch.samples_per_step(layout.base.d) * config.model.seq_length / seconds
+    return config.batch.samples_per_step(layout.base.batch_ranks) * config.model.seq_length / seconds
 
 
 def describe(layout: Layout) -> str:
     """Return a layout in a few words."""
     base, shards = layout.base, layout.shards
     words = [f"TP {base.tp}", f"PP {base.pp}", f"DP {base.d}"]
+    words += [f"CP {base.cp} of these"] * (base.cp > 1)
     if base.pp > 1:
         several = f" x {base.virtual}" if base.virtual > 1 else ""
         words.append(f"{base.schedule_name}{several}")

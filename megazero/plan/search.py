@@ -2,7 +2,8 @@
 
 The configuration's own rules decide legality: every base validates, and every layout's shards and wire resolve. Each
 has a lower bound of its step time. The one with the least bound is simulated next, until ten results lie below all
-remaining bounds.
+remaining bounds. Layouts whose ranks share samples, inside a node, are tried where memory is short without: where no
+other fits, or the fastest of them recomputes all.
 
 Never better and therefore not tried: schedule gpipe (the time of 1f1b with more memory), tensor parallelism without
 legal sequence parallelism (the same bytes with more memory), P copies that need not be resident.
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ PARALLEL = (
     "pipeline_model_parallel_size",
     "use_tp_pp_dp_mapping",
     "sequence_parallel",
+    "context_parallel_size",
 )
 STAGES = (
     "num_layers_per_virtual_pipeline_stage",
@@ -55,7 +57,10 @@ MODULES_HELD = 4  # from one segment to the next: the last one and the next one,
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """A choice of wire formats. values: options of the ZeRO section. What formats cost: docs/results/loss.md."""
+    """A choice of wire formats. values: options of the ZeRO section. What formats cost: docs/results/loss.md.
+
+    Gradients of few bits are transformed, as by default: without that none are proposed.
+    """
 
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -78,6 +83,7 @@ class FormatChoice:
 EXACT = FormatChoice("exact")
 _INT8 = FormatChoice("weights INT8", {"zero_quantized_weights": True})
 _DELTA = FormatChoice("weights INT4 of differences", {"zero_quantized_weights_delta": True})
+_SUMS_INT8 = FormatChoice("gradients INT8", {"zero_quantized_gradients": True, "zero_gradient_bits": 8})
 _INT4 = FormatChoice("gradients INT4", {"zero_quantized_gradients": True})
 _INSIDE = FormatChoice(
     "gradients INT8 inside nodes, INT4 across", {**_INT4.values, "zero_gradient_bits_intra_node": 8}
@@ -86,12 +92,13 @@ _INT2 = FormatChoice(
     "gradients INT2 with feedback",
     {**_INT4.values, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"},
 )
+INT8 = (EXACT, _INT8, _SUMS_INT8, _INT8 + _SUMS_INT8)
 ZEROPP = (EXACT, _INT8, _DELTA, _INT4, _INT8 + _INT4, _DELTA + _INT4)
 AGGRESSIVE = (*ZEROPP, _INSIDE, _INT2, _DELTA + _INT2)
 OUTER = "outer"  # of the policies: outer steps are proposed (slow_links.py), and messages inside a replica are exact
 # By how much of the loss the planner may touch.
 LOSS_POLICIES: Mapping[str, tuple[FormatChoice, ...]] = MappingProxyType(
-    {"exact": (EXACT,), "zeropp": ZEROPP, "aggressive": AGGRESSIVE, OUTER: (EXACT,)}
+    {"exact": (EXACT,), "int8": INT8, "zeropp": ZEROPP, "aggressive": AGGRESSIVE, OUTER: (EXACT,)}
 )
 
 
@@ -126,6 +133,7 @@ class Search:
         self.values, self.cluster, self.policy = dict(values), cluster, LOSS_POLICIES[loss_policy]
         self.world = World(cluster.world_size, cluster.ranks_per_node)
         self.collectives = Collectives(cluster)
+        self.contexts = [1]  # context-parallel sizes that are tried, where none is given
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
         self._partitions: dict[tuple[int, int, str], tuple[StageSpec, ...]] = {}
 
@@ -160,17 +168,21 @@ class Search:
 
     def _choices(self) -> Iterator[dict[str, Any]]:
         """Yield the options of every base that sizes allow."""
-        tensor, pipeline, mapping, sequence = PARALLEL
-        for tp in self._free(tensor, common_divisors(self.cluster.ranks_per_node)):
+        tensor, pipeline, mapping, sequence, context = PARALLEL
+        for tp, cp in product(
+            self._free(tensor, common_divisors(self.cluster.ranks_per_node)),
+            self._free(context, self.contexts),
+        ):
             for pp in self._free(pipeline, self._pipeline_sizes(tp)):
                 for order in self._free(
                     mapping, [False, True] if pp > 1 and tp * pp < self.cluster.world_size else [False]
                 ):
                     for stages in self._stages(pp):
                         for recompute in self._free("recompute_granularity", ["none", "selective", "full"]):
-                            for size in self._free("micro_batch_size", self._micro_batches(tp * pp)):
+                            for size in self._free("micro_batch_size", self._micro_batches(tp * pp * cp)):
                                 yield {
                                     tensor: tp,
+                                    context: cp,
                                     pipeline: pp,
                                     mapping: order,
                                     sequence: self.values.get(sequence, self._sequence_parallel(tp)),
@@ -202,7 +214,7 @@ class Search:
 
     def _micro_batches(self, ranks: int) -> list[int]:
         batch, d = self.values.get("global_batch_size"), self.cluster.world_size // ranks
-        if not batch or batch % d:
+        if not batch or not d or batch % d:
             return [1] if not batch else []
         return [size for size in common_divisors(batch // d) if size <= LARGEST_MICRO_BATCH]
 
@@ -286,6 +298,21 @@ class Search:
         """Return the fastest layouts that fit, the best first. There may be fewer than ``number``.
 
         bases: those to choose from, if not every legal one.
+        """
+        best = self._best(number, self.bases() if bases is None else bases)
+        recompute = "recompute_granularity" not in self.values
+        short = not best or recompute and best[0].layout.config.training.recompute_granularity == "full"
+        if bases is not None or not short or PARALLEL[-1] in self.values:
+            return best
+        self.share_samples()
+        return self._best(number, self.bases())
+
+    def share_samples(self) -> None:
+        """Try layouts in which ranks of a node share samples, beside those that have been tried."""
+        self.contexts = common_divisors(self.cluster.ranks_per_node)
+
+    def _best(self, number: int, bases: Iterable[BaseLayout]) -> list[Found]:
+        """Do as ``best`` says.
 
         Base layouts, shard choices, layouts and results wait in one queue, ordered by their lower bound. The first is
         expanded: a base into its shard choices, a choice into its layouts, a layout into a result. So nothing is
@@ -299,7 +326,7 @@ class Search:
         ) -> None:
             heappush(queue, (bound, tie, next(order), item, name))
 
-        for base in self.bases() if bases is None else bases:
+        for base in bases:
             put(base.least_seconds, 0.0, base)
         refined: set[int] = set()
         best: list[Found] = []
@@ -334,6 +361,7 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
         "use_tp_pp_dp_mapping": False,
     }
     search = Search({**most, **values}, cluster, "exact")
+    search.share_samples()
     best: Layout | None = None
     for base in search.bases():
         shard = search.given_shards(base) if search.shards_given else (base.d, base.d, base.d)

@@ -45,6 +45,7 @@ BILL: Mapping[str, str] = {
     "compute": "forward and backward",
     "recompute": "recompute",
     "tensor": "tensor-parallel messages",
+    "context": "context-parallel messages",
     "pipeline": "waits for other stages",
     "gather": "waits for weights",
     "reduce": "waits for gradients",
@@ -52,6 +53,7 @@ BILL: Mapping[str, str] = {
     "update": "norm and update",
     "outer": "meetings of replicas",
 }
+SPENT = ("compute", "recompute", "tensor", "context")  # of them, what a module spends
 
 
 @dataclass
@@ -131,19 +133,17 @@ class _Rank(RankStep):
         """Return what all modules of a part spend in an action."""
         if (part, kind) not in self.whole:
             each = [self.spent(module.kind, kind) for module in self.units.parts[part]]
-            compute, again, tensor = (sum(column) for column in zip(*each, strict=True))
-            self.whole[part, kind] = compute, again, tensor
+            compute, again, tensor, context = (sum(column) for column in zip(*each, strict=True))
+            self.whole[part, kind] = compute, again, tensor, context
         return self.whole[part, kind]
 
     def _spend(self, spent: Spent) -> None:
-        compute, again, tensor = spent
+        compute, again, tensor, context = spent
         shown, crowded = self.execution.tensor, self.base.cluster.device.contention
-        again *= self.execution.recomputed
-        tensor *= shown + (1 - shown) * crowded
-        self.bill["compute"] += compute
-        self.bill["recompute"] += again
-        self.bill["tensor"] += tensor
-        self.now += compute + again + tensor
+        paid = compute, again * self.execution.recomputed, tensor * (shown + (1 - shown) * crowded), context
+        for item, seconds in zip(SPENT, paid, strict=True):
+            self.bill[item] += seconds
+        self.now += sum(paid)
 
     def _take_turn(self) -> None:
         """Start what the engine starts at this use of a module, and wait for what the use needs."""

@@ -8,7 +8,7 @@ import torch
 
 from megazero.data.build import Dataset
 from megazero.pp.executor import Pipeline
-from megazero.train.data.feeding import Feeding
+from megazero.train.data.feeding import Feeding, own_tokens
 from megazero.train.parallelize import MicroBatch
 from megazero.zero import Engine
 
@@ -37,7 +37,7 @@ def mean_loss(
     with feeding.batches(data_set, replica) as batches, engine.evaluation(anchor=not replica):
         for left in reversed(range(steps)):
             own = () if waits else batches.next_step(rounds)
-            step = [MicroBatch(**feeding.to_device(batch)) for batch in own]
+            step = [MicroBatch(**own_tokens(feeding.to_device(batch), mesh)) for batch in own]
             losses = pipeline.evaluate(step) if step else None
             if losses is not None:
                 sums[0] += losses.sum()

@@ -30,6 +30,7 @@ from megazero.config import RunConfig, World
 from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, fragments, outer_coding
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import OuterConfig
+from megazero.cp import ContextParallel
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.models.compilation import compile_layers
@@ -54,8 +55,9 @@ def build_decoder(
 ) -> Decoder:
     """Build the decoder on the meta device, with this rank's stages and its share of every tensor-parallel parameter.
 
-    traffic: counts the bytes that tensor parallelism sends. timed: as in ``shard_decoder``.
+    traffic: counts the bytes that tensor and context parallelism send. timed: as in ``shard_decoder``.
     """
+    waits = Waits(mesh.device, timed)
     splits = SCHEDULES[config.pipeline_schedule].splits_backward and mesh.pp.size > 1
     tp = TensorParallel(
         group=mesh.tp.gather_group,
@@ -63,7 +65,7 @@ def build_decoder(
         size=mesh.tp.size,
         sequence_parallel=config.parallel.sequence_parallel,
         traffic=traffic,
-        waits=Waits(mesh.device, timed),
+        waits=waits,
         deferred=DeferredGradients() if splits else None,
     )
     dtype = DTYPES[config.precision.params_dtype]
@@ -74,6 +76,7 @@ def build_decoder(
     decoder = Decoder(
         config.model,
         tp,
+        ContextParallel.of(mesh, traffic, waits),
         recompute=training.recompute_granularity,
         attention_backend=training.attention_backend,
         z_loss=training.z_loss_strength,
@@ -171,7 +174,7 @@ def shard_decoder(
     partial_names = decoder.partial_gradients()
     replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
     apart = decoder.embedding_and_head() if config.optimizer.decoupled_lr is not None else set()
-    matrices = matrix_traits(decoder, config)
+    matrices, used = matrix_traits(decoder, config), decoder.padded()
     _refuse_all_exact(decoder, mesh, policy, replicated)
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
@@ -180,7 +183,9 @@ def shard_decoder(
         if name in apart:
             options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
         span = decoder.replica_span(name)
-        traits = zero.Traits(options, name in replicated, name in partial_names, span=span)
+        traits = zero.Traits(
+            options, name in replicated, name in partial_names, span=span, used=used.get(name)
+        )
         return replace(traits, **matrices.get(name, {}))
 
     return zero.shard(
@@ -200,7 +205,7 @@ def shard_decoder(
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one forward pass on one rank.
+    """The samples of one forward pass on one rank, of whose sequences a context-parallel rank has its part.
 
     tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. dropout_key: the key
     that Decoder.forward takes; None without dropout. position_ids, document_starts: as Documents'.
@@ -250,7 +255,7 @@ def build_pipeline(
         )
 
     model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size
-    carrier = Slices((model.seq_length, size, model.hidden_size), tp)
+    carrier = Slices((config.own_length, size, model.hidden_size), tp)
     dtype = DTYPES[config.precision.params_dtype]
     links = Links(mesh, carrier.wire_shape, dtype, engine.traffic, engine.poll, engine.waits)
     stages, schedule = config.stages(), config.pipeline_schedule

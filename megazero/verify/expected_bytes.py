@@ -50,7 +50,7 @@ class ExpectedBytes:
         What is on its way between outer replicas counts in the step in which it leaves. after_save: the run saved
         just before this step. Under the delta refresh a save brings every copy up to date.
         """
-        config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.dp * self.grid.outer)
+        config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.batch_ranks)
         count = sizes.micro_batches(sizes.consumed_after(step))
         moving = [each(config.outer, step) if self.outer else None for each in (leaving, arriving)]
         found = self._cached(rank, count, *moving)
@@ -77,6 +77,7 @@ class ExpectedBytes:
         total += self._meetings(units, laid_out, leaves, arrives)
         total += communication.pipeline(schedule, grid, rank, activation)
         total += communication.tensor_parallel(config, decoder.stages, schedule[pp], activation)
+        total += communication.context_parallel(config, decoder.stages, schedule[pp], grid, activation)
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
 
     def _meetings(

@@ -61,9 +61,7 @@ def read_request(argv: Sequence[str]) -> VerifyRequest:
     options, rest, errors = read_section(VerifyConfig, argv)
     try:
         parallel = parse(rest).parallel
-        size = options.world_size or (
-            2 * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        )
+        size = options.world_size or (2 * parallel.model_ranks * parallel.context_parallel_size)
         world = World(size, size)
         config = begun(parse(rest, world), world)
     except ConfigError as error:

@@ -82,7 +82,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         **MADE_UP,
         **{name: config.get(name) for name in OF_DOCUMENTS},
         **_parallel(config, layout),
-        **_model(config, layout.tp, layout.pp),
+        **_model(config, layout),
         **_batch(config, world, layout),
         **_outer(config.outer, layout.replicas),
         **_optimizer(config),
@@ -146,6 +146,7 @@ def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
     values: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
         "ranks_per_node": layout.world.ranks_per_node,
     }
     if layout.pp > 1:
@@ -179,23 +180,30 @@ def _stages(config: RunConfig) -> Any:
     return replace(config, model=replace(config.model, vocab_size=32000)).stages()
 
 
-def _model(config: RunConfig, tp: int, pp: int) -> dict[str, Any]:
-    m = config.model
-    full_tp = config.parallel.tensor_model_parallel_size
+def _model(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
+    m, tp, cp = config.model, layout.tp, layout.cp
+    full_tp, full_cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     most = 8 if m.num_query_groups == m.num_attention_heads else 4
-    groups = tp * like(m.num_query_groups // full_tp, max(2, most // tp))
     if m.num_query_groups < full_tp:  # ranks share them
         groups = max(1, m.num_query_groups * tp // full_tp)
+    elif (of_rank := m.num_query_groups // full_tp) >= full_cp:
+        groups = tp * cp * like(of_rank // full_cp, max(2, most // (tp * cp)))
+    else:  # context-parallel ranks share them
+        groups = tp * max(k for k in range(1, cp) if cp % k == 0 and k <= of_rank)
     # Ranks share query heads evenly, too.
-    units, full_units = max(groups, tp), max(m.num_query_groups, full_tp)
+    units = tp * max(groups // tp, cp)
+    full_units = full_tp * max(m.num_query_groups // full_tp, full_cp)
     heads = units * like(m.num_attention_heads // full_units, max(3, 8 // units))
     width = _head_width(config)
     hidden = heads * width
     if m.kv_channels * m.num_attention_heads != m.hidden_size:  # heads that do not fill the residual stream
         hidden = 2 * heads * width if m.hidden_size > m.kv_channels * m.num_attention_heads else hidden // 2
     length = like(m.seq_length, SEQUENCE + m.seq_length % 2)
-    if m.seq_length % full_tp == 0:
-        length = tp * like(m.seq_length // full_tp, max(2, SEQUENCE // tp))
+    parts, full_parts = (
+        (tp * cp, full_tp * full_cp) if m.seq_length % (full_tp * full_cp) == 0 else (cp, full_cp)
+    )
+    if m.seq_length % full_parts == 0:
+        length = parts * like(m.seq_length // full_parts, max(2, SEQUENCE // parts))
     return {
         "num_query_groups": groups,
         "num_attention_heads": heads,
@@ -206,7 +214,7 @@ def _model(config: RunConfig, tp: int, pp: int) -> dict[str, Any]:
         "max_position_embeddings": length if m.seq_length == m.max_position_embeddings else 2 * length,
         **_rotary(m, width, length),
         **_vocabulary(config, tp),
-        **_kinds(m, sum(stage_layers(config, pp))),
+        **_kinds(m, sum(stage_layers(config, layout.pp))),
         **({"norm_epsilon": QK_NORM_EPSILON} if m.qk_norm != "none" else {}),
         **({"sliding_window": length // 2} if m.sliding_window and m.sliding_window < m.seq_length else {}),
     }
@@ -270,7 +278,7 @@ def _vocabulary(config: RunConfig, tp: int) -> dict[str, Any]:
 def _batch(config: RunConfig, world: World, layout: SubLayout) -> dict[str, Any]:
     batch = config.batch
     micro = like(batch.micro_batch_size, 2)
-    d = layout.world.world_size // (layout.tp * layout.pp)
+    d = layout.world.world_size // (layout.tp * layout.pp * layout.cp)
     group = layout.pp if config.micro_batch_multiple > 1 else 1
     have = config.num_micro_batches(world)
     if group > 1:
@@ -308,8 +316,8 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
 
 def _loss_chunk(config: RunConfig, values: Mapping[str, Any]) -> int | None:
     """Keep whether the loss has several chunks, and whether the last is smaller. auto takes such ones."""
-    chunk, full = config.training.loss_chunk_tokens, config.batch.micro_batch_size * config.model.seq_length
-    tokens = values["micro_batch_size"] * values["seq_length"]
+    chunk, full = config.training.loss_chunk_tokens, config.batch.micro_batch_size * config.own_length
+    tokens = values["micro_batch_size"] * values["seq_length"] // values["context_parallel_size"]
     if chunk is None or not isinstance(chunk, str) and chunk >= full:
         return chunk and tokens
     if isinstance(chunk, str) or full % chunk:

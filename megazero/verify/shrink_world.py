@@ -14,7 +14,7 @@ class SubLayout:
     """The layout that is run.
 
     shards: the factors P, G and OS. notes: what differs from the configuration, in words; it is empty if nothing
-    does. replicas: the outer ones.
+    does. replicas: the outer ones. cp: the context-parallel size.
     """
 
     tp: int
@@ -23,6 +23,7 @@ class SubLayout:
     shards: tuple[int, int, int]
     notes: tuple[str, ...] = ()
     replicas: int = 1
+    cp: int = 1
 
 
 def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
@@ -34,15 +35,15 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
 
     Raises ValueError, which names the smallest number of ranks that has the structure.
     """
-    parallel = config.parallel
+    parallel, cp = config.parallel, config.parallel.context_parallel_size
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     shards, replicas = config.shards(world).factors, config.outer_replicas(world)
     if world.world_size <= most:
-        return SubLayout(tp, pp, world, shards, replicas=replicas)
+        return SubLayout(tp, pp, world, shards, replicas=replicas, cp=cp)
     if replicas > 1:
         return _fewer_replicas(config, world, most, replicas)
     smaller = _smaller_cuts(config, world)
-    d, h = smaller[config.data_parallel_size(world)], smaller[config.data_ranks_per_node(world)]
+    d, h = smaller[config.shard_ranks(world)], smaller[config.data_ranks_per_node(world)]
     pairs = [(t, p) for t in range(1, tp + 1) if tp % t == 0 for p in range(1, pp + 1)]
     pairs = [(t, p) for t, p in pairs if (t > 1) == (tp > 1) and (p > 1) == (pp > 1)]
     fitting = [(t, p) for t, p in pairs if t * p * d <= most]
@@ -56,7 +57,11 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     t, p = max(fitting, key=lambda pair: (min(pair[1], 3), pair[0] * pair[1], pair[1]))
     small = World(t * p * d, _node(config, world, t, p, d, h))
     p_, g, os = (smaller[factor] for factor in shards)
-    return SubLayout(t, p, small, (p_, g, os), tuple(_notes(config, world, small, (t, p, d, h))))
+    # As many as there are, or as few as share samples inside a node, or across.
+    least = 2 if 1 < cp <= config.data_ranks_per_node(world) else h + 1 if cp > 1 else 1
+    legal = [k for k in range(least, min(cp, d) + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
+    c = legal[0]
+    return SubLayout(t, p, small, (p_, g, os), tuple(_notes(config, world, small, (t, p, d, h, c))), cp=c)
 
 
 def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -> SubLayout:
@@ -70,7 +75,7 @@ def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -
 
 def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:
     """Map each cut of the configuration's data-parallel ranks to the cut of the smaller layout."""
-    d, h = config.data_parallel_size(world), config.data_ranks_per_node(world)
+    d, h = config.shard_ranks(world), config.data_ranks_per_node(world)
     cuts = data_cuts(d, h, config.shards(world).factors)
     out = {1: 1}
     for low, high in zip(cuts, cuts[1:], strict=False):
@@ -92,19 +97,20 @@ def _node(config: RunConfig, world: World, tp: int, pp: int, d: int, h: int) -> 
         inside = world.ranks_per_node >= full_tp * full_pp  # whole pipelines on a node
         return tp * pp * h if inside else tp * max(k for k in range(1, pp) if pp % k == 0)
     # Stages lie outside of the data-parallel ranks: on one node together only where these fill none.
-    stages = max(1, world.ranks_per_node // (full_tp * config.data_parallel_size(world)))
+    stages = max(1, world.ranks_per_node // (full_tp * config.shard_ranks(world)))
     together = max(k for k in range(1, pp + 1) if pp % k == 0 and k <= stages and (k < pp or d > h))
     return tp * h * together
 
 
-def _notes(config: RunConfig, world: World, small: World, sizes: tuple[int, int, int, int]) -> list[str]:
+def _notes(config: RunConfig, world: World, small: World, sizes: tuple[int, ...]) -> list[str]:
     parallel = config.parallel
     nodes = world.world_size // world.ranks_per_node
     rows = [
         ("tensor-parallel", parallel.tensor_model_parallel_size, sizes[0]),
         ("pipeline", parallel.pipeline_model_parallel_size, sizes[1]),
-        ("data-parallel", config.data_parallel_size(world), sizes[2]),
+        ("data-parallel", config.shard_ranks(world), sizes[2]),
         ("data-parallel ranks per node", config.data_ranks_per_node(world), sizes[3]),
+        ("context-parallel", parallel.context_parallel_size, sizes[4]),
         ("nodes", nodes, small.world_size // small.ranks_per_node),
     ]
     changed = [f"{name} {before} -> {after}" for name, before, after in rows if before != after]

@@ -17,6 +17,7 @@ from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh
 from megazero.pp.executor import Pipeline
+from megazero.train.data.feeding import own_tokens
 from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import (
     DTYPES,
@@ -168,7 +169,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
 def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple[list[MicroBatch], float]:
     """Return this rank's micro-batches and how many tokens of its replica's part of the batch count.
 
-    The micro-batches are dealt as the sampler deals them.
+    The micro-batches are dealt as the sampler deals them, and cut for context-parallel ranks.
     """
     tokens, labels, mask = tokens_of(config, step, size)
     micro, dtype = config.batch.micro_batch_size, DTYPES[config.precision.params_dtype]
@@ -176,8 +177,9 @@ def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple
     for begin in range(0, size, micro * mesh.batch_ranks):
         ids = micro_batch_ids(begin, micro, mesh.batch_rank, mesh.batch_ranks)
         rows, key = slice(ids.start, ids.stop), dropout_key(config, step, ids.start)
-        documents = documents_of(config, tokens[rows])
-        batches.append(MicroBatch(tokens[rows], labels[rows], mask[rows].to(dtype), key, **documents))
+        fields = {"tokens": tokens[rows], "labels": labels[rows], "loss_mask": mask[rows].to(dtype)}
+        fields |= documents_of(config, tokens[rows])
+        batches.append(MicroBatch(**own_tokens(fields, mesh), dropout_key=key))
     own = replica_rows(size, micro, mesh.batch_ranks, mesh.replica, mesh.grid.outer)
     return batches, float(mask[own].sum())
 

@@ -230,6 +230,7 @@ class UnitMaker:
             sizes=axes.sizes,  # of outer replicas, too: outer steps reduce over one level more
             indices=axes.indices,
             exact=exact,
+            used={n: traits[n].used for n in ordered},
         )
         trainable = tuple(n for n, p in params.items() if p.requires_grad)
         lifetime = policy.lifetime_on(axes)

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 
 import torch
 
@@ -31,11 +32,15 @@ from megazero.comm.rows import Rows, Views
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter in the unit buffer: elements [start, start + numel)."""
+    """A parameter in the unit buffer: elements [start, start + numel).
+
+    used: the first so many take part in the training (None: all). The others are padding.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
+    used: int | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -138,15 +143,16 @@ class UnitLayout:
 
     @made_once
     def gaps(self, level: int = 0) -> list[tuple[int, int]]:
-        """Return the padding: runs (start, end) of the level's compact buffer that belong to no parameter."""
+        """Return the padding: runs (start, end) of the level's compact buffer that no parameter uses."""
         return [gap for piece in self.pieces(level) for gap in self._gaps_of(piece)]
 
     def _gaps_of(self, piece: Piece) -> Iterator[tuple[int, int]]:
         at = piece.compact
-        for _, low, high, start in self.ranges_of(piece):
+        for slot, low, high, start in self.ranges_of(piece):
             if start > at:
                 yield at, start
-            at = start + high - low
+            used = high if slot.used is None else max(low, min(high, slot.used))
+            at = start + used - low
         if at < piece.compact + piece.numel:
             yield at, piece.compact + piece.numel
 
@@ -158,11 +164,12 @@ def make_layout(
     sizes: Sequence[int],
     indices: Sequence[int],
     exact: frozenset[str] = frozenset(),
+    used: Mapping[str, int | None] = MappingProxyType({}),
 ) -> UnitLayout:
     """Lay out a unit's parameters in their order, coded ones first.
 
     block: a number of elements; a slice of any level is whole blocks. sizes: the sub-axes' sizes, innermost first;
-    their product is d. exact: the names of the parameters of the exact region.
+    their product is d. exact: the names of the parameters of the exact region. used: as ``Slot.used``, by name.
     """
     quantum = block * prod(sizes)
     slots: list[Slot] = []
@@ -173,7 +180,7 @@ def make_layout(
             continue
         begin = at = end
         for name in names:
-            slots.append(Slot(name, tuple(shapes[name]), at))
+            slots.append(Slot(name, tuple(shapes[name]), at, used.get(name)))
             at += -(-slots[-1].numel // block) * block
         end = begin + -(-(at - begin) // quantum) * quantum
         regions.append((begin, end - begin))

@@ -8,7 +8,7 @@ replication. For the optimizer it is one leaf tensor: a view of the master, with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,8 @@ class Traits:
     span: how many tensor-parallel ranks in a row hold the same; 0 means all of them.
     matrix: an optimizer by matrix steps it as one. split: the dimension that tensor-parallel ranks cut, if they step
     the whole matrix together; None if each steps what it holds.
+    used: the first so many elements take part in the training (None: all). The others, rows that pad a vocabulary,
+    stay zero, as no checkpoint holds them. It decides no run: ranks that pad have the runs of the others.
     """
 
     options: tuple[tuple[str, Any], ...] = ()
@@ -49,6 +51,7 @@ class Traits:
     span: int = 0
     matrix: bool = False
     split: int | None = None
+    used: int | None = field(default=None, compare=False, repr=False)
 
     @property
     def group(self) -> tuple[tuple[str, Any], ...]:

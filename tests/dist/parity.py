@@ -20,6 +20,8 @@ from torch._dynamo.utils import counters
 from megazero.config import RunConfig, World
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
+from megazero.models.positions import Documents
+from megazero.train.data.feeding import own_tokens
 from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import (
     DTYPES,
@@ -30,6 +32,7 @@ from megazero.train.parallelize import (
     shard_decoder,
 )
 from megazero.verify.full_tensors import Assembler
+from megazero.verify.training_run import documents_of
 from tests.dist.capture import capture_gradients, local_slices
 from tests.dist.parity_cases import Case, Model
 from tests.dist.pool import run_ranks
@@ -59,9 +62,11 @@ def samples(config: RunConfig, step: int) -> tuple[torch.Tensor, torch.Tensor, t
     return ids[:, :-1], ids[:, 1:], mask
 
 
-def loss_sum(decoder: Decoder, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+def loss_sum(decoder: Decoder, config: RunConfig, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     tokens, labels, mask = batch
-    losses = decoder(tokens, labels)
+    packed = documents_of(config, tokens)
+    documents = Documents(packed.get("position_ids"), packed.get("document_starts"))
+    losses = decoder(tokens, labels, documents=documents)
     return (losses * mask.to(losses.dtype)).sum()
 
 
@@ -87,7 +92,7 @@ def _whole_decoder(model: Model) -> Decoder:
 def _backward(decoder: Decoder, config: RunConfig, step: int) -> float:
     """Mean loss over the valid tokens of the step's whole batch; gradients in .grad."""
     batch = samples(config, step)
-    total = loss_sum(decoder, batch)
+    total = loss_sum(decoder, config, batch)
     (total / batch[2].sum().item()).backward()
     return total.double().item() / batch[2].sum().item()
 
@@ -191,9 +196,7 @@ def _run(case: Case, config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
         batch = samples(config, step)
         divisor = batch[2].sum().item()
         engine.begin_step(case.micro_batches, divisor, pipeline.program(case.micro_batches))
-        rows_of = _own_rows(case, config.batch.micro_batch_size or 0, mesh.dp_rank)
-        dtype = DTYPES[case.dtype]
-        step_batches = [MicroBatch(batch[0][r], batch[1][r], batch[2][r].to(dtype)) for r in rows_of]
+        step_batches = [_own_part(config, batch, r, mesh) for r in _own_rows(case, config, mesh.batch_rank)]
         losses.append(pipeline.step(step_batches).item())
         info = engine.step()
         norms.append(info.grad_norm)
@@ -213,11 +216,18 @@ def _print(p: torch.Tensor) -> str:
     return hashlib.sha1(values.numpy().tobytes()).hexdigest()
 
 
-def _own_rows(case: Case, size: int, dp_rank: int) -> Iterator[slice]:
+def _own_rows(case: Case, config: RunConfig, batch_rank: int) -> Iterator[slice]:
     """Samples of each micro-batch of a data-parallel rank, as the sampler deals them."""
+    size = config.batch.micro_batch_size
     for micro in range(case.micro_batches):
-        start = (micro * case.dp + dp_rank) * size
+        start = (micro * case.dp // case.cp + batch_rank) * size
         yield slice(start, start + size)
+
+
+def _own_part(config: RunConfig, batch: Sequence[torch.Tensor], rows: slice, mesh: Mesh) -> MicroBatch:
+    tokens, labels, mask = (part[rows] for part in batch)
+    fields = {"tokens": tokens, "labels": labels, "loss_mask": mask.to(DTYPES[config.precision.params_dtype])}
+    return MicroBatch(**own_tokens({**fields, **documents_of(config, tokens)}, mesh))
 
 
 def _masters(engine: Any) -> Slices:

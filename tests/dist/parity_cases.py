@@ -36,6 +36,18 @@ VOCABULARIES = {
 # truth; after steps of 5e-4 7e-7.
 LR_OF_DEEP = 5e-4
 MULTI_QUERY = "multi-query"  # Llama with one key/value head, which tensor-parallel ranks share
+# Families of other options than their name's own.
+MORE: dict[str, dict[str, Any]] = {
+    MULTI_QUERY: {"model_family": "llama", "num_query_groups": 1},
+    "qwen2-window": {"model_family": "qwen2", "num_query_groups": 4, "sliding_window": 3},
+    "gemma2-documents": {
+        "model_family": "gemma2",
+        "num_query_groups": 2,
+        "sliding_window": 5,
+        "reset_attention_mask": True,
+        "reset_position_ids": True,
+    },
+}
 SIZES = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -70,8 +82,9 @@ class Model:
             **SIZES,
             "num_layers": self.layers,
             "lr": SIZES["lr"] if self.layers == 2 else LR_OF_DEEP,
-            "model_family": "llama" if self.family == MULTI_QUERY else self.family,
-            "num_query_groups": {"llama": 4, "qwen2": 4, MULTI_QUERY: 1}.get(self.family),
+            "model_family": self.family,
+            "num_query_groups": {"llama": 4, "qwen2": 4}.get(self.family),
+            **MORE.get(self.family, {}),
             "untie_embeddings_and_output_weights": not self.tied,
             "vocab_size": size,
             "make_vocab_size_divisible_by": divisor,
@@ -107,6 +120,7 @@ class Case:
     layers: int = 2
     compiled: str | None = None  # --compile-backend
     loss_chunk: int | None = None
+    cp: int = 1
 
     @property
     def world(self) -> int:
@@ -121,7 +135,7 @@ class Case:
         """(world, tp, (P, G, OS), ranks of a node, ...): cases with equal ones can share a mesh."""
         factors = resolve_shards(_factors(self.shards), self.dp, self.h).factors
         pipeline = (self.pp, self.dp_outermost, self.tied) if self.pp > 1 else ()
-        return self.world, self.tp, factors, self.per_node, *pipeline
+        return self.world, self.tp, factors, self.per_node, self.cp, *pipeline
 
     @property
     def id(self) -> str:
@@ -132,7 +146,10 @@ class Case:
         words += ["sp" if self.sequence_parallel else "", f"micro{self.micro_batches}"]
         words += ["tied" if self.tied else "untied", self.vocabulary, self.recompute, self.dtype, self.family]
         words += [self.compiled or ""]
-        words += [f"chunks{self.loss_chunk}" if self.loss_chunk else ""]
+        words += [
+            f"chunks{self.loss_chunk}" if self.loss_chunk else "",
+            f"cp{self.cp}" if self.cp > 1 else "",
+        ]
         return "-".join(word for word in words if word)
 
     @property
@@ -151,7 +168,8 @@ class Case:
             "zero_preset": factors if named else None,
             "zero_shard": None if named else factors,
             "zero_params_lifetime": self.lifetime,
-            "micro_batch_size": self.model.batch // (self.dp * self.micro_batches),
+            "micro_batch_size": self.model.batch // (self.dp // self.cp * self.micro_batches),
+            "context_parallel_size": self.cp,
             "recompute_granularity": self.recompute,
             "loss_chunk_tokens": self.loss_chunk,
         }

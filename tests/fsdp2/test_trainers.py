@@ -63,10 +63,10 @@ def test_torchtitans_trainer(replicas: int, tmp_path: Path) -> None:
     plain = titan(tmp_path, "plain", None, steps=3, replicas=replicas)
     close(titan(tmp_path, "exact", "", steps=3, replicas=replicas), plain, 1e-5)
     # At 4 bits small gradients of a block round to 0, and AdamW does not move their elements in its first steps. On a
-    # mesh with replicas sums are rounded once more on their way back. After step 3: 1.4%; with a Hadamard
-    # transform 0.5%; with 8 bits 0.01%.
-    int4, bound = (QUANTISED, 1e-2) if replicas == 1 else ('gradients="int4"', 2e-2)
-    for name, words, rel in (("int8", 'gradients="int8"', 1e-3), ("int4", int4, bound)):
+    # mesh with replicas sums are rounded once more on their way back. After step 3: 0.5%; without the transform
+    # 1.4%; with 8 bits 0.01%.
+    int4 = QUANTISED if replicas == 1 else 'gradients="int4"'
+    for name, words, rel in (("int8", 'gradients="int8"', 1e-3), ("int4", int4, 1e-2)):
         close(titan(tmp_path, name, words + ", exact_numel=0, ", steps=3, replicas=replicas), plain, rel)
 
 

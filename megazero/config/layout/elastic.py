@@ -90,15 +90,15 @@ def _legal(config: RunConfig, world: World, sizes: Sequence[int]) -> Iterator[Ru
 
 def _layouts(config: RunConfig, world: World) -> list[ParallelConfig]:
     """Return the layouts whose ranks divide the world: as many tensor-parallel ranks as possible, then the number of
-    stages nearest in ratio, the larger one of two."""
+    stages nearest in ratio, the larger one of two. As many ranks share samples."""
     given = config.parallel
     tp, pp = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
-    layers = config.model.num_layers
+    layers, cp = config.model.num_layers, given.context_parallel_size
     found = [
         (t, p)
         for t in range(tp, 0, -1)
         for p in range(1, min(layers, world.world_size) + 1)
-        if tp % t == 0 and world.world_size % (t * p) == 0
+        if tp % t == 0 and world.world_size % (t * p * cp) == 0
     ]
     found.sort(key=lambda each: (tp // each[0], round(abs(log(each[1] / pp)), 9), -each[1]))
     return [_with_layout(given, t, p) for t, p in found]

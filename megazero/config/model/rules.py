@@ -188,6 +188,19 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
             )
 
 
+def context_parallel(model: ModelConfig, tp: int, cp: int) -> Iterator[str]:
+    """Report heads of a tensor-parallel rank that ``cp`` ranks cannot share evenly."""
+    heads, groups = model.num_attention_heads // tp, max(1, model.num_query_groups // tp)
+    legal = [k for k in common_divisors(heads) if groups % k == 0 or k % groups == 0]
+    if cp in legal:
+        return
+    of = f" on each of {tp} tensor-parallel ranks" if tp > 1 else ""
+    yield (
+        f"--context-parallel-size {cp} does not share {heads} heads over {groups}{of} evenly: each rank attends with "
+        f"its own heads; nearest size that fits: {around(legal, cp)}"
+    )
+
+
 def conditions(model: ModelConfig) -> Iterator[Condition]:
     """Yield options, whether they have an effect in this model, and what would give them one."""
     rope = model.position_embedding_type == "rope"
@@ -206,8 +219,9 @@ def conditions(model: ModelConfig) -> Iterator[Condition]:
     yield _MSCALES, computed, "the computed attention factor (no --rotary-attention-factor)"
 
 
-def check_model(model: ModelConfig, tp: int = 1) -> None:
-    """Check what a decoder over ``tp`` ranks asks of its sizes and choices. Raises ConfigError with every fault.
+def check_model(model: ModelConfig, tp: int = 1, cp: int = 1) -> None:
+    """Check what a decoder over ``tp`` x ``cp`` ranks asks of its sizes and choices. Raises ConfigError with every
+    fault.
 
     Options without an effect are no faults of a decoder: config/validate.py alone judges those.
     """
@@ -218,5 +232,6 @@ def check_model(model: ModelConfig, tp: int = 1) -> None:
     if not errors:
         errors = [*heads(model), *rotary(model), *mlp(model), *frequencies(model), *query_key_norm(model)]
         errors += [*tensor_parallel(model, tp), *padded_vocabulary(model, tp)]
+        errors += context_parallel(model, tp, cp) if cp > 1 and not errors else []
     if errors:
         raise ConfigError(errors)

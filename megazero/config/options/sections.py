@@ -28,6 +28,17 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer", low=1)
     pipeline_model_parallel_size: int = option(1, "ranks that share the layers, stage by stage", low=1)
+    context_parallel_size: int = option(
+        1, "data-parallel ranks that share samples, each with its own part of every sequence", low=1
+    )
+    cp_comm_type: tuple[str, ...] | None = option(
+        None,
+        "how they attend to whole samples: a2a swaps heads for sequence before attention and swaps back after it. "
+        "all_gather, p2p and a2a+p2p, which send keys and values, are not built (default: a2a)",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
+        None, "U G of a2a+p2p: ranks that swap heads, and ranks that send keys and values"
+    )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
         "layers of each stage, where a rank has several (interleaved schedule)",
@@ -65,6 +76,16 @@ class ParallelConfig:
     ranks_per_node: int | None = option(
         None, "overrides the launcher's node size: one machine can pretend to be several", low=1
     )
+
+    @property
+    def model_ranks(self) -> int:
+        """Return how many ranks hold a model together: tensor- and pipeline-parallel ones."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def sequence_parts(self) -> int:
+        """Return into how many parts ranks cut a sequence between the layers' linears."""
+        return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
 
 @dataclass(frozen=True)
@@ -142,7 +163,9 @@ class ZeroConfig:
         None, "send gradients quantised where they cross nodes (default: on in preset zeropp, else off)"
     )
     zero_gradient_bits: int | None = option(
-        None, "bits of a quantised gradient across nodes (default: 4)", choices=BITS
+        None,
+        "bits of a quantised gradient across nodes; 8 where the link allows it (default: 4)",
+        choices=BITS,
     )
     zero_gradient_bits_intra_node: int | None = option(
         None,
@@ -156,10 +179,11 @@ class ZeroConfig:
         "embeddings that the ends of a pipeline exchange) (default: nearest)",
         choices=ROUNDINGS,
     )
-    zero_gradient_transform: str = option(
-        "none",
+    zero_gradient_transform: str | None = option(
+        None,
         "transform of quantised gradients: a randomised Hadamard transform spreads outliers over a block (of up to "
-        "128 elements) before that is encoded",
+        "128 elements) before that is encoded (default: hadamard where a hop sends 4 bits or fewer; a resumed run "
+        "keeps its checkpoint's)",
         choices=TRANSFORMS,
     )
     zero_block_size: int | None = option(
@@ -275,7 +299,9 @@ class BatchConfig:
 
     micro_batch_size: int = option(MISSING, "samples of one forward pass on one rank", low=1, required=True)
     global_batch_size: int | None = option(
-        None, "samples of one step over all ranks (default: micro-batch x data-parallel size)", low=1
+        None,
+        "samples of one step over all ranks (default: micro-batch x data-parallel size / --context-parallel-size)",
+        low=1,
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
@@ -308,7 +334,7 @@ class BatchConfig:
     )
 
     def samples_per_step(self, data_parallel: int) -> int:
-        """Return the global batch, after any ramp-up, on ``data_parallel`` ranks."""
+        """Return the global batch, after any ramp-up, of ``data_parallel`` shares."""
         return self.global_batch_size or self.micro_batch_size * data_parallel
 
 
@@ -544,10 +570,10 @@ class PlanningConfig:
     )
     loss_policy: str = option(
         "exact",
-        "what the planner may quantise. exact: nothing; zeropp: what ZeRO++ quantises (docs/results/loss.md); "
-        "aggressive: more than that; outer: megazero plan proposes outer steps and compares them with the "
-        "others",
-        choices=("exact", "zeropp", "aggressive", "outer"),
+        "what the planner may quantise, the least loss first. exact: nothing; int8: weights and gradients in 8 bits; "
+        "zeropp: what ZeRO++ quantises, gradients after a transform (docs/results/loss.md); aggressive: more than "
+        "that; outer: megazero plan proposes outer steps and compares them with the others",
+        choices=("exact", "int8", "zeropp", "aggressive", "outer"),
     )
     memory_check: bool = option(
         True, "refuse a run whose predicted memory is more than its devices have, before it allocates"

@@ -79,7 +79,7 @@ DECIDING: Mapping[str, Collection[Any]] = {
 _OF_THE_RUN = re.compile(
     r"load|save|ckpt_step|finetune|no_load_\w+|use_checkpoint_\w+|padded_vocab_size|params_dtype|tensorboard_dir"
     r"|wandb_save_dir|data_cache_path|exit_on_missing_checkpoint|profile\w*|encoder_(num_layers|seq_length)"
-    r"|num_layers_per_virtual_pipeline_stage"
+    r"|num_layers_per_virtual_pipeline_stage|cp_comm_type|hierarchical_context_parallel_sizes"
 )
 # What Megatron's programs add to the flags, and switches under other names: none decides the model.
 _OF_THE_PROGRAM = re.compile(

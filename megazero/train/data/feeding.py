@@ -8,11 +8,24 @@ from typing import Any
 
 import torch
 
+from megazero.cp import ContextParallel
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.mesh.mesh import Mesh
 
 Batch = Mapping[str, Any]  # of tensors
+
+
+def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
+    """Return a context-parallel rank's part of each sequence [b, s]: [b, s / ranks], contiguous.
+
+    Attention sees whole samples, so ``document_starts`` are of all tokens.
+    """
+    own = ContextParallel.of(mesh).own
+    return {
+        name: (tensor if name == "document_starts" else tensor[:, own(tensor.shape[1])]).contiguous()
+        for name, tensor in batch.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -36,8 +49,8 @@ class Feeding:
         return Batches(
             data_set,
             micro_batch_size=self.micro_batch_size,
-            rank=mesh.dp_rank if alone else mesh.batch_rank,
-            size=mesh.dp_size if alone else mesh.batch_ranks,
+            rank=mesh.replica_batch_rank if alone else mesh.batch_rank,
+            size=mesh.replica_batch_ranks if alone else mesh.batch_ranks,
             pin_memory=self.mesh.device.type == "cuda",
             **position,
         )
@@ -51,16 +64,15 @@ class Feeding:
             for name, tensor in batch.items()
         }
 
-    @staticmethod
-    def cut(batch: Batch, length: int) -> Batch:
-        """Return the first ``length`` tokens of every sample."""
-        return {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}
+    def cut(self, batch: Batch, length: int) -> Batch:
+        """Return this rank's part of the first ``length`` tokens of every sample."""
+        return own_tokens({name: tensor[:, :length] for name, tensor in batch.items()}, self.mesh)
 
     def valid_tokens(self, step: Sequence[Batch]) -> tuple[float, ...]:
         """Return how many tokens of the global batch count in the loss, of each outer replica, at least 1 of each.
         Collective if masked.
 
-        step: on the host, where the number is exchanged, too: the device is not waited for.
+        step: this rank's part, on the host, where the number is exchanged, too: the device is not waited for.
         """
         if not self.masked:
             tokens = sum(batch["loss_mask"].numel() for batch in step) * self.mesh.dp_size

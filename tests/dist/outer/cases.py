@@ -248,7 +248,7 @@ class _Replica:
             return float("nan")
         self.optimizer.zero_grad()
         own = [torch.cat([each[r] for r in rows]) for each in batch]
-        (loss_sum(self.decoder, own) / own[2].sum().item()).backward()
+        (loss_sum(self.decoder, config, own) / own[2].sum().item()).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self.params, self.clip or float("inf")))
         self.optimizer.step()
         return norm

@@ -92,11 +92,10 @@ def make(case: Case, optimizer=FROZEN, model: nn.Module | None = None, **kwargs)
     world = torch.distributed.get_world_size()
     mesh = create_mesh(tp=case.tp, shards=case.shards(world), ranks_per_node=case.per_node)
     model = model or Leaves(case)
-    traits = None
     if case.tp > 1:
-        traits = lambda name, p: zero.Traits(replicated=replicated(name))  # noqa: E731
+        kwargs["traits"] = lambda name, p: zero.Traits(replicated=replicated(name))
     engine = zero.shard(
-        model, mesh=mesh, policy=case.policy, units=model.layers, optimizer=optimizer, traits=traits, **kwargs
+        model, mesh=mesh, policy=case.policy, units=model.layers, optimizer=optimizer, **kwargs
     )
     return model, engine
 

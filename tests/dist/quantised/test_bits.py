@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,22 +12,27 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megazero import zero
-from tests.dist.pool import by_case
+from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised.cases import (
     ADAMW,
     EIGHT_RANKS,
+    H4,
+    H8,
     Q2,
     Q4,
     Q8,
     S4,
     S8,
     Case,
+    Leaves,
     bits_of,
     digest,
+    drawn,
     full_masters,
     make,
     several,
     step_with,
+    take_step,
 )
 
 BF16 = torch.bfloat16
@@ -38,6 +44,42 @@ DELTA2 = zero.Codecs(weights=Q2, delta=True, gradients_inter=S4)
 
 
 # -- every rank -----------------------------------------------------------------------------------
+
+
+def what_padding_holds(case: Case) -> float:
+    """The sum of what is in rows of no use, of gradients, masters and residuals, over some updates."""
+    used = {"layers.0.held.1": 5 * 13, "layers.1.held.0": 21 * 9}  # of 7 and of 33 rows
+    model = Leaves(case)
+    with torch.no_grad():
+        for name, numel in used.items():
+            model.get_parameter(name).view(-1)[numel:] = 0
+    model, engine = make(case, ADAMW, model, traits=lambda name, _: zero.Traits(used=used.get(name)))
+
+    def gradients(index: int, step: int) -> list[list[torch.Tensor]]:
+        found = drawn(case, engine.mesh.dp_rank, 0, index, step)
+        found[0][1][5:] = found[1][0][21:] = 0
+        return found
+
+    most = 0.0
+    for step in range(3):
+        take_step(case, model, engine, partial(gradients, step=step), divisor=4.0)
+        for unit in engine.units:
+            held = [(unit.gradients.grad, unit.axes.g), (unit.master.value, unit.axes.os)]
+            if unit.feedback.residual is not None:
+                held.append((unit.feedback.open_residual(), unit.axes.crossing))
+            for value, level in held:
+                for slot, low, high, at in unit.layout.ranges(level):
+                    first = max(low, used.get(slot.name, high))
+                    most += float(value[at + first - low : at + high - low].abs().sum())
+    return most
+
+
+@pytest.mark.parametrize("feedback", [False, True], ids=["", "feedback"])
+@pytest.mark.parametrize("letters", ["hhd", "11d", "hhh"])
+def test_rows_that_pad_a_vocabulary_stay_zero_beside_values_that_a_transform_mixes(letters, feedback):
+    """A block has the end of one row and the beginning of the next. No checkpoint holds such rows."""
+    mixed = zero.Codecs(gradients_intra=replace(H8, stochastic=True), gradients_inter=H4, feedback=feedback)
+    assert run_ranks(4, what_padding_holds, Case(letters, 2, mixed, dtype=BF16), timeout=200) == [0.0] * 4
 
 
 def after_updates(case: Case, updates: int) -> tuple[list, dict, dict]:

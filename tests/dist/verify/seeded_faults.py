@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megazero.comm import hops
 from megazero.config import RunConfig
+from megazero.cp import ContextParallel, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
@@ -169,6 +170,36 @@ def _unmixed_replicas(place: Place) -> None:
     place.replace(outer, "mix", lambda weights, anchor, share: mix(weights, anchor, 1.0))
 
 
+def _unswapped_gradient(place: Place) -> None:
+    """Of what context-parallel ranks swap, gradients stay where they are."""
+
+    def staying(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+    place.replace(exchange._Exchange, "backward", staticmethod(staying))
+
+
+def _shifted_part(place: Place) -> None:
+    """A context-parallel rank takes its part of a sequence for that of the one before."""
+    own = ContextParallel.own
+
+    def shifted(cp: ContextParallel, length: int) -> slice:
+        return own(replace(cp, rank=(cp.rank - 1) % cp.size), length)
+
+    place.replace(ContextParallel, "own", shifted)
+
+
+def _doubled_swap(place: Place) -> None:
+    """Every swap of context-parallel ranks is done twice."""
+    swap = exchange._all_to_all
+
+    def twice(rows: Tensor, cp: ContextParallel) -> Tensor:
+        swap(rows, cp)
+        return swap(rows, cp)
+
+    place.replace(exchange, "_all_to_all", twice)
+
+
 FAULTS: dict[str, Callable[[Place], None]] = {
     "skip-last-reduction": _skip_last_reduction,
     "wrong-norm-group": _wrong_norm_group,
@@ -181,4 +212,7 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "wrong-bytes": _wrong_bytes,
     "sum-of-replicas": _sum_of_replicas,
     "unmixed-replicas": _unmixed_replicas,
+    "unswapped-gradient": _unswapped_gradient,
+    "shifted-part": _shifted_part,
+    "doubled-swap": _doubled_swap,
 }

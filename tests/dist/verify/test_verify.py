@@ -56,10 +56,16 @@ STREAMED_GRID = (
 )
 MIXED = f"{NODES} --zero-preset zero3 --outer-interval 8 --outer-fragments 3 --outer-mixing 0.5"
 
+CONTEXTS = f"{NODES} --context-parallel-size 4 --zero-preset zero3 --recompute-granularity selective"
+CONTEXT_GRID = (
+    f"{GRID} --world-size 16 --ranks-per-node 4 --context-parallel-size 2 --zero-preset hpz "
+    "--pipeline-schedule zb-h1"
+)
+
 # Not always; test_the_command_writes_both_files plants the divisor, too.
 LONG = {
     *("lost-activation", "wrong-tied-sum", "wrong-norm-group", "swapped-shard", "wrong-noise"),
-    "missing-divisor",
+    *("missing-divisor", "unswapped-gradient", "shifted-part"),
 }
 # fault -> (configuration, a check that must fail, words of the likely cause, if one is named)
 SEEN = {
@@ -74,6 +80,9 @@ SEEN = {
     "wrong-bytes": (ZEROPP, "Pass 1, exact: bytes sent", ""),
     "sum-of-replicas": (OUTER, "Pass 1, outer steps: outer steps", ""),
     "unmixed-replicas": (STREAMED, "Pass 1, outer steps: weights after outer steps", ""),
+    "unswapped-gradient": (CONTEXTS, "Pass 1, exact: gradients", ""),
+    "shifted-part": (CONTEXTS, "Pass 1, exact: gradients", ""),
+    "doubled-swap": (CONTEXTS, "Pass 1, exact: bytes sent", ""),
 }
 
 
@@ -97,13 +106,15 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 OUTER_TENSORS,
                 STREAMED_GRID,
                 MIXED,
+                CONTEXTS,
+                CONTEXT_GRID,
             )
         ),
     ],
     ids=[
         *("grid", "zeropp", "streamed replicas", "grid, joined layers", "zeropp, fp16"),
         *("outer replicas", "outer replicas of two nodes, INT4"),
-        *("streamed replicas of stages, INT8", "mixed replicas"),
+        *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
     ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:

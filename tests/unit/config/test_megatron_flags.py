@@ -201,7 +201,7 @@ def test_other_names_and_spellings(line, name, value):
         ),
         ("--position-embedding-type none", "none is Megatron's, not built here"),
         ("--tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t", "not built here"),
-        ("--context-parallel-size 2", "--context-parallel-size 2 is Megatron's flag, not built here"),
+        ("--hybrid-context-parallel", "--hybrid-context-parallel is Megatron's flag, not built here"),
         ("--num-experts 8 --moe-router-topk 2", "--num-experts 8 is Megatron's flag, not built here"),
         ("--num-experts 1 8", "mixtures of experts are not built"),
         ("--data-impl cached", "convert the data"),

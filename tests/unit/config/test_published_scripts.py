@@ -58,7 +58,7 @@ REFUSED = {
     ("DeepSpeed GPT 1.3B, dense", "--num-experts 128"): ["mixtures of experts"],
     ("DeepSpeed GPT 1.3B, dense", "--cpu-optimizer"): ["--cpu-optimizer"],
     (LLAMA3, "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"): ["fp8 and fp4"],
-    (LLAMA3, "--context-parallel-size 2"): ["--context-parallel-size 2"],
+    (LLAMA3, "--context-parallel-size 2 --hybrid-context-parallel"): ["--hybrid-context-parallel"],
     (LLAMA3, "--goldfish-loss --goldfish-k 50 --qk-layernorm --xielu"): ["--goldfish-loss", "--xielu"],
     (STARCODER, "--fim-rate 0.5 --tokenizer-type TokenizerFromFileWithFIM"): [
         "--fim-rate",

@@ -286,13 +286,13 @@ def test_every_cut_and_spelling_gives_the_same_bits(kind, layout, tmp_path):
 
 def test_the_command_writes_weights_and_flags(tmp_path, capsys):
     """--vocab-size on the command line replaces the argument; the flags and run.yaml are those of the run."""
-    torch_dist(tmp_path / "m", megatron(original("llama")), arguments("llama", context_parallel_size=2))
+    torch_dist(tmp_path / "m", megatron(original("llama")), arguments("llama", mid_level_dataset_surplus=0.5))
     words = [str(tmp_path / "m"), str(tmp_path / "ck"), "--vocab-size", "40"]
     assert main(["from-megatron", *words]) == 0
     said = capsys.readouterr()
     path = tmp_path / "ck" / "iter_0000000"
     assert "the same bits, float32  holds" in said.out and str(path) in said.out
-    assert "not taken over: --context-parallel-size 2: context parallelism" in said.err
+    assert "not taken over: --mid-level-dataset-surplus 0.5: another share" in said.err
     flags = [line.removesuffix(" \\") for line in said.out.splitlines() if line.startswith("--")]
     typed = parse([word for line in flags for word in line.split()])
     filed = parse(["--config", str(path / "run.yaml")])

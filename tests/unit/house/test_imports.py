@@ -21,7 +21,7 @@ FLOORS = (
     {"mesh"},
     {"checkpoint"},
     {"comm"},
-    {"zero", "tp", "pp"},
+    {"zero", "tp", "cp", "pp"},
     {"config"},
     {"models", "data", "plan"},
     {"log"},

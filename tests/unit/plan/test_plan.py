@@ -86,6 +86,9 @@ def test_tied_ends_send_gradients_as_they_are_coded() -> None:
         ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2),
         ({"zero_preset": "zero3", "zero_gradients_lifetime": "step", "zero_prefetch_bytes": 10**6}, 2),
         ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1", "zero_shard": (1, 4, 4)}, 2),
+        ({"context_parallel_size": 2, "zero_preset": "zero3", "recompute_granularity": "selective"}, 2),
+        ({"context_parallel_size": 8, "num_query_groups": 2, "recompute_granularity": "full"}, 2),
+        ({"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}, 2),
     ],
 )
 def test_bytes_are_those_that_verify_expects(values: dict[str, object], nodes: int) -> None:
@@ -440,7 +443,10 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     words = [*WORDS, *ALONE, "--cluster", file, "--plan-output", str(tmp_path / "out")]
     assert main([*words, "--zero-preset", "ddp"]) == 1
     said = capsys.readouterr().err
-    assert "no layout fits" in said and "without --zero-preset ddp: TP 1, PP 1, DP 8, P,G,OS 8,8,8" in said
+    assert (
+        "no layout fits" in said
+        and "without --zero-preset ddp: TP 1, PP 1, DP 8, CP 4 of these, P,G,OS 8,8,8" in said
+    )
     assert main(words) == 0, "what was advised fits"
     file = write_cluster(tmp_path / "lab.yaml", 0.031)
     assert main([*words, "--recompute-granularity", "full"]) == 1

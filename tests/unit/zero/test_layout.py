@@ -78,3 +78,10 @@ def test_any_sizes(numels, sizes, block):
         mine = make_layout(shapes, block=block, sizes=sizes, indices=indices)
         seen += sum(high - low for _, low, high, _ in mine.ranges(len(sizes)))
     assert seen == sum(numels)
+    used = {f"p{i}": n // 2 for i, n in enumerate(numels) if i % 2}
+    part = make_layout(shapes, block=block, sizes=sizes, indices=layout.indices, used=used)
+    for level in range(len(sizes) + 1):  # besides layout's own, what its parameters leave unused
+        gaps = {at for low, high in layout.gaps(level) for at in range(low, high)}
+        for slot, low, high, start in layout.ranges(level):
+            gaps |= {start + at - low for at in range(max(low, used.get(slot.name, high)), high)}
+        assert {at for low, high in part.gaps(level) for at in range(low, high)} == gaps

@@ -1,0 +1,101 @@
+"""Ranks that share samples train as one rank does: a few cases always, one of every pair with -m slow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+
+from megazero.config import ConfigError
+from tests.dist.engine.test_parity import check
+from tests.dist.parity_cases import (
+    DTYPES,
+    FEW_STEPS_OF_PIPELINES,
+    LOSS_CHUNKS,
+    MULTI_QUERY,
+    RECOMPUTE,
+    Case,
+    pairwise_cover,
+)
+
+SEED = 0
+FAMILIES = ("llama", MULTI_QUERY, "gpt", "bloom", "gemma2-documents", "qwen2-window")
+# pp, schedule, layers.
+PIPELINES = ((1, "1f1b", 2), (2, "1f1b", 4), (2, "zb-h1", 4))
+# tp, sequence parallel.
+TENSORS = ((1, False), (2, False), (2, True))
+SHARDS = ("zero1", "zero3", "hpz", "2,2,4")
+COMPILED = (None, "aot_eager")
+
+
+def legal(world: int) -> Iterator[Case]:
+    """Every legal case of so many ranks; some of the model's choices are drawn."""
+    draw = random.Random(SEED)
+    choices = product((2, 4), (1, 2), (0, 1), PIPELINES, TENSORS, SHARDS, RECOMPUTE, FAMILIES)
+    for cp, copies, split, pipeline, tensor, shards, recompute, family in choices:
+        (pp, schedule, layers), (tp, sequence) = pipeline, tensor
+        dp = cp * copies
+        if pp * tp * dp != world:
+            continue
+        case = Case(
+            tp,
+            dp,
+            world // 2 if split else world,  # two nodes, or one
+            shards,
+            None,
+            sequence,
+            micro_batches=3,
+            tied=draw.random() < 0.5,
+            vocabulary="odd",
+            recompute=recompute,
+            # As in the cover of pipelines: in fp32 a rank of GPT, or of Gemma's many norms, is itself 1e-6 from fp64.
+            dtype=draw.choice(DTYPES)
+            if layers == 2 and family not in ("gpt", "gemma2-documents")
+            else "fp64",
+            family=family,
+            pp=pp,
+            schedule=schedule,
+            layers=layers,
+            compiled=draw.choice(COMPILED),
+            loss_chunk=draw.choice(LOSS_CHUNKS),
+            cp=cp,
+        )
+        try:
+            case.config()
+        except ConfigError:
+            continue
+        yield case
+
+
+@cache
+def cover(world: int) -> list[Case]:
+    return pairwise_cover(list(legal(world)), SEED)
+
+
+# Two ranks, one family each; four with tensor parallelism, a pipeline, copies of key/value heads, two nodes.
+BASE = Case(1, 2, 2, "zero1", None, False, 3, False, "odd", "none", "fp64", "llama", cp=2)
+SMALL = (
+    replace(BASE, family="llama", dtype="fp32", recompute="selective"),
+    replace(BASE, family=MULTI_QUERY, loss_chunk=3, tied=True),
+    replace(BASE, family="gpt", recompute="full"),
+    replace(BASE, family="bloom", shards="zero3", per_node=1),
+    replace(BASE, family="gemma2-documents", tied=True, shards="zero3", per_node=1),
+    replace(BASE, family="qwen2-window", dtype="fp32", compiled="aot_eager"),
+    replace(BASE, family="bloom", tp=2, per_node=4, sequence_parallel=True, recompute="selective"),
+    replace(BASE, family=MULTI_QUERY, dp=4, per_node=4, cp=4, shards="zero3"),
+    replace(BASE, family="gemma2-documents", pp=2, per_node=2, schedule="zb-h1", layers=4, recompute="full"),
+)
+
+
+def test_small_cover():
+    check(SMALL, FEW_STEPS_OF_PIPELINES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_cover(world):
+    check(cover(world), FEW_STEPS_OF_PIPELINES)

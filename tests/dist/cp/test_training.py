@@ -1,0 +1,96 @@
+"""Whole runs whose ranks share samples: the samples, losses, evaluations and metrics of a run whose ranks do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.log.metrics import read_metrics
+from tests.dist.runs import samples, train_each, write_data
+
+# Documents end within samples, so that shards have unlike masks.
+MASKED = {
+    "eod_mask_loss": True,
+    "reset_position_ids": True,
+    "reset_attention_mask": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 50,
+}
+EQUAL = ("iteration", "consumed_samples", "batch_size", "learning_rate", "seq_length")
+
+
+def base(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    data = write_data(tmp_path / "data")
+    values = {"mock_data": None, "data_path": (data,), "split": "80,20,0", **MASKED}
+    # Samples of 8 tokens, then of 12.
+    values |= {"seq_length_steps": (8, 3, 12), "eval_iters": 2, "eval_interval": 2, "train_iters": 6}
+    return values | more
+
+
+def check(
+    tmp_path: Path, changes: dict[str, Any], legs: list[tuple[int, int | None, dict[str, Any]]]
+) -> None:
+    """legs: ranks, the iteration to stop at, and options of each part of the run."""
+    given = base(tmp_path, **changes)
+    (tmp_path / "stayed").mkdir(), (tmp_path / "moved").mkdir()
+    run = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "log_dir": str(tmp_path / "moved")}
+    stayed = train_each({0: (legs[0][0], {**given, "log_dir": str(tmp_path / "stayed")})})[0]
+    moved = []
+    for ranks, stop, options in legs:
+        moved.append(train_each({0: (ranks, {**given, **run, **options, "exit_interval": stop})})[0])
+    assert sum(map(samples, moved), []) == samples(stayed)
+    for what in ("losses", "evaluations"):
+        got = [each for leg in moved for each in getattr(leg[0], what)]
+        wanted = getattr(stayed[0], what)
+        assert len(got) == len(wanted) > 2
+        for one, other in zip(got, wanted, strict=True):
+            assert one == pytest.approx(other, rel=1e-5), (what, got, wanted)
+    logs = [read_metrics(tmp_path / folder) for folder in ("moved", "stayed")]
+    curves = [[line for line in log if "lm_loss" in line] for log in logs]
+    for key in EQUAL:
+        assert len({tuple(line[key] for line in curve) for curve in curves}) == 1, key
+    for curve in curves:
+        for line in curve:  # tokens of the global batch, once
+            tokens = line["batch_size"] * line["seq_length"]
+            assert line["tokens_per_s"] * line["iteration_time_s"] == pytest.approx(tokens)
+
+
+def test_a_run_goes_on_over_other_numbers_of_ranks_that_share_samples(tmp_path: Path) -> None:
+    shared = [{"context_parallel_size": 2, "zero_preset": "zero3"}, {"context_parallel_size": 4}]
+    check(tmp_path, {}, [(2, 2, shared[0]), (4, 4, shared[1]), (2, None, {})])
+
+
+@pytest.mark.slow
+def test_with_pipelines_fp16_and_tensors(tmp_path: Path) -> None:
+    pipelined = {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
+    tensors = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    check(tmp_path, {"num_layers": 4}, [(4, 2, pipelined), (4, 4, tensors), (1, None, {})])
+
+
+@pytest.mark.slow
+def test_outer_replicas_share_their_own_samples(tmp_path: Path) -> None:
+    outer = {"outer_interval": 2, "ranks_per_node": 2, "outer_replicas": 2, "global_batch_size": 8}
+    jobs = {
+        cp: (ranks, {**base(tmp_path / f"{cp}"), **outer, "ranks_per_node": ranks // 2, **more})
+        for cp, ranks, more in ((1, 2, {}), (2, 4, {"context_parallel_size": 2}))
+        if (tmp_path / f"{cp}").mkdir() is None
+    }
+    alone, shared = (train_each({0: job})[0] for job in jobs.values())
+    assert samples(alone) == samples(shared)
+    for one, other in zip(alone[0].losses, shared[0].losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    assert alone[0].evaluations == pytest.approx(shared[0].evaluations, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_dropout_trains_and_ranks_draw_their_own(tmp_path: Path) -> None:
+    """With recompute the masks are drawn again, so a run with it has the bits of one without."""
+    dropped = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "context_parallel_size": 2, "eval_iters": 0}
+    jobs = {
+        again: (2, {**base(tmp_path), **dropped, "recompute_granularity": again, "log_dir": str(tmp_path)})
+        for again in ("none", "selective", "full")
+    }
+    curves = {tuple(seen[0].losses) for seen in train_each(jobs).values()}
+    assert len(curves) == 1

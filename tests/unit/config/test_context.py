@@ -1,0 +1,100 @@
+"""Flags of context parallelism: what they mean, what is refused and what is nearest."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.config import ConfigError, RunConfig, World, make_config, parse
+from tests.sizes import SMALL
+
+CP2 = {"context_parallel_size": 2}
+EIGHT = World(8, 4)
+
+
+def config(world: World | None = EIGHT, **changes: object) -> RunConfig:
+    return make_config({**SMALL, **changes}, world)
+
+
+def test_ranks_that_share_samples_share_a_batch_and_shard_alike() -> None:
+    run = config(global_batch_size=None, tensor_model_parallel_size=2, **CP2)
+    assert (run.data_parallel_size(EIGHT), run.shard_ranks(EIGHT), run.own_length) == (2, 4, 16)
+    assert run.batch.global_batch_size == 4 and run.num_micro_batches(EIGHT) == 1
+
+
+def test_megatrons_words() -> None:
+    words = "--cp-comm-type a2a --context-parallel-size 2 --hierarchical-context-parallel-sizes 2 1"
+    parallel = config(cp_comm_type=("a2a+p2p",), hierarchical_context_parallel_sizes=(2, 1), **CP2).parallel
+    assert parallel.context_parallel_size == 2
+    sizes = [f"--{name.replace('_', '-')} {value}" for name, value in SMALL.items() if value is not True]
+    read = parse([*" ".join(sizes).split(), "--mock-data", *words.split()], EIGHT)
+    assert read.parallel.cp_comm_type == ("a2a",)
+    assert any("--hierarchical-context-parallel-sizes 2,1 has no effect" in note for note in read.notes)
+    alone = config(cp_comm_type=("p2p",))  # Megatron's default, which its scripts may say
+    assert any("--cp-comm-type p2p has no effect" in note for note in alone.notes)
+    deepspeed = parse([*" ".join(sizes).split(), "--mock-data", "--ds-sequence-parallel-size", "4"], EIGHT)
+    assert deepspeed.parallel.context_parallel_size == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"cp_comm_type": ("p2p",)},
+            "p2p: ranks that send each other keys and values are not built; nearest",
+        ),
+        ({"cp_comm_type": ("allgather",)}, "are not built; nearest: --cp-comm-type a2a"),
+        ({"cp_comm_type": ("a2a", "p2p")}, "other words for other layers are not built; nearest: a2a"),
+        (
+            {"cp_comm_type": ("a3a",)},
+            "a3a is not one of a2a, all_gather, allgather, p2p, a2a+p2p; nearest: a2a",
+        ),
+        ({"cp_comm_type": ("a2a+p2p",)}, "needs --hierarchical-context-parallel-sizes U G"),
+        (
+            {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (1, 2)},
+            "are not built; nearest: --cp-comm-type a2a",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True},
+            "does not go with --use-tp-pp-dp-mapping",
+        ),
+        (
+            {"seq_length": 31},
+            "--seq-length 31 does not divide by --context-parallel-size 2; nearest size that fits: 1",
+        ),
+        (
+            {"seq_length": 30, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "--seq-length 30 does not divide by --context-parallel-size 2 x --tensor-model-parallel-size 2",
+        ),
+        ({"seq_length_steps": (15, 3, 32)}, "15 tokens of a sample do not divide by the 2 ranks"),
+        ({"num_attention_heads": 9, "kv_channels": 4}, "does not share 9 heads over 9 evenly"),
+        (
+            {"context_parallel_size": 4, "num_attention_heads": 12, "num_query_groups": 6, "kv_channels": 4},
+            "does not share 12 heads over 6 evenly: each rank attends with its own heads; nearest size that fits: 3",
+        ),
+        (
+            {"context_parallel_size": 3, "num_attention_heads": 6, "kv_channels": 4, "seq_length": 30},
+            "nearest: 4",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:24],
+)
+def test_what_is_refused(changes: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**{**CP2, **changes})
+    assert any(line in error for error in caught.value.errors), caught.value.errors
+
+
+def test_groups_do_not_straddle_nodes_unevenly() -> None:
+    """12 ranks on nodes of 6: 4 neither divide a node nor fill several."""
+    twelve = {"num_attention_heads": 12, "kv_channels": 4, "seq_length": 48, "global_batch_size": 24}
+    with pytest.raises(ConfigError, match="over 12 data-parallel ranks, 6 of them per node; nearest: 3"):
+        config(World(12, 6), **twelve, context_parallel_size=4)
+    for size in (1, 2, 3, 6, 12):
+        config(World(12, 6), **twelve, context_parallel_size=size)
+
+
+def test_elastic_keeps_them() -> None:
+    grown = config(World(4, 4), elastic=True, global_batch_size=8, micro_batch_size=8, **CP2)
+    assert grown.parallel.context_parallel_size == 2 and grown.batch.micro_batch_size == 4
+    with pytest.raises(ConfigError, match="which it does not divide"):
+        config(World(3, 3), elastic=True, global_batch_size=8, **CP2)

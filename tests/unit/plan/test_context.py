@@ -1,0 +1,54 @@
+"""The planner's price of context parallelism: bytes by hand, seconds by link, memory, and when it is proposed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.config.model.spec import HEAD
+from megazero.mesh.grid import INTER, INTRA
+from megazero.plan.search import Search, smallest_layout
+from megazero.plan.simulate import simulate
+from tests.unit.plan.test_plan import MODEL, cluster, layout
+
+LONG = {"seq_length": 4096, "global_batch_size": 8, "num_query_groups": 2, "recompute_granularity": "none"}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_bytes_are_those_of_four_swaps(recompute: str) -> None:
+    """Of 8 heads of 32 channels over 2, among 4 ranks: each receives a copy of a key/value head."""
+    plan = layout({**LONG, "context_parallel_size": 4, "recompute_granularity": recompute}, cluster(1, 4))
+    channel, q, k = 4096 // 4 * 2, 256, 4 * 32  # bytes of one over a rank's tokens; k with copies
+    there, back = ((3 * channel * width) // 4 for width in (q + 2 * k, q))
+    again = {"none": 0, "selective": there, "full": there + back}[recompute]
+    layers, micro_batches = 6, 8
+    assert plan.bytes_by_stage[0]["cp", INTRA] == layers * micro_batches * (2 * (there + back) + again)
+    assert plan.bytes_by_stage[0]["cp", INTER] == 0
+
+
+def test_what_crosses_nodes_counts_there_and_costs_more() -> None:
+    """8 ranks on 2 nodes: of 7 rows 4 cross."""
+    inside, across = (layout({**LONG, "context_parallel_size": size}, cluster(2, 4)) for size in (4, 8))
+    sent = across.bytes_by_stage[0]
+    assert 3 * sent["cp", INTER] == 4 * sent["cp", INTRA] > 0 == inside.bytes_by_stage[0]["cp", INTER]
+    seconds = [simulate(plan).bill["context"] for plan in (inside, across)]
+    assert 0 < 20 * seconds[0] < seconds[1]
+
+
+def test_activations_shrink() -> None:
+    """But for copies of keys and values: 2 x 2 x 32 of the kept elements of a token at 4 ranks."""
+    kept = {
+        size: layout({**LONG, "context_parallel_size": size}, cluster(1, 4)).base.activation_memory(None)[0]
+        for size in (1, 2, 4)
+    }
+    one, two, four = (kept[size][HEAD]["activations"] for size in (1, 2, 4))
+    assert two == pytest.approx(one / 2) and one / 4 < four < one / 3.8
+
+
+def test_it_is_proposed_where_memory_asks_for_it() -> None:
+    values = {name: value for name, value in {**MODEL, **LONG}.items() if name != "micro_batch_size"}
+    del values["recompute_granularity"]
+    values |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "seq_length": 65536}
+    roomy, tight = (Search(values, cluster(1, 4, gib=gib), "exact").best(1) for gib in (16.0, 1.0))
+    assert roomy[0].layout.base.cp == 1 and tight[0].layout.base.cp > 1
+    smallest = smallest_layout(values, cluster(1, 4, gib=0.01))
+    assert smallest is not None and smallest.base.cp > 1
