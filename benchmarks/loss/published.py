@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import harness
-from megazero.plan.rounding import FIRST_HALF, HADAMARD, INT4, NO_INT4, SDP4BIT, ZEROPP
+from megazero.plan.rounding import DATA_POWER, DATA_TERM, FIRST_HALF, HADAMARD, INT4, NO_INT4, SDP4BIT, ZEROPP
 
 
 def table() -> str:
