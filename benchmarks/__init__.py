@@ -7,7 +7,8 @@
 What each folder measures, and its pages:
 
     features    what one feature costs: asynchronous saves, compiled layers, masks, the loss in chunks, conversion,
-                heartbeats, the engine on a device's host; and whether lm-eval agrees with an export
+                heartbeats, the engine on a device's host, the Hadamard transform; and whether lm-eval agrees with an
+                export
                 -> training, checkpoints, decisions, hugging-face, slurm
     links       step times and bytes on slow links beside FSDP2, HSDP, DDP and DeepSpeed; two hops against one;
                 Muon's updates; what delays cost

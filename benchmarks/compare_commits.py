@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +48,23 @@ COMMON = f"""
 LLAMA = "--model-family llama --num-query-groups 4"
 NODES = "--ranks-per-node 2"
 # The norms alone are as small, so that all other messages across nodes are quantised.
-QUANTISED = f"--bf16 --zero-preset zeropp --zero-exact-numel 100 {NODES} {LLAMA}"
+ZEROPP = f"--bf16 --zero-preset zeropp --zero-exact-numel 100 {NODES} {LLAMA}"
+PLAIN, MIXED = (
+    f"--zero-gradient-transform {name}" for name in ("none", "hadamard")
+)  # named: the default changed
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
 @dataclass(frozen=True)
 class Case:
     """ranks: gloo processes. flags: added to COMMON; both commits must know them. resume: also continue the other
-    commit's checkpoint from half way.
+    commit's checkpoint from half way, without the flags that are ``kept``: the checkpoint has them.
     """
 
     ranks: int
     flags: str
     resume: bool = False
+    kept: str = ""
 
     def words(self, folder: str) -> list[str]:
         """Return the whole run's command line, with checkpoints and metrics in ``folder``."""
@@ -72,11 +76,12 @@ CASES = {
     "one rank, fp32": Case(1, f"--model-family gpt --clip-grad 0.5 {DROPOUT}"),
     "zero3, bf16": Case(4, f"--bf16 --zero-preset zero3 --zero-chunk-numel 8192 {LLAMA}"),
     "hpz, bf16": Case(4, f"--bf16 --zero-preset hpz {NODES} {LLAMA}"),
-    "zeropp": Case(4, QUANTISED, resume=True),
+    "zeropp": Case(4, f"{ZEROPP} {MIXED}", resume=True),
+    "zeropp, no transform": Case(4, f"{ZEROPP} {PLAIN}", resume=True, kept=PLAIN),
     "zeropp, INT8 weights, stochastic": Case(
-        4, f"{QUANTISED} --no-zero-quantized-weights-delta --zero-gradient-rounding stochastic"
+        4, f"{ZEROPP} {PLAIN} --no-zero-quantized-weights-delta --zero-gradient-rounding stochastic"
     ),
-    "zeropp, feedback": Case(4, f"{QUANTISED} --zero-gradient-rounding feedback", resume=True),
+    "zeropp, feedback": Case(4, f"{ZEROPP} {MIXED} --zero-gradient-rounding feedback", resume=True),
     "mics, bloom, ramp-up": Case(
         4, f"--zero-preset mics --model-family bloom --rampup-batch-size 4 4 16 {NODES}"
     ),
@@ -86,7 +91,7 @@ CASES = {
     # Nodes of one rank: state, activations and the sums of the pipeline's ends cross nodes. zeropp is zero1 there.
     "zeropp's formats x PP 2, 1f1b, tied": Case(
         4,
-        "--bf16 --zero-preset zero1 --zero-quantized-weights-delta --zero-quantized-gradients "
+        f"--bf16 --zero-preset zero1 --zero-quantized-weights-delta --zero-quantized-gradients {PLAIN} "
         f"--zero-exact-numel 100 --ranks-per-node 1 {LLAMA} --pipeline-model-parallel-size 2 "
         "--pipeline-schedule 1f1b --no-untie-embeddings-and-output-weights",
     ),
@@ -246,7 +251,11 @@ def resumed(name: str, case: Case, folder: Path, place: str) -> Job:
     target.mkdir(parents=True)
     middle = f"iter_{MIDDLE:07}"
     shutil.move(folder / "there" / place / middle, target / middle)
-    flags = [*case.words(str(target)), "--load", str(target)]
+    flags = [
+        *replace(case, flags=case.flags.replace(case.kept, "")).words(str(target)),
+        "--load",
+        str(target),
+    ]
     return {"name": f"{RESUMED}{name}", "ranks": case.ranks, "flags": flags, "log": f"{target}/said"}
 
 

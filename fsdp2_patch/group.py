@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from fsdp2_patch.packing import Packing
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise
 from megazero.comm.hops import Channel, Leg, Moves, reduce
 from megazero.comm.rows import Rows
+from megazero.comm.watch import Watch
 from megazero.comm.wire import Codecs
 from megazero.mesh.mesh import Axis
 from megazero.patches.checks import Differences
@@ -28,7 +29,8 @@ class Group:
     exact: the FSDPParams that are never quantised. names: by id of an FSDPParam.
     updates: how many steps' gradients optimizers have written into its parameters. reduced: there are new ones.
     updated: parameters were written since they were last gathered.
-    roundings: how often gradients were encoded.
+    roundings: how often gradients were encoded. samples: what looks at
+    its messages of gradients, by the step's number.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Group:
     codecs: Codecs[Codec]
     channel: Channel
     differences: Differences
+    samples: Callable[[int], Sequence[Watch]]
     verified_steps: int
     checksum_interval: int
     updates: int = 0
@@ -98,5 +101,6 @@ class Group:
         """Sum row i of every region [size, ...] at index i of the axis; return the sums [...], in new memory."""
         rows = Rows(regions, axis.index, drawn_by_message=True)
         sums = rows.room(lambda numel, dtype: torch.empty(numel, dtype=dtype, device=self.channel.device))
-        yield from reduce(Leg(axis, codec, self.noise()), rows, sums, self.channel)
+        watches = self.samples(self.updates)
+        yield from reduce(Leg(axis, codec, self.noise()), rows, sums, self.channel, watches=watches)
         return [total.view(region.shape[1:]) for total, region in zip(sums, regions, strict=True)]

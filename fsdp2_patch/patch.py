@@ -26,7 +26,7 @@ from megazero.config.errors import ConfigError
 from megazero.kernels.arena import Arena
 from megazero.mesh.objects import gather_objects
 from megazero.patches.agreement import agree_on, nothing_quantised
-from megazero.patches.checks import Differences, compare_replicas
+from megazero.patches.checks import Differences, GradientSamples, compare_replicas
 from megazero.patches.names import Replaced
 from megazero.patches.options import MessageOptions
 from megazero.patches.two_hops import cut_groups, node_size, settings_like
@@ -69,10 +69,13 @@ class Fsdp2Patch:
         self.undo: list[Callable[[], object]] = []
         self.gathers: list[KeptAllGather] = []
         self.reductions: dict[int, Reduction] = {}  # by id of each of the group's FSDPParams
+        self.samples = GradientSamples("fsdp2_patch", codecs_of(options.wire))
         self.groups = self._find()
         self._install()
         if dist.get_rank() == 0:
             print(start_line(self.groups), flush=True)
+            if options.note:
+                print(f"fsdp2_patch: {options.note}", flush=True)
 
     def remove(self) -> None:
         """Give FSDP2 its own collectives back."""
@@ -115,10 +118,11 @@ class Fsdp2Patch:
                 codecs=codecs,
                 channel=self.channel,
                 differences=self.differences,
+                samples=partial(self.samples.watches, number, len(crossing)),
                 verified_steps=self.options.zero_verify_first_steps,
                 checksum_interval=self.options.zero_checksum_interval,
             )
-            for one in crossing
+            for number, one in enumerate(crossing)
         ]
 
     def _problems(
@@ -250,6 +254,7 @@ class Fsdp2Patch:
             )
         for kind in (WEIGHTS, GRADIENTS):
             self.differences.tell(kind)
+        self.samples.tell(self.channel.device)
 
     @torch.no_grad()
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from megazero.kernels.add_to import add_to
-from megazero.kernels.arena import SCRATCH, Take
+from megazero.kernels.arena import SCRATCH, Frame, Take
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
@@ -44,22 +44,35 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool
     direct = out.dtype == dtype and not add
     with SCRATCH.frame(out.device) as frame:
         buffer = frame.take(0 if direct else size, dtype)
-        unpacking = Unpacking(frame.take, size, form, dtype)
-        mixing = Mixing(form.transform, size, frame.take, dtype) if form.transform is not None else None
+        decoding = Decoding(frame, size, form, dtype)
         for row in range(len(messages)):
             for low in range(0, n, size):
                 high = min(n, low + size)
                 blocks = slice(low // form.block, high // form.block)
                 piece = out[row, low:high]
-                digits = piece if direct else buffer[: high - low]
-                unpacking.digits(payload[row, blocks], digits)
-                digits.view(-1, form.block).mul_(unpacking.scales(scales[row, blocks]))
-                if mixing is not None:
-                    mixing.inverse(digits)
+                values = piece if direct else buffer[: high - low]
+                decoding.values(payload[row, blocks], scales[row, blocks], values)
                 if add:
-                    add_to(digits, piece)
+                    add_to(values, piece)
                 if not direct:
-                    piece.copy_(digits)
+                    piece.copy_(values)
+
+
+class Decoding:
+    """Decodes at most ``size`` elements of a message at a time to ``dtype``, in buffers of ``frame``."""
+
+    def __init__(self, frame: Frame, size: int, form: Format, dtype: torch.dtype) -> None:
+        self.unpacking, transform = Unpacking(frame.take, size, form, dtype), form.transform
+        self.mixing = Mixing.of(frame, transform, size, dtype) if transform is not None else None
+        self.digits = frame.take(size if transform is not None else 0, dtype)
+
+    def values(self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode ``payload``, int8 [b, part], and ``scales``, bf16 [b], into ``out``, [b * block]."""
+        digits = out if self.mixing is None else self.digits[: out.numel()]
+        self.unpacking.digits(payload, digits)
+        if self.mixing is not None:
+            self.mixing.inverse_of_digits(digits, out)
+        out.view(len(scales), -1).mul_(self.unpacking.scales(scales))
 
 
 class Unpacking:

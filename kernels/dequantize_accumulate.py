@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import torch
 
-from megazero.kernels.arena import SCRATCH, Take
-from megazero.kernels.dequantize import Unpacking, load_tile
+from megazero.kernels.arena import SCRATCH, Frame
+from megazero.kernels.dequantize import Decoding, load_tile
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
-from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
+from megazero.kernels.hadamard import inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
 from megazero.kernels.values import small_floats
 
@@ -38,7 +38,7 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulat
     """Do the same as ``dequantize_accumulate`` in torch, on any device."""
     n = out.numel()
     with SCRATCH.frame(out.device) as frame:
-        total = Summed(messages, n, form, out.dtype, frame.take)
+        total = Summed(messages, n, form, out.dtype, frame)
         for low in range(0, n, total.size):
             high = min(n, low + total.size)
             total.add(low, high, out[low:high], accumulate)
@@ -47,35 +47,40 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulat
 class Summed:
     """The reference: sums decoded messages, uint8 [k, m], by pieces of at most ``size`` elements.
 
-    ``take`` gives its buffers.
+    Its buffers are of ``frame``.
     """
 
-    def __init__(self, messages: torch.Tensor, n: int, form: Format, dtype: torch.dtype, take: Take) -> None:
+    def __init__(
+        self, messages: torch.Tensor, n: int, form: Format, dtype: torch.dtype, frame: Frame
+    ) -> None:
         self.form, self.size = form, min(n, CHUNK)
         self.payload, self.scales = form.payload(messages, n), form.scales(messages, n)
-        self.digits, self.unpacking = take(self.size, dtype), Unpacking(take, self.size, form, dtype)
-        self.mixing = Mixing(form.transform, self.size, take, dtype) if form.transform is not None else None
-        self.sums = take(self.size if self.mixing is not None else 0, dtype)
+        self.digits, self.decoding = frame.take(self.size, dtype), Decoding(frame, self.size, form, dtype)
+        self.sums = frame.take(self.size if form.transform is not None else 0, dtype)
 
     def add(self, low: int, high: int, out: torch.Tensor, accumulate: bool) -> None:
         """Compute out [high - low] (+)= the elements low .. high of every message."""
-        if self.mixing is not None and accumulate:
+        mixing, unpacking = self.decoding.mixing, self.decoding.unpacking
+        if mixing is not None and accumulate:
             sums = self.sums[: high - low]
             self.add(low, high, sums, accumulate=False)
             out.add_(sums)
             return
         blocks = slice(low // self.form.block, high // self.form.block)
+        if mixing is not None and len(self.payload) == 1:
+            self.decoding.values(self.payload[0, blocks], self.scales[0, blocks], out)
+            return
         sums, digits = out.view(-1, self.form.block), self.digits[: high - low].view(-1, self.form.block)
         for k, (payload, scales) in enumerate(zip(self.payload, self.scales, strict=True)):
-            scale = self.unpacking.scales(scales[blocks])
+            scale = unpacking.scales(scales[blocks])
             first = k == 0 and not accumulate
-            self.unpacking.digits(payload[blocks], sums if first else digits)
+            unpacking.digits(payload[blocks], sums if first else digits)
             if first:
                 sums.mul_(scale)
             else:
                 sums.addcmul_(digits, scale)
-        if self.mixing is not None:
-            self.mixing.inverse(out)
+        if mixing is not None:
+            mixing.inverse(out, out)
 
 
 @jit

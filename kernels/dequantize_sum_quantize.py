@@ -61,7 +61,7 @@ def reference(
     share = n // len(out)
     form, next_form = _untransformed(form, next_form)
     with SCRATCH.frame(out.device) as frame:
-        total = Summed(messages, n, form, torch.float32, frame.take)
+        total = Summed(messages, n, form, torch.float32, frame)
 
         def load(row: int, low: int, high: int, buffer: torch.Tensor) -> torch.Tensor:
             total.add(row * share + low, row * share + high, buffer, accumulate=False)

@@ -92,7 +92,7 @@ def encode_rows(
         take = frame.take
         buffer, work = take(size, torch.float32), Work.of(take, size, form)
         draws = Draws(noise, size, take) if noise is not None else None
-        mixing = Mixing(form.transform, size, take) if form.transform is not None else None
+        mixing = Mixing.of(frame, form.transform, size) if form.transform is not None else None
         for row in range(len(messages)):
             for low in range(0, n, size):
                 high = min(n, low + size)

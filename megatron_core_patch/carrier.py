@@ -29,15 +29,16 @@ from megatron_core_patch.chains import (
 from megatron_core_patch.checks import Check, MessageChecks
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact, Range, cut_bucket, exact_ranges
 from megatron_core_patch.options import PatchOptions
-from megatron_core_patch.rounding import Errors, Residual
+from megatron_core_patch.rounding import Residual
 from megazero.comm.codec import Blockwise, Codec, codecs_of
 from megazero.comm.hops import Channel, Traffic, hop_spec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
+from megazero.comm.watch import Errors, Watch
 from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Axis
-from megazero.patches.checks import refuse_capture
+from megazero.patches.checks import GradientSamples, refuse_capture
 from megazero.patches.two_hops import TwoHops
 from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
@@ -95,6 +96,7 @@ class Carrier:
         self.codecs = codecs_of(options.wire)
         self.channel = Channel(traffic, Arena(), device)
         self.checks = MessageChecks(options)
+        self.samples = GradientSamples("megatron_core_patch", self.codecs)
         rank = dist.get_rank()
         self.gathers = Lane("gather", device, rank, no_timing)
         self.reductions = Lane("reduce", device, rank, no_timing)
@@ -129,6 +131,7 @@ class Carrier:
         """Note that the optimizer is about to write this rank's shards of these buckets. Collective."""
         hops = self.hops_of(group)
         self.checks.tell(GRADIENTS)
+        self.samples.tell(self.channel.device)
         self._compare_errors(buckets, group)
         for bucket in buckets:
             held, params = self.state(bucket), bucket.param_data
@@ -257,10 +260,13 @@ class Carrier:
     def _rounding(self, held: Held, codecs: Codecs[Codec], hops: TwoHops, piece: int) -> BucketRounding:
         """Return how gradients of one piece are rounded in this step."""
         step, name = held.before + held.updates, f"bucket {held.number} piece {piece}"
+        watches: list[Watch] = [*self.samples.watches(held.number, len(self.held), step)]
+        if errors := self._errors(held, GRADIENTS, self.options.zero_gradient_error_bound):
+            watches.append(errors.sent)
         return BucketRounding(
             lambda hop: hops.noise(f"{name} {hop}", step),
             held.residuals.setdefault(piece, Residual(codecs.feedback_beta)) if codecs.feedback else None,
-            self._errors(held, GRADIENTS, self.options.zero_gradient_error_bound),
+            watches,
         )
 
     def _errors(self, held: Held, kind: str, bound: float | None) -> Errors | None:

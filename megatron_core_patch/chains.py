@@ -12,29 +12,29 @@ sums the same rows in the same order has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact
-from megatron_core_patch.rounding import Errors, Residual
+from megatron_core_patch.rounding import Residual
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise, at_least_fp32
 from megazero.comm.hops import Channel, Leg, gather, reduce, route
 from megazero.comm.lane import Chain
 from megazero.comm.rows import Rows
-from megazero.comm.watch import Watch
+from megazero.comm.watch import Errors, Watch
 from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Take
 
 
 @dataclass(frozen=True)
 class BucketRounding:
-    """How a chain's gradients are rounded: noise by a hop's name, a residual across nodes, errors that are noted."""
+    """How a chain's gradients are rounded: noise by a hop's name, a residual across nodes, what looks at messages."""
 
     noise: Callable[[str], Noise]
     residual: Residual | None = None
-    errors: Errors | None = None
+    watches: Sequence[Watch] = ()
 
 
 def reduce_rows(
@@ -50,7 +50,7 @@ def reduce_rows(
     Other rows keep this rank's own gradients. Yields the Work of each hop.
     """
     hops = part.hops
-    watches: list[Watch] = [] if rounding.errors is None else [rounding.errors.sent]
+    watches = [*rounding.watches]
     with channel.frame() as frame:
         rows, own = part.rows(grads, frame.take)
         sums = rows[own]

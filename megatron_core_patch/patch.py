@@ -230,9 +230,10 @@ class Patch:
         stages = [rank // ranks_per_node for rank in pipeline_of(ddp)]
         self.tied_link = INTRA if stages[0] == stages[-1] else INTER
         at_once = device.type == "cpu" and len(stages) > 1
-        note = connections_note(os.environ.get(CONNECTIONS)) if device.type == "cuda" else ""
-        if note and dist.get_rank() == 0:
-            print(f"megatron_core_patch: {note}", flush=True)
+        connections = connections_note(os.environ.get(CONNECTIONS)) if device.type == "cuda" else ""
+        for note in filter(None, (self.options.note, connections)):
+            if dist.get_rank() == 0:
+                print(f"megatron_core_patch: {note}", flush=True)
         return Carrier(self.options, cut, device, at_once, self.traffic)
 
     def _kinds(self, ddp: Any) -> list[Kind]:

@@ -1,12 +1,11 @@
-"""What quantised messages lose: measured, and for gradients kept and sent with the next message."""
+"""What quantised messages of gradients lose: kept, and sent with the next message."""
 
 from __future__ import annotations
 
 import torch
 
-from megazero.comm.codec import Codec, at_least_fp32, decoded
+from megazero.comm.codec import Codec, decoded
 from megazero.comm.rows import RowRun
-from megazero.comm.watch import write_squares
 from megazero.kernels.arena import Frame
 
 
@@ -34,24 +33,3 @@ class Residual:
         (arrived,) = decoded(codec, messages, run.rows, frame.take)
         lost = torch.sub(run.rows[0], arrived, out=arrived).nan_to_num_(0.0, 0.0, 0.0)
         self.lost[run.to].lerp_(lost, 1.0 - self.beta)
-
-
-class Errors:
-    """Squares of what messages lost, and of what they were, since the last look."""
-
-    def __init__(self) -> None:
-        # fp64 [2] each: chains on several streams add none to another's.
-        self.squares: list[torch.Tensor] = []
-
-    def sent(self, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
-        """Add those of these messages."""
-        rows = run.rows[0]
-        (arrived,) = decoded(codec, messages, run.rows, frame.take, at_least_fp32(rows.dtype))
-        self.squares.append(rows.new_empty(2, dtype=torch.float64))
-        write_squares(arrived, rows, self.squares[-1], frame)
-
-    def take(self, device: torch.device) -> torch.Tensor:
-        """Return them, fp64 [2], and begin anew."""
-        squares = [torch.zeros(2, dtype=torch.float64, device=device), *self.squares]
-        self.squares = []
-        return torch.stack(squares).sum(0)

@@ -48,6 +48,7 @@ CASES = (
     Case("8 bits, Hadamard, fp32", mixed(8, 128, 64), mixed(4, 64, 64), torch.float32, None),
     Case("4 bits, Hadamard, bf16, noise", mixed(4, 128, 128), Format(2, 64), torch.bfloat16, Noise(5, 7, 9)),
     Case("2 bits, Hadamard, fp16", mixed(2, 64, 32), mixed(4, 16, 16), torch.float16, None),
+    Case("8 bits, Hadamard of 8 in 2,048, bf16", mixed(8, 2048, 8), mixed(8, 512, 8), torch.bfloat16, None),
     Case("2 bits, fp32, noise", Format(2, 64), Format(8, 32), torch.float32, Noise(0, 0, 0)),
 )
 
@@ -89,6 +90,7 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
         added = x.roll(form.block + 5).to(where).repeat(1, 2)  # only its middle is added to
         part = added[:, 1 : n + 1]
         sums = torch.ones(n, device=where)
+        one = torch.zeros(n, device=where)
         rows_sums = [sums.clone() for _ in range(4)]
         here = x.to(where)
         fused = dequantize_sum_quantize
@@ -98,6 +100,7 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
             dequantize.dequantize(messages, decoded, form)
             dequantize.dequantize(messages, part, form, add=True)
             dequantize_accumulate.dequantize_accumulate(messages, sums, form, True)
+            dequantize_accumulate.dequantize_accumulate(messages[2:], one, form, False)
             fused.dequantize_sum_quantize(messages, n, form, summed, next_form, noise)
             add_rows = sum_rows.sum_rows
         else:
@@ -105,13 +108,14 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
             dequantize.reference(messages, decoded, form)
             dequantize.reference(messages, part, form, add=True)
             dequantize_accumulate.reference(messages, sums, form, True)
+            dequantize_accumulate.reference(messages[2:], one, form, False)
             fused.reference(messages, n, form, summed, next_form, noise)
             add_rows = sum_rows.reference
         ways = [(accumulate, own) for accumulate in (False, True) for own in (None, here[0].float())]
         for out, (accumulate, own) in zip(rows_sums, ways, strict=True):
             add_rows(here[:, 1:], out[: n - 1], accumulate, None if own is None else own[1:])
-        results.append((messages, decoded, added, sums, summed, torch.cat(rows_sums)))
-    names = ("quantize", "dequantize", "add", "accumulate", "sum_quantize", "sum_rows")
+        results.append((messages, decoded, added, sums, one, summed, torch.cat(rows_sums)))
+    names = ("quantize", "dequantize", "add", "accumulate", "sum of one", "sum_quantize", "sum_rows")
     return [name for name, a, b in zip(names, *results, strict=True) if not same(a.cpu(), b)]
 
 

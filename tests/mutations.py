@@ -333,8 +333,8 @@ kernels/dequantize_sum_quantize.py
   sums under one transform's signs are sent as another's
 
 kernels/hadamard.py
-- .sign().to(dtype)[:, None]
-+ .neg().sign().to(dtype)[:, None]
+- .sign().to(dtype)
++ .neg().sign().to(dtype)
   what a GPU sends a CPU reads with other signs
 
 kernels/moments.py
@@ -366,7 +366,7 @@ megazero/zero/optimizer.py
   a load leaves moments in 8 bits as they were
 
 kernels/dequantize_accumulate.py
-- if self.mixing is not None and accumulate:
+- if mixing is not None and accumulate:
 + if False:
   what was there is transformed with the messages
 

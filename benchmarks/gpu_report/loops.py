@@ -7,7 +7,7 @@ between the two precisions are torch's foreach operations, which take all parame
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from benchmarks import steps
 from benchmarks.steps import CLIP, AdamW, llama, options_of
 from megazero import zero
 from megazero.config import World, make_config
+from megazero.config.layout.wire import asked_for
+from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, ModelConfig
 from megazero.models.compilation import compile_layers
@@ -148,11 +150,12 @@ def plain(size: Size, device: torch.device, model: nn.Module, loss: Callable[[to
 
 def policies() -> dict[str, tuple[str, zero.Policy]]:
     """Return the presets to measure: name -> (preset, policy)."""
-    from benchmarks.links.contestants import DELTA, INT8, policy_of
+    from benchmarks.links.contestants import policy_of
 
+    delta = ZeroConfig(zero_preset="zeropp")
     exact = {preset: (preset, zero.Policy()) for preset in ("zero1", "zero3", "hpz", "mics")}
     return {
         **exact,
-        "zeropp": ("zeropp", policy_of(DELTA)),
-        "zeropp INT8": ("zeropp", policy_of(INT8)),
+        "zeropp": ("zeropp", policy_of(asked_for(delta))),
+        "zeropp INT8": ("zeropp", policy_of(asked_for(replace(delta, zero_quantized_weights_delta=False)))),
     }

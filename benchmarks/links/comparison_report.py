@@ -245,11 +245,14 @@ across nodes once per step as far as their switches allow. *kept*: gathered para
 DeepSpeed's ZeRO-1 always communicates once; its ZeRO-3 cannot. `1,1,d` shards only the optimizer. zeropp's memory
 class is the peers that hold neither parameters nor gradients whole: FSDP2, HSDP, DeepSpeed ZeRO-3. *joined*:
 `--zero-unit-layers 4`, as DDP joins gradients into buckets of 25 MB; a layer has 1.6 MB here. *patched*: FSDP2 with
-fsdp2_patch.
+fsdp2_patch. *zeropp* and *patched* send gradients with `--zero-gradient-transform none`; *Hadamard* is the preset's
+default.
 
 On gloo, FSDP2's reduce-scatter costs the bytes of an all-reduce. NCCL would send half of that: 2.1 instead of 2.8 x
 2N per micro-batch. {sharing:g} ranks share a core here, so compute weighs more than on a cluster. The cores' own
-speed varied by a fifth while this was measured: compare within a heat.
+speed varied by a fifth while this was measured: compare within a heat. Speed is of steps, not of losses: with INT4
+gradients, *zeropp* and *patched* may take 1.07 to 1.37 times the tokens for the same loss, *Hadamard* 1.01 to 1.03
+times ([loss.md](loss.md#what-is-published)).
 """
 
 

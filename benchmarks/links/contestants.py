@@ -48,11 +48,11 @@ from megazero.patches.options import MessageOptions, read_words
 from megazero.train.parallelize import make_outer
 from megazero.zero import Policy
 
-INT8 = asked_for(
-    ZeroConfig(zero_preset="zeropp", zero_quantized_weights_delta=False)
-)  # the formats that flags give
-DELTA = asked_for(ZeroConfig(zero_preset="zeropp"))  # the default
+# The formats that flags give. What is called zeropp, and what is patched, was measured before gradients were
+# transformed by default; "Hadamard" is the preset as it is.
 MIXED = ZeroConfig(zero_preset="zeropp", zero_gradient_transform="hadamard")
+PLAIN = replace(MIXED, zero_gradient_transform="none")
+DELTA, INT8 = asked_for(PLAIN), asked_for(replace(PLAIN, zero_quantized_weights_delta=False))
 TWO_BITS = replace(MIXED, zero_gradient_bits=2, zero_gradient_rounding="feedback")
 INTERVAL = 8  # steps from one meeting of outer replicas to the next
 
@@ -238,7 +238,7 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
 
 def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = False) -> Contestant:
     """FSDP2, or HSDP, across nodes once per step under fsdp2_patch."""
-    options = read_words(MessageOptions, weights, gradients)
+    options = read_words(MessageOptions, weights, gradients, gradient_transform="none")
 
     def build(shape: Shape, ranks_per_node: int) -> Running:
         model, where = sharded(shape, ranks_per_node, hybrid)
@@ -250,7 +250,7 @@ def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = Fa
             return nullcontext()
 
         step = torch_step(model, AdamW(model.parameters(), False), shape, where, quiet)
-        return Running(step, patch.passing.traffic)
+        return Running(step, patch.channel.traffic)
 
     sent = partial(volume.patched, codecs_of(options.wire), hybrid=hybrid)
     return Contestant(build, sent, peer=False)

@@ -27,7 +27,6 @@ BESIDE = {
 }
 Row = dict[str, Any]
 LOSS_PAGE = Settings()
-KNOWN = "**What is known.**"
 HALF = "exact, half the batch"
 PAGE = """\
 # Loss with quantised communication, over sizes
@@ -35,7 +34,8 @@ PAGE = """\
 Written by `{command}`;
 each run is a line of [loss_at_size.jsonl](../../benchmarks/results/loss_at_size.jsonl).
 
-{known}
+[loss.md](loss.md) says what is published, what a trained model's gradients show, and what this study cannot show: its
+models are small, from scratch, with a vocabulary of 1,024.
 
 ![loss over sizes](loss_at_size.png)
 
@@ -46,15 +46,6 @@ each run is a line of [loss_at_size.jsonl](../../benchmarks/results/loss_at_size
 {gaps}
 
 {explanation}
-
-## Published gaps
-
-ZeRO++: Wang et al. 2023, Table 5; both hops in INT4, beside INT8 weights and hpz. SDP4Bit: Jia et al. 2024, Table 1;
-blocks of 128 to 512, 8 bits inside nodes. Preset zeropp has blocks of 64 and bf16 inside nodes. A run's tokens leave
-410.7 / tokens^0.28 nats of loss (Chinchilla's fit). By that, exact messages reach a rounded run's loss with fewer
-tokens, and a step gains only where it is faster by more.
-
-{published}
 
 ## What the gap is made of
 
@@ -101,11 +92,9 @@ class LadderReport:
     def markdown(self, command: str) -> str:
         return PAGE.format(
             command=command,
-            known=known(self),
             setting=self._setting(),
             gaps=self._gaps(),
             explanation=self._explanation(),
-            published=published.table(),
             noise=noise_section(self.noise),
             peaks=self._peaks(),
             plan=plan(LADDER, self.store),
@@ -192,23 +181,6 @@ class LadderReport:
         figure.savefig(file, dpi=100)
 
 
-def known(report: LadderReport) -> str:
-    """Return loss.md's first paragraph: at which sizes the loss is known, how well, and where it is not."""
-    parts = []
-    for rung, found in report.gaps.items():
-        if (gap := found.get("qgz")) and math.isfinite(gap.upper):
-            tokens = "1 token" if rung.share == 1 else f"{rung.share:g} tokens"
-            parts.append(f"{rung.size} parameters at {tokens} each {gap.lower:+.2f} to {gap.upper:+.2f}%")
-    largest = max(parameters(each) for each in (LOSS_PAGE, *report.settings.values()))
-    measured = "; ".join(parts) or "no run yet"
-    return filled(f"""
-        {KNOWN} zeropp's loss at {size_name(parameters(LOSS_PAGE))} parameters is in [loss.md](loss.md). Over sizes
-        ([loss_at_size.md](loss_at_size.md)), INT4 gradients across nodes against exact ones, 95% bounds: {measured}.
-        **What is not known:** any model of more than {size_name(largest)} parameters, so nothing here shows that
-        zeropp's default holds at size. **What is published** speaks against it
-        ([table](loss_at_size.md#published-gaps)): {published.sentences()}""")
-
-
 def noise_section(rows: Sequence[Row]) -> str:
     """Return rounding_noise.py's two tables: over size, phase and batch, and over the kinds of layers."""
     if not rows:
@@ -249,14 +221,6 @@ def size_name(numel: float) -> str:
         if numel >= 1e7
         else f"{numel / 1e6:.1f}M"
     )
-
-
-def with_known(page: str, paragraph: str) -> str:
-    """Return a page with ``known``'s paragraph after its title, in place of an older one."""
-    title, *rest = page.split("\n\n")
-    if rest and rest[0].startswith(KNOWN):
-        rest = rest[1:]
-    return "\n\n".join([title, paragraph, *rest])
 
 
 def label(name: str) -> str:

@@ -64,6 +64,12 @@ def table() -> str:
     )
 
 
+SETTINGS = f"""
+    ZeRO++: Wang et al. 2023, Table 5; both hops in INT4, beside INT8 weights and hpz. SDP4Bit: Jia et al. 2024,
+    Table 1; blocks of 128 to 512, 8 bits inside nodes. Preset zeropp has blocks of 64 and bf16 inside nodes. A run's
+    tokens leave {DATA_TERM} / tokens^{DATA_POWER} nats of loss (Chinchilla's fit)."""
+
+
 def sentences() -> str:
     """Return the published gaps in words."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = Iterable[Sequence[str]]
+PAGE_TITLE, STUDY = "# Loss with quantised communication", "The study"
 
 
 class Report:
@@ -70,9 +71,8 @@ class Report:
             learning rate {s.peak:g} after {s.warmup} steps of warm-up, then linear decay to 0. The loss is in nats
             per token over {s.evaluation * s.sequence:,} tokens of held-out files, the same for every run, with the
             decoded weights that the engine computes with."""
-        title = "# Loss with quantised communication"
         written = filled(f"Written by `{command}`.")
-        return f"{title}\n\n{written}\n\n![loss](loss.png)\n\n{filled(text)}"
+        return f"{PAGE_TITLE}\n\n## {STUDY}\n\n{written}\n\n![loss](loss.png)\n\n{filled(text)}"
 
     def _variants(self) -> str:
         head = "variant|P,G,OS|weights across nodes|gradients across nodes|bytes per step / 2N|runs"
@@ -138,7 +138,7 @@ class Report:
             speed = f"{statistics.median(slow) / statistics.median(turns):.2f}" if slow else "-"
             whole = f"{self.settings.steps * statistics.median(turns):.0f}"
             rows.append([name, harness.spread(turns), speed, whole])
-        title = f"## Wall time at {wall['rate']} between the nodes"
+        title = f"### Wall time at {wall['rate']} between the nodes"
         head = "variant|s per step (range of turns)|speed / zero3|s for all steps"
         return f"{title}\n\nThe chart's wall time is the number of steps times the median.\n\n{_table(head, rows)}"
 
@@ -158,14 +158,14 @@ class Report:
         text = f"""
             Without run noise: one zero3 run's master weights, halfway and at the end, refreshed through each codec.
             Delta codecs follow the master over the {TRACE} steps before, starting from its bf16 values."""
-        return f"## One master under each weight codec\n\n{filled(text)}\n\n{_table(head, rows)}"
+        return f"### One master under each weight codec\n\n{filled(text)}\n\n{_table(head, rows)}"
 
     def _tuning(self) -> str:
         rows = [
             [f"{r['settings']['peak']:g}", f"{r['loss']:.4f}"]
             for r in sorted(self.tuning, key=lambda r: r["settings"]["peak"])
         ]
-        return f"## Peak learning rate\n\nOne zero3 run per peak.\n\n{_table('peak|loss', rows)}"
+        return f"### Peak learning rate\n\nOne zero3 run per peak.\n\n{_table('peak|loss', rows)}"
 
     # -- chart -----------------------------------------------------------------------------------
 
@@ -252,14 +252,16 @@ class Report:
 def describe(variant: Variant) -> tuple[str, str]:
     """Return what crosses nodes, in words: weights, gradients."""
     codecs = variant.codecs
-    weights, gradients = _name(codecs.weights, "bf16"), _name(codecs.gradients_inter, "fp32", variant.clipped)
+    weights = coding_name(codecs.weights, "bf16")
+    gradients = coding_name(codecs.gradients_inter, "fp32", variant.clipped)
     weights += " of differences" if codecs.delta else ""
-    gradients += f"; {_name(codecs.gradients_intra, '')} inside nodes" if codecs.gradients_intra else ""
+    gradients += f"; {coding_name(codecs.gradients_intra)} inside nodes" if codecs.gradients_intra else ""
     feedback = f", error feedback{' averaged' if codecs.feedback_beta else ''}" if codecs.feedback else ""
     return weights, gradients + feedback
 
 
-def _name(codec: Codec | None, exact: str, clipped: bool = False) -> str:
+def coding_name(codec: Codec | None, exact: str = "", clipped: bool = False) -> str:
+    """Return a format's name; ``exact`` if it does not quantise."""
     if not isinstance(codec, Blockwise):
         return exact
     name = f"INT{codec.bits}" if codec.bits > 2 else f"{codec.bits} bits"

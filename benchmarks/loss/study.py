@@ -41,12 +41,13 @@ from benchmarks.harness import Store
 from benchmarks.loss import ladder, outer
 from benchmarks.loss.data import corpus, note
 from benchmarks.loss.ladder import LADDER, RUNGS, Rung
-from benchmarks.loss.ladder_report import LadderReport, known, with_known
+from benchmarks.loss.ladder_report import LadderReport
 from benchmarks.loss.outer import OuterStudy
 from benchmarks.loss.plan import Plan, Results, Runs
 from benchmarks.loss.report import Report
 from benchmarks.loss.run import RANKS, Run, Settings, trace_file, traced, train
 from benchmarks.loss.snapshot import Snapshot
+from benchmarks.loss.summary import with_summary
 from benchmarks.loss.variants import BASELINE, DEFAULT, VARIANTS, WEIGHT_CODECS
 from benchmarks.loss.wall_time import measure
 from benchmarks.loss.weight_codecs import compare_codecs
@@ -123,12 +124,12 @@ class Ladder:
         return ladder.plan(self.rungs, self.store)
 
     def report(self, out: Path, command: str) -> None:
-        """Write loss_at_size.md and loss_at_size.png, and the first paragraph of loss.md."""
+        """Write loss_at_size.md and loss_at_size.png, and the first sections of loss.md."""
         report = ladder_report(out)
         (out / "loss_at_size.md").write_text(report.markdown(command))
         report.chart(out / "loss_at_size.png")
         if (page := out / "loss.md").exists():
-            page.write_text(with_known(page.read_text(), known(report)))
+            page.write_text(with_summary(page.read_text(), report, data_of(out)))
         print(self.plan())
 
 
@@ -245,7 +246,7 @@ class Comparison:
             until_decided=self.plan.until_decided,
         )
         out.mkdir(parents=True, exist_ok=True)
-        text = with_known(report.markdown(command), known(ladder_report(out)))
+        text = with_summary(report.markdown(command), ladder_report(out), data_of(out))
         text += f"\n## {outer.TITLE}\n\n{outer_study(out).section()}"
         (out / "loss.md").write_text(text)
         report.chart(out / "loss.png")

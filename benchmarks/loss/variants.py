@@ -71,6 +71,7 @@ VARIANTS: dict[str, Variant] = {
     "qwz": Variant("hdd", Codecs(weights=INT8), target=0.3),
     "qgz": _crossing(INT4),
     "zeropp-int8": Variant("hhd", Codecs(weights=INT8, gradients_inter=INT4), target=0.5),
+    # Before gradients were transformed by default; the preset is "zeropp-hadamard" now.
     "zeropp": Variant("hhd", Codecs(weights=INT4, gradients_inter=INT4, delta=True), target=0.5),
     # Moments in fewer bits, and with AdamW's default decay of the second one.
     "moments-bf16": _moments("bf16", "bf16"),

@@ -64,10 +64,12 @@ the stage. It keeps gradients whole and reduces them once per step, as zero1 doe
 `reshard_after_forward=False`, which gathers parameters once per step instead of at every use. zero2 and zero3 shard
 gradients and reduce with every micro-batch. *whole gradients*: `--zero-gradients-lifetime step`, which keeps them
 whole until one reduction per step. *zeropp's formats*: zero1 with 4-bit weight differences and INT4 gradients
-across nodes, which equals zeropp at one data-parallel rank per node.
+across nodes, which equals zeropp at one data-parallel rank per node, with `--zero-gradient-transform none`.
 
 Bytes: of the node that sent most. Ratios: of medians (least to most round by round); {rounds} rounds, contestants
 in turn; {setting}. All losses of a step agree within {agree:.1e}, except with quantised messages.
+Speed is of steps, not of losses: INT4 gradients may take 1.07 to 1.37 times the tokens for the same loss
+([loss.md](loss.md#what-is-published)).
 
 {table}
 """

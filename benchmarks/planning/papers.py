@@ -159,6 +159,7 @@ ZEROPP = {
     "zero_quantized_weights": True,
     "zero_quantized_gradients": True,
     "zero_gradient_bits_intra_node": 4,
+    "zero_gradient_transform": "none",
 }
 
 

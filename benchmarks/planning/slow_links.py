@@ -79,6 +79,7 @@ def values_of(micro_batches: int, cluster: Cluster) -> dict[str, Any]:
             **{"micro_batch_size": shape.micro_batch, "recompute_granularity": "none"},
             **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1},
             **{"outer_replicas": cluster.nodes, "outer_interval": INTERVAL, "outer_bits": BITS},
+            "zero_gradient_transform": "none",  # as CONTESTANT's quantised one
         }
     )
 

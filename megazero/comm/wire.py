@@ -23,7 +23,8 @@ class Coding:
     """A quantised format of ``bits`` bits, in which ``block`` elements share a scale (0: the default for the bits).
 
     stochastic: it rounds at random, without bias. hadamard: the number of elements that a Hadamard transform mixes
-    before they are encoded; with 0, none does.
+    before they are encoded; with 0, none does. Gradients of 4 bits or fewer want one of 64: what a run sends by
+    default is in config/layout/wire.py.
     """
 
     bits: int

@@ -365,8 +365,7 @@ RULES: tuple[Rule, ...] = (
 
 def conditions(config: RunConfig) -> Iterator[Condition]:
     """Yield what every option that depends on others needs to have an effect."""
-    # The planner may quantise what is not asked for.
-    planned = config.zero.zero_preset == AUTO and config.planning.loss_policy != "exact"
+    planned = wire_rules.may_quantise(config.zero.zero_preset, config.planning.loss_policy)
     yield from model_rules.conditions(config.model)
     yield from optimizer_conditions(config.optimizer.optimizer)
     yield from _conditions_of_training(config)

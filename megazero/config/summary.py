@@ -199,16 +199,19 @@ def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: 
         often, once = (link in _links(axes, roles) for roles in (frequent, final))
         if often or once:
             when = " and ".join(["with every micro-batch"] * often + ["once per step"] * once)
-            rounding = "nearest, error feedback" if wire.feedback and link == INTER else "nearest"
-            details = _details(coding, "stochastic" if coding.stochastic else rounding) if coding else ""
+            details = ""
+            if coding:
+                rounding = "stochastic" if coding.stochastic else "nearest"
+                rounding += ", error feedback" if wire.feedback and link == INTER else ""
+                mixed = f"Hadamard transform of {coding.hadamard}" if coding.hadamard else "no transform"
+                details = _details(coding, f"{rounding}, {mixed}")
             hops.append(f"{WHERE[link]} {_name(coding)} {when}{details}")
     why = _why(zero, "gradients", asked_for(zero).gradients_inter, wire.gradients_inter)
     return f"gradients{why}: {', '.join(hops)}"
 
 
 def _details(coding: Coding, rounding: str = "nearest") -> str:
-    mixed = f", Hadamard transform of {coding.hadamard}" if coding.hadamard else ""
-    return f" (blocks of {coding.block}, {rounding}{mixed})"
+    return f" (blocks of {coding.block}, {rounding})"
 
 
 def _why(zero: ZeroConfig, what: str, asked: Coding | None, sent: Coding | None) -> str:

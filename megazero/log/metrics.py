@@ -45,8 +45,8 @@ class IterationMetrics:
     outer (with those: docs/reference/metrics.md); loss_scale (under fp16, that of the next iteration); fallbacks
     (lines that say what is sent exactly from now on).
     Where messages are quantised it also puts quantization_unit (the unit
-    measured in this iteration), and quantization_error_weights and quantization_error_gradients (||sent - exact|| /
-    ||exact||).
+    measured in this iteration), quantization_error_weights and quantization_error_gradients (||sent - exact|| /
+    ||exact||), and quantization_zeroed_gradients (the share of elements that are not 0 and arrive as 0).
     """
 
     iteration: int

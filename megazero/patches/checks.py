@@ -1,6 +1,7 @@
-"""Checks of what a patch sends: against exact messages in the first steps, and by checksums of replicas.
+"""Checks of what a patch sends: against exact messages in the first steps, by checksums of replicas, by samples of
+what gradients lose.
 
-Both cost time and memory only in the steps that they check. A CUDA graph's capture is refused.
+They cost time and memory only in the steps that they check. A CUDA graph's capture is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazero.comm.watch import Errors, LossyGradients, Watch
+from megazero.comm.wire import Codecs
 from megazero.kernels.fingerprint import fingerprint
+
+# How ``enable`` names what the warning's flags say.
+ENABLED_BY = {
+    "--zero-gradient-transform hadamard": "gradient_transform='hadamard'",
+    "--zero-gradient-bits 8": "gradients='int8'",
+    "--zero-gradient-bits-intra-node 8": "gradients_intra_node='int8'",
+    "--no-zero-quantized-gradients": "gradients='none'",
+}
 
 
 class Differences:
@@ -44,6 +55,36 @@ class Differences:
                     "(norm of the difference / norm)",
                     flush=True,
                 )
+
+
+class GradientSamples:
+    """Measures what a patch's gradients lose by rounding, and warns once (``LossyGradients``). On rank 0 alone.
+
+    In every EVERY-th step the messages of one of the patch's parts, in turn, are decoded again. After the warning
+    nothing is measured.
+    """
+
+    EVERY = 8  # steps
+
+    def __init__(self, patch: str, codecs: Codecs[Any]) -> None:
+        self.patch, self.errors, self.gradients = patch, Errors(), LossyGradients(codecs)
+        self.on = dist.get_rank() == 0 and bool(codecs.gradients_intra or codecs.gradients_inter)
+
+    def watches(self, part: int, parts: int, step: int) -> tuple[Watch, ...]:
+        """Return what measures the messages of part number ``part`` in this step: nothing if it is not its turn."""
+        turn, rest = divmod(step, self.EVERY)
+        return (self.errors.sent,) if self.on and not rest and turn % parts == part else ()
+
+    def tell(self, device: torch.device) -> None:
+        """Print the warning if it is due, when a step's messages have arrived."""
+        if not self.errors.squares:
+            return
+        lost, exact = self.errors.take(device).tolist()
+        line = self.gradients.take((lost / exact) ** 0.5 if exact else None)
+        if line:
+            self.on = False
+            word = next(word for flag, word in ENABLED_BY.items() if line.endswith(flag))
+            print(f"{self.patch}: warning: {line} (in enable(): {word})", flush=True)
 
 
 def compare_replicas(patch: str, params: torch.Tensor, step: int, group: Any) -> None:

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
-from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients, quantizes_weights, rounding
+from megazero.config.layout.wire import (
+    PLAIN,
+    Wire,
+    asked_for,
+    is_plain,
+    quantizes_gradients,
+    quantizes_weights,
+    rounding,
+)
 from megazero.config.layout.wire_rules import (
     LEAST_BLOCK,
     legal_block,
@@ -62,7 +70,12 @@ class MessageOptions:
         help="how gradients are rounded: to nearest, or at random, without bias (default: nearest)",
         choices=ROUNDINGS[:2],
     )
-    zero_gradient_transform: str = option_of(ZeroConfig, "zero_gradient_transform")
+    zero_gradient_transform: str | None = option_of(
+        ZeroConfig,
+        "zero_gradient_transform",
+        help="transform of quantised gradients: a randomised Hadamard transform spreads outliers over a block before "
+        "that is encoded (default: hadamard where a hop sends 4 bits or fewer)",
+    )
     zero_exact_numel: int | None = option_of(ZeroConfig, "zero_exact_numel")
     zero_block_size: int | None = option_of(
         ZeroConfig,
@@ -81,6 +94,11 @@ class MessageOptions:
     def wire(self) -> Wire:
         """Return the formats that are asked for, as megazero reads these flags."""
         return asked_for(self._zero)
+
+    @property
+    def note(self) -> str:
+        """What the user is told of these formats at the start, or ''."""
+        return PLAIN if is_plain(self._zero) else ""
 
     @property
     def _zero(self) -> ZeroConfig:
@@ -129,7 +147,8 @@ def read_words(
     """Return the options that these words mean. Raises ConfigError with all faults, TypeError for an unknown keyword.
 
     weights: 'none', or 'int8', 'int4', 'int2', each also with '-delta' for differences. gradients: 'none', 'int8',
-    'int4' or 'int2' across nodes. gradients_intra_node: 'none', 'int8' or 'int4'. The others are the flags of
+    'int4' or 'int2' across nodes; of 4 bits or fewer they are transformed, unless gradient_transform='none' is given.
+    gradients_intra_node: 'none', 'int8' or 'int4'. The others are the flags of
     their names, with --zero- before them. Errors name the words, not the flags.
     """
     errors = [

@@ -16,15 +16,24 @@ def gradient_words(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs[
     raw = " and ".join(map(short, dtypes))
     told = []
     if hops.intra.size > 1:
-        told.append(f"{format_words(codecs.gradients_intra, raw)} inside a node")
+        told.append(f"{_gradient_format(codecs.gradients_intra, raw)} inside a node")
     if hops.inter.size > 1:
         told.append(
-            f"{format_words(codecs.gradients_inter, 'fp32' if told else raw)} across nodes, sums in fp32"
+            f"{_gradient_format(codecs.gradients_inter, 'fp32' if told else raw)} across nodes, sums in fp32"
         )
     elif codecs.gradients_inter:
         what = "nothing across nodes" if codecs.gradients_intra else "not quantised as no hop crosses nodes"
         told.append(what)
     return ", ".join(told)
+
+
+def _gradient_format(codec: Codec | None, raw: str) -> str:
+    """Describe a format of gradients, with what is done before they are encoded."""
+    words = format_words(codec, raw)
+    if not isinstance(codec, Blockwise):
+        return words
+    mixed = f"Hadamard transform of {codec.hadamard}" if codec.hadamard else "no transform"
+    return f"{words.removesuffix(')')}, {mixed})"
 
 
 def weight_words(dtype: torch.dtype, codecs: Codecs[Codec]) -> str:

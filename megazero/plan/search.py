@@ -57,7 +57,10 @@ MODULES_HELD = 4  # from one segment to the next: the last one and the next one,
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """A choice of wire formats. values: options of the ZeRO section. What formats cost: docs/results/loss.md."""
+    """A choice of wire formats. values: options of the ZeRO section. What formats cost: docs/results/loss.md.
+
+    Gradients of few bits are transformed, as by default: without that none are proposed.
+    """
 
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -80,6 +83,7 @@ class FormatChoice:
 EXACT = FormatChoice("exact")
 _INT8 = FormatChoice("weights INT8", {"zero_quantized_weights": True})
 _DELTA = FormatChoice("weights INT4 of differences", {"zero_quantized_weights_delta": True})
+_SUMS_INT8 = FormatChoice("gradients INT8", {"zero_quantized_gradients": True, "zero_gradient_bits": 8})
 _INT4 = FormatChoice("gradients INT4", {"zero_quantized_gradients": True})
 _INSIDE = FormatChoice(
     "gradients INT8 inside nodes, INT4 across", {**_INT4.values, "zero_gradient_bits_intra_node": 8}
@@ -88,12 +92,13 @@ _INT2 = FormatChoice(
     "gradients INT2 with feedback",
     {**_INT4.values, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"},
 )
+INT8 = (EXACT, _INT8, _SUMS_INT8, _INT8 + _SUMS_INT8)
 ZEROPP = (EXACT, _INT8, _DELTA, _INT4, _INT8 + _INT4, _DELTA + _INT4)
 AGGRESSIVE = (*ZEROPP, _INSIDE, _INT2, _DELTA + _INT2)
 OUTER = "outer"  # of the policies: outer steps are proposed (slow_links.py), and messages inside a replica are exact
 # By how much of the loss the planner may touch.
 LOSS_POLICIES: Mapping[str, tuple[FormatChoice, ...]] = MappingProxyType(
-    {"exact": (EXACT,), "zeropp": ZEROPP, "aggressive": AGGRESSIVE, OUTER: (EXACT,)}
+    {"exact": (EXACT,), "int8": INT8, "zeropp": ZEROPP, "aggressive": AGGRESSIVE, OUTER: (EXACT,)}
 )
 
 

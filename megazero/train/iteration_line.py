@@ -63,6 +63,8 @@ def _of_engine(info: StepInfo) -> dict[str, Any]:
     if info.errors:
         out["quantization_unit"] = info.sampled
         out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
+    if info.zeroed is not None:
+        out["quantization_zeroed_gradients"] = info.zeroed
     return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
 
 

@@ -40,7 +40,7 @@ from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.codec_costs import CodecCosts
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
-from megazero.train.callbacks.reports import CompileNews, Prediction, StragglerWatch
+from megazero.train.callbacks.reports import CompileNews, Prediction, RoundingWatch, StragglerWatch
 from megazero.train.callbacks.spikes import SpikeMonitor
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
@@ -328,6 +328,7 @@ def prepare(
         outputs,
         StragglerWatch(Stragglers.of(mesh, launch.host, stack)),
         CodecCosts(engine),
+        RoundingWatch(engine.policy.codecs),
         exits,
         Profiler(config, decoder, engine, pipeline, bill),
         *([CompileNews()] if config.training.compile else []),

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from megazero.zero.policy import Policy
-from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, relative_errors
+from megazero.zero.rounding import (
+    GRADIENTS,
+    KINDS,
+    MEASURED,
+    WEIGHTS,
+    Rounding,
+    relative_errors,
+    zeroed_share,
+)
 from megazero.zero.scalars import Rows, StepPart
 from megazero.zero.unit import Unit
 
@@ -21,24 +29,28 @@ class Guard(StepPart):
     """Compares the measured errors with the policy's bounds, and counts the updates that choose the next sample.
 
     fallen: the units of all stages that send exactly, by name, and which kinds. replica: this rank's outer replica.
+    Where nothing is rounded it has no columns.
     """
-
-    columns = summed = 2 * len(KINDS)  # ||sent - exact||^2 and ||exact||^2 of each kind
 
     def __init__(self, rounding: Rounding, units: Sequence[Unit], policy: Policy, replica: int) -> None:
         self.rounding, self.units, self.replica = rounding, units, replica
+        self.columns = self.summed = 0 if policy.codecs.exact else MEASURED
         self.bounds = {WEIGHTS: policy.weight_error_bound, GRADIENTS: policy.gradient_error_bound}
         self.fallen: dict[str, list[str]] = {}
         self._above: list[tuple[str, str]] = []  # units and kinds that fall back when the step ends
 
     def write(self, row: torch.Tensor) -> None:
-        self.rounding.take(out=row)
+        if self.columns:
+            self.rounding.take(out=row)
 
     def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
         """Find what falls back. All ranks of a replica have the same errors and decide alike."""
         name = self.rounding.sampled
         assert name is not None
-        errors = relative_errors(sums[self.replica])
+        if not self.columns:
+            return {"sampled": name}
+        measured = sums[self.replica]
+        errors = relative_errors(measured)
         known = self.fallen.get(name, ())
         self._above = [
             (name, kind)
@@ -50,7 +62,7 @@ class Guard(StepPart):
             f"{self.bounds[kind]:g}; exact from the next step on"
             for _, kind in self._above
         )
-        return {"sampled": name, "errors": errors, "fallbacks": told}
+        return {"sampled": name, "errors": errors, "zeroed": zeroed_share(measured), "fallbacks": told}
 
     def updated(self, made: bool) -> None:
         self.rounding.updates += int(made)

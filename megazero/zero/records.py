@@ -231,7 +231,7 @@ def load_records(
     after the load. The engine's own residuals and measurements are discarded with its old weights.
     """
     engine.optimizer.ensure_state()
-    engine.rounding.sums.zero_()
+    engine.rounding.forget()
     records = []
     for unit in engine.units:
         owed = torch.zeros_like(unit.master.value) if residual else None

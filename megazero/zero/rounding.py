@@ -24,6 +24,7 @@ from megazero.zero.unit import Unit
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
 KINDS = (WEIGHTS, GRADIENTS)
+MEASURED = 2 * len(KINDS) + 2  # numbers: two squares of each kind, two counts of the gradients
 
 # (unit, codec, kind, exact, sent): what messages were made of and what they decode to. Weights: the compact OS slice;
 # gradients: rows [k, n] of the coded region.
@@ -34,8 +35,10 @@ class Rounding:
     """Gives noise to the codecs of one engine and sums up the errors they made.
 
     names: the names of the units of all pipeline stages. updates: how many updates the master weights have had.
-    divisor: the open step's divisor of gradients. sums: fp64 [KINDS, 2], ||sent - exact||^2 and ||exact||^2 since the
-    last step's end; always the same buffer, because a unit's chains alternate between streams on CUDA.
+    divisor: the open step's divisor of gradients. measured: fp64 [MEASURED], what the sample's messages lost since
+    the last step's end; always the same buffer, because a unit's chains alternate between streams on CUDA. Its
+    views are sums [KINDS, 2], ||sent - exact||^2 and ||exact||^2, and zeroed [2], how many elements of gradients were
+    not 0 and arrived as 0, and how many were not 0.
     observer: it sees every unit's messages, not only the sample's. It keeps none of the tensors.
     """
 
@@ -43,7 +46,8 @@ class Rounding:
         self.seed, self.rank, self.names = seed, rank, names
         self.updates = 0
         self.divisor = 1.0
-        self.sums = torch.zeros(len(KINDS), 2, dtype=torch.float64, device=device)
+        self.measured = torch.zeros(MEASURED, dtype=torch.float64, device=device)
+        self.sums, self.zeroed = self.measured[:-2].view(len(KINDS), 2), self.measured[-2:]
         self.observer: Observer | None = None
 
     @property
@@ -94,7 +98,7 @@ class Rounding:
     def note(
         self, unit: Unit, codec: Codec, kind: str, exact: torch.Tensor, sent: torch.Tensor, frame: Frame
     ) -> None:
-        """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums, if the unit is the sample.
+        """Add what one message lost to the step's measurements, if the unit is the sample.
 
         exact: what was encoded, any shape and float dtype. sent: what it decodes to, in the same shape and at least
         exact's precision.
@@ -103,27 +107,41 @@ class Rounding:
             self.observer(unit, codec, kind, exact, sent)
         if unit.name != self.sampled:
             return
-        squares = frame.take(2, torch.float64)
-        write_squares(sent, exact, squares, frame)
+        found = frame.take(4, torch.float64)
+        squares, zeroed = found[:2], found[2:] if kind == GRADIENTS else None
+        write_squares(sent, exact, squares, frame, zeroed)
         self.sums[KINDS.index(kind)].add_(squares)
+        if zeroed is not None:
+            self.zeroed.add_(zeroed)
 
     def take(self, out: torch.Tensor) -> None:
-        """Move this rank's sums to ``out``, fp64 [2 x KINDS], and begin anew."""
-        out.copy_(self.sums.view(-1))
-        self.sums.zero_()
+        """Move this rank's measurements to ``out``, fp64 [MEASURED], and begin anew."""
+        out.copy_(self.measured)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.measured.zero_()
 
     def abort(self) -> None:
         """Forget the measurements of the open step's gradients. Those of the weights stay and count."""
         self.sums[KINDS.index(GRADIENTS)].zero_()
+        self.zeroed.zero_()
 
 
-def relative_errors(sums: Sequence[float]) -> dict[str, float]:
-    """Turn the sums of all ranks, 2 for each of KINDS, into ||sent - exact|| / ||exact|| per kind.
+def relative_errors(measured: Sequence[float]) -> dict[str, float]:
+    """Turn the sums [MEASURED] over all ranks into ||sent - exact|| / ||exact|| per kind.
 
     Kinds without sums are left out.
     """
-    squares = zip(KINDS, sums[::2], sums[1::2], strict=True)
+    squares = zip(KINDS, measured[:-2:2], measured[1:-2:2], strict=True)
     return {kind: (error / norm) ** 0.5 for kind, error, norm in squares if norm != 0}
+
+
+def zeroed_share(measured: Sequence[float]) -> float | None:
+    """Turn the sums [MEASURED] over all ranks into the share of elements that arrived as 0; None without any."""
+    gone, given = measured[-2:]
+    return gone / given if given else None
 
 
 def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import fsdp2_patch
+from megazero.comm.watch import LossyGradients
+from megazero.patches.checks import GradientSamples
 from tests.dist.pool import run_ranks
 from tests.fsdp2.job import RANKS, Case, Job, Run, patched, train, train_all
 
@@ -134,6 +137,22 @@ def test_the_first_steps_are_verified() -> None:
         "gradients"
     ] < 3 / 7 / math.sqrt(12)
     assert "step 2: weights" not in told and others == [""] * 3
+
+
+def printed_after_few_samples(case: Case, words: dict[str, Any]) -> str:
+    """What a rank prints where every step is measured, and two measurements decide."""
+    with mock.patch.object(GradientSamples, "EVERY", 1), mock.patch.object(LossyGradients, "WINDOW", 2):
+        return printed(case, words)
+
+
+@pytest.mark.parametrize("mesh", ["1d", pytest.param("2d", marks=pytest.mark.slow)])
+def test_the_first_rank_warns_once_of_gradients_that_lose_much(mesh: str) -> None:
+    case = Case(mesh, steps=8)
+    lossy, fine = {"gradients": "int2", "exact_numel": 0}, {"gradients": "int8", "exact_numel": 0}
+    told, *others = run_ranks(RANKS, printed_after_few_samples, case, lossy)
+    assert told.count("fsdp2_patch: warning: gradients lose 0.") == 1 and others == [""] * 3
+    assert "--zero-gradient-bits 8 (in enable(): gradients='int8')" in told
+    assert "warning" not in run_ranks(RANKS, printed_after_few_samples, case, fine)[0]
 
 
 def printed_with_two_optimizers() -> str:

@@ -7,6 +7,8 @@ A few cases run always. All of them, five minutes on 2 cores:
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +18,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_core_patch.rounding import Errors
 from megazero.comm.codec import Blockwise
+from megazero.comm.watch import Errors, LossyGradients
 from megazero.mesh.grid import INTER, INTRA
+from megazero.patches.checks import GradientSamples
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Case, Run, replicas_differ, step_losses
 from tests.megatron.cases import CASES, DELTA_INT4, EXACT, INT8_INT4, LARGE, SMALL
@@ -198,6 +201,25 @@ def train_where_tensor_rank_0_errs(case: Case, formats: Formats) -> Run:
 
     with mock.patch.object(Errors, "take", worse):
         return train(case, formats)
+
+
+def printed_after_few_samples(case: Case, formats: Formats) -> str:
+    """What a rank prints where every step is measured, and two measurements decide."""
+    every = mock.patch.object(GradientSamples, "EVERY", 1)
+    few = mock.patch.object(LossyGradients, "WINDOW", 2)
+    with every, few, contextlib.redirect_stdout(io.StringIO()) as said:
+        train(case, formats)
+    return said.getvalue()
+
+
+def test_the_first_rank_warns_once_of_gradients_that_lose_much() -> None:
+    case = replace(SHAPES["overlap"], bf16=True, steps=8)
+    told, *others = run_ranks(
+        case.world, printed_after_few_samples, case, {**INT8_INT4, "gradients": "int2"}, timeout=120
+    )
+    assert told.count("megatron_core_patch: warning: gradients lose 0.") == 1
+    assert "--zero-gradient-bits 8 (in enable(): gradients='int8')" in told
+    assert not any("warning: gradients" in text for text in others)
 
 
 @pytest.mark.slow

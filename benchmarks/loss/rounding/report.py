@@ -219,18 +219,18 @@ def _gradients(found: Found) -> list[str]:
     for name in names:
         keys = ("error", "zero", "dead", "bias", "added", "information", "gain")
         step = found.value("gain", "step", format=name, tokens=found.tokens)
-        values = [_cell(found.gradient(key, name)) for key in keys]
-        cells.append([name, f"{rows[names.index(name)]['bytes']:.3f}", *values, _cell(step)])
+        values = [cell(found.gradient(key, name)) for key in keys]
+        cells.append([name, f"{rows[names.index(name)]['bytes']:.3f}", *values, cell(step)])
     head = ["", "bytes", "error", "zero", "dead", "bias", "noise", "information", "gain", "in loss"]
     said = f"All matrices, the mean over tensors, of messages of {found.tokens:,} tokens, on {found.device}."
     text = ["## Gradients\n", filled(said) + "\n", DEFINITIONS, table(head, cells), ""]
     for key in ("error", "dead", "gain"):
-        lines = [[name, *(_cell(found.gradient(key, name, kind)) for kind in KINDS)] for name in names]
+        lines = [[name, *(cell(found.gradient(key, name, kind)) for kind in KINDS)] for name in names]
         text += [f"### By kind of tensor: {key}\n", table(["", *KINDS], lines), ""]
     sizes = sorted({row["tokens"] for row in found.of("gradients")})
     for key in ("error", "dead", "gain") if len(sizes) > 1 else ():
         lines = [
-            [name, *(_cell(found.value(key, "gradients", format=name, kind=ALL, tokens=n)) for n in sizes)]
+            [name, *(cell(found.value(key, "gradients", format=name, kind=ALL, tokens=n)) for n in sizes)]
             for name in names
         ]
         text += [f"### By tokens of a message: {key}\n", table(["", *(f"{n:,}" for n in sizes)], lines), ""]
@@ -243,7 +243,7 @@ def _on_cpu(found: Found, names: Sequence[str]) -> list[str]:
     if found.device == CPU or not rows:
         return []
     keys = ("error", "zero", "dead", "information", "gain")
-    lines = [[name, *(_cell(rows[name][key]) for key in keys)] for name in names if name in rows]
+    lines = [[name, *(cell(rows[name][key]) for key in keys)] for name in names if name in rows]
     tokens = next(iter(rows.values()))["tokens"]
     said = f"Layers 0, 15 and 29 and the embedding, messages of {tokens:,} tokens."
     return ["### On a CPU\n", said + "\n", table(["", *keys], lines), ""]
@@ -260,7 +260,7 @@ def _others(found: Found) -> list[str]:
         names = list(dict.fromkeys(row["format"] for row in rows))
         kinds = [ALL, *KINDS]
         lines = [
-            [name, *(_cell(found.value("error", what, format=name, kind=k)) for k in kinds)] for name in names
+            [name, *(cell(found.value("error", what, format=name, kind=k)) for k in kinds)] for name in names
         ]
         text += [f"### {what.capitalize()}\n", table(["", *kinds], lines), ""]
     return text if whats else []
@@ -271,7 +271,7 @@ def _columns(found: Found) -> list[str]:
     if not rows:
         return []
     keys = ("share", "kept", "holds", "correlation")
-    lines = [[row["when"], row["kind"], *(_cell(row[key]) for key in keys)] for row in rows]
+    lines = [[row["when"], row["kind"], *(cell(row[key]) for key in keys)] for row in rows]
     said = """Outliers are the 1% of a matrix's columns with the largest gradients. *share*: of the squared gradient
         that they hold. *kept*: those that are outliers in the later gradient, too. *holds*: the share of the later
         squared gradient in the earlier outliers. *correlation*: of the logarithms of the columns' squares."""
@@ -339,5 +339,5 @@ def _bounds(difference: Any) -> str:
     return f"{low:+.3f} to {high:+.3f}" if abs(high) < 1e9 else "-"
 
 
-def _cell(value: float | None) -> str:
+def cell(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"

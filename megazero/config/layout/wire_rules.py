@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megazero.config.layout.shards import PRESETS
+from megazero.config.layout.shards import AUTO, PRESETS
 from megazero.config.layout.wire import (
     OF_BOTH,
     OF_GRADIENTS,
@@ -21,6 +21,11 @@ LEAST_BLOCK, LARGEST_BLOCK = 8, 2048  # of kernels/format.py
 ALWAYS_P_IS_OS = tuple(name for name, preset in PRESETS.items() if preset.p == preset.os)
 
 
+def may_quantise(preset: str | None, loss_policy: str | None) -> bool:
+    """Tell whether the planner may quantise what is not asked for."""
+    return preset == AUTO and loss_policy not in (None, "exact")
+
+
 def message_conditions(zero: ZeroConfig, planned: bool = False) -> Iterator[Condition]:
     """Yield what the options of quantised messages need to have an effect.
 
@@ -28,7 +33,8 @@ def message_conditions(zero: ZeroConfig, planned: bool = False) -> Iterator[Cond
     """
     weights, gradients = (f(zero) or planned for f in (quantizes_weights, quantizes_gradients))
     yield OF_WEIGHTS, weights, "--zero-quantized-weights"
-    yield OF_GRADIENTS, gradients, "--zero-quantized-gradients"
+    asked = [name for name in OF_GRADIENTS if getattr(zero, name) != "none"]  # none is what happens there
+    yield asked, gradients, "--zero-quantized-gradients"
     either = "--zero-quantized-weights or --zero-quantized-gradients"
     yield [*OF_BOTH], weights or gradients, either
 

@@ -163,7 +163,9 @@ class ZeroConfig:
         None, "send gradients quantised where they cross nodes (default: on in preset zeropp, else off)"
     )
     zero_gradient_bits: int | None = option(
-        None, "bits of a quantised gradient across nodes (default: 4)", choices=BITS
+        None,
+        "bits of a quantised gradient across nodes; 8 where the link allows it (default: 4)",
+        choices=BITS,
     )
     zero_gradient_bits_intra_node: int | None = option(
         None,
@@ -177,10 +179,11 @@ class ZeroConfig:
         "embeddings that the ends of a pipeline exchange) (default: nearest)",
         choices=ROUNDINGS,
     )
-    zero_gradient_transform: str = option(
-        "none",
+    zero_gradient_transform: str | None = option(
+        None,
         "transform of quantised gradients: a randomised Hadamard transform spreads outliers over a block (of up to "
-        "128 elements) before that is encoded",
+        "128 elements) before that is encoded (default: hadamard where a hop sends 4 bits or fewer; a resumed run "
+        "keeps its checkpoint's)",
         choices=TRANSFORMS,
     )
     zero_block_size: int | None = option(
@@ -567,10 +570,10 @@ class PlanningConfig:
     )
     loss_policy: str = option(
         "exact",
-        "what the planner may quantise. exact: nothing; zeropp: what ZeRO++ quantises (docs/results/loss.md); "
-        "aggressive: more than that; outer: megazero plan proposes outer steps and compares them with the "
-        "others",
-        choices=("exact", "zeropp", "aggressive", "outer"),
+        "what the planner may quantise, the least loss first. exact: nothing; int8: weights and gradients in 8 bits; "
+        "zeropp: what ZeRO++ quantises, gradients after a transform (docs/results/loss.md); aggressive: more than "
+        "that; outer: megazero plan proposes outer steps and compares them with the others",
+        choices=("exact", "int8", "zeropp", "aggressive", "outer"),
     )
     memory_check: bool = option(
         True, "refuse a run whose predicted memory is more than its devices have, before it allocates"

@@ -21,7 +21,17 @@ from typing import Any
 from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_derived
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
-from megazero.config.layout.wire import format_options
+from megazero.config.layout.wire import (
+    OF_BOTH,
+    OF_GRADIENTS,
+    PLAIN,
+    asked_for,
+    few_bits,
+    format_options,
+    is_plain,
+    quantizes_gradients,
+)
+from megazero.config.layout.wire_rules import may_quantise
 from megazero.config.model.loaded import take_architecture
 from megazero.config.model.section import complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
@@ -35,6 +45,11 @@ from megazero.config.run import REMOVED, RunConfig, World, all_options
 
 # The configuration of the run that goes on, by section; {} where a new one begins.
 Stored = Mapping[str, Mapping[str, Any]]
+TRANSFORM = "zero_gradient_transform"
+KEPT_PLAIN = (
+    ", so gradients are sent as they were, with a larger error than by today's default; --zero-gradient-transform "
+    "hadamard changes to that"
+)
 ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
 
 
@@ -132,23 +147,55 @@ def _complete_schedule(
 
 
 def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
-    """At a resume, take the formats of messages from the checkpoint where the options give none.
+    """At a resume, take the formats of messages from the checkpoint where the options give none, else note a change.
 
-    A note says which of its options were removed since.
+    Notes say which of its options were removed since, and what gradients lose that are sent in few bits as they are.
     """
-    before = stored.get("zero", {})
+    before = _formats(stored.get("zero", {}))
     for name, removed in REMOVED.items():
         if f"{before.get(name)}".lower() not in ("none", removed.off):
             notes.append(
                 f"{path} was trained with {name} {show(before[name])}, which was removed: {removed.cure}"
             )
     options, said = all_options(), {name: value for name, value in values.items() if value is not None}
-    rounded = {"zero_gradient_rounding": before.get("zero_gradient_rounding")}
-    names = (name for name in format_options(section_of(ZeroConfig, rounded | said)) if name not in said)
+    asked = section_of(ZeroConfig, said)
+    planned = may_quantise(asked.zero_preset, said.get("loss_policy"))
+    names = [name for name in format_options(asked) + [TRANSFORM] * planned if name not in said]
     kept = {n: before[n] for n in names if before.get(n) not in (None, options[n].default)}
+    values |= kept
+    now = section_of(ZeroConfig, kept | said)
+    plain = few_bits(now) and now.zero_gradient_transform == "none" and (planned or quantizes_gradients(now))
     if kept:
-        values |= kept
-        notes.append(f"from {path}: {' '.join(typed(options[n], v) for n, v in kept.items())}")
+        as_before = f"from {path}: {' '.join(typed(options[n], v) for n, v in kept.items())}"
+        notes.append(as_before + KEPT_PLAIN * (plain and TRANSFORM in kept))
+    if plain and TRANSFORM not in kept:
+        notes.append(PLAIN)
+    notes += _changed_format(section_of(ZeroConfig, before), now, path)
+
+
+def _formats(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ZeRO options of a checkpoint, in which plain gradients have their format by its name.
+
+    A checkpoint from before the transform was the default has 'none' whatever it sent, and one from before there was
+    a transform nothing.
+    """
+    none = {TRANSFORM: "none"}
+    if is_plain(section_of(ZeroConfig, {**none, **stored})):
+        return {**stored, **none}
+    return {name: value for name, value in stored.items() if (name, value) not in none.items()}
+
+
+def _changed_format(was: ZeroConfig, now: ZeroConfig, path: Path | None) -> Iterator[str]:
+    """Yield a note if a run that goes on sends its quantised gradients in another format than before."""
+    if not (quantizes_gradients(was) and quantizes_gradients(now)):
+        return
+    formats = [(w.gradients_intra, w.gradients_inter) for w in (asked_for(was), asked_for(now))]
+    if formats[0] != formats[1]:
+        names = (n for n in (*OF_GRADIENTS, *OF_BOTH) if getattr(was, n) != getattr(now, n))
+        said = (
+            f"{all_options()[n].flag} {show(getattr(now, n))} (was {show(getattr(was, n))})" for n in names
+        )
+        yield f"the flags decide the format of gradients, which is not that of {path}: {', '.join(said)}"
 
 
 def _schedule(values: Mapping[str, Any]) -> dict[str, Any]:

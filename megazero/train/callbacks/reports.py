@@ -1,4 +1,4 @@
-"""Callbacks that report: what torch.compile compiled, the seconds of ranks, and the planner's prediction."""
+"""Callbacks that report: what torch.compile compiled, seconds of ranks, rounding, and the planner's prediction."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megazero.comm.watch import LossyGradients
+from megazero.comm.wire import Codecs
 from megazero.models.compilation import CompileTime
 from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.train.callbacks.callback import Callback, TrainedStep
 from megazero.train.forecast import Forecast
 from megazero.train.state.progress import Progress
+from megazero.zero.rounding import GRADIENTS
 
 STEP_TIMES = 1000  # of the latest iterations
 
@@ -51,6 +54,17 @@ class StragglerWatch(Callback):
         for line in warnings:
             self.run.warn(line)
         return metrics
+
+
+class RoundingWatch(Callback):
+    """Warns once in a start if gradients lose too much by rounding. It only warns: no fallback is known to help."""
+
+    def __init__(self, codecs: Codecs[Any]) -> None:
+        self.gradients = LossyGradients(codecs)
+
+    def after_step(self, step: TrainedStep) -> None:
+        if line := self.gradients.take(step.info.errors.get(GRADIENTS)):
+            self.run.warn(line)
 
 
 class Prediction(Callback):

@@ -316,5 +316,5 @@ def test_the_ends_send_one_message_of_a_slice_each_in_a_step(place, name):
                 want = size_of(codec, tied[0], 4, 4) if tied and link == ends else 0
                 assert joined == want, (case, link)
             nodes = place.world // place.per_node
-            assert got["scalar_intra_node_bytes"] == (place.per_node - 1) * nodes * 6 * 8
-            assert got["scalar_inter_node_bytes"] == (nodes - 1) * 6 * 8
+            assert got["scalar_intra_node_bytes"] == (place.per_node - 1) * nodes * 8 * 8
+            assert got["scalar_inter_node_bytes"] == (nodes - 1) * 8 * 8

@@ -11,11 +11,13 @@ import torch
 from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.mesh.grid import INTRA
+from megazero.zero.rounding import GRADIENTS
 from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised.cases import (
     ADAMW,
     EIGHT_RANKS,
     EXACT,
+    H4,
     Q4,
     Q8,
     S4,
@@ -236,6 +238,56 @@ def test_weights_above_the_bound_fall_back_whatever_holds_them(skipped):
             assert lines == ["weights of unit 'layers.1'"] and infos[1].fallbacks, (case, infos)
             assert seen == [[False, False], [False, True], [False, True], [False, True]], (case, seen)
             assert fallen == {"layers.1": ["weights"]}
+
+
+# -- elements that arrive as 0 ----------------------------------------------------------------------
+
+
+def zeroed(case: Case) -> list[tuple[float | None, float | None, str]]:
+    """By step: the share that the engine tells, and that of all senders' messages, by those they show."""
+    model, engine = make(case)
+    rounding, found = engine.rounding, []
+
+    def seen(unit, codec, kind, exact, sent):
+        if kind == GRADIENTS and unit.name == rounding.sampled:
+            counts[0] += int(((exact != 0) & (sent == 0)).sum())
+            counts[1] += int((exact != 0).sum())
+
+    rounding.observer = seen
+    for step in range(3):
+        counts = torch.zeros(2, dtype=torch.float64)
+        info = step_with(case, model, engine, step)
+        torch.distributed.all_reduce(counts)
+        found.append((info.zeroed, float(counts[0] / counts[1]) if counts[1] else None, info.sampled))
+    return found
+
+
+@pytest.mark.parametrize("world,per_node,tp", [(4, 2, 1), EIGHT_RANKS])
+def test_the_share_that_arrives_as_zero_is_that_of_all_senders(world, per_node, tp):
+    both = zero.Codecs(gradients_intra=Q8, gradients_inter=Q4)
+    mixed = zero.Codecs(gradients_inter=H4)
+    cases = [Case(x, per_node, both, 2, tp) for x in ("hhd", "11d", "ddd", "hhh")]
+    cases += [Case("hhd", per_node, codecs, tp=tp) for codecs in (FED, mixed, DELTA, zero.Codecs())]
+    for case, ranks in by_case(world, several, zeroed, cases):
+        assert all(rank == ranks[0] for rank in ranks), case
+        assert {name for *_, name in ranks[0]} == {"layers.0", "layers.1"}
+        for told, counted, _ in ranks[0]:
+            assert told == counted and (told is None) == case.codecs.exact, case
+            assert told is None or 0.01 < told < 0.3, (case, told)
+
+
+def zeroed_behind_outliers(case: Case) -> list[float | None]:
+    model, engine = make(case)
+    shapes = case.units[1]
+    heavy = [drawn(case, 0, 0, 0)[0], [spikes(s, case.dtype, 0.75) for s in shapes]]
+    return [take_step(case, model, engine, lambda _: heavy).zeroed for _ in range(2)]
+
+
+def test_behind_outliers_all_but_they_arrive_as_zero():
+    """Each element of 33 x 9 crosses once, from the other node. The rest of the last block is padding."""
+    case = Case("hhd", 2, zero.Codecs(gradients_inter=Q4), options={"gradient_error_bound": None})
+    for (_, share), *_ in run_ranks(4, several, zeroed_behind_outliers, [case]):
+        assert share == pytest.approx(1 - 19 / (33 * 9))
 
 
 # -- noise ----------------------------------------------------------------------------------------

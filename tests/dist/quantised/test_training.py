@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megazero.comm.watch import LossyGradients
 from megazero.config import World, make_config
 from megazero.log.metrics import read_metrics
 from megazero.log.time_bill import ITEMS
@@ -205,6 +206,7 @@ def test_errors_are_sampled_unit_by_unit(tmp_path: Path) -> None:
     for line in lines:
         assert 0 < line["quantization_error_weights"] < 0.01
         assert 0.01 < line["quantization_error_gradients"] < 0.3
+        assert 0 < line["quantization_zeroed_gradients"] < 0.9
 
 
 # -- resuming ----------------------------------------------------------------------------------------
@@ -278,10 +280,34 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, names: 
             "quantization_unit",
             "quantization_error_weights",
             "quantization_error_gradients",
+            "quantization_zeroed_gradients",
         ]
         before, after = (iterations(tmp_path / name / logs) for logs in ("straight-logs", "logs"))
         for key in (*keys, "fallbacks"):
             assert [line.get(key) for line in before] == [line.get(key) for line in after], (name, key)
+
+
+def test_a_resume_sends_gradients_as_its_checkpoint_did_until_the_format_is_named(tmp_path: Path) -> None:
+    """A checkpoint from before the transform was the default says 'none'. It goes on without, to the bit."""
+    base = {**UNSAID, "train_iters": 3, "log_dir": str(tmp_path / "logs")}
+    plain, mixed = {"zero_gradient_transform": "none"}, {"zero_gradient_transform": "hadamard"}
+    first = {"exit_interval": 1, "save": str(tmp_path / "first")}
+    again = {**base, "load": str(tmp_path / "first")}
+    jobs = [
+        {**base, **plain},
+        {**base, **plain, **first},
+        again,
+        {**again, **mixed},
+        {**again, **plain},
+        base,
+        {**base, **mixed},
+    ]
+    straight, _, kept, changed, named, fresh, asked = (ranks[0].losses for ranks in runs(jobs))
+    assert kept == named == straight[1:]
+    assert (
+        changed[0] == straight[1] and changed[1] != straight[2]
+    )  # the second step's gradients are sent otherwise
+    assert fresh == asked != straight
 
 
 @pytest.mark.slow
@@ -342,7 +368,8 @@ def test_gradients_are_exact_when_a_callback_says_so(tmp_path: Path) -> None:
     for line in lines[1:]:
         expected = coded if line["iteration"] <= 3 else exact
         assert line["bytes"]["reduce_inter_node_bytes"] == expected["reduce_inter_node_bytes"]
-        assert ("quantization_error_gradients" in line) == (line["iteration"] <= 3)
+        for what in ("error", "zeroed"):
+            assert (f"quantization_{what}_gradients" in line) == (line["iteration"] <= 3)
         assert "quantization_error_weights" in line
 
 
@@ -375,6 +402,21 @@ def test_the_first_rank_says_what_is_sent_and_what_falls_back(tmp_path: Path) ->
     assert others == [""] * (RANKS - 1)
     assert first.count("ZeRO: preset zeropp, P,G,OS = 2,2,4 on 4 data-parallel ranks of 2 nodes") == 1
     assert first.count("warning: weights of unit") == 4
+
+
+def test_the_first_rank_warns_once_of_gradients_that_lose_much(tmp_path: Path) -> None:
+    """A resume warns again. INT8 does not, nor do exact messages, which measure nothing."""
+    length = {"train_iters": 2 * LossyGradients.WINDOW + 2, "log_dir": str(tmp_path), "save": str(tmp_path)}
+    lossy = {**ZEROPP, **length, "zero_gradient_bits": 2}
+    halves = [{**lossy, "exit_interval": LossyGradients.WINDOW + 1}, {**lossy, "load": str(tmp_path)}]
+    for values in halves:
+        first, *others = run_ranks(RANKS, printed, values, timeout=120)
+        assert others == [""] * (RANKS - 1)
+        assert first.count("warning: gradients lose 0.") == 1 == first.count("--zero-gradient-bits 8")
+    short = {"train_iters": LossyGradients.WINDOW + 1, "log_dir": str(tmp_path / "others")}
+    for values in ({**ZEROPP, "zero_gradient_bits": 8}, {"zero_preset": "zero3"}):
+        assert "gradients lose" not in run_ranks(RANKS, printed, {**values, **short}, timeout=120)[0]
+    assert not any("quantization" in key for line in iterations(tmp_path / "others") for key in line)
 
 
 def test_on_one_node_zeropp_is_zero3_bit_for_bit(tmp_path: Path) -> None:

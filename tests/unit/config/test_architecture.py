@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.checkpoint.manifest import Manifest, write_manifest
+from megazero.comm.wire import Coding
 from megazero.config import ConfigError, RunConfig, World, begun, parse
 from megazero.config.model.section import ModelConfig
 from megazero.config.run import all_options, stored_values
@@ -32,12 +33,24 @@ def errors(text: str) -> tuple[str, ...]:
     return caught.value.errors
 
 
-def save(root, config: RunConfig, step: int = 10, drop: tuple[str, ...] = ()) -> None:
-    """The description of a checkpoint as a run writes it, without its tensors."""
+def save(
+    root,
+    config: RunConfig,
+    step: int = 10,
+    drop: tuple[str, ...] = (),
+    zero: dict[str, object] | None = None,
+) -> None:
+    """The description of a checkpoint as a run writes it, without its tensors.
+
+    zero: what it holds of the transform of gradients, if not what this version writes.
+    """
     folder = root / f"iter_{step:07d}"
     folder.mkdir(parents=True)
     stored = config.to_dict()
     stored["model"] = {name: value for name, value in stored["model"].items() if name not in drop}
+    if zero is not None:
+        del stored["zero"]["zero_gradient_transform"]
+        stored["zero"] |= zero
     write_manifest(folder, Manifest(step, 0, 1, {}, {}, stored, {}))
 
 
@@ -179,6 +192,72 @@ def test_a_resume_keeps_how_messages_were_coded(tmp_path):
     nearest = again("zeropp --zero-gradient-rounding nearest").zero
     assert (nearest.zero_gradient_rounding, nearest.zero_gradient_transform) == ("nearest", "hadamard")
     weights = again("zeropp --no-zero-quantized-gradients").zero
-    assert (weights.zero_gradient_transform, weights.zero_gradient_bits) == ("none", None)
+    assert (weights.zero_gradient_transform, weights.zero_gradient_bits) == (None, None)
     for other in ("zero3", "zeropp --finetune"):
-        assert again(other).zero.zero_gradient_transform == "none", other
+        assert again(other).zero.zero_gradient_transform is None, other
+
+
+# What a checkpoint holds of the transform: as runs wrote it before it was the default, before there was one, and now.
+OLD, OLDER, NEW = {"zero_gradient_transform": "none"}, {}, {"zero_gradient_transform": None}
+PLAIN, MIXED = Coding(4, 64), Coding(4, 64, hadamard=64)
+KEPT = "from {}: --zero-gradient-transform none, so gradients are sent as they were"
+CHANGED = "the flags decide the format of gradients, which is not that of {}: --zero-gradient-transform"
+
+
+@pytest.mark.parametrize(
+    "before, stored, flags, sent, said",
+    [
+        ("zeropp", OLD, "zeropp", PLAIN, [KEPT]),
+        ("zeropp", OLDER, "zeropp", PLAIN, [KEPT]),
+        ("zeropp", NEW, "zeropp", MIXED, []),
+        ("zeropp --zero-gradient-transform none", None, "zeropp", PLAIN, [KEPT]),
+        (
+            "zeropp",
+            OLD,
+            "zeropp --zero-gradient-transform hadamard",
+            MIXED,
+            [f"{CHANGED} hadamard (was none)"],
+        ),
+        (
+            "zeropp",
+            NEW,
+            "zeropp --zero-gradient-transform none",
+            PLAIN,
+            ["Published", f"{CHANGED} none (was unset)"],
+        ),
+        ("zeropp", OLD, "zeropp --zero-gradient-transform none", PLAIN, ["Published"]),
+        ("zeropp", OLD, "zero1 --zero-quantized-gradients", PLAIN, [KEPT]),
+        # No plain gradients were sent: what begins now has today's format.
+        ("zero3", OLD, "zeropp", MIXED, []),
+        ("zeropp --no-zero-quantized-gradients", OLD, "zeropp", MIXED, []),
+        ("zeropp --zero-gradient-bits 8", OLD, "zeropp", Coding(8, 128), ["from {}: --zero-gradient-bits 8"]),
+        (
+            "zeropp --zero-gradient-bits 8",
+            OLD,
+            "zeropp --zero-gradient-bits 4",
+            MIXED,
+            ["--zero-gradient-bits 4 (was 8)"],
+        ),
+        ("zeropp", OLD, "zeropp --finetune", MIXED, []),
+    ],
+)
+def test_a_checkpoint_says_how_gradients_were_sent(tmp_path, before, stored, flags, sent, said):
+    """The same words mean what they meant when the run began, until the format is named."""
+    save(tmp_path, run(f"{MODEL} --zero-preset {before}", 4), zero=stored)
+    config = run(f"--load {tmp_path} --zero-preset {flags}", 4)
+    assert config.wire(World(4, 2)).gradients_inter == sent
+    about = [note for note in config.notes if "radient" in note]
+    assert len(about) == len(said), about
+    for note, words in zip(about, said, strict=True):
+        assert words.format(tmp_path / "iter_0000010") in note
+        assert words is not KEPT or "--zero-gradient-transform hadamard changes to that" in note
+    save(tmp_path, config, step=20)  # and means the same in the run after
+    same = run(f"--load {tmp_path} --zero-preset {flags.split(' --zero-gradient')[0]}", 4)
+    assert same.wire(World(4, 2)).gradients_inter == sent
+
+
+def test_the_planner_keeps_how_gradients_were_sent(tmp_path):
+    save(tmp_path, run(f"{MODEL} --zero-shard 2,2,4 --zero-quantized-gradients", 4), zero=OLD)
+    planned = f"--load {tmp_path} --zero-preset auto --cluster a100 --loss-policy"
+    assert run(f"{planned} zeropp", 4).zero.zero_gradient_transform == "none"
+    assert run(f"{planned} exact", 4).zero.zero_gradient_transform is None

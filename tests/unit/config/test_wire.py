@@ -1,7 +1,12 @@
 """What the hops send: formats, where they apply, what is refused, and the line that says so."""
 
+from dataclasses import replace
+
 import pytest
 
+from benchmarks.loss.published import HADAMARD, INT4, SDP4BIT
+from benchmarks.loss.published import ZEROPP as PUBLISHED_ZEROPP
+from megazero.comm.codec import codec_of
 from megazero.comm.wire import Coding
 from megazero.config import ConfigError, World, make_config
 from megazero.config.layout.wire import MIXED
@@ -16,6 +21,7 @@ ZEROPP = {"zero_preset": "zeropp"}
 INT8 = {**ZEROPP, "zero_quantized_weights_delta": False}
 BOTH = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 DELTA = {"zero_quantized_weights_delta": True}
+SUMS = Coding(4, 64, hadamard=64)  # of gradients across nodes, by default
 
 
 def config(world=TWO_NODES, **changes):
@@ -56,7 +62,7 @@ def test_nothing_is_quantised_unless_asked_for():
 
 def test_zeropp_sends_differences_at_4_bits_against_resident_copies():
     whole = wire(**ZEROPP)
-    assert whole.weights == whole.gradients_inter == Coding(4, 64) and whole.delta
+    assert whole.weights == Coding(4, 64) and whole.gradients_inter == SUMS and whole.delta
     assert whole.gradients_intra is None and not whole.feedback
     assert whole.block == 64 and whole.exact_numel == 16384
     assert config(**ZEROPP).shards(TWO_NODES).lifetime == "resident"
@@ -72,13 +78,13 @@ def test_zeropp_sends_differences_at_4_bits_against_resident_copies():
 def test_zeropp_without_quantised_weights_has_no_differences():
     for off in ({}, {"zero_quantized_weights_delta": False}):
         chosen = config(**ZEROPP, zero_quantized_weights=False, **off)
-        assert chosen.wire(TWO_NODES).codings == [Coding(4, 64)]
+        assert chosen.wire(TWO_NODES).codings == [SUMS]
         assert not chosen.wire(TWO_NODES).delta and chosen.shards(TWO_NODES).lifetime == "step"
 
 
 def test_zeropp_in_int8_and_its_parts():
     whole = wire(**INT8)
-    assert whole.weights == Coding(8, 128) and whole.gradients_inter == Coding(4, 64)
+    assert whole.weights == Coding(8, 128) and whole.gradients_inter == SUMS
     assert whole.gradients_intra is None and not whole.delta and not whole.feedback
     assert whole.block == 128 and whole.exact_numel == 16384
     assert wire(**INT8, zero_quantized_gradients=False).codings == [Coding(8, 128)]
@@ -101,12 +107,12 @@ def test_every_choice_arrives():
         zero_exact_numel=0,
         zero_gradient_rounding="feedback",
     )
-    assert chosen.weights == Coding(4, 256) and chosen.gradients_intra == Coding(8, 256)
-    assert chosen.gradients_inter == Coding(2, 256)
+    assert chosen.weights == Coding(4, 256) and chosen.gradients_intra == Coding(8, 256, hadamard=128)
+    assert chosen.gradients_inter == Coding(2, 256, hadamard=128)
     assert chosen.feedback and chosen.block == 256 and chosen.exact_numel == 0
     assert not chosen.delta
     random = wire(**INT8, zero_gradient_rounding="stochastic", zero_gradient_bits_intra_node=4)
-    assert random.gradients_intra == random.gradients_inter == Coding(4, 64, stochastic=True)
+    assert random.gradients_intra == random.gradients_inter == Coding(4, 64, stochastic=True, hadamard=64)
     assert random.weights == Coding(8, 128) and not random.feedback
     assert wire(**ZEROPP, zero_block_size=16).block == 64
     assert wire(**ZEROPP, zero_gradient_rounding="feedback").feedback
@@ -114,13 +120,68 @@ def test_every_choice_arrives():
 
 def test_a_transform_mixes_the_smallest_block_of_its_hops():
     """Between two hops with one transform nothing is transformed."""
-    mixed = wire(**ZEROPP, zero_gradient_transform="hadamard", zero_gradient_bits_intra_node=8)
+    mixed = wire(**ZEROPP, zero_gradient_bits_intra_node=8)
     assert mixed.gradients_inter == Coding(4, 64, hadamard=64) and mixed.weights == Coding(4, 64)
     assert mixed.gradients_intra == Coding(8, 128, hadamard=64)
     for block, size in ((8, 8), (128, 128), (2048, 128)):
-        sized = wire(**ZEROPP, zero_gradient_transform="hadamard", zero_block_size=block).gradients_inter
+        sized = wire(**ZEROPP, zero_block_size=block).gradients_inter
         assert sized == Coding(4, block, hadamard=size)
         assert kernel_hadamard.Hadamard(size).size == size == min(MIXED, block)
+
+
+@pytest.mark.parametrize(
+    "changes, size",
+    [
+        ({}, 64),
+        ({"zero_gradient_bits": 2}, 64),
+        ({"zero_gradient_bits": 8}, 0),
+        ({"zero_gradient_bits": 8, "zero_gradient_bits_intra_node": 8}, 0),
+        ({"zero_gradient_bits": 8, "zero_gradient_bits_intra_node": 4}, 64),
+        ({"zero_gradient_rounding": "stochastic"}, 64),
+        ({"zero_gradient_rounding": "feedback"}, 64),
+        ({"zero_gradient_transform": "none"}, 0),
+        ({"zero_gradient_transform": "hadamard", "zero_gradient_bits": 8}, 128),
+    ],
+)
+def test_few_bits_are_transformed_unless_that_is_named(changes, size):
+    """However they are asked for; weights never are."""
+    asked = [
+        ZEROPP,
+        {"zero_preset": "ddp", **BOTH},
+        {"zero_shard": (4, 4, 8), "zero_quantized_gradients": True},
+    ]
+    for layout in asked:
+        chosen = wire(**layout, **changes)
+        assert chosen.gradients_inter.hadamard == size and chosen.mixes == (size > 0)
+        assert chosen.weights is None or chosen.weights.hadamard == 0
+    plain = replace(chosen.gradients_inter, hadamard=0)
+    for n, exact in ((128, 0), (4096, 17), (2**20, 3)):  # the same bytes
+        assert codec_of(plain).message_numel(n, exact) == codec_of(chosen.gradients_inter).message_numel(
+            n, exact
+        )
+
+
+def test_gradients_in_few_bits_without_a_transform_are_noted_with_the_published_gaps():
+    def gaps(**changes):
+        return [note for note in config(**changes).notes if "Published gaps" in note]
+
+    named = {"zero_gradient_transform": "none"}
+    (note,) = gaps(**ZEROPP, **named)
+    for published in (*SDP4BIT, PUBLISHED_ZEROPP):
+        assert f"{published.gap(INT4):+.2f}".removesuffix("%") in note and published.model in note
+    for published in SDP4BIT:
+        assert f"{published.gap(HADAMARD):+.2f}" in note
+    assert gaps(**ZEROPP, **named, zero_gradient_bits=2, zero_gradient_rounding="stochastic")
+    planned = {"zero_preset": "auto", "cluster": "a100"}
+    assert gaps(**planned, **named, loss_policy="zeropp")
+    for silent in (
+        ZEROPP,
+        named,  # nothing is quantised, which none asks for
+        {**ZEROPP, **named, "zero_gradient_bits": 8},
+        {**ZEROPP, **named, "zero_quantized_gradients": False},
+        {**planned, **named},
+    ):
+        assert not gaps(**silent), silent
 
 
 def test_delta_refresh_implies_quantised_weights_and_resident_copies():
@@ -149,13 +210,13 @@ def test_on_one_node_nothing_is_quantised_and_the_summary_says_so(changes):
 
 def test_each_format_needs_its_own_hop():
     mics = wire(zero_preset="mics", **BOTH)
-    assert mics.weights is None and mics.gradients_inter == Coding(4, 64)
+    assert mics.weights is None and mics.gradients_inter == SUMS
     inside = wire(ONE_NODE, zero_quantized_gradients=True, zero_gradient_bits_intra_node=8)
-    assert inside.gradients_intra == Coding(8, 128) and inside.gradients_inter is None
+    assert inside.gradients_intra == Coding(8, 128, hadamard=64) and inside.gradients_inter is None
     across = wire(World(4, 1), zero_quantized_gradients=True, zero_gradient_bits_intra_node=8)
-    assert across.gradients_intra is None and across.gradients_inter == Coding(4, 64)
+    assert across.gradients_intra is None and across.gradients_inter == SUMS
     tensor_parallel = {"tensor_model_parallel_size": 4, **BOTH}
-    assert wire(World(8, 4), **tensor_parallel).codings == [Coding(8, 128), Coding(4, 64)]
+    assert wire(World(8, 4), **tensor_parallel).codings == [Coding(8, 128), SUMS]
     assert not wire(World(4, 4), **tensor_parallel).codings
     assert "nothing is sent or quantised" in summary(World(4, 4), **tensor_parallel)
 
@@ -255,7 +316,7 @@ def test_summary_of_zeropp(changes, lifetime, weights):
         "ZeRO: preset zeropp, P,G,OS = 2,2,4 on 4 data-parallel ranks of 2 nodes, parameter shards live for: "
         f"{lifetime} | weights (preset zeropp): refresh across nodes {weights}"
         " | gradients (preset zeropp): inside nodes exact with every micro-batch, across nodes INT4 once per step "
-        "(blocks of 64, nearest)"
+        "(blocks of 64, nearest, Hadamard transform of 64)"
         " | always exact: parameters of up to 16,384 elements"
     )
 
@@ -271,7 +332,7 @@ def test_summary_of_zeropp(changes, lifetime, weights):
         ({"zero_preset": "zero3", **BOTH}, ["gathers inside and across nodes INT8 (blocks of 128, nearest)"]),
         (
             {"zero_preset": "zero3", **BOTH},
-            ["across nodes INT4 with every micro-batch (blocks of 64, nearest)"],
+            ["across nodes INT4 with every micro-batch (blocks of 64, nearest, Hadamard transform of 64)"],
         ),
         (
             {"zero_shard": (2, 4, 8)},
@@ -297,14 +358,18 @@ def test_summary_of_zeropp(changes, lifetime, weights):
         (
             {**ZEROPP, "zero_gradient_rounding": "feedback", "zero_gradient_bits_intra_node": 8},
             [
-                "inside nodes INT8 with every micro-batch (blocks of 128, nearest), across nodes INT4 once per step "
-                "(blocks of 64, nearest, error feedback)"
+                "inside nodes INT8 with every micro-batch (blocks of 128, nearest, Hadamard transform of 64), across "
+                "nodes INT4 once per step (blocks of 64, nearest, error feedback, Hadamard transform of 64)"
             ],
         ),
-        ({**ZEROPP, "zero_gradient_rounding": "stochastic"}, ["(blocks of 64, stochastic)"]),
+        ({**ZEROPP, "zero_gradient_rounding": "stochastic"}, ["(blocks of 64, stochastic, Hadamard"]),
         (
-            {**ZEROPP, "zero_gradient_transform": "hadamard"},
-            ["across nodes INT4 once per step (blocks of 64, nearest, Hadamard transform of 64)"],
+            {**ZEROPP, "zero_gradient_transform": "none"},
+            ["across nodes INT4 once per step (blocks of 64, nearest, no transform)"],
+        ),
+        (
+            {**ZEROPP, "zero_gradient_bits": 8},
+            ["across nodes INT8 once per step (blocks of 128, nearest, no transform)"],
         ),
         ({"zero_shard": (1, 4, 4)}, ["refresh inside nodes exact", "across nodes exact once per step"]),
         ({"zero_shard": (2, 2, 2)}, ["inside nodes exact with every micro-batch and once per step"]),

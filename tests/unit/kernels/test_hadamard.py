@@ -26,7 +26,8 @@ def matrix(size: int, seed: int = 0) -> torch.Tensor:
     one = torch.zeros(1, size, dtype=torch.float64)
     one[0, 0] = size  # H's first column is ones, so what comes back is D
     with SCRATCH.frame(one.device) as frame:
-        signs = Mixing(Hadamard(size, seed), size, frame.take, torch.float64).inverse(one.view(-1)).clone()
+        signs = one.view(-1)
+        Mixing.of(frame, Hadamard(size, seed), size, torch.float64).inverse(signs, signs)
     assert set(signs.tolist()) <= {size, -size}
     return signs[:, None] / size * h
 
@@ -40,8 +41,61 @@ def test_it_is_the_defined_matrix_and_orthogonal(size: int) -> None:
     assert torch.allclose(sent.view(-1, size), x.view(-1, size) @ dh / size, rtol=1e-14, atol=1e-14)
     assert torch.allclose(sent.square().sum() * size, x.square().sum())
     with SCRATCH.frame(x.device) as frame:
-        back = Mixing(Hadamard(size), x.numel(), frame.take, torch.float64).inverse(sent.view(-1))
-        assert torch.allclose(back.view(x.shape), x, rtol=1e-14, atol=1e-14)
+        back = torch.empty_like(x)
+        Mixing.of(frame, Hadamard(size), x.numel(), x.dtype).inverse(sent.view(-1), back.view(-1))
+    assert torch.allclose(back, x, rtol=1e-14, atol=1e-14)
+
+
+def stage_by_stage(x: torch.Tensor, size: int) -> torch.Tensor:
+    """H of x's blocks in the order that is part of the format: first between halves, last between neighbours."""
+    stride = size // 2
+    while stride:
+        a, b = x.view(-1, 2, stride).unbind(1)
+        x, stride = torch.stack((a + b, a - b), 1).view(-1), stride // 2
+    return x
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Those of zeros, too. What is not finite is as good as any such value."""
+    bits = torch.int64 if a.dtype == torch.float64 else torch.int32
+    finite = a.isfinite()
+    return torch.equal(finite, b.isfinite()) and torch.equal(a[finite].view(bits), b[finite].view(bits))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_order_of_additions_is_the_formats(size: int, dtype: torch.dtype) -> None:
+    """Bit for bit, however much is transformed at a time, and for digits by a product that has another order."""
+    signs = matrix(size)[:, 0].to(dtype).sign()
+    with SCRATCH.frame(signs.device) as frame:
+        mixing = Mixing.of(frame, Hadamard(size), 1 << 13, dtype)
+        for n in (1 << 13, 5 * size, size):
+            x = torch.randn(n, dtype=dtype).exp() * torch.randn(n, dtype=dtype)
+            x.view(-1, size)[1::4, 2] = torch.inf
+            x.view(-1, size)[2::4, 3:] = 0
+            x.view(-1, size)[3::8] = 1e-42
+            wanted = stage_by_stage((x.view(-1, size) * signs / size).view(-1), size)
+            # + 0.0: digits do not tell a -0
+            assert same_bits(mixing.forward(x) + 0.0, wanted + 0.0)
+            for y in (x, torch.randint(-127, 128, (n,)).to(dtype)):
+                y.view(-1, size)[4::4] = 0
+                wanted = (stage_by_stage(y, size).view(-1, size) * signs).view(-1)
+                back = torch.empty_like(y)
+                mixing.inverse(y, back)
+                assert same_bits(back, wanted)
+            mixing.inverse_of_digits(y, back)
+            assert same_bits(back, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_message_is_summed_as_it_is_decoded(dtype: torch.dtype) -> None:
+    codec, x = Blockwise(4, 128, hadamard=32), torch.randn(1, (1 << 18) + 384)
+    messages, held = codec.encode(x), torch.randn(x.shape[1], dtype=dtype)
+    decoded, summed, added = torch.empty(x.shape, dtype=dtype), torch.empty_like(held), held.clone()
+    codec.decode(messages, decoded)
+    codec.decode_sum(messages, summed, accumulate=False)
+    codec.decode_sum(messages, added, accumulate=True)
+    assert same_bits(summed, decoded[0]) and same_bits(added, held + decoded[0])
 
 
 def test_signs_are_those_of_the_seed() -> None:

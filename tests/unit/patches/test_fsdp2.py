@@ -122,6 +122,7 @@ def test_the_start_line_says_what_a_large_model_keeps() -> None:
         codecs=Codecs(),
         channel=channel,
         differences=Differences("fsdp2_patch"),
+        samples=lambda step: (),
         verified_steps=0,
         checksum_interval=0,
     )

@@ -33,12 +33,13 @@ from megatron_core_patch.refusals import (
     wrapper_problems,
 )
 from megatron_core_patch.report import Teller, start_line
-from megatron_core_patch.rounding import Errors, Residual
+from megatron_core_patch.rounding import Residual
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megazero.comm import codec as codec_module
 from megazero.comm import hops as hops_module
 from megazero.comm.codec import Blockwise, codecs_of
 from megazero.comm.hops import Channel, Traffic
+from megazero.comm.watch import Errors
 from megazero.comm.wire import Codecs
 from megazero.kernels.adamw import SILENCE
 from megazero.kernels.arena import Arena
@@ -687,7 +688,7 @@ def test_what_is_not_finite_arrives_as_documented(value: float, monkeypatch: pyt
 
 def test_errors_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     values, errors = torch.randn(128, generator=torch.Generator().manual_seed(1)), Errors()
-    sums = two_nodes(values, BucketRounding(lambda _: SILENCE, None, errors), monkeypatch)
+    sums = two_nodes(values, BucketRounding(lambda _: SILENCE, None, [errors.sent]), monkeypatch)
     lost, exact = errors.take(values.device).tolist()
     assert exact == pytest.approx(float(values.double().square().sum()))
     assert lost == pytest.approx(float((sums - 2 * values).double().square().sum()), rel=1e-5)
@@ -725,7 +726,7 @@ def test_the_line_says_what_one_node_quantises() -> None:
         ({}, "gradients exact bf16 inside a node, not quantised as no hop crosses nodes"),
         (
             {"gradients_intra_node": "int8"},
-            "gradients int8 (blocks of 64) inside a node, nothing across nodes",
+            "gradients int8 (blocks of 64, Hadamard transform of 64) inside a node, nothing across nodes",
         ),
     ):
         codecs = codecs_of(from_words(gradients="int4", **words).wire)
