@@ -113,7 +113,7 @@ class Reference:
     def _backward(self, step: int) -> float:
         batch = tokens_of(self.config, step, self._sizes[step])
         tokens, labels, mask = (each[self._rows(step)] for each in batch)
-        packed = MicroBatch(tokens, labels, mask)._replace(**documents_of(self.config, tokens)).documents
+        packed = MicroBatch(tokens, labels, mask, None, **documents_of(self.config, tokens)).documents
         routed = self.routed[step] if step < len(self.routed) else {}
         decisions = {n: Decision(torch.from_numpy(experts).flatten(0, 1)) for n, experts in routed.items()}
         losses = self.decoder(tokens, labels, documents=packed, decisions=decisions) * mask
