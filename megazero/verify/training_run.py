@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -111,7 +112,7 @@ def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, t
     return ids[:, :-1], ids[:, 1:], mask
 
 
-def documents_of(config: RunConfig, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+def documents_of(config: RunConfig, tokens: torch.Tensor) -> dict[str, Any]:
     """Return the document fields of a MicroBatch that has these tokens (int64 [count, s]).
 
     Every fourth token of the vocabulary ends a document.
@@ -177,8 +178,8 @@ def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple
         ids = micro_batch_ids(begin, micro, mesh.batch_rank, mesh.batch_ranks)
         rows, key = slice(ids.start, ids.stop), dropout_key(config, step, ids.start)
         documents = documents_of(config, tokens[rows])
-        own = tokens[rows], labels[rows], mask[rows].to(dtype), key
-        batches.append(MicroBatch(*own, **documents, decisions={}))
+        samples = tokens[rows], labels[rows], mask[rows].to(dtype)
+        batches.append(MicroBatch(*samples, key, **documents, decisions={}))
     own = replica_rows(size, micro, mesh.batch_ranks, mesh.replica, mesh.grid.outer)
     return batches, float(mask[own].sum())
 
