@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -112,7 +113,7 @@ def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, t
     return ids[:, :-1], ids[:, 1:], mask
 
 
-def documents_of(config: RunConfig, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+def documents_of(config: RunConfig, tokens: torch.Tensor) -> dict[str, Any]:
     """Return the document fields of a MicroBatch that has these tokens (int64 [count, s]).
 
     Every fourth token of the vocabulary ends a document.

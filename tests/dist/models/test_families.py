@@ -90,7 +90,7 @@ CORE = {
     "tp2-dp2-sp": ("qwen3-biases-tied", "olmo2", "gpt_neox", "falcon-40b", "falcon-rw"),
     "tp2-dp2-full": ("phi3-partial-window", "qwen3", "olmo2-biases", "falcon-7b", "llama-attention-bias"),
     "pp2-dp2": ("qwen3-biases-tied", "falcon-11b", "mistral-window"),
-    "tp2-pp2-zb": ("phi3-longrope-long", "granite", "glm4", "olmo2", "gemma2"),
+    "tp2-pp2-zb": ("phi3-longrope-long", "qwen3_moe-dense-first", "granite", "glm4", "olmo2", "gemma2"),
 }
 
 
@@ -117,10 +117,8 @@ class Theirs:
         """Parameters, or their gradients, by the names in files."""
         aliases, parameters = self.case.config().model.tensor_names.aliases, self.model.named_parameters()
         held = {name: p.grad if gradients else p.detach() for name, p in parameters}
-        return {
-            aliases.get(n, n): t
-            for n, t in in_files({n: t for n, t in held.items() if t is not None}).items()
-        }
+        each = in_files({name: tensor for name, tensor in held.items() if tensor is not None})
+        return {aliases.get(name, name): tensor for name, tensor in each.items()}
 
     def backward(self, step: int) -> float:
         """Mean loss over the tokens of the step that count; gradients in .grad."""
@@ -162,7 +160,7 @@ class Theirs:
     def gradients(self, weights: Arrays, step: int, dtype: torch.dtype, attention: str = "") -> Arrays:
         with self.at(weights, dtype, attention) as other:
             other.backward(step)
-        return {n: p.grad.double().numpy() for n, p in other.named().items() if p.grad is not None}
+        return {n: grad.double().numpy() for n, grad in other.named(gradients=True).items()}
 
 
 def stored(case: Case, whole: Mapping[str, np.ndarray]) -> Arrays:

@@ -1,7 +1,7 @@
 """Layers of two kinds go through units, memory, compute, activations, bytes and the simulated clock.
 
-A stand-in changes the description alone: layers without a window have an MLP twice as wide. Half of the layers are such, so sums are
-the mean of those of two models with layers of one kind.
+A stand-in changes the description alone: layers without a window have an MLP twice as wide. Half of the layers are
+such, so sums are the mean of those of two models with layers of one kind.
 """
 
 from __future__ import annotations
