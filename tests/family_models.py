@@ -90,6 +90,15 @@ FALCON = {**SIZES, "max_position_embeddings": 64, "attn_implementation": "sdpa"}
 NEW_FALCON = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
 OLD_FALCON = {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
 
+EXPERTS = {
+    **NORMED,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+}
+EXPERTS |= {"head_dim": 16}
+
 # Name of the variant -> (transformers' configuration class, what differs from its defaults).
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
@@ -122,6 +131,11 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
+    ),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "qwen3_moe-dense-first": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [0], "norm_topk_prob": False, "head_dim": 12},
     ),
     "olmo2": ("Olmo2", NORMED),
     "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
@@ -212,8 +226,27 @@ def make(variant: str, **changes: Any) -> Any:
     """transformers' model of a variant, with random weights."""
     family, values = VARIANTS[variant]
     config = getattr(transformers, f"{family}Config")(**spelled({**values, **changes}))
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # which takes fp64, as transformers' grouped products do not
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
     return getattr(transformers, head)(config)
+
+
+def in_files(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers' tensors by the names in files: experts, which it stacks in memory, each by itself, as views."""
+    found = {}
+    for name, tensor in named.items():
+        before, stacked, projection = name.rpartition("experts.")
+        if not stacked or projection not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        for number, own in enumerate(tensor):
+            each = (
+                dict(zip(("gate_proj", "up_proj"), own.chunk(2), strict=True)) if "up" in projection else {}
+            )
+            for part, values in (each or {projection: own}).items():
+                found[f"{before}experts.{number}.{part}.weight"] = values
+    return found
 
 
 def perturb(model: torch.nn.Module) -> None:

@@ -107,9 +107,9 @@ def to_hf_state_dict(decoder: Decoder, into: dict[str, Tensor] | None = None) ->
     tensors = {} if into is None else into
     placements = decoder.placements()
     for name, parameter in decoder.named_parameters():
-        placement = placements[name]
-        if placement.name not in tensors:
-            tensors[placement.name] = torch.zeros(placement.shape, dtype=parameter.dtype, device="cpu")
-        for ours, theirs in placement.boxes(parameter.detach(), tensors[placement.name]):
-            theirs.copy_(ours)
+        for placement, local in placements[name].held(parameter.detach()):
+            if placement.name not in tensors:
+                tensors[placement.name] = torch.zeros(placement.shape, dtype=parameter.dtype, device="cpu")
+            for ours, theirs in placement.boxes(local, tensors[placement.name]):
+                theirs.copy_(ours)
     return tensors

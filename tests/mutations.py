@@ -460,6 +460,30 @@ megazero/checkpoint/placement.py
 - columns = [slice(self.offset1, self.offset1 + n) for n in self.local_shape[1:2]]
 + columns = [slice(n) for n in self.local_shape[1:2]]
   every rank's columns are the first
+- yield self.parts[number], first, max(start - first, 0), min(stop - first, size)
++ yield self.parts[number], first, 0, min(stop - first, size)
+  a slice of stacked experts begins with its expert
+
+megazero/moe/routing.py
+-     if decision.experts is None:
++     if True:
+  a recompute chooses anew
+- wide = torch.promote_types(x.dtype, torch.float32)
++ wide = x.dtype
+  scores are in bf16
+
+megazero/moe/dispatch.py
+- self.order = flat.argsort(stable=True)
++ self.order = flat.argsort(stable=True, descending=True)
+  rows go to other experts than theirs
+- return grad.index_select(0, ctx.inverse), None, None
++ return grad, None, None
+  probabilities get the gradients of others
+
+megazero/moe/grouped.py
+- for n in weight.shape[1:]
++ for n in weight.shape[2:]
+  torch's kernel gets rows that are not aligned
 
 megazero/checkpoint/planners.py
 - if self._made is None or self._made[0] is not record or self._made[1] != kind:
@@ -659,7 +683,7 @@ megazero/plan/activations.py
   at the embedding the layers' activations are still there
 
 megazero/families/layer_kinds.py
-- return (index + 1) % frequency[0] == 0
+- return (index + marked.last) % frequency[0] == 0
 + return index % frequency[0] == 0
   every N-th layer is the first of N
 - options.rotary_scaling if local is None else "none",

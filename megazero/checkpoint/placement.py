@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Values = TypeVar("Values", bound=Any)  # a tensor or an array
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,18 @@ class Placement:
         segments = (RowRange(0, rows, offset0),) if rows else ()
         return Placement(name, tuple(shape), local, segments)
 
+    @property
+    def parts(self) -> tuple[Placement, ...]:
+        return (self,)
+
+    def held(self, local: Values) -> Iterator[tuple[Placement, Values]]:
+        """Yield the placement with the local tensor, as ``Stack.held``."""
+        yield self, local
+
+    def cut(self, start: int, stop: int) -> Iterator[tuple[Placement, int, int, int]]:
+        """Yield the flat local range [start, stop), as ``Stack.cut``."""
+        yield self, 0, start, stop
+
     def ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, RowRange]]:
         """Yield the parts of the flat local range [start, stop) that each segment stores, in order."""
         row = prod(self.local_shape[1:])
@@ -90,3 +104,32 @@ class Placement:
         stored = stored.t() if self.transposed else stored
         for ours, theirs in self.slices():
             yield local[ours], stored[theirs]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Maps a local tensor [n, ...] to n stored ones: each of its slices along dim 0 has a placement of its own.
+
+    Experts lie so in memory, and in a checkpoint each under a name of its own.
+    """
+
+    parts: tuple[Placement, ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return len(self.parts), *self.parts[0].local_shape
+
+    def held(self, local: Values) -> Iterator[tuple[Placement, Values]]:
+        """Yield each placement with its slice of the local tensor."""
+        yield from zip(self.parts, local, strict=True)
+
+    def cut(self, start: int, stop: int) -> Iterator[tuple[Placement, int, int, int]]:
+        """Yield the parts of the flat local range [start, stop): the placement, where its slice begins in the flat
+        local tensor, and the range within that slice."""
+        size = prod(self.parts[0].local_shape)
+        for number in range(start // size, -(-stop // size)):
+            first = number * size
+            yield self.parts[number], first, max(start - first, 0), min(stop - first, size)
+
+
+Places = Placement | Stack

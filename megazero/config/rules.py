@@ -144,6 +144,20 @@ _APART = {split: f"{split}_data_path" for split in SPLITS}
 _WEIGHTED = {split: f"{split}_weighted_split_paths" for split in SPLITS}
 
 
+def _experts(config: RunConfig) -> Iterator[str]:
+    """Report what is not built together with experts."""
+    parallel, optimizer = config.parallel, config.optimizer.optimizer
+    if config.model.num_experts is None:
+        return
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        yield (
+            f"--num-experts with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
+            "--sequence-parallel: without it every rank would compute the experts of all tokens"
+        )
+    if OPTIMIZERS[optimizer].by_matrix:
+        yield f"--optimizer {optimizer} does not step experts, which are stacked matrices; nearest: adamw"
+
+
 def _source(config: RunConfig) -> Iterator[str]:
     data = config.data
     # A file stays where it could not be read, which has been reported.
@@ -322,6 +336,7 @@ RULES: tuple[Rule, ...] = (
     lambda c: model_rules.mlp(c.model),
     lambda c: model_rules.frequencies(c.model),
     lambda c: model_rules.query_key_norm(c.model),
+    lambda c: model_rules.experts(c.model),
     lambda c: model_rules.padded_vocabulary(c.model, c.parallel.tensor_model_parallel_size),
     lambda c: model_rules.sequence(c.model),
     lambda c: model_rules.tensor_parallel(
@@ -340,6 +355,7 @@ RULES: tuple[Rule, ...] = (
     _schedule,
     _weight_decay,
     _newton_schulz,
+    _experts,
     _source,
     _data,
     _vocabulary,

@@ -11,7 +11,7 @@ from megazero.config.layout.pipeline import stage_costs
 from megazero.config.layout.shards import AUTO, QUANTISED, Shards
 from megazero.config.layout.wire import Wire, asked_for, quantizes_gradients, quantizes_weights
 from megazero.config.model.section import ModelConfig
-from megazero.config.model.spec import parameter_count
+from megazero.config.model.spec import active_count, parameter_count
 from megazero.config.options.fields import show
 from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.run import RunConfig, World, all_options, section_types
@@ -137,11 +137,15 @@ def model_summary(model: ModelConfig, tp: int) -> str:
     gelu = f"GELU ({'tanh form' if m.openai_gelu else 'exact'})"
     activation = "SwiGLU" if m.swiglu else "relu(x)^2" if m.squared_relu else f"{'gate of ' * m.geglu}{gelu}"
     norm = f"{m.normalization} ({m.norm_epsilon:g}{', after the embedding too' if m.embed_layernorm else ''})"
+    shared = m.moe_shared_expert_intermediate_size
+    experts = f"{m.num_experts} experts of {m.expert_width}, {m.moe_router_topk} for each token"
+    experts += f" and shared ones of {shared}" if shared else ""
     parts = [
         f"{m.model_family}: {m.num_layers} layers, hidden {m.hidden_size}, MLP {m.ffn_hidden_size}, "
         f"{m.num_attention_heads} heads of {m.kv_channels}, {m.num_query_groups} of keys and values",
         f"{positions[m.position_embedding_type]}, {norm}, {activation}, {biases}, "
         f"{'untied' if m.untie_embeddings_and_output_weights else 'tied'} embeddings",
+        *([f"{experts}, in {count('experts')} layers"] if m.num_experts else []),
         *([f"window of {m.sliding_window} tokens in {count('window')} layers"] if m.sliding_window else []),
         f"dropout: hidden {m.hidden_dropout:g}, attention {m.attention_dropout:g}",
     ]
@@ -150,7 +154,8 @@ def model_summary(model: ModelConfig, tp: int) -> str:
     padded = m.padded_vocab_size(tp)
     more = f" ({parameter_count(m, padded):,} with the padding)" if padded != m.vocab_size else ""
     parts.append(f"vocabulary {m.vocab_size:,}, padded to {padded:,}")
-    return " | ".join([*parts, f"{parameter_count(m):,} parameters{more}"])
+    active = f", {active_count(m):,} for a token" if m.num_experts else ""
+    return " | ".join([*parts, f"{parameter_count(m):,} parameters{more}{active}"])
 
 
 AUTO_SUMMARY = "ZeRO: preset auto, chosen by the planner when the ranks have met"

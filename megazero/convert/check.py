@@ -136,10 +136,10 @@ def _our_logits(source: Source, published: Published, layers: int, tokens: torch
     decoder = Decoder(_first(source.model, layers), dtype=torch.float32)
     placements = decoder.placements()
     for name, parameter in decoder.named_parameters():
-        placement = placements[name]
-        flat = parameter.view(-1)
-        source.stored.fill([SliceRecord(placement, 0, flat.numel(), {source.stored.kind: flat})])
-        parameter.copy_(parameter.to(published.tensor(placement.name).dtype))
+        for placement, local in placements[name].held(parameter):
+            flat = local.view(-1)
+            source.stored.fill([SliceRecord(placement, 0, flat.numel(), {source.stored.kind: flat})])
+            local.copy_(local.to(published.tensor(placement.name).dtype))
     return decoder.eval().full_logits(tokens)
 
 

@@ -21,7 +21,7 @@ from megazero.families.gpt_neox import GPT_NEOX
 from megazero.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
 from megazero.families.olmo2 import OLMO2, OLMO3
 from megazero.families.phi3 import PHI3
-from megazero.families.qwen import QWEN2, QWEN3
+from megazero.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megazero.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -33,6 +33,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             BLOOM,
             QWEN2,
             QWEN3,
+            QWEN3_MOE,
             MISTRAL,
             OLMO2,
             OLMO3,

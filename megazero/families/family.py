@@ -19,7 +19,7 @@ class TensorNames:
 
     ``model`` maps a module here to the module there. ``layer`` does the same within a layer, whose modules there
     begin with ``layer_prefix`` and the layer's number. In ``layer``, (module, part) stands for a part of one fused
-    tensor, counted from 0: of q, k, v, or of the gate and the up projection.
+    tensor, counted from 0: of q, k, v, or of the gate and the up projection. "{}" stands for an expert's number.
     ``transposed`` says that matrices of layers are stored [in, out].
     ``fused`` is the order of the rows of q, k, v in one tensor. With "sides", it has all of q, then all of k, then
     all of v, as other parts always lie. With "groups", it has the query heads, the key and the value of the first
@@ -49,6 +49,8 @@ class TensorNames:
 
     def can_express(self, options: object) -> bool:
         """Tell whether the choices in ``options``, an object with the options as attributes, have names here."""
+        if options.num_experts is not None and "mlp.router" not in self.layer:  # type: ignore[attr-defined]
+            return False
         wanted = all(
             getattr(options, name) in (value if isinstance(value, tuple) else (value,))
             for name, value in self.needs.items()

@@ -1,20 +1,34 @@
-"""What a layer chooses by its number: the window of its attention and its rotary positions.
+"""What a layer chooses by its number: the window of its attention, its rotary positions, and whether it has experts.
 
 Layers that choose the same are of one kind: they share masks and tables. Two options say which layers skip what most
 have: ``window_attn_skip_freq`` and ``no_rope_freq``, as Megatron's. One number N means every N-th layer, in brackets,
 too. Several numbers are one for each layer: 1 for a layer that has a window, or that has no rotary positions.
+``moe_layer_freq`` says which layers have experts, by 1. There one number N means the first of every N layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Frequency = tuple[int, ...] | None
 MOST_LAYERS = 10_000  # of a model: a number beyond is a mistake, whose layers would be counted out for hours
-# The numbers that list a layer: one without a window, and one without rotary positions.
-MARKS = {"window_attn_skip_freq": 0, "no_rope_freq": 1}
+
+
+class Marked(NamedTuple):
+    """How an option lists layers. mark: the number of a listed one. last: of every N it is the last, or the first."""
+
+    mark: int
+    last: bool = True
+
+
+# Layers without a window, without rotary positions, with experts.
+MARKS = {
+    "window_attn_skip_freq": Marked(0),
+    "no_rope_freq": Marked(1),
+    "moe_layer_freq": Marked(1, last=False),
+}
 
 
 @dataclass(frozen=True)
@@ -24,24 +38,27 @@ class LayerKind:
     window: tokens that its attention looks back through, its own included; None for all of them.
     rotary: whether rotary positions turn its queries and keys. Their frequencies have the base ``rotary_base`` and
     the scaling ``rotary_scaling``.
+    experts: whether its MLP is a mixture of experts.
     """
 
     window: int | None
     rotary: bool
     rotary_base: float
     rotary_scaling: str
+    experts: bool = False
 
 
 def layer_kind(options: Any, index: int) -> LayerKind:
     """Return the kind of layer ``index`` (from 0). ``options`` has the options of a model as attributes."""
-    windowed = options.sliding_window is not None and not _chosen(options.window_attn_skip_freq, index, 0)
-    unturned = _chosen(options.no_rope_freq, index, 1)
+    windowed = options.sliding_window is not None and not _chosen(options, "window_attn_skip_freq", index)
+    unturned = _chosen(options, "no_rope_freq", index)
     local = options.rotary_window_base if windowed else None
     return LayerKind(
         options.sliding_window if windowed else None,
         options.position_embedding_type == "rope" and not unturned,
         options.rotary_base if local is None else local,
         options.rotary_scaling if local is None else "none",
+        options.num_experts is not None and _chosen(options, "moe_layer_freq", index),
     )
 
 
@@ -52,27 +69,33 @@ def layer_kinds(options: Any, layers: Sequence[int] | None = None) -> list[Layer
 
 def some_layers(options: Any, layers: Sequence[int]) -> dict[str, Any]:
     """Return the options by name of a model whose layers choose what these do."""
-    frequencies = {
-        name: frequency_of([_chosen(getattr(options, name), i, mark) for i in layers], mark)
-        for name, mark in MARKS.items()
+    chosen: dict[str, Any] = {
+        name: frequency_of([_chosen(options, name, i) for i in layers], name) for name in MARKS
     }
-    return {"num_layers": len(layers), **frequencies}
+    if chosen["moe_layer_freq"] is None:  # no layer here has experts
+        chosen |= {"moe_layer_freq": (1,), "num_experts": None}
+    return {"num_layers": len(layers), **chosen}
 
 
-def _chosen(frequency: Frequency, index: int, mark: int) -> bool:
-    """Tell whether a layer is an N-th one, or is listed with ``mark``."""
-    if frequency is None:
-        return False
+def _chosen(options: Any, name: str, index: int) -> bool:
+    """Tell whether a layer is one of every N, or is listed."""
+    frequency = getattr(options, name)
+    return frequency is not None and _among(frequency, MARKS[name], index)
+
+
+def _among(frequency: Sequence[int], marked: Marked, index: int) -> bool:
     if len(frequency) == 1:
-        return (index + 1) % frequency[0] == 0
-    return frequency[index] == mark
+        return (index + marked.last) % frequency[0] == 0
+    return frequency[index] == marked.mark
 
 
-def frequency_of(chosen: Sequence[bool], mark: int) -> Frequency:
-    """Return the option that chooses these layers: None for none, one number if it is every N-th, else a list."""
+def frequency_of(chosen: Sequence[bool], name: str) -> Frequency:
+    """Return the value of the option ``name`` that chooses these layers: None for none, one number if it is one of
+    every N, else a list."""
     if not any(chosen):
         return None
-    every = chosen.index(True) + 1
-    if all(_chosen((every,), i, mark) == choice for i, choice in enumerate(chosen)):
+    marked = MARKS[name]
+    every = (list(chosen) if marked.last else [*chosen[1:], True]).index(True) + 1
+    if all(_among((every,), marked, i) == choice for i, choice in enumerate(chosen)):
         return (every,)
-    return tuple(mark if choice else 1 - mark for choice in chosen)
+    return tuple(marked.mark if choice else 1 - marked.mark for choice in chosen)

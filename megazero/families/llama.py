@@ -24,7 +24,7 @@ DEFAULTS = {
     "add_bias_linear": False,
 }
 # embed_positions and embed_norm, which no Llama has, make these names express every mixture. Qwen3 and OLMo 2 have
-# norms of queries and keys. OLMo 2 has norms of outputs, and then none of inputs.
+# norms of queries and keys. OLMo 2 has norms of outputs, and then none of inputs. Experts have the names of Qwen's.
 NAMES = TensorNames(
     model={
         "embedding.tokens": "model.embed_tokens",
@@ -47,6 +47,14 @@ NAMES = TensorNames(
         "mlp.gate_proj": "mlp.gate_proj",
         "mlp.up_proj": "mlp.up_proj",
         "mlp.down_proj": "mlp.down_proj",
+        "mlp.router": "mlp.gate",
+        "mlp.experts.gate_proj": "mlp.experts.{}.gate_proj",
+        "mlp.experts.up_proj": "mlp.experts.{}.up_proj",
+        "mlp.experts.down_proj": "mlp.experts.{}.down_proj",
+        "mlp.shared_expert.gate_proj": "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj": "mlp.shared_expert.up_proj",
+        "mlp.shared_expert.down_proj": "mlp.shared_expert.down_proj",
+        "mlp.shared_gate": "mlp.shared_expert_gate",
         "mlp_output_norm": "post_feedforward_layernorm",
     },
     needs={"transformer_block_type": ("sequential", "parallel", "parallel-two-norms", "output-norm")},

@@ -9,7 +9,7 @@ with the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.placement import Places
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import padded_spec
@@ -29,6 +29,7 @@ from megazero.models.initialization import init_tensor
 from megazero.models.layer import DecoderLayer, make_norm, soft_cap
 from megazero.models.placements import decoder_placements
 from megazero.models.positions import Documents, Positions
+from megazero.moe import Decision
 from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (
     TensorParallel,
@@ -41,6 +42,7 @@ from megazero.tp import (
     vocab_parallel_cross_entropy,
 )
 
+Decisions = MutableMapping[int, Decision]  # of one micro-batch, by the layer's number
 _EMBEDDING = -1  # the embedding's layer number in dropout keys
 _EMBEDDING_WEIGHT = "embedding.tokens.weight"
 
@@ -193,7 +195,7 @@ class Decoder(nn.Module):
         # By number in the whole model, so that names do not depend on the layout.
         self.layers = nn.ModuleDict(
             {
-                str(i): DecoderLayer(config, tp, cp, recompute, **factory)
+                str(i): DecoderLayer(config, tp, cp, recompute, layer_kind(config, i).experts, **factory)
                 for s in self.stages
                 for i in s.layers
             }
@@ -214,6 +216,7 @@ class Decoder(nn.Module):
         documents: Documents | None = None,
         loss_weights: Tensor | None = None,
         loss_scale: float = 1.0,
+        decisions: Decisions | None = None,
     ) -> Tensor:
         """Run a decoder that is whole. ``tokens`` and ``labels`` are int [b, s], a context-parallel rank's own.
 
@@ -221,10 +224,14 @@ class Decoder(nn.Module):
         dropout_key: names the micro-batch, differently on each data-parallel rank. Training with dropout needs it.
         documents: those packed in the samples. Needed if positions or attention follow documents.
         loss_weights, loss_scale: as ``Head.forward``'s.
+        decisions: which experts the tokens go to, by the layer's number. Those that are not there are taken, and left
+            there.
         Returns the same as ``Head.forward``.
         """
         (whole,) = self.stages
-        return self.run_stage(whole, tokens, labels, dropout_key, documents, loss_weights, loss_scale)
+        return self.run_stage(
+            whole, tokens, labels, dropout_key, documents, loss_weights, loss_scale, decisions
+        )
 
     def run_stage(
         self,
@@ -235,6 +242,7 @@ class Decoder(nn.Module):
         documents: Documents | None = None,
         loss_weights: Tensor | None = None,
         loss_scale: float = 1.0,
+        decisions: Decisions | None = None,
     ) -> Tensor:
         """Run one of ``stages``. ``x`` is tokens [b, s] for the model's first stage, else what the stage before
         returned.
@@ -248,7 +256,7 @@ class Decoder(nn.Module):
         if stage.embedding:
             assert self.embedding is not None
             x = self.embedding(x, dropout_key, documents)
-        x = self.run_layers(stage.layers, x, dropout_key, documents)
+        x = self.run_layers(stage.layers, x, dropout_key, documents, decisions)
         if stage.head:
             assert self.head is not None
             x = self.head(x, labels, loss_weights, loss_scale)
@@ -260,6 +268,7 @@ class Decoder(nn.Module):
         x: Tensor,
         dropout_key: int | None = None,
         documents: Documents | None = None,
+        decisions: Decisions | None = None,
     ) -> Tensor:
         """Run the layers of these numbers on activations ``x`` [s, b, h], or their slice under sequence parallel.
         The result has the same shape. Tables of positions and masks are made before, once for all of them,
@@ -271,8 +280,10 @@ class Decoder(nn.Module):
         dropout = {}
         if self.training and dropout_key is not None:
             dropout = dropout_of_layers(self.config, self.tp, self.cp, dropout_key, kinds, x.device)
+        decisions = {} if decisions is None else decisions
         for index, kind in kinds.items():
-            x = self.layers[str(index)](x, tables[kind], dropout.get(index, NO_DROPOUT))
+            decision = decisions.setdefault(index, Decision()) if kind.experts else None
+            x = self.layers[str(index)](x, tables[kind], dropout.get(index, NO_DROPOUT), decision)
         return x
 
     @torch.no_grad()
@@ -323,7 +334,7 @@ class Decoder(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.copy_(value(name))
 
-    def placements(self) -> dict[str, Placement]:
+    def placements(self) -> dict[str, Places]:
         """Map each parameter held here to its place in the family's Hugging Face tensors, tied weights once."""
         whole = decoder_placements(self.config, self.tp)
         tied = self.tied_ends()

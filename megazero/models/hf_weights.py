@@ -31,10 +31,10 @@ def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> No
     placements = decoder.placements()
     there = match_names(decoder.config, {name: tuple(value.shape) for name, value in state_dict.items()})
     for name, parameter in decoder.named_parameters():
-        placement = placements[name]
         parameter.zero_()
-        for ours, theirs in placement.boxes(parameter, state_dict[there[placement.name]]):
-            ours.copy_(theirs)
+        for placement, local in placements[name].held(parameter):
+            for ours, theirs in placement.boxes(local, state_dict[there[placement.name]]):
+                ours.copy_(theirs)
 
 
 def tied_head(config: ModelConfig) -> tuple[str, str] | None:

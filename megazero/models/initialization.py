@@ -12,7 +12,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.placement import Placement, Places
 from megazero.config.model.spec import ParameterSpec
 
 BLOCK_ROWS = 256
@@ -25,11 +25,9 @@ def _block(seed: int, name: str, block: int, shape: tuple[int, int]) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-def _normal(seed: int, placement: Placement) -> Tensor:
-    """Draw standard normal values of the local tensor, fp32 [r, c]. Rows in no segment are zero."""
-    stored = placement.shape[::-1] if placement.transposed else placement.shape
-    total, width = stored
-    out = torch.zeros(placement.local_shape, dtype=torch.float32, device="cpu")
+def _draw(seed: int, placement: Placement, out: Tensor) -> None:
+    """Draw standard normal values of the local tensor, fp32 [r, c]. Rows in no segment stay as they are."""
+    total, width = placement.shape[::-1] if placement.transposed else placement.shape
     drawn = -1
     for ours, (theirs, columns) in placement.slices():
         for number in range(theirs.start // BLOCK_ROWS, -(-theirs.stop // BLOCK_ROWS)):
@@ -40,11 +38,12 @@ def _normal(seed: int, placement: Placement) -> Tensor:
             at, end = max(theirs.start, first), min(theirs.stop, first + BLOCK_ROWS)
             shift = ours.start - theirs.start
             out[at + shift : end + shift] = values[at - first : end - first, columns]
-    return out
 
 
-def init_tensor(seed: int, parameter: ParameterSpec, placement: Placement) -> Tensor:
-    """Return the local fp32 tensor of a parameter."""
-    if parameter.std == 0:
-        return torch.full(placement.local_shape, parameter.mean, dtype=torch.float32, device="cpu")
-    return _normal(seed, placement).mul_(parameter.std)
+def init_tensor(seed: int, parameter: ParameterSpec, places: Places) -> Tensor:
+    """Return the local fp32 tensor of a parameter. Rows that are not stored are zero."""
+    constant = 0.0 if parameter.std else parameter.mean
+    out = torch.full(places.local_shape, constant, dtype=torch.float32, device="cpu")
+    for placement, local in places.held(out) if parameter.std else ():
+        _draw(seed, placement, local)
+    return out.mul_(parameter.std) if parameter.std else out

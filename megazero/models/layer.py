@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,9 +14,12 @@ from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.cp import ContextParallel, swap, swap_back
 from megazero.models.attention import attend
 from megazero.models.dropout import NO_DROPOUT, Key, LayerDropout, keyed_dropout
+from megazero.models.experts import MixtureOfExperts
+from megazero.models.feed_forward import FeedForward
 from megazero.models.norm import LayerNorm, RMSNorm, split_rms_norm
 from megazero.models.positions import LayerTables
 from megazero.models.rotary import Rotate
+from megazero.moe import Decision
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
 
@@ -99,34 +101,6 @@ class Attention(nn.Module):
         return swap_back(out, self.cp).flatten(2)
 
 
-class FeedForward(nn.Module):
-    """Computes down(f(gate(x)) * up(x)), where f is SiLU or GELU (SwiGLU and GEGLU, Shazeer 2020), or down(f(up(x))),
-    where f is GELU or relu(x)^2 (So et al. 2021). GELU is exact or by tanh."""
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
-        super().__init__()
-        self.tp, self.config = tp, config
-        h, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
-        self.gate_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory) if config.gated_mlp else None
-        self.up_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory)
-        self.down_proj = RowParallelLinear(ffn, h, tp, bias=bias, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
-        if self.gate_proj is None:
-            return self.down_proj(self._activation(self.up_proj(x)))
-        linears = [(m.weight, m.bias) for m in (self.gate_proj, self.up_proj)]
-        gate, up = column_parallel(x, linears, self.tp)
-        return self.down_proj(self._activation(gate) * up)
-
-    def _activation(self, x: Tensor) -> Tensor:
-        if self.config.swiglu:
-            return F.silu(x)
-        if self.config.squared_relu:
-            return F.relu(x).square()
-        return F.gelu(x, approximate="tanh" if self.config.openai_gelu else "none")
-
-
 class DecoderLayer(nn.Module):
     """Computes x + attention(norm(x)), then x + feed_forward(norm(x)).
 
@@ -134,6 +108,7 @@ class DecoderLayer(nn.Module):
     for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)); with
     norms on both sides (Ding et al. 2021), x + norm(attention(norm(x))), then x + norm(feed_forward(norm(x))).
 
+    ``experts``: a mixture of experts is in the place of feed_forward.
     ``recompute`` is as in Decoder. ``compiled`` is ``_layer`` after torch.compile (compilation.py), or None.
     """
 
@@ -143,6 +118,7 @@ class DecoderLayer(nn.Module):
         tp: TensorParallel,
         cp: ContextParallel,
         recompute: str,
+        experts: bool = False,
         **factory: Any,
     ) -> None:
         super().__init__()
@@ -157,20 +133,31 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config, tp, cp, recompute, **factory)
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = FeedForward(config, tp, **factory)
+        self.mlp: FeedForward | MixtureOfExperts = (
+            MixtureOfExperts(config, tp, **factory) if experts else FeedForward(config, tp, **factory)
+        )
         self.mlp_output_norm = norm("mlp_output_norm")
 
-    def forward(self, x: Tensor, tables: LayerTables, dropout: LayerDropout = NO_DROPOUT) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tables: LayerTables,
+        dropout: LayerDropout = NO_DROPOUT,
+        decision: Decision | None = None,
+    ) -> Tensor:
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape.
 
-        ``tables`` are those of the layer's kind (``Positions.tables``).
+        ``tables`` are those of the layer's kind (``Positions.tables``). ``decision``: which experts the tokens go to,
+        of a layer that has some.
         """
         layer = self._layer if self.compiled is None else partial(self.compiled, self)
         if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(layer, x, tables, dropout)
-        return layer(x, tables, dropout)
+            return recomputed(layer, x, tables, dropout, decision)
+        return layer(x, tables, dropout, decision)
 
-    def _layer(self, x: Tensor, tables: LayerTables, dropout: LayerDropout) -> Tensor:
+    def _layer(
+        self, x: Tensor, tables: LayerTables, dropout: LayerDropout, decision: Decision | None
+    ) -> Tensor:
         of_attention, of_mlp = (None, None) if dropout.outputs is None else dropout.outputs.unbind()
         normed = _normed(self.input_norm, x)
         attended = _normed(self.attention_output_norm, self.attention(normed, tables, dropout.attention))
@@ -179,7 +166,8 @@ class DecoderLayer(nn.Module):
             normed = _normed(self.mlp_norm, attended)
         elif self.mlp_norm is not None:
             normed = self.mlp_norm(x)
-        fed = _normed(self.mlp_output_norm, self.mlp(normed))
+        fed = self.mlp(normed) if decision is None else self.mlp(normed, decision)
+        fed = _normed(self.mlp_output_norm, fed)
         return self._added(attended, fed, of_mlp)
 
     def _added(self, x: Tensor, output: Tensor, words: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from megazero.checkpoint.placement import Placement, RowRange
+from megazero.checkpoint.placement import Placement, Places, RowRange, Stack
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import ParameterSpec, model_spec
 from megazero.families import TensorNames, grouped_row
@@ -22,22 +22,41 @@ def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     They are Hugging Face's of ``architecture_of(c)``, if there is one: fused and transposed where the family's are,
     with the true vocabulary. A tied head has none.
     """
-    return {p.name: p.shape for p in decoder_placements(c, TensorParallel()).values()}
+    return {
+        p.name: p.shape for places in decoder_placements(c, TensorParallel()).values() for p in places.parts
+    }
 
 
 def decoder_placements(
     c: ModelConfig, tp: TensorParallel, names: TensorNames | None = None
-) -> dict[str, Placement]:
-    """Map each parameter's name to its placement, for the rank ``tp.rank``.
+) -> dict[str, Places]:
+    """Map each parameter's name to its placement, for the rank ``tp.rank``; experts' to one for each expert.
 
     names: those of other tensors than a checkpoint's, such as another program's.
     """
     names, parameters = names or c.tensor_names, model_spec(c).parameters
     fused: defaultdict[str, dict[int, int]] = defaultdict(dict)  # the rows of a tensor's parts
     for own, p in parameters.items():
-        tensor, part = names.stored(own)
-        fused[tensor][part or 0] = p.shape[0]
-    return {own: _placement(c, names, tp, own, p, fused) for own, p in parameters.items()}
+        if not p.experts:
+            tensor, part = names.stored(own)
+            fused[tensor][part or 0] = p.shape[0]
+    return {own: _places(c, names, tp, own, p, fused) for own, p in parameters.items()}
+
+
+def _places(
+    c: ModelConfig,
+    names: TensorNames,
+    tp: TensorParallel,
+    own: str,
+    p: ParameterSpec,
+    fused: Mapping[str, Mapping[int, int]],
+) -> Places:
+    name, part = names.stored(own)
+    if not p.experts:
+        return _placement(c, names, tp, own, p, name, part, fused)
+    each = [name.format(expert) for expert in range(p.experts)]
+    rows = {one: {0: p.shape[1]} for one in each}
+    return Stack(tuple(_placement(c, names, tp, own, p.of_one, one, part, rows) for one in each))
 
 
 def _placement(
@@ -46,9 +65,14 @@ def _placement(
     tp: TensorParallel,
     own: str,
     p: ParameterSpec,
+    name: str,
+    part: int | None,
     fused: Mapping[str, Mapping[int, int]],
 ) -> Placement:
-    name, part = names.stored(own)
+    """Return the place of parameter ``own``, or of one of its experts, in the tensor ``name``.
+
+    part: which part of that it is, if it is fused. fused: the rows of a tensor's parts.
+    """
     if p.vocabulary:
         shard = VocabShard.of(c.vocabulary, c.padded_vocab_size(tp.size), tp)
         return Placement.plain(name, p.shape, (shard.rows, c.hidden_size), shard.start)

@@ -162,7 +162,7 @@ class BaseLayout:
     def least_parameters(self) -> float:
         """Return the parameters of the first rank's layers."""
         layers = (self.spec.by_place[i] for s in self.of_rank[0] for i in s.layers)
-        return sum(layer.multiply_adds for layer in layers) / self.tp
+        return sum(layer.matrices for layer in layers) / self.tp
 
     @cached_property
     def message_costs(self) -> dict[str, Cost]:

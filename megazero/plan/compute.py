@@ -138,7 +138,7 @@ class Compute:
         attention = 4 * tokens * keys * layer.query / tp
         moved = layer.moved.stream / (tp if self.sharded else 1) + layer.moved.inner / tp
         products = sum(p.multiplies for p in layer.parameters)
-        weights = layer.multiply_adds / tp
+        weights = sum(p.local_numel(tp) for p in layer.parameters if p.multiplies)
         return Sizes(matrices, attention, moved * tokens * self.width, weights, products=products, keys=keys)
 
     def _head(self) -> Sizes:

@@ -9,7 +9,7 @@ other, latency included. Hops of both lanes share the link's rate, one at a time
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -70,7 +70,9 @@ class _Lane:
 
     free: deque[float] = field(default_factory=lambda: deque([0.0] * STREAMS))
     over: dict[str, float] = field(default_factory=dict)
-    moving: Counter[str] = field(default_factory=Counter)  # seconds in which a message occupies a link
+    moving: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # seconds in which a message occupies a link
     working: float = 0.0  # seconds of the rank's own work
 
     def run(self, chain: Chain, start: float, links: dict[str, float]) -> float:

@@ -34,6 +34,7 @@ from megazero.cp import ContextParallel
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.models.compilation import compile_layers
+from megazero.models.decoder import Decisions
 from megazero.models.dtypes import DTYPES
 from megazero.models.norm import use_apex
 from megazero.models.positions import Documents
@@ -208,7 +209,8 @@ class MicroBatch(NamedTuple):
     """The samples of one forward pass on one rank, of whose sequences a context-parallel rank has its part.
 
     tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. dropout_key: the key
-    that Decoder.forward takes; None without dropout. position_ids, document_starts: as Documents'.
+    that Decoder.forward takes; None without dropout. position_ids, document_starts: as Documents'. decisions: as
+    Decoder.forward's, for whoever replays or records them.
     """
 
     tokens: Tensor
@@ -217,6 +219,7 @@ class MicroBatch(NamedTuple):
     dropout_key: int | None = None
     position_ids: Tensor | None = None
     document_starts: Tensor | None = None
+    decisions: Decisions | None = None
 
     @property
     def documents(self) -> Documents | None:
@@ -251,7 +254,14 @@ def build_pipeline(
         x = batch.tokens if x is None else x
         scale = pipeline.loss_factor
         return decoder.run_stage(
-            stage, x, batch.labels, batch.dropout_key, batch.documents, batch.loss_mask, scale
+            stage,
+            x,
+            batch.labels,
+            batch.dropout_key,
+            batch.documents,
+            batch.loss_mask,
+            scale,
+            batch.decisions,
         )
 
     model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size

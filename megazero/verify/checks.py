@@ -11,6 +11,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from megazero.config import RunConfig
 from megazero.config.layout.wire import Wire
 from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
@@ -32,6 +33,8 @@ GRADIENT = {"fp32": 1e-6, "fp64": 1e-10}
 LOSS = {"fp32": 1e-5, "fp64": 1e-10}  # and of the gradients' global norm
 CLOSE = 0.05  # of a loss with quantised messages and 16-bit parameters to the exact one
 RESHARDED = 1e-6
+# How far a chosen expert's score may be below the k-th largest: what rounding may turn around.
+ROUTING = {"fp32": 1e-5, "fp64": 1e-10}
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class Evidence:
     Gradients are divided, but not clipped. masters and got are assembled from all ranks. want: the gradients that one
     rank computes at these masters. errors: the relative error of each parameter's gradient. norms: the global norm
     that each rank had. losses: the losses of all ranks together. stale: the parameters of which some forward read
-    other values than the masters. crossed: each (what, stage, micro-batch) that a stage received although no stage
-    sent it there, with the message it was instead.
+    other values than the masters. regrets: the reference's, at these masters. crossed: each (what, stage,
+    micro-batch) that a stage received although no stage sent it there, with the message it was instead.
     """
 
     records: Sequence[RankRecord]
@@ -71,6 +74,7 @@ class Evidence:
     norms: list[list[float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     stale: list[list[str]] = field(default_factory=list)
+    regrets: list[float] = field(default_factory=list)
     crossed: list[list[str]] = field(default_factory=list)
 
     @property
@@ -91,9 +95,30 @@ def gather_evidence(
     replicas, steps = by_replica(records), len(records[0].steps)
     count = len(replicas)
     references = [Reference(assembler.config, data_parallel, number, count) for number in range(count)]
+    for own, reference in zip(replicas, references, strict=True):
+        reference.routed = [_routing(assembler.config, own, step) for step in range(steps)]
     curves = train_together(references, steps)
     parts = zip(replicas, references, curves, strict=True)
     return [_evidence(assembler, own, reference, curve) for own, reference, curve in parts]
+
+
+def _routing(config: RunConfig, records: Sequence[RankRecord], step: int) -> dict[int, np.ndarray]:
+    """Return the experts of a step's tokens by layer, [s, samples, k], of one replica's ranks.
+
+    Its samples are in the order of micro-batches, and in each of data-parallel ranks.
+    """
+    micro, ranks = config.batch.micro_batch_size, 1 + max(record.dp for record in records)
+    found: dict[int, np.ndarray] = {}
+    for record in records:
+        routing = record.steps[step].routing
+        rounds = 1 + max((m for _, m in routing), default=0)
+        for (layer, m), experts in routing.items():
+            length, _, topk = experts.shape
+            shape = (config.model.seq_length, rounds * ranks * micro, topk)
+            whole = found.setdefault(layer, np.full(shape, -1, experts.dtype))
+            first, place = length * record.tp % shape[0], (m * ranks + record.dp) * micro
+            whole[first : first + length, place : place + micro] = experts
+    return found
 
 
 def by_replica(records: Sequence[RankRecord]) -> list[list[RankRecord]]:
@@ -111,6 +136,7 @@ def _evidence(
         masters = assembler.assemble(_pieces(records, [s.masters for s in own]))
         got = assembler.assemble(_pieces(records, [s.gradients for s in own]))
         want = reference.gradients(masters.whole, step)
+        seen.regrets.append(reference.regret)
         seen.masters.append(masters)
         seen.got.append(got)
         seen.want.append(want)
@@ -162,10 +188,18 @@ def exact_checks(seen: Evidence) -> list[Check]:
         _none("activations", crossed, "messages: between stages that are not what was sent"),
         _same_bits("master replicas", seen.masters),
         _same_bits("gradient replicas", seen.got),
+        *_routing_checks(seen),
         _none(
             "padding", faults, "parameters: with missing or infinite elements, or padding that is not zero"
         ),
     ]
+
+
+def _routing_checks(seen: Evidence) -> Iterator[Check]:
+    """Check that every token went to its best experts, as far as rounding lets one tell, in a model that has some."""
+    if seen.assembler.config.model.num_experts is not None:
+        regrets = [(regret, f"step {step + 1}") for step, regret in enumerate(seen.regrets)]
+        yield _worst("routing", regrets, ROUTING[seen.dtype])
 
 
 def _relative(got: float, want: float) -> float:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.placement import Placement, Places
 from megazero.config import RunConfig
 from megazero.models.placements import decoder_placements
 from megazero.tp import TensorParallel
@@ -45,7 +45,7 @@ class Assembler:
         self.tied = not config.model.untie_embeddings_and_output_weights
         self.of_rank = lru_cache(maxsize=None)(self._of_rank)
 
-    def _of_rank(self, size: int, rank: int) -> Mapping[str, Placement]:
+    def _of_rank(self, size: int, rank: int) -> Mapping[str, Places]:
         return decoder_placements(self.config.model, TensorParallel(None, rank, size))
 
     def name(self, held: str) -> str:
@@ -75,35 +75,38 @@ class Assembler:
     def split(self, whole: Tensors, tp_rank: int) -> Tensors:
         """Return the flat local fp64 arrays [elements] of a tensor-parallel rank. Their padding is zero."""
         out = {}
-        for name, placement in self.of_rank(self.tp, tp_rank).items():
-            stored = np.zeros(placement.shape)
-            for rows, view in _boxes(self.of_rank(1, 0)[name], stored):
-                view[...] = whole[name][rows]
-            local = np.zeros(placement.local_shape)
-            for rows, view in _boxes(placement, stored):
-                local[rows] = view
+        for name, places in self.of_rank(self.tp, tp_rank).items():
+            stored = dict[str, np.ndarray]()
+            for placement, values in self.of_rank(1, 0)[name].held(whole[name]):
+                stored[placement.name] = np.zeros(placement.shape)
+                for rows, view in _boxes(placement, stored[placement.name]):
+                    view[...] = values[rows]
+            local = np.zeros(places.local_shape)
+            for placement, values in places.held(local):
+                for rows, view in _boxes(placement, stored[placement.name]):
+                    values[rows] = view
             out[name] = local.reshape(-1)
         return out
 
     def _join(self, out: FullTensors) -> None:
         stored: dict[str, np.ndarray] = {}
         for (rank, name), flat in out.local.items():
-            placement = self.of_rank(self.tp, rank)[name]
-            values = flat.reshape(placement.local_shape)
-            if np.isnan(values).any():
-                out.faults.append(f"{name}: {np.isnan(values).sum()} elements are missing or not finite")
-            whole = stored.setdefault(placement.name, np.full(placement.shape, np.nan))
-            covered = np.zeros(len(values), dtype=bool)
-            for rows, view in _boxes(placement, whole):
-                _put(out, view, values[rows], name, "tensor-parallel ranks")
-                covered[rows] = True
-            if values[~covered].any():
-                out.faults.append(f"{name}: padding is not zero")
-        for name, placement in self.of_rank(1, 0).items():
-            joined = np.zeros(placement.local_shape)
-            for rows, view in _boxes(placement, stored[placement.name]):
-                joined[rows] = view
-            out.whole[name] = joined
+            places = self.of_rank(self.tp, rank)[name]
+            if np.isnan(flat).any():
+                out.faults.append(f"{name}: {np.isnan(flat).sum()} elements are missing or not finite")
+            for placement, values in places.held(flat.reshape(places.local_shape)):
+                whole = stored.setdefault(placement.name, np.full(placement.shape, np.nan))
+                covered = np.zeros(len(values), dtype=bool)
+                for rows, view in _boxes(placement, whole):
+                    _put(out, view, values[rows], name, "tensor-parallel ranks")
+                    covered[rows] = True
+                if values[~covered].any():
+                    out.faults.append(f"{name}: padding is not zero")
+        for name, places in self.of_rank(1, 0).items():
+            out.whole[name] = np.zeros(places.local_shape)
+            for placement, values in places.held(out.whole[name]):
+                for rows, view in _boxes(placement, stored[placement.name]):
+                    values[rows] = view
 
 
 def _put(out: FullTensors, view: np.ndarray, values: np.ndarray, name: str, over: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megazero.comm.codec import Blockwise, Codec
 from megazero.models import Decoder
 from megazero.pp.executor import Pipeline
+from megazero.train.parallelize import MicroBatch
 from megazero.zero import Engine, StepPart
 from megazero.zero.gather import used_weights
 from megazero.zero.layout import Slice
@@ -49,8 +50,9 @@ class StepRecord:
     """What one rank saw of a step. Gradients are divided and not clipped.
 
     read: maps a parameter to the hash of what the step's first forward read. passed: maps (what, stage, micro-batch)
-    to a hash; ``what`` says 'sent' or 'got', and 'activation' or 'gradient'. traffic: maps
-    'kind_link_bytes' to the bytes sent in the step.
+    to a hash; ``what`` says 'sent' or 'got', and 'activation' or 'gradient'. routing: maps (layer, micro-batch) to
+    the experts of each token, [s, b, k], at the rank's own positions. traffic: maps 'kind_link_bytes' to the bytes
+    sent in the step.
     """
 
     loss: float = 0.0
@@ -59,6 +61,7 @@ class StepRecord:
     gradients: list[UnitSlice] = field(default_factory=list)
     read: dict[str, str] = field(default_factory=dict)
     passed: dict[tuple[str, str, int, int], str] = field(default_factory=dict)
+    routing: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     traffic: dict[str, int] = field(default_factory=dict)
     outer: OuterRecord | None = None
 
@@ -99,6 +102,7 @@ class Recorder(StepPart):
         self.rounded: dict[tuple[str, str], RoundingRecord] = {}
         self._held: dict[str, Tensor] = {}  # R of units whose refreshes send differences
         self._batches: list[int] = []
+        self._open: Sequence[MicroBatch] = ()
         self._raw: list[UnitSlice] = []
         self._met: list[list[UnitSlice]] = []  # masters and anchors before outer replicas may have met
         names = {id(p): name for name, p in decoder.named_parameters()}
@@ -111,9 +115,10 @@ class Recorder(StepPart):
                 self._held[unit.name] = used_weights(unit)
         engine.observe_rounding(self._note_rounding)
 
-    def open(self, batches: Sequence[Any]) -> None:
-        """Begin the record of a step that has these micro-batches."""
+    def open(self, batches: Sequence[MicroBatch]) -> None:
+        """Begin the record of a step that has these micro-batches, which take up their decisions."""
         self.step, self._batches = StepRecord(), [id(batch) for batch in batches]
+        self._open = batches
         self.step.masters = slices(self.engine, lambda unit: unit.master.value)
 
     def close(self, loss: float, norm: float) -> StepRecord:
@@ -124,6 +129,10 @@ class Recorder(StepPart):
             UnitSlice(s.unit, s.part, s.ranges, s.values.astype(np.float64) * scale) for s in self._raw
         ]
         step.loss, step.norm, step.traffic = loss, norm, engine.traffic.take()
+        for m, batch in enumerate(self._open):
+            for layer, decision in (batch.decisions or {}).items():
+                assert decision.experts is not None
+                step.routing[layer, m] = decision.experts.unflatten(0, (-1, len(batch.tokens))).numpy().copy()
         if engine.outer is not None:
             (updated, before), (gone_on, after) = self._met, self._masters_and_anchors()
             step.outer = OuterRecord(updated, before, after, gone_on)

@@ -5,6 +5,7 @@ It computes in fp64, so that a difference is the ranks' own rounding and not the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from megazero.config import RunConfig
 from megazero.config.options.sections import OuterConfig
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.models import Decoder
+from megazero.models.experts import MixtureOfExperts
+from megazero.moe import Decision
 from megazero.train.parallelize import MicroBatch, matrix_traits, optimizer_factory
 from megazero.verify.training_run import documents_of, replica_rows, tokens_of
 from megazero.zero.by_matrix import MATRIX
@@ -37,7 +40,9 @@ class Curve:
 class Reference:
     """The configuration's model and optimizer on one rank, in place of an outer replica (or of all ranks).
 
-    The batch is dealt over ``data_parallel`` ranks, those of all replicas.
+    The batch is dealt over ``data_parallel`` ranks, those of all replicas. routed: of each step the experts of its
+    tokens by layer, [s, samples, k], which it takes as they are; beyond the last it chooses itself. regret: by how
+    much a score that was so taken was at most below the k-th largest of its token, in the last ``gradients``.
     """
 
     def __init__(self, config: RunConfig, data_parallel: int, replica: int = 0, replicas: int = 1) -> None:
@@ -50,6 +55,11 @@ class Reference:
         whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         self.decoder = Decoder(whole, z_loss=config.training.z_loss_strength, dtype=torch.float64)
         self.decoder.initialize(config.training.seed)
+        self.routed: Sequence[Mapping[int, np.ndarray]] = ()
+        self.regret = 0.0
+        for module in self.decoder.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.register_forward_pre_hook(self._judge)
         sizes = BatchSizeRampup.of(config, data_parallel)
         self._sizes = [sizes.batch_size(sizes.consumed_after(step)) for step in range(100)]
 
@@ -96,17 +106,32 @@ class Reference:
         """Return the gradients (fp64) of a step's mean loss at these weights."""
         self.load(weights)
         self.decoder.zero_grad()
+        self.regret = 0.0
         self._backward(step)
         return _arrays({n: p.grad for n, p in self.decoder.named_parameters() if p.grad is not None})
 
     def _backward(self, step: int) -> float:
         batch = tokens_of(self.config, step, self._sizes[step])
         tokens, labels, mask = (each[self._rows(step)] for each in batch)
-        packed = MicroBatch(tokens, labels, mask, None, **documents_of(self.config, tokens)).documents
-        losses = self.decoder(tokens, labels, documents=packed) * mask
+        packed = MicroBatch(tokens, labels, mask)._replace(**documents_of(self.config, tokens)).documents
+        routed = self.routed[step] if step < len(self.routed) else {}
+        decisions = {n: Decision(torch.from_numpy(experts).flatten(0, 1)) for n, experts in routed.items()}
+        losses = self.decoder(tokens, labels, documents=packed, decisions=decisions) * mask
         total = losses.sum() / mask.sum()
         total.backward()
         return total.item()
+
+    def _judge(self, mixture: torch.nn.Module, given: tuple[torch.Tensor, Decision]) -> None:
+        """Compare scores that were chosen elsewhere with the largest ones here. Choosing one twice is no choice."""
+        x, decision = given
+        assert isinstance(mixture, MixtureOfExperts)
+        if decision.experts is None:
+            return
+        chosen = decision.experts.long()
+        scores = (x.flatten(0, 1) @ mixture.router.weight.t()).detach()
+        least = scores.topk(chosen.shape[1]).values[:, -1] - scores.gather(1, chosen).amin(1)
+        twice = (chosen.sort().values.diff() == 0).any()
+        self.regret = math.inf if twice else max(self.regret, float(least.max()))
 
     def _rows(self, step: int) -> torch.Tensor:
         micro = self.config.batch.micro_batch_size

@@ -214,9 +214,25 @@ def _model(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
         "max_position_embeddings": length if m.seq_length == m.max_position_embeddings else 2 * length,
         **_rotary(m, width, length),
         **_vocabulary(config, tp),
+        **_experts(m, tp, hidden),
         **_kinds(m, sum(stage_layers(config, layout.pp))),
         **({"norm_epsilon": QK_NORM_EPSILON} if m.qk_norm != "none" else {}),
         **({"sliding_window": length // 2} if m.sliding_window and m.sliding_window < m.seq_length else {}),
+    }
+
+
+def _experts(m: ModelConfig, tp: int, hidden: int) -> dict[str, Any]:
+    """Keep whether tokens go to one expert, to several or to all, and whether there are shared ones."""
+    if m.num_experts is None:
+        return {}
+    count = like(m.num_experts, 6)
+    topk = count if m.moe_router_topk == m.num_experts else min(like(m.moe_router_topk, 3), count - 1)
+    shared = m.moe_shared_expert_intermediate_size
+    return {
+        "num_experts": count,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": like(m.expert_width, hidden),
+        "moe_shared_expert_intermediate_size": shared and tp * like(shared // tp, -(-hidden // tp)),
     }
 
 
@@ -337,7 +353,7 @@ def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tupl
 
 def _layer_numel(model: ModelConfig) -> int:
     """Return the number of elements of the matrices of the largest layer."""
-    return max(kind.multiply_adds for kind in model_spec(model).layers)
+    return max(kind.matrices for kind in model_spec(model).layers)
 
 
 def _notes(config: RunConfig, world: World) -> list[str]:

@@ -179,7 +179,7 @@ def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple
         rows, key = slice(ids.start, ids.stop), dropout_key(config, step, ids.start)
         fields = {"tokens": tokens[rows], "labels": labels[rows], "loss_mask": mask[rows].to(dtype)}
         fields |= documents_of(config, tokens[rows])
-        batches.append(MicroBatch(**own_tokens(fields, mesh), dropout_key=key))
+        batches.append(MicroBatch(**own_tokens(fields, mesh), dropout_key=key, decisions={}))
     own = replica_rows(size, micro, mesh.batch_ranks, mesh.replica, mesh.grid.outer)
     return batches, float(mask[own].sum())
 

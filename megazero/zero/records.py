@@ -6,13 +6,13 @@ of its own ('master', the optimizer's state, ...) is there under ``of_replica(ki
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.placement import Placement, Places
 from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Identity
 from megazero.comm.hops import Traffic, run_through
@@ -30,7 +30,7 @@ SUMS, LEFT = "outer sums", "outer squares under way"  # of a fragment on its way
 NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL, LOST)
 
 
-def save_records(engine: Engine, placements: Mapping[str, Placement] | None = None) -> list[SliceRecord]:
+def save_records(engine: Engine, placements: Mapping[str, Places] | None = None) -> list[SliceRecord]:
     """Return what this rank saves: its OS slice of every parameter. This is collective under error feedback.
 
     The kinds are: 'weights' in the parameters' dtype (under the delta refresh R, after ``engine.refresh``); 'master'
@@ -47,7 +47,7 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
         owed, level = _owed(engine, unit), unit.axes.os
         weights = unit.weights.copy_slice if unit.delta else unit.master.slice
         for piece, held in zip(unit.layout.pieces(level), weights.flat(level), strict=True):
-            for slot, low, high, at in unit.layout.ranges_of(piece):
+            for slot, placement, low, high, at in _placed(placements, unit.layout.ranges_of(piece)):
                 own, start = slice(at, at + high - low), at - piece.compact
                 # Views: the store converts the weights as it writes them.
                 tensors = {WEIGHTS: held[start : start + high - low]}
@@ -56,7 +56,7 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
                 if owed is not None:
                     tensors[RESIDUAL] = owed[own]
                 tensors.update(engine.optimizer.elementwise_state(unit, own.start, own.stop))
-                record = _record(engine, placements, unit, slot, (low, high), tensors)
+                record = _record(engine, placement, unit, slot, (low, high), tensors)
                 make = partial(engine.optimizer.decoded, unit, own.start, own.stop)
                 records.append(replace(record, make=make))
     return records
@@ -73,9 +73,7 @@ def replica_kinds(stored: Iterable[str], replica: int) -> list[str]:
     return [kind.removeprefix(begin) for kind in stored if kind.startswith(begin)]
 
 
-def save_replica_records(
-    engine: Engine, placements: Mapping[str, Placement] | None = None
-) -> list[SliceRecord]:
+def save_replica_records(engine: Engine, placements: Mapping[str, Places] | None = None) -> list[SliceRecord]:
     """Return what this rank saves where there are outer replicas: its replica's own state, and the anchor's slices.
 
     The first replica writes the anchor, the outer momentum, and the sums of a fragment that is on its way, which is
@@ -126,7 +124,7 @@ def in_replica(records: Iterable[SliceRecord], replica: int) -> list[SliceRecord
 
 
 def load_replica_records(
-    engine: Engine, placements: Mapping[str, Placement] | None = None, residual: bool = False
+    engine: Engine, placements: Mapping[str, Places] | None = None, residual: bool = False
 ) -> list[SliceRecord]:
     """Return the places into which a load writes if the outer replicas stay the same: all of this rank's state.
 
@@ -144,7 +142,7 @@ def load_replica_records(
     return records
 
 
-def _lost_records(engine: Engine, placements: Mapping[str, Placement] | None) -> list[SliceRecord]:
+def _lost_records(engine: Engine, placements: Mapping[str, Places] | None) -> list[SliceRecord]:
     """Return the residuals of outer steps. Every data-parallel rank has a slice of its own."""
     assert engine.outer is not None
     return [
@@ -157,7 +155,7 @@ def _lost_records(engine: Engine, placements: Mapping[str, Placement] | None) ->
 
 def slice_records(
     engine: Engine,
-    placements: Mapping[str, Placement] | None,
+    placements: Mapping[str, Places] | None,
     unit: Unit,
     level: int,
     tensors: Mapping[str, torch.Tensor],
@@ -166,14 +164,14 @@ def slice_records(
     return [
         _record(
             engine,
-            placements,
+            placement,
             unit,
             slot,
             (low, high),
             {kind: tensor[at : at + high - low] for kind, tensor in tensors.items()},
             unique=level == unit.axes.all,
         )
-        for slot, low, high, at in unit.layout.ranges(level)
+        for slot, placement, low, high, at in _placed(placements, unit.layout.ranges(level))
     ]
 
 
@@ -220,7 +218,7 @@ def is_second_end(engine: Engine, unit: Unit) -> bool:
 
 def load_records(
     engine: Engine,
-    placements: Mapping[str, Placement] | None = None,
+    placements: Mapping[str, Places] | None = None,
     optimizer: bool = True,
     residual: bool = False,
 ) -> list[SliceRecord]:
@@ -236,14 +234,14 @@ def load_records(
     for unit in engine.units:
         owed = torch.zeros_like(unit.master.value) if residual else None
         unit.feedback.begin(None if is_second_end(engine, unit) else owed)
-        for slot, low, high, at in unit.layout.ranges(unit.axes.os):
+        for slot, placement, low, high, at in _placed(placements, unit.layout.ranges(unit.axes.os)):
             tensors = {MASTER: unit.master.value[at : at + high - low]}
             if owed is not None:
                 tensors[RESIDUAL] = owed[at : at + high - low]
             if optimizer:
                 state = engine.optimizer.elementwise_state(unit, at, at + high - low, loading=True)
                 tensors.update(state)
-            records.append(_record(engine, placements, unit, slot, (low, high), tensors))
+            records.append(_record(engine, placement, unit, slot, (low, high), tensors))
         if engine.policy.codecs.delta:
             # Units that are exact as a whole have no R; a load wants every tensor of a kind.
             level = unit.axes.p if unit.delta else unit.axes.os
@@ -307,9 +305,22 @@ def optimizer_kinds(engine: Engine) -> list[str]:
     )
 
 
+def _placed(
+    placements: Mapping[str, Places] | None, ranges: Iterable[tuple[Slot, int, int, int]]
+) -> Iterator[tuple[Slot, Placement, int, int, int]]:
+    """Cut ranges of a layout where other stored tensors begin.
+
+    Yields the slot, a placement, the flat range within its local tensor, and where that begins in the slice.
+    """
+    for slot, low, high, at in ranges:
+        places = (placements or {}).get(slot.name) or _own_placement(slot)
+        for placement, first, start, stop in places.cut(low, high):
+            yield slot, placement, start, stop, at + first + start - low
+
+
 def _record(
     engine: Engine,
-    placements: Mapping[str, Placement] | None,
+    placement: Placement,
     unit: Unit,
     slot: Slot,
     bounds: tuple[int, int],
@@ -317,7 +328,6 @@ def _record(
     unique: bool = False,
 ) -> SliceRecord:
     """Return a record. unique: no other data-parallel rank holds the range, whatever the shards."""
-    placement = (placements or {}).get(slot.name) or _own_placement(slot)
     tp = engine.mesh.tp
     holders = engine.traits[slot.name].holders(tp.index, tp.size)
     twin = holders.start != tp.index or is_second_end(engine, unit)

@@ -48,6 +48,16 @@ MORE: dict[str, dict[str, Any]] = {
         "reset_position_ids": True,
     },
 }
+# Llama with experts in all layers; in all but the first, with shared experts behind a gate; so many that a
+# micro-batch leaves some without tokens.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": {"num_experts": 4, "moe_ffn_hidden_size": 12},
+    "shared experts": {
+        **{"num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 8, "moe_router_pre_softmax": True},
+        **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+    },
+    "idle experts": {"num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+}
 SIZES = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -82,9 +92,11 @@ class Model:
             **SIZES,
             "num_layers": self.layers,
             "lr": SIZES["lr"] if self.layers == 2 else LR_OF_DEEP,
-            "model_family": self.family,
+            "model_family": "llama" if self.family in EXPERTS else self.family,
             "num_query_groups": {"llama": 4, "qwen2": 4}.get(self.family),
             **MORE.get(self.family, {}),
+            **EXPERTS.get(self.family, {}),
+            **({"moe_layer_freq": (0,) + (1,) * (self.layers - 1)} if "shared" in self.family else {}),
             "untie_embeddings_and_output_weights": not self.tied,
             "vocab_size": size,
             "make_vocab_size_divisible_by": divisor,

@@ -32,13 +32,15 @@ class Emulated:
     def encode(self, x: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
         """Return what x [k, n] decodes to."""
         with SCRATCH.frame(x.device) as frame:
-            mixing = Mixing(Hadamard(self.hadamard), x.numel(), frame.take)
+            mixing = Mixing.of(frame, Hadamard(self.hadamard), x.numel(), x.dtype)
             mixed = mixing.forward(x.contiguous().view(-1)).view(-1, self.block)
             most = (1 << self.bits - 1) - 1
             scale = mixed.abs().amax(1, keepdim=True) / most
             scale = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
             digits = (mixed / scale.clamp(min=2.0**-126)).round_().clamp_(-most, most)
-            return mixing.inverse((digits * scale).view(-1)).view(x.shape).clone()
+            values = digits.mul_(scale).view(-1)
+            mixing.inverse(values, out=values)
+            return values.view(x.shape)
 
     def decode(self, messages: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(messages)

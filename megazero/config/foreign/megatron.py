@@ -13,7 +13,7 @@ from megazero.config.foreign.derived import DERIVED
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED, Row, rows
 from megazero.config.options.fields import Option, convert, fault, show
 from megazero.config.options.fields import typed as spelled
-from megazero.config.read.sources import Layer, all_switches
+from megazero.config.read.sources import Conditional, Layer, all_switches
 from megazero.config.run import all_options
 
 FILE = "megatron.tsv"
@@ -67,16 +67,13 @@ def take(layer: Layer, words: Iterable[tuple[str, str, Sequence[str]]]) -> None:
             refused.setdefault(row.text, []).append(" ".join([flag, *values]) if len(meant) > 1 else flag)
         elif row.kind == ACCEPT:
             layer.accepted.append(name)
+            if row.options:
+                layer.conditions.append(Conditional(name, " ".join([flag, *values]), row.options))
         elif row.value == "[X]" and not values:
             layer.notes.append(f"{flag} has no value and is left out")
         else:
             _imply(layer, implied, row, flag, " ".join(values))
-    for cure, names in refused.items():
-        one = len(names) == 1
-        layer.errors.append(
-            f"{', '.join(dict.fromkeys(names))} {'is' if one else 'are'} Megatron's flag{'' if one else 's'}, not "
-            f"built here: {cure}"
-        )
+    layer.errors += [_not_built(typed, cure) for cure, typed in refused.items()]
     said = [
         line
         for (option, flag), (value, typed) in implied.items()
@@ -111,7 +108,8 @@ def _fits(form: str, count: int) -> bool:
 def _meaning(meant: Sequence[Row], values: Sequence[str]) -> Row:
     """Return the row of these values: the first refused one, or that of the first value."""
     named = {value: row for row in reversed(meant) for value in row.value.split(",")}
-    found = [named.get(value, meant[-1]) for value in values] or [meant[0]]
+    other = next((row for row in meant if row.value in COUNTS), meant[-1])
+    found = [named.get(value, other) for value in values] or [meant[0]]
     return next((row for row in found if row.kind == REFUSE), found[0])
 
 
@@ -155,11 +153,19 @@ def accepted_note(names: Sequence[str]) -> list[str]:
     return [f"these flags of Megatron change nothing here: {'; '.join(groups)}"] if reasons else []
 
 
-def unmet_conditions(names: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+def unmet_conditions(conditions: Sequence[Conditional], values: Mapping[str, Any]) -> list[str]:
     """Return an error for each accepted flag that would change something with these values of options."""
-    return [
-        f"--{name} is Megatron's flag, not built here: {flags()[name][-1].text}"
-        for name in dict.fromkeys(names)
-        for option, legal in flags()[name][0].options.items()
-        if show(values.get(option, all_options()[option].default)) not in str(legal).split(",")
-    ]
+    unmet: dict[str, list[str]] = {}
+    for name, typed, needs in conditions:
+        for option, legal in needs.items():
+            if show(values.get(option, all_options()[option].default)) not in str(legal).split(","):
+                unmet.setdefault(flags()[name][-1].text, []).append(typed)
+    return [_not_built(typed, cure) for cure, typed in unmet.items()]
+
+
+def _not_built(typed: Sequence[str], cure: str) -> str:
+    one = len(typed) == 1
+    return (
+        f"{', '.join(dict.fromkeys(typed))} {'is' if one else 'are'} Megatron's flag{'' if one else 's'}, not built "
+        f"here: {cure}"
+    )

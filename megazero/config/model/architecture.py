@@ -129,10 +129,11 @@ def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
 def _value(options: ModelConfig, option: Option) -> Any:
     """Return the value of an option.
 
-    Biases of q, k and v may be said twice, the default of a scale and the base of a window, too, and a choice of
-    layers in two ways.
+    Biases of q, k and v may be said twice, the default of a scale or a width and the base of a window, too, and a
+    choice of layers in two ways.
     """
     meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
+    meant["moe_ffn_hidden_size"] = options.expert_width
     if options.rotary_window_base == options.rotary_base and options.rotary_scaling == "none":
         meant["rotary_window_base"] = None
     meant |= some_layers(options, range(options.num_layers))

@@ -110,13 +110,30 @@ def frequencies(model: ModelConfig) -> Iterator[str]:
         listed, layers = getattr(model, name), model.num_layers
         if listed is None or (len(listed) == 1 and listed[0] >= 1):
             continue
+        nth = "every N-th layer is" if MARKS[name].last else "the first of every N layers is"
         typed = f"--{name.replace('_', '-')} {show(listed)}"
         if len(listed) == 1:
-            yield f"{typed} must be at least 1, as every N-th layer is meant; nearest: 1, or leave it out"
+            yield f"{typed} must be at least 1, as {nth} meant; nearest: 1, or leave it out"
         elif len(listed) != layers:
             yield f"{typed} has {len(listed)} numbers for --num-layers {layers}; give one for each, or one for all"
         elif other := sorted(set(listed) - {0, 1}):
             yield f"{typed} lists layers by 0 and 1, got {show(tuple(other))}"
+
+
+def experts(model: ModelConfig) -> Iterator[str]:
+    """Report routers that cannot choose as asked, and experts with biases, which are not built."""
+    count, topk = model.num_experts, model.moe_router_topk
+    if count is None:
+        return
+    if topk > count:
+        yield f"--moe-router-topk {topk} exceeds --num-experts {count}; nearest: {count}"
+    if topk == 1 and not model.moe_router_pre_softmax:
+        yield (
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one chosen score is always 1, which "
+            "the router cannot learn from"
+        )
+    if model.add_bias_linear:
+        yield "--num-experts does not take biases in the MLP; nearest: --disable-bias-linear"
 
 
 def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
@@ -215,6 +232,10 @@ def conditions(model: ModelConfig) -> Iterator[Condition]:
     yield (*_ROTARY, *_OF_SCALING), rope, "--position-embedding-type rope"
     for name, kinds in _OF_SCALING.items():
         yield (name,), model.rotary_scaling in kinds, f"--rotary-scaling {' or '.join(kinds)}"
+    of_experts = [name for name in vars(model) if name.startswith("moe_")]
+    yield of_experts, model.num_experts is not None, "--num-experts"
+    shared = model.moe_shared_expert_intermediate_size is not None
+    yield ("moe_shared_expert_gate",), shared, "--moe-shared-expert-intermediate-size"
     computed = model.rotary_attention_factor is None
     yield _MSCALES, computed, "the computed attention factor (no --rotary-attention-factor)"
 
@@ -231,6 +252,7 @@ def check_model(model: ModelConfig, tp: int = 1, cp: int = 1) -> None:
     errors = [error for name, option in options.items() if (error := fault(option, getattr(model, name)))]
     if not errors:
         errors = [*heads(model), *rotary(model), *mlp(model), *frequencies(model), *query_key_norm(model)]
+        errors += experts(model)
         errors += [*tensor_parallel(model, tp), *padded_vocabulary(model, tp)]
         errors += context_parallel(model, tp, cp) if cp > 1 and not errors else []
     if errors:

@@ -188,6 +188,27 @@ class ModelConfig:
         above=0,
     )
     logits_scaling: float = option(1.0, "divisor of the logits", above=0)
+    num_experts: int | None = option(
+        None,
+        "experts of a layer's MLP, of which a router chooses --moe-router-topk for each token (0 and 1: none)",
+        low=2,
+    )
+    moe_layer_freq: tuple[int, ...] = option(
+        (1,), "layers with experts: the first of every N, or a number per layer, 1 for one with experts"
+    )
+    moe_ffn_hidden_size: int | None = option(
+        None, "width inside one expert (default: --ffn-hidden-size)", low=1
+    )
+    moe_router_topk: int = option(2, "experts that a token goes to", low=1)
+    moe_router_pre_softmax: bool = option(
+        False, "softmax of all experts' scores before some are chosen, else of the chosen ones'"
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, "width inside all shared experts together, which every token goes to (default: none)", low=1
+    )
+    moe_shared_expert_gate: bool = option(
+        False, "the shared experts' output is multiplied by the sigmoid of a score of the token"
+    )
     attention_dropout: float = option(0.0, "dropout of attention probabilities (by family)", low=0, below=1)
     hidden_dropout: float = option(0.0, "dropout before each residual sum (by family)", low=0, below=1)
     init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
@@ -212,6 +233,11 @@ class ModelConfig:
     def gated_mlp(self) -> bool:
         """Tell whether the MLP has a third matrix, which makes its gate."""
         return self.swiglu or self.geglu
+
+    @property
+    def expert_width(self) -> int:
+        """Return the width inside one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def parallel_block(self) -> bool:
@@ -260,6 +286,8 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(values.get("model_family") or ModelConfig.model_family)
     said = {name: value for name, value in values.items() if value is not None}
     done = {**(family.defaults if family else {}), **said}
+    if done.get("num_experts") in (0, 1):  # Megatron's and DeepSpeed's words for none
+        del done["num_experts"]
     if any(said.get(name) for name in ACTIVATIONS):  # one MLP: what is said decides, not the family
         done |= {name: False for name in ACTIVATIONS if name not in said}
     if (

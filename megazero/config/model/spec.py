@@ -36,6 +36,7 @@ class ParameterSpec:
     heads: the number of attention heads along that dim. If ranks outnumber heads, neighbours hold the same head.
     mean, std: the initial values are normal, or constant if std is 0.
     multiplies: the parameter is a matrix that multiplies every token's activations.
+    experts, of_token: the first dim counts experts, so many of which multiply a token's activations; 0 and 1: none.
     own_heads: a rank applies the parameter to its own heads alone.
     vocabulary: the rows are words, which are padded before ranks share them.
     tied: the embedding and the head hold one parameter.
@@ -51,10 +52,22 @@ class ParameterSpec:
     own_heads: bool = False
     vocabulary: bool = False
     tied: bool = False
+    experts: int = 0
+    of_token: int = 1
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def multiply_adds(self) -> int:
+        """Return the multiply-adds of one token."""
+        return self.multiplies * self.numel * self.of_token // max(self.experts, 1)
+
+    @property
+    def of_one(self) -> ParameterSpec:
+        """Return the parameter of one expert, as a checkpoint stores it."""
+        return replace(self, shape=self.shape[1:], experts=0, of_token=1)
 
     def copies(self, tp: int) -> int:
         """Return how many of ``tp`` ranks in a row hold the same part of a parameter that is cut."""
@@ -98,9 +111,14 @@ class ModuleSpec:
         return sum(p.numel for p in self.parameters)
 
     @cached_property
-    def multiply_adds(self) -> int:
-        """Return the multiply-adds of one token: the elements of the matrices."""
+    def matrices(self) -> int:
+        """Return the elements of the matrices."""
         return sum(p.numel for p in self.parameters if p.multiplies)
+
+    @cached_property
+    def multiply_adds(self) -> int:
+        """Return the multiply-adds of one token: elements of the matrices, of experts of those that it goes to."""
+        return sum(p.multiply_adds for p in self.parameters)
 
 
 class Elements(NamedTuple):
@@ -180,6 +198,11 @@ class ModelSpec:
     @cached_property
     def layer_matrices(self) -> int:
         """The elements of all layers' matrices."""
+        return sum(len(kind.places) * kind.matrices for kind in self.layers)
+
+    @cached_property
+    def multiply_adds(self) -> int:
+        """The multiply-adds of one token in all layers' matrices."""
         return sum(len(kind.places) * kind.multiply_adds for kind in self.layers)
 
     def of_stage(self, stage: StageSpec) -> Iterator[tuple[str, ModuleSpec]]:
@@ -279,7 +302,7 @@ def _by_choices(c: ModelConfig) -> dict[LayerKind, list[int]]:
 def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     """Describe a layer (models/layer.py). Its parameters are in the order of ``named_parameters``."""
     norms, h = LAYER_NORMS[c.transformer_block_type], c.hidden_size
-    attention, mlp = _attention(c), _mlp(c, choices)
+    attention, mlp = _attention(c), _feed_forward(c, choices)
     blocks = (
         ("input_norm", attention.parameters),
         ("attention_output_norm", ()),
@@ -291,18 +314,21 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     )
     # The input of each norm and of attention and MLP.
     streams = max(4, 2 + len(norms))
+    # Attention has linears that ranks share, and the MLP, of experts the shared ones.
+    shared = c.moe_shared_expert_intermediate_size is not None
+    last_read = choices.experts and (not shared or c.moe_shared_expert_gate)
     return LayerSpec(
         LAYER,
         parameters,
-        inputs=2,
-        outputs=2,
+        inputs=1 + (not choices.experts or shared),
+        outputs=1 + (not choices.experts or shared),
         moved=Elements(10 * h, attention.moved + mlp.moved),
         kept=Elements(streams * h, attention.kept + mlp.kept),
         gradients=Elements(2 * h, mlp.gradients),
         query=c.query_projection_size,
         heads=c.num_attention_heads,
         norm_sums=2 if c.qk_norm == "all-heads" else 0,
-        rereads_output=c.hidden_dropout > 0 or "mlp_output_norm" in norms,
+        rereads_output=c.hidden_dropout > 0 or "mlp_output_norm" in norms or last_read,
     )
 
 
@@ -338,17 +364,47 @@ def _attention(c: ModelConfig) -> Block:
     return Block(tuple(parameters), moved=4 * (q + kv), kept=kept)
 
 
-def _mlp(c: ModelConfig, choices: LayerKind) -> Block:
-    """``choices`` are those of the layer's number, by which MLPs may differ."""
-    ffn, bias = c.ffn_hidden_size, c.add_bias_linear
+def _feed_forward(c: ModelConfig, choices: LayerKind) -> Block:
+    """``choices`` are those of the layer's number, by which MLPs differ."""
+    return _experts(c) if choices.experts else _mlp(c)
+
+
+def _mlp(c: ModelConfig, name: str = "mlp", width: int | None = None) -> Block:
+    ffn, bias = width or c.ffn_hidden_size, c.add_bias_linear
     parameters = [
-        *(_column(c, "mlp.gate_proj", ffn, bias) if c.gated_mlp else ()),
-        *_column(c, "mlp.up_proj", ffn, bias),
-        *_row(c, "mlp.down_proj", ffn, bias),
+        *(_column(c, f"{name}.gate_proj", ffn, bias) if c.gated_mlp else ()),
+        *_column(c, f"{name}.up_proj", ffn, bias),
+        *_row(c, f"{name}.down_proj", ffn, bias),
     ]
     # Up (and gate, f(gate)) and down's input.
     moved, kept = (5 * ffn, 4 * ffn) if c.gated_mlp else (2 * ffn, 2 * ffn)
     return Block(tuple(parameters), moved, kept, gradients=2 * ffn)
+
+
+def _experts(c: ModelConfig) -> Block:
+    """Describe a mixture of experts (models/experts.py): a router, experts, and experts that every token goes to.
+
+    Experts are stacked, and no tensor-parallel rank cuts them: under sequence parallelism it has tokens of its own.
+    """
+    assert c.num_experts is not None
+    h, shared = c.hidden_size, c.moe_shared_expert_intermediate_size
+    each, count, topk = _mlp(c, "mlp.experts", c.expert_width), c.num_experts, c.moe_router_topk
+    stacked = [
+        replace(p, shape=(count, *p.shape), cut=None, experts=count, of_token=topk) for p in each.parameters
+    ]
+    router = ParameterSpec("mlp.router.weight", (count, h), std=c.init_method_std, multiplies=True)
+    beside = _mlp(c, "mlp.shared_expert", shared) if shared else Block((), 0, 0)
+    gate = ParameterSpec("mlp.shared_gate.weight", (1, h), std=c.init_method_std, multiplies=True)
+    gated = (gate,) if shared and c.moe_shared_expert_gate else ()
+    # Rows are laid out by expert and back, and of each the activation before its probability is kept, too. Scores are
+    # in fp32 and indices in int64: some elements of each expert and row. Behind a gate an output is kept.
+    width, scores, kept_gate = c.expert_width, 2 * count + 16 * topk, h if gated else 0
+    return Block(
+        (router, *stacked, *beside.parameters, *gated),
+        moved=topk * (each.moved + 4 * h + 2 * width) + beside.moved + scores,
+        kept=topk * (each.kept + h + width) + beside.kept + scores + kept_gate,
+        gradients=topk * (each.gradients + 2 * h) + beside.gradients,
+    )
 
 
 # -- counts ----------------------------------------------------------------------------------------------
@@ -366,6 +422,13 @@ def parameter_count(config: ModelConfig, vocabulary: int | None = None) -> int:
     return spec.embedding.numel + sum(len(kind.places) * kind.numel for kind in spec.layers) + head
 
 
+def active_count(config: ModelConfig) -> int:
+    """Count the parameters that one token meets: of experts those that it goes to."""
+    spec = model_spec(config)
+    idle = sum(len(kind.places) * (kind.matrices - kind.multiply_adds) for kind in spec.layers)
+    return parameter_count(config) - idle
+
+
 def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size: int = 1) -> int:
     """Count the operations of forward and backward over sequences of these lengths (T is their sum):
 
@@ -378,7 +441,7 @@ def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size
     This is Megatron's accounting (Narayanan et al. 2021, section 5.1), with the causal half.
     """
     lengths, spec = list(sequence_lengths), model_spec(config)
-    dense = spec.layer_matrices + config.hidden_size * config.padded_vocab_size(tp_size)
+    dense = spec.multiply_adds + config.hidden_size * config.padded_vocab_size(tp_size)
     pairs = 0
     for kind in spec.layers:
         windows = Counter(choices.window for choices in layer_kinds(config, kind.places))

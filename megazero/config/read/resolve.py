@@ -109,7 +109,7 @@ def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> 
         return []
     notes += accepted_note(said.accepted)
     errors = complete_derived(values, notes)
-    return errors + unmet_conditions(said.accepted, complete(values))
+    return errors + unmet_conditions(said.conditions, complete(values))
 
 
 def _complete_schedule(

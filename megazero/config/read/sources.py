@@ -71,19 +71,29 @@ class Unknown(NamedTuple):
     others: Sequence[str] = ()
 
 
+class Conditional(NamedTuple):
+    """A flag of Megatron, with the words after it, that changes nothing here while options have one of the values in
+    ``needs``, which commas set apart."""
+
+    name: str
+    typed: str
+    needs: Mapping[str, str | bool]
+
+
 @dataclass
 class Layer:
     """What one source says: values by field name, errors and notes.
 
     ``final`` has the values that stronger sources do not override, by field name, each with the reason.
     ``unknown`` are the words that are no options here, which parse.py settles. ``accepted`` are the flags of Megatron
-    among them that change nothing here.
+    among them that change nothing here, ``conditions`` those of them that change nothing with some values alone.
     """
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
     unknown: list[Unknown] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
+    conditions: list[Conditional] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
@@ -131,6 +141,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
             out.values[name], origin[name] = value, layer.source
         out.final |= layer.final
         out.accepted += [flag for flag in layer.accepted if flag not in out.accepted]
+        out.conditions += layer.conditions
         out.errors += layer.errors
         out.notes += layer.notes
         out.failed |= layer.failed

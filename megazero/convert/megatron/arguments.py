@@ -26,7 +26,6 @@ _HERE = "the checkpoint's arguments"
 DECIDING: Mapping[str, Collection[Any]] = {
     **dict.fromkeys(
         (
-            "num_experts",
             "multi_latent_attention",
             "mtp_num_layers",
             "experimental_attention_variant",
@@ -198,6 +197,11 @@ def _refused(args: Mapping[str, Any], accept: Collection[str]) -> Iterator[str]:
                 f"{name} {_text(value)} of {_HERE} is not known here; --accept-field {name} sets it aside, if you "
                 "know that it does not change the model"
             )
+    if (args.get("num_experts") or 0) > 1:
+        yield (
+            f"--num-experts {args['num_experts']} of {_HERE}: mixtures of experts are not read from Megatron's "
+            "checkpoints; nearest: a folder of Hugging Face (megazero convert from-hf)"
+        )
     learned = args.get("position_embedding_type") == "learned_absolute"
     if learned and args.get("add_position_embedding") is False:
         yield f"--no-position-embedding of {_HERE}: a model without positions is not built"

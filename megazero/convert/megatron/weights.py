@@ -104,8 +104,9 @@ class MegatronWeights:
         whole, parts = TensorParallel(), dict[str, list[tuple[Placement, Placement]]]()
         names = names_of(self.model.gated_mlp, self.arguments.gate_last)
         there = decoder_placements(self.model, whole, names)
-        for role, here in decoder_placements(self.model, whole).items():
-            parts.setdefault(here.name, []).append((here, there[role]))
+        for role, places in decoder_placements(self.model, whole).items():
+            for here, other in zip(places.parts, there[role].parts, strict=True):
+                parts.setdefault(here.name, []).append((here, other))
         return parts
 
     def _check_tensors(self) -> None:

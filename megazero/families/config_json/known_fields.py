@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megazero.families.config_json.missing import part_of
+from megazero.families.config_json.missing import EXPERTS, part_of
 
 # They change nothing in the function that a model computes: names, dtypes, tokens of generation, dropout, labels of
 # classifiers, the order of sums. Patterns as of file names.
@@ -119,5 +119,7 @@ def refusal(name: str) -> str:
     """Return why a field that no family's table knows is refused."""
     reasons = [reason for pattern, reason in REFUSED if fnmatchcase(name, pattern)]
     if part := part_of(name):
-        reasons.append(f"is of {part}, which the decoder does not have")
+        reasons.append(
+            f"is of {part}, which {'this family' if part == EXPERTS else 'the decoder'} does not have"
+        )
     return reasons[0] if reasons else "is not known here, and may change what the model computes"

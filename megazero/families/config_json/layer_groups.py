@@ -1,4 +1,4 @@
-"""Fields of config.json that choose layers: those with a window, and those with other rotary positions or none."""
+"""Fields of config.json that choose layers: with a window, with other rotary positions or none, with experts."""
 
 from __future__ import annotations
 
@@ -22,6 +22,24 @@ def window(absent: int | None) -> FieldGroup:
     )
 
 
+def _read_switched_window(config: Config) -> dict[str, Any]:
+    size = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    if config.get("use_sliding_window") and size is None:
+        raise ValueError("use_sliding_window needs sliding_window")
+    return {"sliding_window": size}
+
+
+# Of Qwen3's mixtures: all layers have the window, whatever max_window_layers in published files says.
+SWITCHED_WINDOW = FieldGroup(
+    ("use_sliding_window", "sliding_window", "max_window_layers"),
+    _read_switched_window,
+    lambda options: {
+        "use_sliding_window": options.sliding_window is not None,
+        "sliding_window": options.sliding_window,
+    },
+)
+
+
 def _windows(config: Config, size: int | None, usual: Callable[[int], bool], needs: str) -> dict[str, Any]:
     """Return the options of windows of ``size`` in the layers that layer_types says, or else ``usual`` by number.
 
@@ -38,7 +56,10 @@ def _windows(config: Config, size: int | None, usual: Callable[[int], bool], nee
         return {"sliding_window": None, "window_attn_skip_freq": None}
     if size is None:
         raise ValueError(f"layer_types with {SLIDING} needs {needs}")
-    return {"sliding_window": size, "window_attn_skip_freq": frequency_of([t == FULL for t in types], 0)}
+    return {
+        "sliding_window": size,
+        "window_attn_skip_freq": frequency_of([t == FULL for t in types], "window_attn_skip_freq"),
+    }
 
 
 def _types(options: Any) -> list[str]:
@@ -95,7 +116,7 @@ def _read_unturned(config: Config) -> dict[str, Any]:
     size = config.get("sliding_window") if config.get("use_sliding_window") else None
     needs = "use_sliding_window and sliding_window"
     windows = _windows(config, size, lambda i: size is not None and not turned[i], needs)
-    return {**windows, "no_rope_freq": frequency_of([not turn for turn in turned], 1)}
+    return {**windows, "no_rope_freq": frequency_of([not turn for turn in turned], "no_rope_freq")}
 
 
 UNTURNED_LAYERS = FieldGroup(
@@ -157,3 +178,47 @@ def two_rotaries(
 
     names = {*windows.names, *others.names, *((local,) if local else ())}
     return FieldGroup(names, read, write)
+
+
+_COUNT, _OTHER_COUNT = "num_experts", "num_local_experts"  # transformers 4's and 5's
+
+
+def _read_sparse(config: Config) -> dict[str, Any]:
+    count = agreed({name: config.get(name) for name in (_COUNT, _OTHER_COUNT)}, 128)
+    layers, every = config.get("num_hidden_layers") or 0, config.get("decoder_sparse_step", 1)
+    if every < 1:
+        raise ValueError(f"decoder_sparse_step = {every} is not at least 1")
+    dense = config.get("mlp_only_layers") or []
+    chosen = [(i + 1) % every == 0 and i not in dense for i in range(layers)]
+    if not count or not any(chosen):
+        return {"num_experts": None}
+    return {
+        "num_experts": count,
+        "moe_layer_freq": frequency_of(chosen, "moe_layer_freq"),
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+        "moe_router_topk": config.get("num_experts_per_tok", 8),
+        "moe_ffn_hidden_size": config.get("moe_intermediate_size", 768),
+    }
+
+
+def _write_sparse(options: Any) -> dict[str, Any]:
+    kinds = layer_kinds(options)
+    return {
+        _COUNT: options.num_experts or 0,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, kind in enumerate(kinds) if not kind.experts],
+        "norm_topk_prob": not options.moe_router_pre_softmax,
+        "num_experts_per_tok": options.moe_router_topk,
+        "moe_intermediate_size": options.expert_width,
+    }
+
+
+# Qwen3's mixtures. The factor of a loss that balances experts is training's, which takes its own, as of dropout.
+SPARSE_LAYERS = FieldGroup(
+    (
+        *(_COUNT, _OTHER_COUNT, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"),
+        *("num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef"),
+    ),
+    _read_sparse,
+    _write_sparse,
+)

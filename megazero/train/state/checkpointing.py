@@ -20,7 +20,7 @@ import torch
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import TRIAL, checkpoint_name
 from megazero.checkpoint.errors import agree
-from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.placement import Placement, Places
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig
 from megazero.config.options.skipping import SkippingConfig
@@ -71,7 +71,7 @@ class Checkpointing:
 
     config: RunConfig
     engine: Engine
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, Places]
     tokenizer: SavedTokenizer = SavedTokenizer()
     scaling: LossScaling = field(default_factory=LossScaling)
     spikes: SpikeMonitor = field(default_factory=lambda: SpikeMonitor(SkippingConfig()))

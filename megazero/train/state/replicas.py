@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megazero.checkpoint import store
-from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.placement import Places
 from megazero.checkpoint.records import SliceRecord
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import OuterConfig
@@ -95,7 +95,7 @@ class ReplicaCheckpoint:
 
 
 def load_replicas(
-    saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Placement]
+    saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Places]
 ) -> tuple[Mapping[str, Any], store.LoadedState]:
     """Load weights, moments and outer state. Return the counters that this rank goes on from, too. Collective."""
     anchor = MASTER if MASTER in saved.manifest.kinds else WEIGHTS
@@ -112,7 +112,7 @@ def load_replicas(
 
 
 def _merge(
-    saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Placement]
+    saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Places]
 ) -> tuple[Mapping[str, Any], store.LoadedState]:
     """Load the replicas one after the other, and go on from their mean as the module says."""
     stored = saved.manifest.kinds
@@ -145,7 +145,7 @@ def _merge(
 
 
 def _load_flight(
-    saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Placement]
+    saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Places]
 ) -> dict[Unit, torch.Tensor]:
     """Return the sums over the replicas of the fragment that was on its way, [n/OS] by unit."""
     if SUMS not in saved.manifest.kinds:
@@ -158,7 +158,7 @@ def _load_flight(
 
 
 def _load_means(
-    saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Placement]
+    saved: ReplicaCheckpoint, engine: Engine, placements: Mapping[str, Places]
 ) -> dict[Unit, torch.Tensor]:
     """Fill master weights and inner state with means over the replicas. Return the mean outer residual by unit."""
     lost = {unit: torch.zeros_like(unit.master.value) for unit in engine.units}
@@ -181,7 +181,7 @@ def _load_means(
 
 
 def _records_of(
-    engine: Engine, placements: Mapping[str, Placement], kind: str, held: Mapping[Unit, torch.Tensor]
+    engine: Engine, placements: Mapping[str, Places], kind: str, held: Mapping[Unit, torch.Tensor]
 ) -> list[SliceRecord]:
     """Return the records of one kind of OS slices, by unit."""
     return [

@@ -28,7 +28,7 @@ from megazero.train.distributed import make_mesh
 from tests.dist import parity
 from tests.dist.parity_cases import SIZES, Case, Model
 from tests.dist.pool import run_ranks
-from tests.family_models import VARIANTS, make
+from tests.family_models import VARIANTS, in_files, make
 from tests.hugging_face import to_hf_state_dict
 from tests.oracle import in_fp64
 
@@ -113,10 +113,14 @@ class Theirs:
                 p.copy_(torch.from_numpy(draw.normal(float(norm), STD, p.shape).astype(np.float32)))
         return cls(case, model)
 
-    def named(self) -> dict[str, torch.nn.Parameter]:
-        """By the names in files."""
-        aliases = self.case.config().model.tensor_names.aliases
-        return {aliases.get(name, name): p for name, p in self.model.named_parameters()}
+    def named(self, gradients: bool = False) -> dict[str, torch.Tensor]:
+        """Parameters, or their gradients, by the names in files."""
+        aliases, parameters = self.case.config().model.tensor_names.aliases, self.model.named_parameters()
+        held = {name: p.grad if gradients else p.detach() for name, p in parameters}
+        return {
+            aliases.get(n, n): t
+            for n, t in in_files({n: t for n, t in held.items() if t is not None}).items()
+        }
 
     def backward(self, step: int) -> float:
         """Mean loss over the tokens of the step that count; gradients in .grad."""
@@ -129,10 +133,10 @@ class Theirs:
         return loss.item()
 
     def train(self, steps: int) -> list[float]:
-        o, named = self.case.config().optimizer, dict(self.model.named_parameters())
+        o, parameters = self.case.config().optimizer, list(self.model.parameters())
         groups = [
-            {"params": [p for p in named.values() if p.ndim == dim], "weight_decay": decay}
-            for dim, decay in ((1, 0.0), (2, o.weight_decay))
+            {"params": [p for p in parameters if (p.ndim == 1) == plain], "weight_decay": decay}
+            for plain, decay in ((True, 0.0), (False, o.weight_decay))
         ]
         adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
         losses = []

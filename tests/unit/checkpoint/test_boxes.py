@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.checkpoint.boxes import boxes, gaps, rectangles
-from megazero.checkpoint.placement import Placement, RowRange
+from megazero.checkpoint.placement import Placement, RowRange, Stack
 
 
 def fill(stored, placement, start, stop, values, limit=None):
@@ -142,3 +142,15 @@ def test_padding_in_the_middle_and_at_the_end():
     assert list(gaps(placement, 0, 12)) == [(2, 6), (10, 12)]
     assert list(gaps(placement, 3, 11)) == [(3, 6), (10, 11)]
     assert list(gaps(placement, 6, 10)) == []
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 60), (0, 1), (19, 21), (20, 40), (5, 58), (40, 40)])
+def test_a_stack_is_cut_where_another_tensor_begins(start: int, stop: int) -> None:
+    stack = Stack(tuple(Placement.plain(f"w{i}", (4, 5)) for i in range(3)))
+    assert stack.local_shape == (3, 4, 5)
+    flat, held = np.arange(60), {f"w{i}": np.full(20, -1) for i in range(3)}
+    for placement, first, low, high in stack.cut(start, stop):
+        assert low < high
+        held[placement.name][low:high] = flat[first + low : first + high]
+    found = np.concatenate(list(held.values()))
+    assert np.array_equal(found, np.where((flat >= start) & (flat < stop), flat, -1))

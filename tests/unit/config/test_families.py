@@ -11,8 +11,10 @@ from megazero.config.errors import ConfigError
 from megazero.config.model.architecture import architecture_of, from_hf_config
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import make_model
+from megazero.config.model.spec import active_count, parameter_count, training_flops
 from megazero.config.run import stored_values
 from megazero.families import FAMILIES
+from megazero.families.layer_kinds import layer_kinds
 from megazero.train.outputs import export_note
 from megazero.verify.shrink import shrink
 from tests.family_models import BLOOM, FALCON, GPT2, LLAMA, NEOX, VARIANTS, transformers
@@ -34,6 +36,26 @@ PUBLISHED = {
         | {"max_window_layers": 28, "rope_theta": 1000000.0, "sliding_window": 131072, "use_mrope": False}
         | {"use_sliding_window": False, "vocab_size": 152064, "hidden_act": "silu", "rms_norm_eps": 1e-06},
         "qwen2",
+    ),
+    "qwen3-30b-a3b": (
+        {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
+        | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "attention_bias": False}
+        | {
+            "max_position_embeddings": 40960,
+            "max_window_layers": 48,
+            "rope_theta": 1000000.0,
+            "vocab_size": 151936,
+        }
+        | {"use_sliding_window": False, "sliding_window": None, "rope_scaling": None, "rms_norm_eps": 1e-06}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+        | {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.001,
+            "hidden_act": "silu",
+        }
+        | {"output_router_logits": False, "tie_word_embeddings": False},
+        "qwen3_moe",
     ),
     "phi-4-mini": (
         {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32}
@@ -141,7 +163,7 @@ def config_of(family: str, **changes) -> dict:
         (
             "Llama",
             {"n_routed_experts": 8},
-            "n_routed_experts = 8 is of a mixture of experts, which the decoder",
+            "n_routed_experts = 8 is of a mixture of experts, which this family",
         ),
         ("Llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported (only 'silu')"),
         (
@@ -281,10 +303,60 @@ def test_what_an_absent_field_means_and_which_may_not_be():
 
 
 @pytest.mark.parametrize(
+    "fields, experts",
+    [
+        ({}, [1, 1, 1, 1]),
+        ({"decoder_sparse_step": 2}, [0, 1, 0, 1]),
+        ({"mlp_only_layers": [0, 3]}, [0, 1, 1, 0]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, [0, 1, 0, 0]),
+        ({"num_experts": 0}, [0, 0, 0, 0]),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, [0, 0, 0, 0]),
+    ],
+)
+def test_which_layers_of_a_mixture_have_experts(fields, experts):
+    config = transformers.Qwen3MoeConfig(num_hidden_layers=4, **fields).to_dict()
+    model = from_hf_config(config)
+    assert [int(kind.experts) for kind in layer_kinds(model)] == experts
+    written = FAMILIES["qwen3_moe"].hugging_face.config(model)
+    assert [int(kind.experts) for kind in layer_kinds(from_hf_config(written))] == experts
+
+
+def test_a_published_mixture_has_its_parameters():
+    model = from_hf_config(PUBLISHED["qwen3-30b-a3b"][0])
+    assert (model.moe_router_pre_softmax, model.moe_layer_freq, model.moe_router_topk) == (False, (1,), 8)
+    assert parameter_count(model) == 30_532_122_624
+    assert 3.34e9 < active_count(model) < 3.36e9
+    per_token = training_flops(model, [4096]) / 4096  # attention's 6 x 48 x 4096 x 4096 besides
+    embedding = model.vocabulary * model.hidden_size
+    assert per_token == pytest.approx(6 * (active_count(model) - embedding + 48 * 4096 * 4096), rel=1e-3)
+
+
+def test_a_mixtures_fields_that_differ_or_have_no_meaning_are_errors():
+    config = transformers.Qwen3MoeConfig().to_dict()
+    with pytest.raises(ValueError, match="num_experts = 4 and num_local_experts = 128 differ"):
+        from_hf_config({**config, "num_experts": 4})
+    with pytest.raises(ValueError, match="decoder_sparse_step = 0 is not at least 1"):
+        from_hf_config({**config, "decoder_sparse_step": 0})
+
+
+@pytest.mark.parametrize(
     "family, choices, architecture",
     [
         ("llama", {"add_qkv_bias": True}, "qwen2"),
         ("llama", {"qk_norm": "head"}, "qwen3"),
+        ("llama", {"qk_norm": "head", "num_experts": 4}, "qwen3_moe"),
+        (
+            "qwen3_moe",
+            {"num_experts": 4, "moe_layer_freq": (2,), "moe_router_pre_softmax": True},
+            "qwen3_moe",
+        ),
+        ("llama", {"num_experts": 4}, "the nearest is llama, without --num-experts 4"),
+        ("qwen3_moe", {"num_experts": 4, "sliding_window": 8, "window_attn_skip_freq": (2,)}, "skip-freq 2"),
+        (
+            "qwen3_moe",
+            {"num_experts": 4, "moe_shared_expert_intermediate_size": 16},
+            "without --moe-shared-expert-intermediate-size 16",
+        ),
         ("llama", {"sliding_window": 64}, "mistral"),
         ("llama", {"qk_norm": "all-heads", "transformer_block_type": "output-norm"}, "olmo2"),
         ("qwen2", {"add_qkv_bias": False}, "llama"),

@@ -36,7 +36,7 @@ def test_the_table_is_well_formed():
             for name, value in row.options.items():
                 choices = options[name].choices
                 assert value == TYPED or not choices or {*str(value).split(",")} <= {*choices}, row
-        assert len({row.value for row in rows}) == len(rows) or rows[0].options, rows
+        assert len({row.value for row in rows}) == len(rows) or any(row.options for row in rows), rows
     assert all(rows[-1].value in COUNTS for rows in flags().values())
     for name, rows in other_values().items():
         assert not {row.value for row in rows} & {*all_switches()[name].option.choices, *COUNTS}, name
@@ -54,6 +54,25 @@ def test_every_accepted_flag_is_taken_and_said_in_one_note():
     )
     assert all(f"--{name}" in note for name in typed)
     assert config.zero.zero_preset == "zero1" and config.values() == run("--num-query-groups 2").values()
+
+
+def test_experts_make_errors_of_flags_that_would_change_results_with_them():
+    flags_of_experts = (
+        "--moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 2 --moe-router-enable-expert-bias"
+    )
+    for without in ("", "--num-experts 0", "--num-experts 1"):
+        assert run(f"{without} {flags_of_experts}").values() == run("").values()
+    found = errors(f"--num-experts 4 --disable-bias-linear {flags_of_experts}")
+    assert [line.split(" is Megatron")[0] for line in found] == [
+        "--moe-aux-loss-coeff 0.01",
+        "--moe-expert-capacity-factor 2",
+        "--moe-router-enable-expert-bias",
+    ]
+    same = "--moe-aux-loss-coeff 0 --moe-router-load-balancing-type seq_aux_loss --moe-router-dtype fp32 "
+    same += "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-score-function softmax"
+    config = run(f"--num-experts 4 --disable-bias-linear {same}")
+    assert config.values() == run("--num-experts 4 --disable-bias-linear").values()
+    assert config.model.num_experts == 4
 
 
 def test_values_that_published_scripts_of_forks_give():
@@ -202,8 +221,18 @@ def test_other_names_and_spellings(line, name, value):
         ("--position-embedding-type none", "none is Megatron's, not built here"),
         ("--tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t", "not built here"),
         ("--hybrid-context-parallel", "--hybrid-context-parallel is Megatron's flag, not built here"),
-        ("--num-experts 8 --moe-router-topk 2", "--num-experts 8 is Megatron's flag, not built here"),
-        ("--num-experts 1 8", "mixtures of experts are not built"),
+        (
+            "--num-experts 8 --moe-aux-loss-coeff 0.01",
+            "--moe-aux-loss-coeff 0.01 is Megatron's flag, not built",
+        ),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
+            "sinkhorn is Megatron's flag, not built",
+        ),
+        ("--num-experts 8 --moe-router-dtype fp64", "softmax in fp32 is built"),
+        ("--num-experts 8 --moe-expert-capacity-factor 1.5", "every token goes to all of its experts"),
+        ("--num-experts 8 --expert-model-parallel-size 2", "every rank computes all experts"),
+        ("--num-experts 1 8", "--num-experts takes one value, got 1 8"),
         ("--data-impl cached", "convert the data"),
         ("--glu-activation reglu", "SwiGLU and GEGLU are built"),
         ("--window-size 7,1", "--window-size 7,1 must be tokens before and after a query"),

@@ -55,7 +55,9 @@ RESOLVED: dict[str, dict[str, object]] = {
 REFUSED = {
     ("NVIDIA GPT-3 175B", "--step-batch-size-schedule 0:16"): ["--step-batch-size-schedule"],
     ("BLOOM 176B", "--use-bnb-optimizer"): ["--use-bnb-optimizer"],
-    ("DeepSpeed GPT 1.3B, dense", "--num-experts 128"): ["mixtures of experts"],
+    ("DeepSpeed GPT 1.3B, dense", "--num-experts 128 --disable-bias-linear --sequence-parallel"): [
+        *("--moe-loss-coeff 0.01", "--moe-train-capacity-factor"),
+    ],
     ("DeepSpeed GPT 1.3B, dense", "--cpu-optimizer"): ["--cpu-optimizer"],
     (LLAMA3, "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"): ["fp8 and fp4"],
     (LLAMA3, "--context-parallel-size 2 --hybrid-context-parallel"): ["--hybrid-context-parallel"],

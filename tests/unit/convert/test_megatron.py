@@ -416,7 +416,7 @@ def test_without_arguments_flags_say_the_model(tmp_path):
 @pytest.mark.parametrize(
     "said, part",
     [
-        ({"num_experts": 8}, "--num-experts 8 of the checkpoint's arguments: .*experts are not built"),
+        ({"num_experts": 8}, "--num-experts 8 of the checkpoint's arguments: .*experts are not read from"),
         ({"multi_latent_attention": True}, "--multi-latent-attention .*latent attention is not built"),
         ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),

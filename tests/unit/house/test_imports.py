@@ -21,7 +21,7 @@ FLOORS = (
     {"mesh"},
     {"checkpoint"},
     {"comm"},
-    {"zero", "tp", "cp", "pp"},
+    {"zero", "tp", "cp", "pp", "moe"},
     {"config"},
     {"models", "data", "plan"},
     {"log"},

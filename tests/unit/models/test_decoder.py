@@ -15,7 +15,7 @@ from megazero.families import FAMILIES
 from megazero.families.layer_kinds import frequency_of, layer_kind
 from megazero.models import Decoder, ModelConfig, initializer, layer, make_model
 from megazero.models.dropout import key_words, keyed_dropout
-from megazero.models.layer import FeedForward
+from megazero.models.feed_forward import FeedForward
 from megazero.models.norm import RMSNorm
 from megazero.models.positions import Documents, Positions
 from megazero.models.rotary import Rotate, rotary_frequencies, rotary_tables
@@ -148,23 +148,36 @@ def test_layers_of_a_kind_share_a_mask_and_tables():
     assert covered.masking.plain and covered.backend == TORCH  # a window that covers all hides nothing
 
 
+TURNED, WINDOWED, SPARSE = "no_rope_freq", "window_attn_skip_freq", "moe_layer_freq"
+
+
 @pytest.mark.parametrize(
-    ("chosen", "mark", "frequency"),
+    ("chosen", "name", "frequency"),
     [
-        ((0, 0, 0), 1, None),
-        ((0, 0, 1, 0, 0, 1, 0), 1, (3,)),
-        ((0, 0, 1, 0), 0, (3,)),
-        ((1, 1), 0, (1,)),
-        ((1, 0), 0, (0, 1)),
-        ((1, 0, 1), 1, (1, 0, 1)),
+        ((0, 0, 0), TURNED, None),
+        ((0, 0, 1, 0, 0, 1, 0), TURNED, (3,)),
+        ((0, 0, 1, 0), WINDOWED, (3,)),
+        ((1, 1), WINDOWED, (1,)),
+        ((1, 0), WINDOWED, (0, 1)),
+        ((1, 0, 1), TURNED, (1, 0, 1)),
+        ((1, 0, 0, 1, 0), SPARSE, (3,)),
+        ((1, 1, 1), SPARSE, (1,)),
+        ((1, 0), SPARSE, (2,)),
+        ((0, 1, 1), SPARSE, (0, 1, 1)),
+        ((0, 0, 1), SPARSE, (0, 0, 1)),
     ],
 )
-def test_lists_of_layers_become_options_and_are_read_again(chosen, mark, frequency):
-    assert frequency_of([bool(c) for c in chosen], mark) == frequency
-    name = "no_rope_freq" if mark else "window_attn_skip_freq"
-    config = make("llama", num_layers=len(chosen), sliding_window=3, **{name: frequency})
+def test_lists_of_layers_become_options_and_are_read_again(chosen, name, frequency):
+    assert frequency_of([bool(c) for c in chosen], name) == frequency
+    given = {"num_layers": len(chosen), "sliding_window": 3, "num_experts": 4, name: frequency}
+    config = make("llama", **given)
     kinds = [layer_kind(config, i) for i in range(len(chosen))]
-    assert [not kind.rotary if mark else kind.window is None for kind in kinds] == [bool(c) for c in chosen]
+    found = {
+        TURNED: lambda k: not k.rotary,
+        WINDOWED: lambda k: k.window is None,
+        SPARSE: lambda k: k.experts,
+    }
+    assert [found[name](kind) for kind in kinds] == [bool(c) for c in chosen]
 
 
 def test_recompute_keeps_fewer_activations():
@@ -256,7 +269,7 @@ def test_names_units_and_sets(family, tied):
     assert decoder.partial_gradients() == decoder.replicated_parameters()
     whole = Decoder(decoder.config, TensorParallel(None, 0, 2), device="meta").partial_gradients()
     norms, shared = ("q_norm", "k_norm"), ("k_proj", "v_proj")  # of a rank's own heads, or of several
-    own = {"qwen3": norms, "gemma3": norms, "falcon": shared}
+    own = {"qwen3": norms, "qwen3_moe": norms, "gemma3": norms, "falcon": shared}
     assert whole == {n for n in parameters if any(part in n for part in own.get(family, ()))}
     shared = Decoder(make("llama", num_query_groups=2), TensorParallel(None, 3, 4), device="meta")
     heads = {f"layers.{i}.attention.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}

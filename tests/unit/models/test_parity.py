@@ -8,7 +8,7 @@ import torch
 from megazero.models import Decoder, architecture_of, from_hf_config, make_model
 from megazero.models.hf_weights import load_hf_state_dict
 from megazero.models.placements import stored_tensors
-from tests.family_models import LLAMA, VARIANTS, make, perturb
+from tests.family_models import LLAMA, VARIANTS, in_files, make, perturb
 from tests.hugging_face import to_hf_state_dict
 from tests.oracle import in_fp64
 
@@ -54,7 +54,7 @@ def compare(model, dtype, config=None, norms_from=0):
     model = model.to(dtype).eval()
     perturb(model)
     decoder = Decoder(config or from_hf_config(model.config.to_dict()), dtype=dtype)
-    state = model.state_dict()
+    state = in_files(model.state_dict())
     load_hf_state_dict(decoder, {n: t + norms_from if "norm.weight" in n else t for n, t in state.items()})
     tokens = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(5))
     labels = tokens.roll(-1, 1)
@@ -69,10 +69,11 @@ def compare(model, dtype, config=None, norms_from=0):
         for mine, its in zip(gradients.parameters(), decoder.parameters(), strict=True):
             mine.copy_(its.grad)
     stored, names = to_hf_state_dict(gradients), decoder.config.tensor_names
-    ours = {name: stored[names.aliases.get(name, name)] for name, _ in model.named_parameters()}
-    floor = 1e-6 * torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    for name, parameter in model.named_parameters():
-        differences[name] = ((ours[name] - parameter.grad).norm() / parameter.grad.norm().clamp(floor)).item()
+    wanted = in_files({name: p.grad for name, p in model.named_parameters()})
+    floor = 1e-6 * torch.stack([grad.norm() for grad in wanted.values()]).norm()
+    for name, grad in wanted.items():
+        ours = stored[names.aliases.get(name, name)]
+        differences[name] = ((ours - grad).norm() / grad.norm().clamp(floor)).item()
     return differences
 
 
@@ -111,14 +112,14 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_and_config_go_both_ways(variant):
     model = make(variant)
-    state = model.state_dict()
+    state = in_files(model.state_dict())
     decoder = Decoder(from_hf_config(model.config.to_dict()))
     load_hf_state_dict(decoder, state)
     back = to_hf_state_dict(decoder)
-    aliases = decoder.config.tensor_names.aliases
-    assert back.keys() == {aliases.get(name, name) for name, _ in model.named_parameters()}
+    aliases, named = decoder.config.tensor_names.aliases, in_files(dict(model.named_parameters()))
+    assert back.keys() == {aliases.get(name, name) for name in named}
     assert {name: tuple(t.shape) for name, t in back.items()} == stored_tensors(decoder.config)
-    assert all(torch.equal(back[aliases.get(name, name)], p) for name, p in model.named_parameters())
+    assert all(torch.equal(back[aliases.get(name, name)], p) for name, p in named.items())
     bare = {name.removeprefix(f"{model.base_model_prefix}."): value for name, value in state.items()}
     again = Decoder(decoder.config)
     load_hf_state_dict(again, bare)

@@ -63,6 +63,21 @@ def test_what_a_layer_keeps(family: str, dtype: str) -> None:
     assert least < kept / (saved + stream) < 1.1
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"moe_router_topk": 4}, {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}],
+    ids=["two", "four", "shared"],
+)
+def test_what_a_layer_with_experts_keeps(more: dict[str, object], dtype: str) -> None:
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": 64, **more}
+    values = {"model_family": "llama", "params_dtype": dtype, "recompute_granularity": "none", **experts}
+    config = make_config({**SIZES, **values}, World(1, 1))
+    saved, stream = saved_bytes(values)
+    kept = kind_activations(config, torch.finfo(DTYPES[dtype]).bits // 8, on_host=True).kept
+    assert 0.95 < kept / (saved + stream) < 1.1
+
+
 def test_attention_with_dropout_keeps_its_scores_on_processors() -> None:
     values = {"params_dtype": "fp32", "attention_dropout": 0.1}
     with_scores, without = (

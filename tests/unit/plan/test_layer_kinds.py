@@ -1,7 +1,7 @@
 """Layers of two kinds go through units, memory, compute, activations, bytes and the simulated clock.
 
-No family has layers of unequal sizes yet. A stand-in changes the description alone: layers without a window have an
-MLP twice as wide. Half of the layers are such, so sums are the mean of those of two models with layers of one kind.
+A stand-in changes the description alone: layers without a window have an MLP twice as wide. Half of the layers are such, so sums are
+the mean of those of two models with layers of one kind.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ SIZES: dict[str, Any] = {
 @contextmanager
 def wide_without_windows() -> Iterator[None]:
     def wider(c: ModelConfig, choices: LayerKind) -> spec.Block:
-        return mlp(c if choices.window else replace(c, ffn_hidden_size=2 * c.ffn_hidden_size), choices)
+        return feed_forward(
+            c if choices.window else replace(c, ffn_hidden_size=2 * c.ffn_hidden_size), choices
+        )
 
     def forget() -> None:
         for known in (model_spec, spec.padded_spec, units.layer_matrices, units._module_units):
             known.cache_clear()
 
-    mlp = spec._mlp
+    feed_forward = spec._feed_forward
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spec, "_mlp", wider)
+        patch.setattr(spec, "_feed_forward", wider)
         forget()
         yield
     forget()

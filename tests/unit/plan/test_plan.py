@@ -35,6 +35,7 @@ from tests.sizes import PLANNED, words
 
 MODEL = {**PLANNED, "params_dtype": "bf16"}
 TRAINED = ("micro_batch_size", "lr", "train_iters", "mock_data")  # what a plan does not take
+EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_layer_freq": (2,)}
 WORDS = [*words({name: value for name, value in PLANNED.items() if name not in TRAINED}), "--bf16"]
 
 
@@ -83,6 +84,8 @@ def test_tied_ends_send_gradients_as_they_are_coded() -> None:
         ({"zero_preset": "zero3", "zero_params_lifetime": "gathered"}, 2),
         ({"tensor_model_parallel_size": 2, "num_query_groups": 2, "zero_preset": "hpz"}, 2),
         ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "model_family": "bloom"}, 4),
+        ({"zero_preset": "zeropp", **EXPERTS}, 2),
+        ({"pipeline_model_parallel_size": 2, "zero_preset": "hpz", "zero_chunk_numel": 10**5, **EXPERTS}, 2),
         ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2),
         ({"zero_preset": "zero3", "zero_gradients_lifetime": "step", "zero_prefetch_bytes": 10**6}, 2),
         ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1", "zero_shard": (1, 4, 4)}, 2),
@@ -100,12 +103,26 @@ def test_bytes_are_those_that_verify_expects(values: dict[str, object], nodes: i
         assert {f"{kind}_{link}_bytes": sent for (kind, link), sent in total.items() if sent} == want
 
 
+SHARED = {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}
+
+
 @pytest.mark.parametrize("family", ["qwen3", "olmo2", "gpt_neox", "falcon"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_bytes_of_other_layers(family: str, sequence_parallel: bool) -> None:
     """A data-parallel rank sums what it holds of the gradients that tensor-parallel ranks share; here the mean."""
     values = {"model_family": family, "tensor_model_parallel_size": 2, "recompute_granularity": "full"}
-    plan = layout({**values, "sequence_parallel": sequence_parallel}, cluster())
+    _compare_bytes({**values, "sequence_parallel": sequence_parallel})
+
+
+@pytest.mark.parametrize("more", [{}, {"moe_shared_expert_intermediate_size": 96}, SHARED], ids=str)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_bytes_of_layers_with_experts(more: dict[str, object], recompute: str) -> None:
+    values = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_granularity": recompute}
+    _compare_bytes({**values, **EXPERTS, **more})
+
+
+def _compare_bytes(values: dict[str, object]) -> None:
+    plan = layout(values, cluster())
     expected = ExpectedBytes(plan.config, plan.base.world, False, plan.wire.block)
     (total,) = plan.bytes_by_stage
     each = [expected.bytes_of(plan.grid.rank_of(0, dp, 0), 1, False) for dp in range(4)]

@@ -1,0 +1,7 @@
+"""Mixtures of experts on plain tensors: which experts a token goes to, the rows of each expert, grouped products."""
+
+from megazero.moe.dispatch import Dispatch
+from megazero.moe.grouped import grouped_linear
+from megazero.moe.routing import Decision, route
+
+__all__ = ["Decision", "Dispatch", "grouped_linear", "route"]

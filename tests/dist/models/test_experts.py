@@ -1,0 +1,93 @@
+"""Mixtures of experts on any layout train as on one rank: gradients, losses, norms and the bits of replicas.
+
+Always: a few layouts that have each part once. A pairwise cover of layouts, schedules, recompute and dtypes:
+
+    pytest tests/dist/models/test_experts.py -m slow
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist import parity
+from tests.dist.parity_cases import DTYPES, EXPERTS, LOSS_CHUNKS, PRESETS, RECOMPUTE, Case, pairwise_cover
+
+STEPS = {1: 4, 2: 4, 4: 3}
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))
+
+
+def case(tp: int, dp: int, per_node: int, shards: str, **more: Any) -> Case:
+    common: dict[str, Any] = {
+        "lifetime": None,
+        "sequence_parallel": tp > 1,
+        "micro_batches": 3,
+        "tied": False,
+    }
+    common |= {"vocabulary": "odd", "recompute": "none", "dtype": "fp64", "family": "experts"}
+    return Case(tp, dp, per_node, shards, **{**common, **more})
+
+
+CORE = (
+    case(1, 4, 2, "hpz", recompute="full", loss_chunk=3, dtype="fp32"),
+    case(1, 2, 2, "zero3", family="idle experts", recompute="full"),
+    case(2, 2, 4, "zero2", family="shared experts", tied=True, recompute="selective"),
+    case(1, 2, 4, "zero3", family="shared experts", pp=2, schedule="zb-h1", recompute="full"),
+    case(1, 1, 2, "zero1", pp=2, schedule="interleaved", virtual=2, layers=4, micro_batches=6),
+)
+
+
+def every() -> Iterator[Case]:
+    layouts = [(1, 1, 1, 1), (1, 2, 2, 1), (1, 4, 2, 1), (2, 2, 4, 1), (2, 1, 2, 2), (1, 2, 2, 2)]
+    model = product(EXPERTS, RECOMPUTE, DTYPES, LOSS_CHUNKS, (False, True))
+    for (tp, dp, node, pp), shards, (schedule, virtual), rest in product(
+        layouts, PRESETS, SCHEDULES, list(model)
+    ):
+        family, recompute, dtype, chunk, tied = rest
+        many = pp * dp * tp
+        if (pp == 1 and schedule != "1f1b") or (shards in ("hpz", "mics") and (dp, node) != (4, 2)):
+            continue
+        yield case(
+            *(tp, dp, min(node * (1 if tp > 1 or pp == 1 else pp), many), shards),
+            **{"family": family, "recompute": recompute, "dtype": dtype, "loss_chunk": chunk, "tied": tied},
+            **{"pp": pp, "schedule": schedule, "virtual": virtual, "layers": 4 if virtual > 1 else 2},
+            micro_batches=6
+            if schedule == "interleaved" and dp < 2
+            else 2
+            if schedule == "interleaved"
+            else 3,
+        )
+
+
+def faults(cases: list[Case]) -> list[str]:
+    outcomes = parity.run_cases(cases, STEPS)
+    return [
+        f"{each.id}: {fault}"
+        for each, own in zip(cases, outcomes, strict=True)
+        for fault in parity.faults(each, own)
+    ]
+
+
+@pytest.mark.parametrize("each", CORE, ids=lambda each: each.id)
+def test_experts_train_on_a_layout_as_on_one_rank(each: Case) -> None:
+    assert not faults([each])
+
+
+def test_some_experts_get_no_token() -> None:
+    """In the case of idle experts, of which one has no gradient in all of a step."""
+    (idle,) = (each for each in CORE if each.family == "idle experts")
+    model = replace(idle.model, dtype="fp64")
+    weights = parity.reference(model, 1).initial
+    gradients = parity.gradients_at(model, weights, 0)
+    up = torch.from_numpy(gradients["layers.0.mlp.experts.up_proj.weight"]).flatten(1).norm(dim=1)
+    assert (up == 0).any() and (up > 0).any()
+
+
+@pytest.mark.slow
+def test_experts_train_on_every_pair_of_choices_as_on_one_rank() -> None:
+    assert not faults(pairwise_cover(list(every()), 7))
