@@ -10,7 +10,6 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import filled
-from benchmarks.loss import published
 from benchmarks.loss.intervals import Difference, effects, estimate
 from benchmarks.loss.ladder import LADDER, MORE, Rung, halve, parameters, plan
 from benchmarks.loss.plan import Runs
@@ -18,12 +17,13 @@ from benchmarks.loss.report import describe
 from benchmarks.loss.rounding_noise import ALL, CODECS
 from benchmarks.loss.run import Settings
 from benchmarks.loss.variants import BASELINE, VARIANTS
+from megazero.plan import rounding
 
 # Variants here, and what SDP4Bit published of the like.
 BESIDE = {
-    "qgz": published.INT4,
-    "int4-hadamard": published.HADAMARD,
-    "zeropp-hadamard": published.DELTA,
+    "qgz": rounding.INT4,
+    "int4-hadamard": rounding.HADAMARD,
+    "zeropp-hadamard": rounding.DELTA,
 }
 Row = dict[str, Any]
 LOSS_PAGE = Settings()
@@ -168,7 +168,7 @@ class LadderReport:
                 if math.isfinite(gap.upper):
                     panel.plot([x, x], [gap.lower, gap.upper], color=f"C{i}", lw=1)
             if name in BESIDE:
-                what, series = BESIDE[name], published.SDP4BIT
+                what, series = BESIDE[name], rounding.SDP4BIT
                 panel.plot(
                     [each.parameters for each in series], [each.gap(what) for each in series], "s--", lw=0.8,
                     color=f"C{i}", label=f"SDP4Bit: {what}",
