@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megazero.comm.codec import Codec, codec_of
 from megazero.config.layout.outer import BF16_BITS, fragments, outer_coding
 from megazero.config.options.sections import OuterConfig
-from megazero.plan.communication import OUTER_SCALARS, SCALARS
+from megazero.plan.communication import OF_ROUNDING, OUTER_SCALARS, SCALARS
 from megazero.zero import Codecs
 
 BF16, FP32 = 2.0, 4.0  # bytes
@@ -74,7 +74,8 @@ def megazero(shards: tuple[int, int, int], codecs: Codecs, case: Case) -> float:
     n, m, (first, last) = case.elements, case.micro_batches, case.ends
     gathered = 2 * m * n - m * last - (m - 1) * first if p else n if os else 0
     reduced = m * n if g else n if os else 2 * n
-    return case.hop * (gathered * weights + reduced * gradients) + scalars(case)
+    told = SCALARS + OF_ROUNDING * (not codecs.exact)
+    return case.hop * (gathered * weights + reduced * gradients) + scalars(case, told)
 
 
 def outer(config: OuterConfig, case: Case) -> tuple[float, float]:

@@ -26,7 +26,8 @@ from megazero.pp.schedules import Action, Kind, Schedule, sends
 Bytes = Counter[tuple[str, str]]  # (hop kind, link) -> bytes
 ALIGNED = 16  # bytes that parts of a quantised message are filled up to
 GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
-SCALARS = 6 * 8  # squared norm, order hash, two sums of squares for weights and for gradients; fp64
+SCALARS = 2 * 8  # squared norm, order hash; fp64
+OF_ROUNDING = 6 * 8  # where messages are quantised: two sums of squares for weights and gradients, two counts
 OUTER_SCALARS = 4 * 8  # of outer replicas: a hash, two sums of squares, a divisor
 
 
@@ -104,8 +105,9 @@ def model_state(
         out[kind, hop.axis.link] += times * hop.sent
     partial = sum(unit.partial for unit in units)
     out["tp", INTRA] += (grid.tp - 1) * partial * formats.sums
+    told = SCALARS + OF_ROUNDING * (not formats.codecs.exact) + OUTER_SCALARS * (grid.outer > 1)
     for link, rows in grid.rows_sent.items():
-        out["scalar", link] += rows * (SCALARS + OUTER_SCALARS * (grid.outer > 1))
+        out["scalar", link] += rows * told
     return +out
 
 
