@@ -376,8 +376,9 @@ def formula(case: Case, regions, axes) -> dict:
                 add("reduce", link, (size - 1) * size_of(codec, cut(unit, j + 1), 4, 4))
     # Norm, order hash, and squared errors and norms of two kinds, in fp64.
     nodes = prod(sizes) * case.tp // case.per_node
-    add("scalar", "intra_node", (case.per_node - 1) * nodes * 6 * 8)
-    add("scalar", "inter_node", (nodes - 1) * 6 * 8)
+    told = 8 * (2 + 6 * (not case.codecs.exact))  # of a step, and of what rounding lost
+    add("scalar", "intra_node", (case.per_node - 1) * nodes * told)
+    add("scalar", "inter_node", (nodes - 1) * told)
     return out
 
 
