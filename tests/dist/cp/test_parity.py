@@ -76,7 +76,7 @@ def cover(world: int) -> list[Case]:
     return pairwise_cover(list(legal(world)), SEED)
 
 
-# Two ranks, one family each; four with tensor parallelism, a pipeline, copies of key/value heads, two nodes.
+# Two ranks, one family each, experts too; four with tensor parallelism, a pipeline, copies of key/value heads, two nodes.
 BASE = Case(1, 2, 2, "zero1", None, False, 3, False, "odd", "none", "fp64", "llama", cp=2)
 SMALL = (
     replace(BASE, family="llama", dtype="fp32", recompute="selective"),
@@ -85,6 +85,7 @@ SMALL = (
     replace(BASE, family="bloom", shards="zero3", per_node=1),
     replace(BASE, family="gemma2-documents", tied=True, shards="zero3", per_node=1),
     replace(BASE, family="qwen2-window", dtype="fp32", compiled="aot_eager"),
+    replace(BASE, family="shared experts", shards="zero3", per_node=1, recompute="full"),
     replace(BASE, family="bloom", tp=2, per_node=4, sequence_parallel=True, recompute="selective"),
     replace(BASE, family=MULTI_QUERY, dp=4, per_node=4, cp=4, shards="zero3"),
     replace(BASE, family="gemma2-documents", pp=2, per_node=2, schedule="zb-h1", layers=4, recompute="full"),
