@@ -105,9 +105,11 @@ def gather_evidence(
 def _routing(config: RunConfig, records: Sequence[RankRecord], step: int) -> dict[int, np.ndarray]:
     """Return the experts of a step's tokens by layer, [s, samples, k], of one replica's ranks.
 
-    Its samples are in the order of micro-batches, and in each of data-parallel ranks.
+    Its samples are in the order of micro-batches, and in each of data-parallel ranks. Of these, neighbours that share
+    samples have a part of the tokens each, which tensor-parallel ranks may cut again.
     """
-    micro, ranks = config.batch.micro_batch_size, 1 + max(record.dp for record in records)
+    sharing = config.parallel.context_parallel_size
+    micro, ranks = config.batch.micro_batch_size, (1 + max(record.dp for record in records)) // sharing
     found: dict[int, np.ndarray] = {}
     for record in records:
         routing = record.steps[step].routing
@@ -116,7 +118,9 @@ def _routing(config: RunConfig, records: Sequence[RankRecord], step: int) -> dic
             length, _, topk = experts.shape
             shape = (config.model.seq_length, rounds * ranks * micro, topk)
             whole = found.setdefault(layer, np.full(shape, -1, experts.dtype))
-            first, place = length * record.tp % shape[0], (m * ranks + record.dp) * micro
+            batch, part = divmod(record.dp, sharing)
+            own = shape[0] // sharing
+            first, place = part * own + length * record.tp % own, (m * ranks + batch) * micro
             whole[first : first + length, place : place + micro] = experts
     return found
 

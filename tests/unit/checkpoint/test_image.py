@@ -210,7 +210,7 @@ def test_a_disk_is_waited_for_in_small_pieces(tmp_path: Path) -> None:
     """So that a slow one gets on within the time limit: it is told after each piece, written and synced."""
     room, ticks = store.Staging().room(5 << 23, False), []
     image.write_image(tmp_path / "file", room, lambda: ticks.append(1))
-    assert len(ticks) == 2 * 3 + 1
+    assert len(ticks) >= 2 * 3 + 1  # more where the writer waits for a processor
 
 
 def test_a_save_is_complete_where_older_ones_cannot_be_deleted(
