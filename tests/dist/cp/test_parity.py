@@ -76,7 +76,8 @@ def cover(world: int) -> list[Case]:
     return pairwise_cover(list(legal(world)), SEED)
 
 
-# Two ranks, one family each, experts too; four with tensor parallelism, a pipeline, copies of key/value heads, two nodes.
+# Two ranks, one family each, experts too; four with tensor parallelism, a pipeline, copies of key/value heads, two
+# nodes.
 BASE = Case(1, 2, 2, "zero1", None, False, 3, False, "odd", "none", "fp64", "llama", cp=2)
 SMALL = (
     replace(BASE, family="llama", dtype="fp32", recompute="selective"),
