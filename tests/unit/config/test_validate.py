@@ -309,6 +309,7 @@ FLAGS = st.sampled_from([opt.flag for opt in all_options().values()])
 @given(st.lists(st.tuples(FLAGS, WORDS), max_size=6), st.integers(1, 12), st.integers(1, 12))
 @example([("--lr-warmup-fraction", "1e306")], 1, 1)
 @example([("--lr-warmup-fraction", "-1e308")], 1, 1)
+@example([("--load", "0"), ("--model-family", "0")], 1, 2)
 @example([("--pipeline-model-parallel-size", "2"), ("--num-virtual-stages-per-pipeline-rank", "2")], 4, 2)
 @example([("--pipeline-model-parallel-size", "3"), ("--num-layers-per-virtual-pipeline-stage", "0")], 3, 3)
 @example([("--pipeline-model-parallel-size", "2"), ("--pipeline-partition", "-1,5")], 2, 2)
@@ -323,7 +324,7 @@ def test_any_command_line_gives_a_configuration_or_the_list_of_its_faults(extra,
     argv += ["--mock-data", *(word for pair in extra for word in pair)]
     world = World(size, per_node)
     try:
-        config = parse(argv, world)
+        config = begun(parse(argv, world), world)
     except ConfigError as error:
         assert error.errors and all(error.errors)
         return
