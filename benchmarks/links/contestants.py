@@ -106,7 +106,7 @@ def megazero(shards: str, wire: Wire | None = None, joined: int = 1) -> Contesta
         return Running(step, engine.traffic)
 
     def sent(case: volume.Case) -> float:
-        return volume.megazero(factors(case.nodes, case.ranks_per_node), policy.codecs, case)
+        return volume.megazero(factors(case.nodes, case.ranks_per_node), codecs_of(policy.codecs), case)
 
     return Contestant(build, sent, peer=False)
 
