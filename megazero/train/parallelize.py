@@ -251,6 +251,7 @@ def build_pipeline(
     """
 
     def forward(stage: StageSpec, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Run a stage on what the one before sent; the first takes the micro-batch's tokens."""
         x = batch.tokens if x is None else x
         scale = pipeline.loss_factor
         return decoder.run_stage(

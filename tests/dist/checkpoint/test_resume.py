@@ -431,6 +431,8 @@ def started(argv: list[str]) -> tuple[int, int, int]:
         reads.append(file)
         return text(file)
 
+    # A slow training read its older ones when they had settled, in this process.
+    manifest._remembered.cache_clear()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, redirect_stdout(io.StringIO()):
         patch.setattr(manifest, "read_bytes", counted)
         patch.setattr(manifest, "_SETTLED_S", -1.0)  # these checkpoints are young

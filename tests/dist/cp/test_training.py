@@ -63,7 +63,7 @@ def test_a_run_goes_on_over_other_numbers_of_ranks_that_share_samples(tmp_path: 
 
 
 @pytest.mark.slow
-def test_with_pipelines_fp16_and_tensors(tmp_path: Path) -> None:
+def test_with_pipelines_and_tensors(tmp_path: Path) -> None:
     pipelined = {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
     tensors = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
     check(tmp_path, {"num_layers": 4}, [(4, 2, pipelined), (4, 4, tensors), (1, None, {})])
