@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megazero.config.model.section import ModelConfig
 from megazero.models.feed_forward import FeedForward, activation
-from megazero.moe import Decision, Dispatch, grouped_linear, route
+from megazero.moe import Decision, Dispatch, ExpertParallel, grouped_linear, route
 from megazero.tp import TensorParallel
 
 
@@ -22,13 +22,13 @@ class Linear(nn.Module):
 
 
 class Experts(nn.Module):
-    """The matrices of all experts, stacked: of each projection one Parameter [experts, out, in]."""
+    """The matrices of this rank's experts, stacked: of each projection one Parameter [experts, out, in]."""
 
-    def __init__(self, config: ModelConfig, **factory: Any) -> None:
+    def __init__(self, config: ModelConfig, ep: ExpertParallel, **factory: Any) -> None:
         super().__init__()
         assert config.num_experts is not None
         self.config = config
-        count, h, width = config.num_experts, config.hidden_size, config.expert_width
+        count, h, width = len(ep.own(config.num_experts)), config.hidden_size, config.expert_width
         self.gate_proj = Linear(count, width, h, **factory) if config.gated_mlp else None
         self.up_proj = Linear(count, width, h, **factory)
         self.down_proj = Linear(count, h, width, **factory)
@@ -50,16 +50,17 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Computes the sum over a token's experts of p down(f(gate(x)) * up(x)), and what the shared experts add.
 
-    The shared experts are one MLP. Their output may be multiplied by sigmoid(w x).
+    A token's experts may lie on other ranks of ``ep``, to which its row goes. The shared experts are one MLP. Their
+    output may be multiplied by sigmoid(w x).
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ep: ExpertParallel, **factory: Any) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.config = config
+        self.config, self.ep = config, ep
         h, shared = config.hidden_size, config.moe_shared_expert_intermediate_size
         self.router = Linear(config.num_experts, h, **factory)
-        self.experts = Experts(config, **factory)
+        self.experts = Experts(config, ep, **factory)
         self.shared_expert = FeedForward(config, tp, shared, **factory) if shared else None
         gated = shared and config.moe_shared_expert_gate
         self.shared_gate = Linear(1, h, **factory) if gated else None
@@ -71,8 +72,9 @@ class MixtureOfExperts(nn.Module):
         chosen, probabilities = route(
             tokens, self.router.weight, config.moe_router_topk, config.moe_router_pre_softmax, decision
         )
-        dispatch = Dispatch(chosen, config.num_experts)
-        rows = self.experts(dispatch.spread(tokens), dispatch.per_row(probabilities), dispatch.ends)
+        dispatch = Dispatch(chosen, config.num_experts, self.ep, decision.sizes)
+        decision.sizes = dispatch.sizes
+        rows = self.experts(*dispatch.spread(tokens, probabilities), dispatch.ends)
         out = dispatch.collect(rows).view_as(x)
         if self.shared_expert is None:
             return out

@@ -13,6 +13,7 @@ from megazero.checkpoint.placement import Placement, Places, RowRange, Stack
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import ParameterSpec, model_spec
 from megazero.families import TensorNames, grouped_row
+from megazero.moe import ExpertParallel
 from megazero.tp import TensorParallel, VocabShard
 
 
@@ -28,9 +29,13 @@ def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def decoder_placements(
-    c: ModelConfig, tp: TensorParallel, names: TensorNames | None = None
+    c: ModelConfig,
+    tp: TensorParallel,
+    names: TensorNames | None = None,
+    ep: ExpertParallel | None = None,
 ) -> dict[str, Places]:
-    """Map each parameter's name to its placement, for the rank ``tp.rank``; experts' to one for each expert.
+    """Map each parameter's name to its placement, for the rank ``tp.rank``; experts' to one for each expert that
+    ``ep.rank`` holds, which is all by default.
 
     names: those of other tensors than a checkpoint's, such as another program's.
     """
@@ -40,13 +45,15 @@ def decoder_placements(
         if not p.experts:
             tensor, part = names.stored(own)
             fused[tensor][part or 0] = p.shape[0]
-    return {own: _places(c, names, tp, own, p, fused) for own, p in parameters.items()}
+    ep = ep or ExpertParallel()
+    return {own: _places(c, names, tp, ep, own, p, fused) for own, p in parameters.items()}
 
 
 def _places(
     c: ModelConfig,
     names: TensorNames,
     tp: TensorParallel,
+    ep: ExpertParallel,
     own: str,
     p: ParameterSpec,
     fused: Mapping[str, Mapping[int, int]],
@@ -54,7 +61,7 @@ def _places(
     name, part = names.stored(own)
     if not p.experts:
         return _placement(c, names, tp, own, p, name, part, fused)
-    each = [name.format(expert) for expert in range(p.experts)]
+    each = [name.format(expert) for expert in ep.own(p.experts)]
     rows = {one: {0: p.shape[1]} for one in each}
     return Stack(tuple(_placement(c, names, tp, own, p.of_one, one, part, rows) for one in each))
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.moe.dispatch import Sizes
+
 
 @dataclass
 class Decision:
@@ -17,9 +19,11 @@ class Decision:
 
     It is taken once: by the first forward, or beforehand by whoever replays another run. A recompute reads it, since
     rounding may turn a near tie around. experts: [T, k] int32, the likeliest first; None until it is taken.
+    sizes: what ranks that share the experts have told each other of it; None until they have.
     """
 
     experts: Tensor | None = None
+    sizes: Sizes | None = None
 
 
 class _Scores(torch.autograd.Function):

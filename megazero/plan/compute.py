@@ -110,7 +110,7 @@ class Compute:
         self.activation = Activation.of(config, self.width)
         self.tp, self.sharded = self.activation.tp, self.activation.sequence_parallel
         self.tokens = config.batch.micro_batch_size * config.own_length
-        self.spec = padded_spec(config.model, self.tp)
+        self.spec = padded_spec(config.model, self.tp, config.parallel.expert_model_parallel_size)
         layers = {layer.kind: self._layer(layer) for layer in self.spec.layers}
         self.sizes = {EMBEDDING: self._embedding(), **layers, HEAD: self._head()}
         self.times = {kind: self._module(kind, sizes) for kind, sizes in self.sizes.items()}

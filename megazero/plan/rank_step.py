@@ -23,7 +23,7 @@ class RankStep:
         self.units = layout.units(rank)
         self.chains: list[UnitChains] = [layout.chains_of(unit) for unit in self.units.shapes]
         self.left = [micro_batches] * len(self.units.parts)  # backwards to come, by part
-        self.staged = layout.states.g > 1
+        self.staged = any(layout.states.g(unit) > 1 for unit in self.units.shapes)
         self.moving = any(w.gather for w in self.chains)
         self.seen: set[int] = set()  # parts that had their first forward
         self.uses = self._turns(layout.program(rank, micro_batches), ahead)

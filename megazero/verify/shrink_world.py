@@ -14,7 +14,7 @@ class SubLayout:
     """The layout that is run.
 
     shards: the factors P, G and OS. notes: what differs from the configuration, in words; it is empty if nothing
-    does. replicas: the outer ones. cp: the context-parallel size.
+    does. replicas: the outer ones. cp, ep: the context- and the expert-parallel size.
     """
 
     tp: int
@@ -24,6 +24,7 @@ class SubLayout:
     notes: tuple[str, ...] = ()
     replicas: int = 1
     cp: int = 1
+    ep: int = 1
 
 
 def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
@@ -39,7 +40,8 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     shards, replicas = config.shards(world).factors, config.outer_replicas(world)
     if world.world_size <= most:
-        return SubLayout(tp, pp, world, shards, replicas=replicas, cp=cp)
+        ep = parallel.expert_model_parallel_size
+        return SubLayout(tp, pp, world, shards, replicas=replicas, cp=cp, ep=ep)
     if replicas > 1:
         return _fewer_replicas(config, world, most, replicas)
     smaller = _smaller_cuts(config, world)
@@ -60,8 +62,16 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     # As many as there are, or as few as share samples inside a node, or across.
     least = 2 if 1 < cp <= config.data_ranks_per_node(world) else h + 1 if cp > 1 else 1
     legal = [k for k in range(least, min(cp, d) + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
-    c = legal[0]
-    return SubLayout(t, p, small, (p_, g, os), tuple(_notes(config, world, small, (t, p, d, h, c))), cp=c)
+    c, ep = legal[0], parallel.expert_model_parallel_size
+    e = t * smaller[_apart(config)] if ep > 1 else 1
+    notes = _notes(config, world, small, (t, p, d, h, c, e))
+    return SubLayout(t, p, small, (p_, g, os), tuple(notes), cp=c, ep=e)
+
+
+def _apart(config: RunConfig) -> int:
+    """Return how many data-parallel ranks share the experts: a factor or a multiple of every cut."""
+    parallel = config.parallel
+    return max(1, parallel.expert_model_parallel_size // parallel.tensor_model_parallel_size)
 
 
 def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -> SubLayout:
@@ -76,7 +86,7 @@ def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -
 def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:
     """Map each cut of the configuration's data-parallel ranks to the cut of the smaller layout."""
     d, h = config.shard_ranks(world), config.data_ranks_per_node(world)
-    cuts = data_cuts(d, h, config.shards(world).factors)
+    cuts = sorted({*data_cuts(d, h, config.shards(world).factors), _apart(config)})
     out = {1: 1}
     for low, high in zip(cuts, cuts[1:], strict=False):
         ratio = high // low
@@ -111,6 +121,7 @@ def _notes(config: RunConfig, world: World, small: World, sizes: tuple[int, ...]
         ("data-parallel", config.shard_ranks(world), sizes[2]),
         ("data-parallel ranks per node", config.data_ranks_per_node(world), sizes[3]),
         ("context-parallel", parallel.context_parallel_size, sizes[4]),
+        ("expert-parallel", parallel.expert_model_parallel_size, sizes[5]),
         ("nodes", nodes, small.world_size // small.ranks_per_node),
     ]
     changed = [f"{name} {before} -> {after}" for name, before, after in rows if before != after]

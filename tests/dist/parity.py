@@ -138,10 +138,12 @@ def gradients_at(model: Model, weights: Tensors, step: int) -> Tensors:
 class Outcome:
     """What one rank says of a case. slices: by event; losses: own sums; prints: hash of each gathered parameter.
 
-    last: the rank has the last pipeline stage, and losses. graphs: how many torch.compile has made, after each step.
+    place: as of the assembler's pieces. last: the rank has the last pipeline stage, and losses. graphs: how many
+    torch.compile has made, after each step.
     """
 
     tp_rank: int
+    place: int
     last: bool
     losses: list[float]
     norms: list[float]
@@ -206,7 +208,8 @@ def _run(case: Case, config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
     slices["final"] = _masters(engine)
     with engine.gathered():
         prints = {n: _print(p) for n, p in decoder.named_parameters()}
-    return Outcome(mesh.tp.index, pipeline.loss_rank == pipeline.rank, losses, norms, slices, prints, graphs)
+    place, last = mesh.rank % max(mesh.tp.size, mesh.ep.size), pipeline.loss_rank == pipeline.rank
+    return Outcome(mesh.tp.index, place, last, losses, norms, slices, prints, graphs)
 
 
 def _print(p: torch.Tensor) -> str:
@@ -246,15 +249,16 @@ class Mismatch(AssertionError):
 
 
 @cache
-def _assembler(model: Model, tp: int) -> Assembler:
+def _assembler(model: Model, tp: int, ep: int) -> Assembler:
     config = model.config()
-    return Assembler(replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp)))
+    parallel = replace(config.parallel, tensor_model_parallel_size=tp, expert_model_parallel_size=ep)
+    return Assembler(replace(config, parallel=parallel))
 
 
 def assemble(case: Case, outcomes: Sequence[Outcome], event: str) -> Tensors:
     """Whole parameters from all ranks' slices. Raises Mismatch."""
-    pieces = ((o.tp_rank, *piece) for o in outcomes for piece in o.slices[event])
-    found = _assembler(case.model, case.tp).assemble(pieces)
+    pieces = ((o.place, *piece) for o in outcomes for piece in o.slices[event])
+    found = _assembler(case.model, case.tp, case.ep).assemble(pieces)
     wrong = [f"{name}: replicas differ over {over}" for name, over in found.differing.items()] + found.faults
     if wrong:
         raise Mismatch(f"{event} {'; '.join(wrong[:3])}")
@@ -323,13 +327,14 @@ def _curve_faults(case: Case, outcomes: Sequence[Outcome], want: Reference) -> I
 
 def _replica_faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Gathered parameters are the same bits on all data-parallel replicas, replicated ones on all ranks."""
-    assembler = _assembler(case.model, case.tp)
+    assembler = _assembler(case.model, case.tp, case.ep)
     whole = assembler.replicated
     replicas: dict[tuple[str, int], set[str]] = {}
     for o in outcomes:
         for held, fingerprint in o.prints.items():
             name = assembler.name(held)
-            replicas.setdefault((name, 0 if name in whole else o.tp_rank), set()).add(fingerprint)
+            part = 0 if name in whole else assembler.part(name, o.place)
+            replicas.setdefault((name, part), set()).add(fingerprint)
     for (name, _), prints in replicas.items():
         if len(prints) > 1:
             yield f"gathered {name} is not the same bits on all its replicas"

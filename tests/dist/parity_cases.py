@@ -133,6 +133,7 @@ class Case:
     compiled: str | None = None  # --compile-backend
     loss_chunk: int | None = None
     cp: int = 1
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -147,7 +148,7 @@ class Case:
         """(world, tp, (P, G, OS), ranks of a node, ...): cases with equal ones can share a mesh."""
         factors = resolve_shards(_factors(self.shards), self.dp, self.h).factors
         pipeline = (self.pp, self.dp_outermost, self.tied) if self.pp > 1 else ()
-        return self.world, self.tp, factors, self.per_node, self.cp, *pipeline
+        return self.world, self.tp, factors, self.per_node, self.cp, self.ep, *pipeline
 
     @property
     def id(self) -> str:
@@ -161,6 +162,7 @@ class Case:
         words += [
             f"chunks{self.loss_chunk}" if self.loss_chunk else "",
             f"cp{self.cp}" if self.cp > 1 else "",
+            f"ep{self.ep}" if self.ep > 1 else "",
         ]
         return "-".join(word for word in words if word)
 
@@ -182,6 +184,7 @@ class Case:
             "zero_params_lifetime": self.lifetime,
             "micro_batch_size": self.model.batch // (self.dp // self.cp * self.micro_batches),
             "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
             "recompute_granularity": self.recompute,
             "loss_chunk_tokens": self.loss_chunk,
         }
