@@ -282,7 +282,7 @@ def expert_problem(
     legal = [
         k for k in range(1, experts + 1) if not _expert_faults(k, experts, tp, shards, d, h, dp_outermost)
     ]
-    near = min(legal, key=lambda k: (abs(log(k / max(ep, 1))), k))
+    near = min(legal, key=lambda k: (round(abs(log(k / max(ep, 1))), 9), -k))  # of two, that of less memory
     return f"--expert-model-parallel-size {ep}: {', '.join(faults)}; nearest: {near}"
 
 

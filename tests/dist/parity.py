@@ -20,7 +20,10 @@ from torch._dynamo.utils import counters
 from megazero.config import RunConfig, World
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
+from megazero.models.decoder import Decisions
 from megazero.models.positions import Documents
+from megazero.moe import Decision
+from megazero.tp import sequence_slice
 from megazero.train.data.feeding import own_tokens
 from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import (
@@ -34,7 +37,7 @@ from megazero.train.parallelize import (
 from megazero.verify.full_tensors import Assembler
 from megazero.verify.training_run import documents_of
 from tests.dist.capture import capture_gradients, local_slices
-from tests.dist.parity_cases import Case, Model
+from tests.dist.parity_cases import EXPERTS, IDLE_RANKS, Case, Model
 from tests.dist.pool import run_ranks
 
 Slices = list[tuple[str, int, np.ndarray]]  # parameter, first flat element of the rank's own tensor, values
@@ -62,11 +65,19 @@ def samples(config: RunConfig, step: int) -> tuple[torch.Tensor, torch.Tensor, t
     return ids[:, :-1], ids[:, 1:], mask
 
 
+def forced(decoder: Decoder, tokens: torch.Tensor) -> Decisions | None:
+    """Return to which of the first two experts each token of a rank [b, s] goes, where others are to be idle."""
+    if decoder.config.num_experts != EXPERTS[IDLE_RANKS]["num_experts"]:
+        return None
+    own = tokens.t()[sequence_slice(tokens.shape[1], decoder.tp)].reshape(-1, 1)
+    return {i: Decision((own % 2).int()) for stage in decoder.stages for i in stage.layers}
+
+
 def loss_sum(decoder: Decoder, config: RunConfig, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     tokens, labels, mask = batch
     packed = documents_of(config, tokens)
     documents = Documents(packed.get("position_ids"), packed.get("document_starts"))
-    losses = decoder(tokens, labels, documents=documents)
+    losses = decoder(tokens, labels, documents=documents, decisions=forced(decoder, tokens))
     return (losses * mask.to(losses.dtype)).sum()
 
 
@@ -198,7 +209,9 @@ def _run(case: Case, config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
         batch = samples(config, step)
         divisor = batch[2].sum().item()
         engine.begin_step(case.micro_batches, divisor, pipeline.program(case.micro_batches))
-        step_batches = [_own_part(config, batch, r, mesh) for r in _own_rows(case, config, mesh.batch_rank)]
+        step_batches = [
+            _own_part(config, batch, r, mesh, decoder) for r in _own_rows(case, config, mesh.batch_rank)
+        ]
         losses.append(pipeline.step(step_batches).item())
         info = engine.step()
         norms.append(info.grad_norm)
@@ -227,10 +240,13 @@ def _own_rows(case: Case, config: RunConfig, batch_rank: int) -> Iterator[slice]
         yield slice(start, start + size)
 
 
-def _own_part(config: RunConfig, batch: Sequence[torch.Tensor], rows: slice, mesh: Mesh) -> MicroBatch:
+def _own_part(
+    config: RunConfig, batch: Sequence[torch.Tensor], rows: slice, mesh: Mesh, decoder: Decoder
+) -> MicroBatch:
     tokens, labels, mask = (part[rows] for part in batch)
     fields = {"tokens": tokens, "labels": labels, "loss_mask": mask.to(DTYPES[config.precision.params_dtype])}
-    return MicroBatch(**own_tokens({**fields, **documents_of(config, tokens)}, mesh))
+    own = own_tokens({**fields, **documents_of(config, tokens)}, mesh)
+    return MicroBatch(**own, decisions=forced(decoder, own["tokens"]))
 
 
 def _masters(engine: Any) -> Slices:

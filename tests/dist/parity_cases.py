@@ -49,7 +49,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
 }
 # Llama with experts in all layers; in all but the first, with shared experts behind a gate; so many that a
-# micro-batch leaves some without tokens.
+# micro-batch leaves some without tokens; or such that it leaves ranks without.
 EXPERTS: dict[str, dict[str, Any]] = {
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 12},
     "shared experts": {
@@ -57,7 +57,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
         **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
     },
     "idle experts": {"num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "idle ranks": {"num_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True},
 }
+IDLE_RANKS = "idle ranks"  # all tokens go to the first two experts
 SIZES = {
     "num_layers": 2,
     "hidden_size": 16,
