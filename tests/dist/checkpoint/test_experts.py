@@ -1,4 +1,4 @@
-"""Checkpoints of runs whose ranks share experts: bit for bit on other layouts, and nothing of a rank may be missing."""
+"""Checkpoints of runs whose ranks share experts: bit for bit on other layouts, and none of a rank may be missing."""
 
 from __future__ import annotations
 
