@@ -97,9 +97,7 @@ class MixtureOfExperts(nn.Module):
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         config, tokens = self.config, x.flatten(0, 1)
         assert config.num_experts is not None
-        routed = route(
-            tokens, self.router.weight, self.choice, decision, self.router.e_score_correction_bias
-        )
+        routed = route(tokens, self.router.weight, self.choice, decision, self.router.e_score_correction_bias)
         dispatch = Dispatch(routed.experts, config.num_experts)
         rows = self.experts(dispatch.spread(tokens), dispatch.per_row(routed.probabilities), dispatch.ends)
         out = dispatch.collect(rows).view_as(x)
