@@ -120,3 +120,13 @@ def test_initial_values_are_drawn_by_the_names_of_single_experts() -> None:
     assert len(names) == 2 * 4 * 3 and all(torch.equal(one[name], other[name]) for name in names)
     first, second = (one[f"model.layers.1.mlp.experts.{i}.up_proj.weight"] for i in (0, 1))
     assert not torch.equal(first, second) and 0.015 < first.std() < 0.025
+
+
+def test_initial_values_of_experts_in_one_tensor_are_each_its_own() -> None:
+    """Of gate and up projection, too, which are parts of it."""
+    choices = {"model_family": "granitemoe", "max_position_embeddings": 16, "hidden_size": 32}
+    decoder = Decoder(make_model(**{**SIZES, **choices}))
+    decoder.initialize(3)
+    stored = to_hf_state_dict(decoder)["model.layers.1.block_sparse_moe.input_linear.weight"]
+    assert stored.shape == (4, 2 * decoder.config.expert_width, 32)
+    assert 0.015 < stored.std() < 0.025 and len(stored.flatten(0, 1).unique(dim=0)) == 8 * decoder.config.expert_width
