@@ -34,7 +34,6 @@ class Group:
     """
 
     name: str
-    module: Any
     raw: Any
     hops: TwoHops
     replicas: bool

@@ -23,13 +23,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import fsdp2_patch
 from megazero.comm.watch import LossyGradients
 from megazero.patches.checks import GradientSamples
 from tests.dist.pool import run_ranks
-from tests.fsdp2.job import RANKS, Case, Job, Run, patched, train, train_all
+from tests.fsdp2.job import RANKS, Case, Job, Model, Run, experts_on_their_mesh, patched, train, train_all
 
 BF16, FP16 = (torch.bfloat16, torch.float32), (torch.float16, torch.float16)
 EXACT: dict[str, Any] = {}
@@ -62,10 +62,16 @@ CASES = {
     "1d, compiled": Case("1d", 2, compiled=True),
     "1d, frozen": Case("1d", 2, frozen=True),
     "1d, divide": Case("1d", 2, divide=1.0),
+    "1d, experts": Case("1d", 2, experts=2, divide=RANKS),
+    "1d, experts, kept after forward": Case("1d", 2, reshard=False, experts=2, divide=RANKS),
+    "1d, experts, bf16 and fp32": Case("1d", 2, BF16, experts=2, divide=RANKS),
+    "1d, experts of one rank": Case("1d", 2, experts=4, divide=RANKS),
+    "2d, experts": Case("2d", 2, experts=2, divide=RANKS),
+    "2d, experts, bf16 and fp32": Case("2d", 2, BF16, experts=2, divide=RANKS),
     "tp": Case("tp", 2),
     "tp, bf16": Case("tp", 2, BF16),
 }
-ALWAYS = {"2d, 4 micro-batches"}
+ALWAYS = {"2d, 4 micro-batches", "2d, experts"}
 
 
 def cases(always: set[str]) -> list:
@@ -205,6 +211,96 @@ def test_bytes_are_those_of_the_formats() -> None:
     assert 0.5 * n / 4 <= int8["reduce_inter_node_bytes"] <= 0.5625 * padded + 16 * 15
     assert int8["reduce_inter_node_bytes"] == delta["reduce_inter_node_bytes"]
     assert 0.5 * n / 2 <= hsdp["reduce_inter_node_bytes"] <= 0.5625 * (n / 2 + 64 * 30) + 32 * 15
+
+
+def sends_of_experts(mesh: str) -> list[dict[str, dict[str, int]]]:
+    """What this rank sends of experts, of a dense block and in all in the second step, exactly and quantised."""
+    found = []
+    for words in (EXACT, INT4 if mesh == "2d" else {**INT8_INT4, "gradients_intra_node": "int8"}):
+        job = Job(Case(mesh, 4, experts=2, divide=RANKS))
+        names = {"experts": "blocks.0.experts.up", "dense": "blocks.0.dense.up.weight", "all": None}
+        with patched(job.model, words, 2):
+            job.step(0)
+            for name in names.values():
+                fsdp2_patch.counters(name).take()
+            job.step(1)
+            found.append({kind: fsdp2_patch.counters(name).take() for kind, name in names.items()})
+            assert "blocks.1.nothing is no parameter" in refused_count("blocks.1.nothing")
+    return found
+
+
+def refused_count(name: str) -> str:
+    with pytest.raises(ValueError) as error:
+        fsdp2_patch.counters(name)
+    return str(error.value)
+
+
+def test_every_mesh_counts_its_own_bytes() -> None:
+    """Of 8 experts of 2 x 32 x 32 a rank has 4, half of them sharded: it is the one rank of its mesh in its node."""
+    experts = 4 * 2 * 32 * 32
+    parameters = [
+        32,
+        32,
+        32,
+        32,
+        128 * 32,
+        128,
+        32 * 128,
+        32,
+        8 * 32,
+        8,
+    ]  # of norms, dense layers and the gate
+    for exact, coded in run_ranks(RANKS, sends_of_experts, "1d"):
+        assert exact["experts"] == {
+            "reduce_inter_node_bytes": 4 * experts // 2,
+            "refresh_inter_node_bytes": 4 * experts // 2,
+            "intra_node_bytes": 0,
+            "inter_node_bytes": 4 * experts,
+        }
+        assert exact["dense"]["refresh_inter_node_bytes"] == 4 * sum(parameters) // 4
+        assert coded["experts"]["reduce_inter_node_bytes"] == 34 * experts // 2 // 64
+        assert coded["experts"]["refresh_inter_node_bytes"] == 66 * experts // 2 // 64
+        assert coded["experts"]["intra_node_bytes"] == 0 < coded["dense"]["reduce_intra_node_bytes"]
+        blocks = sum(-(-numel // 4 // 64) for numel in parameters)
+        assert coded["dense"]["refresh_inter_node_bytes"] == 66 * blocks
+        for sent in (exact, coded):
+            assert sent["all"]["inter_node_bytes"] > 2 * (
+                sent["experts"]["inter_node_bytes"] + sent["dense"]["inter_node_bytes"]
+            )
+
+
+@pytest.mark.slow
+def test_replicas_of_experts_count_their_own_bytes() -> None:
+    """Two replicas send each other half of a sum, and get half of it back."""
+    for exact, coded in run_ranks(RANKS, sends_of_experts, "2d"):
+        assert exact["experts"]["inter_node_bytes"] == 2 * 4 * (4 * 2 * 32 * 32) // 2
+        assert coded["experts"]["inter_node_bytes"] == 2 * 34 * (4 * 2 * 32 * 32) // 2 // 64
+
+
+def sent_by_stages() -> dict[str, int]:
+    """What a rank sends where the second of two stages alone has experts."""
+    stages = {"pp": 2, "efsdp": 2, "ep": 2}
+    dense = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "fsdp"))["fsdp"]
+    every = init_device_mesh("cpu", (*stages.values(), 1), mesh_dim_names=(*stages, "replicate"))
+    second = dist.get_rank() >= RANKS
+    model = Model(experts=second)
+    placed = (
+        {"shard_placement_fn": experts_on_their_mesh(model, every["replicate", "efsdp", "ep"])}
+        if second
+        else {}
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=dense, **placed)
+    fully_shard(model, mesh=dense)
+    with patched(model, EXACT, 2):
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        return fsdp2_patch.counters().take()
+
+
+@pytest.mark.slow
+def test_stages_may_have_different_groups() -> None:
+    sent = [found["inter_node_bytes"] for found in run_ranks(2 * RANKS, sent_by_stages)]
+    assert len(set(sent[:RANKS])) == len(set(sent[RANKS:])) == 1 and 0 < sent[0] < sent[-1]
 
 
 def written(words: dict[str, Any], how: str, folder: str) -> tuple[list[float], list[float]]:
