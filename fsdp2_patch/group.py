@@ -66,7 +66,7 @@ class Group:
 
     def shards(self) -> list[torch.Tensor]:
         """Return this rank's shard of each parameter, flat, without padding."""
-        return [p.sharded_param.detach().to_local().reshape(-1) for p in self.params]
+        return [p.sharded_param.to_local().detach().reshape(-1) for p in self.params]
 
     @property
     def shard_numel(self) -> int:

@@ -19,7 +19,7 @@ from fsdp2_patch.gradients import ReplicaAllReduce, TwoHopReduceScatter
 from fsdp2_patch.group import Group
 from fsdp2_patch.refusals import effect_problems, group_problems, mesh_problems, nodes_of
 from fsdp2_patch.report import start_line
-from fsdp2_patch.weights import KeptAllGather, settle
+from fsdp2_patch.weights import KeptAllGather, checksums, settle
 from megazero.comm.codec import codecs_of
 from megazero.comm.hops import Channel, Traffic
 from megazero.config.errors import ConfigError
@@ -291,9 +291,10 @@ class Fsdp2Patch:
                 # Of several optimizers that share a group the first one counts.
                 group.updates += group.reduced
                 group.reduced, group.updated = False, True
-        for gather in self.gathers:
-            if id(gather.group) in touched and gather.group.codecs.delta:
-                gather.noted = gather.checksums()
+        written = [gather for gather in self.gathers if id(gather.group) in touched]
+        noted = checksums([gather for gather in written if gather.group.codecs.delta])
+        for gather in written:
+            gather.updated(noted.get(gather))
         interval = self.options.zero_checksum_interval
         for group in self.groups:
             if group.replicas and id(group) in touched and interval and group.updates % interval == 0:

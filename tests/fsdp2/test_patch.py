@@ -26,7 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import fsdp2_patch
+from fsdp2_patch import weights
 from megazero.comm.watch import LossyGradients
+from megazero.kernels.fingerprint import fingerprints
 from megazero.patches.checks import GradientSamples
 from tests.dist.pool import run_ranks
 from tests.fsdp2.job import RANKS, Case, Job, Model, Run, experts_on_their_mesh, patched, train, train_all
@@ -377,6 +379,42 @@ def test_weights_are_not_stale_without_the_models_forward(how: str) -> None:
     """``unshard`` gathers before a forward, a registered method is none, and a part may be called alone."""
     plain = run_ranks(RANKS, written_ahead, None, how)[0]
     assert run_ranks(RANKS, written_ahead, EXACT, how)[0] == pytest.approx(plain, rel=1e-6)
+
+
+def checksums_taken(words: dict[str, Any], micro_batches: int) -> tuple[list[int], int]:
+    """Of how many shards checksums are taken in each of 3 steps and 2 evaluations; bytes that these send across."""
+    job, taken = Job(Case(micro_batches=micro_batches)), [0]
+
+    def counting(values: list[torch.Tensor]) -> torch.Tensor:
+        taken[-1] += len(values)
+        return fingerprints(values)
+
+    with mock.patch.object(weights, "fingerprints", counting), patched(job.model, words, 2):
+        for step in range(3):
+            taken.append(0)
+            job.step(step)
+        fsdp2_patch.counters().take()
+        for _ in range(2):
+            taken.append(0)
+            job.look()
+        return taken[1:], fsdp2_patch.counters().take()["refresh_inter_node_bytes"]
+
+
+def test_checksums_are_taken_only_where_they_are_compared() -> None:
+    """With one micro-batch a step they are not, but in the first, until what is kept is used again."""
+    counts = {
+        name: run_ranks(RANKS, checksums_taken, words, micro_batches)[0]
+        for name, words, micro_batches in (
+            ("one", EXACT, 1),
+            ("two", EXACT, 2),
+            ("differences", DELTA_INT4, 1),
+        )
+    }
+    n = len(list(Model().parameters()))
+    assert counts["one"][0] == [n, 0, 0, 0, n] and counts["two"][0] == [2 * n, 2 * n, 2 * n, n, n]
+    assert counts["differences"][0] == [2 * n, 2 * n, 2 * n, n, n]
+    # The first evaluation sends what the last step made; the second one knows of no checksum, and sends it again.
+    assert counts["one"][1] == 2 * counts["two"][1]
 
 
 def evaluated(words: dict[str, Any] | None) -> list[float]:
