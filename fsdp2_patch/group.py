@@ -89,6 +89,16 @@ class Group:
             self.packings[key] = Packing.of(numels, exact, codec.form.block, shares)
         return replace(codec, exact_dtype=dtype), self.packings[key]
 
+    def check_sums(self, sums: torch.Tensor, params: Sequence[Any], shards: int = 1) -> None:
+        """Raise RuntimeError unless ``sums`` are gradients of these parameters, so many shards, in one dtype."""
+        numel = shards * sum(p.padded_sharded_param_size.numel() for p in params)
+        if not sums.dtype.is_floating_point or sums.numel() != numel:
+            raise RuntimeError(
+                f"fsdp2_patch: FSDP2 reduces gradients of {self.name} in a buffer of {sums.numel()} {sums.dtype}, "
+                f"and not of {numel} numbers of one float dtype: give its parameters one reduce_dtype "
+                "(MixedPrecisionPolicy), or leave the patch out"
+            )
+
     def noise(self) -> Noise:
         """Return the noise of this rank's next messages of gradients, for a codec that rounds at random."""
         self.roundings += 1

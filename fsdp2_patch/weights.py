@@ -25,10 +25,14 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.hops import gather, run_through
 from megazero.kernels.fingerprint import fingerprints
 from megazero.mesh.mesh import all_gather_flat
-from megazero.patches.checks import compare_replicas, refuse_capture
+from megazero.patches.checks import compare_replicas, refuse_recording
 from megazero.zero.rounding import WEIGHTS
 
-CODED = (torch.float32, torch.bfloat16, torch.float16)  # fp8 weights come with scales in the same bytes
+CODED = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # others come as bytes of several dtypes, fp8 with its scales
 
 
 class KeptAllGather(AllGather):
@@ -45,7 +49,7 @@ class KeptAllGather(AllGather):
         self.kept: torch.Tensor | None = None
         self.whole = True
         self.noted: torch.Tensor | None = None
-        self.used_again, self.expected = False, True
+        self.used_again, self.expected, self.told = False, True, False
         # Behind the last use of ``kept``, on whichever stream that was.
         self.used: torch.cuda.Event | None = None
 
@@ -76,7 +80,7 @@ class KeptAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather the input [n] of every rank into the output [nodes * ranks * n]."""
-        refuse_capture(input_tensor.device, "fsdp2_patch")
+        refuse_recording(input_tensor.device, "fsdp2_patch", input_tensor)
         if group is not self.group.shard_group:  # of reshard_after_forward=int, inside a node
             return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
         on_cuda, sent = input_tensor.device.type == "cuda", not self.fresh
@@ -99,6 +103,8 @@ class KeptAllGather(AllGather):
         group, hops, channel = self.group, self.group.hops, self.group.channel
         # Where FSDP2 sends more than the shards (extensions), nobody knows what lies where.
         known = own.dtype in CODED and own.numel() == group.shard_numel
+        if not known and group.codecs.weights is not None:
+            self._tell(own.dtype)
         codec, packing = group.format(group.codecs.weights if known else None, group.params, own.dtype)
         rows = output.view(hops.inter.size, hops.intra.size, -1).transpose(0, 1)
         delta = group.codecs.delta and packing is not None
@@ -132,6 +138,16 @@ class KeptAllGather(AllGather):
                 ]
                 codec.decode(values.view(-1, values.shape[-1]), *regions)
                 packing.unpack([region.view(*shape, -1) for region in regions], rows)
+
+    def _tell(self, dtype: torch.dtype) -> None:
+        """Say once that these weights are sent exactly, though a format was asked for."""
+        if dist.get_rank() == 0 and not self.told:
+            warnings.warn(
+                f"fsdp2_patch: FSDP2 gathers {self.group.name} in a buffer of {dtype} that is not its shards in one "
+                "dtype (several dtypes, fp8 with scales): its weights are sent exactly",
+                stacklevel=2,
+            )
+        self.told = True
 
     def _receive(self, message: torch.Tensor) -> Generator[dist.Work, None, None]:
         """Send the message [m] across nodes; keep every node's."""

@@ -32,6 +32,7 @@ from megazero.kernels.fingerprint import fingerprints
 from megazero.patches.checks import GradientSamples
 from tests.dist.pool import run_ranks
 from tests.fsdp2.job import RANKS, Case, Job, Model, Run, experts_on_their_mesh, patched, train, train_all
+from tests.fsdp2.mixed import give_norms_fp32, policies_of_parameters
 
 BF16, FP16 = (torch.bfloat16, torch.float32), (torch.float16, torch.float16)
 EXACT: dict[str, Any] = {}
@@ -415,6 +416,62 @@ def test_checksums_are_taken_only_where_they_are_compared() -> None:
     assert counts["differences"][0] == [2 * n, 2 * n, 2 * n, n, n]
     # The first evaluation sends what the last step made; the second one knows of no checksum, and sends it again.
     assert counts["one"][1] == 2 * counts["two"][1]
+
+
+def mixed(case: Case, words: dict[str, Any] | None) -> tuple[Run, list[str], str, set[torch.dtype]]:
+    """A run whose parameters have policies of their own, what it warns and prints, and the dtypes of its gathers."""
+    seen = set()
+    with policies_of_parameters(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = Job(case)
+        give_norms_fp32(job.model)
+        with contextlib.redirect_stdout(io.StringIO()) as said, patched(job.model, words, 2):
+            for step in range(case.steps):
+                job.step(step)
+            for module in job.model.blocks:
+                seen |= {out.dtype for p in raw_of(module).fsdp_params for out in p.all_gather_outputs}
+            return job.run(), [str(w.message) for w in caught], said.getvalue(), seen
+
+
+def raw_of(module: nn.Module) -> Any:
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+@pytest.mark.parametrize("mesh", ["1d", pytest.param("2d", marks=pytest.mark.slow)])
+def test_parameters_with_policies_of_their_own(mesh: str) -> None:
+    """What comes as bytes of several dtypes goes exactly, and is said to; sums of one dtype are quantised."""
+    case = Case(mesh, 2, steps=3)
+    plain, *_ = run_ranks(RANKS, mixed, case, None)[0]
+    run, warned, _, dtypes = run_ranks(RANKS, mixed, case, EXACT)[0]
+    assert dtypes == {torch.bfloat16, torch.float32}
+    if mesh == "2d":
+        assert (run.losses, run.shards) == (plain.losses, plain.shards)
+    else:
+        assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert not [text for text in warned if "fsdp2_patch" in text]
+    coded, warned, said, _ = run_ranks(RANKS, mixed, case, INT4 if mesh == "2d" else INT8_INT4)[0]
+    assert coded.losses == pytest.approx(plain.losses, rel=1e-2) and coded.losses != plain.losses
+    told = [text for text in warned if "its weights are sent exactly" in text]
+    assert len(told) == (2 if mesh == "1d" else 0)  # the blocks; the root has no norm
+
+
+def bytes_to_reduce() -> str:
+    """What is said where sums come as bytes of several dtypes, of the right size."""
+    job = Job(Case())
+    with patched(job.model, EXACT, 2):
+        job.step(0)
+        raw = raw_of(job.model.blocks[0])
+        given = torch.zeros(RANKS * sum(p.padded_sharded_param_size.numel() for p in raw.fsdp_params))
+        raw._reduce_scatter_comm.params = raw.fsdp_params
+        for sums in (given.to(torch.uint8), given.view(torch.uint8), given[:-RANKS]):
+            with pytest.raises(RuntimeError) as error:
+                raw._reduce_scatter_comm(given, sums, raw.mesh_info.shard_process_group, dist.ReduceOp.SUM)
+            assert "reduces gradients of blocks.0 in a buffer of" in str(error.value)
+        return str(error.value)
+
+
+def test_sums_of_several_dtypes_are_refused_by_name() -> None:
+    assert "give its parameters one reduce_dtype" in run_ranks(RANKS, bytes_to_reduce)[0]
 
 
 def evaluated(words: dict[str, Any] | None) -> list[float]:
