@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp2_patch import torch_parts
 from fsdp2_patch.gradients import ReplicaAllReduce, TwoHopReduceScatter
 from fsdp2_patch.group import Group
-from fsdp2_patch.refusals import effect_problems, group_problems, mesh_problems, nodes_of
+from fsdp2_patch.refusals import effect_problems, group_problems, mesh_problems, nodes_of, not_sharded
 from fsdp2_patch.report import start_line
 from fsdp2_patch.weights import KeptAllGather, checksums, settle
 from megazero.comm.codec import codecs_of
@@ -142,7 +142,7 @@ class Fsdp2Patch:
     def _problems(self, found: list[ModuleGroup], h: int) -> list[str]:
         """Return what is wrong on this rank, on nodes of h ranks. Later checks stand on earlier ones."""
         if not found:
-            return ["no module of the model was given to fully_shard: call enable() behind that"]
+            return [not_sharded(self.model)]
         lacking = torch_parts.lacking_parts([one.raw for one in found])
         if lacking:
             return [f"torch {torch.__version__} lacks {name}" for name in lacking]

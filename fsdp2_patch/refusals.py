@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from megazero.patches.options import MessageOptions
@@ -17,6 +19,20 @@ DEFAULTS = {"_all_gather_comm": "DefaultAllGather", "_reduce_scatter_comm": "Def
 def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> int:
     """Return on how many nodes a process group has ranks."""
     return len({rank // ranks_per_node for rank in dist.get_process_group_ranks(group)})
+
+
+def not_sharded(model: nn.Module) -> str:
+    """Say what is wrong with a model that has no module of FSDP2's."""
+    for kind in (kind for module in model.modules() for kind in type(module).__mro__):
+        if "megatron_fsdp" in kind.__module__.split(".") or kind is FullyShardedDataParallel:
+            return (
+                f"the model was sharded by {kind.__module__}.{kind.__name__}, whose messages the patch leaves: use "
+                "torch's fully_shard, or Megatron's distributed optimizer with megatron_core_patch"
+            )
+    return (
+        "no module of the model was given to fully_shard: call enable() behind that (a model whose parameters are "
+        "DTensors alone, as a graph trainer makes it, has no messages of FSDP2's)"
+    )
 
 
 def group_problems(name: str, group: Any) -> Iterator[str]:
