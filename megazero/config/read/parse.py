@@ -156,6 +156,8 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
 
 def _configured(said: Layer, world: World | None) -> RunConfig:
     """Return the configuration, with ``said`` in it where what --load names is still to be read."""
+    if said.unread:
+        raise ConfigError(said.errors)
     if said.values.get("load") is None:
         return _judged(said, world, Beginning())
     if said.errors:
