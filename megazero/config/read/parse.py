@@ -71,6 +71,11 @@ def read_layers(flags: Flags) -> Layer:
     return merge([*layers, flags.layer])
 
 
+def make_run(said: Layer, world: World | None = None) -> RunConfig:
+    """Do as ``parse`` does with the values of ``read_layers``, which a command may have changed."""
+    return _configured(said, world)
+
+
 def settle(layer: Layer) -> None:
     """Settle a source's words that are no options: flags of Megatron, or errors with what was probably meant."""
     taken = []
