@@ -63,7 +63,11 @@ def _layout(config: RunConfig, world: World) -> list[str]:
     node, cp = config.ranks_per_node(world), config.parallel.context_parallel_size
     lines = [f"{world.world_size} ranks, {node} per node: {apart}{tp} tensor-parallel x {data}"]
     if cp > 1:
-        lines.append(f"{cp} data-parallel ranks share samples, with {config.own_length} tokens of each")
+        heads, keys = config.context_levels(world)
+        ways = [f"{heads} swap heads for sequence"] * (heads > 1)
+        ways += [f"{keys} {'groups of these' if ways else 'of them'} gather keys and values"] * (keys > 1)
+        own = f"{cp} data-parallel ranks share samples, with {config.own_length} tokens of each"
+        lines.append(f"{own}: {', '.join(ways)}")
     if config.outer.outer_interval:
         lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))
     auto = config.zero.zero_preset == AUTO
