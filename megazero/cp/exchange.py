@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.cp.context import ContextParallel
+from megazero.mesh.mesh import all_gather_flat
 
 
 def swap(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tensor, ...]:
@@ -72,3 +73,13 @@ def _all_to_all(rows: Tensor, cp: ContextParallel) -> Tensor:
     with cp.waits(f"exposed_cp_{cp.link.removesuffix('_node')}"):
         work.wait()
     return out
+
+
+def summed(counts: Tensor, cp: ContextParallel) -> Tensor:
+    """Return the sum of ``counts``, integers of any shape, over the ranks."""
+    if cp.size == 1:
+        return counts
+    cp.count(counts.nbytes)
+    every = counts.new_empty(cp.size, *counts.shape)
+    all_gather_flat(every.view(-1), counts.contiguous().view(-1), group=cp.group)
+    return every.sum(0, dtype=counts.dtype)
