@@ -108,7 +108,8 @@ class ExpertBalance(StepPart):
 
     def _added_up(self, loads: torch.Tensor) -> torch.Tensor:
         for link, sent in self.mesh.grid.added_up(loads.nbytes).items():
-            self.engine.traffic.add("scalar", link, sent)
+            if sent:
+                self.engine.traffic.add("scalar", link, sent)
         with self.engine.waits(self.engine.exchange_hop):
             return self.mesh.add_up(loads)
 

@@ -222,15 +222,21 @@ def _model(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
 
 
 def _experts(m: ModelConfig, tp: int, hidden: int) -> dict[str, Any]:
-    """Keep whether tokens go to one expert, to several or to all, and whether there are shared ones."""
+    """Keep whether tokens go to one expert, to several or to all, or to those of some groups, and whether there are
+    shared ones."""
     if m.num_experts is None:
         return {}
     count = like(m.num_experts, 6)
     topk = count if m.moe_router_topk == m.num_experts else min(like(m.moe_router_topk, 3), count - 1)
+    grouped: dict[str, Any] = {}
+    if m.moe_router_group_topk is not None:
+        count, topk = 8, 3
+        grouped = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     shared = m.moe_shared_expert_intermediate_size
     return {
         "num_experts": count,
         "moe_router_topk": topk,
+        **grouped,
         "moe_ffn_hidden_size": like(m.expert_width, hidden),
         "moe_shared_expert_intermediate_size": shared and tp * like(shared // tp, -(-hidden // tp)),
     }

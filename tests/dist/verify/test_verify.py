@@ -62,10 +62,17 @@ CONTEXT_GRID = (
     "--pipeline-schedule zb-h1"
 )
 
+BALANCED = (
+    f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
+    "--zero-preset zero2 --num-experts 16 --moe-router-topk 4 --moe-router-score-function sigmoid "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0.01 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+)
+
 # Not always; test_the_command_writes_both_files plants the divisor, too.
 LONG = {
     *("lost-activation", "wrong-tied-sum", "wrong-norm-group", "swapped-shard", "wrong-noise"),
-    *("missing-divisor", "unswapped-gradient", "shifted-part"),
+    *("missing-divisor", "unswapped-gradient", "shifted-part", "own-counts", "partial-router"),
 }
 # fault -> (configuration, a check that must fail, words of the likely cause, if one is named)
 SEEN = {
@@ -83,6 +90,9 @@ SEEN = {
     "unswapped-gradient": (CONTEXTS, "Pass 1, exact: gradients", ""),
     "shifted-part": (CONTEXTS, "Pass 1, exact: gradients", ""),
     "doubled-swap": (CONTEXTS, "Pass 1, exact: bytes sent", ""),
+    "recounted-tokens": (BALANCED, "Pass 1, exact: expert loads", ""),
+    "own-counts": (BALANCED, "Pass 1, exact: balance losses", ""),
+    "partial-router": (BALANCED, "Pass 1, exact: gradient replicas", ""),
 }
 
 
@@ -108,6 +118,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 MIXED,
                 CONTEXTS,
                 CONTEXT_GRID,
+                BALANCED,
             )
         ),
     ],
@@ -115,6 +126,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         *("grid", "zeropp", "streamed replicas", "grid, joined layers", "zeropp, fp16"),
         *("outer replicas", "outer replicas of two nodes, INT4"),
         *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
+        "balanced experts",
     ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:
