@@ -8,8 +8,8 @@ from typing import Any
 
 from megazero.families.config_json.missing import EXPERTS, part_of
 
-# They change nothing in the function that a model computes: names, dtypes, tokens of generation, dropout, labels of
-# classifiers, the order of sums. Patterns as of file names.
+# They change nothing in the function that a model computes: names, dtypes, tokens of generation, dropout, losses that
+# balance experts, labels of classifiers, the order of sums. Patterns as of file names.
 INERT = (
     "model_type",
     "architectures",
@@ -49,6 +49,7 @@ INERT = (
     "n_ctx",
     "gradient_checkpointing",
     "reorder_and_upcast_attn",
+    "router_aux_loss_coef",
     "is_llama_config",
     "cache_implementation",
     "is_decoder",
