@@ -146,7 +146,7 @@ _WEIGHTED = {split: f"{split}_weighted_split_paths" for split in SPLITS}
 
 def _experts(config: RunConfig) -> Iterator[str]:
     """Report what is not built together with experts."""
-    parallel, optimizer = config.parallel, config.optimizer.optimizer
+    parallel = config.parallel
     if config.model.num_experts is None:
         return
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
@@ -154,8 +154,6 @@ def _experts(config: RunConfig) -> Iterator[str]:
             f"--num-experts with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
             "--sequence-parallel: without it every rank would compute the experts of all tokens"
         )
-    if OPTIMIZERS[optimizer].by_matrix:
-        yield f"--optimizer {optimizer} does not step experts, which are stacked matrices; nearest: adamw"
     if config.model.moe_router_enable_expert_bias and config.outer.outer_interval:
         yield (
             "--moe-router-enable-expert-bias with --outer-interval: replicas that train apart would count other "

@@ -68,6 +68,8 @@ BALANCED = (
     "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 0.01 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
 )
+# What replicas do with experts, and another optimizer than AdamW.
+EXPERTS_APART = f"{OUTER} --optimizer lion --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.1"
 
 # Not always; test_the_command_writes_both_files plants the divisor, too.
 LONG = {
@@ -119,6 +121,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 CONTEXTS,
                 CONTEXT_GRID,
                 BALANCED,
+                EXPERTS_APART,
             )
         ),
     ],
@@ -126,7 +129,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         *("grid", "zeropp", "streamed replicas", "grid, joined layers", "zeropp, fp16"),
         *("outer replicas", "outer replicas of two nodes, INT4"),
         *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
-        "balanced experts",
+        *("balanced experts", "experts of replicas, lion"),
     ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:
