@@ -81,7 +81,7 @@ class Embedding(nn.Module):
                 )
             own = sequence_slice(tokens.shape[1], self.tp)
             if documents is None or documents.position_ids is None:
-                x = x + self.positions[self.cp.own(length)][own].unsqueeze(1)
+                x = x + self.cp.own(self.positions[:length])[own].unsqueeze(1)
             else:
                 x = x + F.embedding(documents.position_ids.t()[own], self.positions)
         if self.norm is not None:
@@ -187,7 +187,7 @@ class Decoder(nn.Module):
         self.config = config
         self.tp = tp = tp if tp is not None else TensorParallel()
         self.cp = cp = cp if cp is not None else ContextParallel()
-        check_model(config, tp.size, cp.size)
+        check_model(config, tp.size, cp.heads.size)
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
         self.stages = tuple(stages or partition(config.num_layers, 1))
