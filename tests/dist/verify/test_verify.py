@@ -82,7 +82,7 @@ EXPERTS_APART = f"{OUTER} --optimizer lion --num-experts 8 --moe-ffn-hidden-size
 LONG = {
     *("lost-activation", "wrong-tied-sum", "wrong-norm-group", "swapped-shard", "wrong-noise"),
     *("missing-divisor", "unswapped-gradient", "shifted-part", "own-counts", "partial-router"),
-    *("wrong-chunk", "unsummed-keys"),
+    *("wrong-chunk", "unsummed-keys", "recounted-tokens"),
 }
 # fault -> (configuration, a check that must fail, words of the likely cause, if one is named)
 SEEN = {
