@@ -154,6 +154,26 @@ def test_a_loss_scale_changes_no_gradient() -> None:
     assert not torch.allclose(plain[router], without[router])
 
 
+def test_a_skipped_step_moves_no_bias_and_its_tokens_are_forgotten() -> None:
+    values = {**TINY, "num_experts": 4, "moe_ffn_hidden_size": 8, "init_method_std": 0.3}
+    values |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    config = make_config(values, World(1, 1))
+    mesh, tokens = make_mesh(config, World(1, 1), torch.device("cpu")), torch.arange(24).view(2, 12)
+    decoder = build_decoder(config, mesh)
+    engine = shard_decoder(decoder, config, mesh)
+    bias = decoder.layers["0"].mlp.router.e_score_correction_bias
+    for factor, moved in ((torch.inf, False), (1.0, True)):
+        engine.begin_step(1, 24)
+        (decoder(tokens, tokens.roll(-1, 1)).sum() * factor).backward()
+        balance = decoder.balances()[0]
+        load = balance.load.clone()
+        assert load.sum() == 2 * tokens.numel()
+        assert engine.step().skipped is not moved
+        assert bias.any() == moved and not balance.load.any()
+    assert torch.equal(bias, 1e-3 * (load.float().mean() - load).sign())
+    mesh.release()
+
+
 @dataclass
 class Parts:
     parts: list[Any] = field(default_factory=list)
