@@ -91,6 +91,7 @@ def describe(layout: Layout) -> str:
     base, shards = layout.base, layout.shards
     words = [f"TP {base.tp}", f"PP {base.pp}", f"DP {base.d}"]
     words += [f"CP {_levels(base)} of these"] * (base.cp > 1)
+    words += [f"EP {base.ep}"] * (base.ep > 1)
     if base.pp > 1:
         several = f" x {base.virtual}" if base.virtual > 1 else ""
         words.append(f"{base.schedule_name}{several}")
