@@ -11,19 +11,25 @@ from collections.abc import Mapping
 
 from megazero.checkpoint.placement import Placement, Places, RowRange, Stack
 from megazero.config.model.section import ModelConfig
-from megazero.config.model.spec import ParameterSpec, model_spec
+from megazero.config.model.spec import ParameterSpec, model_spec, router_biases
 from megazero.families import TensorNames, grouped_row
 from megazero.tp import TensorParallel, VocabShard
 
 
 def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Map the names of a checkpoint's tensors to their shapes, as stored, in the order of ``named_parameters``.
+    """Map the names of a checkpoint's tensors to their shapes, as stored, in the order of ``Decoder.stored``.
 
     They are Hugging Face's of ``architecture_of(c)``, if there is one: fused and transposed where the family's are,
     with the true vocabulary. A tied head has none.
     """
+    every = [*decoder_placements(c, TensorParallel()).values(), *bias_placements(c).values()]
+    return {p.name: p.shape for places in every for p in places.parts}
+
+
+def bias_placements(c: ModelConfig) -> dict[str, Placement]:
+    """Map the name of each router's bias to its placement. Every tensor-parallel rank holds the whole."""
     return {
-        p.name: p.shape for places in decoder_placements(c, TensorParallel()).values() for p in places.parts
+        own: Placement.plain(c.tensor_names.stored(own)[0], shape) for own, shape in router_biases(c).items()
     }
 
 
