@@ -301,9 +301,12 @@ def _in_files(model: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str
             yield f"{before}.{module}.experts.{number}.{names.get(part, part)}.weight", values
 
 
+BIAS = "e_score_correction_bias"
+
+
 def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What files have of a model: parameters, and the biases by which routers choose experts."""
-    biases = {name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    biases = {name: b for name, b in model.named_buffers() if name.endswith(BIAS)}
     return {**dict(model.named_parameters()), **biases}
 
 
