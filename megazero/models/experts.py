@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.model.section import ModelConfig
+from megazero.cp import ContextParallel, summed
 from megazero.models.feed_forward import FeedForward, activation
-from megazero.moe import Decision, Dispatch, Router, grouped_linear, route
-from megazero.tp import TensorParallel
+from megazero.moe import Balance, BalanceLosses, Decision, Dispatch, Router, grouped_linear, route
+from megazero.tp import TensorParallel, start_all_reduce
 
 
 class Linear(nn.Module):
@@ -82,12 +83,20 @@ class MixtureOfExperts(nn.Module):
     The shared experts are one MLP. Their output may be multiplied by sigmoid(w x).
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        cp: ContextParallel,
+        losses: BalanceLosses,
+        **factory: Any,
+    ) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.config = config
+        self.config, self.tp, self.cp = config, tp, cp
         h, shared = config.hidden_size, config.moe_shared_expert_intermediate_size
         self.router, self.choice = RouterWeights(config, **factory), router_of(config)
+        self.balance = Balance(losses, self.choice, config.num_experts)
         self.experts = Experts(config, **factory)
         self.shared_expert = FeedForward(config, tp, shared, **factory) if shared else None
         gated = shared and config.moe_shared_expert_gate
@@ -98,8 +107,12 @@ class MixtureOfExperts(nn.Module):
         config, tokens = self.config, x.flatten(0, 1)
         assert config.num_experts is not None
         routed = route(tokens, self.router.weight, self.choice, decision, self.router.e_score_correction_bias)
+        probabilities = routed.probabilities
+        if self.training and torch.is_grad_enabled():
+            length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1) * self.cp.size
+            probabilities = self.balance.attach(routed, decision, x.shape[1], length, self._summed)
         dispatch = Dispatch(routed.experts, config.num_experts)
-        rows = self.experts(dispatch.spread(tokens), dispatch.per_row(routed.probabilities), dispatch.ends)
+        rows = self.experts(dispatch.spread(tokens), dispatch.per_row(probabilities), dispatch.ends)
         out = dispatch.collect(rows).view_as(x)
         if self.shared_expert is None:
             return out
@@ -107,3 +120,9 @@ class MixtureOfExperts(nn.Module):
         if self.shared_gate is not None:
             beside = beside * nn.functional.linear(x, self.shared_gate.weight).sigmoid()
         return out + beside
+
+    def _summed(self, counts: Tensor) -> Tensor:
+        """Add up counts over the ranks that share this one's samples."""
+        if self.tp.sharded_sequence:
+            counts = start_all_reduce(counts, self.tp).wait()
+        return summed(counts, self.cp)

@@ -229,7 +229,7 @@ class BaseLayout:
         """
         width, on_host = self.compute.width, self.cluster.on_host
         return [
-            activations(self.config, width, own, self.peaks[rank], on_host, loss_chunk)
+            activations(self.config, width, own, self.peaks[rank], on_host, loss_chunk, self.world)
             for rank, own in enumerate(self.of_rank)
         ]
 
@@ -244,6 +244,7 @@ class BaseLayout:
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
             total += communication.tensor_parallel(self.config, own, schedule[rank], self.activation)
             total += communication.context_parallel(self.config, own, schedule[rank], grid, self.activation)
+            total += communication.expert_balance(self.config, own, schedule[rank], grid)
             out.append(total)
         return out
 
@@ -263,4 +264,5 @@ def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Gr
         parallel.use_tp_pp_dp_mapping,
         config.outer_replicas(world),
         parallel.context_parallel_size,
+        config.context_levels(world)[1],
     )

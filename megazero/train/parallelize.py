@@ -43,6 +43,7 @@ from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
+from megazero.train.expert_balance import ExpertBalance, balance_losses
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
 from megazero.zero.by_matrix import MATRIX
 from megazero.zero.optimizer import OptimizerFactory
@@ -82,6 +83,7 @@ def build_decoder(
         attention_backend=training.attention_backend,
         z_loss=training.z_loss_strength,
         loss_chunk=chunk,
+        balance=balance_losses(config),
         stages=own,
         device="meta",
         dtype=dtype,
@@ -189,7 +191,7 @@ def shard_decoder(
         )
         return replace(traits, **matrices.get(name, {}))
 
-    return zero.shard(
+    engine = zero.shard(
         decoder,
         mesh=mesh,
         policy=policy,
@@ -203,6 +205,10 @@ def shard_decoder(
         timed=timed,
         traffic=decoder.tp.traffic,
     )
+    if config.model.num_experts is not None:
+        rate, each = config.training.moe_router_bias_update_rate, config.logging.moe_per_layer_logging
+        engine.join(ExpertBalance(decoder, engine, rate, each))
+    return engine
 
 
 class MicroBatch(NamedTuple):

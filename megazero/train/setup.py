@@ -21,6 +21,8 @@ from megazero.checkpoint.errors import first_bytes
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World, begun
 from megazero.config.read.beginning import Beginning, read_beginning
+from megazero.config.summary import rounded_summary
+from megazero.convert.card import card_options
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
 from megazero.log.exit_status import ExitStatus, end_folder, forget_status, record_status, status_of
@@ -40,11 +42,18 @@ from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.codec_costs import CodecCosts
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
-from megazero.train.callbacks.reports import CompileNews, Prediction, RoundingWatch, StragglerWatch
+from megazero.train.callbacks.reports import (
+    CompileNews,
+    ExpertReport,
+    Prediction,
+    RoundingWatch,
+    StragglerWatch,
+)
 from megazero.train.callbacks.spikes import SpikeMonitor
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.distributed import find_world, make_mesh, start_rank
+from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast, foresee, room_of
 from megazero.train.nvidia_apex import refuse_without_apex
 from megazero.train.outputs import agree_on_start, open_outputs, report_start
@@ -315,6 +324,9 @@ def prepare(
 
     if length.halt is not None:
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
+    world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
+    said = card_options(config.model.model_family, config.values())
+    progress = progress.started(said, rounded_summary(config, world))
     start = replace(agree_on_start(config, launch, progress), lease=supervisor.lease.holder.owner)
     progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
     first, guard = mesh.rank == 0, partial(supervisor.lease.check, config.logging.log_dir)
@@ -331,6 +343,7 @@ def prepare(
         RoundingWatch(engine.policy.codecs),
         exits,
         Profiler(config, decoder, engine, pipeline, bill),
+        *([ExpertReport(balance)] if (balance := ExpertBalance.of(engine)) else []),
         *([CompileNews()] if config.training.compile else []),
         *([Prediction(forecast)] if forecast else []),
         checkpointing.spikes,

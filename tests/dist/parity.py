@@ -23,6 +23,7 @@ from megazero.models import Decoder
 from megazero.models.positions import Documents
 from megazero.train.data.feeding import own_tokens
 from megazero.train.distributed import make_mesh
+from megazero.train.expert_balance import balance_losses
 from megazero.train.parallelize import (
     DTYPES,
     MicroBatch,
@@ -84,7 +85,8 @@ class Reference:
 
 def _whole_decoder(model: Model) -> Decoder:
     config = model.config()
-    decoder = Decoder(config.model, dtype=DTYPES[model.dtype])
+    balance = replace(balance_losses(config), samples=model.block)
+    decoder = Decoder(config.model, balance=balance, dtype=DTYPES[model.dtype])
     decoder.initialize(config.training.seed)
     return decoder
 

@@ -239,16 +239,23 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
             )
 
 
-def context_parallel(model: ModelConfig, tp: int, cp: int) -> Iterator[str]:
-    """Report heads of a tensor-parallel rank that ``cp`` ranks cannot share evenly."""
+def head_shares(model: ModelConfig, tp: int) -> list[int]:
+    """Return the numbers of ranks that can share the heads of a tensor-parallel rank evenly."""
     heads, groups = model.num_attention_heads // tp, max(1, model.num_query_groups // tp)
-    legal = [k for k in common_divisors(heads) if groups % k == 0 or k % groups == 0]
-    if cp in legal:
+    return [k for k in common_divisors(heads) if groups % k == 0 or k % groups == 0]
+
+
+def context_parallel(
+    model: ModelConfig, tp: int, ranks: int, flag: str = "--context-parallel-size"
+) -> Iterator[str]:
+    """Report heads of a tensor-parallel rank that the ``ranks`` of ``flag`` cannot share evenly."""
+    heads, groups, legal = model.num_attention_heads // tp, max(1, model.num_query_groups // tp), head_shares(model, tp)
+    if ranks in legal:
         return
     of = f" on each of {tp} tensor-parallel ranks" if tp > 1 else ""
     yield (
-        f"--context-parallel-size {cp} does not share {heads} heads over {groups}{of} evenly: each rank attends with "
-        f"its own heads; nearest size that fits: {around(legal, cp)}"
+        f"{flag} {ranks} does not share {heads} heads over {groups}{of} evenly: each rank attends with its own heads; "
+        f"nearest size that fits: {around(legal, ranks)}, or any with --cp-comm-type all_gather"
     )
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from megazero.comm import hops
 from megazero.config import RunConfig
-from megazero.cp import ContextParallel, exchange
+from megazero.cp import ContextParallel, Peers, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
+from megazero.models.experts import MixtureOfExperts
+from megazero.moe import Balance
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
@@ -183,21 +185,68 @@ def _shifted_part(place: Place) -> None:
     """A context-parallel rank takes its part of a sequence for that of the one before."""
     own = ContextParallel.own
 
-    def shifted(cp: ContextParallel, length: int) -> slice:
-        return own(replace(cp, rank=(cp.rank - 1) % cp.size), length)
+    def shifted(cp: ContextParallel, x: Tensor, dim: int = 0) -> Tensor:
+        heads = replace(cp.heads, rank=(cp.heads.rank - 1) % cp.heads.size)
+        return own(replace(cp, heads=heads), x, dim)
 
     place.replace(ContextParallel, "own", shifted)
+
+
+def _wrong_chunk(place: Place) -> None:
+    """Ranks that gather keys take their queries for those of another group."""
+    queries = ContextParallel.queries
+
+    def others(cp: ContextParallel, length: int) -> list[range]:
+        inside, across = (replace(peers, rank=(peers.rank + 1) % peers.size) for peers in cp.keys)
+        return queries(replace(cp, keys=(inside, across)), length)
+
+    place.replace(ContextParallel, "queries", others)
+
+
+def _unsummed_keys(place: Place) -> None:
+    """Of the gradients of gathered keys and values, a rank takes its own."""
+
+    def own(rows: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
+        return exchange._all_to_all(rows, cp, peers)[peers.rank] if peers.size > 1 else rows.squeeze(0)
+
+    place.replace(exchange, "_sum_of_own", own)
 
 
 def _doubled_swap(place: Place) -> None:
     """Every swap of context-parallel ranks is done twice."""
     swap = exchange._all_to_all
 
-    def twice(rows: Tensor, cp: ContextParallel) -> Tensor:
-        swap(rows, cp)
-        return swap(rows, cp)
+    def twice(rows: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
+        swap(rows, cp, peers)
+        return swap(rows, cp, peers)
 
     place.replace(exchange, "_all_to_all", twice)
+
+
+def _recounted_tokens(place: Place) -> None:
+    """A recompute counts its tokens, and adds its losses, once more."""
+    attach = Balance.attach
+
+    def again(balance: Balance, routed: Any, decision: Any, *rest: Any) -> Tensor:
+        decision.counts = None
+        return attach(balance, routed, decision, *rest)
+
+    place.replace(Balance, "attach", again)
+
+
+def _own_counts(place: Place) -> None:
+    """A tensor-parallel rank balances by its own tokens alone."""
+    place.replace(MixtureOfExperts, "_summed", lambda mixture, counts: counts)
+
+
+def _partial_router(place: Place) -> None:
+    """Of the tensor-parallel ranks' gradients of a router each keeps its own."""
+    total = engine_module.sum_partial
+
+    def wrong(runs: Any, *rest: Any) -> None:  # norms have no weight decay, routers have
+        total([run for run in runs if run.traits.options or not run.traits.partial], *rest)
+
+    place.replace(engine_module, "sum_partial", wrong)
 
 
 FAULTS: dict[str, Callable[[Place], None]] = {
@@ -215,4 +264,9 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "unswapped-gradient": _unswapped_gradient,
     "shifted-part": _shifted_part,
     "doubled-swap": _doubled_swap,
+    "recounted-tokens": _recounted_tokens,
+    "own-counts": _own_counts,
+    "partial-router": _partial_router,
+    "wrong-chunk": _wrong_chunk,
+    "unsummed-keys": _unsummed_keys,
 }
