@@ -57,6 +57,7 @@ class FamilyModel(Model):
             **{name: value for name, value in read.items() if value is not None},
             **TRAINING,
             "mock_data": True,
+            "moe_router_bias_update_rate": 0.0,  # transformers moves no bias
             "params_dtype": self.dtype,
             "global_batch_size": self.batch,
         }
