@@ -112,7 +112,10 @@ def test_layers_that_predict_further_tokens_are_left_out_only_where_they_are_set
 
 @pytest.mark.parametrize(
     ("variant", "layers", "compared"),
-    [("smollm3", 5, 4), ("gemma3-linear-capped", 7, 6), ("qwen2-window", 3, 2), ("llama", 3, 2)],
+    [
+        *(("smollm3", 5, 4), ("gemma3-linear-capped", 7, 6), ("qwen2-window", 3, 2), ("llama", 3, 2)),
+        *(("glm4_moe", 4, 2), ("qwen2_moe-dense-layers", 6, 4)),
+    ],
 )
 def test_large_models_are_compared_in_the_first_layers_of_each_kind(
     variant: str, layers: int, compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
