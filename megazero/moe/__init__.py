@@ -2,6 +2,6 @@
 
 from megazero.moe.dispatch import Dispatch
 from megazero.moe.grouped import grouped_linear
-from megazero.moe.routing import Decision, route
+from megazero.moe.routing import Decision, Router, route
 
-__all__ = ["Decision", "Dispatch", "grouped_linear", "route"]
+__all__ = ["Decision", "Dispatch", "Router", "grouped_linear", "route"]

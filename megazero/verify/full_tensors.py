@@ -123,7 +123,7 @@ def _put(out: FullTensors, view: np.ndarray, values: np.ndarray, name: str, over
 def _boxes(placement: Placement, stored: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield (local rows, view of the stored tensor) of each segment."""
     whole = stored.T if placement.transposed else stored
-    if whole.ndim == 2:
+    if whole.ndim > 1:
         whole = whole[:, placement.offset1 : placement.offset1 + placement.local_shape[1]]
     for s in placement.segments:
         yield slice(s.local, s.local + s.length), whole[s.stored : s.stored + s.length]
