@@ -104,7 +104,7 @@ def test_torchtitans_experts(model: str, replicas: int, tmp_path: Path) -> None:
         )
     }
     if replicas == 1:
-        # Sums of fp32 in another order, which AdamW's first steps enlarge: 9e-8 and, with DeepSeek's learning rate, 1.5e-6.
+        # Sums of fp32 in another order, which AdamW's first steps enlarge: 9e-8, and of DeepSeek 1.5e-6.
         close(runs["exact"], runs["plain"], 1e-5)
         for rank in range(4):
             sent = json.loads((tmp_path / "exact" / f"sent{rank}.json").read_text())
