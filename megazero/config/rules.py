@@ -16,7 +16,6 @@ from megazero.config.layout import context_rules, outer_rules, pipeline_rules, w
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
-from megazero.config.model.attention import refusal, wants_of
 from megazero.config.model.published import is_published
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
@@ -45,7 +44,7 @@ def _ramp(config: RunConfig) -> Iterator[str]:
 
 def _lengths(config: RunConfig) -> Iterator[str]:
     """Report sequence lengths that cannot grow this way, or that ranks cannot share."""
-    batch, full = config.batch, config.model.seq_length
+    batch = config.batch
     ramp, steps = batch.rampup_seq_length, batch.seq_length_steps
     if batch.lr_by_tokens and config.training.train_samples is None:
         yield "--lr-by-tokens needs lengths in samples: --train-samples"
@@ -54,15 +53,7 @@ def _lengths(config: RunConfig) -> Iterator[str]:
     if fault := growth_fault(ramp, steps):
         yield fault
         return
-    parts = config.parallel.sequence_parts
-    lengths = (ramp[2], min(ramp[1], full)) if ramp else steps[::2]  # type: ignore[index]
-    odd = next((each for each in lengths if each % parts), None)
-    if odd is not None:
-        yield (
-            f"{odd} tokens of a sample do not divide by the {parts} ranks that share a sequence "
-            "(--context-parallel-size, and tensor-parallel ranks with --sequence-parallel); nearest: "
-            f"{multiples_around(odd, parts)}"
-        )
+    yield from context_rules.ramped(config, config.context_levels(None)[1])
 
 
 def _length(config: RunConfig) -> Iterator[str]:
@@ -327,12 +318,7 @@ def _callbacks(config: RunConfig) -> Iterator[str]:
 
 
 def _attention(config: RunConfig) -> Iterator[str]:
-    """Report a backend that does not compute what the model and the data need, on --device or on any device."""
-    device = None if config.training.device == "auto" else config.training.device
-    bits = int(config.precision.params_dtype[2:])
-    wants = wants_of(config.model, config.data.reset_attention_mask)
-    if error := refusal(config.training.attention_backend, wants, bits, config.model.seq_length, device):
-        yield error
+    yield from context_rules.backend(config, config.context_levels(None)[1])
 
 
 RULES: tuple[Rule, ...] = (

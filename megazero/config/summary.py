@@ -63,7 +63,11 @@ def _layout(config: RunConfig, world: World) -> list[str]:
     node, cp = config.ranks_per_node(world), config.parallel.context_parallel_size
     lines = [f"{world.world_size} ranks, {node} per node: {apart}{tp} tensor-parallel x {data}"]
     if cp > 1:
-        lines.append(f"{cp} data-parallel ranks share samples, with {config.own_length} tokens of each")
+        heads, keys = config.context_levels(world)
+        ways = [f"{heads} swap heads for sequence"] * (heads > 1)
+        ways += [f"{keys} {'groups of these' if ways else 'of them'} gather keys and values"] * (keys > 1)
+        own = f"{cp} data-parallel ranks share samples, with {config.own_length} tokens of each"
+        lines.append(f"{own}: {', '.join(ways)}")
     if config.outer.outer_interval:
         lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))
     auto = config.zero.zero_preset == AUTO
@@ -178,6 +182,19 @@ def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -
     if wire.codings:
         parts.append(f"always exact: parameters of up to {wire.exact_numel:,} elements")
     return " | ".join(parts)
+
+
+def rounded_summary(config: RunConfig, world: World) -> str:
+    """Describe what ranks send in fewer bits than they compute in, or return ""."""
+    wire, outer = config.wire(world), config.outer
+    d, h, shards = config.shard_ranks(world), config.data_ranks_per_node(world), config.shards(world)
+    axes = make_grid(d, h, shards=shards.factors).data_axes
+    parts = [_weights(config.zero, wire, axes)] if wire.weights else []
+    if wire.gradients_intra or wire.gradients_inter:
+        parts.append(_gradients(config.zero, wire, axes, shards.whole_gradients))
+    if (replicas := config.outer_replicas(world)) > 1 and outer.outer_bits < EXACT_BITS:
+        parts.append(outer_summary(outer, replicas, world.world_size // replicas))
+    return "; ".join(parts)
 
 
 def _weights(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from megazero.config.layout import context_rules
 from megazero.config.layout.outer_rules import outer_notes
 from megazero.config.layout.shards import resolve_shards
 from megazero.config.nearest import multiples_around
@@ -42,6 +43,9 @@ def find_errors(
     errors += [line for name, line in _without_effect(config, broken) if all_options()[name].strict]
     if world is not None:
         errors += _layout(config, world, broken)
+        if config.knows_nodes(world):
+            with suppress(Unjudged):
+                errors += context_rules.over_nodes(judged, world)
     if not config.knows_nodes(world) and config.zero.zero_shard:
         errors += _shard_chain(config.zero, config.zero.zero_shard)
     return errors
@@ -54,7 +58,8 @@ def notes_on(config: RunConfig, world: World | None) -> list[str]:
     """
     vain = _without_effect(config, ())
     idle = [line.split("; leave it out")[0] for name, line in vain if not all_options()[name].strict]
-    return [*idle, *outer_notes(config), *_other_lifetime(config, world)]
+    contexts = context_rules.context_notes(config, world)
+    return [*idle, *outer_notes(config), *contexts, *_other_lifetime(config, world)]
 
 
 def idle_options(config: RunConfig) -> list[str]:

@@ -9,8 +9,9 @@ from the innermost out. If the run has outer replicas, each is such a grid on ra
 these the axis 'outer' joins ranks of equal places.
 
 Context parallelism is no axis of the grid but a view: neighbours among the data-parallel ranks share their samples.
-So is expert parallelism: neighbours in the world, tensor-parallel groups and then data-parallel neighbours, share the
-experts. Experts have data-parallel axes of their own, those of the smaller world in which such a group is one rank.
+Innermost are those that swap heads for sequence, outside of them those that gather keys and values. So is expert
+parallelism: neighbours in the world, tensor-parallel groups and then data-parallel neighbours, share the experts.
+Experts have data-parallel axes of their own, those of the smaller world in which such a group is one rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ INTER = "inter_node"
 class AxisSpec:
     """One mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
 
-    ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), 'cp' (``Grid.cp_axis``), 'ep' (``Grid.ep_axis``), or
+    ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), 'cp' (``Grid.cp_axes``), 'ep' (``Grid.ep_axis``), or
     the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
     ``link`` is INTRA if every group of the axis lies inside one node, and otherwise INTER.
     """
@@ -54,8 +55,9 @@ class Grid:
     """The whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first.
 
     With ``dp_outermost``, the data-parallel axes lie outside of pp, not inside. ``outer`` is the number of outer
-    replicas, each of which has ``dp`` data-parallel ranks. ``cp`` is how many of these, in a row, share samples.
-    ``ep`` is how many ranks, in a row, share the experts.
+    replicas, each of which has ``dp`` data-parallel ranks. ``cp`` is how many of these, in a row, share samples,
+    ``cp_keys`` how many groups of these gather each other's keys and values, and ``ep`` how many ranks, in a row,
+    share the experts.
     """
 
     world_size: int
@@ -67,6 +69,7 @@ class Grid:
     dp_outermost: bool = False
     outer: int = 1
     cp: int = 1
+    cp_keys: int = 1
     ep: int = 1
 
     @property
@@ -94,15 +97,23 @@ class Grid:
         return self.outer * self.dp // self.cp
 
     @property
-    def cp_axis(self) -> AxisSpec:
-        """Return the ranks that share samples, each of which has its own part of every sequence. They lie in the
-        data-parallel axes, from the innermost on."""
-        return AxisSpec("cp", "cp", self.cp, self.dp_stride, INTRA if self.cp == self.cp_near else INTER)
+    def cp_axes(self) -> tuple[AxisSpec, AxisSpec, AxisSpec]:
+        """Return the ranks that share samples, innermost first: those that swap heads, then those that gather keys
+        inside a node, then across nodes. They lie in the data-parallel axes, from the innermost on. Only the first
+        axis may have ranks on a node and others beyond (``cp_heads_near``).
+        """
+        heads, near = self.cp // self.cp_keys, min(self.cp, max(1, self.ranks_per_node // self.dp_stride))
+        inside = max(1, near // heads)
+        return (
+            AxisSpec("cp_heads", "cp", heads, self.dp_stride, INTRA if heads <= near else INTER),
+            AxisSpec("cp_keys_intra", "cp", inside, self.dp_stride * heads, INTRA),
+            AxisSpec("cp_keys_inter", "cp", self.cp_keys // inside, self.dp_stride * heads * inside, INTER),
+        )
 
     @property
-    def cp_near(self) -> int:
-        """Return how many of these ranks share a node."""
-        return min(self.cp, max(1, self.ranks_per_node // self.dp_stride))
+    def cp_heads_near(self) -> int:
+        """Return how many of the ranks that swap heads share a node."""
+        return min(self.cp // self.cp_keys, max(1, self.ranks_per_node // self.dp_stride))
 
     @property
     def ep_axis(self) -> AxisSpec:
@@ -241,15 +252,23 @@ def shard_problem(shards: tuple[int, int, int], d: int, h: int) -> str:
     )
 
 
-def context_problem(cp: int, d: int, h: int) -> str:
+def context_problem(cp: int, d: int, h: int, keys: int = 1) -> str:
     """Say what is illegal about ``cp`` of d data-parallel ranks, h to a node, that share samples, with the nearest
-    legal choice. Returns '' if nothing is illegal.
+    legal choice. Returns '' if nothing is illegal. ``keys``: groups of them that gather each other's keys and values.
 
     cp must divide d, so that groups are equal, and divide h or be a multiple of it, so that none straddles a node.
+    Those of a group must lie on one node, if there are several: keys and values are fewer bytes to cross with.
     """
     legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
     if cp in legal:
-        return ""
+        near = min(cp, h)
+        if keys == 1 or near % (cp // keys) == 0:
+            return ""
+        heads = nearest_divisor(near, cp // keys)
+        return (
+            f"--hierarchical-context-parallel-sizes {cp // keys} {keys}: of the ranks that swap heads a node holds "
+            f"{near}; nearest: {heads} {cp // heads}"
+        )
     why = f"{h} of them per node" if d % cp == 0 else "which it does not divide"
     near = min(legal, key=lambda k: (abs(log(k / cp)), k))
     return f"--context-parallel-size {cp} over {d} data-parallel ranks, {why}; nearest: {near}"
@@ -308,6 +327,31 @@ def _expert_faults(
     return faults
 
 
+def own_spans(length: int, rank: int, heads: int, keys: int) -> list[range]:
+    """Return the positions in a sequence of ``length`` tokens of one of ``heads`` x ``keys`` ranks that share it.
+
+    With ``keys`` groups of ranks a sequence has 2 x keys chunks, and a group has one from the beginning and its mirror
+    image from the end: causal attention is the same work for each. The ranks of a group cut its chunks, joined, in
+    their order.
+    """
+    group, place = divmod(rank, heads)
+    chunk, share = length // (2 * keys), length // (heads * keys)
+    chunks = (
+        [range(length)]
+        if keys == 1
+        else [range(i * chunk, (i + 1) * chunk) for i in (group, 2 * keys - 1 - group)]
+    )
+    own, before = [], 0
+    for each in chunks:
+        part = each[max(0, place * share - before) : max(0, (place + 1) * share - before)]
+        own += [part] if part else []
+        before += len(each)
+    assert sum(map(len, own)) * heads * keys == length, (
+        f"{length} tokens: config/layout/context_rules.py refuses"
+    )
+    return own
+
+
 def _shard_faults(shards: tuple[int, int, int], d: int, h: int) -> list[str]:
     if min(shards) < 1:
         return ["factors are at least 1"]
@@ -362,6 +406,7 @@ def make_grid(
     dp_outermost: bool = False,
     outer: int = 1,
     cp: int = 1,
+    cp_keys: int = 1,
     ep: int = 1,
 ) -> Grid:
     """Cut the world into named axes.
@@ -369,17 +414,18 @@ def make_grid(
     ``shards`` is (P, G, OS), which is how many data-parallel ranks share one copy of parameters, gradients,
     optimizer states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by
     role and link, e.g. 'os_inter', and at most one of each exists. ``outer`` is the number of outer replicas, which
-    are groups of whole nodes. ``cp`` data-parallel ranks in a row share samples, ``ep`` ranks in a row the experts.
-    Raises ValueError for sizes that do not divide and for factors that are illegal.
+    are groups of whole nodes. ``cp`` data-parallel ranks in a row share samples, ``cp_keys`` groups of which gather
+    keys. ``ep`` ranks in a row share experts. Raises ValueError for sizes that do not divide and for factors that are
+    illegal.
     """
     if outer > 1:
         inside = replica_size(world_size, ranks_per_node, outer)
-        one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost, cp=cp, ep=ep)
+        one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost, cp=cp, cp_keys=cp_keys, ep=ep)
         axis = AxisSpec("outer", "outer", outer, inside, INTER)
         return replace(one, world_size=world_size, axes=(axis, *one.axes), outer=outer)
     h = data_ranks_per_node(world_size, ranks_per_node, tp, pp, dp_outermost)
     d = world_size // (tp * pp)
-    problem = shard_problem(shards, d, h) or context_problem(cp, d, h)
+    problem = shard_problem(shards, d, h) or context_problem(cp, d, h, cp_keys)
     if problem := problem or expert_problem(ep, ep, tp, shards, d, h, dp_outermost):
         raise ValueError(problem)
     data = _sub_axes(d, h, shards, tp * pp if dp_outermost else tp)
@@ -389,7 +435,7 @@ def make_grid(
     tensor = AxisSpec("tp", "tp", tp, 1, INTRA)
     axes = [*data[::-1], pipeline, tensor] if dp_outermost else [pipeline, *data[::-1], tensor]
     assert prod(a.size for a in axes) == world_size
-    return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(axes), dp_outermost, cp=cp, ep=ep)
+    return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(axes), dp_outermost, 1, cp, cp_keys, ep)
 
 
 def _sub_axes(d: int, h: int, shards: tuple[int, int, int], stride: int) -> list[AxisSpec]:

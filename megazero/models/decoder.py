@@ -9,7 +9,7 @@ with the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +28,7 @@ from megazero.models.dropout import NO_DROPOUT, dropout_of_layers, key_words, ke
 from megazero.models.experts import Experts
 from megazero.models.initialization import init_tensor
 from megazero.models.layer import DecoderLayer, make_norm, soft_cap
-from megazero.models.placements import decoder_placements
+from megazero.models.placements import bias_placements, decoder_placements
 from megazero.models.positions import Documents, Positions
 from megazero.moe import Decision, ExpertParallel
 from megazero.pp.partition import StageSpec, partition
@@ -81,7 +81,7 @@ class Embedding(nn.Module):
                 )
             own = sequence_slice(tokens.shape[1], self.tp)
             if documents is None or documents.position_ids is None:
-                x = x + self.positions[self.cp.own(length)][own].unsqueeze(1)
+                x = x + self.cp.own(self.positions[:length])[own].unsqueeze(1)
             else:
                 x = x + F.embedding(documents.position_ids.t()[own], self.positions)
         if self.norm is not None:
@@ -188,7 +188,7 @@ class Decoder(nn.Module):
         self.tp = tp = tp if tp is not None else TensorParallel()
         self.cp = cp = cp if cp is not None else ContextParallel()
         self.ep = ep = ep if ep is not None else ExpertParallel()
-        check_model(config, tp.size, cp.size)
+        check_model(config, tp.size, cp.heads.size)
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
         self.stages = tuple(stages or partition(config.num_layers, 1))
@@ -342,11 +342,16 @@ class Decoder(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.copy_(value(name))
 
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors held here that checkpoints have: parameters, and then routers' biases."""
+        yield from self.named_parameters()
+        yield from self.named_buffers()
+
     def placements(self) -> dict[str, Places]:
-        """Map each parameter held here to its place in the family's Hugging Face tensors, tied weights once."""
-        whole = decoder_placements(self.config, self.tp, ep=self.ep)
+        """Map each of ``stored`` to its place in the family's Hugging Face tensors, tied weights once."""
+        whole = {**decoder_placements(self.config, self.tp, ep=self.ep), **bias_placements(self.config)}
         tied = self.tied_ends()
-        return {name: whole[tied.get(name, name)] for name, _ in self.named_parameters()}
+        return {name: whole[tied.get(name, name)] for name, _ in self.stored()}
 
     def replicated_parameters(self) -> set[str]:
         """Return the parameters that several ranks of the tp axis hold (they count once in a norm)."""

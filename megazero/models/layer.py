@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
-from megazero.cp import ContextParallel, swap, swap_back
+from megazero.cp import ContextParallel, gather, swap, swap_back
 from megazero.models.attention import attend
 from megazero.models.dropout import NO_DROPOUT, Key, LayerDropout, keyed_dropout
 from megazero.models.experts import MixtureOfExperts
@@ -47,7 +47,7 @@ class Attention(nn.Module):
     """Causal self-attention. Its heads are split over the tp axis, and its key/value heads may be grouped.
 
     With fewer key/value heads than ranks, neighbouring ranks hold the one that their query heads share. Each of the
-    cp ranks attends to whole samples with its share of these heads.
+    cp ranks attends to whole samples with its share of these heads, and of the queries.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Attention(nn.Module):
         if tables.rotary is not None:
             q, k = (Rotate.apply(x, *tables.rotary, self.config.rotary_interleaved) for x in (q, k))
         q, k, v = swap(q, k, v, self.cp)
+        k, v = gather(k, v, self.cp)
         out = attend(q, k, v, tables.attention, self.config.attention_dropout, key)
         return swap_back(out, self.cp).flatten(2)
 

@@ -3,6 +3,6 @@
 from megazero.moe.context import ExpertParallel
 from megazero.moe.dispatch import Dispatch, Sizes
 from megazero.moe.grouped import grouped_linear
-from megazero.moe.routing import Decision, route
+from megazero.moe.routing import Decision, Router, route
 
-__all__ = ["Decision", "Dispatch", "ExpertParallel", "Sizes", "grouped_linear", "route"]
+__all__ = ["Decision", "Dispatch", "ExpertParallel", "Router", "Sizes", "grouped_linear", "route"]

@@ -230,7 +230,7 @@ class BaseLayout:
         """
         width, on_host = self.compute.width, self.cluster.on_host
         return [
-            activations(self.config, width, own, self.peaks[rank], on_host, loss_chunk)
+            activations(self.config, width, own, self.peaks[rank], on_host, loss_chunk, self.world)
             for rank, own in enumerate(self.of_rank)
         ]
 
@@ -265,5 +265,6 @@ def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Gr
         parallel.use_tp_pp_dp_mapping,
         config.outer_replicas(world),
         parallel.context_parallel_size,
+        config.context_levels(world)[1],
         parallel.expert_model_parallel_size,
     )

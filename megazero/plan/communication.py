@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from megazero.comm.wire import Codecs, Coding
 from megazero.config import RunConfig
@@ -379,33 +380,62 @@ def context_parallel(
     grid: Grid,
     activation: Activation,
 ) -> Bytes:
-    """Return the bytes of the swaps of heads for sequence in the layers of these stages."""
+    """Return the bytes of swaps of heads for sequence, and of gathers of keys, in the layers of these stages."""
+    out: Bytes = Counter()
     if grid.cp == 1:
-        return Counter()
+        return out
     layers = {stage.index: len(stage.layers) for stage in stages}
-    forward, backward = map(sum, layer_swaps(config, activation))
-    row = sum(forward * layers[a.stage] for a in actions if a.kind == Kind.FORWARD)
-    row += sum(backward * layers[a.stage] for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT))
-    return Counter({("cp", INTRA): row * (grid.cp_near - 1), ("cp", INTER): row * (grid.cp - grid.cp_near)})
+    forward, backward = layer_exchanges(config, grid, activation)
+    for made, kinds in ((forward, (Kind.FORWARD,)), (backward, (Kind.BACKWARD, Kind.INPUT))):
+        times = sum(layers[action.stage] for action in actions if action.kind in kinds)
+        for exchange in made:
+            for link, others in exchange.others.items():
+                out["cp", link] += exchange.row * others * times
+    return out
 
 
-def layer_swaps(config: RunConfig, activation: Activation) -> tuple[list[int], list[int]]:
-    """Return the swaps in a layer's forward and in its backward: the bytes that each sends to one other rank.
+class ContextExchange(NamedTuple):
+    """An exchange of context-parallel ranks along ``axis``, in which each sends ``row`` bytes to each of the others,
+    of whom so many lie beyond each link. gathers: all receive the same; else each its own, summed or not.
+    """
+
+    axis: AxisSpec
+    others: dict[str, int]
+    row: int
+    gathers: bool = False
+
+
+def layer_exchanges(
+    config: RunConfig, grid: Grid, activation: Activation
+) -> tuple[list[ContextExchange], list[ContextExchange]]:
+    """Return the exchanges in a layer's forward and in its backward.
 
     Queries, keys and values go to the ranks of their heads, and attention's output comes back. Where ranks outnumber
-    the key/value heads, each receives a copy. A recompute repeats both, but of attention alone not the way back,
-    which nothing reads.
+    the key/value heads, each receives a copy. With several groups the keys and values that a rank has then are gathered,
+    across nodes and then inside the node, and their gradients are summed the other way round. A recompute repeats all,
+    but of attention alone not the way back, which nothing reads.
     """
-    model, ranks = config.model, config.parallel.context_parallel_size
-    groups = max(1, model.num_query_groups // activation.tp)
+    model, (heads, inside, across) = config.model, grid.cp_axes
     queries = model.query_projection_size // activation.tp
-    keys = max(groups, ranks) * model.kv_channels
-    channel = (
-        activation.length * activation.samples * activation.width
-    )  # bytes of one, over the rank's tokens
-    there, back = (channel * channels // ranks for channels in (queries + 2 * keys, queries))
-    again = {"full": [there, back], "selective": [there]}.get(config.training.recompute_granularity, [])
-    return [there, back], [*again, back, there]
+    keys = max(model.num_query_groups // activation.tp, heads.size) * model.kv_channels
+    # Bytes of a channel over the rank's tokens.
+    channel = activation.length * activation.samples * activation.width
+    near = grid.cp_heads_near
+    beyond = {INTRA: near - 1, INTER: heads.size - near}
+    there, back = (
+        [ContextExchange(heads, beyond, channel * channels // heads.size)] * (heads.size > 1)
+        for channels in (queries + 2 * keys, queries)
+    )
+    hops = ((across, INTER, 1), (inside, INTRA, across.size))  # of so many ranks' keys
+    gathers = [
+        ContextExchange(axis, {link: axis.size - 1}, 2 * keys * channel * size, True)
+        for axis, link, size in hops
+        if axis.size > 1
+    ]
+    sums = [each._replace(gathers=False) for each in gathers[::-1]]
+    again = {"full": [*there, *gathers, *back], "selective": [*there, *gathers]}
+    repeated = again.get(config.training.recompute_granularity, [])
+    return [*there, *gathers, *back], [*repeated, *back, *sums, *there]
 
 
 def expert_parallel(

@@ -19,14 +19,15 @@ from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
-from megazero.mesh.grid import AxisSpec, Grid
+from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
 from megazero.plan.communication import (
     Activation,
+    ContextExchange,
     Formats,
     UnitShape,
     expert_rows,
     has_loss_chunks,
-    layer_swaps,
+    layer_exchanges,
     module_sums,
 )
 from megazero.plan.seconds import INTER_SITE, Collectives
@@ -133,7 +134,8 @@ class Compute:
         kinds = layer_kinds(model, layer.places)
         # Keys of a query. With a mask kernels compute the hidden half, too; documents' lengths are not known.
         choice, on_host = self.config.training.attention_backend, self.cluster.on_host
-        backend = planned(model, choice, documents, 8 * self.width, on_host)
+        chunks = self.grid is not None and self.grid.cp_keys > 1
+        backend = planned(model, choice, documents, 8 * self.width, on_host, chunks)
         dense = needs_mask(model, backend, documents)
         windows = [length / 2 if kind.window is None else kind.window + BAND for kind in kinds]
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
@@ -242,22 +244,24 @@ class Compute:
         return forward, backward
 
     def _context_parallel(self) -> tuple[float, float]:
-        """Return the seconds of a layer's swaps, forward and backward. Of a swap across nodes what crosses counts, at
-        the rate of the slowest link.
+        """Return the seconds of a layer's swaps and gathers, forward and backward. Of a swap across nodes what crosses
+        counts, at the rate of the slowest link.
         """
-        grid, collectives = self.grid, self.collectives
+        grid = self.grid
         if grid is None or grid.cp == 1:
             return 0.0, 0.0
-        others = grid.cp - (grid.cp_near if grid.cp > grid.cp_near else 1)
-        site = collectives.link_of(grid.cp_axis) == INTER_SITE
-
-        def seconds(row: int) -> float:
-            if site:
-                return collectives.of_axis("exchange", grid.cp_axis, row * (grid.cp - 1)).seconds
-            return collectives.cost("exchange", grid.cp, grid.cp // grid.cp_near, row * others).seconds
-
-        forward, backward = (sum(map(seconds, rows)) for rows in layer_swaps(self.config, self.activation))
+        both = layer_exchanges(self.config, grid, self.activation)
+        forward, backward = (sum(map(self._exchange, exchanges)) for exchanges in both)
         return forward, backward
+
+    def _exchange(self, exchange: ContextExchange) -> float:
+        axis, across = exchange.axis, exchange.others.get(INTER, 0)
+        operation = "gather" if exchange.gathers else "exchange"
+        if self.collectives.link_of(axis) == INTER_SITE:
+            return self.collectives.of_axis(operation, axis, exchange.row * (axis.size - 1)).seconds
+        counted = exchange.row * (across or axis.size - 1)
+        nodes = axis.size // (1 + exchange.others.get(INTRA, 0))
+        return self.collectives.cost(operation, axis.size, nodes, counted).seconds
 
 
 def _between(points: Sequence[tuple[float, float, float]], at: float) -> tuple[float, float]:

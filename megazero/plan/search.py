@@ -305,11 +305,19 @@ class Search:
         if bases is not None or not short or PARALLEL[-1] in self.values:
             return best
         self.share_samples()
-        return self._best(number, self.bases())
+        best = self._best(number, self.bases())
+        if not best:
+            self.share_samples(across=True)
+            best = self._best(number, self.bases())
+        return best
 
-    def share_samples(self) -> None:
-        """Try layouts in which ranks of a node share samples, beside those that have been tried."""
-        self.contexts = common_divisors(self.cluster.ranks_per_node)
+    def share_samples(self, across: bool = False) -> None:
+        """Try layouts in which ranks of a node share samples, or those of several nodes, beside those that have been
+        tried.
+        """
+        inside, world = self.cluster.ranks_per_node, self.cluster.world_size
+        found = common_divisors(world) if across else common_divisors(inside)
+        self.contexts = [k for k in found if k < inside or k % inside == 0]
 
     def _best(self, number: int, bases: Iterable[BaseLayout]) -> list[Found]:
         """Do as ``best`` says.
@@ -361,7 +369,7 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
         "use_tp_pp_dp_mapping": False,
     }
     search = Search({**most, **values}, cluster, "exact")
-    search.share_samples()
+    search.share_samples(across=True)
     best: Layout | None = None
     for base in search.bases():
         shard = search.given_shards(base) if search.shards_given else (base.d, base.d, base.d)

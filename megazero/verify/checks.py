@@ -13,7 +13,7 @@ import numpy as np
 
 from megazero.config import RunConfig
 from megazero.config.layout.wire import Wire
-from megazero.mesh.grid import AxisSpec
+from megazero.mesh.grid import AxisSpec, own_spans
 from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, ExpertRows, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
 from megazero.verify.recorder import RoundingRecord, UnitSlice, digest, rounded_name
@@ -109,20 +109,21 @@ def _routing(config: RunConfig, records: Sequence[RankRecord], step: int) -> dic
     Its samples are in the order of micro-batches, and in each of data-parallel ranks. Of these, neighbours that share
     samples have a part of the tokens each, which tensor-parallel ranks may cut again.
     """
-    sharing = config.parallel.context_parallel_size
+    (heads, keys), length = config.context_levels(None), config.model.seq_length
+    sharing = heads * keys
     micro, ranks = config.batch.micro_batch_size, (1 + max(record.dp for record in records)) // sharing
     found: dict[int, np.ndarray] = {}
     for record in records:
         routing = record.steps[step].routing
         rounds = 1 + max((m for _, m in routing), default=0)
         for (layer, m), experts in routing.items():
-            length, _, topk = experts.shape
-            shape = (config.model.seq_length, rounds * ranks * micro, topk)
+            tokens, _, topk = experts.shape
+            shape = (length, rounds * ranks * micro, topk)
             whole = found.setdefault(layer, np.full(shape, -1, experts.dtype))
             batch, part = divmod(record.dp, sharing)
-            own = shape[0] // sharing
-            first, place = part * own + length * record.tp % own, (m * ranks + batch) * micro
-            whole[first : first + length, place : place + micro] = experts
+            own = np.concatenate([np.array(span) for span in own_spans(length, part, heads, keys)])
+            first, place = tokens * record.tp % len(own), (m * ranks + batch) * micro
+            whole[own[first : first + tokens], place : place + micro] = experts
     return found
 
 

@@ -11,8 +11,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from megazero.checkpoint.placement import Placement, Places, Stack
+from megazero.checkpoint.placement import Placement, Places
 from megazero.config import RunConfig
+from megazero.config.model.spec import model_spec
 from megazero.models.placements import decoder_placements
 from megazero.moe import ExpertParallel
 from megazero.tp import TensorParallel
@@ -66,7 +67,7 @@ class Assembler:
 
         Each tensor-parallel rank has one of its own.
         """
-        shared = self.ep > 1 and isinstance(self.one_rank[name], Stack)
+        shared = self.ep > 1 and model_spec(self.config.model).parameters[name].experts
         return place if shared else place % self.tp
 
     def name(self, held: str) -> str:
@@ -146,7 +147,7 @@ def _put(out: FullTensors, view: np.ndarray, values: np.ndarray, name: str, over
 def _boxes(placement: Placement, stored: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield (local rows, view of the stored tensor) of each segment."""
     whole = stored.T if placement.transposed else stored
-    if whole.ndim == 2:
+    if whole.ndim > 1:
         whole = whole[:, placement.offset1 : placement.offset1 + placement.local_shape[1]]
     for s in placement.segments:
         yield slice(s.local, s.local + s.length), whole[s.stored : s.stored + s.length]

@@ -135,11 +135,20 @@ class Case:
     compiled: str | None = None  # --compile-backend
     loss_chunk: int | None = None
     cp: int = 1
+    keys: int = 1  # groups of these that gather keys
     ep: int = 1
 
     @property
     def world(self) -> int:
         return self.pp * self.tp * self.dp
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """How the ranks that share samples attend to whole ones."""
+        heads = self.cp // self.keys
+        if heads > 1 and self.keys > 1:
+            return {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (heads, self.keys)}
+        return {"cp_comm_type": ("a2a" if self.keys == 1 else "all_gather",)} if self.cp > 1 else {}
 
     @property
     def h(self) -> int:
@@ -150,7 +159,7 @@ class Case:
         """(world, tp, (P, G, OS), ranks of a node, ...): cases with equal ones can share a mesh."""
         factors = resolve_shards(_factors(self.shards), self.dp, self.h).factors
         pipeline = (self.pp, self.dp_outermost, self.tied) if self.pp > 1 else ()
-        return self.world, self.tp, factors, self.per_node, self.cp, self.ep, *pipeline
+        return self.world, self.tp, factors, self.per_node, self.cp, self.keys, self.ep, *pipeline
 
     @property
     def id(self) -> str:
@@ -163,7 +172,7 @@ class Case:
         words += [self.compiled or ""]
         words += [
             f"chunks{self.loss_chunk}" if self.loss_chunk else "",
-            f"cp{self.cp}" if self.cp > 1 else "",
+            f"cp{self.cp // self.keys}x{self.keys}" if self.cp > 1 else "",
             f"ep{self.ep}" if self.ep > 1 else "",
         ]
         return "-".join(word for word in words if word)
@@ -186,6 +195,7 @@ class Case:
             "zero_params_lifetime": self.lifetime,
             "micro_batch_size": self.model.batch // (self.dp // self.cp * self.micro_batches),
             "context_parallel_size": self.cp,
+            **self.way,
             "expert_model_parallel_size": self.ep,
             "recompute_granularity": self.recompute,
             "loss_chunk_tokens": self.loss_chunk,

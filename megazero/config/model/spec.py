@@ -427,6 +427,14 @@ def _experts(c: ModelConfig) -> Block:
     )
 
 
+def router_biases(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Map the names of the routers' biases to their shapes. They are fp32 and no parameters: steps count for them."""
+    if config.num_experts is None or not config.moe_router_enable_expert_bias:
+        return {}
+    name, kinds = "layers.{}.mlp.router.e_score_correction_bias", enumerate(layer_kinds(config))
+    return {name.format(i): (config.num_experts,) for i, kind in kinds if kind.experts}
+
+
 # -- counts ----------------------------------------------------------------------------------------------
 
 

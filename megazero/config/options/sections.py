@@ -33,11 +33,12 @@ class ParallelConfig:
     )
     cp_comm_type: tuple[str, ...] | None = option(
         None,
-        "how they attend to whole samples: a2a swaps heads for sequence before attention and swaps back after it. "
-        "all_gather, p2p and a2a+p2p, which send keys and values, are not built (default: a2a)",
+        "how they attend to whole samples: a2a swaps heads for sequence before attention and back after it, "
+        "all_gather gathers keys and values, a2a+p2p does both. p2p, and the default: a2a for as many ranks as there "
+        "are heads for and as share a node, all_gather for the rest",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
-        None, "U G of a2a+p2p: ranks that swap heads, and ranks that send keys and values"
+        None, "U G of a2a+p2p: ranks that swap heads, and groups of these that gather keys and values"
     )
     expert_model_parallel_size: int = option(
         1,
@@ -87,11 +88,6 @@ class ParallelConfig:
     def model_ranks(self) -> int:
         """Return how many ranks hold a model together: tensor- and pipeline-parallel ones."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-
-    @property
-    def sequence_parts(self) -> int:
-        """Return into how many parts ranks cut a sequence between the layers' linears."""
-        return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
 
 @dataclass(frozen=True)

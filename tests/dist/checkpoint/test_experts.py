@@ -23,6 +23,7 @@ MODEL = {
     **TINY,
     **{"model_family": "qwen3_moe", "num_layers": 4, "num_experts": 8, "moe_router_topk": 2},
     **{"moe_ffn_hidden_size": 12, "eval_iters": 0, "device": "cpu", "train_iters": 2, "save_interval": 2},
+    "lr_warmup_iters": 0,
 }
 STAGES = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
 TENSORS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

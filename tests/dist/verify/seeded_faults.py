@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megazero.comm import hops
 from megazero.config import RunConfig
-from megazero.cp import ContextParallel, exchange
+from megazero.cp import ContextParallel, Peers, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.models.experts import Experts
 from megazero.moe import ExpertParallel, dispatch
@@ -185,19 +185,40 @@ def _shifted_part(place: Place) -> None:
     """A context-parallel rank takes its part of a sequence for that of the one before."""
     own = ContextParallel.own
 
-    def shifted(cp: ContextParallel, length: int) -> slice:
-        return own(replace(cp, rank=(cp.rank - 1) % cp.size), length)
+    def shifted(cp: ContextParallel, x: Tensor, dim: int = 0) -> Tensor:
+        heads = replace(cp.heads, rank=(cp.heads.rank - 1) % cp.heads.size)
+        return own(replace(cp, heads=heads), x, dim)
 
     place.replace(ContextParallel, "own", shifted)
+
+
+def _wrong_chunk(place: Place) -> None:
+    """Ranks that gather keys take their queries for those of another group."""
+    queries = ContextParallel.queries
+
+    def others(cp: ContextParallel, length: int) -> list[range]:
+        inside, across = (replace(peers, rank=(peers.rank + 1) % peers.size) for peers in cp.keys)
+        return queries(replace(cp, keys=(inside, across)), length)
+
+    place.replace(ContextParallel, "queries", others)
+
+
+def _unsummed_keys(place: Place) -> None:
+    """Of the gradients of gathered keys and values, a rank takes its own."""
+
+    def own(rows: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
+        return exchange._all_to_all(rows, cp, peers)[peers.rank] if peers.size > 1 else rows.squeeze(0)
+
+    place.replace(exchange, "_sum_of_own", own)
 
 
 def _doubled_swap(place: Place) -> None:
     """Every swap of context-parallel ranks is done twice."""
     swap = exchange._all_to_all
 
-    def twice(rows: Tensor, cp: ContextParallel) -> Tensor:
-        swap(rows, cp)
-        return swap(rows, cp)
+    def twice(rows: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
+        swap(rows, cp, peers)
+        return swap(rows, cp, peers)
 
     place.replace(exchange, "_all_to_all", twice)
 
@@ -294,6 +315,8 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "unswapped-gradient": _unswapped_gradient,
     "shifted-part": _shifted_part,
     "doubled-swap": _doubled_swap,
+    "wrong-chunk": _wrong_chunk,
+    "unsummed-keys": _unsummed_keys,
     "dropped-expert-reduction": _dropped_expert_reduction,
     "wrong-expert-offset": _wrong_expert_offset,
     "norm-without-experts": _norm_without_experts,

@@ -56,7 +56,14 @@ STREAMED_GRID = (
 )
 MIXED = f"{NODES} --zero-preset zero3 --outer-interval 8 --outer-fragments 3 --outer-mixing 0.5"
 
-CONTEXTS = f"{NODES} --context-parallel-size 4 --zero-preset zero3 --recompute-granularity selective"
+CONTEXTS = f"{NODES} --context-parallel-size 4 --cp-comm-type a2a --zero-preset zero3"
+CONTEXTS += " --recompute-granularity selective"
+KEYS = CONTEXTS.replace("a2a", "all_gather")  # inside nodes, and across
+BOTH_WAYS = CONTEXTS.replace("--cp-comm-type a2a", "")  # swaps inside nodes, gathered keys across
+BOTH_OF_TENSORS = (
+    f"{NODES} --context-parallel-size 4 --zero-preset hpz --tensor-model-parallel-size 2 --sequence-parallel "
+    "--world-size 8 --ranks-per-node 4"
+)
 CONTEXT_GRID = (
     f"{GRID} --world-size 16 --ranks-per-node 4 --context-parallel-size 2 --zero-preset hpz "
     "--pipeline-schedule zb-h1"
@@ -72,7 +79,7 @@ SHARED_GRID = (
 # Not always; test_the_command_writes_both_files plants the divisor, too.
 LONG = {
     *("lost-activation", "wrong-tied-sum", "wrong-norm-group", "swapped-shard", "wrong-noise"),
-    *("missing-divisor", "unswapped-gradient", "shifted-part"),
+    *("missing-divisor", "unswapped-gradient", "shifted-part", "wrong-chunk", "unsummed-keys"),
     *("dropped-expert-reduction", "wrong-expert-offset", "stale-sizes", "doubled-dispatch"),
 }
 # fault -> (configuration, a check that must fail, words of the likely cause, if one is named)
@@ -90,7 +97,9 @@ SEEN = {
     "unmixed-replicas": (STREAMED, "Pass 1, outer steps: weights after outer steps", ""),
     "unswapped-gradient": (CONTEXTS, "Pass 1, exact: gradients", ""),
     "shifted-part": (CONTEXTS, "Pass 1, exact: gradients", ""),
-    "doubled-swap": (CONTEXTS, "Pass 1, exact: bytes sent", ""),
+    "doubled-swap": (BOTH_WAYS, "Pass 1, exact: bytes sent", ""),
+    "wrong-chunk": (KEYS, "Pass 1, exact: gradients", ""),
+    "unsummed-keys": (KEYS, "Pass 1, exact: gradients", ""),
     "dropped-expert-reduction": (SHARED, "Pass 1, exact: gradients", ""),
     "wrong-expert-offset": (SHARED, "Pass 1, exact: gradients", ""),
     "norm-without-experts": (SHARED, "Pass 1, exact: gradient norm", ""),
@@ -121,6 +130,8 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 MIXED,
                 CONTEXTS,
                 CONTEXT_GRID,
+                KEYS,
+                BOTH_OF_TENSORS,
                 SHARED_ZEROPP,
                 SHARED_GRID,
             )
@@ -130,6 +141,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         *("grid", "zeropp", "streamed replicas", "grid, joined layers", "zeropp, fp16"),
         *("outer replicas", "outer replicas of two nodes, INT4"),
         *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
+        *("gathered keys", "swaps and gathered keys"),
         *("shared experts, zeropp", "grid of shared experts"),
     ],
 )
