@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -196,7 +197,12 @@ class AdamW:
         self.parameters, self.master, self.clip = list(parameters), master, clip
         copies = (p.detach().to(torch.float32, copy=True) for p in self.parameters)
         self.held = list(copies) if master else self.parameters
-        self.optimizer = ADAMW(self.held)
+        groups = defaultdict[object, list[torch.Tensor]](
+            list
+        )  # DTensors of two meshes have no common operation
+        for held in self.held:
+            groups[getattr(held, "device_mesh", None)].append(held)
+        self.optimizer = ADAMW([{"params": group} for group in groups.values()])
 
     @torch.no_grad()
     def step(self) -> None:

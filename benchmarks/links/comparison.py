@@ -146,7 +146,8 @@ def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
     model = decoder(shape, "meta")
     sizes = [sum(p.numel() for module in unit for p in module.parameters()) for unit in model.units()]
     small = sum(p.numel() for p in model.parameters() if p.numel() <= EXACT_NUMEL)
-    return Case(tuple(sizes), shape.micro_batches, nodes, ranks_per_node, small)
+    experts = sum(p.numel() for each in model.experts_of(model.layers.values()) for p in each.parameters())
+    return Case(tuple(sizes), shape.micro_batches, nodes, ranks_per_node, small, experts)
 
 
 def refuse_others(stored: dict[str, Any], facts: dict[str, Any]) -> None:

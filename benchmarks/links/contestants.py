@@ -110,7 +110,8 @@ def megazero(shards: str, wire: Wire | None = None, joined: int = 1, shared: boo
         return Running(step, engine.traffic)
 
     def sent(case: volume.Case) -> float:
-        return volume.megazero(factors(case.nodes, case.ranks_per_node), codecs_of(policy.codecs), case)
+        own = case if shared else replace(case, experts=0)
+        return volume.megazero(factors(case.nodes, case.ranks_per_node), codecs_of(policy.codecs), own)
 
     return Contestant(build, sent, peer=False)
 
@@ -236,7 +237,11 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
         # Its shards are fp32, cast to bf16 for the gather.
         return Running(torch_step(model, AdamW(model.parameters(), False), shape, where, quiet))
 
-    sent = partial(volume.hsdp, once=once) if hybrid else partial(volume.fsdp2, once=once, keep=keep)
+    def sent(case: volume.Case) -> float:
+        if hybrid:
+            return volume.hsdp(case, once)
+        return volume.fsdp2(replace(case, experts=0), once, keep)
+
     return Contestant(build, sent, shards=True, plain=not once)
 
 
@@ -254,17 +259,17 @@ def fsdp2_experts() -> Contestant:
         for each in experts:
             fully_shard(each, mesh=mesh, mp_policy=precision)
             each.set_gradient_divide_factor(world)
+            each.set_force_sum_reduction_for_comms(True)  # gloo has no sum of multiples
         for module in (*model.layers.values(), model):
             fully_shard(module, mesh=_kept_mesh(world_group(), where.type, (world,)), mp_policy=precision)
-        inside = {id(p) for each in experts for p in each.parameters()}
 
         def clip(held: list[torch.Tensor]) -> None:
-            own = [p for p in held if id(p) in inside]
-            norms = [total_norm(own), total_norm([p for p in held if id(p) not in inside])]
-            squared = norms[0].square()
+            own, others = ([p for p in held if (p.device_mesh is mesh) is apart] for apart in (True, False))
+            squared = total_norm(own).square()
             dist.all_reduce(squared, group=ep.axis.gather_group)
-            norm = (squared + norms[1].square()).sqrt()
-            torch.nn.utils.clip_grads_with_norm_(held, CLIP, norm)
+            norm = (squared + total_norm(others).square()).sqrt()
+            for each in (own, others):
+                torch.nn.utils.clip_grads_with_norm_(each, CLIP, norm)
 
         return Running(torch_step(model, AdamW(model.parameters(), False, clip), shape, where))
 
