@@ -97,7 +97,9 @@ def diloco(case: Case, width: float) -> float:
 
 
 def fsdp2(case: Case, once: bool, keep: bool) -> float:
-    """Return FSDP2's bytes, which shards shared experts over the nodes. The root's unit, first and last layer, stays gathered from forward to backward."""
+    """Return FSDP2's bytes, which shards shared experts over the nodes. The root's unit, first and last layer, stays
+    gathered from forward to backward.
+    """
     root, m = sum(case.ends), case.micro_batches
     gathers, reductions = 1 if keep else 2 * m, 2 * (1 if once else m)
     gathered = gathers * case.elements - (0 if keep else m * root)
