@@ -482,6 +482,26 @@ megazero/moe/routing.py
 - wide = torch.promote_types(x.dtype, torch.float32)
 + wide = x.dtype
   scores are in bf16
+- return scores if bias is None else scores + bias
++ return scores
+  a bias chooses nothing
+- ranks = self._within(ranks, self._group_sums(ranks).topk(self.group_topk).indices)
++ pass
+  experts of all groups are chosen
+
+megazero/moe/balance.py
+- losses, first = self.losses, decision.counts is None
++ losses, first = self.losses, True
+  a recompute counts its tokens once more
+- return grad, grad.new_full((), ctx.scale), None
++ return grad, grad.new_full((), 1.0), None
+  losses of more micro-batches weigh more
+- keys = (sample // (samples // blocks) * count).unsqueeze(-1) + experts
++ keys = (sample % blocks * count).unsqueeze(-1) + experts
+  tokens are counted in other blocks than theirs
+- bias.add_((load.sum() - len(load) * load).sign().to(bias.dtype), alpha=rate)
++ bias.add_((len(load) * load - load.sum()).sign().to(bias.dtype), alpha=rate)
+  a bias moves to what is full
 
 megazero/moe/dispatch.py
 - self.order = flat.argsort(stable=True)

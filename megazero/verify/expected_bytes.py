@@ -102,6 +102,7 @@ class ExpectedBytes:
         total += communication.pipeline(schedule, grid, rank, activation)
         total += communication.tensor_parallel(config, decoder.stages, schedule[pp], activation)
         total += communication.context_parallel(config, decoder.stages, schedule[pp], grid, activation)
+        total += communication.expert_balance(config, decoder.stages, schedule[pp], grid)
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
 
     def _meetings(
