@@ -139,11 +139,21 @@ def _experts(config: RunConfig) -> Iterator[str]:
     """Report what is not built together with experts."""
     parallel = config.parallel
     if config.model.num_experts is None:
+        if parallel.expert_model_parallel_size > 1:
+            yield (
+                f"--expert-model-parallel-size {parallel.expert_model_parallel_size} needs --num-experts, which the "
+                "ranks share; nearest: 1"
+            )
         return
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield (
             f"--num-experts with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
             "--sequence-parallel: without it every rank would compute the experts of all tokens"
+        )
+    if parallel.expert_model_parallel_size > 1 and OPTIMIZERS[config.optimizer.optimizer].by_matrix:
+        yield (
+            f"--optimizer {config.optimizer.optimizer} does not step experts that --expert-model-parallel-size "
+            f"{parallel.expert_model_parallel_size} ranks share; nearest: 1, or --optimizer adamw"
         )
     if config.model.moe_router_enable_expert_bias and config.outer.outer_interval:
         yield (

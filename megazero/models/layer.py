@@ -19,7 +19,7 @@ from megazero.models.feed_forward import FeedForward
 from megazero.models.norm import LayerNorm, RMSNorm, split_rms_norm
 from megazero.models.positions import LayerTables
 from megazero.models.rotary import Rotate
-from megazero.moe import BalanceLosses, Decision
+from megazero.moe import BalanceLosses, Decision, ExpertParallel
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
 
@@ -118,6 +118,7 @@ class DecoderLayer(nn.Module):
         config: ModelConfig,
         tp: TensorParallel,
         cp: ContextParallel,
+        ep: ExpertParallel,
         recompute: str,
         experts: BalanceLosses | None = None,
         **factory: Any,
@@ -137,7 +138,7 @@ class DecoderLayer(nn.Module):
         self.mlp: FeedForward | MixtureOfExperts = (
             FeedForward(config, tp, **factory)
             if experts is None
-            else MixtureOfExperts(config, tp, cp, experts, **factory)
+            else MixtureOfExperts(config, tp, cp, ep, experts, **factory)
         )
         self.mlp_output_norm = norm("mlp_output_norm")
 

@@ -68,6 +68,13 @@ CONTEXT_GRID = (
     f"{GRID} --world-size 16 --ranks-per-node 4 --context-parallel-size 2 --zero-preset hpz "
     "--pipeline-schedule zb-h1"
 )
+EXPERTS = "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 768"
+SHARED = f"{NODES} {EXPERTS} --expert-model-parallel-size 2 --zero-preset zero3 --recompute-granularity full"
+SHARED_ZEROPP = f"{ZEROPP} {EXPERTS} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 512"
+SHARED_GRID = (
+    f"{EIGHT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--pipeline-schedule zb-h1 --ranks-per-node 4 --expert-model-parallel-size 4 --zero-preset zero2"
+)
 
 BALANCED = (
     f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
@@ -82,7 +89,8 @@ EXPERTS_APART = f"{OUTER} --optimizer lion --num-experts 8 --moe-ffn-hidden-size
 LONG = {
     *("lost-activation", "wrong-tied-sum", "wrong-norm-group", "swapped-shard", "wrong-noise"),
     *("missing-divisor", "unswapped-gradient", "shifted-part", "own-counts", "partial-router"),
-    *("wrong-chunk", "unsummed-keys"),
+    *("wrong-chunk", "unsummed-keys", "recounted-tokens"),
+    *("dropped-expert-reduction", "wrong-expert-offset", "stale-sizes", "doubled-dispatch"),
 }
 # fault -> (configuration, a check that must fail, words of the likely cause, if one is named)
 SEEN = {
@@ -105,6 +113,11 @@ SEEN = {
     "doubled-swap": (BOTH_WAYS, "Pass 1, exact: bytes sent", ""),
     "wrong-chunk": (KEYS, "Pass 1, exact: gradients", ""),
     "unsummed-keys": (KEYS, "Pass 1, exact: gradients", ""),
+    "dropped-expert-reduction": (SHARED, "Pass 1, exact: gradients", ""),
+    "wrong-expert-offset": (SHARED, "Pass 1, exact: gradients", ""),
+    "norm-without-experts": (SHARED, "Pass 1, exact: gradient norm", ""),
+    "stale-sizes": (SHARED, "Pass 1, exact: gradients", ""),
+    "doubled-dispatch": (SHARED, "Pass 1, exact: bytes sent", ""),
 }
 
 
@@ -134,6 +147,8 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 EXPERTS_APART,
                 KEYS,
                 BOTH_OF_TENSORS,
+                SHARED_ZEROPP,
+                SHARED_GRID,
             )
         ),
     ],
@@ -143,6 +158,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
         *("balanced experts", "experts of replicas, lion"),
         *("gathered keys", "swaps and gathered keys"),
+        *("shared experts, zeropp", "grid of shared experts"),
     ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:

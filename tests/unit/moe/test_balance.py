@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.config import World, make_config
 from megazero.models import Decoder, make_model
 from megazero.moe import Balance, BalanceLosses, Decision, Router, route
 from megazero.moe.balance import counted, move_bias
+from megazero.train.distributed import make_mesh
 from megazero.train.expert_balance import ExpertBalance, LayerBalance, StepBalance, memory_explained
+from megazero.train.parallelize import build_decoder, shard_decoder
+from tests.sizes import TINY
 from tests.unit.moe.test_moe import BIASED, drawn
 
 LENGTH, SAMPLES, E, H = 5, 6, 8, 4
@@ -118,6 +122,56 @@ def test_a_step_is_counted_once_and_an_evaluation_never(recompute: str) -> None:
         assert 0.9 < balance.values[0] < 2 and balance.values[1] > 0
     decoder.eval()(tokens)
     assert all(balance.load.sum() == 2 * tokens.numel() for balance in decoder.balances().values())
+
+
+def test_a_loss_scale_changes_no_gradient() -> None:
+    """A step's divisor has the scale, and so has what is attached: both are powers of 2, so bits are the same."""
+    values = {
+        **TINY,
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 8,
+        "micro_batch_size": 2,
+        "params_dtype": "fp32",
+    }
+    values |= {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.25}
+    config = make_config(values, World(1, 1))
+    mesh, tokens = make_mesh(config, World(1, 1), torch.device("cpu")), torch.arange(24).view(2, 12)
+    found = []
+    for scale, coefficient in ((1.0, 0.5), (1024.0, 0.5), (1.0, 0.0)):
+        training = replace(config.training, moe_aux_loss_coeff=coefficient)
+        own = replace(config, training=training)
+        decoder = build_decoder(own, mesh)
+        engine = shard_decoder(decoder, own, mesh)
+        engine.begin_step(2, 64 * scale)
+        for batch in (tokens, tokens.flip(1)):
+            (decoder(batch, batch.roll(-1, 1)).sum() * scale).backward()
+        found.append({name: gradient.clone() for name, gradient in engine.gradients()})
+        engine.step()
+        mesh.release()
+    plain, scaled, without = found
+    assert all(torch.equal(gradient, scaled[name]) for name, gradient in plain.items())
+    router = "layers.0.mlp.router.weight"
+    assert not torch.allclose(plain[router], without[router])
+
+
+def test_a_skipped_step_moves_no_bias_and_its_tokens_are_forgotten() -> None:
+    values = {**TINY, "num_experts": 4, "moe_ffn_hidden_size": 8, "init_method_std": 0.3}
+    values |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    config = make_config(values, World(1, 1))
+    mesh, tokens = make_mesh(config, World(1, 1), torch.device("cpu")), torch.arange(24).view(2, 12)
+    decoder = build_decoder(config, mesh)
+    engine = shard_decoder(decoder, config, mesh)
+    bias = decoder.layers["0"].mlp.router.e_score_correction_bias
+    for factor, moved in ((torch.inf, False), (1.0, True)):
+        engine.begin_step(1, 24)
+        (decoder(tokens, tokens.roll(-1, 1)).sum() * factor).backward()
+        balance = decoder.balances()[0]
+        load = balance.load.clone()
+        assert load.sum() == 2 * tokens.numel()
+        assert engine.step().skipped is not moved
+        assert bias.any() == moved and not balance.load.any()
+    assert torch.equal(bias, 1e-3 * (load.float().mean() - load).sign())
+    mesh.release()
 
 
 @dataclass

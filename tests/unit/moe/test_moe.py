@@ -125,13 +125,13 @@ def test_rows_go_to_their_experts_and_back() -> None:
         [torch.randperm(E - 1, generator=torch.Generator().manual_seed(i))[:K] for i in range(T)]
     )
     dispatch = Dispatch(experts, E)  # the last expert gets none
-    rows = dispatch.spread(x)
+    shares = drawn(T, K, seed=3).requires_grad_()
+    rows, of_rows = dispatch.spread(x, shares)
     owners = sorted((int(e), t) for t, own in enumerate(experts) for e in own)
     assert torch.equal(rows, x[[t for _, t in owners]])
     assert dispatch.ends.tolist() == [sum(e <= last for e, _ in owners) for last in range(E)]
-    shares = drawn(T, K, seed=3).requires_grad_()
     factors = torch.tensor([e + 1.0 for e, _ in owners], dtype=torch.float64)
-    out = dispatch.collect(rows * (dispatch.per_row(shares) * factors)[:, None])
+    out = dispatch.collect(rows * (of_rows * factors)[:, None])
     wanted = x * (shares * (experts + 1)).sum(1, keepdim=True)
     assert torch.allclose(out, wanted, rtol=1e-12)
     grad = drawn(T, H, seed=4)
