@@ -28,11 +28,8 @@ from megazero.mesh.mesh import all_gather_flat
 from megazero.patches.checks import compare_replicas, refuse_recording
 from megazero.zero.rounding import WEIGHTS
 
-CODED = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # others come as bytes of several dtypes, fp8 with its scales
+# Weights in several dtypes come as bytes, as do fp8 ones with their scales.
+CODED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class KeptAllGather(AllGather):
