@@ -2,7 +2,7 @@
 
 from megazero.moe.balance import Balance, BalanceLosses
 from megazero.moe.context import ExpertParallel
-from megazero.moe.dispatch import Dispatch, Sizes
+from megazero.moe.dispatch import Dispatch, RowCounts
 from megazero.moe.grouped import grouped_linear
 from megazero.moe.routing import Decision, Router, route
 
@@ -13,7 +13,7 @@ __all__ = [
     "Dispatch",
     "ExpertParallel",
     "Router",
-    "Sizes",
+    "RowCounts",
     "grouped_linear",
     "route",
 ]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.moe.dispatch import Sizes
+from megazero.moe.dispatch import RowCounts
 
 _LEAST = 1e-20  # added to sums of sigmoids that divide, as in Megatron and DeepSeek-V3
 
@@ -29,7 +29,7 @@ class Decision:
     experts: Tensor | None = None
     plain: Tensor | None = None
     counts: Tensor | None = None
-    sizes: Sizes | None = None
+    sizes: RowCounts | None = None
 
 
 @dataclass(frozen=True)

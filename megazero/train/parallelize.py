@@ -163,10 +163,10 @@ def matrix_traits(decoder: Decoder, config: RunConfig) -> dict[str, dict[str, An
     return {name: {MATRIX: True, "split": dim if whole else None} for name, dim in decoder.matrices().items()}
 
 
-def make_units(decoder: Decoder, config: RunConfig, mesh: Mesh) -> list[zero.UnitSpec]:
-    """Return the decoder's units. Experts that data-parallel ranks share have units of their own, beside their
-    layers', on the axes of the ranks that hold the same ones."""
-    units = decoder.units(config.zero.zero_unit_layers)
+def units_of(decoder: Decoder, layers: int, mesh: Mesh) -> list[zero.UnitSpec]:
+    """Return the decoder's units, of so many layers each. Experts that data-parallel ranks share have units of their
+    own, beside their layers', on the axes of the ranks that hold the same ones."""
+    units = decoder.units(layers)
     if mesh.grid.ep_data == 1:
         return list(units)
     axes, out = zero.DataAxes.of_experts(mesh), list[zero.UnitSpec]()
@@ -210,7 +210,7 @@ def shard_decoder(
         decoder,
         mesh=mesh,
         policy=policy,
-        units=make_units(decoder, config, mesh),
+        units=units_of(decoder, config.zero.zero_unit_layers, mesh),
         optimizer=optimizer,
         clip_norm=config.optimizer.clip_grad or None,
         traits=traits,

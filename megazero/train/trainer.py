@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from typing import NamedTuple
@@ -116,8 +116,8 @@ class Trainer:
     def stop(self, why: str) -> None:
         self.exits.asked = why
 
-    def mean_loss(self, data_set: Dataset, stoppable: bool = True) -> float | None:
-        """Do as ``WatchedRun.mean_loss`` says."""
+    def mean_loss(self, data_set: Dataset, stoppable: bool = True, name: str = "") -> float | None:
+        """Do as ``WatchedRun.mean_loss`` says. name: of the data, in lines that say how far it is."""
         sizes = self.length.batch_sizes
         self.decoder.eval()
         return mean_loss(
@@ -129,6 +129,7 @@ class Trainer:
             micro_batches=sizes.target // sizes.quantum,
             interrupted=lambda: stoppable and self._asked_to_stop(),
             replica=self.config.outer.outer_evaluation == "replica" and self.mesh.outer is not None,
+            advance=partial(self.outputs.console.evaluating, name or "validation"),
         )
 
     # -- the loop --------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ class Trainer:
         """Report the mean loss of each data set by its name. If stoppable, it ends when the run is to stop."""
         self.phase = f"evaluation at iteration {self.progress.iteration}"
         for name, data_set in data_sets.items():
-            loss = self.mean_loss(data_set, stoppable)
+            loss = self.mean_loss(data_set, stoppable, name)
             if loss is None:
                 break
             self.callbacks.tell(Callback.evaluated, self.progress, name, loss)
