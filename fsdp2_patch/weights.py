@@ -204,7 +204,7 @@ def checksums(gathers: Sequence[KeptAllGather]) -> dict[KeptAllGather, torch.Ten
 def _compare(gathers: Sequence[tuple[KeptAllGather, torch.Tensor]]) -> None:
     """Compare the checksums of gathers of one process group with those noted; mark what has changed."""
     group = gathers[0][0].group
-    changed = torch.cat([now != one.noted for one, now in gathers])
+    changed = torch.cat([now.ne(one.noted) for one, now in gathers])
     changed = changed.to(group.raw.device, torch.uint8)  # shards may be offloaded
     dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group.shard_group)
     found = iter(changed.tolist())

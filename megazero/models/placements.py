@@ -13,6 +13,7 @@ from megazero.checkpoint.placement import Placement, Places, RowRange, Stack
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import ParameterSpec, model_spec, router_biases
 from megazero.families import TensorNames, grouped_row
+from megazero.moe import ExpertParallel
 from megazero.tp import TensorParallel, VocabShard
 
 
@@ -34,9 +35,13 @@ def bias_placements(c: ModelConfig) -> dict[str, Placement]:
 
 
 def decoder_placements(
-    c: ModelConfig, tp: TensorParallel, names: TensorNames | None = None
+    c: ModelConfig,
+    tp: TensorParallel,
+    names: TensorNames | None = None,
+    ep: ExpertParallel | None = None,
 ) -> dict[str, Places]:
-    """Map each parameter's name to its placement, for the rank ``tp.rank``; experts' to one for each expert.
+    """Map each parameter's name to its placement, for the rank ``tp.rank``; experts' to one for each expert that
+    ``ep.rank`` holds, which is all by default.
 
     names: those of other tensors than a checkpoint's, such as another program's.
     """
@@ -45,13 +50,15 @@ def decoder_placements(
     for own, p in parameters.items():
         tensor, part = names.stored(own)
         parts[tensor][part or 0] = p.shape[1] if p.experts else p.shape[0]
-    return {own: _places(c, names, tp, own, p, parts) for own, p in parameters.items()}
+    ep = ep or ExpertParallel()
+    return {own: _places(c, names, tp, ep, own, p, parts) for own, p in parameters.items()}
 
 
 def _places(
     c: ModelConfig,
     names: TensorNames,
     tp: TensorParallel,
+    ep: ExpertParallel,
     own: str,
     p: ParameterSpec,
     parts: Mapping[str, Mapping[int, int]],
@@ -60,10 +67,12 @@ def _places(
     rows = parts[name]
     if not p.experts:
         return _placement(c, names, tp, own, p, name, part, rows)
+    held = ep.own(p.experts)
     if "{}" not in name:
         shape, before = (p.experts, sum(rows.values()), *p.shape[2:]), _before(part, rows)
-        return Placement(name, shape, p.shape, (RowRange(0, p.experts, 0),), before)
-    each = [name.format(expert) for expert in range(p.experts)]
+        local, segment = (len(held), *p.shape[1:]), RowRange(0, len(held), held.start)
+        return Placement(name, shape, local, (segment,), before)
+    each = [name.format(expert) for expert in held]
     return Stack(tuple(_placement(c, names, tp, own, p.of_one, one, part, rows) for one in each))
 
 

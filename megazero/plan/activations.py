@@ -102,7 +102,7 @@ def activations(
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * config.own_length
-    spec = padded_spec(model, tp)
+    spec = padded_spec(model, tp, config.parallel.expert_model_parallel_size)
     numbers = Counter(spec.by_place[i].kind for s in stages for i in s.layers)
     layers = {kind.kind: layer_activations(config, kind, width, on_host, world) for kind in spec.layers}
     stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
@@ -169,7 +169,9 @@ def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:
     windows = {window if window and window < model.seq_length else None for window in kinds}
     if not (alibi or packed):  # torch's kernels need no mask to be causal
         windows.discard(None)
-    heads = model.num_attention_heads / (tp * config.parallel.context_parallel_size)  # none has chunks of queries
+    heads = model.num_attention_heads / (
+        tp * config.parallel.context_parallel_size
+    )  # none has chunks of queries
     each = (heads if alibi else 1) * (config.batch.micro_batch_size if packed else 1)
     return len(windows) * each * model.seq_length**2
 

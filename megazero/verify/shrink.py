@@ -150,6 +150,7 @@ def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
         **_contexts(*layout.contexts),
+        "expert_model_parallel_size": layout.ep,
         "ranks_per_node": layout.world.ranks_per_node,
     }
     if layout.pp > 1:
@@ -228,23 +229,30 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
         "max_position_embeddings": length if m.seq_length == m.max_position_embeddings else 2 * length,
         **_rotary(m, width, length),
         **_vocabulary(config, tp),
-        **_experts(m, tp, hidden),
+        **_experts(config, layout, hidden),
         **_kinds(m, sum(stage_layers(config, layout.pp))),
         **({"norm_epsilon": QK_NORM_EPSILON} if m.qk_norm != "none" else {}),
         **({"sliding_window": length // 2} if m.sliding_window and m.sliding_window < m.seq_length else {}),
     }
 
 
-def _experts(m: ModelConfig, tp: int, hidden: int) -> dict[str, Any]:
-    """Keep whether tokens go to one expert, to several or to all, and whether there are shared ones."""
+def _experts(config: RunConfig, layout: SubLayout, hidden: int) -> dict[str, Any]:
+    """Keep whether tokens go to one expert, to several or to all, or to those of some groups, whether there are shared
+    ones, and whether a rank has several."""
+    m, tp, ep = config.model, layout.tp, layout.ep
     if m.num_experts is None:
         return {}
-    count = like(m.num_experts, 6)
+    count = ep * like(m.num_experts // config.parallel.expert_model_parallel_size, max(2, 6 // ep))
     topk = count if m.moe_router_topk == m.num_experts else min(like(m.moe_router_topk, 3), count - 1)
+    grouped: dict[str, Any] = {}
+    if m.moe_router_group_topk is not None:
+        count, topk = lcm(8, ep), 3
+        grouped = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     shared = m.moe_shared_expert_intermediate_size
     return {
         "num_experts": count,
         "moe_router_topk": topk,
+        **grouped,
         "moe_ffn_hidden_size": like(m.expert_width, hidden),
         "moe_shared_expert_intermediate_size": shared and tp * like(shared // tp, -(-hidden // tp)),
     }

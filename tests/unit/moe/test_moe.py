@@ -125,13 +125,13 @@ def test_rows_go_to_their_experts_and_back() -> None:
         [torch.randperm(E - 1, generator=torch.Generator().manual_seed(i))[:K] for i in range(T)]
     )
     dispatch = Dispatch(experts, E)  # the last expert gets none
-    rows = dispatch.spread(x)
+    shares = drawn(T, K, seed=3).requires_grad_()
+    rows, of_rows = dispatch.spread(x, shares)
     owners = sorted((int(e), t) for t, own in enumerate(experts) for e in own)
     assert torch.equal(rows, x[[t for _, t in owners]])
     assert dispatch.ends.tolist() == [sum(e <= last for e, _ in owners) for last in range(E)]
-    shares = drawn(T, K, seed=3).requires_grad_()
     factors = torch.tensor([e + 1.0 for e, _ in owners], dtype=torch.float64)
-    out = dispatch.collect(rows * (dispatch.per_row(shares) * factors)[:, None])
+    out = dispatch.collect(rows * (of_rows * factors)[:, None])
     wanted = x * (shares * (experts + 1)).sum(1, keepdim=True)
     assert torch.allclose(out, wanted, rtol=1e-12)
     grad = drawn(T, H, seed=4)
@@ -181,6 +181,17 @@ def test_initial_values_are_drawn_by_the_names_of_single_experts() -> None:
     assert not torch.equal(first, second) and 0.015 < first.std() < 0.025
 
 
+def test_initial_values_of_experts_in_one_tensor_are_each_its_own() -> None:
+    """Of gate and up projection, too, which are parts of it."""
+    choices = {"model_family": "granitemoe", "max_position_embeddings": 16, "hidden_size": 32}
+    decoder = Decoder(make_model(**{**SIZES, **choices}))
+    decoder.initialize(3)
+    stored = to_hf_state_dict(decoder)["model.layers.1.block_sparse_moe.input_linear.weight"]
+    assert stored.shape == (4, 2 * decoder.config.expert_width, 32)
+    rows = stored.flatten(0, 1)
+    assert 0.015 < rows.std() < 0.025 and len(rows.unique(dim=0)) == len(rows)
+
+
 BIASED = {**MIXTURE, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 
@@ -200,16 +211,3 @@ def test_a_bias_is_stored_in_fp32_under_the_families_name_and_read_back() -> Non
     load_hf_state_dict(again, state)
     assert torch.equal(again.full_logits(tokens), decoder.full_logits(tokens))
     assert not torch.equal(decoder.full_logits(tokens), free)
-
-
-def test_initial_values_of_experts_in_one_tensor_are_each_its_own() -> None:
-    """Of gate and up projection, too, which are parts of it."""
-    choices = {"model_family": "granitemoe", "max_position_embeddings": 16, "hidden_size": 32}
-    decoder = Decoder(make_model(**{**SIZES, **choices}))
-    decoder.initialize(3)
-    stored = to_hf_state_dict(decoder)["model.layers.1.block_sparse_moe.input_linear.weight"]
-    assert stored.shape == (4, 2 * decoder.config.expert_width, 32)
-    assert (
-        0.015 < stored.std() < 0.025
-        and len(stored.flatten(0, 1).unique(dim=0)) == 8 * decoder.config.expert_width
-    )
