@@ -141,9 +141,9 @@ class Reference:
             bias.zero_()
         for before in range(min(step, len(self.routed)) if biases else 0):
             for n, experts in _chosen(self.routed, before).items():
-                bias = self.decoder.router_bias(n)
-                assert bias is not None
-                move_bias(bias, experts.flatten().bincount(minlength=len(bias)), rate)
+                held = self.decoder.router_bias(n)
+                assert held is not None
+                move_bias(held, experts.flatten().bincount(minlength=len(held)), rate)
         return biases
 
     def loads(self, step: int) -> np.ndarray:
