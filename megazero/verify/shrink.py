@@ -237,8 +237,8 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
 
 
 def _experts(config: RunConfig, layout: SubLayout, hidden: int) -> dict[str, Any]:
-    """Keep whether tokens go to one expert, to several or to all, or to those of some groups, whether there are shared
-    ones, and whether a rank has several."""
+    """Keep whether tokens go to one expert, to several or to all, or to those of some groups, whether there are
+    shared ones, and whether a rank has several."""
     m, tp, ep = config.model, layout.tp, layout.ep
     if m.num_experts is None:
         return {}

@@ -83,4 +83,4 @@ def test_a_mixture_goes_from_hugging_face_through_training_and_back(tmp_path: Pa
     assert all(moved.values()), moved
     logged = map(json.loads, (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines())
     losses = [line["lm_loss"] for line in logged if "lm_loss" in line]
-    assert len(losses) == 10 and losses[-1] < losses[0] - 0.05
+    assert len(losses) == 10 and all(abs(loss - 6.9) < 0.4 for loss in losses)  # ln 1000: the data are noise
