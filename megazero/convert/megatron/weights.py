@@ -27,7 +27,7 @@ from megazero.convert.megatron.torch_dist import TorchDist, is_other_dcp, is_tor
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.models.dtypes import PRECISIONS
-from megazero.models.placements import decoder_placements, stored_tensors
+from megazero.models.placements import bias_placements, decoder_placements, stored_tensors
 from megazero.tp import TensorParallel
 
 _SHOWN = 5
@@ -112,6 +112,8 @@ class MegatronWeights:
         for role, places in decoder_placements(self.model, whole).items():
             for here, other in zip(places.parts, there[role].parts, strict=True):
                 parts.setdefault(here.name, []).append((here, other))
+        for role, here in bias_placements(self.model).items():
+            parts[here.name] = [(here, dataclasses.replace(here, name=names.stored(role)[0]))]
         return parts
 
     def _check_tensors(self) -> None:
