@@ -63,7 +63,7 @@ _SPELLINGS = tuple(
         (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
         (r"\.(self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
         (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
-        (r"\.mlp\.experts\.(local_)?experts\.(?=\d)", ".mlp.experts."),
+        (r"\.mlp\.experts\.experts\.(?=\d)", ".mlp.experts."),
         (r"\.mlp\.router\.expert_bias$", ".mlp.router.e_score_correction_bias"),
         (r"\.mlp\.shared_experts\.gate_weight$", ".mlp.shared_experts.gate.weight"),
         (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),

@@ -20,7 +20,7 @@ from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import DataConfig
 from megazero.convert.megatron.arguments import Arguments, read_arguments
-from megazero.convert.megatron.legacy import Legacy, is_legacy
+from megazero.convert.megatron.legacy import OF_MIXTURES, Legacy, is_legacy
 from megazero.convert.megatron.names import EMBEDDING, HEAD, NAMES, names_of
 from megazero.convert.megatron.saved import Stored, arguments, find_iteration
 from megazero.convert.megatron.torch_dist import TorchDist, is_other_dcp, is_torch_dist
@@ -58,6 +58,8 @@ class MegatronWeights:
         """
         stored = _open(find_iteration(path, step))
         told = read_arguments(arguments(stored.saved), words, accept)
+        if isinstance(stored, Legacy) and (told.options.get("num_experts") or 0) > 1:
+            raise CheckpointError(f"'{stored.path}' has mp_rank folders: {OF_MIXTURES}")
         _refuse_dtypes(stored)
         data, found, notes = _tokenizer(told.options)
         model, more = _model(stored, told.options, found)

@@ -353,6 +353,12 @@ def test_what_would_make_a_mixture_another_model_is_refused(more, said, tmp_path
     assert MegatronWeights.open(dense).model.num_experts is None
 
 
+def test_mixtures_in_folders_of_ranks_are_refused(tmp_path):
+    legacy(tmp_path, original("llama"), arguments("llama", num_experts=4, moe_ffn_hidden_size=24))
+    with pytest.raises(CheckpointError, match="has mp_rank folders: mixtures are read as torch_dist alone"):
+        MegatronWeights.open(tmp_path)
+
+
 def test_the_command_writes_weights_and_flags(tmp_path, capsys):
     """--vocab-size on the command line replaces the argument; the flags and run.yaml are those of the run."""
     torch_dist(tmp_path / "m", megatron(original("llama")), arguments("llama", mid_level_dataset_surplus=0.5))
@@ -485,7 +491,6 @@ def test_without_arguments_flags_say_the_model(tmp_path):
 @pytest.mark.parametrize(
     "said, part",
     [
-        ({"num_experts": 8}, "--num-experts 8 of the checkpoint's arguments: .*experts are not read from"),
         ({"multi_latent_attention": True}, "--multi-latent-attention .*latent attention is not built"),
         ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
@@ -510,7 +515,7 @@ def test_what_is_not_built_is_named(said, part, tmp_path):
 
 
 def test_all_that_is_not_built_is_said_at_once(tmp_path):
-    args = arguments("llama", num_experts=8, multi_latent_attention=True, mystery=1)
+    args = arguments("llama", mtp_num_layers=1, multi_latent_attention=True, mystery=1)
     with pytest.raises(ConfigError) as caught:
         MegatronWeights.open(torch_dist(tmp_path, megatron(original("llama")), args))
     assert len(caught.value.errors) == 3
