@@ -16,7 +16,6 @@ from megazero.config.layout import context_rules, outer_rules, pipeline_rules, w
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
-from megazero.config.model.attention import refusal, wants_of
 from megazero.config.model.published import is_published
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
@@ -45,7 +44,7 @@ def _ramp(config: RunConfig) -> Iterator[str]:
 
 def _lengths(config: RunConfig) -> Iterator[str]:
     """Report sequence lengths that cannot grow this way, or that ranks cannot share."""
-    batch, full = config.batch, config.model.seq_length
+    batch = config.batch
     ramp, steps = batch.rampup_seq_length, batch.seq_length_steps
     if batch.lr_by_tokens and config.training.train_samples is None:
         yield "--lr-by-tokens needs lengths in samples: --train-samples"
@@ -54,15 +53,7 @@ def _lengths(config: RunConfig) -> Iterator[str]:
     if fault := growth_fault(ramp, steps):
         yield fault
         return
-    parts = config.parallel.sequence_parts
-    lengths = (ramp[2], min(ramp[1], full)) if ramp else steps[::2]  # type: ignore[index]
-    odd = next((each for each in lengths if each % parts), None)
-    if odd is not None:
-        yield (
-            f"{odd} tokens of a sample do not divide by the {parts} ranks that share a sequence "
-            "(--context-parallel-size, and tensor-parallel ranks with --sequence-parallel); nearest: "
-            f"{multiples_around(odd, parts)}"
-        )
+    yield from context_rules.ramped(config, config.context_levels(None)[1])
 
 
 def _length(config: RunConfig) -> Iterator[str]:
@@ -146,16 +137,30 @@ _WEIGHTED = {split: f"{split}_weighted_split_paths" for split in SPLITS}
 
 def _experts(config: RunConfig) -> Iterator[str]:
     """Report what is not built together with experts."""
-    parallel, optimizer = config.parallel, config.optimizer.optimizer
+    parallel = config.parallel
     if config.model.num_experts is None:
+        if parallel.expert_model_parallel_size > 1:
+            yield (
+                f"--expert-model-parallel-size {parallel.expert_model_parallel_size} needs --num-experts, which the "
+                "ranks share; nearest: 1"
+            )
         return
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield (
             f"--num-experts with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
             "--sequence-parallel: without it every rank would compute the experts of all tokens"
         )
-    if OPTIMIZERS[optimizer].by_matrix:
-        yield f"--optimizer {optimizer} does not step experts, which are stacked matrices; nearest: adamw"
+    if parallel.expert_model_parallel_size > 1 and OPTIMIZERS[config.optimizer.optimizer].by_matrix:
+        yield (
+            f"--optimizer {config.optimizer.optimizer} does not step experts that --expert-model-parallel-size "
+            f"{parallel.expert_model_parallel_size} ranks share; nearest: 1, or --optimizer adamw"
+        )
+    if config.model.moe_router_enable_expert_bias and config.outer.outer_interval:
+        yield (
+            "--moe-router-enable-expert-bias with --outer-interval: replicas that train apart would count other "
+            "tokens, and move the bias apart; nearest: --moe-router-load-balancing-type seq_aux_loss with "
+            "--moe-aux-loss-coeff"
+        )
 
 
 def _source(config: RunConfig) -> Iterator[str]:
@@ -322,12 +327,7 @@ def _callbacks(config: RunConfig) -> Iterator[str]:
 
 
 def _attention(config: RunConfig) -> Iterator[str]:
-    """Report a backend that does not compute what the model and the data need, on --device or on any device."""
-    device = None if config.training.device == "auto" else config.training.device
-    bits = int(config.precision.params_dtype[2:])
-    wants = wants_of(config.model, config.data.reset_attention_mask)
-    if error := refusal(config.training.attention_backend, wants, bits, config.model.seq_length, device):
-        yield error
+    yield from context_rules.backend(config, config.context_levels(None)[1])
 
 
 RULES: tuple[Rule, ...] = (
@@ -412,6 +412,13 @@ def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
     evaluates = config.training.eval_iters > 0 or bool(config.logging.callbacks)
     yield ["eval_interval", "eval_at_start"], evaluates, "--eval-iters above 0"
     yield ["compile_backend"], config.training.compile, "--compile"
+    mixture, training = config.model.num_experts is not None, config.training
+    yield ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_per_layer_logging"], mixture, "--num-experts"
+    balanced = training.moe_router_load_balancing_type != "none"
+    yield ["moe_aux_loss_coeff"], balanced, "--moe-router-load-balancing-type"
+    yield ["moe_router_load_balancing_type"], training.moe_aux_loss_coeff > 0, "--moe-aux-loss-coeff above 0"
+    biased = mixture and config.model.moe_router_enable_expert_bias
+    yield ["moe_router_bias_update_rate"], biased, "--moe-router-enable-expert-bias"
     inductor = config.training.compile and config.training.compile_backend == INDUCTOR
     yield ["compile_cache"], inductor, "--compile with inductor"
 

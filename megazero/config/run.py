@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
 from megazero.config.errors import ConfigError
+from megazero.config.layout.context import levels
 from megazero.config.layout.pipeline import (
     partition_method,
     schedule_name,
@@ -191,6 +192,14 @@ class RunConfig:
             self.parallel.pipeline_model_parallel_size,
             dp_outermost=self.parallel.use_tp_pp_dp_mapping,
         )
+
+    def context_levels(self, world: World | None) -> tuple[int, int]:
+        """Return u, g: u x g ranks share samples, u swap heads and g groups of these gather keys (layout/context.py).
+
+        Raises ValueError if data-parallel groups straddle nodes unevenly.
+        """
+        near = self.data_ranks_per_node(world) if world is not None and self.knows_nodes(world) else None
+        return levels(self.parallel, self.model, near)
 
     @property
     def own_length(self) -> int:

@@ -17,7 +17,7 @@ from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import layer_kinds
-from megazero.mesh.grid import INTER, INTRA, AxisSpec, make_grid
+from megazero.mesh.grid import INTER, INTRA, AxisSpec, expert_shards, make_grid
 from megazero.pp.partition import partition_table
 from megazero.pp.schedules import peak_activations
 from megazero.pp.timeline import ideal_bubble
@@ -65,7 +65,14 @@ def _layout(config: RunConfig, world: World) -> list[str]:
     samples = "s" * (config.batch.micro_batch_size != 1)
     lines = [f"{world.world_size} rank{ranks}, {node} per node: {apart}{tp} tensor-parallel x {data}"]
     if cp > 1:
-        lines.append(f"{cp} data-parallel ranks share samples, with {config.own_length} tokens of each")
+        heads, keys = config.context_levels(world)
+        ways = [f"{heads} swap heads for sequence"] * (heads > 1)
+        ways += [f"{keys} {'groups of these' if ways else 'of them'} gather keys and values"] * (keys > 1)
+        own = f"{cp} data-parallel ranks share samples, with {config.own_length} tokens of each"
+        lines.append(f"{own}: {', '.join(ways)}")
+    if (ep := config.parallel.expert_model_parallel_size) > 1:
+        p, g, os = expert_shards(shards.factors, max(1, ep // tp))
+        lines.append(f"{ep} ranks of a node share the experts, whose P,G,OS are {p},{g},{os}")
     if config.outer.outer_interval:
         lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))
     auto = config.zero.zero_preset == AUTO

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from megazero.config.layout import context_rules
 from megazero.config.layout.outer_rules import outer_notes
 from megazero.config.layout.shards import QUANTISED, resolve_shards
 from megazero.config.nearest import multiples_around
@@ -14,7 +15,7 @@ from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.rules import RULES, conditions
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
-from megazero.mesh.grid import context_problem
+from megazero.mesh.grid import context_problem, expert_problem
 
 
 def find_errors(
@@ -42,6 +43,9 @@ def find_errors(
     errors += [line for name, line in _without_effect(config, broken) if all_options()[name].strict]
     if world is not None:
         errors += _layout(config, world, broken)
+        if config.knows_nodes(world):
+            with suppress(Unjudged):
+                errors += context_rules.over_nodes(judged, world)
     if not config.knows_nodes(world) and config.zero.zero_shard:
         errors += _shard_chain(config.zero, config.zero.zero_shard)
     return errors
@@ -54,7 +58,8 @@ def notes_on(config: RunConfig, world: World | None) -> list[str]:
     """
     vain = _without_effect(config, ())
     idle = [line.split("; leave it out")[0] for name, line in vain if not all_options()[name].strict]
-    return [*idle, *outer_notes(config), *_other_lifetime(config, world), *_lone_ranks(config, world)]
+    contexts = context_rules.context_notes(config, world)
+    return [*idle, *outer_notes(config), *contexts, *_other_lifetime(config, world), *_lone_ranks(config, world)]
 
 
 def _lone_ranks(config: RunConfig, world: World | None) -> Iterator[str]:
@@ -152,6 +157,31 @@ def uneven_ranks(config: RunConfig, world: World) -> list[str]:
     return [problem] if problem else []
 
 
+def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
+    """Report expert-parallel ranks that cannot share the experts evenly, or whose shards do not divide.
+
+    Without known nodes the world counts as one. Shards that are illegal are reported elsewhere.
+    """
+    parallel, experts = config.parallel, config.model.num_experts
+    if parallel.expert_model_parallel_size == 1 or experts is None:
+        return
+    if not config.knows_nodes(world):
+        world = World(world.world_size, world.world_size)
+        config = replace(config, outer=OuterConfig())
+    with suppress(ValueError):
+        problem = expert_problem(
+            parallel.expert_model_parallel_size,
+            experts,
+            parallel.tensor_model_parallel_size,
+            config.shards(world).factors,
+            config.shard_ranks(world),
+            config.data_ranks_per_node(world),
+            parallel.use_tp_pp_dp_mapping,
+        )
+        if problem:
+            yield problem
+
+
 def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:
     """Check the rules over the size of the world: profiled ranks, nodes, shards, batch.
 
@@ -168,6 +198,8 @@ def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterato
     yield from uneven
     if uneven:
         return
+    if not {"num_experts", "expert_model_parallel_size", "zero_shard", "zero_preset"} & set(broken):
+        yield from uneven_experts(config, world)
     of_slices = {opt.name for opt in all_options().values() if opt.section in ("zero", "optimizer")}
     if config.knows_nodes(world) and not of_slices & set(broken):
         try:

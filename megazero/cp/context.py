@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits
-from megazero.mesh.grid import INTER, INTRA
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.grid import INTER, INTRA, own_spans
+from megazero.mesh.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
-class ContextParallel:
-    """The ranks that share samples, as one of them sees them: their group, its index, and their number.
-
-    Each holds an equal part of every sequence, contiguous, in the order of the ranks. With ``size`` 1 nothing
-    communicates and ``group`` is not looked at.
-
-    near: how many of the ranks share a node.
-    traffic: It counts the bytes this rank sends, if given.
-    waits: It times the waits for other ranks.
+class Peers:
+    """The ranks of one axis, as one of them sees them: their group, its index, their number, and how many of them
+    share a node. ``group`` of one rank is not looked at.
     """
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
     near: int = 1
+
+    @classmethod
+    def of(cls, axis: Axis, near: int | None = None) -> Peers:
+        """Return an axis's. ``near`` is not given where all of them share a link."""
+        near = (axis.size if axis.link == INTRA else 1) if near is None else near
+        return cls(axis.gather_group, axis.index, axis.size, near)
+
+    @property
+    def link(self) -> str:
+        """Return the slowest link that the ranks use."""
+        return INTRA if self.near == self.size else INTER
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The ranks that share samples, as one of them sees them. Each holds an equal part of every sequence.
+
+    heads: Those that swap heads for sequence; together they have the chunks of a sequence that ``own_spans`` gives
+        their group, cut in their order. With one group that is the sequence.
+    keys: Those of other groups with the same heads, on this rank's node and then across nodes, which gather keys and
+        values. A group's number is that across nodes, then that on the node.
+    traffic: It counts the bytes this rank sends, if given.
+    waits: It times the waits for other ranks.
+    """
+
+    heads: Peers = Peers()
+    keys: tuple[Peers, Peers] = (Peers(), Peers())
     traffic: Traffic | None = field(default=None, compare=False, repr=False)
     waits: Waits = field(default_factory=Waits, compare=False, repr=False)
 
@@ -36,22 +60,49 @@ class ContextParallel:
         """Return a mesh's."""
         if mesh.grid.cp == 1:
             return cls()
-        axis = mesh.cp
-        return cls(axis.gather_group, axis.index, axis.size, mesh.grid.cp_near, traffic, waits or Waits())
+        heads, inside, across = mesh.cp_axes
+        keys = Peers.of(inside), Peers.of(across)
+        return cls(Peers.of(heads, mesh.grid.cp_heads_near), keys, traffic, waits or Waits())
 
     @property
-    def link(self) -> str:
-        """Return the slowest link that the ranks use."""
-        return INTRA if self.near == self.size else INTER
+    def groups(self) -> int:
+        """Return how many groups gather each other's keys and values."""
+        return self.keys[0].size * self.keys[1].size
 
-    def count(self, row: int) -> None:
-        """Add the bytes that this rank sends if each of the others receives ``row``."""
+    @property
+    def group(self) -> int:
+        inside, across = self.keys
+        return across.rank * inside.size + inside.rank
+
+    @property
+    def size(self) -> int:
+        return self.heads.size * self.groups
+
+    @property
+    def rank(self) -> int:
+        return self.group * self.heads.size + self.heads.rank
+
+    def count(self, peers: Peers, row: int) -> None:
+        """Add the bytes that this rank sends if each of the other ``peers`` receives ``row``."""
         if self.traffic is not None:
-            self.traffic.add("cp", INTRA, row * (self.near - 1))
-            self.traffic.add("cp", INTER, row * (self.size - self.near))
+            self.traffic.add("cp", INTRA, row * (peers.near - 1))
+            self.traffic.add("cp", INTER, row * (peers.size - peers.near))
 
-    def own(self, length: int) -> slice:
-        """Return the positions of a sequence of ``length`` tokens that this rank holds."""
-        share = length // self.size
-        assert share * self.size == length, f"{length} tokens over {self.size} ranks: config/rules.py refuses"
-        return slice(self.rank * share, (self.rank + 1) * share)
+    def own(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return the tokens of this rank of a tensor that has those of whole sequences along ``dim``. Where they lie
+        together it is a view.
+        """
+        return _taken(x, own_spans(x.shape[dim], self.rank, self.heads.size, self.groups), dim)
+
+    def own_queries(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return in the same way the tokens whose queries this rank has between the swaps: its group's."""
+        return _taken(x, self.queries(x.shape[dim]), dim)
+
+    def queries(self, length: int) -> list[range]:
+        """Return the positions of these queries in a sequence of ``length`` tokens, in their order."""
+        return own_spans(length, self.group, 1, self.groups)
+
+
+def _taken(x: Tensor, spans: Sequence[range], dim: int) -> Tensor:
+    parts = [x.narrow(dim, span.start, len(span)) for span in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

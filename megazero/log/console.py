@@ -148,13 +148,23 @@ def interval_line(mean: IterationMetrics, total: int, clock: str) -> str:
         f"memory {human_bytes(mean.memory_bytes)}",
     ]
     parts += [f"loss scale {mean.extra['loss_scale']:g}"] if "loss_scale" in mean.extra else []
-    parts += [f"skipped {skipped}"] if skipped else []
+    parts += _experts(mean) + ([f"skipped {skipped}"] if skipped else [])
     left = (total - mean.iteration) * mean.iteration_time_s
     return " | ".join(parts + ([f"left {duration(left)}"] if left else []))
 
 
 def _utilisation(mean: IterationMetrics) -> str:
     return f" ({mean.extra['mfu']:.1%} MFU)" if "mfu" in mean.extra else ""
+
+
+def _experts(mean: IterationMetrics) -> list[str]:
+    """Return the balance of experts in the interval's last iteration, of a model that has some."""
+    told = mean.extra.get("experts")
+    if told is None:
+        return []
+    parts = [f"fullest expert {told['load']:.2f} x the mean (layer {told['fullest_layer']})"]
+    names = {"load_balancing_loss": "balance loss", "z_loss": "router z loss"}
+    return [*parts, *(f"{text} {told[name]:.4g}" for name, text in names.items() if name in told)]
 
 
 def _decoupled(mean: IterationMetrics) -> str:

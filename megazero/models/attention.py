@@ -4,7 +4,7 @@ With documents, windows or ALiBi no backend holds a mask of [s, s] for samples a
 (torch's, flash-attn) say where documents end, flex attention knows which blocks are hidden, and on CPUs samples are
 cut into pieces (attention_pieces.py).
 
-    q              [s, b, heads, d]
+    q              [s, b, heads, d]; of context-parallel ranks that gather keys, those at ``Masking.queries`` alone
     k, v           [s, b, kv heads, d]; heads / kv heads neighbouring query heads share one
     out            as q
 """
@@ -50,7 +50,7 @@ def make_tables(masking: Masking, backend: str, length: int, like: Tensor) -> At
 def attend(
     q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables, dropout: float = 0.0, key: Key | None = None
 ) -> Tensor:
-    """Return attention [s, b, heads, d] of q [s, b, heads, d] and of k and v [s, b, kv heads, d].
+    """Return attention [queries, b, heads, d] of q [queries, b, heads, d] and of k and v [s, b, kv heads, d].
 
     dropout: the probability of a weight to be dropped, with the mask of ``key``. Without a key nothing is dropped.
     """
@@ -129,34 +129,77 @@ def _by_torch(
 # --- variable lengths -----------------------------------------------------------------------------------------------
 
 
-def cumulative_lengths(masking: Masking, backend: str, length: int, like: Tensor) -> Tensor | None:
-    """Return where documents begin in the samples laid end to end, closed by their end: int32 [n + 1].
+def cumulative_lengths(
+    masking: Masking, backend: str, length: int, like: Tensor
+) -> list[tuple[Tensor, Tensor]] | None:
+    """Return, for each chunk of queries, where documents begin in the samples laid end to end, closed by their end:
+    among the chunk's queries and among the keys up to its last, int32 [n + 1] each.
 
     Empty ones at the end fill n to a power of two, so that few sizes are compiled. None without documents.
     """
     if masking.starts is None:
         return None
-    starts = masking.starts.cpu()
-    begins = (starts == torch.arange(length)).flatten().nonzero().flatten()
-    padded = torch.full((1 + (1 << (len(begins) - 1).bit_length()),), starts.numel(), dtype=torch.int32)
+    made, before = [], 0
+    for chunk in masking.chunks(length):
+        starts = masking.starts[:, before : before + len(chunk)].cpu()
+        begins = starts == torch.arange(chunk.start, chunk.stop)
+        begins[:, 0] = True  # or before the chunk
+        samples, at = begins.nonzero(as_tuple=True)
+        queries = samples * len(chunk) + at
+        keys = samples * chunk.stop + starts[samples, at]
+        if chunk.start:  # keys before a chunk's first document: a document of no queries
+            every = torch.arange(len(starts))
+            queries = torch.cat((queries, every * len(chunk))).sort().values
+            keys = torch.cat((keys, every * chunk.stop)).sort().values
+        made.append(
+            tuple(
+                _padded(each, len(starts) * tokens).to(like.device, non_blocking=True)
+                for each, tokens in ((queries, len(chunk)), (keys, chunk.stop))
+            )
+        )
+        before += len(chunk)
+    return made
+
+
+def _padded(begins: Tensor, end: int) -> Tensor:
+    padded = torch.full((1 + (1 << (len(begins) - 1).bit_length()),), end, dtype=torch.int32)
     padded[: len(begins)] = begins
-    return padded.to(like.device, non_blocking=True)
+    return padded
 
 
 def _by_lengths(
     q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables, dropout: float, key: Key | None
 ) -> Tensor:
+    """Compute each chunk of queries with the keys up to its last: kernels let the last query see the last key."""
+    parts, before = [], 0
+    for number, chunk in enumerate(tables.masking.chunks(k.shape[0])):
+        seen = (q[before : before + len(chunk)], k[: chunk.stop], v[: chunk.stop])
+        ends = None if tables.made is None else tables.made[number]
+        parts.append(_end_to_end(*seen, ends, tables, dropout, (*key, number) if key and number else key))
+        before += len(chunk)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _end_to_end(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: tuple[Tensor, Tensor] | None,
+    tables: AttentionTables,
+    dropout: float,
+    key: Key | None,
+) -> Tensor:
     """Lay the samples end to end, [b * s, heads, d], and compute each document by itself."""
-    (length, size), masking = q.shape[:2], tables.masking
-    ends = tables.made
+    lengths, size, masking = (q.shape[0], k.shape[0]), q.shape[1], tables.masking
     if ends is None:
-        ends = torch.arange(0, (size + 1) * length, length, dtype=torch.int32, device=q.device)
+        device = q.device
+        ends = tuple(torch.arange(0, (size + 1) * n, n, dtype=torch.int32, device=device) for n in lengths)
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     back = -1 if masking.window is None else masking.window - 1
     out: Any
     if tables.backend == "flash":
         out = varlen.varlen_attn(
-            *(q, k, v, ends, ends, length, length),
+            *(q, k, v, *ends, *lengths),
             scale=masking.scale,
             window_size=(back, 0),
             enable_gqa=q.shape[1] != k.shape[1],
@@ -166,7 +209,7 @@ def _by_lengths(
 
         with keyed_randomness(q.device, key):
             out = flash_attn.flash_attn_varlen_func(
-                *(q, k, v, ends, ends, length, length),
+                *(q, k, v, *ends, *lengths),
                 dropout_p=dropout,
                 softmax_scale=masking.scale,
                 causal=True,
@@ -175,7 +218,7 @@ def _by_lengths(
                 alibi_slopes=None if masking.slopes is None else masking.slopes.float(),
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
-    return out.unflatten(0, (size, length)).transpose(0, 1)
+    return out.unflatten(0, (size, lengths[0])).transpose(0, 1)
 
 
 # --- flex attention -------------------------------------------------------------------------------------------------
@@ -184,45 +227,51 @@ def _by_lengths(
 def block_mask(masking: Masking, backend: str, length: int, like: Tensor) -> flex.BlockMask:
     """Return which blocks of queries and keys are computed, for flex attention.
 
-    From one query to the next, the first key that is seen never moves back. So a block of queries needs the blocks
-    from its first query's first key to itself, and between its last query's first key and itself no key is hidden.
-    Block numbers are computed from [b, s], never from [b, s, s].
+    From one query to the next, neither the first key that is seen nor the last moves back. So a block of queries
+    needs the blocks from its first query's first key to its last query, and from its last query's first key to its
+    first query no key is hidden. Block numbers are computed from [b, queries], never from [b, queries, s].
     """
-    at = torch.arange(length, device=like.device)
+    at = masking.positions(length, like.device)
     first = torch.zeros_like(at)[None] if masking.starts is None else masking.starts.to(like.device)
     if masking.window is not None:
         first = torch.maximum(first, at - (masking.window - 1))
-    block = torch.arange(-(-length // FLEX_BLOCK), device=like.device)
-    low = first[:, ::FLEX_BLOCK] // FLEX_BLOCK  # [b or 1, blocks]
-    last = (block * FLEX_BLOCK + FLEX_BLOCK - 1).clamp_max(length - 1)
-    clear = -(-first[:, last] // FLEX_BLOCK)  # from here to before the block itself nothing is hidden
-    clear = torch.minimum(clear, block)
-    partial, full = (clear - low) + 1, block - clear
-    order = block.expand(*low.shape, -1)
-    # The partial ones are low .. clear - 1 and the block itself; those after them are not read.
-    indices = torch.where(order < (clear - low)[..., None], low[..., None] + order, block[:, None])
+    order = torch.arange(-(-length // FLEX_BLOCK), device=like.device)
+    begin = torch.arange(0, len(at), FLEX_BLOCK, device=like.device)  # of a block of queries
+    last = (begin + FLEX_BLOCK - 1).clamp_max(len(at) - 1)
+    low = first[:, begin] // FLEX_BLOCK  # [b or 1, blocks]
+    own = (at[begin] + 1) // FLEX_BLOCK  # here the first query's own block begins, or ends right before
+    clear = -(-first[:, last] // FLEX_BLOCK)  # from here to before that block nothing is hidden
+    clear = torch.minimum(clear, own)
+    partial, full = (clear - low) + at[last] // FLEX_BLOCK - own + 1, own - clear
+    # The partial ones are low .. clear - 1 and own .. the last query's block; those after them are not read.
+    before = (clear - low)[..., None]
+    indices = torch.where(order < before, low[..., None] + order, own[:, None] + order - before)
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= first[b if len(first) > 1 else 0, query])
+        return (key <= at[query]) & (key >= first[b if len(first) > 1 else 0, query])
 
     return flex.BlockMask.from_kv_blocks(
         partial[:, None].int(),
-        indices[:, None].int(),
+        indices.clamp_max(len(order) - 1)[:, None].int(),
         full[:, None].int(),
-        (clear[..., None] + order).clamp_max(len(block) - 1)[:, None].int(),
+        (clear[..., None] + order).clamp_max(len(order) - 1)[:, None].int(),
         BLOCK_SIZE=FLEX_BLOCK,
         mask_mod=seen,
-        seq_lengths=(length, length),
+        seq_lengths=(len(at), length),
     )
 
 
-def changed_scores(masking: Masking) -> Callable[..., Tensor] | None:
-    """Return what flex attention does to a scaled score of (sample, head, query, key): the cap, then ALiBi."""
+def changed_scores(masking: Masking, keys: Tensor) -> Callable[..., Tensor] | None:
+    """Return what flex attention does to a scaled score of (sample, head, query, key): the cap, then ALiBi. ``keys``
+    are [b, kv heads, s, d].
+    """
     cap, slopes, steps = masking.cap, masking.slopes, masking.steps
+    at = None if masking.queries is None else masking.positions(keys.shape[2], keys.device)
 
     def change(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if cap:
             score = torch.tanh(score / cap) * cap
+        query = query if at is None else at[query]
         if steps is not None:
             return score + (steps[h, key] - steps[h, query])
         return score if slopes is None else score + slopes[h] * (key - query)
@@ -237,7 +286,7 @@ def _by_flex(
     compiled = q.is_cuda and not torch.compiler.is_compiling()  # uncompiled, it holds all scores
     function: Any = _compiled_flex() if compiled else flex.flex_attention
     out = function(
-        *(q, k, v, changed_scores(tables.masking), tables.made),
+        *(q, k, v, changed_scores(tables.masking, k), tables.made),
         scale=tables.masking.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
@@ -327,12 +376,14 @@ def attention_note(
     dtype: torch.dtype,
     choice: str = "auto",
     documents: bool = False,
+    chunks: bool = False,
 ) -> str | None:
     """Return what to say of attention at the start of a run, or None where it is plain and has a fused kernel.
 
-    choice: --attention-backend. documents: attention stays within documents. Raises ValueError as ``choose``.
+    choice: --attention-backend. documents: attention stays within documents. chunks: ranks gather keys, and have
+    chunks of the queries. Raises ValueError as ``choose``.
     """
-    wants = wants_of(model, documents)
+    wants = wants_of(model, documents, chunks=chunks)
     backend = choose(choice, wants, dtype, model.seq_length, device)
     if backend == "math" and choice == "auto" and device.type != "cpu":
         lacking = "; ".join(f"{name}: {why}" for name, why in missing_backends().items())

@@ -8,8 +8,9 @@ et al. 2022), so between forward and backward there are q, k, v, the output and 
     q, k, v, out   as in attention.py
     sums           [b, heads, s], the log of each row's sum of exponentials, in at least fp32
     bias           [1 or heads, queries, keys], added to scores; -inf for keys that are not seen
-    pieces         int64 [n, 5] on the host: sample (-1: each one), first query, end of queries, first key, form.
-                   Padded with empty ones, so that documents do not change its shape
+    pieces         int64 [n, 6] on the host: sample (-1: each one), first query, end of queries, first key, form, and
+                   how far the queries lie before their position in the sample (Masking.queries). Padded with empty
+                   ones, so that documents do not change its shape
 """
 
 from __future__ import annotations
@@ -35,20 +36,27 @@ def cut(masking: Masking, backend: str, length: int, like: Tensor) -> tuple[Tens
     has a matrix for each piece.
     """
     bounded = backend == "math" or masking.biased or masking.window is not None
-    starts = [[0]] if masking.starts is None else [row.unique().tolist() for row in masking.starts.cpu()]
-    rows = [
-        (-1 if masking.starts is None else sample, *piece)
-        for sample, begins in enumerate(starts)
-        for first, end in _together([*begins, length])
-        for piece in _banded(first, end, begins, masking, bounded)
-    ]
-    pieces = torch.zeros(len(starts) * (3 * (length // BAND) + 2), 5, dtype=torch.int64)
+    rows, most, before = list[tuple[int, ...]](), 0, 0
+    for chunk in masking.chunks(length):
+        starts = [[0]]
+        if masking.starts is not None:
+            of_chunk = masking.starts[:, before : before + len(chunk)].cpu()
+            starts = [row.unique().tolist() for row in of_chunk]
+        rows += [
+            (-1 if masking.starts is None else sample, *piece, chunk.start - before)
+            for sample, begins in enumerate(starts)
+            for first, end in _together([chunk.start, *begins[1:], chunk.stop])
+            for piece in _banded(first, end, begins, masking, bounded)
+        ]
+        most += len(starts) * (3 * (len(chunk) // BAND) + 2)
+        before += len(chunk)
+    pieces = torch.zeros(most, 6, dtype=torch.int64)
     pieces[: len(rows)] = torch.tensor(rows)
     return pieces, None if masking.starts is None else masking.starts.to(like.device, non_blocking=True)
 
 
 def _together(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of each document, and of neighbouring documents that have no more than BAND tokens."""
+    """Yield (first, end) of each document of a chunk, and of neighbours that have no more than BAND tokens."""
     first = bounds[0]
     for end, after in zip(bounds[1:], (*bounds[2:], None), strict=True):
         if after is None or after - first > BAND:
@@ -59,11 +67,14 @@ def _together(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
 def _banded(
     first: int, end: int, begins: Sequence[int], masking: Masking, bounded: bool
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the pieces of [first, end), without the sample: in bands of queries if they are ``bounded``."""
+    """Yield the pieces of [first, end), without the sample and the chunk's: in bands of queries if they are
+    ``bounded`` or their document began before, so that the keys they see are no square.
+    """
     inside = bisect_left(begins, end) - bisect_right(begins, first)  # documents that begin after ``first``
-    back = masking.window or end
+    begin, back = begins[bisect_right(begins, first) - 1], masking.window or end
+    bounded = bounded or begin < first
     for query in range(first, end, BAND) if bounded else (first,):
-        stop, key = min(query + BAND, end) if bounded else end, max(first, query - back + 1)
+        stop, key = min(query + BAND, end) if bounded else end, max(begin, query - back + 1)
         biased = masking.biased or key < query or stop - query > back
         yield query, stop, key, MIXED if inside else BIASED if biased else CAUSAL
 
@@ -78,7 +89,7 @@ def by_pieces(
 
 
 class _Piece(NamedTuple):
-    """Where a piece lies. queries, keys: of its sample. name: what keys its dropout."""
+    """Where a piece lies. queries, keys: among its sample's. name: what keys its dropout."""
 
     sample: int
     queries: slice
@@ -98,7 +109,8 @@ def _each(q: Tensor, k: Tensor, pieces: Tensor, masking: Masking, every: bool) -
     most = max(row[2] - row[1] for row in rows if every or row[4]) if every or any(r[4] for r in rows) else 0
     # Distances alone decide it, so bands share one. Scaled ALiBi is rounded at each position.
     common = masking.bias(range(back, back + most), range(back + most), q) if masking.steps is None else None
-    for number, (of, first, end, start, form) in enumerate(rows):
+    for number, (of, first, end, start, form, before) in enumerate(rows):
+        own = slice(first - before, end - before)
         for sample in range(q.shape[1]) if of < 0 else (of,):
             bias: Tensor | None = None
             if every or form != CAUSAL:
@@ -109,11 +121,11 @@ def _each(q: Tensor, k: Tensor, pieces: Tensor, masking: Masking, every: bool) -
                 )
             if form == MIXED:
                 assert bias is not None and masking.starts is not None
-                begins = masking.starts[sample, first:end, None]
+                begins = masking.starts[sample, own, None]
                 bias = bias.masked_fill(torch.arange(start, end, device=q.device) < begins, -torch.inf)
             if bias is not None:
                 bias = bias.unflatten(0, (k.shape[2], -1) if len(bias) > 1 else (1, 1))
-            yield _Piece(sample, slice(first, end), slice(start, end), bias, (number, sample))
+            yield _Piece(sample, own, slice(start, end), bias, (number, sample))
 
 
 @torch.library.custom_op("megazero::attention_in_pieces", mutates_args=())

@@ -9,7 +9,7 @@ with the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,11 +25,12 @@ from megazero.config.options.sections import RECOMPUTE
 from megazero.cp import ContextParallel
 from megazero.families.layer_kinds import layer_kind
 from megazero.models.dropout import NO_DROPOUT, dropout_of_layers, key_words, keyed_dropout, sharded_key
+from megazero.models.experts import Experts, MixtureOfExperts
 from megazero.models.initialization import init_tensor
 from megazero.models.layer import DecoderLayer, make_norm, soft_cap
-from megazero.models.placements import decoder_placements
+from megazero.models.placements import bias_placements, decoder_placements
 from megazero.models.positions import Documents, Positions
-from megazero.moe import Decision
+from megazero.moe import Balance, BalanceLosses, Decision, ExpertParallel
 from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (
     TensorParallel,
@@ -80,7 +81,7 @@ class Embedding(nn.Module):
                 )
             own = sequence_slice(tokens.shape[1], self.tp)
             if documents is None or documents.position_ids is None:
-                x = x + self.positions[self.cp.own(length)][own].unsqueeze(1)
+                x = x + self.cp.own(self.positions[:length])[own].unsqueeze(1)
             else:
                 x = x + F.embedding(documents.position_ids.t()[own], self.positions)
         if self.norm is not None:
@@ -162,21 +163,25 @@ class Decoder(nn.Module):
         tp: TensorParallel | None = None,
         cp: ContextParallel | None = None,
         *,
+        ep: ExpertParallel | None = None,
         recompute: str = "none",
         attention_backend: str = "auto",
         z_loss: float = 0.0,
         loss_chunk: int | None = None,
+        balance: BalanceLosses | None = None,
         stages: Sequence[StageSpec] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """``config`` is a model section whose sizes are all known, of a run or from ``make_model``.
 
+        ep: the ranks that share the experts.
         recompute: what the backward computes again instead of keeping it: "none", the "selective" core of attention,
             or "full" layers.
         attention_backend: what computes attention (--attention-backend).
         z_loss: the weight of log(Z)^2 in the losses that are trained on (--z-loss-strength).
         loss_chunk: of how many tokens logits are held at once where ``loss_weights`` are given; None: of all.
+        balance: the losses that routers of experts add in training; None: none.
         stages: the pipeline stages that this rank holds. The default is one that is the whole model.
         Raises ValueError when the configuration cannot be built over ``tp``.
         """
@@ -184,7 +189,8 @@ class Decoder(nn.Module):
         self.config = config
         self.tp = tp = tp if tp is not None else TensorParallel()
         self.cp = cp = cp if cp is not None else ContextParallel()
-        check_model(config, tp.size, cp.size)
+        self.ep = ep = ep if ep is not None else ExpertParallel()
+        check_model(config, tp.size, cp.heads.size)
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
         self.stages = tuple(stages or partition(config.num_layers, 1))
@@ -193,18 +199,17 @@ class Decoder(nn.Module):
         first, last = any(s.embedding for s in self.stages), any(s.head for s in self.stages)
         self.embedding = Embedding(config, tp, cp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.
+        own, losses = [i for s in self.stages for i in s.layers], balance or BalanceLosses()
+        mixture = {i: losses if layer_kind(config, i).experts else None for i in own}
         self.layers = nn.ModuleDict(
-            {
-                str(i): DecoderLayer(config, tp, cp, recompute, layer_kind(config, i).experts, **factory)
-                for s in self.stages
-                for i in s.layers
-            }
+            {str(i): DecoderLayer(config, tp, cp, ep, recompute, mixture[i], **factory) for i in own}
         )
+        self.balance_losses = losses
         tied = None
         if self.embedding is not None and not config.untie_embeddings_and_output_weights:
             tied = self.embedding.tokens.weight
         self.head = Head(config, tp, tied, z_loss, loss_chunk, **factory) if last else None
-        self.specs = padded_spec(config, tp.size).held(self.stages)
+        self.specs = padded_spec(config, tp.size, ep.size).held(self.stages)
         built = [(name, tuple(p.shape)) for name, p in self.named_parameters()]
         assert built == [(name, p.local_shape(tp.size)) for name, p in self.specs.items()]
 
@@ -321,11 +326,20 @@ class Decoder(nn.Module):
             for stage in self.stages
         ]
 
+    def experts_of(self, modules: Iterable[nn.Module]) -> tuple[Experts, ...]:
+        """Return the experts of those of these modules that are layers with some."""
+        return tuple(inner for m in modules for inner in m.modules() if isinstance(inner, Experts))
+
     def tied_ends(self) -> dict[str, str]:
         """Map the name here of the parameter that the pipeline's other end holds, too, to its common name."""
         if (self.embedding is None) == (self.head is None):
             return {}
         return {name: _EMBEDDING_WEIGHT for name, p in self.specs.items() if p.tied}
+
+    def balances(self) -> dict[int, Balance]:
+        """Map the numbers of the layers with experts that are held here to the balance of these."""
+        mixtures = ((int(i), layer.mlp) for i, layer in self.layers.items())
+        return {i: each.balance for i, each in mixtures if isinstance(each, MixtureOfExperts)}
 
     def initialize(self, seed: int) -> None:
         """Fill the parameters with the values of ``initializer(self, seed)``. They must not be on meta."""
@@ -334,11 +348,16 @@ class Decoder(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.copy_(value(name))
 
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors held here that checkpoints have: parameters, and then routers' biases."""
+        yield from self.named_parameters()
+        yield from self.named_buffers()
+
     def placements(self) -> dict[str, Places]:
-        """Map each parameter held here to its place in the family's Hugging Face tensors, tied weights once."""
-        whole = decoder_placements(self.config, self.tp)
+        """Map each of ``stored`` to its place in the family's Hugging Face tensors, tied weights once."""
+        whole = {**decoder_placements(self.config, self.tp, ep=self.ep), **bias_placements(self.config)}
         tied = self.tied_ends()
-        return {name: whole[tied.get(name, name)] for name, _ in self.named_parameters()}
+        return {name: whole[tied.get(name, name)] for name, _ in self.stored()}
 
     def replicated_parameters(self) -> set[str]:
         """Return the parameters that several ranks of the tp axis hold (they count once in a norm)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,16 +23,16 @@ _BUFFERS = (
 
 @torch.no_grad()
 def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> None:
-    """Copy a family's Hugging Face tensors into this rank's parameters. Padding rows become zero.
+    """Copy a family's Hugging Face tensors into this rank's parameters and biases. Padding rows become zero.
 
     ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (``match_names``).
     Raises ValueError listing every missing, unexpected or misshapen tensor. Nothing is written then.
     """
     placements = decoder.placements()
     there = match_names(decoder.config, {name: tuple(value.shape) for name, value in state_dict.items()})
-    for name, parameter in decoder.named_parameters():
-        parameter.zero_()
-        for placement, local in placements[name].held(parameter):
+    for name, tensor in decoder.stored():
+        tensor.zero_()
+        for placement, local in placements[name].held(tensor):
             for ours, theirs in placement.boxes(local, state_dict[there[placement.name]]):
                 ours.copy_(theirs)
 
@@ -43,6 +43,13 @@ def tied_head(config: ModelConfig) -> tuple[str, str] | None:
         return None
     names = config.tensor_names.model
     return f"{names['head']}.weight", f"{names['embedding.tokens']}.weight"
+
+
+def layers_behind(config: ModelConfig, names: Iterable[str], count: int) -> list[str]:
+    """Return which tensors are of ``count`` layers behind the model's last one."""
+    behind = range(config.num_layers, config.num_layers + count)
+    prefixes = tuple(f"{config.tensor_names.layer_prefix}{i}." for i in behind)
+    return sorted(name for name in names if name.startswith(prefixes))
 
 
 def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

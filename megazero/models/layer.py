@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
-from megazero.cp import ContextParallel, swap, swap_back
+from megazero.cp import ContextParallel, gather, swap, swap_back
 from megazero.models.attention import attend
 from megazero.models.dropout import NO_DROPOUT, Key, LayerDropout, keyed_dropout
 from megazero.models.experts import MixtureOfExperts
@@ -19,7 +19,7 @@ from megazero.models.feed_forward import FeedForward
 from megazero.models.norm import LayerNorm, RMSNorm, split_rms_norm
 from megazero.models.positions import LayerTables
 from megazero.models.rotary import Rotate
-from megazero.moe import Decision
+from megazero.moe import BalanceLosses, Decision, ExpertParallel
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
 
@@ -47,7 +47,7 @@ class Attention(nn.Module):
     """Causal self-attention. Its heads are split over the tp axis, and its key/value heads may be grouped.
 
     With fewer key/value heads than ranks, neighbouring ranks hold the one that their query heads share. Each of the
-    cp ranks attends to whole samples with its share of these heads.
+    cp ranks attends to whole samples with its share of these heads, and of the queries.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Attention(nn.Module):
         if tables.rotary is not None:
             q, k = (Rotate.apply(x, *tables.rotary, self.config.rotary_interleaved) for x in (q, k))
         q, k, v = swap(q, k, v, self.cp)
+        k, v = gather(k, v, self.cp)
         out = attend(q, k, v, tables.attention, self.config.attention_dropout, key)
         return swap_back(out, self.cp).flatten(2)
 
@@ -108,7 +109,7 @@ class DecoderLayer(nn.Module):
     for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)); with
     norms on both sides (Ding et al. 2021), x + norm(attention(norm(x))), then x + norm(feed_forward(norm(x))).
 
-    ``experts``: a mixture of experts is in the place of feed_forward.
+    ``experts``: the losses of a mixture of experts, which is in the place of feed_forward.
     ``recompute`` is as in Decoder. ``compiled`` is ``_layer`` after torch.compile (compilation.py), or None.
     """
 
@@ -117,8 +118,9 @@ class DecoderLayer(nn.Module):
         config: ModelConfig,
         tp: TensorParallel,
         cp: ContextParallel,
+        ep: ExpertParallel,
         recompute: str,
-        experts: bool = False,
+        experts: BalanceLosses | None = None,
         **factory: Any,
     ) -> None:
         super().__init__()
@@ -134,7 +136,9 @@ class DecoderLayer(nn.Module):
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp: FeedForward | MixtureOfExperts = (
-            MixtureOfExperts(config, tp, **factory) if experts else FeedForward(config, tp, **factory)
+            FeedForward(config, tp, **factory)
+            if experts is None
+            else MixtureOfExperts(config, tp, cp, ep, experts, **factory)
         )
         self.mlp_output_norm = norm("mlp_output_norm")
 

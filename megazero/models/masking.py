@@ -17,10 +17,11 @@ class Masking(NamedTuple):
 
     scale: factor of scores. cap: scores s become cap * tanh(s / cap); 0 for none.
     window: tokens that a query sees, its own included, if they are fewer than the sample's.
-    starts: int64 [b, s], where in the sample each query's document begins, if attention stays within documents; on
-        the host, so that nobody waits for a device to know where they end.
+    starts: int64 [b, queries], where in the sample each query's document begins, if attention stays within documents;
+        on the host, so that nobody waits for a device to know where they end.
     slopes: ALiBi's [heads of this rank], at least fp32; slope * (key - query) is added to capped scores.
     steps: scaled ALiBi's [heads of this rank, s] instead; steps[key] - steps[query] is added.
+    queries: where in the sample the queries are, in ascending order; None: they are all that there are keys of.
     """
 
     scale: float
@@ -29,19 +30,29 @@ class Masking(NamedTuple):
     starts: Tensor | None = None
     slopes: Tensor | None = None
     steps: Tensor | None = None
+    queries: tuple[range, ...] | None = None
 
     @property
     def plain(self) -> bool:
         """Tell whether torch's causal attention is all."""
-        return not self.cap and self.window is None and self.starts is None and not self.biased
+        described = self.window, self.starts, self.queries
+        return not self.cap and not self.biased and all(each is None for each in described)
 
     @property
     def biased(self) -> bool:
         return self.slopes is not None or self.steps is not None
 
+    def chunks(self, length: int) -> tuple[range, ...]:
+        """Return where in samples of ``length`` tokens the queries are."""
+        return self.queries or (range(length),)
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the same one by one, int64 [queries], on ``device``."""
+        return torch.cat([torch.arange(c.start, c.stop, device=device) for c in self.chunks(length)])
+
     def dense(self, length: int, like: Tensor) -> Tensor:
-        """Return all but scale and cap as one additive mask [b or 1, heads or 1, s, s], like ``like``."""
-        bias = self.bias(range(length), range(length), like)
+        """Return all but scale and cap as one additive mask [b or 1, heads or 1, queries, s], like ``like``."""
+        bias = torch.cat([self.bias(chunk, range(length), like) for chunk in self.chunks(length)], 1)
         if self.starts is None:
             return bias[None]
         starts = self.starts.to(like.device, non_blocking=True)

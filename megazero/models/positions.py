@@ -38,8 +38,9 @@ class Documents:
 
     position_ids: int64 [b, s], the position of each token within its document; of a context-parallel rank's own
     tokens. None means within the sample.
-    starts: int64 [b, s], where in the sample each token's document begins, and attention with it; of all tokens. None
-    means that attention crosses documents. It belongs on the host, where tables are made of it.
+    starts: int64 [b, s], where in the sample each token's document begins, and attention with it; of all tokens whose
+    queries the rank has in attention (``ContextParallel.own_queries``). None means that attention crosses documents.
+    It belongs on the host, where tables are made of it.
     """
 
     position_ids: Tensor | None = None
@@ -113,8 +114,7 @@ class Positions:
 
         cos, sin = _once(self._kept, name, of_samples)
         if samples.documents.position_ids is None:
-            own = self.cp.own(samples.length)
-            return (cos, sin) if self.cp.size == 1 else (cos[own], sin[own])
+            return _once(self._kept, (*name, "own"), lambda: (self.cp.own(cos), self.cp.own(sin)))
         ids = samples.documents.position_ids.t()
         return _once(
             samples.packed, name, lambda: (cos[:, 0, 0][ids].unsqueeze(2), sin[:, 0, 0][ids].unsqueeze(2))
@@ -124,7 +124,8 @@ class Positions:
         """Layers with the same window share theirs; with documents, those of one micro-batch."""
         config, (length, like, documents, packed) = self.config, samples
         window = kind.window if kind.window is not None and kind.window < length else None
-        wants = wants_of(config, documents.starts is not None, window is not None)
+        chunks = self.cp.queries(length) if self.cp.groups > 1 else None
+        wants = wants_of(config, documents.starts is not None, window is not None, chunks is not None)
         backend = _once(
             self._kept,
             ("backend", wants),
@@ -138,7 +139,8 @@ class Positions:
                 else (None, None)
             )
             scale, cap = config.attention_scale, config.attn_logit_softcapping
-            masking = Masking(scale, cap, window, documents.starts, slopes, steps)
+            queries = None if chunks is None else tuple(chunks)
+            masking = Masking(scale, cap, window, documents.starts, slopes, steps, queries)
             return make_tables(masking, backend, length, like)
 
         return _once(self._kept if documents.starts is None else packed, ("attention", window), made)
@@ -149,7 +151,7 @@ class Positions:
         of_tp = alibi_slopes(self.config.num_attention_heads)[
             self.tp.rank * heads : (self.tp.rank + 1) * heads
         ]
-        slopes = of_tp[self.cp.own(heads)].to(like.device)
+        slopes = of_tp.chunk(self.cp.heads.size)[self.cp.heads.rank].to(like.device)
         wide = torch.promote_types(like.dtype, torch.float32)
         if not self.config.scaled_alibi:
             return slopes.to(wide), None

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.config import RunConfig
+from megazero.config import RunConfig, World
 from megazero.config.layout.shards import AUTO
 from megazero.config.model.attention import BAND, TORCH, needs_mask, planned
 from megazero.config.model.spec import EMBEDDING, HEAD, LayerSpec, ModuleSpec, is_layer, padded_spec
@@ -34,43 +34,39 @@ class LayerActivations:
 
 
 def layer_activations(
-    config: RunConfig, layer: LayerSpec, width: int, on_host: bool = False
+    config: RunConfig, layer: LayerSpec, width: int, on_host: bool = False, world: World | None = None
 ) -> LayerActivations:
     """Return what a kind of layer keeps for its backward on one rank, whose elements have ``width`` bytes.
 
     on_host: on CPUs torch has no fused kernel for attention with dropout, so its scores, their mask and their product
     stay, in at least fp32. Matrix products in bands of queries keep no more than fused kernels do; in the backward
-    they hold the matrices of one band.
+    they hold the matrices of one band. world: the ranks and their nodes, as far as they are known: which of those
+    that share samples gather keys depends on them.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
-    tokens, cp = size * config.own_length, config.parallel.context_parallel_size
+    tokens, (ranks, groups) = size * config.own_length, config.context_levels(world)
     share = tp if config.parallel.sequence_parallel else 1
     stream, heads = model.hidden_size / share, layer.heads / tp
-    copies = copied_keys(config)
-    elements = layer.kept.stream / share + layer.kept.inner / tp + copies
+    own = max(model.num_query_groups // tp, ranks) * 2 * model.kv_channels  # keys and values of a token
+    # Those that are there again: copies, since ranks outnumber the key/value heads, and what is gathered.
+    again = own - max(1, model.num_query_groups // tp) * 2 * model.kv_channels + (groups - 1) * own
+    elements = layer.kept.stream / share + layer.kept.inner / tp + again
     masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
     wide, pairs = max(width, 4), heads * model.seq_length
-    backend = _backend(config, width, on_host)
+    backend = _backend(config, width, on_host, groups > 1)
     scores = 3 * tokens * pairs * wide if on_host and backend == TORCH and model.attention_dropout else 0.0
     # Scores, their softmax, and the gradients of both; tanh of capped ones.
     held = 5 if model.attn_logit_softcapping else 4
-    transient = held * min(BAND, model.seq_length) * pairs / cp * wide if backend == "math" else 0.0
+    transient = held * min(BAND, model.seq_length) * pairs / ranks * wide if backend == "math" else 0.0
     whole = tokens * (width * elements + masks + 4 * heads) + scores
-    gradients = tokens * width * (layer.gradients.inner / tp + layer.gradients.stream) + transient
+    gradients = layer.gradients.inner / tp + layer.gradients.stream + (groups - 1) * own
+    gradients = tokens * width * gradients + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
     if config.training.recompute_granularity == "selective":
-        core = tokens * (width * (layer.query / tp + copies) + 4 * heads) + scores
+        core = tokens * (width * (layer.query / tp + again) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
-
-
-def copied_keys(config: RunConfig) -> int:
-    """Return the elements of a token's keys and values that are there again, since context-parallel ranks outnumber
-    the key/value heads of a tensor-parallel rank."""
-    model, parallel = config.model, config.parallel
-    groups = max(1, model.num_query_groups // parallel.tensor_model_parallel_size)
-    return 2 * max(0, parallel.context_parallel_size - groups) * model.kv_channels
 
 
 def loss_chunks(config: RunConfig) -> tuple[int | None, ...]:
@@ -92,6 +88,7 @@ def activations(
     peak: int,
     on_host: bool = False,
     loss_chunk: int | None = None,
+    world: World | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of activations and of the head on the rank that holds these stages, by moment.
 
@@ -101,19 +98,20 @@ def activations(
     parameter on one rank, autograd adds both gradients, so the head's stays to the end.
 
     peak: the most forwards of one part and micro-batch whose backward has not ended. on_host: the ranks compute on
-    processors. loss_chunk: the tokens whose logits are held at once. None: all.
+    processors. loss_chunk: the tokens whose logits are held at once. None: all. world: as for ``layer_activations``.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * config.own_length
-    spec = padded_spec(model, tp)
+    spec = padded_spec(model, tp, config.parallel.expert_model_parallel_size)
     numbers = Counter(spec.by_place[i].kind for s in stages for i in s.layers)
-    layers = {kind.kind: layer_activations(config, kind, width, on_host) for kind in spec.layers}
+    layers = {kind.kind: layer_activations(config, kind, width, on_host, world) for kind in spec.layers}
     stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
     one = sum(n / len(stages) * layers[kind].kept for kind, n in numbers.items()) + stream
     always = 0.0
     if config.parallel.pipeline_model_parallel_size > 1:
         always += 4 * stream  # messages under way, both directions
-    if needs_mask(model, _backend(config, width, on_host), config.data.reset_attention_mask):
+    chunks = config.context_levels(world)[1] > 1
+    if needs_mask(model, _backend(config, width, on_host, chunks), config.data.reset_attention_mask):
         if config.data.reset_attention_mask:  # masks of one micro-batch, which a stage's layers share
             one += width * sum(mask_elements(config, s.layers) for s in stages) / len(stages)
         else:
@@ -171,14 +169,16 @@ def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:
     windows = {window if window and window < model.seq_length else None for window in kinds}
     if not (alibi or packed):  # torch's kernels need no mask to be causal
         windows.discard(None)
-    heads = model.num_attention_heads / (tp * config.parallel.context_parallel_size)
+    heads = model.num_attention_heads / (
+        tp * config.parallel.context_parallel_size
+    )  # none has chunks of queries
     each = (heads if alibi else 1) * (config.batch.micro_batch_size if packed else 1)
     return len(windows) * each * model.seq_length**2
 
 
-def _backend(config: RunConfig, width: int, on_host: bool) -> str:
+def _backend(config: RunConfig, width: int, on_host: bool, chunks: bool) -> str:
     choice, documents = config.training.attention_backend, config.data.reset_attention_mask
-    return planned(config.model, choice, documents, 8 * width, on_host)
+    return planned(config.model, choice, documents, 8 * width, on_host, chunks)
 
 
 def _largest_gradient(module: ModuleSpec, tp: int) -> int:

@@ -76,7 +76,8 @@ class BaseLayout:
         self.cp = parallel.context_parallel_size
         self.batch_ranks = config.data_parallel_size(world)  # shares of a global batch
         self.compute = Compute(config, cluster, collectives, self.grid((1, 1, 1)))
-        self.spec = padded_spec(config.model, self.tp)
+        self.ep = parallel.expert_model_parallel_size
+        self.spec = padded_spec(config.model, self.tp, self.ep)
         self.stages = stages or config.stages()
         self.of_rank = [[s for s in self.stages if s.rank == rank] for rank in range(self.pp)]
         self.activation = self.compute.activation
@@ -229,7 +230,7 @@ class BaseLayout:
         """
         width, on_host = self.compute.width, self.cluster.on_host
         return [
-            activations(self.config, width, own, self.peaks[rank], on_host, loss_chunk)
+            activations(self.config, width, own, self.peaks[rank], on_host, loss_chunk, self.world)
             for rank, own in enumerate(self.of_rank)
         ]
 
@@ -244,6 +245,8 @@ class BaseLayout:
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
             total += communication.tensor_parallel(self.config, own, schedule[rank], self.activation)
             total += communication.context_parallel(self.config, own, schedule[rank], grid, self.activation)
+            total += communication.expert_parallel(self.config, own, schedule[rank], self.activation)
+            total += communication.expert_balance(self.config, own, schedule[rank], grid)
             out.append(total)
         return out
 
@@ -263,4 +266,6 @@ def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Gr
         parallel.use_tp_pp_dp_mapping,
         config.outer_replicas(world),
         parallel.context_parallel_size,
+        config.context_levels(world)[1],
+        parallel.expert_model_parallel_size,
     )

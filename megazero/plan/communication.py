@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from megazero.comm.wire import Codecs, Coding
 from megazero.config import RunConfig
@@ -18,6 +19,7 @@ from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum,
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
+from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
@@ -25,10 +27,14 @@ from megazero.pp.schedules import Action, Kind, Schedule, sends
 
 Bytes = Counter[tuple[str, str]]  # (hop kind, link) -> bytes
 ALIGNED = 16  # bytes that parts of a quantised message are filled up to
+NUMBER = 4  # bytes of a number of rows
 GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
 SCALARS = 2 * 8  # squared norm, order hash; fp64
 OF_ROUNDING = 6 * 8  # where messages are quantised: two sums of squares for weights and gradients, two counts
 OUTER_SCALARS = 4 * 8  # of outer replicas: a hash, two sums of squares, a divisor
+EXPERT_SCALARS = 4 * 8  # of mixtures of experts: two losses, the worst load, its layer
+COUNT = 4  # bytes of an expert's tokens in a block of samples
+LOAD = 8  # and in a step
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ class UnitShape:
 
     coded, exact: how many elements the whole unit's regions have, padding included; exact is 0 where nothing is
     quantised. partial: how many elements of this rank's OS slice have gradients that tensor-parallel ranks sum. tied:
-    the pipeline's other end holds the unit too.
+    the pipeline's other end holds the unit too. apart: how many data-parallel neighbours hold other elements: of
+    experts that ranks share. Then the unit lies on the axes of experts.
     """
 
     coded: int
@@ -45,10 +52,15 @@ class UnitShape:
     quantised: bool
     partial: int = 0
     tied: bool = False
+    apart: int = 1
 
     @property
     def elements(self) -> int:
         return self.coded + self.exact
+
+    def axes(self, grid: Grid) -> tuple[AxisSpec, ...]:
+        """Return the data-parallel axes that the unit lies on, innermost first."""
+        return grid.data_axes if self.apart == 1 else grid.expert_axes
 
 
 @dataclass(frozen=True)
@@ -150,14 +162,14 @@ class OuterFormat:
     def message_of(self, unit: UnitShape, d: int) -> int:
         """Return the bytes of one rank's message to another replica, of d ranks in each."""
         width = self.sums if self.config.outer_bits == EXACT_BITS else 2
-        return message(unit, d * self.replicas, self.coding, width, self.sums)
+        return message(unit, d // unit.apart * self.replicas, self.coding, width, self.sums)
 
     def hops(self, unit: UnitShape, grid: Grid) -> tuple[HopBytes, ...]:
         """Return the hops of a meeting in their order: there and back, then to the copies of the OS slice."""
-        axes, axis = grid.data_axes, grid.axis("outer")
+        axes, axis = unit.axes(grid), grid.axis("outer")
         sent = (self.replicas - 1) * self.message_of(unit, grid.dp)
         *_, os, every = _levels(axes)
-        inside = _gather_hops(axes, every, os, every, unit.elements // grid.dp * self.sums)
+        inside = _gather_hops(axes, every, os, every, unit.elements * unit.apart // grid.dp * self.sums)
         return HopBytes(EXCHANGE, axis, sent), HopBytes(GATHER, axis, sent), *inside
 
     def sent(self, units: Iterable[UnitShape], d: int) -> int:
@@ -271,9 +283,11 @@ def step_hops(
 
     updates: those of matrices to their owners, which the updates take back.
     """
-    axes = grid.data_axes
-    gathered = gathers(copies, program, [unit.elements * formats.width for unit in units])
+    # Of experts, all that is left of P may be one rank: they are not gathered then.
+    sizes = [0 if unit.apart >= max(grid.shards[0], 2) else unit.elements * formats.width for unit in units]
+    gathered = gathers(copies, program, sizes)
     for index, unit in enumerate(units):
+        axes = unit.axes(grid)
         refresh, gather = weight_hops(unit, axes, formats)
         reduction = gradient_hops(unit, axes, formats, micro_batches, copies.whole_gradients)
         yield from (("refresh", hop, 1) for hop in refresh)
@@ -308,6 +322,11 @@ class Activation:
         tp = config.parallel.tensor_model_parallel_size
         sharded = config.parallel.sequence_parallel and tp > 1
         return cls(config.own_length, size, model.hidden_size, width, tp, sharded)
+
+    @property
+    def own_tokens(self) -> int:
+        """The tokens that this rank has between the linears of layers."""
+        return self.length * self.samples // (self.tp if self.sequence_parallel else 1)
 
     @property
     def whole(self) -> int:
@@ -365,33 +384,132 @@ def context_parallel(
     grid: Grid,
     activation: Activation,
 ) -> Bytes:
-    """Return the bytes of the swaps of heads for sequence in the layers of these stages."""
+    """Return the bytes of swaps of heads for sequence, and of gathers of keys, in the layers of these stages."""
+    out: Bytes = Counter()
     if grid.cp == 1:
-        return Counter()
+        return out
     layers = {stage.index: len(stage.layers) for stage in stages}
-    forward, backward = map(sum, layer_swaps(config, activation))
-    row = sum(forward * layers[a.stage] for a in actions if a.kind == Kind.FORWARD)
-    row += sum(backward * layers[a.stage] for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT))
-    return Counter({("cp", INTRA): row * (grid.cp_near - 1), ("cp", INTER): row * (grid.cp - grid.cp_near)})
+    forward, backward = layer_exchanges(config, grid, activation)
+    for made, kinds in ((forward, (Kind.FORWARD,)), (backward, (Kind.BACKWARD, Kind.INPUT))):
+        times = sum(layers[action.stage] for action in actions if action.kind in kinds)
+        for exchange in made:
+            for link, others in exchange.others.items():
+                out["cp", link] += exchange.row * others * times
+    return out
 
 
-def layer_swaps(config: RunConfig, activation: Activation) -> tuple[list[int], list[int]]:
-    """Return the swaps in a layer's forward and in its backward: the bytes that each sends to one other rank.
+def expert_balance(
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    actions: Sequence[Action],
+    grid: Grid,
+) -> Bytes:
+    """Return the bytes by which experts are balanced (train/expert_balance.py): every step, the loads of all layers;
+    for a loss, in each forward, the counts of the ranks that share samples."""
+    model, training, out = config.model, config.training, Counter[tuple[str, str]]()
+    mixtures = {i for i, kind in enumerate(layer_kinds(model)) if kind.experts}
+    if model.num_experts is None or not mixtures:
+        return out
+    for link, rows in grid.rows_sent.items():
+        out["scalar", link] += rows * EXPERT_SCALARS
+    for link, sent in grid.added_up(len(mixtures) * model.num_experts * LOAD).items():
+        out["scalar", link] += sent
+    kind = training.moe_router_load_balancing_type
+    if kind == "none" or not training.moe_aux_loss_coeff:
+        return out
+    blocks = 1 if kind == "aux_loss" else config.batch.micro_batch_size
+    held = {stage.index: len(mixtures.intersection(stage.layers)) for stage in stages}
+    times = sum(held[a.stage] for a in actions if a.kind == Kind.FORWARD)
+    counts = blocks * model.num_experts * COUNT
+    out["tp", INTRA] += times * (2 * (grid.tp - 1) * counts // grid.tp)
+    (heads, *keys), near = grid.cp_axes, grid.cp_heads_near
+    others = [(INTRA, near - 1), (INTER, heads.size - near), *((axis.link, axis.size - 1) for axis in keys)]
+    for link, ranks in others if grid.cp > 1 else ():
+        out["cp", link] += times * counts * ranks
+    return +out
+
+
+class ContextExchange(NamedTuple):
+    """An exchange of context-parallel ranks along ``axis``, in which each sends ``row`` bytes to each of the others,
+    of whom so many lie beyond each link. gathers: all receive the same; else each its own, summed or not.
+    """
+
+    axis: AxisSpec
+    others: dict[str, int]
+    row: int
+    gathers: bool = False
+
+
+def layer_exchanges(
+    config: RunConfig, grid: Grid, activation: Activation
+) -> tuple[list[ContextExchange], list[ContextExchange]]:
+    """Return the exchanges in a layer's forward and in its backward.
 
     Queries, keys and values go to the ranks of their heads, and attention's output comes back. Where ranks outnumber
-    the key/value heads, each receives a copy. A recompute repeats both, but of attention alone not the way back,
-    which nothing reads.
+    the key/value heads, each receives a copy. With several groups the keys and values that a rank has then are gathered,
+    across nodes and then inside the node, and their gradients are summed the other way round. A recompute repeats all,
+    but of attention alone not the way back, which nothing reads.
     """
-    model, ranks = config.model, config.parallel.context_parallel_size
-    groups = max(1, model.num_query_groups // activation.tp)
+    model, (heads, inside, across) = config.model, grid.cp_axes
     queries = model.query_projection_size // activation.tp
-    keys = max(groups, ranks) * model.kv_channels
-    channel = (
-        activation.length * activation.samples * activation.width
-    )  # bytes of one, over the rank's tokens
-    there, back = (channel * channels // ranks for channels in (queries + 2 * keys, queries))
-    again = {"full": [there, back], "selective": [there]}.get(config.training.recompute_granularity, [])
-    return [there, back], [*again, back, there]
+    keys = max(model.num_query_groups // activation.tp, heads.size) * model.kv_channels
+    # Bytes of a channel over the rank's tokens.
+    channel = activation.length * activation.samples * activation.width
+    near = grid.cp_heads_near
+    beyond = {INTRA: near - 1, INTER: heads.size - near}
+    there, back = (
+        [ContextExchange(heads, beyond, channel * channels // heads.size)] * (heads.size > 1)
+        for channels in (queries + 2 * keys, queries)
+    )
+    hops = ((across, INTER, 1), (inside, INTRA, across.size))  # of so many ranks' keys
+    gathers = [
+        ContextExchange(axis, {link: axis.size - 1}, 2 * keys * channel * size, True)
+        for axis, link, size in hops
+        if axis.size > 1
+    ]
+    sums = [each._replace(gathers=False) for each in gathers[::-1]]
+    again = {"full": [*there, *gathers, *back], "selective": [*there, *gathers]}
+    repeated = again.get(config.training.recompute_granularity, [])
+    return [*there, *gathers, *back], [*repeated, *back, *sums, *there]
+
+
+def expert_parallel(
+    config: RunConfig, stages: Sequence[StageSpec], actions: Sequence[Action], activation: Activation
+) -> Bytes:
+    """Return the bytes of rows on their way to experts and back, if every rank's go to all experts alike."""
+    model, ep = config.model, config.parallel.expert_model_parallel_size
+    if ep == 1:
+        return Counter()
+    rows = activation.own_tokens * model.moe_router_topk * (ep - 1) / ep
+    layers = model_spec(model).by_place
+    each = {
+        stage.index: [expert_rows(config, layers[i], activation, rows, rows) for i in stage.layers]
+        for stage in stages
+    }
+    forward = sum(there for a in actions if a.kind == Kind.FORWARD for there, _ in each[a.stage])
+    backwards = [a.stage for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT)]
+    return Counter(
+        {("ep", INTRA): int(forward + sum(back for stage in backwards for _, back in each[stage]))}
+    )
+
+
+def expert_rows(
+    config: RunConfig, layer: LayerSpec, activation: Activation, sent: float, received: float
+) -> tuple[float, float]:
+    """Return the bytes that a rank sends to those that share the experts, in a layer's forward and in its backward.
+
+    sent, received: how many of its rows have their experts on other ranks, and how many come from there. A row goes
+    there with its probability, in at least fp32, and comes back without it; gradients take both ways in reverse.
+    Before, ranks tell each other numbers of rows, which a recompute knows.
+    """
+    if not layer.experts:
+        return 0, 0
+    ep, experts = config.parallel.expert_model_parallel_size, config.model.num_experts or 0
+    row, value = activation.hidden * activation.width, max(activation.width, 4)
+    there, back = sent * (row + value), received * row
+    again = there + layer.rereads_experts * back if config.training.recompute_granularity == "full" else 0
+    numbers = (ep - 1) * (experts // ep) * NUMBER
+    return numbers + there + back, again + sent * row + received * (row + value)
 
 
 def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -> tuple[int, int]:

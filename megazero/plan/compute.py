@@ -16,16 +16,18 @@ from typing import NamedTuple
 from megazero.comm.wire import Coding
 from megazero.config import RunConfig
 from megazero.config.model.attention import BAND, needs_mask, planned
-from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, is_layer, padded_spec
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
-from megazero.mesh.grid import AxisSpec, Grid
+from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
 from megazero.plan.communication import (
     Activation,
+    ContextExchange,
     Formats,
     UnitShape,
+    expert_rows,
     has_loss_chunks,
-    layer_swaps,
+    layer_exchanges,
     module_sums,
 )
 from megazero.plan.seconds import INTER_SITE, Collectives
@@ -42,7 +44,7 @@ CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no codecs
 @dataclass(frozen=True)
 class ModuleTimes:
     """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives, those of cp_*
-    in swaps of context parallelism.
+    in swaps of context parallelism, those of ep_* with rows on their way to experts and back.
 
     tp_busy: the processors that a rank's part of the former keeps busy.
     """
@@ -56,12 +58,14 @@ class ModuleTimes:
     tp_busy: float = 0.0
     cp_forward: float = 0.0
     cp_backward: float = 0.0
+    ep_forward: float = 0.0
+    ep_backward: float = 0.0
 
     def of(self, kind: Kind) -> float:
         """Return all that an action of this kind takes for the module."""
-        inputs = self.backward_input + self.recompute + self.tp_backward + self.cp_backward
+        inputs = self.backward_input + self.recompute + self.tp_backward + self.cp_backward + self.ep_backward
         return {
-            Kind.FORWARD: self.forward + self.tp_forward + self.cp_forward,
+            Kind.FORWARD: self.forward + self.tp_forward + self.cp_forward + self.ep_forward,
             Kind.BACKWARD: inputs + self.backward_weight,
             Kind.INPUT: inputs,
             Kind.WEIGHT: self.backward_weight,
@@ -110,7 +114,7 @@ class Compute:
         self.activation = Activation.of(config, self.width)
         self.tp, self.sharded = self.activation.tp, self.activation.sequence_parallel
         self.tokens = config.batch.micro_batch_size * config.own_length
-        self.spec = padded_spec(config.model, self.tp)
+        self.spec = padded_spec(config.model, self.tp, config.parallel.expert_model_parallel_size)
         layers = {layer.kind: self._layer(layer) for layer in self.spec.layers}
         self.sizes = {EMBEDDING: self._embedding(), **layers, HEAD: self._head()}
         self.times = {kind: self._module(kind, sizes) for kind, sizes in self.sizes.items()}
@@ -130,7 +134,8 @@ class Compute:
         kinds = layer_kinds(model, layer.places)
         # Keys of a query. With a mask kernels compute the hidden half, too; documents' lengths are not known.
         choice, on_host = self.config.training.attention_backend, self.cluster.on_host
-        backend = planned(model, choice, documents, 8 * self.width, on_host)
+        chunks = self.grid is not None and self.grid.cp_keys > 1
+        backend = planned(model, choice, documents, 8 * self.width, on_host, chunks)
         dense = needs_mask(model, backend, documents)
         windows = [length / 2 if kind.window is None else kind.window + BAND for kind in kinds]
         keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
@@ -180,7 +185,8 @@ class Compute:
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(forward + backward, tp_forward=into, tp_backward=out, tp_busy=busy)
         swaps = self._context_parallel() if is_layer(kind) else (0.0, 0.0)
-        return ModuleTimes(forward, backward - product, product, again, into, out, busy, *swaps)
+        moved = self._expert_parallel(self.spec.modules[kind])
+        return ModuleTimes(forward, backward - product, product, again, into, out, busy, *swaps, *moved)
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:
         """Return what was measured of a module on as many tensor-parallel ranks, or else on one.
@@ -224,23 +230,38 @@ class Compute:
         forward, backward = module_sums(self.config, self.spec.modules[kind], self.activation)
         return forward / each * one, backward / each * one, busy / one
 
+    def _expert_parallel(self, module: ModuleSpec) -> tuple[float, float]:
+        """Return the seconds in which a layer's rows go to their experts and back, forward and backward, if every
+        rank's go to all experts alike."""
+        ep = self.config.parallel.expert_model_parallel_size
+        if ep == 1 or not isinstance(module, LayerSpec) or not module.experts:
+            return 0.0, 0.0
+        rows = self.activation.own_tokens * self.config.model.moe_router_topk * (ep - 1) / ep
+        forward, backward = (
+            self.collectives.cost("exchange", ep, 1, int(sent)).seconds
+            for sent in expert_rows(self.config, module, self.activation, rows, rows)
+        )
+        return forward, backward
+
     def _context_parallel(self) -> tuple[float, float]:
-        """Return the seconds of a layer's swaps, forward and backward. Of a swap across nodes what crosses counts, at
-        the rate of the slowest link.
+        """Return the seconds of a layer's swaps and gathers, forward and backward. Of a swap across nodes what crosses
+        counts, at the rate of the slowest link.
         """
-        grid, collectives = self.grid, self.collectives
+        grid = self.grid
         if grid is None or grid.cp == 1:
             return 0.0, 0.0
-        others = grid.cp - (grid.cp_near if grid.cp > grid.cp_near else 1)
-        site = collectives.link_of(grid.cp_axis) == INTER_SITE
-
-        def seconds(row: int) -> float:
-            if site:
-                return collectives.of_axis("exchange", grid.cp_axis, row * (grid.cp - 1)).seconds
-            return collectives.cost("exchange", grid.cp, grid.cp // grid.cp_near, row * others).seconds
-
-        forward, backward = (sum(map(seconds, rows)) for rows in layer_swaps(self.config, self.activation))
+        both = layer_exchanges(self.config, grid, self.activation)
+        forward, backward = (sum(map(self._exchange, exchanges)) for exchanges in both)
         return forward, backward
+
+    def _exchange(self, exchange: ContextExchange) -> float:
+        axis, across = exchange.axis, exchange.others.get(INTER, 0)
+        operation = "gather" if exchange.gathers else "exchange"
+        if self.collectives.link_of(axis) == INTER_SITE:
+            return self.collectives.of_axis(operation, axis, exchange.row * (axis.size - 1)).seconds
+        counted = exchange.row * (across or axis.size - 1)
+        nodes = axis.size // (1 + exchange.others.get(INTRA, 0))
+        return self.collectives.cost(operation, axis.size, nodes, counted).seconds
 
 
 def _between(points: Sequence[tuple[float, float, float]], at: float) -> tuple[float, float]:

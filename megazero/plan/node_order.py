@@ -66,7 +66,7 @@ def rings(layout: Layout) -> list[Ring]:
     per_node = layout.grid.ranks_per_node
     sent = axis_bytes(layout)
     out = []
-    for axis in (*layout.grid.axes, layout.grid.cp_axis):
+    for axis in (*layout.grid.axes, *layout.grid.cp_axes):
         if axis.link == INTER and axis.size > 1:
             inside = max(1, per_node // axis.stride)  # ranks of a group that share a node
             out.append(
@@ -87,11 +87,13 @@ def axis_bytes(layout: Layout) -> dict[str, float]:
     """
     base = layout.base
     out: defaultdict[str, float] = defaultdict(float)
+    names = {"pp": "pp"}  # of the axis on which a kind crosses: of context-parallel ranks one does
+    names |= {"cp": a.name for a in layout.grid.cp_axes if a.link == INTER and a.size > 1}
     for rank in range(base.pp):
         for _, hop, times in step_hops(*layout.step(rank)):
             out[hop.axis.name] += hop.sent * times / base.pp
-        for kind in ("pp", "cp"):
-            out[kind] += base.other_bytes[rank][kind, INTER] / base.pp
+        for kind, name in names.items():
+            out[name] += base.other_bytes[rank][kind, INTER] / base.pp
     out["outer"] = layout.bytes_of_meetings[0]
     return out
 

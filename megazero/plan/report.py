@@ -14,6 +14,7 @@ from megazero.config.options.cluster import CALIBRATED, PUBLISHED, Cluster
 from megazero.config.options.fields import show, typed
 from megazero.config.run import all_options
 from megazero.files import write_text
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory
 from megazero.plan.search import CHOICES, PARALLEL, STAGES, ZERO, Found, Search, smallest_layout
@@ -81,11 +82,17 @@ def tokens_per_second(layout: Layout, seconds: float) -> float:
     return config.batch.samples_per_step(layout.base.batch_ranks) * config.model.seq_length / seconds
 
 
+def _levels(base: BaseLayout) -> str:
+    heads, keys = base.config.context_levels(base.world)
+    return f"{heads}" if keys == 1 else f"{heads} x {keys}"
+
+
 def describe(layout: Layout) -> str:
     """Return a layout in a few words."""
     base, shards = layout.base, layout.shards
     words = [f"TP {base.tp}", f"PP {base.pp}", f"DP {base.d}"]
-    words += [f"CP {base.cp} of these"] * (base.cp > 1)
+    words += [f"CP {_levels(base)} of these"] * (base.cp > 1)
+    words += [f"EP {base.ep}"] * (base.ep > 1)
     if base.pp > 1:
         several = f" x {base.virtual}" if base.virtual > 1 else ""
         words.append(f"{base.schedule_name}{several}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ PARALLEL = (
     "pipeline_model_parallel_size",
     "use_tp_pp_dp_mapping",
     "sequence_parallel",
+    "expert_model_parallel_size",
     "context_parallel_size",
 )
 STAGES = (
@@ -170,11 +171,14 @@ class Search:
 
     def _choices(self) -> Iterator[dict[str, Any]]:
         """Yield the options of every base that sizes allow."""
-        tensor, pipeline, mapping, sequence, context = PARALLEL
-        for tp, cp in product(
-            self._free(tensor, common_divisors(self.cluster.ranks_per_node)),
-            self._free(context, self.contexts),
-        ):
+        tensor, pipeline, mapping, sequence, experts, context = PARALLEL
+        sizes = [
+            (tp, cp, ep)
+            for tp in self._free(tensor, common_divisors(self.cluster.ranks_per_node))
+            for cp in self._free(context, self.contexts)
+            for ep in self._free(experts, self._expert_sizes(tp))
+        ]
+        for tp, cp, ep in sizes:
             for pp in self._free(pipeline, self._pipeline_sizes(tp)):
                 for order in self._free(
                     mapping, [False, True] if pp > 1 and tp * pp < self.cluster.world_size else [False]
@@ -185,6 +189,7 @@ class Search:
                                 yield {
                                     tensor: tp,
                                     context: cp,
+                                    experts: ep,
                                     pipeline: pp,
                                     mapping: order,
                                     sequence: self.values.get(sequence, self._sequence_parallel(tp)),
@@ -194,6 +199,12 @@ class Search:
                                     # a layout's own choice replaces it
                                     **({} if self.shards_given else {"zero_shard": (1, 1, 1)}),
                                 }
+
+    def _expert_sizes(self, tp: int) -> list[int]:
+        """Return how many ranks of a node may share the experts."""
+        count = self.values.get("num_experts")
+        inside = common_divisors(self.cluster.ranks_per_node) if count else []
+        return [1, *(k for k in inside if k > 1 and k % tp == 0 and int(count or 0) % k == 0)]
 
     def _sequence_parallel(self, tp: int) -> bool:
         return tp > 1 and int(self.values.get("seq_length") or 1) % tp == 0
@@ -308,11 +319,19 @@ class Search:
         if bases is not None or not short or PARALLEL[-1] in self.values:
             return best
         self.share_samples()
-        return self._best(number, self.bases())
+        best = self._best(number, self.bases())
+        if not best:
+            self.share_samples(across=True)
+            best = self._best(number, self.bases())
+        return best
 
-    def share_samples(self) -> None:
-        """Try layouts in which ranks of a node share samples, beside those that have been tried."""
-        self.contexts = common_divisors(self.cluster.ranks_per_node)
+    def share_samples(self, across: bool = False) -> None:
+        """Try layouts in which ranks of a node share samples, or those of several nodes, beside those that have been
+        tried.
+        """
+        inside, world = self.cluster.ranks_per_node, self.cluster.world_size
+        found = common_divisors(world) if across else common_divisors(inside)
+        self.contexts = [k for k in found if k < inside or k % inside == 0]
 
     def _best(self, number: int, bases: Iterable[BaseLayout]) -> list[Found]:
         """Do as ``best`` says.
@@ -365,7 +384,7 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
         "use_tp_pp_dp_mapping": False,
     }
     search = Search({**most, **values}, cluster, "exact")
-    search.share_samples()
+    search.share_samples(across=True)
     best: Layout | None = None
     for base in search.bases():
         shard = search.given_shards(base) if search.shards_given else (base.d, base.d, base.d)

@@ -173,6 +173,8 @@ def make_mesh(
         dp_outermost=parallel.use_tp_pp_dp_mapping,
         outer=config.outer_replicas(world),
         cp=parallel.context_parallel_size,
+        cp_keys=config.context_levels(world)[1],
+        ep=parallel.expert_model_parallel_size,
         ends=not config.model.untie_embeddings_and_output_weights,
         ranks_per_node=config.ranks_per_node(world),
         device=device,

@@ -249,7 +249,8 @@ def report_start(
     outputs.console.header(f"megazero on {plural(world.world_size, 'rank')}", facts)
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     choice = config.training.attention_backend
-    attention = attention_note(decoder.config, decoder.tp, mesh.device, dtype, choice, packed)
+    of_attention = dtype, choice, packed, mesh.grid.cp_keys > 1
+    attention = attention_note(decoder.config, decoder.tp, mesh.device, *of_attention)
     remarks = [f"note: {text}" for text in (attention, export_note(config)) if text]
     remarks += [
         f"note: --{name.replace('_', '-')} holds what looks like a secret, printed as ***. {file} and every "

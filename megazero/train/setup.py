@@ -42,11 +42,18 @@ from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.codec_costs import CodecCosts
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
-from megazero.train.callbacks.reports import CompileNews, Prediction, RoundingWatch, StragglerWatch
+from megazero.train.callbacks.reports import (
+    CompileNews,
+    ExpertReport,
+    Prediction,
+    RoundingWatch,
+    StragglerWatch,
+)
 from megazero.train.callbacks.spikes import SpikeMonitor
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.distributed import find_world, make_mesh, start_rank
+from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast, foresee, room_of
 from megazero.train.nvidia_apex import refuse_without_apex
 from megazero.train.outputs import agree_on_start, open_outputs, report_start
@@ -346,6 +353,7 @@ def prepare(
         RoundingWatch(engine.policy.codecs),
         exits,
         Profiler(config, decoder, engine, pipeline, bill),
+        *([ExpertReport(balance)] if (balance := ExpertBalance.of(engine)) else []),
         *([CompileNews()] if config.training.compile else []),
         *([Prediction(forecast)] if forecast else []),
         checkpointing.spikes,

@@ -32,6 +32,7 @@ from megazero.train.callbacks.exits import Exits
 from megazero.train.data.datasets import RunData
 from megazero.train.data.feeding import Batch, Feeding
 from megazero.train.evaluation import mean_loss
+from megazero.train.expert_balance import memory_explained
 from megazero.train.iteration_line import iteration_line
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
@@ -291,7 +292,8 @@ class Trainer:
         count = len(batch.device)
         factor, divisor = self.scaling.factors(batch.tokens[self.mesh.replica], self.mesh.dp_size)
         self.engine.begin_step(count, divisor, self.pipeline.program(count))
-        loss = self._forward_backward(batch.device, batch.ids, factor)
+        with memory_explained(self.engine):
+            loss = self._forward_backward(batch.device, batch.ids, factor)
         own: Numbers = {"loss": loss, "save_part_ended": self.saver.part_ended}
         self.exchange.given = {None: own, **self.callbacks.numbers()}
         return self.engine.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
@@ -13,7 +13,8 @@ import numpy as np
 
 from megazero.config import RunConfig
 from megazero.config.layout.wire import Wire
-from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, mismatches
+from megazero.mesh.grid import AxisSpec, own_spans
+from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, ExpertRows, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
 from megazero.verify.recorder import RoundingRecord, UnitSlice, digest, rounded_name
 from megazero.verify.reference import (
@@ -59,8 +60,9 @@ class Evidence:
     Gradients are divided, but not clipped. masters and got are assembled from all ranks. want: the gradients that one
     rank computes at these masters. errors: the relative error of each parameter's gradient. norms: the global norm
     that each rank had. losses: the losses of all ranks together. stale: the parameters of which some forward read
-    other values than the masters. regrets: the reference's, at these masters. crossed: each (what, stage,
-    micro-batch) that a stage received although no stage sent it there, with the message it was instead.
+    other values than the masters. regrets: the reference's, at these masters; balance: its balance loss and z loss.
+    crossed: each (what, stage, micro-batch) that a stage received although no stage sent it there, with the message
+    it was instead. every: the evidence of all outer replicas.
     """
 
     records: Sequence[RankRecord]
@@ -75,7 +77,9 @@ class Evidence:
     losses: list[float] = field(default_factory=list)
     stale: list[list[str]] = field(default_factory=list)
     regrets: list[float] = field(default_factory=list)
+    balance: list[tuple[float, float]] = field(default_factory=list)
     crossed: list[list[str]] = field(default_factory=list)
+    every: list[Evidence] = field(default_factory=list, repr=False)
 
     @property
     def dtype(self) -> str:
@@ -84,7 +88,7 @@ class Evidence:
     @property
     def noisy(self) -> list[str]:
         rotary = self.assembler.config.model.position_embedding_type == "rope"
-        names = self.assembler.of_rank(1, 0)
+        names = self.assembler.one_rank
         return [] if rotary or self.dtype == "fp64" else [n for n in names if n.endswith("k_proj.bias")]
 
 
@@ -96,32 +100,41 @@ def gather_evidence(
     count = len(replicas)
     references = [Reference(assembler.config, data_parallel, number, count) for number in range(count)]
     for own, reference in zip(replicas, references, strict=True):
-        reference.routed = [_routing(assembler.config, own, step) for step in range(steps)]
+        every = [[record.steps[step] for record in own] for step in range(steps)]
+        reference.routed = [
+            _routing(assembler.config, own, [each.routing for each in seen]) for seen in every
+        ]
+        reference.plain = [_routing(assembler.config, own, [each.plain for each in seen]) for seen in every]
     curves = train_together(references, steps)
     parts = zip(replicas, references, curves, strict=True)
-    return [_evidence(assembler, own, reference, curve) for own, reference, curve in parts]
+    found = [_evidence(assembler, own, reference, curve) for own, reference, curve in parts]
+    for each in found:
+        each.every = found
+    return found
 
 
-def _routing(config: RunConfig, records: Sequence[RankRecord], step: int) -> dict[int, np.ndarray]:
-    """Return the experts of a step's tokens by layer, [s, samples, k], of one replica's ranks.
+def _routing(
+    config: RunConfig, records: Sequence[RankRecord], chosen: Sequence[Mapping[tuple[int, int], np.ndarray]]
+) -> dict[int, np.ndarray]:
+    """Return the experts of a step's tokens by layer, [s, samples, k], of those that one replica's ranks chose.
 
     Its samples are in the order of micro-batches, and in each of data-parallel ranks. Of these, neighbours that share
     samples have a part of the tokens each, which tensor-parallel ranks may cut again.
     """
-    sharing = config.parallel.context_parallel_size
+    (heads, keys), length = config.context_levels(None), config.model.seq_length
+    sharing = heads * keys
     micro, ranks = config.batch.micro_batch_size, (1 + max(record.dp for record in records)) // sharing
     found: dict[int, np.ndarray] = {}
-    for record in records:
-        routing = record.steps[step].routing
+    for record, routing in zip(records, chosen, strict=True):
         rounds = 1 + max((m for _, m in routing), default=0)
         for (layer, m), experts in routing.items():
-            length, _, topk = experts.shape
-            shape = (config.model.seq_length, rounds * ranks * micro, topk)
+            tokens, _, topk = experts.shape
+            shape = (length, rounds * ranks * micro, topk)
             whole = found.setdefault(layer, np.full(shape, -1, experts.dtype))
             batch, part = divmod(record.dp, sharing)
-            own = shape[0] // sharing
-            first, place = part * own + length * record.tp % own, (m * ranks + batch) * micro
-            whole[first : first + length, place : place + micro] = experts
+            own = np.concatenate([np.array(span) for span in own_spans(length, part, heads, keys)])
+            first, place = tokens * record.tp % len(own), (m * ranks + batch) * micro
+            whole[own[first : first + tokens], place : place + micro] = experts
     return found
 
 
@@ -141,6 +154,7 @@ def _evidence(
         got = assembler.assemble(_pieces(records, [s.gradients for s in own]))
         want = reference.gradients(masters.whole, step)
         seen.regrets.append(reference.regret)
+        seen.balance.append(reference.balance)
         seen.masters.append(masters)
         seen.got.append(got)
         seen.want.append(want)
@@ -155,7 +169,7 @@ def _evidence(
 def _pieces(records: Sequence[RankRecord], slices: Sequence[Sequence[UnitSlice]]) -> Iterator[Piece]:
     """Yield the pieces of all records. ``slices`` has one item per record."""
     for record, units in zip(records, slices, strict=True):
-        yield from ((record.tp, *piece) for unit in units for piece in unit.pieces())
+        yield from ((record.place, *piece) for unit in units for piece in unit.pieces())
 
 
 def step_loss(records: Sequence[RankRecord], step: int) -> float:
@@ -200,10 +214,27 @@ def exact_checks(seen: Evidence) -> list[Check]:
 
 
 def _routing_checks(seen: Evidence) -> Iterator[Check]:
-    """Check that every token went to its best experts, as far as rounding lets one tell, in a model that has some."""
-    if seen.assembler.config.model.num_experts is not None:
-        regrets = [(regret, f"step {step + 1}") for step, regret in enumerate(seen.regrets)]
-        yield _worst("routing", regrets, ROUTING[seen.dtype])
+    """Check that every token went to its best experts, as far as rounding lets one tell, in a model that has some,
+    and what was counted and averaged of that."""
+    if seen.assembler.config.model.num_experts is None:
+        return
+    regrets = [(regret, f"step {step + 1}") for step, regret in enumerate(seen.regrets)]
+    yield _worst("routing", regrets, ROUTING[seen.dtype])
+    loads, biases, losses = list[str](), list[str](), list[tuple[float, str]]()
+    for step, own in enumerate(zip(*(record.steps for record in seen.records), strict=True)):
+        wanted = sum(each.reference.loads(step) for each in seen.every)
+        moved = {name: bias.numpy().copy() for name, bias in seen.reference.take_biases(step).items()}
+        balance = np.mean([each.balance[step] for each in seen.every], axis=0)
+        for rank, record in enumerate(own):
+            told, where = record.balance, f"rank {rank}, step {step + 1}"
+            assert told is not None
+            loads += [where] if not np.array_equal(record.loads, wanted) else []
+            biases += [f"{n}, {where}" for n, b in record.biases.items() if not np.array_equal(b, moved[n])]
+            pairs = zip((told.mean.loss, told.mean.z_loss), balance, strict=True)
+            losses += [(_relative(got, want), where) for got, want in pairs if want]
+    yield _none("expert loads", loads, "counts: of tokens that are not those which the experts got")
+    yield _none("expert bias", biases, "biases: that the experts' tokens do not make")
+    yield _worst("balance losses", losses or [(0.0, "none is added")], LOSS[seen.dtype])
 
 
 def _relative(got: float, want: float) -> float:
@@ -242,11 +273,11 @@ def _stale(
 ) -> Iterator[str]:
     """Yield the parameters of which a rank read something else than the assembled masters."""
     dtype = np.float64 if assembler.config.precision.params_dtype == "fp64" else np.float32
-    for tp in range(assembler.tp):
-        local = assembler.split(masters.whole, tp)
+    for place in assembler.places:
+        local = assembler.split(masters.whole, place)
         bits = {name: digest(values.astype(dtype)) for name, values in local.items()}
         for record in records:
-            if record.tp == tp:
+            if record.place == place:
                 read = record.steps[step].read
                 yield from (
                     assembler.name(name) for name, seen in read.items() if seen != bits[assembler.name(name)]
@@ -302,7 +333,7 @@ def _differing_reads(assembler: Assembler, records: Sequence[RankRecord], step: 
     for o in records:
         for held, seen in o.steps[step].read.items():
             name = assembler.name(held)
-            bits[name, -1 if name in replicated else o.tp].add(seen)
+            bits[name, -1 if name in replicated else assembler.part(name, o.place)].add(seen)
     yield from (f"{name}, step {step + 1}" for (name, _), seen in bits.items() if len(seen) > 1)
 
 
@@ -424,10 +455,12 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
     compared in the step in which it arrives, or is waited for, as at a save and at the run's end.
     """
     wrong, counted = list[str](), 0
+    experts = expected.config.model.num_experts or 0
     for rank, record in enumerate(records):
         under_way, last = 0, len(record.steps) - 1
         for step in range(1, len(record.steps)):
-            want = Counter(expected.bytes_of(rank, step, after_save=step == saved + 1))
+            rows = list(_expert_rows(expected.grid.ep_axis, experts, records, rank, step))
+            want = Counter(expected.bytes_of(rank, step, after_save=step == saved + 1, rows=rows))
             got = Counter(record.steps[step].traffic)
             counted += want.total()
             want[BETWEEN] += under_way
@@ -439,6 +472,24 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
                 wrong.append(f"rank {rank}, step {step + 1}: {hop} counted {counter}, formula {formula}")
     where = "; ".join(wrong[:3]) or f"off the formula; {counted} bytes in all"
     return Check(name, f"{len(wrong)} counters", "0", not wrong, where)
+
+
+def _expert_rows(
+    ep: AxisSpec, experts: int, records: Sequence[RankRecord], rank: int, step: int
+) -> Iterator[ExpertRows]:
+    """Yield the rows that a rank exchanged in a step with those that share the experts, as the records route them."""
+    if ep.size == 1:
+        return
+    own, share = ep.index(rank), experts // ep.size
+    for layer, m in records[rank].steps[step].routing:
+        sent, received = 0, 0
+        for place, other in enumerate(ep.ranks(rank)):
+            held_by = records[other].steps[step].routing[layer, m] // share
+            if place == own:
+                sent = int((held_by != own).sum())
+            else:
+                received += int((held_by == own).sum())
+        yield ExpertRows(layer, sent, received)
 
 
 def resume_check(

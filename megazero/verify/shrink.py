@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
+from math import lcm
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config
+from megazero.config.layout.context import BOTH, GATHER, SWAP
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import model_spec
 from megazero.config.options.fields import section_of
@@ -82,7 +84,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         **MADE_UP,
         **{name: config.get(name) for name in OF_DOCUMENTS},
         **_parallel(config, layout),
-        **_model(config, layout),
+        **_model(config, layout, config.context_levels(world)),
         **_batch(config, world, layout),
         **_outer(config.outer, layout.replicas),
         **_optimizer(config),
@@ -147,6 +149,8 @@ def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
+        **_contexts(*layout.contexts),
+        "expert_model_parallel_size": layout.ep,
         "ranks_per_node": layout.world.ranks_per_node,
     }
     if layout.pp > 1:
@@ -155,6 +159,14 @@ def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
         values["num_virtual_stages_per_pipeline_rank"] = virtual if virtual > 1 else None
         values["pipeline_partition"] = ",".join(map(str, layers))
     return values
+
+
+def _contexts(heads: int, keys: int) -> dict[str, Any]:
+    """Say how ranks attend to whole samples, whatever the nodes."""
+    if heads > 1 and keys > 1:
+        return {"cp_comm_type": (BOTH,), "hierarchical_context_parallel_sizes": (heads, keys)}
+    word = (SWAP if keys == 1 else GATHER[0],) if heads * keys > 1 else None
+    return {"cp_comm_type": word, "hierarchical_context_parallel_sizes": None}
 
 
 def stage_layers(config: RunConfig, pp: int) -> list[int]:
@@ -180,9 +192,9 @@ def _stages(config: RunConfig) -> Any:
     return replace(config, model=replace(config.model, vocab_size=32000)).stages()
 
 
-def _model(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
-    m, tp, cp = config.model, layout.tp, layout.cp
-    full_tp, full_cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> dict[str, Any]:
+    m, tp, (cp, _) = config.model, layout.tp, layout.contexts  # of those that share samples, whose heads differ
+    full_tp, (full_cp, full_keys) = config.parallel.tensor_model_parallel_size, contexts
     most = 8 if m.num_query_groups == m.num_attention_heads else 4
     if m.num_query_groups < full_tp:  # ranks share them
         groups = max(1, m.num_query_groups * tp // full_tp)
@@ -199,11 +211,14 @@ def _model(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
     if m.kv_channels * m.num_attention_heads != m.hidden_size:  # heads that do not fill the residual stream
         hidden = 2 * heads * width if m.hidden_size > m.kv_channels * m.num_attention_heads else hidden // 2
     length = like(m.seq_length, SEQUENCE + m.seq_length % 2)
-    parts, full_parts = (
-        (tp * cp, full_tp * full_cp) if m.seq_length % (full_tp * full_cp) == 0 else (cp, full_cp)
-    )
-    if m.seq_length % full_parts == 0:
-        length = parts * like(m.seq_length // full_parts, max(2, SEQUENCE // parts))
+    for of_tensor, full_tensor in ((tp, full_tp), (1, 1)):
+        small, full = (
+            lcm(tensor * heads * keys, 2 * keys if keys > 1 else 1)
+            for tensor, (heads, keys) in ((of_tensor, layout.contexts), (full_tensor, contexts))
+        )
+        if m.seq_length % full == 0:
+            length = small * like(m.seq_length // full, max(2, SEQUENCE // small))
+            break
     return {
         "num_query_groups": groups,
         "num_attention_heads": heads,
@@ -214,23 +229,30 @@ def _model(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
         "max_position_embeddings": length if m.seq_length == m.max_position_embeddings else 2 * length,
         **_rotary(m, width, length),
         **_vocabulary(config, tp),
-        **_experts(m, tp, hidden),
+        **_experts(config, layout, hidden),
         **_kinds(m, sum(stage_layers(config, layout.pp))),
         **({"norm_epsilon": QK_NORM_EPSILON} if m.qk_norm != "none" else {}),
         **({"sliding_window": length // 2} if m.sliding_window and m.sliding_window < m.seq_length else {}),
     }
 
 
-def _experts(m: ModelConfig, tp: int, hidden: int) -> dict[str, Any]:
-    """Keep whether tokens go to one expert, to several or to all, and whether there are shared ones."""
+def _experts(config: RunConfig, layout: SubLayout, hidden: int) -> dict[str, Any]:
+    """Keep whether tokens go to one expert, to several or to all, or to those of some groups, whether there are
+    shared ones, and whether a rank has several."""
+    m, tp, ep = config.model, layout.tp, layout.ep
     if m.num_experts is None:
         return {}
-    count = like(m.num_experts, 6)
+    count = ep * like(m.num_experts // config.parallel.expert_model_parallel_size, max(2, 6 // ep))
     topk = count if m.moe_router_topk == m.num_experts else min(like(m.moe_router_topk, 3), count - 1)
+    grouped: dict[str, Any] = {}
+    if m.moe_router_group_topk is not None:
+        count, topk = lcm(8, ep), 3
+        grouped = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     shared = m.moe_shared_expert_intermediate_size
     return {
         "num_experts": count,
         "moe_router_topk": topk,
+        **grouped,
         "moe_ffn_hidden_size": like(m.expert_width, hidden),
         "moe_shared_expert_intermediate_size": shared and tp * like(shared // tp, -(-hidden // tp)),
     }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from megazero.config import RunConfig, World
 from megazero.config.options.sections import OuterConfig
-from megazero.mesh.grid import data_cuts
+from megazero.mesh.grid import context_problem, data_cuts
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class SubLayout:
     """The layout that is run.
 
     shards: the factors P, G and OS. notes: what differs from the configuration, in words; it is empty if nothing
-    does. replicas: the outer ones. cp: the context-parallel size.
+    does. replicas: the outer ones. contexts: how many ranks that share samples swap heads, and how many groups of
+    these gather keys. ep: the expert-parallel size.
     """
 
     tp: int
@@ -23,7 +25,12 @@ class SubLayout:
     shards: tuple[int, int, int]
     notes: tuple[str, ...] = ()
     replicas: int = 1
-    cp: int = 1
+    contexts: tuple[int, int] = (1, 1)
+    ep: int = 1
+
+    @property
+    def cp(self) -> int:
+        return self.contexts[0] * self.contexts[1]
 
 
 def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
@@ -35,11 +42,12 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
 
     Raises ValueError, which names the smallest number of ranks that has the structure.
     """
-    parallel, cp = config.parallel, config.parallel.context_parallel_size
+    parallel, contexts = config.parallel, config.context_levels(world)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     shards, replicas = config.shards(world).factors, config.outer_replicas(world)
     if world.world_size <= most:
-        return SubLayout(tp, pp, world, shards, replicas=replicas, cp=cp)
+        ep = parallel.expert_model_parallel_size
+        return SubLayout(tp, pp, world, shards, replicas=replicas, contexts=contexts, ep=ep)
     if replicas > 1:
         return _fewer_replicas(config, world, most, replicas)
     smaller = _smaller_cuts(config, world)
@@ -57,11 +65,39 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     t, p = max(fitting, key=lambda pair: (min(pair[1], 3), pair[0] * pair[1], pair[1]))
     small = World(t * p * d, _node(config, world, t, p, d, h))
     p_, g, os = (smaller[factor] for factor in shards)
-    # As many as there are, or as few as share samples inside a node, or across.
-    least = 2 if 1 < cp <= config.data_ranks_per_node(world) else h + 1 if cp > 1 else 1
-    legal = [k for k in range(least, min(cp, d) + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
-    c = legal[0]
-    return SubLayout(t, p, small, (p_, g, os), tuple(_notes(config, world, small, (t, p, d, h, c))), cp=c)
+    few, ep = _fewer_contexts(contexts, config.data_ranks_per_node(world), d, h), 1
+    if parallel.expert_model_parallel_size > 1:
+        ep = t * smaller[_apart(config)]
+    notes = _notes(config, world, small, (t, p, d, h, *few, ep))
+    return SubLayout(t, p, small, (p_, g, os), tuple(notes), contexts=few, ep=ep)
+
+
+def _apart(config: RunConfig) -> int:
+    """Return how many data-parallel ranks share the experts: a factor or a multiple of every cut."""
+    parallel = config.parallel
+    return max(1, parallel.expert_model_parallel_size // parallel.tensor_model_parallel_size)
+
+
+def _fewer_contexts(contexts: tuple[int, int], near: int, d: int, h: int) -> tuple[int, int]:
+    """Return as few ranks that swap heads, and groups that gather keys, inside a node and across, as there are of
+    each kind. ``near``: the data-parallel ranks of a node, of which the smaller layout has h, and d in all.
+    """
+
+    def kinds(heads: int, keys: int, node: int) -> tuple[bool, ...]:
+        inside = max(1, min(heads * keys, node) // heads)
+        return heads > 1, heads > node, inside > 1, keys > inside
+
+    wanted = kinds(*contexts, near)
+    legal = [
+        (heads, keys)
+        for heads, keys in product(range(1, contexts[0] + 1), range(1, contexts[1] + 1))
+        if not context_problem(heads * keys, d, h, keys) and (heads * keys > 1) == (contexts != (1, 1))
+    ]
+
+    def lost(each: tuple[int, int]) -> tuple[int, int]:
+        return sum(a != b for a, b in zip(kinds(*each, h), wanted, strict=True)), each[0] * each[1]
+
+    return min(legal, key=lost)
 
 
 def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -> SubLayout:
@@ -76,7 +112,7 @@ def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -
 def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:
     """Map each cut of the configuration's data-parallel ranks to the cut of the smaller layout."""
     d, h = config.shard_ranks(world), config.data_ranks_per_node(world)
-    cuts = data_cuts(d, h, config.shards(world).factors)
+    cuts = sorted({*data_cuts(d, h, config.shards(world).factors), _apart(config)})
     out = {1: 1}
     for low, high in zip(cuts, cuts[1:], strict=False):
         ratio = high // low
@@ -110,7 +146,13 @@ def _notes(config: RunConfig, world: World, small: World, sizes: tuple[int, ...]
         ("pipeline", parallel.pipeline_model_parallel_size, sizes[1]),
         ("data-parallel", config.shard_ranks(world), sizes[2]),
         ("data-parallel ranks per node", config.data_ranks_per_node(world), sizes[3]),
-        ("context-parallel", parallel.context_parallel_size, sizes[4]),
+        *zip(
+            ("ranks that swap heads", "groups that gather keys"),
+            config.context_levels(world),
+            sizes[4:6],
+            strict=True,
+        ),
+        ("expert-parallel", parallel.expert_model_parallel_size, sizes[6]),
         ("nodes", nodes, small.world_size // small.ranks_per_node),
     ]
     changed = [f"{name} {before} -> {after}" for name, before, after in rows if before != after]

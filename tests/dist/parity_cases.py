@@ -49,15 +49,26 @@ MORE: dict[str, dict[str, Any]] = {
     },
 }
 # Llama with experts in all layers; in all but the first, with shared experts behind a gate; so many that a
-# micro-batch leaves some without tokens.
+# micro-batch leaves some without tokens; or such that it leaves ranks without; with losses over samples, and over
+# micro-batches.
 EXPERTS: dict[str, dict[str, Any]] = {
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 12},
     "shared experts": {
         **{"num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 8, "moe_router_pre_softmax": True},
         **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
     },
+    "balanced experts": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_z_loss_coeff": 0.3},
+        **{"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 2.0},
+    },
+    "experts of micro-batches": {
+        **{"num_experts": 6, "moe_router_topk": 4, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": 2.0},
+        **{"moe_router_score_function": "sigmoid", "moe_router_num_groups": 3, "moe_router_group_topk": 2},
+    },
     "idle experts": {"num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "idle ranks": {"num_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True},
 }
+IDLE_RANKS = "idle ranks"  # all tokens go to the first two experts
 SIZES = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -77,7 +88,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Model:
-    """What the one-rank reference depends on. batch: samples of a step."""
+    """What the one-rank reference depends on. batch: samples of a step. block: of a micro-batch, if it matters."""
 
     family: str
     tied: bool
@@ -85,6 +96,7 @@ class Model:
     dtype: str
     batch: int
     layers: int = 2
+    block: int = 1
 
     def values(self) -> dict[str, Any]:
         size, divisor = VOCABULARIES[self.vocabulary]
@@ -133,10 +145,20 @@ class Case:
     compiled: str | None = None  # --compile-backend
     loss_chunk: int | None = None
     cp: int = 1
+    keys: int = 1  # groups of these that gather keys
+    ep: int = 1
 
     @property
     def world(self) -> int:
         return self.pp * self.tp * self.dp
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """How the ranks that share samples attend to whole ones."""
+        heads = self.cp // self.keys
+        if heads > 1 and self.keys > 1:
+            return {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (heads, self.keys)}
+        return {"cp_comm_type": ("a2a" if self.keys == 1 else "all_gather",)} if self.cp > 1 else {}
 
     @property
     def h(self) -> int:
@@ -147,7 +169,7 @@ class Case:
         """(world, tp, (P, G, OS), ranks of a node, ...): cases with equal ones can share a mesh."""
         factors = resolve_shards(_factors(self.shards), self.dp, self.h).factors
         pipeline = (self.pp, self.dp_outermost, self.tied) if self.pp > 1 else ()
-        return self.world, self.tp, factors, self.per_node, self.cp, *pipeline
+        return self.world, self.tp, factors, self.per_node, self.cp, self.keys, self.ep, *pipeline
 
     @property
     def id(self) -> str:
@@ -160,14 +182,17 @@ class Case:
         words += [self.compiled or ""]
         words += [
             f"chunks{self.loss_chunk}" if self.loss_chunk else "",
-            f"cp{self.cp}" if self.cp > 1 else "",
+            f"cp{self.cp // self.keys}x{self.keys}" if self.cp > 1 else "",
+            f"ep{self.ep}" if self.ep > 1 else "",
         ]
         return "-".join(word for word in words if word)
 
     @property
     def model(self) -> Model:
         batch = 12 if self.pp * self.dp <= 4 else 24  # every split into micro-batches is of the same samples
-        return Model(self.family, self.tied, self.vocabulary, self.dtype, batch, self.layers)
+        micro = self.dp // self.cp * self.micro_batches
+        block = batch // micro if self.family == "experts of micro-batches" else 1
+        return Model(self.family, self.tied, self.vocabulary, self.dtype, batch, self.layers, block)
 
     def config(self) -> RunConfig:
         factors = _factors(self.shards)
@@ -182,6 +207,8 @@ class Case:
             "zero_params_lifetime": self.lifetime,
             "micro_batch_size": self.model.batch // (self.dp // self.cp * self.micro_batches),
             "context_parallel_size": self.cp,
+            **self.way,
+            "expert_model_parallel_size": self.ep,
             "recompute_granularity": self.recompute,
             "loss_chunk_tokens": self.loss_chunk,
         }

@@ -1,18 +1,19 @@
-"""Rules of context parallelism that hold whatever the size of the world."""
+"""Rules of context parallelism, and what is said of it at the start of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 
+from megazero.config.layout.context import BOTH, COMM_TYPES, RING, SWAP, comm_type, levels, parts
 from megazero.config.model import rules as model_rules
-from megazero.config.nearest import around, misspelt
+from megazero.config.model.attention import refusal, wants_of
+from megazero.config.nearest import around, misspelt, multiples_around
 from megazero.config.options.fields import Condition, show
 from megazero.config.options.sections import ParallelConfig
-from megazero.config.run import RunConfig
-
-BUILT, BOTH = "a2a", "a2a+p2p"
-COMM_TYPES = (BUILT, "all_gather", "allgather", "p2p", BOTH)
+from megazero.config.run import RunConfig, World
+from megazero.mesh.grid import context_problem
 
 
 def context_conditions(parallel: ParallelConfig) -> Iterator[Condition]:
@@ -23,31 +24,50 @@ def context_conditions(parallel: ParallelConfig) -> Iterator[Condition]:
     yield ["hierarchical_context_parallel_sizes"], both, f"--cp-comm-type {BOTH}"
 
 
+def context_notes(config: RunConfig, world: World | None) -> Iterator[str]:
+    """Yield a note where ranks do something else than the words of --cp-comm-type say, or what is seldom wanted."""
+    parallel, given = config.parallel, config.parallel.cp_comm_type
+    if parallel.context_parallel_size == 1:
+        return
+    heads, keys = config.context_levels(world)
+    if given and comm_type(parallel) in (RING, BOTH):
+        swapped = f"{heads} ranks swap heads for sequence" if heads > 1 else ""
+        gathered = f"{keys} {'groups of these' if heads > 1 else 'ranks'} gather keys and values" if keys > 1 else ""
+        done = " and ".join(each for each in (swapped, gathered) if each)
+        yield f"--cp-comm-type {show(given)}: instead of a ring, {done}, with the same result"
+    if config.knows_nodes(world) and world is not None and keys == 1:
+        near = config.data_ranks_per_node(world)
+        if heads > near:
+            yield (
+                f"--cp-comm-type {SWAP}: heads cross nodes in every layer; without it {near} ranks of a node would "
+                "swap heads, and keys and values alone cross"
+            )
+
+
 def mechanism(config: RunConfig) -> Iterator[str]:
-    """Report ways to attend to whole samples that are unknown, contradict each other, or are not built."""
+    """Report ways to attend to whole samples that are unknown, or contradict each other."""
     parallel = config.parallel
-    size, words = parallel.context_parallel_size, parallel.cp_comm_type or (BUILT,)
-    levels = parallel.hierarchical_context_parallel_sizes
+    size, words = parallel.context_parallel_size, parallel.cp_comm_type or (RING,)
+    sizes = parallel.hierarchical_context_parallel_sizes
     unknown = [word for word in words if word not in COMM_TYPES]
     if unknown:
-        near = misspelt(unknown[0], COMM_TYPES) or f"; nearest: {BUILT}"
+        near = misspelt(unknown[0], COMM_TYPES) or f"; nearest: {SWAP}"
         yield f"--cp-comm-type {unknown[0]} is not one of {', '.join(COMM_TYPES)}{near}"
     elif size == 1:
         return
     elif len(set(words)) > 1:
-        yield f"--cp-comm-type {show(words)}: other words for other layers are not built; nearest: {BUILT}"
-    elif words[0] == BOTH and (levels is None or len(levels) != 2 or prod(levels) != size):
-        given = "is missing" if levels is None else show(levels)
+        yield f"--cp-comm-type {show(words)}: other words for other layers are not built; nearest: {words[0]}"
+    elif words[0] == BOTH and not _multiply_to(size, sizes):
+        given = "it is missing" if sizes is None else f"it is {show(sizes)}"
+        fits = " ".join(map(str, levels(replace(parallel, cp_comm_type=None), config.model)))
         yield (
             f"--cp-comm-type {BOTH} needs --hierarchical-context-parallel-sizes U G with U x G = "
-            f"--context-parallel-size {size}, and it {given if levels is None else f'is {given}'}; nearest: "
-            f"--cp-comm-type {BUILT}"
+            f"--context-parallel-size {size}, and {given}; nearest: {fits}"
         )
-    elif words[0] not in (BUILT, BOTH) or words[0] == BOTH and levels is not None and levels[1] > 1:
-        yield (
-            f"--cp-comm-type {words[0]}: ranks that send each other keys and values are not built; nearest: "
-            f"--cp-comm-type {BUILT}, which swaps heads for sequence, with the same result"
-        )
+
+
+def _multiply_to(size: int, sizes: tuple[int, ...] | None) -> bool:
+    return sizes is not None and len(sizes) == 2 and min(sizes) > 0 and prod(sizes) == size
 
 
 def order(config: RunConfig) -> Iterator[str]:
@@ -63,16 +83,62 @@ def order(config: RunConfig) -> Iterator[str]:
 
 def shares(config: RunConfig) -> Iterator[str]:
     """Report heads and lengths that the ranks cannot share evenly."""
-    model, parallel = config.model, config.parallel
-    size, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
-    if size == 1:
+    parallel = config.parallel
+    if parallel.context_parallel_size == 1 or any(mechanism(config)):
         return
-    yield from model_rules.context_parallel(model, tp, size)
-    parts = size * (tp if parallel.sequence_parallel else 1)
-    if model.seq_length % parts:
-        ranks = f" x --tensor-model-parallel-size {tp}" if parts > size else ""
-        fits = [k for k in range(1, model.seq_length) if model.seq_length % (k * parts // size) == 0]
+    heads, keys = levels(parallel, config.model)
+    flag = "--hierarchical-context-parallel-sizes" if comm_type(parallel) == BOTH else "--context-parallel-size"
+    yield from model_rules.context_parallel(config.model, parallel.tensor_model_parallel_size, heads, flag)
+    yield from _lengths(config, keys)
+
+
+def over_nodes(config: RunConfig, world: World) -> Iterator[str]:
+    """Report what the ranks of these nodes cannot do, where ``shares`` found nothing that no ranks can."""
+    parallel = config.parallel
+    if parallel.context_parallel_size == 1 or any(mechanism(config)) or any(shares(config)):
+        return
+    try:
+        near, (_, keys) = config.data_ranks_per_node(world), config.context_levels(world)
+    except ValueError:  # of groups that straddle nodes
+        return
+    if problem := context_problem(parallel.context_parallel_size, config.shard_ranks(world), near, keys):
+        yield problem
+    elif keys > levels(parallel, config.model)[1] == 1:
+        yield from _lengths(config, keys)
+        yield from ramped(config, keys)
+        yield from backend(config, keys)
+
+
+def _lengths(config: RunConfig, keys: int) -> Iterator[str]:
+    parallel, length = config.parallel, config.model.seq_length
+    size, tp, whole = parallel.context_parallel_size, parallel.tensor_model_parallel_size, parts(parallel, keys)
+    if length % whole:
+        words = f"--context-parallel-size {size}"
+        words += f" x --tensor-model-parallel-size {tp}" if parallel.sequence_parallel and tp > 1 else ""
+        of_ranks = size * (tp if parallel.sequence_parallel else 1)
+        words = f"2 x {words} (ranks that gather keys have two chunks each)" if whole > of_ranks else words
+        fits = [k for k in range(1, length) if length % (k * whole // size) == 0]
+        yield f"--seq-length {length} does not divide by {words}; nearest size that fits: {around(fits, size)}"
+
+
+def ramped(config: RunConfig, keys: int) -> Iterator[str]:
+    """Report a length of a ramp that the ranks cannot share."""
+    batch, whole = config.batch, parts(config.parallel, keys)
+    ramp, steps = batch.rampup_seq_length, batch.seq_length_steps
+    lengths = (ramp[2], min(ramp[1], config.model.seq_length)) if ramp else (steps or ())[::2]
+    odd = next((each for each in lengths if each % whole), None)
+    if odd is not None:
         yield (
-            f"--seq-length {model.seq_length} does not divide by --context-parallel-size {size}{ranks}; nearest size "
-            f"that fits: {around(fits, size)}"
+            f"{odd} tokens of a sample do not divide by the {whole} parts that ranks cut a sequence into "
+            "(--context-parallel-size, twice as many where they gather keys, and tensor-parallel ranks with "
+            f"--sequence-parallel); nearest: {multiples_around(odd, whole)}"
         )
+
+
+def backend(config: RunConfig, keys: int) -> Iterator[str]:
+    """Report a backend that does not compute what the model, the data and the ranks need, on --device or on any."""
+    device = None if config.training.device == "auto" else config.training.device
+    bits = int(config.precision.params_dtype[2:])
+    wants = wants_of(config.model, config.data.reset_attention_mask, chunks=keys > 1)
+    if error := refusal(config.training.attention_backend, wants, bits, config.model.seq_length, device):
+        yield error

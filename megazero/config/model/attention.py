@@ -13,7 +13,7 @@ from megazero.config.model.section import ModelConfig
 DENSE_TOKENS = 2048  # the longest sample for which a mask [b, heads or 1, s, s] is made
 BAND = 256  # queries of a piece that has a matrix of scores or a bias (models/attention_pieces.py)
 DOCUMENTS, WINDOWS, ALIBI, SCALED_ALIBI = "documents", "windows", "ALiBi", "scaled ALiBi"
-CAPS, DROPOUT = "capped scores", "dropout"
+CAPS, DROPOUT, CHUNKS = "capped scores", "dropout", "chunks of queries"
 ODD_HEADS = "heads whose width is no multiple of 8 or above 256"
 # Where each want comes from, for errors.
 ASKED_BY = {
@@ -24,6 +24,7 @@ ASKED_BY = {
     CAPS: "--attn-logit-softcapping",
     DROPOUT: "--attention-dropout",
     ODD_HEADS: "--kv-channels",
+    CHUNKS: "--context-parallel-size: ranks that gather keys",
 }
 _MASKS = frozenset({DOCUMENTS, WINDOWS, ALIBI, SCALED_ALIBI})
 PLAIN = frozenset({DROPOUT, ODD_HEADS})  # what torch's causal attention takes
@@ -57,27 +58,28 @@ class Backend:
 _ALL = (16, 32, 64)
 # Of each device in the order in which ``auto`` prefers them. Plain attention, also with dropout, is torch's choice.
 BACKENDS = (
-    Backend("flash", "cpu", (_MASKS | {ODD_HEADS},), _ALL),
-    Backend("math", "cpu", (_MASKS | PLAIN | {CAPS},), _ALL),
-    Backend("flash", "cuda", (frozenset({DOCUMENTS, WINDOWS}), PLAIN)),
+    Backend("flash", "cpu", (_MASKS | {ODD_HEADS, CHUNKS},), _ALL),
+    Backend("math", "cpu", (_MASKS | PLAIN | {CAPS, CHUNKS},), _ALL),
+    Backend("flash", "cuda", (frozenset({DOCUMENTS, WINDOWS, CHUNKS}), PLAIN)),
     Backend(
         "flash-attn",
         "cuda",
-        tuple(frozenset({DOCUMENTS, WINDOWS, ALIBI, each}) for each in (CAPS, DROPOUT)),
+        tuple(frozenset({DOCUMENTS, WINDOWS, ALIBI, CHUNKS, each}) for each in (CAPS, DROPOUT)),
     ),
-    Backend("flex", "cuda", (_MASKS | {CAPS, ODD_HEADS},), (16, 32)),
+    Backend("flex", "cuda", (_MASKS | {CAPS, ODD_HEADS, CHUNKS},), (16, 32)),
     Backend("efficient", "cuda", (_MASKS | PLAIN,), (16, 32), dense=True),
     Backend("cudnn", "cuda", (frozenset({DROPOUT}),)),
-    Backend("math", "cuda", (_MASKS | PLAIN | {CAPS},), _ALL),
+    Backend("math", "cuda", (_MASKS | PLAIN | {CAPS, CHUNKS},), _ALL),
 )
 TORCH = "torch"  # scaled_dot_product_attention with the kernel that torch prefers
 CHOICES = ("auto", *dict.fromkeys(each.name for each in BACKENDS))
 
 
-def wants_of(model: ModelConfig, documents: bool, window: bool | None = None) -> Wants:
+def wants_of(model: ModelConfig, documents: bool, window: bool | None = None, chunks: bool = False) -> Wants:
     """Return what attention wants beyond plain causal attention, in any layer.
 
     ``documents``: attention stays within them. ``window``: whether the layer has one, if one layer is meant.
+    ``chunks``: a rank has the queries of some chunks of a sample, and all keys.
     """
     if window is None:
         window = model.sliding_window is not None and model.sliding_window < model.seq_length
@@ -90,6 +92,7 @@ def wants_of(model: ModelConfig, documents: bool, window: bool | None = None) ->
         CAPS: bool(model.attn_logit_softcapping),
         DROPOUT: bool(model.attention_dropout),
         ODD_HEADS: model.kv_channels % 8 != 0 or model.kv_channels > 256,
+        CHUNKS: chunks,
     }
     return frozenset(want for want, asked in held.items() if asked)
 
@@ -135,9 +138,11 @@ def pick(
     return next(each.name for each in able(wants, bits, length, device) if each.name not in missing)
 
 
-def planned(model: ModelConfig, choice: str, documents: bool, bits: int, on_host: bool) -> str:
+def planned(
+    model: ModelConfig, choice: str, documents: bool, bits: int, on_host: bool, chunks: bool = False
+) -> str:
     """Return the backend that a run is planned with, on processors or on GPUs without the package flash-attn."""
-    wants = wants_of(model, documents)
+    wants = wants_of(model, documents, chunks=chunks)
     return pick(choice, wants, bits, model.seq_length, "cpu" if on_host else "cuda", ("flash-attn",))
 
 

@@ -33,11 +33,18 @@ class ParallelConfig:
     )
     cp_comm_type: tuple[str, ...] | None = option(
         None,
-        "how they attend to whole samples: a2a swaps heads for sequence before attention and swaps back after it. "
-        "all_gather, p2p and a2a+p2p, which send keys and values, are not built (default: a2a)",
+        "how they attend to whole samples: a2a swaps heads for sequence before attention and back after it, "
+        "all_gather gathers keys and values, a2a+p2p does both. p2p, and the default: a2a for as many ranks as there "
+        "are heads for and as share a node, all_gather for the rest",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
-        None, "U G of a2a+p2p: ranks that swap heads, and ranks that send keys and values"
+        None, "U G of a2a+p2p: ranks that swap heads, and groups of these that gather keys and values"
+    )
+    expert_model_parallel_size: int = option(
+        1,
+        "ranks of a node that share the experts, tensor-parallel ranks and then data-parallel neighbours: a token "
+        "goes to the ranks that hold its experts",
+        low=1,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
@@ -81,11 +88,6 @@ class ParallelConfig:
     def model_ranks(self) -> int:
         """Return how many ranks hold a model together: tensor- and pipeline-parallel ones."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-
-    @property
-    def sequence_parts(self) -> int:
-        """Return into how many parts ranks cut a sequence between the layers' linears."""
-        return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
 
 @dataclass(frozen=True)
@@ -388,6 +390,18 @@ class TrainingConfig:
         "report the loss without it",
         low=0,
     )
+    moe_router_load_balancing_type: str = option(
+        "aux_loss",
+        "loss that balances experts: over each micro-batch, over each sample (seq_aux_loss), or none",
+        choices=("aux_loss", "seq_aux_loss", "none"),
+    )
+    moe_aux_loss_coeff: float = option(0.0, "weight of the loss that balances experts; 0: none", low=0)
+    moe_z_loss_coeff: float | None = option(
+        None, "weight of log(Z)^2 of a router, where Z is the sum of exp(scores) (ST-MoE: 1e-3)", low=0
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3, "how far a step moves the bias of --moe-router-enable-expert-bias", low=0
+    )
     loss_chunk_tokens: int | str | None = option(
         None,
         "tokens of a micro-batch whose logits a rank holds at once; their loss and gradients are computed together. "
@@ -600,6 +614,7 @@ class LoggingConfig:
     log_dir: str = option(
         "logs", "folder of metrics.jsonl, of events.jsonl and of the resolved configuration"
     )
+    moe_per_layer_logging: bool = option(False, "balance of experts of each layer in every line, too")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project (default: none, and nothing is sent)")
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")

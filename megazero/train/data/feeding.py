@@ -17,13 +17,13 @@ Batch = Mapping[str, Any]  # of tensors
 
 
 def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
-    """Return a context-parallel rank's part of each sequence [b, s]: [b, s / ranks], contiguous.
+    """Return a context-parallel rank's part of each sequence [b, s]: [b, s / ranks].
 
-    Attention sees whole samples, so ``document_starts`` are of all tokens.
+    ``document_starts`` are of the tokens whose queries the rank has in attention.
     """
-    own = ContextParallel.of(mesh).own
+    cp = ContextParallel.of(mesh)
     return {
-        name: (tensor if name == "document_starts" else tensor[:, own(tensor.shape[1])]).contiguous()
+        name: (cp.own_queries if name == "document_starts" else cp.own)(tensor, 1).contiguous()
         for name, tensor in batch.items()
     }
 

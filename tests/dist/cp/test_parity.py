@@ -28,15 +28,18 @@ FAMILIES = ("llama", MULTI_QUERY, "gpt", "bloom", "gemma2-documents", "qwen2-win
 PIPELINES = ((1, "1f1b", 2), (2, "1f1b", 4), (2, "zb-h1", 4))
 # tp, sequence parallel.
 TENSORS = ((1, False), (2, False), (2, True))
+# The last is zeropp's, with exact messages.
 SHARDS = ("zero1", "zero3", "hpz", "2,2,4")
+# Ranks that share samples, and groups of them that gather keys: the others swap heads.
+CONTEXTS = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 COMPILED = (None, "aot_eager")
 
 
 def legal(world: int) -> Iterator[Case]:
     """Every legal case of so many ranks; some of the model's choices are drawn."""
     draw = random.Random(SEED)
-    choices = product((2, 4), (1, 2), (0, 1), PIPELINES, TENSORS, SHARDS, RECOMPUTE, FAMILIES)
-    for cp, copies, split, pipeline, tensor, shards, recompute, family in choices:
+    choices = product(CONTEXTS, (1, 2), (0, 1), PIPELINES, TENSORS, SHARDS, RECOMPUTE, FAMILIES)
+    for (cp, keys), copies, split, pipeline, tensor, shards, recompute, family in choices:
         (pp, schedule, layers), (tp, sequence) = pipeline, tensor
         dp = cp * copies
         if pp * tp * dp != world:
@@ -63,6 +66,7 @@ def legal(world: int) -> Iterator[Case]:
             compiled=draw.choice(COMPILED),
             loss_chunk=draw.choice(LOSS_CHUNKS),
             cp=cp,
+            keys=keys,
         )
         try:
             case.config()
@@ -95,8 +99,17 @@ SMALL = (
 )
 
 
+# Keys that ranks gather: of neighbours, across nodes with swaps inside, inside nodes and across.
+FOUR = replace(BASE, dp=4, cp=4, keys=2)
+GATHERED = (
+    replace(BASE, keys=2, family="qwen2-window", dtype="fp32", recompute="selective", compiled="aot_eager"),
+    replace(FOUR, family="gemma2-documents", shards="hpz", recompute="full"),
+    replace(FOUR, family=MULTI_QUERY, keys=4, loss_chunk=3),
+)
+
+
 def test_small_cover():
-    check(SMALL[::2], FEW_STEPS_OF_PIPELINES)
+    check((*SMALL[::2], *GATHERED), FEW_STEPS_OF_PIPELINES)
 
 
 @pytest.mark.slow

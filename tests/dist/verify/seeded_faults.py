@@ -14,8 +14,10 @@ from torch import Tensor
 
 from megazero.comm import hops
 from megazero.config import RunConfig
-from megazero.cp import ContextParallel, exchange
+from megazero.cp import ContextParallel, Peers, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
+from megazero.models.experts import Experts, MixtureOfExperts
+from megazero.moe import Balance, ExpertParallel, dispatch
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
@@ -183,21 +185,145 @@ def _shifted_part(place: Place) -> None:
     """A context-parallel rank takes its part of a sequence for that of the one before."""
     own = ContextParallel.own
 
-    def shifted(cp: ContextParallel, length: int) -> slice:
-        return own(replace(cp, rank=(cp.rank - 1) % cp.size), length)
+    def shifted(cp: ContextParallel, x: Tensor, dim: int = 0) -> Tensor:
+        heads = replace(cp.heads, rank=(cp.heads.rank - 1) % cp.heads.size)
+        return own(replace(cp, heads=heads), x, dim)
 
     place.replace(ContextParallel, "own", shifted)
+
+
+def _wrong_chunk(place: Place) -> None:
+    """Ranks that gather keys take their queries for those of another group."""
+    queries = ContextParallel.queries
+
+    def others(cp: ContextParallel, length: int) -> list[range]:
+        inside, across = (replace(peers, rank=(peers.rank + 1) % peers.size) for peers in cp.keys)
+        return queries(replace(cp, keys=(inside, across)), length)
+
+    place.replace(ContextParallel, "queries", others)
+
+
+def _unsummed_keys(place: Place) -> None:
+    """Of the gradients of gathered keys and values, a rank takes its own."""
+
+    def own(rows: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
+        return exchange._all_to_all(rows, cp, peers)[peers.rank] if peers.size > 1 else rows.squeeze(0)
+
+    place.replace(exchange, "_sum_of_own", own)
 
 
 def _doubled_swap(place: Place) -> None:
     """Every swap of context-parallel ranks is done twice."""
     swap = exchange._all_to_all
 
-    def twice(rows: Tensor, cp: ContextParallel) -> Tensor:
-        swap(rows, cp)
-        return swap(rows, cp)
+    def twice(rows: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
+        swap(rows, cp, peers)
+        return swap(rows, cp, peers)
 
     place.replace(exchange, "_all_to_all", twice)
+
+
+def _recounted_tokens(place: Place) -> None:
+    """A recompute counts its tokens, and adds its losses, once more."""
+    attach = Balance.attach
+
+    def again(balance: Balance, routed: Any, decision: Any, *rest: Any) -> Tensor:
+        decision.counts = None
+        return attach(balance, routed, decision, *rest)
+
+    place.replace(Balance, "attach", again)
+
+
+def _own_counts(place: Place) -> None:
+    """A tensor-parallel rank balances by its own tokens alone."""
+    place.replace(MixtureOfExperts, "_summed", lambda mixture, counts: counts)
+
+
+def _partial_router(place: Place) -> None:
+    """Of the tensor-parallel ranks' gradients of a router each keeps its own."""
+    total = engine_module.sum_partial
+
+    def wrong(runs: Any, *rest: Any) -> None:  # norms have no weight decay, routers have
+        total([run for run in runs if run.traits.options or not run.traits.partial], *rest)
+
+    place.replace(engine_module, "sum_partial", wrong)
+
+
+def _of_experts(engine: Engine) -> list[Any]:
+    """The units of experts that ranks share."""
+    return [unit for unit in engine.units if unit.name.endswith("experts")]
+
+
+def _dropped_expert_reduction(place: Place) -> None:
+    """Gradients of experts are not summed over the ranks that hold the same ones."""
+    units, take = _of_experts(place.engine), Gradients.take
+    names = {name for unit in units for name in unit.params}
+    second = any(axis.index for unit in units for axis in unit.axes.inside)
+
+    def alone(gradients: Gradients, name: str, param: torch.nn.Parameter) -> None:
+        if second and name in names:
+            assert param.grad is not None
+            param.grad = torch.zeros_like(param.grad)
+        take(gradients, name, param)
+
+    place.replace(Gradients, "take", alone)
+
+
+def _wrong_expert_offset(place: Place) -> None:
+    """A rank computes with its first expert what its second has to, and the other way round."""
+    forward = Experts.forward
+
+    def shifted(experts: Experts, rows: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        parts = [part.split(counts) for part in (rows, probabilities)]
+        first, second, *rest = range(len(counts))
+        order = [second, first, *rest]
+        swapped = [torch.cat([part[i] for i in order]) for part in parts]
+        moved = torch.tensor([counts[i] for i in order]).cumsum(0).int()
+        out = forward(experts, *swapped, moved).split([counts[i] for i in order])
+        return torch.cat([out[i] for i in order])
+
+    place.replace(Experts, "forward", shifted)
+
+
+def _norm_without_experts(place: Place) -> None:
+    """The global norm leaves out the gradients of experts that ranks share."""
+    norm, experts = place.engine.norm, _of_experts(place.engine)
+    write = norm.write
+
+    def without(row: Tensor) -> None:
+        held = [run.grad.clone() for run in norm.runs]
+        for run in norm.runs:
+            if run.unit in experts:
+                run.grad.zero_()
+        write(row)
+        for run, grad in zip(norm.runs, held, strict=True):
+            run.grad.copy_(grad)
+
+    place.replace(norm, "write", without)
+
+
+def _stale_sizes(place: Place) -> None:
+    """Ranks that share experts take the numbers of rows of the first micro-batch for those of all."""
+    held: dict[int, Any] = {}
+    sizes = dispatch._sizes
+
+    def stale(counts: Tensor, ep: ExpertParallel) -> Any:
+        found = sizes(counts, ep)
+        return held.setdefault(len(counts), found)
+
+    place.replace(dispatch, "_sizes", stale)
+
+
+def _doubled_dispatch(place: Place) -> None:
+    """Rows go to their experts twice."""
+    exchange_rows = ExpertParallel.exchange
+
+    def twice(ep: ExpertParallel, rows: Tensor, *sizes: Any) -> Tensor:
+        exchange_rows(ep, rows, *sizes)
+        return exchange_rows(ep, rows, *sizes)
+
+    place.replace(ExpertParallel, "exchange", twice)
 
 
 FAULTS: dict[str, Callable[[Place], None]] = {
@@ -215,4 +341,14 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "unswapped-gradient": _unswapped_gradient,
     "shifted-part": _shifted_part,
     "doubled-swap": _doubled_swap,
+    "recounted-tokens": _recounted_tokens,
+    "own-counts": _own_counts,
+    "partial-router": _partial_router,
+    "wrong-chunk": _wrong_chunk,
+    "unsummed-keys": _unsummed_keys,
+    "dropped-expert-reduction": _dropped_expert_reduction,
+    "wrong-expert-offset": _wrong_expert_offset,
+    "norm-without-experts": _norm_without_experts,
+    "stale-sizes": _stale_sizes,
+    "doubled-dispatch": _doubled_dispatch,
 }

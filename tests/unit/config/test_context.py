@@ -31,18 +31,37 @@ def test_megatrons_words() -> None:
     assert any("--hierarchical-context-parallel-sizes 2,1 has no effect" in note for note in read.notes)
     alone = config(cp_comm_type=("p2p",))  # Megatron's default, which its scripts may say
     assert any("--cp-comm-type p2p has no effect" in note for note in alone.notes)
+    ring = config(cp_comm_type=("p2p",), context_parallel_size=8, seq_length=64)
+    said = "--cp-comm-type p2p: instead of a ring, 4 ranks swap heads for sequence and 2 groups of these gather keys"
+    assert any(said in note for note in ring.notes), ring.notes
     deepspeed = parse([*" ".join(sizes).split(), "--mock-data", "--ds-sequence-parallel-size", "4"], EIGHT)
     assert deepspeed.parallel.context_parallel_size == 4
+
+
+LEVELS = [  # words, changes, ranks that swap heads and groups that gather keys; on nodes of 4
+    ("a2a", {}, (8, 1)),
+    ("all_gather", {}, (1, 8)),
+    ("allgather", {}, (1, 8)),
+    ("a2a+p2p", {"hierarchical_context_parallel_sizes": (2, 4)}, (2, 4)),
+    ("p2p", {}, (4, 2)),
+    (None, {}, (4, 2)),
+    (None, {"num_attention_heads": 6, "kv_channels": 4}, (2, 4)),
+    (None, {"num_query_groups": 1, "tensor_model_parallel_size": 2, "context_parallel_size": 4}, (2, 2)),
+    (None, {"ranks_per_node": 8}, (8, 1)),
+]
+
+
+@pytest.mark.parametrize(("word", "changes", "levels"), LEVELS)
+def test_how_ranks_attend(word: str | None, changes: dict[str, object], levels: tuple[int, int]) -> None:
+    sizes = {"context_parallel_size": 8, "seq_length": 64, "num_attention_heads": 8, "kv_channels": 4}
+    run = config(**{**sizes, "num_query_groups": None, "cp_comm_type": word and (word,), **changes})
+    assert run.context_levels(EIGHT) == levels
+    assert run.own_length == 64 // run.parallel.context_parallel_size
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        (
-            {"cp_comm_type": ("p2p",)},
-            "p2p: ranks that send each other keys and values are not built; nearest",
-        ),
-        ({"cp_comm_type": ("allgather",)}, "are not built; nearest: --cp-comm-type a2a"),
         ({"cp_comm_type": ("a2a", "p2p")}, "other words for other layers are not built; nearest: a2a"),
         (
             {"cp_comm_type": ("a3a",)},
@@ -50,8 +69,27 @@ def test_megatrons_words() -> None:
         ),
         ({"cp_comm_type": ("a2a+p2p",)}, "needs --hierarchical-context-parallel-sizes U G"),
         (
-            {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (1, 2)},
-            "are not built; nearest: --cp-comm-type a2a",
+            {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
+            "with U x G = --context-parallel-size 2, and it is 2,2; nearest: 2 1",
+        ),
+        (
+            {
+                **{"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (4, 2)},
+                **{"context_parallel_size": 8, "ranks_per_node": 2, "seq_length": 64},
+            },
+            "of the ranks that swap heads a node holds 2; nearest: 2 4",
+        ),
+        (
+            {"cp_comm_type": ("all_gather",), "attention_backend": "cudnn"},
+            "does not compute chunks of queries (--context-parallel-size: ranks that gather keys)",
+        ),
+        (
+            {"context_parallel_size": 8, "attention_backend": "efficient"},  # 4 share a node
+            "does not compute chunks of queries (--context-parallel-size: ranks that gather keys)",
+        ),
+        (
+            {"cp_comm_type": ("all_gather",), "seq_length": 30},
+            "--seq-length 30 does not divide by 2 x --context-parallel-size 2 (ranks that gather keys have two chunks",
         ),
         (
             {"pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True},
@@ -65,10 +103,22 @@ def test_megatrons_words() -> None:
             {"seq_length": 30, "tensor_model_parallel_size": 2, "sequence_parallel": True},
             "--seq-length 30 does not divide by --context-parallel-size 2 x --tensor-model-parallel-size 2",
         ),
-        ({"seq_length_steps": (15, 3, 32)}, "15 tokens of a sample do not divide by the 2 ranks"),
-        ({"num_attention_heads": 9, "kv_channels": 4}, "does not share 9 heads over 9 evenly"),
+        ({"seq_length_steps": (15, 3, 32)}, "15 tokens of a sample do not divide by the 2 parts"),
+        ({"seq_length_steps": (14, 3, 32), "cp_comm_type": ("all_gather",)}, "do not divide by the 4 parts"),
         (
-            {"context_parallel_size": 4, "num_attention_heads": 12, "num_query_groups": 6, "kv_channels": 4},
+            {"num_attention_heads": 9, "kv_channels": 4, "cp_comm_type": ("a2a",)},
+            "does not share 9 heads over 9 evenly",
+        ),
+        (
+            {
+                **{
+                    "context_parallel_size": 4,
+                    "num_attention_heads": 12,
+                    "num_query_groups": 6,
+                    "kv_channels": 4,
+                },
+                "cp_comm_type": ("a2a",),
+            },
             "does not share 12 heads over 6 evenly: each rank attends with its own heads; nearest size that fits: 3",
         ),
         (

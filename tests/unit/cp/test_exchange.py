@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megazero.comm.hops import Traffic
-from megazero.cp import ContextParallel, swap, swap_back
+from megazero.cp import ContextParallel, Peers, exchange, gather, swap, swap_back
 from megazero.cp.exchange import _dealt
-from megazero.mesh.grid import INTER, INTRA, make_grid
+from megazero.mesh.grid import INTER, INTRA, make_grid, own_spans
 from megazero.models.dropout import sharded_key
 from megazero.tp import TensorParallel
 
-RANKS = [ContextParallel(None, rank, 4, near=2) for rank in range(4)]
+RANKS = [ContextParallel(Peers(None, rank, 4, near=2)) for rank in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,37 @@ def test_heads_go_to_the_ranks_whose_queries_need_them(heads: int, dealt: list[l
 
 
 def test_a_sequence_is_cut_in_the_order_of_the_ranks() -> None:
-    assert [list(range(12))[rank.own(12)] for rank in RANKS] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    assert ContextParallel().own(5) == slice(0, 5)
+    whole = torch.arange(12)
+    assert [rank.own(whole).tolist() for rank in RANKS] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert torch.equal(ContextParallel().own(whole), whole)
+
+
+def test_groups_have_two_chunks_each_and_their_ranks_a_part_of_these() -> None:
+    """Of 2 groups of 3 ranks and 24 tokens: the first has 0 .. 5 and 18 .. 23."""
+    groups = [[0, 1, 2, 3, 4, 5, 18, 19, 20, 21, 22, 23], list(range(6, 18))]
+    for group, tokens in enumerate(groups):
+        for rank in range(3):
+            cp = ContextParallel(Peers(None, rank, 3), (Peers(), Peers(None, group, 2)))
+            assert cp.own(torch.arange(24)).tolist() == tokens[4 * rank : 4 * rank + 4]
+            assert cp.own_queries(torch.arange(24)).tolist() == tokens
+            assert (cp.rank, cp.size) == (3 * group + rank, 6)
+    spans = [own_spans(48, rank, 1, 4) for rank in range(4)]  # as much causal work for each
+    assert len({sum(at + 1 for span in each for at in span) for each in spans}) == 1
+
+
+def test_groups_are_counted_across_nodes_first() -> None:
+    inside, across = Peers(None, 1, 2), Peers(None, 2, 3)
+    assert ContextParallel(keys=(inside, across)).group == 5
+
+
+def test_gathered_keys_are_in_order_and_their_gradients_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 groups on each of 2 nodes, without ranks: a gather finds what every group has."""
+    keys = torch.arange(16.0).view(16, 1, 1, 1)
+    cps = [ContextParallel(keys=(Peers(None, i, 2), Peers(None, j, 2))) for j in range(2) for i in range(2)]
+    held = torch.stack([torch.stack((cp.own_queries(keys), -cp.own_queries(keys))) for cp in cps])
+    monkeypatch.setattr(exchange, "_gathered", lambda own, cp: held.unflatten(0, (2, 2)).transpose(0, 1))
+    k, v = gather(*held[0], cps[0])
+    assert torch.equal(k, keys) and torch.equal(v, -keys)
 
 
 def test_one_rank_swaps_nothing() -> None:
@@ -47,17 +76,26 @@ def test_dropout_has_a_key_for_each_part_and_the_old_one_without() -> None:
 def test_bytes_count_where_they_go() -> None:
     """Of 4 ranks on nodes of 2, one lies on the same node and two on the other."""
     traffic = Traffic()
-    ContextParallel(None, 0, 4, near=2, traffic=traffic).count(10)
+    cp = ContextParallel(Peers(None, 0, 4, near=2), traffic=traffic)
+    cp.count(cp.heads, 10)
     assert traffic.bytes == {("cp", INTRA): 10, ("cp", INTER): 20}
 
 
 def test_neighbours_share_samples_inside_a_node_first() -> None:
     grid = make_grid(16, 4, tp=2, cp=2)
-    assert [grid.cp_axis.ranks(rank) for rank in (0, 1, 4)] == [(0, 2), (1, 3), (4, 6)]
-    assert (grid.cp_axis.link, grid.cp_near, grid.batch_ranks) == (INTRA, 2, 4)
+    assert [grid.cp_axes[0].ranks(rank) for rank in (0, 1, 4)] == [(0, 2), (1, 3), (4, 6)]
+    assert (grid.cp_axes[0].link, grid.cp_heads_near, grid.batch_ranks) == (INTRA, 2, 4)
+    assert [axis.size for axis in grid.cp_axes] == [2, 1, 1]
     wide = make_grid(16, 4, tp=2, cp=4)
-    assert (wide.cp_axis.ranks(0), wide.cp_axis.link, wide.cp_near) == ((0, 2, 4, 6), INTER, 2)
+    assert (wide.cp_axes[0].ranks(0), wide.cp_axes[0].link, wide.cp_heads_near) == ((0, 2, 4, 6), INTER, 2)
+    both = make_grid(16, 8, tp=2, cp=8, cp_keys=4)  # 2 groups on each of 2 nodes
+    assert [axis.ranks(2) for axis in both.cp_axes] == [(0, 2), (2, 6), (2, 10)]
+    assert [axis.link for axis in both.cp_axes] == [INTRA, INTRA, INTER] and both.cp_heads_near == 2
     with pytest.raises(
         ValueError, match="--context-parallel-size 3 over 8 data-parallel ranks, which it does"
     ):
         make_grid(16, 4, tp=2, cp=3)
+    with pytest.raises(
+        ValueError, match="sizes 4 2: of the ranks that swap heads a node holds 2; nearest: 2 4"
+    ):
+        make_grid(16, 4, tp=2, cp=8, cp_keys=2)

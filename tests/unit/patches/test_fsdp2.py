@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fsdp2_patch
 from fsdp2_patch.group import Group
 from fsdp2_patch.packing import Packing
+from fsdp2_patch.refusals import not_sharded
 from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import NEEDED, check_torch
+from megatron_core_patch.options import PatchOptions
+from megazero.comm.codec import Blockwise, codecs_of
 from megazero.comm.hops import Channel, Traffic
 from megazero.comm.wire import Codecs
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.kernels.arena import Arena
-from megazero.patches.checks import Differences
+from megazero.patches.checks import Differences, refuse_recording
 from megazero.patches.names import Replaced, lookup, missing
 from megazero.patches.options import MessageOptions, read_words
 from megazero.patches.two_hops import TwoHops
@@ -40,6 +45,20 @@ def test_words() -> None:
         ValueError, match="exact_numel 0 has no effect without weights='int8' or gradients='int4'"
     ):
         read_words(MessageOptions, exact_numel=0)
+
+
+@pytest.mark.parametrize("gradients", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("given", [{}, {"gradient_transform": "none"}, {"gradient_transform": "hadamard"}])
+@pytest.mark.parametrize("rounding", [{}, {"gradient_rounding": "stochastic"}])
+def test_both_patches_mean_the_same_by_the_same_words(gradients: str, given: dict, rounding: dict) -> None:
+    """The formats of docs/results/rounding.md: a transform of 64 in 4 bits and fewer by default, or as is said."""
+    words = {"gradients": gradients, **given, **rounding}
+    wires = [read_words(kind, **words).wire for kind in (MessageOptions, PatchOptions)]
+    assert wires[0] == wires[1]
+    codec = codecs_of(wires[0]).gradients_inter
+    mixed = given.get("gradient_transform", "none" if gradients == "int8" else "hadamard") == "hadamard"
+    assert isinstance(codec, Blockwise) and codec.hadamard == (64 if mixed else 0)
+    assert (codec.bits, codec.form.block) == (int(gradients[3:]), 64)
 
 
 def test_the_page_lists_every_keyword() -> None:
@@ -113,7 +132,6 @@ def test_the_start_line_says_what_a_large_model_keeps() -> None:
     channel = Channel(Traffic(), Arena(), shard.device)
     group = Group(
         name="model",
-        module=None,
         raw=SimpleNamespace(fsdp_params=[parameter]),
         hops=TwoHops((0, 1, 2, 3), two, two),
         replicas=False,
@@ -128,6 +146,33 @@ def test_the_start_line_says_what_a_large_model_keeps() -> None:
     )
     line = start_line([group])
     assert "keeps 28.0 GB of weights" in line and "56.0 GB of sums" in line, line
+
+
+class MegatronFSDP(torch.nn.Module):
+    """Stands for the class of that name."""
+
+
+def test_a_model_of_another_fsdp_is_named() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MegatronFSDP, "__module__", "megatron_fsdp.megatron_fsdp")
+        said = not_sharded(torch.nn.Sequential(MegatronFSDP()))
+    assert "sharded by megatron_fsdp.megatron_fsdp.MegatronFSDP" in said and "use torch's fully_shard" in said
+    assert "was given to fully_shard" in not_sharded(torch.nn.Sequential(MegatronFSDP()))
+
+
+def test_recordings_of_a_step_are_told_apart() -> None:
+    """A traced one; a graph that is captured, as CUDA says; and neither."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    refuse_recording(cpu, "patch", torch.ones(1))
+    with pytest.raises(RuntimeError, match="patch: a whole step is traced.*compile blocks"):
+        make_fx(lambda x: (refuse_recording(cpu, "patch", x), x)[1], tracing_mode="fake")(torch.ones(1))
+    with pytest.raises(RuntimeError, match="patch: a whole step is traced"), FakeTensorMode():
+        refuse_recording(cpu, "patch", torch.ones(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        refuse_recording(cpu, "patch")
+        with pytest.raises(RuntimeError, match="patch: a CUDA graph records.*disable_cuda_graphs"):
+            refuse_recording(cuda, "patch")
 
 
 def test_nothing_is_on_without_enable() -> None:

@@ -27,7 +27,8 @@ def test_bytes_are_those_of_four_swaps(recompute: str) -> None:
 
 def test_what_crosses_nodes_counts_there_and_costs_more() -> None:
     """8 ranks on 2 nodes: of 7 rows 4 cross."""
-    inside, across = (layout({**LONG, "context_parallel_size": size}, cluster(2, 4)) for size in (4, 8))
+    swapped = {**LONG, "cp_comm_type": ("a2a",)}
+    inside, across = (layout({**swapped, "context_parallel_size": size}, cluster(2, 4)) for size in (4, 8))
     sent = across.bytes_by_stage[0]
     assert 3 * sent["cp", INTER] == 4 * sent["cp", INTRA] > 0 == inside.bytes_by_stage[0]["cp", INTER]
     seconds = [simulate(plan).bill["context"] for plan in (inside, across)]
@@ -52,3 +53,31 @@ def test_it_is_proposed_where_memory_asks_for_it() -> None:
     assert roomy[0].layout.base.cp == 1 and tight[0].layout.base.cp > 1
     smallest = smallest_layout(values, cluster(1, 4, gib=0.01))
     assert smallest is not None and smallest.base.cp > 1
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("word", ["all_gather", None])
+def test_bytes_of_gathered_keys(word: str | None, recompute: str) -> None:
+    """8 ranks on 2 nodes of 4, 8 heads of 32 channels over 2. A rank sends its keys and values across nodes once, and
+    those of both nodes to each of the others on its node; with swaps on the node only the first.
+    """
+    ways = {"context_parallel_size": 8, "cp_comm_type": word and (word,), "recompute_granularity": recompute}
+    plan = layout({**LONG, **ways}, cluster(2, 4))
+    ranks, (q, k), channel = 4 if word is None else 1, (256, 64 if word else 128), 4096 // 8 * 2
+    gathered, inside = 2 * k * channel, 0 if word is None else 3 * 2 * 2 * k * channel
+    there, back = ((ranks - 1) * channel * width // ranks for width in (q + 2 * k, q))
+    again = recompute != "none"
+    sent = plan.bytes_by_stage[0]
+    layers, micro_batches = 6, 8
+    assert sent["cp", INTER] == layers * micro_batches * (2 + again) * gathered
+    swapped = 2 * (there + back) + again * (there + (recompute == "full") * back)
+    assert sent["cp", INTRA] == layers * micro_batches * (swapped + (2 + again) * inside)
+
+
+def test_a_gather_across_nodes_costs_less_than_a_swap() -> None:
+    """Of the same 8 ranks; the planner prices both."""
+    ways = ({"cp_comm_type": ("a2a",)}, {})
+    plans = [layout({**LONG, "context_parallel_size": 8, **way}, cluster(2, 4)) for way in ways]
+    swapped, gathered = (simulate(plan).bill["context"] for plan in plans)
+    assert 0 < 1.9 * gathered < swapped
+    assert plans[1].bytes_by_stage[0]["cp", INTER] * 2 == plans[0].bytes_by_stage[0]["cp", INTER]
