@@ -58,14 +58,8 @@ def notes_on(config: RunConfig, world: World | None) -> list[str]:
     """
     vain = _without_effect(config, ())
     idle = [line.split("; leave it out")[0] for name, line in vain if not all_options()[name].strict]
-    contexts = context_rules.context_notes(config, world)
-    return [
-        *idle,
-        *outer_notes(config),
-        *contexts,
-        *_other_lifetime(config, world),
-        *_lone_ranks(config, world),
-    ]
+    layout = [*_other_lifetime(config, world), *_lone_ranks(config, world)]
+    return [*idle, *outer_notes(config), *context_rules.context_notes(config, world), *layout]
 
 
 def _lone_ranks(config: RunConfig, world: World | None) -> Iterator[str]:
