@@ -1,4 +1,4 @@
-"""Ranks that share samples over two nodes: what swaps of heads, gathers of keys and both send, and how long a step is.
+"""Ranks that share samples over two nodes: what swaps of heads, gathers of keys and both send, and a step's time.
 
     python -m benchmarks.links.contexts [--rates 200mbit 1gbit none] [--seq-length 4096]
 
@@ -52,7 +52,9 @@ def step_of(config: RunConfig, world: World) -> Callable[[], None]:
     mesh = make_mesh(config, world, torch.device("cpu"))
     decoder = Decoder(config.model, cp=ContextParallel.of(mesh), dtype=torch.float32)
     decoder.initialize(1)
-    ids = torch.randint(VOCABULARY, (1, config.model.seq_length + 1), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        VOCABULARY, (1, config.model.seq_length + 1), generator=torch.Generator().manual_seed(1)
+    )
     own = own_tokens({"tokens": ids[:, :-1], "labels": ids[:, 1:]}, mesh)
 
     def step() -> None:
@@ -70,7 +72,9 @@ def compare(length: int, rounds: int, repeats: int) -> dict[str, Any]:
     steps = {way: step_of(config, world) for way, config in configs.items()}
     turns = {way: lambda step=step: harness.measure_most(step, repeats) for way, step in steps.items()}
     taken = harness.take_turns(turns, rounds)
-    bytes_of = {way: sent_by_a_node(config, grid_of(config, world, (1, 1, 1))) for way, config in configs.items()}
+    bytes_of = {
+        way: sent_by_a_node(config, grid_of(config, world, (1, 1, 1))) for way, config in configs.items()
+    }
     return {way: {"formula": bytes_of[way], "turns": taken[way]} for way in WAYS}
 
 
@@ -93,7 +97,13 @@ def main() -> None:
             share = [n / each["formula"] for n in sent]
             ms = harness.spread([1e3 * s for s in seconds])
             rows.append([str(lab.rate), way, ms, f"{each['formula'] / 1e6:.2f}", harness.spread(share, 4)])
-    header = ["rate", "way", "ms of a step (range)", "MB from a node by the formula", "counted / formula (range)"]
+    header = [
+        "rate",
+        "way",
+        "ms of a step (range)",
+        "MB from a node by the formula",
+        "counted / formula (range)",
+    ]
     print(harness.table(header, rows))
 
 

@@ -82,7 +82,13 @@ MOMENTS: list[dict[str, Any]] = [
 CONTEXTS: list[dict[str, Any]] = [
     {
         **{name: choices[0] for name, choices in CHOICES.items()},
-        **{"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 500},
+        **{
+            "num_layers": 2,
+            "hidden_size": 128,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "vocab_size": 500,
+        },
         **{"seq_length": 16384, "global_batch_size": 4, "train_iters": 2, "context_parallel_size": size},
         "cp_comm_type": word and (word,),
     }

@@ -243,19 +243,25 @@ def context_problem(cp: int, d: int, h: int, keys: int = 1) -> str:
 def own_spans(length: int, rank: int, heads: int, keys: int) -> list[range]:
     """Return the positions in a sequence of ``length`` tokens of one of ``heads`` x ``keys`` ranks that share it.
 
-    With ``keys`` groups of ranks a sequence has 2 x keys chunks, and a group has one from the beginning and its mirror
-    image from the end: causal attention is the same work for each. The ranks of a group cut its chunks, joined, in
-    their order.
+    With ``keys`` groups of ranks a sequence has 2 x keys chunks, and a group has one from the beginning and its
+    mirror image from the end: causal attention is the same work for each. The ranks of a group cut its chunks,
+    joined, in their order.
     """
     group, place = divmod(rank, heads)
     chunk, share = length // (2 * keys), length // (heads * keys)
-    chunks = [range(length)] if keys == 1 else [range(i * chunk, (i + 1) * chunk) for i in (group, 2 * keys - 1 - group)]
+    chunks = (
+        [range(length)]
+        if keys == 1
+        else [range(i * chunk, (i + 1) * chunk) for i in (group, 2 * keys - 1 - group)]
+    )
     own, before = [], 0
     for each in chunks:
         part = each[max(0, place * share - before) : max(0, (place + 1) * share - before)]
         own += [part] if part else []
         before += len(each)
-    assert sum(map(len, own)) * heads * keys == length, f"{length} tokens: config/layout/context_rules.py refuses"
+    assert sum(map(len, own)) * heads * keys == length, (
+        f"{length} tokens: config/layout/context_rules.py refuses"
+    )
     return own
 
 

@@ -207,12 +207,15 @@ def create_mesh(
     (outermost first). With ``ends``, the first and the last stage of each pipeline are joined by an axis of their
     own (``Mesh.ends``). ``outer`` is the number of outer replicas, groups of whole nodes, of which each has its own
     data-parallel ranks (``zero.Policy.outer``). ``cp`` data-parallel ranks in a row share samples, ``cp_keys``
-    groups of which gather keys, and have axes of their own (``Mesh.cp_axes``). ``ranks_per_node`` is the whole world by default, i.e. one node. The
-    communicators of ``device`` are made here, too. This is collective: every rank calls it with the same arguments.
+    groups of which gather keys, and have axes of their own (``Mesh.cp_axes``). ``ranks_per_node`` is the whole world
+    by default, i.e. one node. The communicators of ``device`` are made here, too. This is collective: every rank
+    calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    grid = make_grid(world_size, ranks_per_node or world_size, tp, pp, shards, dp_outermost, outer, cp, cp_keys)
+    grid = make_grid(
+        world_size, ranks_per_node or world_size, tp, pp, shards, dp_outermost, outer, cp, cp_keys
+    )
     device = torch.device(device)
     if world_size > 1:
         _level_group_counts(rank, timeout)

@@ -169,7 +169,9 @@ def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:
     windows = {window if window and window < model.seq_length else None for window in kinds}
     if not (alibi or packed):  # torch's kernels need no mask to be causal
         windows.discard(None)
-    heads = model.num_attention_heads / (tp * config.parallel.context_parallel_size)  # none has chunks of queries
+    heads = model.num_attention_heads / (
+        tp * config.parallel.context_parallel_size
+    )  # none has chunks of queries
     each = (heads if alibi else 1) * (config.batch.micro_batch_size if packed else 1)
     return len(windows) * each * model.seq_length**2
 

@@ -136,7 +136,12 @@ def _notes(config: RunConfig, world: World, small: World, sizes: tuple[int, ...]
         ("pipeline", parallel.pipeline_model_parallel_size, sizes[1]),
         ("data-parallel", config.shard_ranks(world), sizes[2]),
         ("data-parallel ranks per node", config.data_ranks_per_node(world), sizes[3]),
-        *zip(("ranks that swap heads", "groups that gather keys"), config.context_levels(world), sizes[4:], strict=True),
+        *zip(
+            ("ranks that swap heads", "groups that gather keys"),
+            config.context_levels(world),
+            sizes[4:],
+            strict=True,
+        ),
         ("nodes", nodes, small.world_size // small.ranks_per_node),
     ]
     changed = [f"{name} {before} -> {after}" for name, before, after in rows if before != after]

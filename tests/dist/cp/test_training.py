@@ -59,7 +59,10 @@ def check(
 
 def test_a_run_goes_on_over_other_numbers_of_ranks_that_share_samples(tmp_path: Path) -> None:
     gathered = {"cp_comm_type": ("all_gather",), "zero_preset": "zero3"}
-    shared = [{"context_parallel_size": 2, **gathered}, {"context_parallel_size": 4, "cp_comm_type": ("a2a",)}]
+    shared = [
+        {"context_parallel_size": 2, **gathered},
+        {"context_parallel_size": 4, "cp_comm_type": ("a2a",)},
+    ]
     check(tmp_path, {}, [(2, 2, shared[0]), (4, 4, shared[1]), (2, None, {})])
 
 
@@ -92,7 +95,10 @@ def test_dropout_trains_and_ranks_draw_their_own(tmp_path: Path) -> None:
     dropped = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "context_parallel_size": 2, "eval_iters": 0}
     dropped |= {"log_dir": str(tmp_path)}
     jobs = {
-        (way, again): (2, {**base(tmp_path), **dropped, "recompute_granularity": again, "cp_comm_type": (way,)})
+        (way, again): (
+            2,
+            {**base(tmp_path), **dropped, "recompute_granularity": again, "cp_comm_type": (way,)},
+        )
         for again in ("none", "selective", "full")
         for way in ("a2a", "all_gather")
     }

@@ -89,7 +89,7 @@ def test_how_ranks_attend(word: str | None, changes: dict[str, object], levels: 
         ),
         (
             {"cp_comm_type": ("all_gather",), "seq_length": 30},
-            "--seq-length 30 does not divide by 2 x --context-parallel-size 2 (ranks that gather keys have two chunks",
+            "--seq-length 30 does not divide by 2 x --context-parallel-size 2 (ranks that gather keys",
         ),
         (
             {"pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True},
@@ -111,7 +111,12 @@ def test_how_ranks_attend(word: str | None, changes: dict[str, object], levels: 
         ),
         (
             {
-                **{"context_parallel_size": 4, "num_attention_heads": 12, "num_query_groups": 6, "kv_channels": 4},
+                **{
+                    "context_parallel_size": 4,
+                    "num_attention_heads": 12,
+                    "num_query_groups": 6,
+                    "kv_channels": 4,
+                },
                 "cp_comm_type": ("a2a",),
             },
             "does not share 12 heads over 6 evenly: each rank attends with its own heads; nearest size that fits: 3",

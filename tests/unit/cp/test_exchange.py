@@ -95,5 +95,7 @@ def test_neighbours_share_samples_inside_a_node_first() -> None:
         ValueError, match="--context-parallel-size 3 over 8 data-parallel ranks, which it does"
     ):
         make_grid(16, 4, tp=2, cp=3)
-    with pytest.raises(ValueError, match="sizes 4 2: of the ranks that swap heads a node holds 2; nearest: 2 4"):
+    with pytest.raises(
+        ValueError, match="sizes 4 2: of the ranks that swap heads a node holds 2; nearest: 2 4"
+    ):
         make_grid(16, 4, tp=2, cp=8, cp_keys=2)

@@ -82,8 +82,16 @@ def test_pieces_equal_a_dense_mask(window, documents, alibi, cap, groups):
 
 
 # As ranks that gather keys have them: before a band's end and after several, in a document's middle, side by side.
-CHUNKS = [(range(150), range(LENGTH - 150, LENGTH)), (range(150, 300), range(300, 450)), (range(60, LENGTH - 1),)]
-FEW = [(None, "none", "none", 0.0, HEADS), (None, "packed", "slopes", 0.0, 2), (BAND + 44, "packed", "none", 0.0, 2)]
+CHUNKS = [
+    (range(150), range(LENGTH - 150, LENGTH)),
+    (range(150, 300), range(300, 450)),
+    (range(60, LENGTH - 1),),
+]
+FEW = [
+    (None, "none", "none", 0.0, HEADS),
+    (None, "packed", "slopes", 0.0, 2),
+    (BAND + 44, "packed", "none", 0.0, 2),
+]
 FEW += [(5, "none", "steps", 2.0, HEADS), (5, "packed", "none", 0.0, HEADS)]
 
 
@@ -110,7 +118,9 @@ def test_chunks_of_queries_equal_rows_of_a_dense_mask(window, documents, alibi, 
         warnings.simplefilter("ignore")  # uncompiled, it holds all scores
         found = attend(*(x.detach() for x in tensors), blocks)
     assert (found - reference(*tensors, masking)).abs().max() < 1e-10
-    assert_blocks_are_needed(blocks.made, masking.dense(LENGTH, torch.zeros(()))[:, 0].isfinite(), between=True)
+    assert_blocks_are_needed(
+        blocks.made, masking.dense(LENGTH, torch.zeros(()))[:, 0].isfinite(), between=True
+    )
 
 
 def test_pieces_of_chunks_are_of_one_shape():
@@ -382,7 +392,7 @@ def test_blocks_of_flex_attention_are_those_that_the_mask_needs(window, document
 
 
 def assert_blocks_are_needed(blocks, seen, between=False):
-    """seen: [b or 1, queries, keys]. between: what lies between two chunks that share a block of queries may be there."""
+    """seen: [b or 1, queries, keys]. between: what lies between two chunks of one block of queries may be there."""
     for sample, row in itertools.product(range(len(seen)), range(-(-seen.shape[1] // FLEX_BLOCK))):
         of_row = seen[sample, row * FLEX_BLOCK : (row + 1) * FLEX_BLOCK].split(FLEX_BLOCK, dim=1)
         partial = blocks.kv_indices[sample, 0, row, : blocks.kv_num_blocks[sample, 0, row]].tolist()
