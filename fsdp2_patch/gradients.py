@@ -26,7 +26,7 @@ from fsdp2_patch.torch_parts import COLLECTIVES
 from megazero.comm.codec import at_least_fp32
 from megazero.comm.hops import Leg, give_back, run_through
 from megazero.mesh.mesh import reduce_scatter_flat
-from megazero.patches.checks import refuse_capture
+from megazero.patches.checks import refuse_recording
 from megazero.patches.names import replaced
 from megazero.zero.rounding import GRADIENTS
 
@@ -77,7 +77,8 @@ class TwoHopReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Sum the input [nodes * ranks * n] inside the node; the output [n] is filled by ``cross``."""
-        refuse_capture(input_tensor.device, "fsdp2_patch")
+        refuse_recording(input_tensor.device, "fsdp2_patch", input_tensor)
+        self.group.check_sums(input_tensor, self.params, group.size())
         if op == ReduceOp.SUM:
             self.divisor = 1.0
         elif op == ReduceOp.AVG:
@@ -93,7 +94,7 @@ class TwoHopReduceScatter(ReduceScatter):
 
     def cross(self, output: torch.Tensor) -> None:
         """Take the hop across nodes, behind the last backward, into the output [n]; else leave zeros there."""
-        refuse_capture(output.device, "fsdp2_patch")
+        refuse_recording(output.device, "fsdp2_patch", output)
         _hold(output)  # nothing else holds it for this stream before torch 2.15
         if not self.last:
             output.zero_()
@@ -160,7 +161,8 @@ class ReplicaAllReduce:
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> None:
         """Sum, or average, the tensor [n] over the replicas, in place."""
-        refuse_capture(tensor.device, "fsdp2_patch")
+        refuse_recording(tensor.device, "fsdp2_patch", tensor)
+        self.group.check_sums(tensor, self.params)
         exact = tensor.clone() if self.group.verifies else None
         if exact is not None:
             dist.all_reduce(exact, op=op, group=group)

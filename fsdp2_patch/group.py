@@ -34,7 +34,6 @@ class Group:
     """
 
     name: str
-    module: Any
     raw: Any
     hops: TwoHops
     replicas: bool
@@ -67,7 +66,7 @@ class Group:
 
     def shards(self) -> list[torch.Tensor]:
         """Return this rank's shard of each parameter, flat, without padding."""
-        return [p.sharded_param.detach().to_local().reshape(-1) for p in self.params]
+        return [p.sharded_param.to_local().detach().reshape(-1) for p in self.params]
 
     @property
     def shard_numel(self) -> int:
@@ -89,6 +88,16 @@ class Group:
             numels = [p.padded_sharded_param_size.numel() for p in params]
             self.packings[key] = Packing.of(numels, exact, codec.form.block, shares)
         return replace(codec, exact_dtype=dtype), self.packings[key]
+
+    def check_sums(self, sums: torch.Tensor, params: Sequence[Any], shards: int = 1) -> None:
+        """Raise RuntimeError unless ``sums`` are gradients of these parameters, so many shards, in one dtype."""
+        numel = shards * sum(p.padded_sharded_param_size.numel() for p in params)
+        if not sums.dtype.is_floating_point or sums.numel() != numel:
+            raise RuntimeError(
+                f"fsdp2_patch: FSDP2 reduces gradients of {self.name} in a buffer of {sums.numel()} {sums.dtype}, "
+                f"and not of {numel} numbers of one float dtype: give its parameters one reduce_dtype "
+                "(MixedPrecisionPolicy), or leave the patch out"
+            )
 
     def noise(self) -> Noise:
         """Return the noise of this rank's next messages of gradients, for a codec that rounds at random."""

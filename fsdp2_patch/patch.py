@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp2_patch import torch_parts
 from fsdp2_patch.gradients import ReplicaAllReduce, TwoHopReduceScatter
 from fsdp2_patch.group import Group
-from fsdp2_patch.refusals import group_problems, mesh_problems, nodes_of
+from fsdp2_patch.refusals import effect_problems, group_problems, mesh_problems, nodes_of, not_sharded
 from fsdp2_patch.report import start_line
-from fsdp2_patch.weights import KeptAllGather, settle
+from fsdp2_patch.weights import KeptAllGather, checksums, settle
 from megazero.comm.codec import codecs_of
 from megazero.comm.hops import Channel, Traffic
 from megazero.config.errors import ConfigError
@@ -36,10 +36,9 @@ Reduction = TwoHopReduceScatter | ReplicaAllReduce
 
 
 class ModuleGroup(NamedTuple):
-    """A parameter group of torch's, and the module that has it."""
+    """A parameter group of torch's, under its module's name; a module has one for each mesh of its parameters."""
 
     name: str
-    module: Any
     raw: Any
 
     @property
@@ -56,6 +55,12 @@ class ModuleGroup(NamedTuple):
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(self.across))
+
+    def crosses(self, ranks_per_node: int) -> bool:
+        """Whether some of its messages cross nodes."""
+        names = ("shard_process_group", "replicate_process_group")
+        groups = [getattr(self.raw.mesh_info, name, None) for name in names]
+        return any(nodes_of(group, ranks_per_node) > 1 for group in groups if group is not None)
 
 
 class Fsdp2Patch:
@@ -87,10 +92,9 @@ class Fsdp2Patch:
     def _find(self) -> list[Group]:
         """Return the groups that cross nodes, with their hops."""
         agree_on(self.options)
-        h, modules = node_size(self.options.ranks_per_node), list(torch_parts.param_groups(self.model))
-        found = [ModuleGroup(name, module, raw) for name, module, raws in modules for raw in raws]
-        problems = list(self._problems(modules, found, h))
-        crossing = [] if problems else [one for one in found if nodes_of(one.across, h) > 1]
+        h, found = node_size(self.options.ranks_per_node), self._torchs()
+        problems = self._problems(found, h)
+        crossing = [] if problems else [one for one in found if one.crosses(h)]
         if not (crossing or problems):
             problems.append(
                 f"no group of ranks that share or replicate parameters has ranks on two nodes of {h}: nothing "
@@ -101,11 +105,13 @@ class Fsdp2Patch:
         largest = max(
             (_numel(p) for one in crossing for p in one.raw.fsdp_params if id(p) not in exact), default=0
         )
-        self._agree(problems, len(places), largest)
+        most = self._agree(problems, len(places), largest)
         device = crossing[0].raw.device
-        self.channel = Channel(Traffic(), Arena(), device)
+        self.traffic, arena = Traffic(), Arena()
         named = {f"group {i}": ranks for i, ranks in enumerate(places)}
         settings = {name: settings_like(places[ranks], device) for name, ranks in named.items()}
+        # A pipeline's stage without experts has fewer.
+        named |= {f"group {i}": (dist.get_rank(),) for i in range(len(places), most)}
         hops = cut_groups(named, h, device, settings)
         codecs, names = codecs_of(self.options.wire), self._names(found)
         return [
@@ -116,7 +122,7 @@ class Fsdp2Patch:
                 exact=exact,
                 names=names,
                 codecs=codecs,
-                channel=self.channel,
+                channel=Channel(PartOfTraffic(self.traffic), arena, device),
                 differences=self.differences,
                 samples=partial(self.samples.watches, number, len(crossing)),
                 verified_steps=self.options.zero_verify_first_steps,
@@ -125,29 +131,40 @@ class Fsdp2Patch:
             for number, one in enumerate(crossing)
         ]
 
-    def _problems(
-        self, modules: list[tuple[str, Any, list[Any]]], found: list[ModuleGroup], h: int
-    ) -> Iterator[str]:
-        """Say what is wrong on this rank, on nodes of h ranks. What later checks stand on comes first."""
-        if not modules:
-            yield "no module of the model was given to fully_shard: call enable() behind that"
+    def _torchs(self) -> list[ModuleGroup]:
+        """Return torch's parameter groups of the model."""
+        return [
+            ModuleGroup(f"{name} (mesh {i} of {len(raws)})" if len(raws) > 1 else name, raw)
+            for name, raws in torch_parts.param_groups(self.model)
+            for i, raw in enumerate(raws, 1)
+        ]
+
+    def _problems(self, found: list[ModuleGroup], h: int) -> list[str]:
+        """Return what is wrong on this rank, on nodes of h ranks. Later checks stand on earlier ones."""
+        if not found:
+            return [not_sharded(self.model)]
         lacking = torch_parts.lacking_parts([one.raw for one in found])
-        yield from (f"torch {torch.__version__} lacks {name}" for name in lacking)
-        if not lacking:
-            wrong = [text for name, _, raws in modules for text in group_problems(name, raws)]
-            yield from wrong or (
-                text for one in found for text in mesh_problems(one.name, one.raw, h, self.options)
-            )
+        if lacking:
+            return [f"torch {torch.__version__} lacks {name}" for name in lacking]
+        crossing = [one for one in found if one.crosses(h)]  # the others stay FSDP2's
+        return (
+            [text for one in crossing for text in group_problems(*one)]
+            or [text for one in crossing for text in mesh_problems(*one, h)]
+            or list(effect_problems(crossing, h, self.options))
+        )
 
     def _exact(self, found: list[ModuleGroup]) -> frozenset[int]:
-        """Return the ids of the FSDPParams that are small, or replicated where others are split."""
+        """Return the ids of the FSDPParams that are small, or that ranks replicate over which others are split.
+
+        Dense parameters are data-parallel over the ranks over which experts are split.
+        """
         params = [p for one in found for p in one.raw.fsdp_params]
-        others = {id(p): torch_parts.other_placements(p) for p in params}
-        split, limit = any(others.values()), self.options.wire.exact_numel
+        split = {ranks for p in params for ranks in torch_parts.split_ranks(p)}
+        limit = self.options.wire.exact_numel
         return frozenset(
             id(p)
             for p in params
-            if _numel(p) <= limit or split and not any(placed.is_shard() for placed in others[id(p)])
+            if _numel(p) <= limit or not all(ranks <= torch_parts.own_ranks(p) for ranks in split)
         )
 
     def _names(self, found: list[ModuleGroup]) -> dict[int, str]:
@@ -156,18 +173,28 @@ class Fsdp2Patch:
         params = [(one.name, p) for one in found for p in one.raw.fsdp_params]
         return {id(p): names.get(id(p.sharded_param), f"a parameter of {module}") for module, p in params}
 
-    def _agree(self, problems: list[str], crossing: int, largest: int) -> None:
-        """Raise ConfigError on every rank if some rank has problems, or if ranks differ. Collective."""
+    def _agree(self, problems: list[str], crossing: int, largest: int) -> int:
+        """Return the largest number of process groups that cross nodes on a rank. Collective.
+
+        Raises ConfigError on every rank if some rank has problems, or if nothing is quantised.
+        """
         every = gather_objects((problems, crossing, largest))
         first: list[str] = next((texts for texts, *_ in every if texts), [])
-        if not first and len({count for _, count, _ in every}) > 1:
-            first = [
-                f"ranks have different numbers of groups that cross nodes: {[count for _, count, _ in every]}"
-            ]
         if not first and self.options.wire.codings and not max(numel for *_, numel in every):
             first = [nothing_quantised(self.options.wire.exact_numel)]
         if first:
             raise ConfigError([f"fsdp2_patch: {text}" for text in first])
+        return max(count for _, count, _ in every)
+
+    def traffic_of(self, parameter: str) -> Traffic:
+        """Return the counters of the group that has a parameter. Raises ValueError if the patch carries none such."""
+        found = [group for group in self.groups if parameter in (group.names[id(p)] for p in group.params)]
+        if not found:
+            raise ValueError(
+                f"{parameter} is no parameter whose messages cross nodes; the patch carries those of "
+                + ", ".join(group.name for group in self.groups)
+            )
+        return found[0].channel.traffic
 
     # -- what it stands in for --------------------------------------------------------------------
 
@@ -192,14 +219,14 @@ class Fsdp2Patch:
     def _install_shards(self, group: Group, reduction: TwoHopReduceScatter) -> None:
         raw, gather = group.raw, KeptAllGather(group)
         self.gathers.append(gather)
-        self.undo += [
-            partial(group.module.set_custom_all_gather, raw._all_gather_comm),
-            partial(group.module.set_custom_reduce_scatter, raw._reduce_scatter_comm),
-            partial(group.module.set_all_reduce_hook, raw._all_reduce_hook),
-        ]
-        group.module.set_custom_all_gather(gather)
-        group.module.set_custom_reduce_scatter(reduction)
-        group.module.set_all_reduce_hook(reduction.cross)
+        # What FSDP2's setters set, which take no module with several groups.
+        for name, comm in (
+            ("_all_gather_comm", gather),
+            ("_reduce_scatter_comm", reduction),
+            ("_all_reduce_hook", reduction.cross),
+        ):
+            self.undo.append(partial(setattr, raw, name, getattr(raw, name)))
+            setattr(raw, name, comm)
 
     # -- what is called ---------------------------------------------------------------------------
 
@@ -224,7 +251,7 @@ class Fsdp2Patch:
     def _begin(self, original: Callable[..., Any], state: Any, module: nn.Module, *rest: Any) -> Any:
         """Stand for ``_root_pre_forward``, which every forward calls, a part's or a registered method's, too."""
         if state._state_ctx.iter_forward_root is None:  # else it is a part of one that has begun
-            self._settle(raw for *_, raws in torch_parts.param_groups(module) for raw in raws)
+            self._settle(raw for _, raws in torch_parts.param_groups(module) for raw in raws)
         return original(state, module, *rest)
 
     def _unshard(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +281,7 @@ class Fsdp2Patch:
             )
         for kind in (WEIGHTS, GRADIENTS):
             self.differences.tell(kind)
-        self.samples.tell(self.channel.device)
+        self.samples.tell(self.groups[0].channel.device)
 
     @torch.no_grad()
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -264,9 +291,10 @@ class Fsdp2Patch:
                 # Of several optimizers that share a group the first one counts.
                 group.updates += group.reduced
                 group.reduced, group.updated = False, True
-        for gather in self.gathers:
-            if id(gather.group) in touched and gather.group.codecs.delta:
-                gather.noted = gather.checksums()
+        written = [gather for gather in self.gathers if id(gather.group) in touched]
+        noted = checksums([gather for gather in written if gather.group.codecs.delta])
+        for gather in written:
+            gather.updated(noted.get(gather))
         interval = self.options.zero_checksum_interval
         for group in self.groups:
             if group.replicas and id(group) in touched and interval and group.updates % interval == 0:
@@ -289,6 +317,18 @@ class Fsdp2Patch:
         for reduction in self.reductions.values():
             if isinstance(reduction, TwoHopReduceScatter):
                 reduction.drop()
+
+
+class PartOfTraffic(Traffic):
+    """The counters of one group, which the whole model's count, too."""
+
+    def __init__(self, whole: Traffic) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def add(self, kind: str, link: str, sent: int) -> None:
+        super().add(kind, link, sent)
+        self.whole.add(kind, link, sent)
 
 
 def _numel(parameter: Any) -> int:

@@ -18,7 +18,8 @@ def start_line(groups: Sequence[Group]) -> str:
     """Return the line of the groups, which are gathered by meshes and dtypes."""
     kinds: dict[tuple, list[Group]] = {}
     for group in groups:
-        kinds.setdefault((group.hops.ranks, group.replicas, *_dtypes(group)), []).append(group)
+        shards = group.shard_group.size() if group.replicas else 0
+        kinds.setdefault((group.hops.ranks, shards, *_dtypes(group)), []).append(group)
     return f"fsdp2_patch on torch {torch.__version__}: " + ". ".join(map(_kind, kinds.values()))
 
 

@@ -19,9 +19,6 @@ STATE = f"{FSDP}._fully_shard._fsdp_state"
 COLLECTIVES = f"{FSDP}._fully_shard._fsdp_collectives"
 NEEDED: Needed = {
     FSDP: {
-        "FSDPModule.set_custom_all_gather": ("self", "comm"),
-        "FSDPModule.set_custom_reduce_scatter": ("self", "comm"),
-        "FSDPModule.set_all_reduce_hook": ("self", "hook"),
         "FSDPModule.unshard": ("self", "async_op"),
         "FSDPModule._get_fsdp_state": ("self",),
     },
@@ -63,8 +60,8 @@ def check_torch() -> None:
         raise ConfigError([f"fsdp2_patch: torch {torch.__version__} lacks {text}" for text in lacking])
 
 
-def param_groups(model: nn.Module) -> Iterator[tuple[str, Any, list[Any]]]:
-    """Yield the name of each module of ``fully_shard``, the module, and torch's FSDPParamGroups of it.
+def param_groups(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the name of each module of ``fully_shard``, and torch's FSDPParamGroups of it, one for each mesh.
 
     Modules that were given to one call together share their groups; the first one is yielded.
     """
@@ -74,7 +71,7 @@ def param_groups(model: nn.Module) -> Iterator[tuple[str, Any, list[Any]]]:
             state = module._get_fsdp_state()
             if id(state) not in seen:
                 seen.add(id(state))
-                yield name or "the model", module, state._fsdp_param_groups
+                yield name or "the model", state._fsdp_param_groups
 
 
 def lacking_parts(groups: list[Any]) -> list[str]:
@@ -89,14 +86,42 @@ def lacking_parts(groups: list[Any]) -> list[str]:
     ]
 
 
-def other_placements(parameter: Any) -> list[Any]:
-    """Return an FSDPParam's placements on the dimensions that are not data-parallel ones (tensor-parallel)."""
-    sharded, info = parameter.sharded_param, parameter.mesh_info
+def own_ranks(parameter: Any) -> frozenset[int]:
+    """Return the ranks among which an FSDPParam is data-parallel or split: no other rank holds the same of it."""
+    mesh, split = parameter.sharded_param.device_mesh, set(_split_dims(parameter))
+    own = [_is_data_parallel(parameter, dim) or dim in split for dim in range(mesh.ndim)]
+    return _ranks(mesh, own)
+
+
+def split_ranks(parameter: Any) -> list[frozenset[int]]:
+    """Return the ranks of each dimension that splits an FSDPParam and is not data-parallel (tensor, expert)."""
+    mesh = parameter.sharded_param.device_mesh
+    return [_ranks(mesh, [d == dim for d in range(mesh.ndim)]) for dim in _split_dims(parameter)]
+
+
+def _split_dims(parameter: Any) -> list[int]:
+    sharded = parameter.sharded_param
+    return [
+        dim
+        for dim, placement in enumerate(sharded.placements)
+        if placement.is_shard()
+        and sharded.device_mesh.size(dim) > 1
+        and not _is_data_parallel(parameter, dim)
+    ]
+
+
+def _is_data_parallel(parameter: Any, dim: int) -> bool:
+    """Whether a dimension of a parameter's mesh is one over which FSDP2 shards or replicates it."""
+    info, names = parameter.mesh_info, parameter.sharded_param.device_mesh.mesh_dim_names
+    if names is None:  # the mesh is fully_shard's own
+        return True
     own, dims = set(info.mesh.mesh_dim_names or ()), getattr(info, "dp_mesh_dims", None)
     if dims is not None:  # parameters on one mesh of all dimensions, of which fully_shard was told its own
         own |= {*dims.shard_names, *dims.replicate_names}
-    mesh = sharded.device_mesh
-    if mesh.mesh_dim_names is None:
-        return []
-    placed = zip(mesh.mesh_dim_names, range(mesh.ndim), sharded.placements, strict=True)
-    return [placement for name, dim, placement in placed if name not in own and mesh.size(dim) > 1]
+    return names[dim] in own
+
+
+def _ranks(mesh: Any, free: list[bool]) -> frozenset[int]:
+    """Return the ranks that differ from this one in the free dimensions of a mesh alone."""
+    place = tuple(slice(None) if f else at for f, at in zip(free, mesh.get_coordinate(), strict=True))
+    return frozenset(mesh.mesh[place].flatten().tolist())

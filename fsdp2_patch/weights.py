@@ -5,8 +5,10 @@ those sent stays: [nodes, m] messages, exact or quantised, or the weights themse
 sent. This gather and the later ones, until the next update, share that inside the node. Every rank, the owner too,
 takes the message, so all have the same bits.
 
-Nothing tells the patch that weights have changed, and version counters do not move. So each shard's checksum is
-noted, and compared at every forward that would use what is kept, or send a difference to it (``settle``).
+Nothing tells the patch that weights have changed, and version counters do not move. So at every forward that would
+use what is kept, or send a difference to it, checksums of shards are compared with those noted before (``settle``).
+A forward that sends notes them only if a later one stood on what the update before had sent: with one micro-batch a
+step none are taken.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from fsdp2_patch.group import Group
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import gather, run_through
-from megazero.kernels.fingerprint import fingerprint
+from megazero.kernels.fingerprint import fingerprints
 from megazero.mesh.mesh import all_gather_flat
-from megazero.patches.checks import compare_replicas, refuse_capture
+from megazero.patches.checks import compare_replicas, refuse_recording
 from megazero.zero.rounding import WEIGHTS
 
-CODED = (torch.float32, torch.bfloat16, torch.float16)  # fp8 weights come with scales in the same bytes
+CODED = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # others come as bytes of several dtypes, fp8 with its scales
 
 
 class KeptAllGather(AllGather):
@@ -34,7 +40,8 @@ class KeptAllGather(AllGather):
 
     kept: what crossed nodes: [nodes, m] of the codec's dtype, or with differences [nodes, n] packed weights.
     whole: the next message is the weights and not a difference: what others hold is not near them.
-    noted: checksums of this rank's shards, int64 [parameters], as of the last forward or update.
+    noted: checksums of this rank's shards, int64 [parameters], as of the last forward or update, if they were taken.
+    used_again: since the last update a forward stood on what an earlier one had sent. expected: one did before that.
     """
 
     def __init__(self, group: Group) -> None:
@@ -42,6 +49,7 @@ class KeptAllGather(AllGather):
         self.kept: torch.Tensor | None = None
         self.whole = True
         self.noted: torch.Tensor | None = None
+        self.used_again, self.expected, self.told = False, True, False
         # Behind the last use of ``kept``, on whichever stream that was.
         self.used: torch.cuda.Event | None = None
 
@@ -60,8 +68,9 @@ class KeptAllGather(AllGather):
         """Whether the next gather stands on what is kept."""
         return not self.whole and (self.fresh or self.group.codecs.delta)
 
-    def checksums(self) -> torch.Tensor:
-        return torch.stack([fingerprint(shard) for shard in self.group.shards()])
+    def updated(self, checksums: torch.Tensor | None) -> None:
+        """Take note of an optimizer's step. checksums: of what it wrote, where differences are sent."""
+        self.noted, self.used_again, self.expected = checksums, False, self.used_again
 
     def __call__(
         self,
@@ -71,7 +80,7 @@ class KeptAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather the input [n] of every rank into the output [nodes * ranks * n]."""
-        refuse_capture(input_tensor.device, "fsdp2_patch")
+        refuse_recording(input_tensor.device, "fsdp2_patch", input_tensor)
         if group is not self.group.shard_group:  # of reshard_after_forward=int, inside a node
             return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
         on_cuda, sent = input_tensor.device.type == "cuda", not self.fresh
@@ -94,6 +103,8 @@ class KeptAllGather(AllGather):
         group, hops, channel = self.group, self.group.hops, self.group.channel
         # Where FSDP2 sends more than the shards (extensions), nobody knows what lies where.
         known = own.dtype in CODED and own.numel() == group.shard_numel
+        if not known and group.codecs.weights is not None:
+            self._tell(own.dtype)
         codec, packing = group.format(group.codecs.weights if known else None, group.params, own.dtype)
         rows = output.view(hops.inter.size, hops.intra.size, -1).transpose(0, 1)
         delta = group.codecs.delta and packing is not None
@@ -127,6 +138,16 @@ class KeptAllGather(AllGather):
                 ]
                 codec.decode(values.view(-1, values.shape[-1]), *regions)
                 packing.unpack([region.view(*shape, -1) for region in regions], rows)
+
+    def _tell(self, dtype: torch.dtype) -> None:
+        """Say once that these weights are sent exactly, though a format was asked for."""
+        if dist.get_rank() == 0 and not self.told:
+            warnings.warn(
+                f"fsdp2_patch: FSDP2 gathers {self.group.name} in a buffer of {dtype} that is not its shards in one "
+                "dtype (several dtypes, fp8 with scales): its weights are sent exactly",
+                stacklevel=2,
+            )
+        self.told = True
 
     def _receive(self, message: torch.Tensor) -> Generator[dist.Work, None, None]:
         """Send the message [m] across nodes; keep every node's."""
@@ -162,30 +183,39 @@ def settle(gathers: Sequence[KeptAllGather]) -> None:
     Collective, called where a forward begins. If some gather would stand on what is kept, the ranks agree on the
     shards that have changed, with one small all-reduce for which the host waits.
     """
-    now = [one.checksums() for one in gathers]
-    if any(one.compares for one in gathers):
-        for group in dict.fromkeys(one.group.shard_group for one in gathers):
-            _compare(
-                [(g, sums) for g, sums in zip(gathers, now, strict=True) if g.group.shard_group is group]
-            )
-    for one, sums in zip(gathers, now, strict=True):
-        one.noted = sums
+    now = checksums([one for one in gathers if one.compares or one.expected])
+    comparing = [one for one in gathers if one.compares]
+    known = [one for one in comparing if one.noted is not None]
+    for group in dict.fromkeys(one.group.shard_group for one in known):
+        _compare([(one, now[one]) for one in known if one.group.shard_group is group])
+    for one in comparing:
+        one.used_again = True
+        one.whole |= one.noted is None
+    for one in gathers:
+        one.noted = now.get(one)
+
+
+def checksums(gathers: Sequence[KeptAllGather]) -> dict[KeptAllGather, torch.Tensor]:
+    """Return the checksums of each gather's shards on this rank, int64 [parameters]."""
+    shards = [one.group.shards() for one in gathers]
+    if not shards:
+        return {}
+    every = fingerprints([shard for own in shards for shard in own])
+    return dict(zip(gathers, every.split([len(own) for own in shards]), strict=True))
 
 
 def _compare(gathers: Sequence[tuple[KeptAllGather, torch.Tensor]]) -> None:
     """Compare the checksums of gathers of one process group with those noted; mark what has changed."""
-    parts = [
-        torch.ones_like(now, dtype=torch.bool) if g.noted is None else now != g.noted for g, now in gathers
-    ]
     group = gathers[0][0].group
-    changed = torch.cat(parts).to(group.raw.device, torch.uint8)  # shards may be offloaded
+    changed = torch.cat([now != one.noted for one, now in gathers])
+    changed = changed.to(group.raw.device, torch.uint8)  # shards may be offloaded
     dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group.shard_group)
     found = iter(changed.tolist())
     for one, _ in gathers:
         names = [one.group.names[id(p)] for p in one.group.params if next(found)]
-        if names and one.compares:
+        if names:
             one.whole = True
-            if dist.get_rank() == 0 and one.noted is not None:
+            if dist.get_rank() == 0:
                 warnings.warn(
                     f"fsdp2_patch: {', '.join(names)} changed outside of an optimizer's step (a checkpoint was "
                     "loaded, or a program wrote): sent again, whole",

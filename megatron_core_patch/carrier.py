@@ -38,7 +38,7 @@ from megazero.comm.watch import Errors, Watch
 from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Axis
-from megazero.patches.checks import GradientSamples, refuse_capture
+from megazero.patches.checks import GradientSamples, refuse_recording
 from megazero.patches.two_hops import TwoHops
 from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
@@ -312,7 +312,8 @@ class Sync:
 
     def __init__(self, carrier: Carrier, bucket_group: Any, exact: Any) -> None:
         """Take Megatron's own collective, which this stands for, as ``exact``."""
-        refuse_capture(carrier.channel.device, "megatron_core_patch")
+        buffers = [bucket.grad_data for bucket in bucket_group.buckets]
+        refuse_recording(carrier.channel.device, "megatron_core_patch", *buffers)
         self.carrier, self.exact = carrier, exact
         self.hops = carrier.hops_of(collective_group(bucket_group))
         self.buckets: Iterator[Any] = iter(bucket_group.buckets)

@@ -17,6 +17,14 @@ STATE = f"{CORE}.parallel_state"
 # Wrappers with communication of their own, which build it before they call _BaseDataParallel.
 WRAPPERS = f"{CORE}.distributed"
 OTHER_WRAPPERS = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel")
+# Megatron-FSDP inside megatron-core and as a package of its own: module -> what a model becomes, its first version's
+# and (from 0.6 of the package on) its second one's.
+MEGATRON_FSDP = {
+    f"{package}.{module}": name
+    for package in (f"{CORE}.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp")
+    for module, name in (("megatron_fsdp", "MegatronFSDP"), ("experimental.module", "FsdpModule"))
+}
+LAYER_WISE = f"{CORE}.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"
 
 # A name without parameters is called by Megatron alone.
 NEEDED: Needed = {
@@ -73,6 +81,14 @@ def check_names() -> tuple[str, tuple[str, ...]]:
         return version, ()
     note = f"megatron-core {version} is newer than {_text(last)}, the last that was tried: names and parameters fit"
     return version, (note,)
+
+
+def exists(module: str, name: str) -> bool:
+    """Whether an optional part of Megatron's can be imported and has this name."""
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):  # it is not there, or not for this torch
+        return False
 
 
 def _text(version: tuple[int, int]) -> str:

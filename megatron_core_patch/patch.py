@@ -20,11 +20,14 @@ from megatron_core_patch.names import (
     BUFFER,
     DDP,
     FINALIZE,
+    LAYER_WISE,
+    MEGATRON_FSDP,
     OPTIMIZER,
     OTHER_WRAPPERS,
     STATE,
     WRAPPERS,
     check_names,
+    exists,
 )
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.refusals import (
@@ -92,6 +95,9 @@ class Patch:
         for name in OTHER_WRAPPERS:
             if hasattr(importlib.import_module(WRAPPERS), name):
                 wrap(WRAPPERS, f"{name}.__init__", self._build_any)
+        for module, name in (*MEGATRON_FSDP.items(), LAYER_WISE):
+            if exists(module, name):
+                wrap(module, f"{name}.__init__", partial(self._build_other, name))
         wrap(DDP, "DistributedDataParallel.__init__", self._build)
         wrap(BUFFER, f"{BUCKET_GROUP}.start_param_sync", self._start_param_sync)
         wrap(BUFFER, f"{BUCKET_GROUP}.start_grad_sync", self._start_grad_sync)
@@ -107,6 +113,10 @@ class Patch:
     def _build_any(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
         self._refuse(wrapper_problems(type(wrapper).__name__))
         original(wrapper, *args, **kwargs)
+
+    def _build_other(self, name: str, original: Any, *args: Any, **kwargs: Any) -> None:
+        self._refuse(wrapper_problems(name))
+        original(*args, **kwargs)
 
     def _build(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(original).bind(ddp, *args, **kwargs).arguments

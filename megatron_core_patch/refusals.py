@@ -11,21 +11,35 @@ from typing import Any
 
 import torch
 
-from megatron_core_patch.names import OTHER_WRAPPERS
+from megatron_core_patch.names import LAYER_WISE, MEGATRON_FSDP, OTHER_WRAPPERS
 from megatron_core_patch.options import PatchOptions
 from megazero.config.errors import ConfigError
 from megazero.mesh.objects import gather_objects
 from megazero.patches.agreement import nothing_quantised
 from megazero.patches.two_hops import TwoHops
 
+LAYER_WISE_SAID = (
+    "a layer-wise optimizer (--optimizer muon, dist_muon and their like) gives whole layers to ranks, sums gradients "
+    "and gathers parameters past the buckets that the patch carries: choose adam or sgd, or megazero's own Muon "
+    "(--optimizer muon of megazero train)"
+)
+
 
 def wrapper_problems(name: str) -> Iterator[str]:
-    """Say what is wrong with a data-parallel wrapper, by the name of its class."""
+    """Say what is wrong with a data-parallel wrapper, or an optimizer that is one, by the name of its class."""
     if name in OTHER_WRAPPERS:
         yield (
             f"{name} (--use-megatron-fsdp, --use-torch-fsdp2) has communication of its own, which the patch does not "
             "carry: use --use-distributed-optimizer, or megazero's own engine (--zero-preset zeropp)"
         )
+    if name in MEGATRON_FSDP.values():
+        yield (
+            f"{name} (fully_shard of megatron_fsdp) has communication of its own, across nodes, too (HSDP, HFSDP), "
+            "which the patch does not carry: use Megatron's DistributedDataParallel with its distributed optimizer, "
+            "torch's fully_shard with fsdp2_patch, or megazero's own engine (--zero-preset zeropp)"
+        )
+    if name == LAYER_WISE[1]:
+        yield LAYER_WISE_SAID
 
 
 def ddp_problems(ddp_config: Any, model_config: Any) -> Iterator[str]:
@@ -71,10 +85,7 @@ def records_iterations(model_config: Any) -> bool:
 def module_problems(module: torch.nn.Module) -> Iterator[str]:
     """Say what is wrong with a model chunk, by what Megatron has noted on its parameters."""
     if any(getattr(p, "is_managed_by_layer_wise_optimizer", False) for p in module.parameters()):
-        yield (
-            "a layer-wise optimizer (--optimizer muon and its like) updates parameters past the step that the patch "
-            "follows: choose adam or sgd"
-        )
+        yield LAYER_WISE_SAID
 
 
 def optimizer_problems(config: Any, options: PatchOptions) -> Iterator[str]:

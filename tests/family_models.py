@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,9 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 EXPERTS |= {"head_dim": 16}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 36, "norm_topk_prob": False}
+LOCAL_EXPERTS = {**LLAMA, "num_local_experts": 6, "num_experts_per_tok": 2}
+OLMOE = {**NORMED, "num_experts": 6, "num_experts_per_tok": 3}
 
 # Name of the variant -> (transformers' configuration class, what differs from its defaults).
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -136,6 +140,19 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-dense-first": (
         "Qwen3Moe",
         {**EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [0], "norm_topk_prob": False, "head_dim": 12},
+    ),
+    "qwen2_moe": ("Qwen2Moe", SHARED),
+    "qwen2_moe-dense-layers": (
+        "Qwen2Moe",
+        {**SHARED, **WINDOW, "num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2}
+        | {"max_window_layers": 3, "qkv_bias": False, "norm_topk_prob": True, "head_dim": 12},
+    ),
+    "mixtral": ("Mixtral", {**LOCAL_EXPERTS, "head_dim": 16}),
+    "mixtral-window-tied": ("Mixtral", {**LOCAL_EXPERTS, "sliding_window": 5, "tie_word_embeddings": True}),
+    "olmoe": ("Olmoe", OLMOE),
+    "olmoe-biases": (
+        "Olmoe",
+        {**OLMOE, "attention_bias": True, "num_key_value_heads": 4, "norm_topk_prob": True},
     ),
     "olmo2": ("Olmo2", NORMED),
     "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
@@ -180,6 +197,11 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "granite-biases-tied": (
         "Granite",
         {**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "granitemoe": ("GraniteMoe", {**LOCAL_EXPERTS, **MULTIPLIERS}),
+    "granitemoe-biases-tied": (
+        "GraniteMoe",
+        {**LOCAL_EXPERTS, "attention_bias": True, "tie_word_embeddings": True, "attention_multiplier": 0.3},
     ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
@@ -232,21 +254,35 @@ def make(variant: str, **changes: Any) -> Any:
     return getattr(transformers, head)(config)
 
 
-def in_files(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers' tensors by the names in files: experts, which it stacks in memory, each by itself, as views."""
-    found = {}
-    for name, tensor in named.items():
-        before, stacked, projection = name.rpartition("experts.")
-        if not stacked or projection not in ("gate_up_proj", "down_proj"):
-            found[name] = tensor
-            continue
-        for number, own in enumerate(tensor):
-            each = (
-                dict(zip(("gate_proj", "up_proj"), own.chunk(2), strict=True)) if "up" in projection else {}
-            )
-            for part, values in (each or {projection: own}).items():
-                found[f"{before}experts.{number}.{part}.weight"] = values
-    return found
+# By the class of a model: the name in files of the module of experts, and of its matrices where it is not Qwen's.
+MIXTURES = {
+    "Mixtral": ("block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
+}
+# Names in files of tensors that are stacked there, too.
+STACKED = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+STACKED["router.weight"] = "router.layer.weight"
+
+
+def in_files(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of transformers' model, or their gradients, by the names in files: experts, which it stacks in memory,
+    each by itself, as views."""
+    return dict(chain.from_iterable(_in_files(type(model).__name__, *pair) for pair in named.items()))
+
+
+def _in_files(model: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    before, mixture, inside = name.partition(".block_sparse_moe.")
+    if mixture:  # Granite
+        yield f"{before}{mixture}{STACKED[inside]}", tensor
+        return
+    before, _, inside = name.partition(".mlp.")
+    module, names = MIXTURES.get(model.removesuffix("ForCausalLM"), ("mlp", {}))
+    if not inside.startswith("experts."):
+        yield (f"{before}.{module}.{inside}" if inside else name), tensor
+        return
+    parts = ("gate_proj", "up_proj") if inside == "experts.gate_up_proj" else ("down_proj",)
+    for number, own in enumerate(tensor):
+        for part, values in zip(parts, own.chunk(len(parts)), strict=True):
+            yield f"{before}.{module}.experts.{number}.{names.get(part, part)}.weight", values
 
 
 def perturb(model: torch.nn.Module) -> None:

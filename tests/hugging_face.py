@@ -98,7 +98,7 @@ def weights_digest(folder: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def to_hf_state_dict(decoder: Decoder, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the family's Hugging Face tensors, in the parameters' dtype, on the CPU.
+    """Return the family's Hugging Face tensors, in the dtypes of the decoder's, on the CPU.
 
     This rank's slices are written over ``into`` (missing tensors start as zeros). So it is filled by passing the same
     dict with the decoder of each tp rank in turn. On one rank the result is complete. Tied weights appear once, under
@@ -106,10 +106,10 @@ def to_hf_state_dict(decoder: Decoder, into: dict[str, Tensor] | None = None) ->
     """
     tensors = {} if into is None else into
     placements = decoder.placements()
-    for name, parameter in decoder.named_parameters():
-        for placement, local in placements[name].held(parameter.detach()):
+    for name, tensor in decoder.stored():
+        for placement, local in placements[name].held(tensor.detach()):
             if placement.name not in tensors:
-                tensors[placement.name] = torch.zeros(placement.shape, dtype=parameter.dtype, device="cpu")
+                tensors[placement.name] = torch.zeros(placement.shape, dtype=tensor.dtype, device="cpu")
             for ours, theirs in placement.boxes(local, tensors[placement.name]):
                 theirs.copy_(ours)
     return tensors

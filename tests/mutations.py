@@ -463,6 +463,9 @@ megazero/checkpoint/placement.py
 - yield self.parts[number], first, max(start - first, 0), min(stop - first, size)
 + yield self.parts[number], first, 0, min(stop - first, size)
   a slice of stacked experts begins with its expert
+- RowRange((s.local + i) * here, here, (s.stored + i) * there + self.offset1)
++ RowRange((s.local + i) * here, here, (s.stored + i) * there)
+  initial values of a part of stacked experts are those of the first part
 
 megazero/moe/routing.py
 -     if decision.experts is None:

@@ -162,7 +162,7 @@ class Process(RankStep):
         for module in modules:
             if visits:
                 yield from self._use()
-            compute, again, tensor, _ = self.spent(module.kind, action.kind)
+            compute, again, tensor, *_ = self.spent(module.kind, action.kind)
             looks = 1 if action.kind == Kind.FORWARD else LOOKS[module.kind]
             yield Need("recompute", again)
             for _ in range(looks):

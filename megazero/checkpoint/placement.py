@@ -36,14 +36,15 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Placement:
-    """Maps a local tensor (mostly 1-D or 2-D) to boxes of the stored tensor.
+    """Maps a local tensor (mostly 1-D or 2-D; of stacked experts 3-D) to boxes of the stored tensor.
 
     name: the stored tensor's fully qualified name (no rank, no stage, no local index in it).
     shape: the stored tensor's shape, as stored.
     local_shape: the rank's own shape (padded rows included).
     segments: dim-0 row ranges, sorted by ``local`` and disjoint. Local rows in no segment (vocabulary
         padding) are not stored and are zero when loaded.
-    offset1: the start of the local dim-1 columns (row-parallel weights). It is 0 for 1-D tensors.
+    offset1: the start of the local dim-1 columns (row-parallel weights; a part of stacked experts, which lie along
+        dim 0). It is 0 for 1-D tensors.
     transposed: the stored tensor is the transpose (GPT-2's Conv1D): local [r, c] is stored [c, r].
     """
 
@@ -89,6 +90,20 @@ class Placement:
             low, high = segment.local * row, (segment.local + segment.length) * row
             if max(low, start) < min(high, stop):
                 yield max(low, start), min(high, stop), segment
+
+    @property
+    def rows(self) -> Placement:
+        """The same place of all rows: dims before the last one are one."""
+        if len(self.shape) < 3:
+            return self
+        (_, there, width), (_, here, _) = self.shape, self.local_shape
+        each = [
+            RowRange((s.local + i) * here, here, (s.stored + i) * there + self.offset1)
+            for s in self.segments
+            for i in range(s.length)
+        ]
+        local = (prod(self.local_shape[:-1]), width)
+        return Placement(self.name, (prod(self.shape[:-1]), width), local, tuple(each))
 
     def slices(self) -> Iterator[tuple[slice, tuple[slice, ...]]]:
         """Yield each segment's local rows, and their rows and columns in the stored tensor.

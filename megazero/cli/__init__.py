@@ -30,6 +30,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("Train a model, or continue its training.", "megazero.train.command"),
+    "evaluate": Command("Measure a checkpoint's losses on data.", "megazero.train.evaluate_command"),
     "generate": Command("Continue a text with a trained model.", "megazero.cli.generate"),
     "preprocess": Command("Turn text into the token files that training reads.", "megazero.cli.preprocess"),
     "tokenizer": Command("Train a SentencePiece tokenizer on text.", "megazero.cli.tokenizer"),

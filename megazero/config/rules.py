@@ -139,6 +139,11 @@ def _experts(config: RunConfig) -> Iterator[str]:
     """Report what is not built together with experts."""
     parallel, optimizer = config.parallel, config.optimizer.optimizer
     if config.model.num_experts is None:
+        if parallel.expert_model_parallel_size > 1:
+            yield (
+                f"--expert-model-parallel-size {parallel.expert_model_parallel_size} needs --num-experts, which the "
+                "ranks share; nearest: 1"
+            )
         return
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield (

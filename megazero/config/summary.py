@@ -184,6 +184,19 @@ def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -
     return " | ".join(parts)
 
 
+def rounded_summary(config: RunConfig, world: World) -> str:
+    """Describe what ranks send in fewer bits than they compute in, or return ""."""
+    wire, outer = config.wire(world), config.outer
+    d, h, shards = config.shard_ranks(world), config.data_ranks_per_node(world), config.shards(world)
+    axes = make_grid(d, h, shards=shards.factors).data_axes
+    parts = [_weights(config.zero, wire, axes)] if wire.weights else []
+    if wire.gradients_intra or wire.gradients_inter:
+        parts.append(_gradients(config.zero, wire, axes, shards.whole_gradients))
+    if (replicas := config.outer_replicas(world)) > 1 and outer.outer_bits < EXACT_BITS:
+        parts.append(outer_summary(outer, replicas, world.world_size // replicas))
+    return "; ".join(parts)
+
+
 def _weights(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
     coding = wire.weights
     refresh, gathers = _links(axes, ("g", "os")), _links(axes, ("p",))

@@ -15,7 +15,7 @@ from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.rules import RULES, conditions
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
-from megazero.mesh.grid import context_problem
+from megazero.mesh.grid import context_problem, expert_problem
 
 
 def find_errors(
@@ -146,6 +146,31 @@ def uneven_ranks(config: RunConfig, world: World) -> list[str]:
     return [problem] if problem else []
 
 
+def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
+    """Report expert-parallel ranks that cannot share the experts evenly, or whose shards do not divide.
+
+    Without known nodes the world counts as one. Shards that are illegal are reported elsewhere.
+    """
+    parallel, experts = config.parallel, config.model.num_experts
+    if parallel.expert_model_parallel_size == 1 or experts is None:
+        return
+    if not config.knows_nodes(world):
+        world = World(world.world_size, world.world_size)
+        config = replace(config, outer=OuterConfig())
+    with suppress(ValueError):
+        problem = expert_problem(
+            parallel.expert_model_parallel_size,
+            experts,
+            parallel.tensor_model_parallel_size,
+            config.shards(world).factors,
+            config.shard_ranks(world),
+            config.data_ranks_per_node(world),
+            parallel.use_tp_pp_dp_mapping,
+        )
+        if problem:
+            yield problem
+
+
 def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:
     """Check the rules over the size of the world: profiled ranks, nodes, shards, batch.
 
@@ -162,6 +187,8 @@ def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterato
     yield from uneven
     if uneven:
         return
+    if not {"num_experts", "expert_model_parallel_size", "zero_shard", "zero_preset"} & set(broken):
+        yield from uneven_experts(config, world)
     of_slices = {opt.name for opt in all_options().values() if opt.section in ("zero", "optimizer")}
     if config.knows_nodes(world) and not of_slices & set(broken):
         try:

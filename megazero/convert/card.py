@@ -6,8 +6,9 @@ The card says which run the model is from, how it was trained, and what lies in 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,7 +20,9 @@ from megazero.config.options.data_inputs import FILE_OPTIONS
 from megazero.config.options.fields import stand_in, typed
 from megazero.config.read.files import read_json
 from megazero.config.run import RunConfig, all_options
+from megazero.config.secrets import redact
 from megazero.config.validate import idle_options
+from megazero.convert.importing import HUB_NAME
 from megazero.convert.source import Source
 from megazero.families import FAMILIES
 
@@ -36,7 +39,9 @@ def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None
     samples, length = state.get("consumed_samples", 0), source.model.seq_length
     losses = state.get("losses", {})
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in source.tensors})
+    base = state.get("base", state.get("imported", "not recorded")) or "random weights"
     facts = {
+        "base model": base,
         "run": state.get("run_id") or "unnamed",
         "iteration": f"{source.manifest.step:,}",
         "samples": f"{samples:,}",
@@ -53,6 +58,7 @@ def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
+        *([f"base_model: {base}"] if HUB_NAME.fullmatch(base) else []),
         "---",
         "",
         "# Model card",
@@ -61,7 +67,7 @@ def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None
     lines += ["Trained with megazero and exported from its checkpoint.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in facts.items()]
     lines += ["", f"Tokenizer: {note}."] if note else []
-    lines += ["", "## Flags that are not at their default", "", "```", *_flags(source), "```", ""]
+    lines += ["", *redact(list(_flags(source)))]
     lines += ["## Files", "", "| file | bytes | crc32 |", "|---|---|---|"]
     lines += [f"| {name} | {entry.size:,} | {entry.crc32:08x} |" for name, entry in sorted(files.items())]
     return "\n".join([*lines, ""])
@@ -71,10 +77,42 @@ def _loss(value: float | None) -> str:
     return "not recorded" if value is None else f"{value:.4f}"
 
 
-def _flags(source: Source) -> list[str]:
-    """Return the flags of the run that are not at their default, one a line."""
-    values = {name: value for name, value in source.values.items() if name not in _PLACES}
-    return flag_lines(source.model.model_family, values)
+def card_options(family: str, values: Mapping[str, object]) -> dict[str, object]:
+    """Return the options that a card tells of a run, by name and in JSON types: those not at their default."""
+    said = changed(family, {name: value for name, value in values.items() if name not in _PLACES})
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+
+
+def _flags(source: Source) -> Iterator[str]:
+    """Yield the flags of the run that are not at their default, and what each later start changed of them.
+
+    Checkpoints of before starts were kept have those of the last one.
+    """
+    family = source.model.model_family
+    now = {"iteration": 0, "options": card_options(family, source.values)}
+    starts: list[Mapping[str, Any]] = source.state.get("starts") or [now]
+    before: Mapping[str, object] = {}
+    for start in starts:
+        options = start["options"]
+        names = [name for name in {**before, **options} if name in all_options()]
+        changes = [name for name in names if options.get(name) != before.get(name)]
+        yield (
+            f"## Changed after iteration {start['iteration']:,}"
+            if before
+            else "## Flags that are not at their default"
+        )
+        yield from ("", "```", *(_typed(name, options.get(name)) for name in changes), "```", "")
+        if start.get("rounded"):
+            yield from (f"Sent in fewer bits: {start['rounded']}.", "")
+        before = options
+
+
+def _typed(name: str, value: object) -> str:
+    """Return an option as it is typed; None is no longer said."""
+    option = all_options()[name]
+    if value is None:
+        return f"{option.flag} is left out"
+    return typed(option, tuple(value) if isinstance(value, list) else value)
 
 
 def run_options(folder: Path, accept: Collection[str] = ()) -> dict[str, object]:

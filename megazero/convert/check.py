@@ -135,8 +135,8 @@ def _our_logits(source: Source, published: Published, layers: int, tokens: torch
     """The decoder's logits, from the checkpoint's weights as the folder's dtype holds them."""
     decoder = Decoder(_first(source.model, layers), dtype=torch.float32)
     placements = decoder.placements()
-    for name, parameter in decoder.named_parameters():
-        for placement, local in placements[name].held(parameter):
+    for name, tensor in decoder.stored():
+        for placement, local in placements[name].held(tensor):
             flat = local.view(-1)
             source.stored.fill([SliceRecord(placement, 0, flat.numel(), {source.stored.kind: flat})])
             local.copy_(local.to(published.tensor(placement.name).dtype))

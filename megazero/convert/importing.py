@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,12 +28,14 @@ from megazero.data.tokenizer_files import load_run_tokenizer, read_tokenizer_fil
 from megazero.models.dtypes import PRECISIONS
 from megazero.models.hf_weights import match_names, tied_head
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
 
 class ImportedWeights(Protocol):
     """Weights that become a checkpoint: the decoder's stored tensors, which are read or made one at a time.
 
-    model, data: the sections of their model and of its tokenizer. origin: where they come from, in words. shapes: of
-    every tensor, in the order of the model. dtype: that of most of them.
+    model, data: the sections of their model and of its tokenizer. origin: where they come from, in words. base: the
+    name of the model. shapes: of every tensor, in the order of the model. dtype: that of most of them.
     """
 
     @property
@@ -43,6 +46,9 @@ class ImportedWeights(Protocol):
 
     @property
     def origin(self) -> str: ...
+
+    @property
+    def base(self) -> str: ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -89,6 +95,12 @@ class Published:
     def model(self) -> ModelConfig:
         """The model section, as long as its positions go."""
         return from_hf_config(self.folder.config, self.accept)
+
+    @property
+    def base(self) -> str:
+        """The model's name on a hub, if config.json has one, else the folder's name."""
+        named = (f"{self.folder.config.get(field)}" for field in ("_name_or_path", "_model_name_or_path"))
+        return next(filter(HUB_NAME.fullmatch, named), self.folder.path.resolve().name)
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -156,6 +168,7 @@ def write_checkpoint(weights: ImportedWeights, root: Path, files: Mapping[str, b
         "run_id": "",
         "tokenizer": tokenizer.info.fingerprint,
         "imported": weights.origin,
+        "base": weights.base,
     }
     held = read_tokenizer_files(values["tokenizer_type"], tokenizer_options(values))
     snapshot = store.Snapshot(

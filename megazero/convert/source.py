@@ -17,7 +17,7 @@ from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import section_of
 from megazero.config.run import stored_values
 from megazero.convert.shards import Plain
-from megazero.models.placements import stored_tensors
+from megazero.models.placements import bias_placements, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Source:
     """A checkpoint that is exported, or compared with a folder.
 
     weights: "trained", those that forwards used, or "master", those of the optimizer in at least fp32. dtype: what
-    they are converted to; None leaves each tensor as it is stored.
+    they are converted to, but routers' biases, which stay fp32; None leaves each tensor as it is stored.
     """
 
     path: Path
@@ -75,7 +75,11 @@ class Source:
                 f"{shapes.get(name, 'absent')} there and {wanted.get(name, 'absent')} by the configuration "
                 f"({len(different)} such tensors)"
             )
-        return [Plain(name, self.dtype or self.stored.dtypes[name], shape) for name, shape in wanted.items()]
+        biases = [place.name for place in bias_placements(self.model).values()]
+        dtypes = {**dict.fromkeys(wanted, self.dtype), **dict.fromkeys(biases)}
+        return [
+            Plain(name, dtypes[name] or self.stored.dtypes[name], shape) for name, shape in wanted.items()
+        ]
 
     def pieces(self, tensor: Plain) -> Iterator[torch.Tensor]:
         """Yield a tensor's pieces in order: whole rows, in its dtype, on the CPU."""

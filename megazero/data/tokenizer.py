@@ -60,7 +60,8 @@ class SentencePieceTokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=raw)
         except RuntimeError as error:
-            raise ValueError(f"{path} is not a SentencePiece model: {error}") from None
+            other = "; nearest: --tokenizer-type HuggingFaceTokenizer" if raw.lstrip()[:1] == b"{" else ""
+            raise ValueError(f"{path} is not a SentencePiece model: {error}{other}") from None
         size, settings = self._model.vocab_size(), TokenizerSettings.beside(path)
         eod = next((i for i in (self._model.eos_id(), settings.end) if 0 <= i < size), None)
         if eod is None:
@@ -95,7 +96,8 @@ class HuggingFaceTokenizer:
         try:
             self.model = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception and ValueError
-            raise ValueError(f"{path} is not a tokenizer.json: {error}") from None
+            other = "; nearest: --tokenizer-type SentencePieceTokenizer" if path.suffix == ".model" else ""
+            raise ValueError(f"{path} is not a tokenizer.json: {error}{other}") from None
         settings = TokenizerSettings.beside(path)
         changed = settings.apply(self.model)
         vocabulary = self.model.get_vocab(with_added_tokens=True)

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megazero.config.model.published import MODEL_FILES
+from megazero.checkpoint.manifest import read_manifest
+from megazero.config.model.published import MODEL_FILES, held_tokenizer
 from megazero.config.options.data_inputs import FILE_OPTIONS
+from megazero.config.options.fields import typed
+from megazero.config.run import all_options
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.data.tokenizer_settings import BESIDE
 
@@ -48,3 +51,11 @@ def load_run_tokenizer(
 def tokenizer_options(values: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the options that name a tokenizer's files, of options by name."""
     return {name: values[name] for name in FILE_OPTIONS}
+
+
+def held_flags(path: Path) -> str:
+    """Return the flags that name the tokenizer in a checkpoint's folder, or "" if there is none."""
+    manifest = read_manifest(path)
+    kind = manifest.configuration.get("data", {}).get("tokenizer_type")
+    held = {"tokenizer_type": kind, **held_tokenizer(kind, path, manifest.files)}
+    return " ".join(typed(all_options()[name], f"{value}") for name, value in held.items() if len(held) > 1)

@@ -18,10 +18,10 @@ from megazero.families.gemma import GEMMA2, GEMMA3
 from megazero.families.glm import GLM, GLM4
 from megazero.families.gpt import GPT
 from megazero.families.gpt_neox import GPT_NEOX
-from megazero.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
-from megazero.families.olmo2 import OLMO2, OLMO3
+from megazero.families.llama import GRANITE, GRANITEMOE, LLAMA, MISTRAL, MIXTRAL, SMOLLM3
+from megazero.families.olmo2 import OLMO2, OLMO3, OLMOE
 from megazero.families.phi3 import PHI3
-from megazero.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from megazero.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megazero.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -33,7 +33,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             BLOOM,
             QWEN2,
             QWEN3,
-            QWEN3_MOE,
             MISTRAL,
             OLMO2,
             OLMO3,
@@ -47,6 +46,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             GLM4,
             GPT_NEOX,
             FALCON,
+            MIXTRAL,
+            QWEN3_MOE,
+            QWEN2_MOE,
+            OLMOE,
+            GRANITEMOE,
         )
     }
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megazero.families.config_json.huggingface import HuggingFace
+from megazero.families.layer_kinds import layer_kinds
 
 # What is equal where the heads fill the residual stream, and where every query head has its own key and value.
 FILLING_HEADS = (("query_projection_size", "hidden_size"),)
@@ -20,6 +21,7 @@ class TensorNames:
     ``model`` maps a module here to the module there. ``layer`` does the same within a layer, whose modules there
     begin with ``layer_prefix`` and the layer's number. In ``layer``, (module, part) stands for a part of one fused
     tensor, counted from 0: of q, k, v, or of the gate and the up projection. "{}" stands for an expert's number.
+    Experts whose name is without it lie in one tensor [experts, out, in], whose parts follow each other along out.
     ``transposed`` says that matrices of layers are stored [in, out].
     ``fused`` is the order of the rows of q, k, v in one tensor. With "sides", it has all of q, then all of k, then
     all of v, as other parts always lie. With "groups", it has the query heads, the key and the value of the first
@@ -49,13 +51,26 @@ class TensorNames:
 
     def can_express(self, options: object) -> bool:
         """Tell whether the choices in ``options``, an object with the options as attributes, have names here."""
-        if options.num_experts is not None and "mlp.router" not in self.layer:  # type: ignore[attr-defined]
+        if not all(module in self.layer for module in _mlp_modules(options)):
             return False
         wanted = all(
             getattr(options, name) in (value if isinstance(value, tuple) else (value,))
             for name, value in self.needs.items()
         )
         return wanted and all(getattr(options, one) == getattr(options, other) for one, other in self.equal)
+
+
+def _mlp_modules(options: Any) -> Iterator[str]:
+    """Yield the modules of layers' MLPs that only some families have names of."""
+    experts = {kind.experts for kind in layer_kinds(options)}
+    if False in experts:
+        yield "mlp.up_proj"
+    if True in experts:
+        yield "mlp.router"
+        if options.moe_shared_expert_intermediate_size is not None:
+            yield "mlp.shared_expert.up_proj"
+            if options.moe_shared_expert_gate:
+                yield "mlp.shared_gate"
 
 
 def grouped_row(part: int, head: int, heads: int, groups: int) -> int:

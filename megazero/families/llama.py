@@ -1,8 +1,9 @@
 """Llama 1 to 3 and models of its shape have RMSNorm, rotary positions, SwiGLU and no biases.
 
-- Mistral (Jiang et al. 2023) looks back through a window at most.
+- Mistral (Jiang et al. 2023) looks back through a window at most. Mixtral (2024) has experts in all layers.
 - SmolLM3 (Bakouch et al. 2025) has rotary positions in three layers of four.
-- Granite 3 (IBM 2024) has multipliers of embeddings, scores and residual sums, and a divisor of logits.
+- Granite 3 (IBM 2024) has multipliers of embeddings, scores and residual sums, and a divisor of logits. Its mixtures
+  have experts in all layers, stored in one tensor.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megazero.families.config_json.expert_fields import EVERY_LAYER, LOCAL_COUNT, OTHER_LOCAL_COUNT
 from megazero.families.config_json.field_groups import WHOLE_HEADS, biases
 from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
 from megazero.families.config_json.layer_groups import UNTURNED_LAYERS, window
@@ -65,6 +67,14 @@ SANDWICH_NAMES = replace(
     layer={**NAMES.layer, "mlp_norm": "pre_feedforward_layernorm"},
     needs={"transformer_block_type": "sandwich"},
 )
+
+
+def mixture_names(mlp: Mapping[str, str | tuple[str, int]], **needs: Any) -> TensorNames:
+    """Return the names of a family whose layers all have experts: Llama's, with ``mlp`` for experts and router."""
+    others = {name: entry for name, entry in NAMES.layer.items() if not name.startswith("mlp.")}
+    return replace(NAMES, layer={**others, **mlp}, needs={**NAMES.needs, **needs})
+
+
 FIELDS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -91,6 +101,7 @@ def relative(
     absent: Mapping[str, Any] | None = None,
     tied: bool = False,
     only: Mapping[str, tuple[Any, ...]] = SILU,
+    aliases: Mapping[str, str] | None = None,
     model_type: str | None = None,
 ) -> Family:
     """Return the record of a family that is Llama except for what is given.
@@ -109,6 +120,7 @@ def relative(
             fields=fields,
             absent={**ABSENT, **(absent or {})},
             tied=tied,
+            aliases=aliases or {},
             only=only,
             groups=groups,
         ),
@@ -126,6 +138,28 @@ MISTRAL = relative(
     "MistralForCausalLM",
     absent={"num_query_groups": 8, "max_position_embeddings": 131072},
     groups=(ROTARY, window(4096)),
+)
+MIXTRAL = relative(
+    "mixtral",
+    "MixtralForCausalLM",
+    names=(
+        mixture_names(
+            {
+                "mlp.router": "block_sparse_moe.gate",
+                "mlp.experts.gate_proj": "block_sparse_moe.experts.{}.w1",
+                "mlp.experts.up_proj": "block_sparse_moe.experts.{}.w3",
+                "mlp.experts.down_proj": "block_sparse_moe.experts.{}.w2",
+            }
+        ),
+    ),
+    fields={**FIELDS, **LOCAL_COUNT},
+    absent={
+        **{"num_query_groups": 8, "max_position_embeddings": 131072, "norm_epsilon": 1e-5},
+        **{"num_experts": 8, "moe_router_topk": 2},
+    },
+    aliases=OTHER_LOCAL_COUNT,
+    only={**SILU, "router_jitter_noise": (0.0,)},
+    groups=(rotary(absent_base=1e6), window(None), EVERY_LAYER),
 )
 SMOLLM3 = relative(
     "smollm3",
@@ -146,4 +180,23 @@ GRANITE = relative(
     fields={**FIELDS, **{name: name for name in MULTIPLIERS}},
     absent={"max_position_embeddings": 2048, **dict.fromkeys(MULTIPLIERS, 1.0)},
     groups=(ATTENTION_MULTIPLIER, biases(mlp=True), ROTARY),
+)
+GRANITEMOE = relative(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    names=(
+        mixture_names(
+            {
+                "mlp.router": "block_sparse_moe.router.layer",
+                "mlp.experts.gate_proj": ("block_sparse_moe.input_linear", 0),
+                "mlp.experts.up_proj": ("block_sparse_moe.input_linear", 1),
+                "mlp.experts.down_proj": "block_sparse_moe.output_linear",
+            },
+            gated_mlp=True,
+        ),
+    ),
+    fields={**GRANITE.hugging_face.fields, **LOCAL_COUNT},
+    absent={**GRANITE.hugging_face.absent, "num_experts": 8, "moe_router_topk": 2},
+    aliases=OTHER_LOCAL_COUNT,
+    groups=(ATTENTION_MULTIPLIER, biases(mlp=False), ROTARY, EVERY_LAYER),
 )

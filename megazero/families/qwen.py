@@ -1,14 +1,27 @@
 """Qwen2, Qwen2.5 (Yang et al. 2024) and Qwen3 (2025) are Llama with windows that a switch turns on.
 
 Qwen2 has biases on the query, key and value linears alone. Qwen3 has a norm over each head of the
-queries and of the keys. Its mixtures of experts are Qwen3 whose MLPs are experts, in some layers or in all.
+queries and of the keys. Their mixtures of experts have experts in some layers or in all; Qwen2's have an MLP beside
+them that every token goes to, behind a gate.
 """
 
 from __future__ import annotations
 
 from megazero.families import llama
+from megazero.families.config_json.expert_fields import (
+    COUNT,
+    OTHER_COUNT,
+    SPARSE_LAYERS,
+    renormalised,
+    shared_expert,
+)
 from megazero.families.config_json.field_groups import biases
-from megazero.families.config_json.layer_groups import SPARSE_LAYERS, SWITCHED_WINDOW, SWITCHED_WINDOWS
+from megazero.families.config_json.huggingface import FieldGroup
+from megazero.families.config_json.layer_groups import (
+    SWITCHED_WINDOW,
+    SWITCHED_WINDOWS,
+    switched_windows,
+)
 from megazero.families.config_json.rotary_fields import ROTARY
 
 ABSENT = {"num_query_groups": 32, "max_position_embeddings": 32768}
@@ -26,11 +39,41 @@ QWEN3 = llama.relative(
     absent={**ABSENT, "kv_channels": 128},
     groups=(biases(mlp=False), ROTARY, SWITCHED_WINDOWS),
 )
+MIXTURE = {**llama.FIELDS, **COUNT, "moe_ffn_hidden_size": "moe_intermediate_size"}
+QWEN2_MOE = llama.relative(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    choices={"add_qkv_bias": True, "moe_router_pre_softmax": True, "moe_shared_expert_gate": True},
+    fields=MIXTURE,
+    absent={
+        **ABSENT,
+        **{"num_query_groups": 16, "num_experts": 60, "moe_router_topk": 4, "moe_ffn_hidden_size": 1408},
+    },
+    aliases=OTHER_COUNT,
+    groups=(
+        FieldGroup(
+            ("qkv_bias",),
+            lambda config: {"add_qkv_bias": config.get("qkv_bias", True)},
+            lambda options: {"qkv_bias": options.qkv_bias},
+        ),
+        ROTARY,
+        switched_windows(lambda layer, first: layer % 2 == 0 and layer < first),
+        SPARSE_LAYERS,
+        renormalised(False),
+        shared_expert(5632),
+    ),
+)
 QWEN3_MOE = llama.relative(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     choices={"qk_norm": "head"},
-    # Its class has no width of heads; files have one, which its attention reads.
-    absent={**ABSENT, "num_query_groups": 4, "kv_channels": None},
-    groups=(biases(mlp=False), ROTARY, SWITCHED_WINDOW, SPARSE_LAYERS),
+    fields=MIXTURE,
+    absent={
+        **ABSENT,
+        # Its class has no width of heads; files have one, which its attention reads.
+        **{"num_query_groups": 4, "kv_channels": None},
+        **{"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768},
+    },
+    aliases=OTHER_COUNT,
+    groups=(biases(mlp=False), ROTARY, SWITCHED_WINDOW, SPARSE_LAYERS, renormalised(False)),
 )

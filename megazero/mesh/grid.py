@@ -9,13 +9,16 @@ from the innermost out. If the run has outer replicas, each is such a grid on ra
 these the axis 'outer' joins ranks of equal places.
 
 Context parallelism is no axis of the grid but a view: neighbours among the data-parallel ranks share their samples.
-Innermost are those that swap heads for sequence, outside of them those that gather keys and values.
+Innermost are those that swap heads for sequence, outside of them those that gather keys and values. So is expert
+parallelism: neighbours in the world, tensor-parallel groups and then data-parallel neighbours, share the experts.
+Experts have data-parallel axes of their own, those of the smaller world in which such a group is one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import gcd, log, prod
 
@@ -27,8 +30,8 @@ INTER = "inter_node"
 class AxisSpec:
     """One mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
 
-    ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), 'cp' (``Grid.cp_axes``), or the shard level that the
-    sub-axis belongs to: 'p', 'g', 'os', 'replica'.
+    ``role`` is 'outer', 'pp', 'tp', 'rows' (``Grid.row_axes``), 'cp' (``Grid.cp_axes``), 'ep' (``Grid.ep_axis``), or
+    the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
     ``link`` is INTRA if every group of the axis lies inside one node, and otherwise INTER.
     """
 
@@ -52,8 +55,9 @@ class Grid:
     """The whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first.
 
     With ``dp_outermost``, the data-parallel axes lie outside of pp, not inside. ``outer`` is the number of outer
-    replicas, each of which has ``dp`` data-parallel ranks. ``cp`` is how many of these, in a row, share samples, and
-    ``cp_keys`` how many groups of these gather each other's keys and values.
+    replicas, each of which has ``dp`` data-parallel ranks. ``cp`` is how many of these, in a row, share samples,
+    ``cp_keys`` how many groups of these gather each other's keys and values, and ``ep`` how many ranks, in a row,
+    share the experts.
     """
 
     world_size: int
@@ -66,6 +70,7 @@ class Grid:
     outer: int = 1
     cp: int = 1
     cp_keys: int = 1
+    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -109,6 +114,35 @@ class Grid:
     def cp_heads_near(self) -> int:
         """Return how many of the ranks that swap heads share a node."""
         return min(self.cp // self.cp_keys, max(1, self.ranks_per_node // self.dp_stride))
+
+    @property
+    def ep_axis(self) -> AxisSpec:
+        """Return the ranks that share the experts: each has some of every layer's."""
+        return AxisSpec("ep", "ep", self.ep, 1, INTRA)
+
+    @property
+    def ep_data(self) -> int:
+        """Return how many of these are data-parallel neighbours; the tensor-parallel ranks of each are the others."""
+        return max(1, self.ep // self.tp)
+
+    @property
+    def expert_shards(self) -> tuple[int, int, int]:
+        """Return (P, G, OS) of experts: among so many ranks that hold the same ones, each state is shared."""
+        return expert_shards(self.shards, self.ep_data)
+
+    @cached_property
+    def expert_axes(self) -> tuple[AxisSpec, ...]:
+        """Return the data-parallel sub-axes of experts, innermost first. Those that other parameters have, too, are
+        the same; the names of the others begin with x.
+        """
+        together = self.ep_data
+        if together == 1:
+            return self.data_axes
+        h = data_ranks_per_node(self.replica_size, self.ranks_per_node, self.tp, self.pp, self.dp_outermost)
+        stride = self.dp_stride * together
+        own = _sub_axes(self.dp // together, h // together, self.expert_shards, stride)
+        shared = set(self.data_axes)
+        return tuple(axis if axis in shared else replace(axis, name=f"x{axis.name}") for axis in own)
 
     @property
     def replica_size(self) -> int:
@@ -240,6 +274,59 @@ def context_problem(cp: int, d: int, h: int, keys: int = 1) -> str:
     return f"--context-parallel-size {cp} over {d} data-parallel ranks, {why}; nearest: {near}"
 
 
+def expert_shards(shards: tuple[int, int, int], together: int) -> tuple[int, int, int]:
+    """Return (P, G, OS) of experts, of which ``together`` data-parallel ranks hold different ones."""
+    p, g, o = (max(1, k // together) for k in shards)
+    return p, g, o
+
+
+def expert_problem(
+    ep: int,
+    experts: int,
+    tp: int,
+    shards: tuple[int, int, int],
+    d: int,
+    h: int,
+    dp_outermost: bool = False,
+) -> str:
+    """Say what is illegal about ``ep`` ranks that share ``experts``, with the nearest legal choice.
+
+    Returns '' if nothing is illegal. shards, d and h: as in ``shard_problem``. ep must divide the experts, be 1 or a
+    multiple of tp, and lie inside a node. Of its d' = ep / tp data-parallel ranks, P, G and OS must each be a divisor
+    or a multiple: what is left of every factor is then a factor among the ranks that hold the same experts.
+    """
+    faults = _expert_faults(ep, experts, tp, shards, d, h, dp_outermost)
+    if not faults:
+        return ""
+    legal = [
+        k for k in range(1, experts + 1) if not _expert_faults(k, experts, tp, shards, d, h, dp_outermost)
+    ]
+    near = min(legal, key=lambda k: (round(abs(log(k / max(ep, 1))), 9), -k))  # of two, that of less memory
+    return f"--expert-model-parallel-size {ep}: {', '.join(faults)}; nearest: {near}"
+
+
+def _expert_faults(
+    ep: int, experts: int, tp: int, shards: tuple[int, int, int], d: int, h: int, dp_outermost: bool
+) -> list[str]:
+    faults = [f"it does not divide {experts} experts"] if experts % ep else []
+    if ep == 1:
+        return faults
+    if ep % tp:
+        return [*faults, f"it is not a multiple of --tensor-model-parallel-size {tp}"]
+    together = ep // tp
+    if h % together:
+        with_tp = f" x {tp} tensor-parallel ranks" if tp > 1 else ""
+        faults.append(f"its ranks leave the node, which has {h} data-parallel ranks{with_tp}, or straddle it")
+    if dp_outermost and together > 1:
+        faults.append("--use-tp-pp-dp-mapping puts pipelines between data-parallel neighbours")
+    faults += [
+        f"its {together} data-parallel ranks neither divide {name} = {k} nor are a multiple of it"
+        for k, name in {k: name for name, k in zip(("OS", "G", "P"), shards[::-1], strict=True)}.items()
+        if k % together and together % k
+    ]
+    return faults
+
+
 def own_spans(length: int, rank: int, heads: int, keys: int) -> list[range]:
     """Return the positions in a sequence of ``length`` tokens of one of ``heads`` x ``keys`` ranks that share it.
 
@@ -320,6 +407,7 @@ def make_grid(
     outer: int = 1,
     cp: int = 1,
     cp_keys: int = 1,
+    ep: int = 1,
 ) -> Grid:
     """Cut the world into named axes.
 
@@ -327,32 +415,38 @@ def make_grid(
     optimizer states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by
     role and link, e.g. 'os_inter', and at most one of each exists. ``outer`` is the number of outer replicas, which
     are groups of whole nodes. ``cp`` data-parallel ranks in a row share samples, ``cp_keys`` groups of which gather
-    keys. Raises ValueError for sizes that do not divide and for factors that are illegal.
+    keys. ``ep`` ranks in a row share experts. Raises ValueError for sizes that do not divide and for factors that are
+    illegal.
     """
     if outer > 1:
         inside = replica_size(world_size, ranks_per_node, outer)
-        one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost, cp=cp, cp_keys=cp_keys)
+        one = make_grid(inside, ranks_per_node, tp, pp, shards, dp_outermost, cp=cp, cp_keys=cp_keys, ep=ep)
         axis = AxisSpec("outer", "outer", outer, inside, INTER)
         return replace(one, world_size=world_size, axes=(axis, *one.axes), outer=outer)
     h = data_ranks_per_node(world_size, ranks_per_node, tp, pp, dp_outermost)
     d = world_size // (tp * pp)
-    if problem := shard_problem(shards, d, h) or context_problem(cp, d, h, cp_keys):
+    problem = shard_problem(shards, d, h) or context_problem(cp, d, h, cp_keys)
+    if problem := problem or expert_problem(ep, ep, tp, shards, d, h, dp_outermost):
         raise ValueError(problem)
-    cuts = data_cuts(d, h, shards)
-    p, g, o = shards
-    stride = tp * pp if dp_outermost else tp
-    data: list[AxisSpec] = []
-    for low, high in pairwise(cuts):
-        role = "p" if high <= p else "g" if high <= g else "os" if high <= o else "replica"
-        link = INTRA if high <= h else INTER
-        data.append(AxisSpec(f"{role}_{link.removesuffix('_node')}", role, high // low, stride * low, link))
+    data = _sub_axes(d, h, shards, tp * pp if dp_outermost else tp)
     between = tp if dp_outermost else tp * d
     inside = pp == 1 or between * pp <= ranks_per_node
     pipeline = AxisSpec("pp", "pp", pp, between, INTRA if inside else INTER)
     tensor = AxisSpec("tp", "tp", tp, 1, INTRA)
     axes = [*data[::-1], pipeline, tensor] if dp_outermost else [pipeline, *data[::-1], tensor]
     assert prod(a.size for a in axes) == world_size
-    return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(axes), dp_outermost, cp=cp, cp_keys=cp_keys)
+    return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(axes), dp_outermost, 1, cp, cp_keys, ep)
+
+
+def _sub_axes(d: int, h: int, shards: tuple[int, int, int], stride: int) -> list[AxisSpec]:
+    """Cut d data-parallel ranks, h to a node, whose neighbours are ``stride`` apart. Innermost first."""
+    p, g, o = shards
+    out = []
+    for low, high in pairwise(data_cuts(d, h, shards)):
+        role = "p" if high <= p else "g" if high <= g else "os" if high <= o else "replica"
+        link = INTRA if high <= h else INTER
+        out.append(AxisSpec(f"{role}_{link.removesuffix('_node')}", role, high // low, stride * low, link))
+    return out
 
 
 def nearest_divisor(n: int, wanted: int) -> int:

@@ -98,9 +98,19 @@ class Mesh:
         return tuple(self.axes[a.name] for a in self.grid.cp_axes)
 
     @property
+    def ep(self) -> Axis:
+        """Return the axis of the ranks that share the experts (``Grid.ep_axis``)."""
+        return self.axes["ep"]
+
+    @property
     def data_axes(self) -> tuple[Axis, ...]:
         """Return the data-parallel sub-axes, innermost first. Each has more than one rank."""
         return tuple(self.axes[a.name] for a in self.grid.data_axes)
+
+    @property
+    def expert_axes(self) -> tuple[Axis, ...]:
+        """Return the data-parallel sub-axes of experts (``Grid.expert_axes``)."""
+        return tuple(self.axes[a.name] for a in self.grid.expert_axes)
 
     @property
     def dp_size(self) -> int:
@@ -197,6 +207,7 @@ def create_mesh(
     outer: int = 1,
     cp: int = 1,
     cp_keys: int = 1,
+    ep: int = 1,
     ranks_per_node: int | None = None,
     device: torch.device | str = "cpu",
     timeout: timedelta | None = None,
@@ -207,19 +218,20 @@ def create_mesh(
     (outermost first). With ``ends``, the first and the last stage of each pipeline are joined by an axis of their
     own (``Mesh.ends``). ``outer`` is the number of outer replicas, groups of whole nodes, of which each has its own
     data-parallel ranks (``zero.Policy.outer``). ``cp`` data-parallel ranks in a row share samples, ``cp_keys``
-    groups of which gather keys, and have axes of their own (``Mesh.cp_axes``). ``ranks_per_node`` is the whole world
-    by default, i.e. one node. The communicators of ``device`` are made here, too. This is collective: every rank
-    calls it with the same arguments.
+    groups of which gather keys, and have axes of their own (``Mesh.cp_axes``). ``ep`` ranks in a row share experts,
+    which have data-parallel axes of their own (``Mesh.ep``, ``Mesh.expert_axes``). ``ranks_per_node`` is the whole
+    world by default, i.e. one node. The communicators of ``device`` are made here, too. This is collective: every
+    rank calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    grid = make_grid(
-        world_size, ranks_per_node or world_size, tp, pp, shards, dp_outermost, outer, cp, cp_keys
-    )
+    node = ranks_per_node or world_size
+    grid = make_grid(world_size, node, tp, pp, shards, dp_outermost, outer, cp, cp_keys, ep)
     device = torch.device(device)
     if world_size > 1:
         _level_group_counts(rank, timeout)
-    axes = {spec.name: _make_axis(spec, rank, timeout) for spec in (*grid.axes, *grid.cp_axes)}
+    specs = dict.fromkeys((*grid.axes, *grid.cp_axes, grid.ep_axis, *grid.expert_axes))
+    axes = {spec.name: _make_axis(spec, rank, timeout) for spec in specs}
     joined = _join_ends(grid, rank, timeout) if ends and pp > 1 else None
     mesh = Mesh(grid, rank, device, axes, joined, tuple(_make_axis(s, rank, timeout) for s in grid.row_axes))
     _connect((*axes.values(), *([joined] if joined else [])), device)
@@ -352,7 +364,7 @@ def _make_axis(spec: AxisSpec, rank: int, timeout: timedelta | None) -> Axis:
         gather = dist.group.WORLD
     else:
         gather = _new_group(ranks, timeout)
-    reduce = gather if spec.role in ("tp", "cp", "rows") else _new_group(ranks, timeout)
+    reduce = gather if spec.role in ("tp", "cp", "ep", "rows") else _new_group(ranks, timeout)
     return Axis(spec, spec.index(rank), ranks, gather, reduce)
 
 

@@ -9,7 +9,7 @@ with the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,11 +25,12 @@ from megazero.config.options.sections import RECOMPUTE
 from megazero.cp import ContextParallel
 from megazero.families.layer_kinds import layer_kind
 from megazero.models.dropout import NO_DROPOUT, dropout_of_layers, key_words, keyed_dropout, sharded_key
+from megazero.models.experts import Experts
 from megazero.models.initialization import init_tensor
 from megazero.models.layer import DecoderLayer, make_norm, soft_cap
-from megazero.models.placements import decoder_placements
+from megazero.models.placements import bias_placements, decoder_placements
 from megazero.models.positions import Documents, Positions
-from megazero.moe import Decision
+from megazero.moe import Decision, ExpertParallel
 from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (
     TensorParallel,
@@ -162,6 +163,7 @@ class Decoder(nn.Module):
         tp: TensorParallel | None = None,
         cp: ContextParallel | None = None,
         *,
+        ep: ExpertParallel | None = None,
         recompute: str = "none",
         attention_backend: str = "auto",
         z_loss: float = 0.0,
@@ -172,6 +174,7 @@ class Decoder(nn.Module):
     ) -> None:
         """``config`` is a model section whose sizes are all known, of a run or from ``make_model``.
 
+        ep: the ranks that share the experts.
         recompute: what the backward computes again instead of keeping it: "none", the "selective" core of attention,
             or "full" layers.
         attention_backend: what computes attention (--attention-backend).
@@ -184,6 +187,7 @@ class Decoder(nn.Module):
         self.config = config
         self.tp = tp = tp if tp is not None else TensorParallel()
         self.cp = cp = cp if cp is not None else ContextParallel()
+        self.ep = ep = ep if ep is not None else ExpertParallel()
         check_model(config, tp.size, cp.heads.size)
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
@@ -195,7 +199,7 @@ class Decoder(nn.Module):
         # By number in the whole model, so that names do not depend on the layout.
         self.layers = nn.ModuleDict(
             {
-                str(i): DecoderLayer(config, tp, cp, recompute, layer_kind(config, i).experts, **factory)
+                str(i): DecoderLayer(config, tp, cp, ep, recompute, layer_kind(config, i).experts, **factory)
                 for s in self.stages
                 for i in s.layers
             }
@@ -204,7 +208,7 @@ class Decoder(nn.Module):
         if self.embedding is not None and not config.untie_embeddings_and_output_weights:
             tied = self.embedding.tokens.weight
         self.head = Head(config, tp, tied, z_loss, loss_chunk, **factory) if last else None
-        self.specs = padded_spec(config, tp.size).held(self.stages)
+        self.specs = padded_spec(config, tp.size, ep.size).held(self.stages)
         built = [(name, tuple(p.shape)) for name, p in self.named_parameters()]
         assert built == [(name, p.local_shape(tp.size)) for name, p in self.specs.items()]
 
@@ -321,6 +325,10 @@ class Decoder(nn.Module):
             for stage in self.stages
         ]
 
+    def experts_of(self, modules: Iterable[nn.Module]) -> tuple[Experts, ...]:
+        """Return the experts of those of these modules that are layers with some."""
+        return tuple(inner for m in modules for inner in m.modules() if isinstance(inner, Experts))
+
     def tied_ends(self) -> dict[str, str]:
         """Map the name here of the parameter that the pipeline's other end holds, too, to its common name."""
         if (self.embedding is None) == (self.head is None):
@@ -334,11 +342,16 @@ class Decoder(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.copy_(value(name))
 
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors held here that checkpoints have: parameters, and then routers' biases."""
+        yield from self.named_parameters()
+        yield from self.named_buffers()
+
     def placements(self) -> dict[str, Places]:
-        """Map each parameter held here to its place in the family's Hugging Face tensors, tied weights once."""
-        whole = decoder_placements(self.config, self.tp)
+        """Map each of ``stored`` to its place in the family's Hugging Face tensors, tied weights once."""
+        whole = {**decoder_placements(self.config, self.tp, ep=self.ep), **bias_placements(self.config)}
         tied = self.tied_ends()
-        return {name: whole[tied.get(name, name)] for name, _ in self.named_parameters()}
+        return {name: whole[tied.get(name, name)] for name, _ in self.stored()}
 
     def replicated_parameters(self) -> set[str]:
         """Return the parameters that several ranks of the tp axis hold (they count once in a norm)."""

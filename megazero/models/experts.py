@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megazero.config.model.section import ModelConfig
 from megazero.models.feed_forward import FeedForward, activation
-from megazero.moe import Decision, Dispatch, grouped_linear, route
+from megazero.moe import Decision, Dispatch, ExpertParallel, Router, grouped_linear, route
 from megazero.tp import TensorParallel
 
 
@@ -21,14 +21,31 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, **factory))
 
 
-class Experts(nn.Module):
-    """The matrices of all experts, stacked: of each projection one Parameter [experts, out, in]."""
+class RouterWeights(Linear):
+    """Holds the router's matrix, and where experts are chosen with a bias, that, which is no parameter.
+
+    The bias is fp32 [experts] whatever the dtype of the parameters, and zero at the start. A step moves it
+    (Wang et al. 2024, arXiv 2408.15664). Its name is that of the published families that have one.
+    """
+
+    e_score_correction_bias: Tensor | None
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
+        assert config.num_experts is not None
+        super().__init__(config.num_experts, config.hidden_size, **factory)
+        # On the CPU: what is on the meta device has no value.
+        bias = torch.zeros(config.num_experts, device="cpu") if config.moe_router_enable_expert_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+
+
+class Experts(nn.Module):
+    """The matrices of this rank's experts, stacked: of each projection one Parameter [experts, out, in]."""
+
+    def __init__(self, config: ModelConfig, ep: ExpertParallel, **factory: Any) -> None:
         super().__init__()
         assert config.num_experts is not None
         self.config = config
-        count, h, width = config.num_experts, config.hidden_size, config.expert_width
+        count, h, width = len(ep.own(config.num_experts)), config.hidden_size, config.expert_width
         self.gate_proj = Linear(count, width, h, **factory) if config.gated_mlp else None
         self.up_proj = Linear(count, width, h, **factory)
         self.down_proj = Linear(count, h, width, **factory)
@@ -47,19 +64,32 @@ class Experts(nn.Module):
         return grouped_linear(inner, self.down_proj.weight, ends)
 
 
+def router_of(config: ModelConfig) -> Router:
+    """Return how the experts of a model are chosen."""
+    return Router(
+        topk=config.moe_router_topk,
+        score_function=config.moe_router_score_function,
+        pre_softmax=config.moe_router_pre_softmax,
+        scaling_factor=config.moe_router_topk_scaling_factor,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+    )
+
+
 class MixtureOfExperts(nn.Module):
     """Computes the sum over a token's experts of p down(f(gate(x)) * up(x)), and what the shared experts add.
 
-    The shared experts are one MLP. Their output may be multiplied by sigmoid(w x).
+    A token's experts may lie on other ranks of ``ep``, to which its row goes. The shared experts are one MLP. Their
+    output may be multiplied by sigmoid(w x).
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ep: ExpertParallel, **factory: Any) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.config = config
+        self.config, self.ep = config, ep
         h, shared = config.hidden_size, config.moe_shared_expert_intermediate_size
-        self.router = Linear(config.num_experts, h, **factory)
-        self.experts = Experts(config, **factory)
+        self.router, self.choice = RouterWeights(config, **factory), router_of(config)
+        self.experts = Experts(config, ep, **factory)
         self.shared_expert = FeedForward(config, tp, shared, **factory) if shared else None
         gated = shared and config.moe_shared_expert_gate
         self.shared_gate = Linear(1, h, **factory) if gated else None
@@ -68,11 +98,10 @@ class MixtureOfExperts(nn.Module):
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         config, tokens = self.config, x.flatten(0, 1)
         assert config.num_experts is not None
-        chosen, probabilities = route(
-            tokens, self.router.weight, config.moe_router_topk, config.moe_router_pre_softmax, decision
-        )
-        dispatch = Dispatch(chosen, config.num_experts)
-        rows = self.experts(dispatch.spread(tokens), dispatch.per_row(probabilities), dispatch.ends)
+        routed = route(tokens, self.router.weight, self.choice, decision, self.router.e_score_correction_bias)
+        dispatch = Dispatch(routed.experts, config.num_experts, self.ep, decision.sizes)
+        decision.sizes = dispatch.sizes
+        rows = self.experts(*dispatch.spread(tokens, routed.probabilities), dispatch.ends)
         out = dispatch.collect(rows).view_as(x)
         if self.shared_expert is None:
             return out

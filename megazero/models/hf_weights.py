@@ -23,16 +23,16 @@ _BUFFERS = (
 
 @torch.no_grad()
 def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> None:
-    """Copy a family's Hugging Face tensors into this rank's parameters. Padding rows become zero.
+    """Copy a family's Hugging Face tensors into this rank's parameters and biases. Padding rows become zero.
 
     ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (``match_names``).
     Raises ValueError listing every missing, unexpected or misshapen tensor. Nothing is written then.
     """
     placements = decoder.placements()
     there = match_names(decoder.config, {name: tuple(value.shape) for name, value in state_dict.items()})
-    for name, parameter in decoder.named_parameters():
-        parameter.zero_()
-        for placement, local in placements[name].held(parameter):
+    for name, tensor in decoder.stored():
+        tensor.zero_()
+        for placement, local in placements[name].held(tensor):
             for ours, theirs in placement.boxes(local, state_dict[there[placement.name]]):
                 ours.copy_(theirs)
 

@@ -1,8 +1,8 @@
 """Initial weights. They depend on the seed and the model, not on the layout.
 
-A stored tensor (in the family's Hugging Face shape, with the true vocabulary) is a stack of blocks of rows. Each
-block is drawn from its own generator, seeded by (seed, tensor name, block number). A rank draws the blocks that its
-slice touches and no others, always in fp32.
+A stored tensor (in the family's Hugging Face shape, with the true vocabulary) is a stack of blocks of rows; one of
+stacked experts, of the rows of all. Each block is drawn from its own generator, seeded by (seed, tensor name, block
+number). A rank draws the blocks that its slice touches and no others, always in fp32.
 """
 
 from __future__ import annotations
@@ -45,5 +45,6 @@ def init_tensor(seed: int, parameter: ParameterSpec, places: Places) -> Tensor:
     constant = 0.0 if parameter.std else parameter.mean
     out = torch.full(places.local_shape, constant, dtype=torch.float32, device="cpu")
     for placement, local in places.held(out) if parameter.std else ():
-        _draw(seed, placement, local)
+        rows = placement.rows
+        _draw(seed, rows, local.view(rows.local_shape))
     return out.mul_(parameter.std) if parameter.std else out

@@ -19,7 +19,7 @@ from megazero.models.feed_forward import FeedForward
 from megazero.models.norm import LayerNorm, RMSNorm, split_rms_norm
 from megazero.models.positions import LayerTables
 from megazero.models.rotary import Rotate
-from megazero.moe import Decision
+from megazero.moe import Decision, ExpertParallel
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
 
@@ -118,6 +118,7 @@ class DecoderLayer(nn.Module):
         config: ModelConfig,
         tp: TensorParallel,
         cp: ContextParallel,
+        ep: ExpertParallel,
         recompute: str,
         experts: bool = False,
         **factory: Any,
@@ -135,7 +136,7 @@ class DecoderLayer(nn.Module):
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp: FeedForward | MixtureOfExperts = (
-            MixtureOfExperts(config, tp, **factory) if experts else FeedForward(config, tp, **factory)
+            MixtureOfExperts(config, tp, ep, **factory) if experts else FeedForward(config, tp, **factory)
         )
         self.mlp_output_norm = norm("mlp_output_norm")
 

@@ -11,52 +11,74 @@ from collections.abc import Mapping
 
 from megazero.checkpoint.placement import Placement, Places, RowRange, Stack
 from megazero.config.model.section import ModelConfig
-from megazero.config.model.spec import ParameterSpec, model_spec
+from megazero.config.model.spec import ParameterSpec, model_spec, router_biases
 from megazero.families import TensorNames, grouped_row
+from megazero.moe import ExpertParallel
 from megazero.tp import TensorParallel, VocabShard
 
 
 def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Map the names of a checkpoint's tensors to their shapes, as stored, in the order of ``named_parameters``.
+    """Map the names of a checkpoint's tensors to their shapes, as stored, in the order of ``Decoder.stored``.
 
     They are Hugging Face's of ``architecture_of(c)``, if there is one: fused and transposed where the family's are,
     with the true vocabulary. A tied head has none.
     """
+    every = [*decoder_placements(c, TensorParallel()).values(), *bias_placements(c).values()]
+    return {p.name: p.shape for places in every for p in places.parts}
+
+
+def bias_placements(c: ModelConfig) -> dict[str, Placement]:
+    """Map the name of each router's bias to its placement. Every tensor-parallel rank holds the whole."""
     return {
-        p.name: p.shape for places in decoder_placements(c, TensorParallel()).values() for p in places.parts
+        own: Placement.plain(c.tensor_names.stored(own)[0], shape) for own, shape in router_biases(c).items()
     }
 
 
 def decoder_placements(
-    c: ModelConfig, tp: TensorParallel, names: TensorNames | None = None
+    c: ModelConfig,
+    tp: TensorParallel,
+    names: TensorNames | None = None,
+    ep: ExpertParallel | None = None,
 ) -> dict[str, Places]:
-    """Map each parameter's name to its placement, for the rank ``tp.rank``; experts' to one for each expert.
+    """Map each parameter's name to its placement, for the rank ``tp.rank``; experts' to one for each expert that
+    ``ep.rank`` holds, which is all by default.
 
     names: those of other tensors than a checkpoint's, such as another program's.
     """
     names, parameters = names or c.tensor_names, model_spec(c).parameters
-    fused: defaultdict[str, dict[int, int]] = defaultdict(dict)  # the rows of a tensor's parts
+    parts: defaultdict[str, dict[int, int]] = defaultdict(dict)  # of each tensor: the rows of its parts
     for own, p in parameters.items():
-        if not p.experts:
-            tensor, part = names.stored(own)
-            fused[tensor][part or 0] = p.shape[0]
-    return {own: _places(c, names, tp, own, p, fused) for own, p in parameters.items()}
+        tensor, part = names.stored(own)
+        parts[tensor][part or 0] = p.shape[1] if p.experts else p.shape[0]
+    ep = ep or ExpertParallel()
+    return {own: _places(c, names, tp, ep, own, p, parts) for own, p in parameters.items()}
 
 
 def _places(
     c: ModelConfig,
     names: TensorNames,
     tp: TensorParallel,
+    ep: ExpertParallel,
     own: str,
     p: ParameterSpec,
-    fused: Mapping[str, Mapping[int, int]],
+    parts: Mapping[str, Mapping[int, int]],
 ) -> Places:
     name, part = names.stored(own)
+    rows = parts[name]
     if not p.experts:
-        return _placement(c, names, tp, own, p, name, part, fused)
-    each = [name.format(expert) for expert in range(p.experts)]
-    rows = {one: {0: p.shape[1]} for one in each}
+        return _placement(c, names, tp, own, p, name, part, rows)
+    held = ep.own(p.experts)
+    if "{}" not in name:
+        shape, before = (p.experts, sum(rows.values()), *p.shape[2:]), _before(part, rows)
+        local, segment = (len(held), *p.shape[1:]), RowRange(0, len(held), held.start)
+        return Placement(name, shape, local, (segment,), before)
+    each = [name.format(expert) for expert in held]
     return Stack(tuple(_placement(c, names, tp, own, p.of_one, one, part, rows) for one in each))
+
+
+def _before(part: int | None, rows: Mapping[int, int]) -> int:
+    """Return where a part of a tensor begins, of parts with so many rows."""
+    return sum(rows[other] for other in range(part or 0))
 
 
 def _placement(
@@ -67,11 +89,11 @@ def _placement(
     p: ParameterSpec,
     name: str,
     part: int | None,
-    fused: Mapping[str, Mapping[int, int]],
+    parts: Mapping[int, int],
 ) -> Placement:
     """Return the place of parameter ``own``, or of one of its experts, in the tensor ``name``.
 
-    part: which part of that it is, if it is fused. fused: the rows of a tensor's parts.
+    part: which part of that it is, if it is fused. parts: the rows of all of its parts.
     """
     if p.vocabulary:
         shard = VocabShard.of(c.vocabulary, c.padded_vocab_size(tp.size), tp)
@@ -85,9 +107,8 @@ def _placement(
     if part is not None and p.heads is not None and names.fused == "groups":
         segments = _grouped_segments(c, part, first, rows)
     else:
-        before = sum(fused[name][other] for other in range(part or 0))
-        segments = (RowRange(0, rows, before + first),)
-    shape = (sum(fused[name].values()), *p.shape[1:])
+        segments = (RowRange(0, rows, _before(part, parts) + first),)
+    shape = (sum(parts.values()), *p.shape[1:])
     transposed = names.transposed and p.multiplies
     return Placement(name, shape[::-1] if transposed else shape, tuple(local), segments, offset1, transposed)
 

@@ -1,7 +1,8 @@
 """Mixtures of experts on plain tensors: which experts a token goes to, the rows of each expert, grouped products."""
 
-from megazero.moe.dispatch import Dispatch
+from megazero.moe.context import ExpertParallel
+from megazero.moe.dispatch import Dispatch, Sizes
 from megazero.moe.grouped import grouped_linear
-from megazero.moe.routing import Decision, route
+from megazero.moe.routing import Decision, Router, route
 
-__all__ = ["Decision", "Dispatch", "grouped_linear", "route"]
+__all__ = ["Decision", "Dispatch", "ExpertParallel", "Router", "Sizes", "grouped_linear", "route"]

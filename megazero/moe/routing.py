@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megazero.moe.dispatch import Sizes
+
+_LEAST = 1e-20  # added to sums of sigmoids that divide, as in Megatron and DeepSeek-V3
 
 
 @dataclass
@@ -17,12 +21,92 @@ class Decision:
 
     It is taken once: by the first forward, or beforehand by whoever replays another run. A recompute reads it, since
     rounding may turn a near tie around. experts: [T, k] int32, the likeliest first; None until it is taken.
+    sizes: what ranks that share the experts have told each other of it; None until they have.
     """
 
     experts: Tensor | None = None
+    sizes: Sizes | None = None
 
 
-class _Scores(torch.autograd.Function):
+@dataclass(frozen=True)
+class Router:
+    """How experts are chosen and weighted. The words and the formulas are Megatron's (moe_utils.py, 0.16).
+
+    topk: experts of a token. score_function: "softmax" or "sigmoid" of the product of token and router. pre_softmax:
+    probabilities are softmax's over all experts; else over the chosen ones, so that they add up to 1. Sigmoids of
+    several chosen experts are divided by their sum. scaling_factor: of the probabilities. num_groups, group_topk:
+    experts lie in groups, and a token goes to experts of ``group_topk`` of them, those whose best
+    topk // group_topk experts have the largest sums (DeepSeek-V3, arXiv 2412.19437).
+    """
+
+    topk: int
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    scaling_factor: float | None = None
+    num_groups: int | None = None
+    group_topk: int | None = None
+
+    def ranks(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return by what experts are chosen, [T, experts]. bias: [experts], which probabilities do not have."""
+        if self.score_function == "sigmoid":
+            scores = logits.sigmoid()
+            return scores if bias is None else scores + bias
+        return logits.softmax(-1) if self.pre_softmax else logits
+
+    def best(self, ranks: Tensor) -> Tensor:
+        """Return the experts that are chosen by ``ranks``, [T, topk] int64."""
+        if self.group_topk is not None:
+            ranks = self._within(ranks, self._group_sums(ranks).topk(self.group_topk).indices)
+        return ranks.topk(self.topk).indices
+
+    def regret(self, ranks: Tensor, chosen: Tensor) -> Tensor:
+        """Return by how much each token's worst expert, or group, of ``chosen`` [T, topk] int64 is below the last one
+        that ``best`` takes, [T]. Where groups are as good, it is to be 0 whichever of them were taken."""
+        behind = ranks.new_zeros(len(ranks))
+        if self.group_topk is not None:
+            sums = self._group_sums(ranks)
+            taken = chosen // (ranks.shape[-1] // sums.shape[-1])
+            behind = sums.topk(self.group_topk).values[:, -1] - sums.gather(-1, taken).amin(-1)
+            # Of the groups, those that were taken come first.
+            ranks = self._within(ranks, sums.scatter(-1, taken, torch.inf).topk(self.group_topk).indices)
+        return behind.maximum(ranks.topk(self.topk).values[:, -1] - ranks.gather(-1, chosen).amin(-1))
+
+    def _group_sums(self, ranks: Tensor) -> Tensor:
+        """Return by what groups are chosen, [T, num_groups]."""
+        assert self.num_groups is not None and self.group_topk is not None
+        groups = ranks.unflatten(-1, (self.num_groups, -1))
+        return groups.topk(self.topk // self.group_topk).values.sum(-1)
+
+    def _within(self, ranks: Tensor, groups: Tensor) -> Tensor:
+        """Return ``ranks`` that are -inf outside of ``groups``, [T, group_topk]."""
+        assert self.num_groups is not None
+        inside = ranks.unflatten(-1, (self.num_groups, -1))
+        kept = torch.zeros_like(inside[..., 0], dtype=torch.bool).scatter_(-1, groups, True)
+        return inside.where(kept.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def probabilities(self, logits: Tensor, experts: Tensor) -> Tensor:
+        """Return the probability of each of ``experts``, [T, topk]."""
+        if self.score_function == "sigmoid":
+            shares = logits.gather(-1, experts).sigmoid()
+            if self.topk > 1:
+                shares = shares / (shares.sum(-1, keepdim=True) + _LEAST)
+        elif self.pre_softmax:
+            shares = logits.softmax(-1).gather(-1, experts)
+        else:
+            shares = logits.gather(-1, experts).softmax(-1)
+        return shares if self.scaling_factor is None else shares * self.scaling_factor
+
+
+class Routed(NamedTuple):
+    """The products of tokens and the router's weight, [T, experts] in at least fp32, the experts of each token,
+    [T, topk] int64, and its probability of each, [T, topk] in the same dtype."""
+
+    logits: Tensor
+    experts: Tensor
+    probabilities: Tensor
+
+
+class _Logits(torch.autograd.Function):
     """The product of tokens and the router's weight in at least fp32, which keeps both in their own dtype."""
 
     @staticmethod
@@ -41,17 +125,14 @@ class _Scores(torch.autograd.Function):
 
 
 def route(
-    x: Tensor, weight: Tensor, topk: int, pre_softmax: bool, decision: Decision
-) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token, [T, topk] int64, and its probability of each, [T, topk].
+    x: Tensor, weight: Tensor, router: Router, decision: Decision, bias: Tensor | None = None
+) -> Routed:
+    """Return where tokens go.
 
-    x: tokens [T, h]. weight: of the router, [experts, h]. Scores are computed in at least fp32, and so are
-    probabilities. pre_softmax: of all experts' scores; else of the chosen ones', so that they add up to 1.
+    x: tokens [T, h]. weight: of the router, [experts, h]. bias: fp32 [experts], added to what experts are chosen by.
     """
-    scores = _Scores.apply(x, weight)
+    logits = _Logits.apply(x, weight)
     if decision.experts is None:
-        decision.experts = scores.detach().topk(topk, dim=-1).indices.to(torch.int32)
+        decision.experts = router.best(router.ranks(logits.detach(), bias)).to(torch.int32)
     experts = decision.experts.long()
-    if pre_softmax:
-        return experts, scores.softmax(-1).gather(-1, experts)
-    return experts, scores.gather(-1, experts).softmax(-1)
+    return Routed(logits, experts, router.probabilities(logits, experts))

@@ -1,7 +1,7 @@
 """Checks of what a patch sends: against exact messages in the first steps, by checksums of replicas, by samples of
 what gradients lose.
 
-They cost time and memory only in the steps that they check. A CUDA graph's capture is refused.
+They cost time and memory only in the steps that they check. Recordings of a step are refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 
 from megazero.comm.watch import Errors, LossyGradients, Watch
 from megazero.comm.wire import Codecs
@@ -101,11 +102,20 @@ def compare_replicas(patch: str, params: torch.Tensor, step: int, group: Any) ->
         )
 
 
-def refuse_capture(device: torch.device, patch: str) -> None:
-    """Raise RuntimeError inside a CUDA graph's capture. patch: the name that says so."""
+def refuse_recording(device: torch.device, patch: str, *tensors: torch.Tensor) -> None:
+    """Raise RuntimeError where a step is recorded, so that it would be run again without the host's decisions.
+
+    tensors: what is to be sent. patch: the name that says so.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{patch}: a CUDA graph records a step's collectives once, but the host decides in every step what is "
             "sent: leave data-parallel messages out of the graph (torch.compile without mode='reduce-overhead'; "
-            "Megatron-LM without CUDA graphs of a full iteration)"
+            "torchtitan with --training.disable_cuda_graphs; Megatron-LM without CUDA graphs of a full iteration)"
+        )
+    if torch.compiler.is_compiling() or detect_fake_mode(tensors) is not None:
+        raise RuntimeError(
+            f"{patch}: a whole step is traced (make_fx, torch.export, compiled autograd, a graph trainer), with "
+            "tensors that have no values, but the host decides in every step what is sent: compile blocks, or the "
+            "model by torch.compile without fullgraph=True, whose graphs end at data-parallel messages"
         )

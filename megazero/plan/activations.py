@@ -102,7 +102,7 @@ def activations(
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * config.own_length
-    spec = padded_spec(model, tp)
+    spec = padded_spec(model, tp, config.parallel.expert_model_parallel_size)
     numbers = Counter(spec.by_place[i].kind for s in stages for i in s.layers)
     layers = {kind.kind: layer_activations(config, kind, width, on_host, world) for kind in spec.layers}
     stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)

@@ -76,7 +76,8 @@ class BaseLayout:
         self.cp = parallel.context_parallel_size
         self.batch_ranks = config.data_parallel_size(world)  # shares of a global batch
         self.compute = Compute(config, cluster, collectives, self.grid((1, 1, 1)))
-        self.spec = padded_spec(config.model, self.tp)
+        self.ep = parallel.expert_model_parallel_size
+        self.spec = padded_spec(config.model, self.tp, self.ep)
         self.stages = stages or config.stages()
         self.of_rank = [[s for s in self.stages if s.rank == rank] for rank in range(self.pp)]
         self.activation = self.compute.activation
@@ -244,6 +245,7 @@ class BaseLayout:
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
             total += communication.tensor_parallel(self.config, own, schedule[rank], self.activation)
             total += communication.context_parallel(self.config, own, schedule[rank], grid, self.activation)
+            total += communication.expert_parallel(self.config, own, schedule[rank], self.activation)
             out.append(total)
         return out
 
@@ -264,4 +266,5 @@ def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Gr
         config.outer_replicas(world),
         parallel.context_parallel_size,
         config.context_levels(world)[1],
+        parallel.expert_model_parallel_size,
     )

@@ -26,6 +26,7 @@ from megazero.pp.schedules import Action, Kind, Schedule, sends
 
 Bytes = Counter[tuple[str, str]]  # (hop kind, link) -> bytes
 ALIGNED = 16  # bytes that parts of a quantised message are filled up to
+NUMBER = 4  # bytes of a number of rows
 GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
 SCALARS = 2 * 8  # squared norm, order hash; fp64
 OF_ROUNDING = 6 * 8  # where messages are quantised: two sums of squares for weights and gradients, two counts
@@ -38,7 +39,8 @@ class UnitShape:
 
     coded, exact: how many elements the whole unit's regions have, padding included; exact is 0 where nothing is
     quantised. partial: how many elements of this rank's OS slice have gradients that tensor-parallel ranks sum. tied:
-    the pipeline's other end holds the unit too.
+    the pipeline's other end holds the unit too. apart: how many data-parallel neighbours hold other elements: of
+    experts that ranks share. Then the unit lies on the axes of experts.
     """
 
     coded: int
@@ -46,10 +48,15 @@ class UnitShape:
     quantised: bool
     partial: int = 0
     tied: bool = False
+    apart: int = 1
 
     @property
     def elements(self) -> int:
         return self.coded + self.exact
+
+    def axes(self, grid: Grid) -> tuple[AxisSpec, ...]:
+        """Return the data-parallel axes that the unit lies on, innermost first."""
+        return grid.data_axes if self.apart == 1 else grid.expert_axes
 
 
 @dataclass(frozen=True)
@@ -151,14 +158,14 @@ class OuterFormat:
     def message_of(self, unit: UnitShape, d: int) -> int:
         """Return the bytes of one rank's message to another replica, of d ranks in each."""
         width = self.sums if self.config.outer_bits == EXACT_BITS else 2
-        return message(unit, d * self.replicas, self.coding, width, self.sums)
+        return message(unit, d // unit.apart * self.replicas, self.coding, width, self.sums)
 
     def hops(self, unit: UnitShape, grid: Grid) -> tuple[HopBytes, ...]:
         """Return the hops of a meeting in their order: there and back, then to the copies of the OS slice."""
-        axes, axis = grid.data_axes, grid.axis("outer")
+        axes, axis = unit.axes(grid), grid.axis("outer")
         sent = (self.replicas - 1) * self.message_of(unit, grid.dp)
         *_, os, every = _levels(axes)
-        inside = _gather_hops(axes, every, os, every, unit.elements // grid.dp * self.sums)
+        inside = _gather_hops(axes, every, os, every, unit.elements * unit.apart // grid.dp * self.sums)
         return HopBytes(EXCHANGE, axis, sent), HopBytes(GATHER, axis, sent), *inside
 
     def sent(self, units: Iterable[UnitShape], d: int) -> int:
@@ -272,9 +279,11 @@ def step_hops(
 
     updates: those of matrices to their owners, which the updates take back.
     """
-    axes = grid.data_axes
-    gathered = gathers(copies, program, [unit.elements * formats.width for unit in units])
+    # Of experts, all that is left of P may be one rank: they are not gathered then.
+    sizes = [0 if unit.apart >= max(grid.shards[0], 2) else unit.elements * formats.width for unit in units]
+    gathered = gathers(copies, program, sizes)
     for index, unit in enumerate(units):
+        axes = unit.axes(grid)
         refresh, gather = weight_hops(unit, axes, formats)
         reduction = gradient_hops(unit, axes, formats, micro_batches, copies.whole_gradients)
         yield from (("refresh", hop, 1) for hop in refresh)
@@ -309,6 +318,11 @@ class Activation:
         tp = config.parallel.tensor_model_parallel_size
         sharded = config.parallel.sequence_parallel and tp > 1
         return cls(config.own_length, size, model.hidden_size, width, tp, sharded)
+
+    @property
+    def own_tokens(self) -> int:
+        """The tokens that this rank has between the linears of layers."""
+        return self.length * self.samples // (self.tp if self.sequence_parallel else 1)
 
     @property
     def whole(self) -> int:
@@ -422,6 +436,45 @@ def layer_exchanges(
     again = {"full": [*there, *gathers, *back], "selective": [*there, *gathers]}
     repeated = again.get(config.training.recompute_granularity, [])
     return [*there, *gathers, *back], [*repeated, *back, *sums, *there]
+
+
+def expert_parallel(
+    config: RunConfig, stages: Sequence[StageSpec], actions: Sequence[Action], activation: Activation
+) -> Bytes:
+    """Return the bytes of rows on their way to experts and back, if every rank's go to all experts alike."""
+    model, ep = config.model, config.parallel.expert_model_parallel_size
+    if ep == 1:
+        return Counter()
+    rows = activation.own_tokens * model.moe_router_topk * (ep - 1) / ep
+    layers = model_spec(model).by_place
+    each = {
+        stage.index: [expert_rows(config, layers[i], activation, rows, rows) for i in stage.layers]
+        for stage in stages
+    }
+    forward = sum(there for a in actions if a.kind == Kind.FORWARD for there, _ in each[a.stage])
+    backwards = [a.stage for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT)]
+    return Counter(
+        {("ep", INTRA): int(forward + sum(back for stage in backwards for _, back in each[stage]))}
+    )
+
+
+def expert_rows(
+    config: RunConfig, layer: LayerSpec, activation: Activation, sent: float, received: float
+) -> tuple[float, float]:
+    """Return the bytes that a rank sends to those that share the experts, in a layer's forward and in its backward.
+
+    sent, received: how many of its rows have their experts on other ranks, and how many come from there. A row goes
+    there with its probability, in at least fp32, and comes back without it; gradients take both ways in reverse.
+    Before, ranks tell each other numbers of rows, which a recompute knows.
+    """
+    if not layer.experts:
+        return 0, 0
+    ep, experts = config.parallel.expert_model_parallel_size, config.model.num_experts or 0
+    row, value = activation.hidden * activation.width, max(activation.width, 4)
+    there, back = sent * (row + value), received * row
+    again = there + layer.rereads_experts * back if config.training.recompute_granularity == "full" else 0
+    numbers = (ep - 1) * (experts // ep) * NUMBER
+    return numbers + there + back, again + sent * row + received * (row + value)
 
 
 def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -> tuple[int, int]:

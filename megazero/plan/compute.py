@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megazero.comm.wire import Coding
 from megazero.config import RunConfig
 from megazero.config.model.attention import BAND, needs_mask, planned
-from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, is_layer, padded_spec
+from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
@@ -25,6 +25,7 @@ from megazero.plan.communication import (
     ContextExchange,
     Formats,
     UnitShape,
+    expert_rows,
     has_loss_chunks,
     layer_exchanges,
     module_sums,
@@ -43,7 +44,7 @@ CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no codecs
 @dataclass(frozen=True)
 class ModuleTimes:
     """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives, those of cp_*
-    in swaps of context parallelism.
+    in swaps of context parallelism, those of ep_* with rows on their way to experts and back.
 
     tp_busy: the processors that a rank's part of the former keeps busy.
     """
@@ -57,12 +58,14 @@ class ModuleTimes:
     tp_busy: float = 0.0
     cp_forward: float = 0.0
     cp_backward: float = 0.0
+    ep_forward: float = 0.0
+    ep_backward: float = 0.0
 
     def of(self, kind: Kind) -> float:
         """Return all that an action of this kind takes for the module."""
-        inputs = self.backward_input + self.recompute + self.tp_backward + self.cp_backward
+        inputs = self.backward_input + self.recompute + self.tp_backward + self.cp_backward + self.ep_backward
         return {
-            Kind.FORWARD: self.forward + self.tp_forward + self.cp_forward,
+            Kind.FORWARD: self.forward + self.tp_forward + self.cp_forward + self.ep_forward,
             Kind.BACKWARD: inputs + self.backward_weight,
             Kind.INPUT: inputs,
             Kind.WEIGHT: self.backward_weight,
@@ -111,7 +114,7 @@ class Compute:
         self.activation = Activation.of(config, self.width)
         self.tp, self.sharded = self.activation.tp, self.activation.sequence_parallel
         self.tokens = config.batch.micro_batch_size * config.own_length
-        self.spec = padded_spec(config.model, self.tp)
+        self.spec = padded_spec(config.model, self.tp, config.parallel.expert_model_parallel_size)
         layers = {layer.kind: self._layer(layer) for layer in self.spec.layers}
         self.sizes = {EMBEDDING: self._embedding(), **layers, HEAD: self._head()}
         self.times = {kind: self._module(kind, sizes) for kind, sizes in self.sizes.items()}
@@ -182,7 +185,8 @@ class Compute:
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(forward + backward, tp_forward=into, tp_backward=out, tp_busy=busy)
         swaps = self._context_parallel() if is_layer(kind) else (0.0, 0.0)
-        return ModuleTimes(forward, backward - product, product, again, into, out, busy, *swaps)
+        moved = self._expert_parallel(self.spec.modules[kind])
+        return ModuleTimes(forward, backward - product, product, again, into, out, busy, *swaps, *moved)
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:
         """Return what was measured of a module on as many tensor-parallel ranks, or else on one.
@@ -225,6 +229,19 @@ class Compute:
         one, busy, _ = self.collectives.cost(operation, self.tp, 1, each)
         forward, backward = module_sums(self.config, self.spec.modules[kind], self.activation)
         return forward / each * one, backward / each * one, busy / one
+
+    def _expert_parallel(self, module: ModuleSpec) -> tuple[float, float]:
+        """Return the seconds in which a layer's rows go to their experts and back, forward and backward, if every
+        rank's go to all experts alike."""
+        ep = self.config.parallel.expert_model_parallel_size
+        if ep == 1 or not isinstance(module, LayerSpec) or not module.experts:
+            return 0.0, 0.0
+        rows = self.activation.own_tokens * self.config.model.moe_router_topk * (ep - 1) / ep
+        forward, backward = (
+            self.collectives.cost("exchange", ep, 1, int(sent)).seconds
+            for sent in expert_rows(self.config, module, self.activation, rows, rows)
+        )
+        return forward, backward
 
     def _context_parallel(self) -> tuple[float, float]:
         """Return the seconds of a layer's swaps and gathers, forward and backward. Of a swap across nodes what

@@ -81,7 +81,7 @@ class Layout:
         self._units_of: dict[int, RankUnits] = {}
         # All that a unit's chains depend on beside its shape and the cluster: base layouts share them.
         self._chains_key = (
-            (base.world.world_size, base.tp, base.pp, self.given.parallel.use_tp_pp_dp_mapping),
+            (base.world.world_size, base.tp, base.pp, base.ep, self.given.parallel.use_tp_pp_dp_mapping),
             (
                 self.shards.factors,
                 self.shards.whole_gradients,
@@ -116,6 +116,7 @@ class Layout:
             config.zero.zero_chunk_numel,
             base.d * self.grid.outer,  # slices are cut once more by outer steps
             self.shards.os,
+            base.ep,
         )
 
     def units(self, rank: int) -> RankUnits:
@@ -186,7 +187,7 @@ class Layout:
         return known[key]
 
     def _make_chains(self, unit: UnitShape) -> UnitChains:
-        axes, (p, _, os) = self.grid.data_axes, self.shards.factors
+        axes, (p, _, os) = unit.axes(self.grid), self.states.factors(unit)
         coder = Coder(self.base.compute, self.formats, p, os)
         refresh, gather = communication.weight_hops(unit, axes, self.formats)
         summed = [replace(a, role="replica") if self.all_reduce and a.role == "os" else a for a in axes]
@@ -199,7 +200,7 @@ class Layout:
         for number, hop in enumerate(reduction):
             hops = [self._timed_hop(hop)]
             if hop.operation == communication.EXCHANGE:  # messages are encoded, decoded and summed
-                raw = number == 0 and (self.states.g > 1 or self.base.micro_batches == 1)
+                raw = number == 0 and (self.states.g(unit) > 1 or self.base.micro_batches == 1)
                 before, after = coder.exchange(unit, hop.axis, left, raw)
                 hops = [*_local(before), *hops, *_local(after)]
                 left //= hop.axis.size
@@ -222,11 +223,12 @@ class Layout:
         outer = self.states.outer
         if outer is None:
             return ()
-        compute, own = self.base.compute, unit.elements / self.shards.os * outer.sums
+        (p, _, os), compute = self.states.factors(unit), self.base.compute
+        own = unit.elements / os * outer.sums
         codecs = replace(self.formats.codecs, gradients_intra=None, gradients_inter=outer.coding)
-        coder = Coder(compute, replace(self.formats, codecs=codecs), *self.shards.factors[::2])
+        coder = Coder(compute, replace(self.formats, codecs=codecs), p, os)
         there, *back = outer.hops(unit, self.grid)
-        share = unit.elements / self.grid.dp
+        share = unit.elements * unit.apart / self.grid.dp
         before, after = coder.exchange(unit, there.axis, share, raw=False)
         # The difference is taken (3 slices), then the anchor and the master weights are written (4, momentum 2).
         begin, end = compute.moved(3 * own), compute.moved((4 + 2 * outer.momentum) * own)

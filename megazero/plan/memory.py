@@ -17,7 +17,7 @@ from megazero.config.layout.wire import Wire
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import EMBEDDING, is_layer, model_spec, parameter_count
 from megazero.config.options.optimizers import OptimizerConfig
-from megazero.mesh.grid import INTER, Grid
+from megazero.mesh.grid import INTER, Grid, expert_shards
 from megazero.plan.communication import EXCHANGE, Formats, OuterFormat, UnitShape, gradient_hops, message
 from megazero.plan.units import WIDTHS, RankUnits
 
@@ -74,14 +74,17 @@ class States:
             return 0
         return 1 + self.outer.momentum
 
-    @property
-    def g(self) -> int:
-        """How many ranks share the gradients that are accumulated."""
-        return 1 if self.shards.whole_gradients else self.shards.g
+    def factors(self, unit: UnitShape) -> tuple[int, int, int]:
+        """Return P, G and OS of a unit."""
+        return expert_shards(self.shards.factors, unit.apart)
+
+    def g(self, unit: UnitShape) -> int:
+        """Return how many ranks share the gradients that are accumulated."""
+        return 1 if self.shards.whole_gradients else self.factors(unit)[1]
 
     def copy_bytes(self, unit: UnitShape) -> float:
         """Return the bytes of the P copy."""
-        p, _, os = self.shards.factors
+        p, _, os = self.factors(unit)
         if self.formats.of_weights(unit) is None or self.formats.codecs.delta:
             own = self.formats.sums == self.formats.width and (p == os or self.shards.lifetime == "resident")
             # The master is a part of the copy.
@@ -94,21 +97,22 @@ class States:
     def _own_message(self, unit: UnitShape) -> int:
         """Return the bytes of a rank's message in a refresh: of its OS slice."""
         width = self.formats.width
-        return message(unit, self.shards.os, self.formats.of_weights(unit), width, width)
+        return message(unit, self.factors(unit)[2], self.formats.of_weights(unit), width, width)
 
     def ahead_bytes(self, unit: UnitShape) -> float:
         """Return the bytes that a gather ahead of use adds, as zero/weights.py's gather_bytes."""
-        if self.shards.p > 1:
+        p, _, os = self.factors(unit)
+        if p > 1:
             return unit.elements * self.formats.width
         if self.formats.of_weights(unit) is None:
             return 0.0
-        return self.shards.os * self._own_message(unit)
+        return os * self._own_message(unit)
 
     def gather_messages(self, unit: UnitShape) -> float:
         """Return the bytes of transient messages of a refresh and gather: none if they are the parameters."""
         if self.formats.of_weights(unit) is None:
             return 0.0
-        p, _, os = self.shards.factors
+        p, _, os = self.factors(unit)
         if not (self.formats.codecs.delta and p < os):
             return os * self._own_message(unit)
         messages = os / p * self._own_message(unit)  # with differences, a gather's are the parameters
@@ -117,9 +121,8 @@ class States:
 
     def reduction_messages(self, unit: UnitShape, micro_batches: int) -> float:
         """Return the most bytes that a reduction's hop has at once: sent, received, and their sum for the next."""
-        hops = gradient_hops(
-            unit, self.grid.data_axes, self.formats, micro_batches, self.shards.whole_gradients
-        )
+        axes, whole = unit.axes(self.grid), self.shards.whole_gradients
+        hops = gradient_hops(unit, axes, self.formats, micro_batches, whole)
         most, left = 0.0, float(unit.elements)
         for at, hop in enumerate(hops):
             if hop.operation != EXCHANGE:
@@ -137,7 +140,7 @@ class States:
 
         There a rank has both ends' OS slices in one buffer (zero/reduce.py).
         """
-        ends = 2 * unit.elements / self.shards.os * self.formats.sums if unit.tied else 0.0
+        ends = 2 * unit.elements / self.factors(unit)[2] * self.formats.sums if unit.tied else 0.0
         return max(self.reduction_messages(unit, micro_batches), ends)
 
     def sampled_bytes(self, counts: Sequence[tuple[UnitShape, int]]) -> tuple[float, float]:
@@ -163,25 +166,24 @@ class States:
 
 def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -> dict[str, float]:
     """Return the bytes of parameters, gradients, optimizer and residuals on one rank."""
-    g, os = states.g, states.shards.os
-    elements = units.elements
     sums, master = states.formats.sums, max(states.formats.width, 4)
     residuals = 0.0
     if states.feedback:
         # How many ranks share the slice that first crosses nodes.
-        crossing = prod(a.size for a in states.grid.data_axes if a.link != INTER)
-        residuals = sum(n * u.elements for u, n in units.counts if u.quantised) * sums / crossing
+        crossing = {u: prod(a.size for a in u.axes(states.grid) if a.link != INTER) for u, _ in units.counts}
+        residuals = sum(n * u.elements / crossing[u] for u, n in units.counts if u.quantised) * sums
     if states.outer is not None:
-        kept = states.outer.feedback * elements
+        kept = states.outer.feedback * sum(n * u.elements * u.apart for u, n in units.counts)
         if states.outer.config.outer_delay:
             fragments = units.by_fragment(states.outer.config)
-            kept += max(sum(shape.elements for shape in fragment) for fragment in fragments)
+            kept += max(sum(shape.elements * shape.apart for shape in fragment) for fragment in fragments)
         residuals += kept / states.grid.dp * sums
-    moments = optimizer.moment_bytes(master, units.matrices / elements)
+    moments = optimizer.moment_bytes(master, units.matrices / units.elements)
+    owned = sum(n * u.elements / states.factors(u)[2] for u, n in units.counts)
     return {
         "parameters": sum(n * states.copy_bytes(u) for u, n in units.counts),
-        "gradients": elements / g * sums,
-        "optimizer": elements / os * (master * (1 + states.anchors) + moments),
+        "gradients": sum(n * u.elements / states.g(u) for u, n in units.counts) * sums,
+        "optimizer": owned * (master * (1 + states.anchors) + moments),
         "residuals": residuals,
     }
 
@@ -219,10 +221,11 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
     They are the parameters of the module in use, of the next one, and of as many more as the bound allows. On CPUs
     gloo holds a second copy of what it gathers among more than two ranks until the gather ends.
     """
-    if states.shards.p == 1:
+    width, p = states.formats.width, states.shards.p
+    modules = units.gathered_modules(p)
+    full = sum(n * u.elements for u, n in units.counts if u.apart < p) * width
+    if not full:
         return 0.0
-    width, modules = states.formats.width, units.modules
-    full = units.elements * width
     if states.shards.keep_gathered:
         return full
     beside = [other for other in modules if is_layer(other) or is_layer(kind) and other == EMBEDDING]
@@ -250,10 +253,10 @@ def _outer_pool(units: RankUnits, states: States) -> float:
     sizes: dict[UnitShape, float] = {}
     for unit in set(order):
         row = outer.message_of(unit, d)
-        fed_back = outer.feedback * (unit.elements / d * outer.sums + outer.replicas * row)
+        fed_back = outer.feedback * (unit.elements * unit.apart / d * outer.sums + outer.replicas * row)
         # The difference; of what lies in host memory, the anchor and the outer momentum.
         slices = 1 + outer.config.outer_offload * (1 + outer.momentum)
-        own = slices * unit.elements / states.shards.os * outer.sums
+        own = slices * unit.elements / states.factors(unit)[2] * outer.sums
         sizes[unit] = own + fed_back + 2 * outer.replicas * row
     return _window(order, 1 + PENDING_REDUCTIONS, sizes)
 
@@ -271,7 +274,7 @@ def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool)
     waiting = 1 + PENDING_REDUCTIONS
     order = units.reduced(waiting)
     chains = {u: states.chain_bytes(u, micro_batches) for u in set(order)}
-    staged = {u: u.elements * states.formats.width if states.g > 1 else 0.0 for u in chains}
+    staged = {u: u.elements * states.formats.width if states.g(u) > 1 else 0.0 for u in chains}
     if not states.on_host:
         messages = max(map(states.gather_messages, chains)) + max(chains.values())
         return (
@@ -279,7 +282,7 @@ def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool)
             + STREAMS * messages
             + max(states.sampled_bytes(units.counts))
         )
-    if states.g > 1:
+    if any(states.g(u) > 1 for u in chains):
         going = _window(order, waiting, {u: staged[u] + chains[u] for u in chains}, micro_batches)
     elif sure or states.shards.os < states.grid.dp:
         # Sums go back to replicas over the axes that they came by, so the next chain cannot begin.

@@ -10,8 +10,9 @@ from megazero.plan.layout import Layout, UnitChains
 from megazero.plan.units import Module
 from megazero.pp.schedules import Action, Kind
 
-# Seconds of compute, of recompute, in tensor-parallel collectives, and in swaps of context parallelism.
-Spent = tuple[float, float, float, float]
+# Seconds of compute, of recompute, in tensor-parallel collectives, in swaps of context parallelism, and with rows on
+# their way to experts and back.
+Spent = tuple[float, float, float, float, float]
 
 
 class RankStep:
@@ -23,7 +24,7 @@ class RankStep:
         self.units = layout.units(rank)
         self.chains: list[UnitChains] = [layout.chains_of(unit) for unit in self.units.shapes]
         self.left = [micro_batches] * len(self.units.parts)  # backwards to come, by part
-        self.staged = layout.states.g > 1
+        self.staged = any(layout.states.g(unit) > 1 for unit in self.units.shapes)
         self.moving = any(w.gather for w in self.chains)
         self.seen: set[int] = set()  # parts that had their first forward
         self.uses = self._turns(layout.program(rank, micro_batches), ahead)
@@ -54,11 +55,11 @@ class RankStep:
         """Return the times of a module in an action."""
         times = self.base.compute.times[module]
         if kind == Kind.WEIGHT:
-            return times.backward_weight, 0.0, 0.0, 0.0
+            return times.backward_weight, 0.0, 0.0, 0.0, 0.0
         if kind == Kind.FORWARD:
-            return times.forward, 0.0, times.tp_forward, times.cp_forward
-        weights = times.backward_weight if kind == Kind.BACKWARD else 0.0
-        return times.backward_input + weights, times.recompute, times.tp_backward, times.cp_backward
+            return times.forward, 0.0, times.tp_forward, times.cp_forward, times.ep_forward
+        own = times.backward_input + (times.backward_weight if kind == Kind.BACKWARD else 0.0)
+        return own, times.recompute, times.tp_backward, times.cp_backward, times.ep_backward
 
 
 def _at_use(uses: Iterable[ModuleUse]) -> Iterator[ModuleUse]:

@@ -46,6 +46,7 @@ BILL: Mapping[str, str] = {
     "recompute": "recompute",
     "tensor": "tensor-parallel messages",
     "context": "context-parallel messages",
+    "experts": "rows on their way to experts",
     "pipeline": "waits for other stages",
     "gather": "waits for weights",
     "reduce": "waits for gradients",
@@ -53,7 +54,7 @@ BILL: Mapping[str, str] = {
     "update": "norm and update",
     "outer": "meetings of replicas",
 }
-SPENT = ("compute", "recompute", "tensor", "context")  # of them, what a module spends
+SPENT = ("compute", "recompute", "tensor", "context", "experts")  # of them, what a module spends
 
 
 @dataclass
@@ -135,14 +136,14 @@ class _Rank(RankStep):
         """Return what all modules of a part spend in an action."""
         if (part, kind) not in self.whole:
             each = [self.spent(module.kind, kind) for module in self.units.parts[part]]
-            compute, again, tensor, context = (sum(column) for column in zip(*each, strict=True))
-            self.whole[part, kind] = compute, again, tensor, context
+            compute, again, *messages = (sum(column) for column in zip(*each, strict=True))
+            self.whole[part, kind] = compute, again, *messages
         return self.whole[part, kind]
 
     def _spend(self, spent: Spent) -> None:
-        compute, again, tensor, context = spent
+        compute, again, tensor, *others = spent
         shown, crowded = self.execution.tensor, self.base.cluster.device.contention
-        paid = compute, again * self.execution.recomputed, tensor * (shown + (1 - shown) * crowded), context
+        paid = compute, again * self.execution.recomputed, tensor * (shown + (1 - shown) * crowded), *others
         for item, seconds in zip(SPENT, paid, strict=True):
             self.bill[item] += seconds
         self.now += sum(paid)

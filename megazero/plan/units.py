@@ -6,10 +6,11 @@ It lays units out as zero/layout.py does: parameters begin on blocks, regions ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice
+from typing import TypeVar
 
 from megazero.config.layout.outer import fragments
 from megazero.config.layout.wire import Wire
@@ -20,6 +21,7 @@ from megazero.mesh.dealing import Cut
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
 
+Parameter = TypeVar("Parameter")
 Joined = tuple[str, ...]  # the kinds of modules whose parameters are gathered together
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
 
@@ -64,12 +66,20 @@ class RankUnits:
 
         Tied to an embedding that is here, too, the head needs the unit of the table.
         """
+        return self._elements(lambda shape: True)
+
+    def gathered_modules(self, p: int) -> Mapping[str, int]:
+        """Return the same of the units that are gathered if P = ``p``, of which experts may leave one rank."""
+        return self._elements(lambda shape: shape.apart < p)
+
+    def _elements(self, counts: Callable[[UnitShape], bool]) -> Mapping[str, int]:
         sizes: dict[str, int] = {}
         for unit in (unit for stage in self._stages for unit in self._units(stage)):
-            elements = sum(shape.elements for shape in self._made[unit].shapes)
+            elements = sum(shape.elements for shape in self._made[unit].shapes if counts(shape))
             sizes |= {kind: max(sizes.get(kind, 0), elements) for kind in unit}
         if self._table is not None:
-            sizes[HEAD] += self._made[EMBEDDING,].shapes[self._table].elements
+            table = self._made[EMBEDDING,].shapes[self._table]
+            sizes[HEAD] += table.elements * counts(table)
         return sizes
 
     @property
@@ -157,17 +167,18 @@ def rank_units(
     chunk_numel: int,
     data_ranks: int,
     os: int,
+    ep: int = 1,
 ) -> RankUnits:
     """Return the units of the rank that holds ``stages``.
 
     joined: layers that are gathered together. data_ranks: d, whose slices are whole blocks. os: how many ranks share
-    the optimizer states.
+    the optimizer states. ep: how many share the experts.
     """
     whole = any(s.embedding for s in stages) and any(s.head for s in stages)
-    spec = padded_spec(model, tp)
+    spec = padded_spec(model, tp, ep)
     kinds = [layer.kind for layer in spec.by_place]
     made = {
-        unit: _module_units(model, unit, tp, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
+        unit: _module_units(model, unit, tp, ep, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
         for unit in dict.fromkeys(unit for stage in stages for unit in joined_modules(stage, joined, kinds))
     }
     matrices = {
@@ -189,6 +200,7 @@ def _module_units(
     model: ModelConfig,
     unit: Joined,
     tp: int,
+    ep: int,
     sequence_parallel: bool,
     wire: Wire,
     chunk_numel: int,
@@ -197,17 +209,25 @@ def _module_units(
     whole: bool,
 ) -> ModuleUnits:
     """whole: the rank holds the embedding and the head."""
-    modules = padded_spec(model, tp).modules
+    modules = padded_spec(model, tp, ep).modules
     parameters = tuple(p for kind in unit for p in modules[kind].parameters)
     if unit == (HEAD,) and whole:
         parameters = tuple(p for p in parameters if not p.tied)
     # The pipeline's other end holds a tied parameter too, unless this rank is both: it has a unit of its own.
     apart = [] if whole else [p for p in parameters if p.tied]
     others = [p for p in parameters if whole or not p.tied]
-    cut = chunks([p.local_numel(tp) for p in others], chunk_numel)
-    groups = [*((p,) for p in apart), *(tuple(others[i] for i in chunk) for chunk in cut)]
+    together = max(
+        1, ep // tp
+    )  # data-parallel ranks that share the experts, which are units of their own then
+    kinds = (
+        [[p for p in others if bool(p.experts) is kind] for kind in (False, True)]
+        if together > 1
+        else [others]
+    )
+    cut = [chunk for kind in kinds for chunk in chunks(kind, [p.local_numel(tp) for p in kind], chunk_numel)]
+    groups = [*((p,) for p in apart), *map(tuple, cut)]
     shapes = tuple(
-        _shape(group, wire, tp, sequence_parallel, data_ranks, os, not whole and group[0].tied)
+        _shape(group, wire, tp, sequence_parallel, data_ranks, os, not whole and group[0].tied, together)
         for group in groups
     )
     shared = [
@@ -216,15 +236,15 @@ def _module_units(
     return ModuleUnits(shapes, *shared)
 
 
-def chunks(numels: Sequence[int], limit: int) -> list[list[int]]:
-    """Cut a module's parameters, of so many elements each, into units. Returns their numbers, unit by unit."""
-    out: list[list[int]] = []
+def chunks(parameters: Sequence[Parameter], numels: Sequence[int], limit: int) -> list[list[Parameter]]:
+    """Cut a module's parameters, of so many elements each, into units."""
+    out: list[list[Parameter]] = []
     room = 0
-    for number, numel in enumerate(numels):
+    for parameter, numel in zip(parameters, numels, strict=True):
         if not out or numel > room:
             out.append([])
             room = limit
-        out[-1].append(number)
+        out[-1].append(parameter)
         room -= numel
     return out
 
@@ -237,9 +257,12 @@ def _shape(
     data_ranks: int,
     os: int,
     tied: bool,
+    together: int = 1,
 ) -> UnitShape:
     block = wire.block
     quantises = bool(wire.codings)
+    apart = together if group[0].experts else 1
+    data_ranks //= apart
     numels = {p: p.local_numel(tp) for p in group}
     exact = [p for p in group if numels[p] <= wire.exact_numel or quantises and p.replicated(tp)]
     coded = [p for p in group if p not in exact]
@@ -251,4 +274,4 @@ def _shape(
         return -(-used // (block * data_ranks)) * block * data_ranks
 
     summed = sum(numels[p] for p in group if p.partial(tp, sequence_parallel))
-    return UnitShape(region(coded), region(exact), quantises, summed // os, tied)
+    return UnitShape(region(coded), region(exact), quantises, summed // os, tied, apart)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from megazero.config import ConfigError, World, begun, parse
 from megazero.config.read.beginning import read_beginning
 from megazero.config.read.data_files import refuse_missing_data
+from megazero.config.read.folders import make_folders
 from megazero.log.exit_status import ExitStatus, end_folder, record_status, report_to_torchrun, status_of
 from megazero.mesh.launch import is_first, read_launch, take_local_rank, take_ranks
 from megazero.mesh.starter import start_again
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
             beginning = read_beginning(config.values())
             config = begun(config, world, beginning)
             refuse_missing_data(config)
+            make_folders(config)
     except (ConfigError, OSError) as error:
         return _refuse(error, launch.rank == 0, "\n--help lists every flag")
     except SystemExit as ended:  # --help is printed

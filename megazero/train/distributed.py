@@ -174,6 +174,7 @@ def make_mesh(
         outer=config.outer_replicas(world),
         cp=parallel.context_parallel_size,
         cp_keys=config.context_levels(world)[1],
+        ep=parallel.expert_model_parallel_size,
         ends=not config.model.untie_embeddings_and_output_weights,
         ranks_per_node=config.ranks_per_node(world),
         device=device,

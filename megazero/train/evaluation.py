@@ -1,15 +1,25 @@
-"""The mean loss over the batches of an evaluation."""
+"""The mean loss over the batches of an evaluation, of a run or of a checkpoint alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 
+from megazero.comm.hops import Traffic
+from megazero.config import RunConfig, World, begun
+from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.data.build import Dataset
+from megazero.log.metrics import perplexity
+from megazero.mesh.launch import Launch
 from megazero.pp.executor import Pipeline
+from megazero.train.data.datasets import evaluation_sets, tokenizer_info, with_vocabulary
 from megazero.train.data.feeding import Feeding, own_tokens
-from megazero.train.parallelize import MicroBatch
+from megazero.train.distributed import find_world, make_mesh, start_rank
+from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
+from megazero.train.state.checkpointing import Checkpointing
+from megazero.train.state.origin import find_origin
 from megazero.zero import Engine
 
 
@@ -47,3 +57,42 @@ def mean_loss(
     rows = mesh.stage_rows(mesh.gather_rows(sums), pipeline.loss_rank).sum(0)
     engine.traffic.take()  # of no iteration
     return float(rows[0] / rows[1].clamp(min=1)) if left == 0 else None
+
+
+def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:
+    """Return a line for each data set of an evaluation (train/evaluate_command.py). Collective.
+
+    Raises ValueError, OSError or RankFailure: what a run with these flags would raise at its start.
+    """
+    timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
+    device, _ = start_rank(config.training, launch, timeout)
+    config = begun(config, World(launch.world_size, launch.local_world_size or 0))
+    tokenizer = tokenizer_info(config)
+    config, world = find_world(with_vocabulary(config, tokenizer), launch)
+    mesh = make_mesh(config, world, device, timeout)
+    origin = find_origin(config, mesh)
+    state = origin.saved.state if origin.saved else {}
+    sizes = BatchSizeRampup.of(config, mesh.batch_ranks)
+    data_sets = evaluation_sets(config, tokenizer, sizes.target, state.get("ordered_for", {}))
+    decoder = build_decoder(config, mesh, Traffic())
+    engine = shard_decoder(decoder, config, mesh)
+    pipeline = build_pipeline(decoder, engine, config, mesh)
+    Checkpointing(config, engine, decoder.placements()).load(origin)
+    decoder.eval()
+    feeding = Feeding(mesh, config.batch.micro_batch_size, pipeline.loss_rank, config.data.eod_mask_loss)
+    lines = [f"weights of {origin.saved.path if origin.saved else config.checkpoint.load}"]
+    for label, data_set in data_sets.items():
+        steps = min(config.training.eval_iters, len(data_set) // sizes.target)
+        loss = mean_loss(
+            engine,
+            pipeline,
+            feeding,
+            data_set,
+            steps=steps,
+            micro_batches=sizes.target // sizes.quantum,
+            interrupted=lambda: False,
+        )
+        assert loss is not None  # nobody interrupts
+        tokens = steps * sizes.target * config.model.seq_length
+        lines.append(f"{label} | loss {loss:.6f} | perplexity {perplexity(loss):.4g} | {tokens:,} tokens")
+    return lines

@@ -38,6 +38,7 @@ from megazero.models.decoder import Decisions
 from megazero.models.dtypes import DTYPES
 from megazero.models.norm import use_apex
 from megazero.models.positions import Documents
+from megazero.moe import ExpertParallel
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
@@ -78,6 +79,7 @@ def build_decoder(
         config.model,
         tp,
         ContextParallel.of(mesh, traffic, waits),
+        ep=ExpertParallel.of(mesh, traffic, waits),
         recompute=training.recompute_granularity,
         attention_backend=training.attention_backend,
         z_loss=training.z_loss_strength,
@@ -159,6 +161,19 @@ def matrix_traits(decoder: Decoder, config: RunConfig) -> dict[str, dict[str, An
     return {name: {MATRIX: True, "split": dim if whole else None} for name, dim in decoder.matrices().items()}
 
 
+def make_units(decoder: Decoder, config: RunConfig, mesh: Mesh) -> list[zero.UnitSpec]:
+    """Return the decoder's units. Experts that data-parallel ranks share have units of their own, beside their
+    layers', on the axes of the ranks that hold the same ones."""
+    units = decoder.units(config.zero.zero_unit_layers)
+    if mesh.grid.ep_data == 1:
+        return list(units)
+    axes, out = zero.DataAxes.of_experts(mesh), list[zero.UnitSpec]()
+    for modules in units:
+        experts = decoder.experts_of(modules)
+        out += [modules, *([zero.On(experts, axes, apart=True)] if experts else [])]
+    return out
+
+
 def shard_decoder(
     decoder: Decoder,
     config: RunConfig,
@@ -193,7 +208,7 @@ def shard_decoder(
         decoder,
         mesh=mesh,
         policy=policy,
-        units=decoder.units(config.zero.zero_unit_layers),
+        units=make_units(decoder, config, mesh),
         optimizer=optimizer,
         clip_norm=config.optimizer.clip_grad or None,
         traits=traits,

@@ -13,8 +13,8 @@ import numpy as np
 
 from megazero.config import RunConfig
 from megazero.config.layout.wire import Wire
-from megazero.mesh.grid import own_spans
-from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, mismatches
+from megazero.mesh.grid import AxisSpec, own_spans
+from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, ExpertRows, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
 from megazero.verify.recorder import RoundingRecord, UnitSlice, digest, rounded_name
 from megazero.verify.reference import (
@@ -85,7 +85,7 @@ class Evidence:
     @property
     def noisy(self) -> list[str]:
         rotary = self.assembler.config.model.position_embedding_type == "rope"
-        names = self.assembler.of_rank(1, 0)
+        names = self.assembler.one_rank
         return [] if rotary or self.dtype == "fp64" else [n for n in names if n.endswith("k_proj.bias")]
 
 
@@ -157,7 +157,7 @@ def _evidence(
 def _pieces(records: Sequence[RankRecord], slices: Sequence[Sequence[UnitSlice]]) -> Iterator[Piece]:
     """Yield the pieces of all records. ``slices`` has one item per record."""
     for record, units in zip(records, slices, strict=True):
-        yield from ((record.tp, *piece) for unit in units for piece in unit.pieces())
+        yield from ((record.place, *piece) for unit in units for piece in unit.pieces())
 
 
 def step_loss(records: Sequence[RankRecord], step: int) -> float:
@@ -244,11 +244,11 @@ def _stale(
 ) -> Iterator[str]:
     """Yield the parameters of which a rank read something else than the assembled masters."""
     dtype = np.float64 if assembler.config.precision.params_dtype == "fp64" else np.float32
-    for tp in range(assembler.tp):
-        local = assembler.split(masters.whole, tp)
+    for place in assembler.places:
+        local = assembler.split(masters.whole, place)
         bits = {name: digest(values.astype(dtype)) for name, values in local.items()}
         for record in records:
-            if record.tp == tp:
+            if record.place == place:
                 read = record.steps[step].read
                 yield from (
                     assembler.name(name) for name, seen in read.items() if seen != bits[assembler.name(name)]
@@ -304,7 +304,7 @@ def _differing_reads(assembler: Assembler, records: Sequence[RankRecord], step: 
     for o in records:
         for held, seen in o.steps[step].read.items():
             name = assembler.name(held)
-            bits[name, -1 if name in replicated else o.tp].add(seen)
+            bits[name, -1 if name in replicated else assembler.part(name, o.place)].add(seen)
     yield from (f"{name}, step {step + 1}" for (name, _), seen in bits.items() if len(seen) > 1)
 
 
@@ -426,10 +426,12 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
     compared in the step in which it arrives, or is waited for, as at a save and at the run's end.
     """
     wrong, counted = list[str](), 0
+    experts = expected.config.model.num_experts or 0
     for rank, record in enumerate(records):
         under_way, last = 0, len(record.steps) - 1
         for step in range(1, len(record.steps)):
-            want = Counter(expected.bytes_of(rank, step, after_save=step == saved + 1))
+            rows = list(_expert_rows(expected.grid.ep_axis, experts, records, rank, step))
+            want = Counter(expected.bytes_of(rank, step, after_save=step == saved + 1, rows=rows))
             got = Counter(record.steps[step].traffic)
             counted += want.total()
             want[BETWEEN] += under_way
@@ -441,6 +443,24 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
                 wrong.append(f"rank {rank}, step {step + 1}: {hop} counted {counter}, formula {formula}")
     where = "; ".join(wrong[:3]) or f"off the formula; {counted} bytes in all"
     return Check(name, f"{len(wrong)} counters", "0", not wrong, where)
+
+
+def _expert_rows(
+    ep: AxisSpec, experts: int, records: Sequence[RankRecord], rank: int, step: int
+) -> Iterator[ExpertRows]:
+    """Yield the rows that a rank exchanged in a step with those that share the experts, as the records route them."""
+    if ep.size == 1:
+        return
+    own, share = ep.index(rank), experts // ep.size
+    for layer, m in records[rank].steps[step].routing:
+        sent, received = 0, 0
+        for place, other in enumerate(ep.ranks(rank)):
+            held_by = records[other].steps[step].routing[layer, m] // share
+            if place == own:
+                sent = int((held_by != own).sum())
+            else:
+                received += int((held_by == own).sum())
+        yield ExpertRows(layer, sent, received)
 
 
 def resume_check(

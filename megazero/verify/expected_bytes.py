@@ -6,17 +6,19 @@ plan/communication.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from torch import nn
 
 from megazero.config import RunConfig, World
+from megazero.config.model.spec import model_spec
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
+from megazero.moe import ExpertParallel
 from megazero.plan import communication
 from megazero.plan.base_layout import grid_of
 from megazero.plan.communication import Activation, Bytes, Formats, OuterFormat, UnitShape
@@ -31,6 +33,15 @@ from megazero.zero.matrix_updates import deal_matrices
 from megazero.zero.optimizer import Traits
 
 BETWEEN = "outer_inter_node_bytes"  # between outer replicas
+EXCHANGED = "ep_intra_node_bytes"  # with ranks that share the experts
+
+
+class ExpertRows(NamedTuple):
+    """The rows of a layer and a micro-batch whose experts other ranks hold, and those that come from others."""
+
+    layer: int
+    sent: int
+    received: int
 
 
 class ExpectedBytes:
@@ -44,18 +55,31 @@ class ExpectedBytes:
         self.outer = OuterFormat.of(config.outer, self.grid.outer, self._formats().sums)
         self._cached = lru_cache(maxsize=None)(self._step)
 
-    def bytes_of(self, rank: int, step: int, after_save: bool) -> dict[str, int]:
+    def bytes_of(
+        self, rank: int, step: int, after_save: bool, rows: Iterable[ExpertRows] = ()
+    ) -> dict[str, int]:
         """Return 'kind_link_bytes' -> bytes of a rank in a step, which is counted from 0 and is not the run's first.
 
         What is on its way between outer replicas counts in the step in which it leaves. after_save: the run saved
-        just before this step. Under the delta refresh a save brings every copy up to date.
+        just before this step. Under the delta refresh a save brings every copy up to date. rows: those that it
+        exchanged with the ranks that share the experts.
         """
         config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.batch_ranks)
         count = sizes.micro_batches(sizes.consumed_after(step))
         moving = [each(config.outer, step) if self.outer else None for each in (leaving, arriving)]
         found = self._cached(rank, count, *moving)
         refreshed = after_save and not self.exact and self.wire.delta
-        return {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
+        found = {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
+        return {**found, EXCHANGED: moved} if (moved := self._exchanged(rows)) else found
+
+    def _exchanged(self, rows: Iterable[ExpertRows]) -> int:
+        """Return the bytes of rows on their way to experts and back, and of their gradients."""
+        layers, activation = model_spec(self.config.model).by_place, Activation.of(self.config, self.width)
+        moved = (
+            communication.expert_rows(self.config, layers[each.layer], activation, each.sent, each.received)
+            for each in rows
+        )
+        return int(sum(map(sum, moved)))
 
     def under_way(self, step: int) -> bool:
         """Return whether a fragment is on its way between outer replicas after a step."""
@@ -66,8 +90,8 @@ class ExpectedBytes:
     def _step(self, rank: int, micro_batches: int, leaves: int | None, arrives: int | None) -> dict[str, int]:
         """Compute the bytes of one rank in one step, at whose end fragments leave and arrive. Zeros are left out."""
         config, grid = self.config, self.grid
-        pp, tp = grid.axis("pp").index(rank), grid.axis("tp").index(rank)
-        decoder = self._decoder(pp, tp)
+        decoder = self._decoder(rank)
+        pp = grid.axis("pp").index(rank)
         schedule = make_schedule(config.pipeline_schedule, grid.pp, config.virtual_stages, micro_batches)
         program = [(str(a.kind.value), a.stage // grid.pp) for a in schedule[pp]]
         units, copies, laid_out = self._units(decoder, rank)
@@ -85,19 +109,22 @@ class ExpectedBytes:
     ) -> Bytes:
         """Return the bytes of fragments: of one that leaves those between replicas, of one that arrives the rest."""
         out = Bytes()
-        for unit, (_, traits, _) in zip(units, laid_out, strict=True):
+        for unit, held in zip(units, laid_out, strict=True):
             # A table that the pipeline's two ends hold is the embedding's at both.
-            fragment = 0 if unit.tied else fragment_of(next(iter(traits)), self.config)
+            fragment = 0 if unit.tied else fragment_of(next(iter(held.traits)), self.config)
             for hop in self.outer.hops(unit, self.grid) if self.outer else ():
                 across = hop.axis.role == "outer"
                 if fragment == (leaves if across else arrives):
                     out["outer" if across else "reduce", hop.axis.link] += hop.sent
         return out
 
-    def _decoder(self, pp: int, tp: int) -> Decoder:
+    def _decoder(self, rank: int) -> Decoder:
+        """Return the decoder of a rank on the meta device."""
+        pp, tp = (self.grid.axis(name).index(rank) for name in ("pp", "tp"))
         context = TensorParallel(None, tp, self.grid.tp, self.config.parallel.sequence_parallel)
+        experts = ExpertParallel(None, self.grid.ep_axis.index(rank), self.grid.ep)
         own = [stage for stage in self.config.stages() if stage.rank == pp]
-        return Decoder(self.config.model, context, stages=own, device="meta")
+        return Decoder(self.config.model, context, ep=experts, stages=own, device="meta")
 
     def _formats(self) -> Formats:
         return Formats(self.width, max(self.width, 4)) if self.exact else Formats.of(self.wire, self.width)
@@ -116,7 +143,7 @@ class ExpectedBytes:
             for modules in part:
                 held = (p for module in modules for p in module.parameters())
                 fresh = {names[id(p)]: p for p in held if id(p) not in owner}
-                for group, is_tied in self._groups(fresh, tied):
+                for group, is_tied in self._groups(decoder, fresh, tied):
                     owner.update({id(fresh[name]): len(units) for name in group})
                     laid_out.append(self._laid_out(decoder, {n: fresh[n] for n in group}, rank))
                     units.append(self._shape(laid_out[-1], is_tied))
@@ -126,13 +153,24 @@ class ExpectedBytes:
         return units, Copies(uses, shards.keep_gathered, ahead, shards.whole_gradients), laid_out
 
     def _groups(
-        self, fresh: Mapping[str, nn.Parameter], tied: Mapping[str, str]
+        self, decoder: Decoder, fresh: Mapping[str, nn.Parameter], tied: Mapping[str, str]
     ) -> list[tuple[list[str], bool]]:
-        """Return the names of each unit, and whether it is a tied parameter, which has a unit of its own."""
-        others = [name for name in fresh if name not in tied]
-        cut = chunks([fresh[name].numel() for name in others], self.config.zero.zero_chunk_numel)
+        """Return the names of each unit, and whether it is a tied parameter, which has a unit of its own.
+
+        So have experts that data-parallel ranks share.
+        """
+        apart = {n for n in fresh if decoder.specs[n].experts and self.grid.ep_data > 1}
+        others, experts = (
+            [n for n in fresh if n not in tied and (n in apart) is each] for each in (False, True)
+        )
+        most = self.config.zero.zero_chunk_numel
+        cut = [
+            chunk
+            for names in (others, experts)
+            for chunk in chunks(names, [fresh[name].numel() for name in names], most)
+        ]
         own = [([name], True) for name in fresh if name in tied]
-        return own + [([others[i] for i in chunk], False) for chunk in cut]
+        return own + [(chunk, False) for chunk in cut]
 
     def _laid_out(self, decoder: Decoder, params: Mapping[str, nn.Parameter], rank: int) -> LaidOut:
         partial, replicated = decoder.partial_gradients(), decoder.replicated_parameters()
@@ -154,7 +192,9 @@ class ExpectedBytes:
             for n in params
         }
         ordered = sorted(params, key=lambda n: repr(traits[n]))
-        cuts = self.grid.data_axes  # outer steps reduce over one level more
+        apart = self.grid.ep_data if any(decoder.specs[n].experts for n in params) else 1
+        axes = self.grid.data_axes if apart == 1 else self.grid.expert_axes
+        cuts = axes  # outer steps reduce over one level more
         cuts += (self.grid.axis("outer"),) if self.grid.outer > 1 else ()
         layout = make_layout(
             {n: params[n].shape for n in ordered},
@@ -163,25 +203,21 @@ class ExpectedBytes:
             indices=[a.index(rank) for a in cuts],
             exact=frozenset(exact),
         )
-        return LaidOut(layout, traits, quantises)
+        return LaidOut(layout, traits, quantises, apart, _os_axes(axes))
 
     def _shape(self, unit: LaidOut, tied: bool) -> UnitShape:
         layout, traits = unit.layout, unit.traits
         numels = [n for _, n in layout.regions]
         summed = 0
-        for piece in layout.pieces(len(self._os_axes)):
+        for piece in layout.pieces(len(unit.os_axes)):
             starts = [(at, traits[slot.name]) for slot, _, _, at in layout.ranges_of(piece)]
             ends = [*(at for at, _ in starts[1:]), piece.compact + piece.numel] if starts else []
             summed += sum(stop - at for (at, mine), stop in zip(starts, ends, strict=True) if mine.partial)
-        return UnitShape(numels[0], sum(numels[1:]), unit.quantises, summed, tied)
-
-    @property
-    def _os_axes(self) -> list[AxisSpec]:
-        return [axis for axis in self.grid.data_axes if axis.role in ("p", "g", "os")]
+        return UnitShape(numels[0], sum(numels[1:]), unit.quantises, summed, tied, unit.apart)
 
     def _updates(self, units: Sequence[LaidOut], rank: int) -> Bytes:
         """Return the bytes of matrices on their way to their owners and, as many, of their updates."""
-        out, axes = Bytes(), self._os_axes
+        out, axes = Bytes(), _os_axes(self.grid.data_axes)
         traits = {name: mine for unit in units for name, mine in unit.traits.items()}
         cuts = [(axis.size, axis.link) for axis in axes]
         dealing, _ = deal_matrices([unit.layout for unit in units], traits, cuts, self.grid.tp)
@@ -196,11 +232,17 @@ class ExpectedBytes:
 
 
 class LaidOut(NamedTuple):
-    """A unit on one rank. quantises: some of it is quantised."""
+    """A unit on one rank. quantises: some of it is quantised. apart: as ``UnitShape``'s. os_axes: they cut states."""
 
     layout: UnitLayout
     traits: dict[str, Traits]
     quantises: bool
+    apart: int
+    os_axes: list[AxisSpec]
+
+
+def _os_axes(axes: Sequence[AxisSpec]) -> list[AxisSpec]:
+    return [axis for axis in axes if axis.role in ("p", "g", "os")]
 
 
 def mismatches(want: Mapping[str, int], got: Mapping[str, int]) -> dict[str, tuple[int, int]]:

@@ -13,11 +13,15 @@ import numpy as np
 
 from megazero.checkpoint.placement import Placement, Places
 from megazero.config import RunConfig
+from megazero.config.model.spec import model_spec
 from megazero.models.placements import decoder_placements
+from megazero.moe import ExpertParallel
 from megazero.tp import TensorParallel
 from megazero.verify.reference import Tensors
 
-# Of a tensor-parallel rank: a parameter's name there, the first flat element of the rank's own tensor, values [m].
+# Of a rank: its place, a parameter's name there, the first flat element of the rank's own tensor, values [m]. A place
+# is an index among neighbours in the world with different parts: tensor-parallel ranks, or expert-parallel ones, of
+# which each tensor-parallel group is a part.
 Piece = tuple[int, str, int, np.ndarray]
 _END = {"head.weight": "embedding.tokens.weight"}  # the last stage's own copy of a tied embedding
 
@@ -38,15 +42,33 @@ class FullTensors:
 
 
 class Assembler:
-    """The placements of a configuration's parameters over its tensor-parallel ranks."""
+    """The placements of a configuration's parameters over its tensor- and expert-parallel ranks."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.tp = config, config.parallel.tensor_model_parallel_size
+        self.config, parallel = config, config.parallel
+        self.tp, self.ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
         self.tied = not config.model.untie_embeddings_and_output_weights
-        self.of_rank = lru_cache(maxsize=None)(self._of_rank)
+        self.one_rank = decoder_placements(config.model, TensorParallel())
+        self.of_place = lru_cache(maxsize=None)(self._of_place)
 
-    def _of_rank(self, size: int, rank: int) -> Mapping[str, Places]:
-        return decoder_placements(self.config.model, TensorParallel(None, rank, size))
+    @property
+    def places(self) -> range:
+        return range(max(self.tp, self.ep))
+
+    def _of_place(self, place: int) -> Mapping[str, Places]:
+        tp, ep = (
+            TensorParallel(None, place % self.tp, self.tp),
+            ExpertParallel(None, place % self.ep, self.ep),
+        )
+        return decoder_placements(self.config.model, tp, ep=ep)
+
+    def part(self, name: str, place: int) -> int:
+        """Return the first place that holds the part of a parameter that ``place`` does.
+
+        Each tensor-parallel rank has one of its own.
+        """
+        shared = self.ep > 1 and model_spec(self.config.model).parameters[name].experts
+        return place if shared else place % self.tp
 
     def name(self, held: str) -> str:
         """Return the name in the whole model of a parameter that a stage calls ``held``."""
@@ -55,29 +77,31 @@ class Assembler:
     @property
     def replicated(self) -> set[str]:
         """The parameters that every tensor-parallel rank holds whole."""
-        whole, part = self.of_rank(1, 0), self.of_rank(self.tp, 0)
-        return {name for name, p in part.items() if p.local_shape == whole[name].local_shape}
+        whole = self.one_rank
+        return {name for name, p in self.of_place(0).items() if p.local_shape == whole[name].local_shape}
 
     def assemble(self, pieces: Iterable[Piece]) -> FullTensors:
         """Assemble whole parameters from the pieces of every rank. The pieces may come in any order."""
         out = FullTensors()
-        for rank in range(self.tp):
-            for name, placement in self.of_rank(self.tp, rank).items():
-                out.local[rank, name] = np.full(int(np.prod(placement.local_shape)), np.nan)
-        for rank, own, low, values in pieces:
+        for place in self.places:
+            for name, placement in self.of_place(place).items():
+                if self.part(name, place) == place:
+                    out.local[place, name] = np.full(int(np.prod(placement.local_shape)), np.nan)
+        for place, own, low, values in pieces:
             name = self.name(own)
             ends = own != name or self.tied and own in _END.values()
             over = "the pipeline's two ends" if ends else "data-parallel replicas"
-            _put(out, out.local[rank, name][low : low + len(values)], values, name, over)
+            local = out.local[self.part(name, place), name]
+            _put(out, local[low : low + len(values)], values, name, over)
         self._join(out)
         return out
 
-    def split(self, whole: Tensors, tp_rank: int) -> Tensors:
-        """Return the flat local fp64 arrays [elements] of a tensor-parallel rank. Their padding is zero."""
+    def split(self, whole: Tensors, place: int) -> Tensors:
+        """Return the flat local fp64 arrays [elements] of the ranks of a place. Their padding is zero."""
         out = {}
-        for name, places in self.of_rank(self.tp, tp_rank).items():
+        for name, places in self.of_place(place).items():
             stored = dict[str, np.ndarray]()
-            for placement, values in self.of_rank(1, 0)[name].held(whole[name]):
+            for placement, values in self.one_rank[name].held(whole[name]):
                 stored[placement.name] = np.zeros(placement.shape)
                 for rows, view in _boxes(placement, stored[placement.name]):
                     view[...] = values[rows]
@@ -90,8 +114,8 @@ class Assembler:
 
     def _join(self, out: FullTensors) -> None:
         stored: dict[str, np.ndarray] = {}
-        for (rank, name), flat in out.local.items():
-            places = self.of_rank(self.tp, rank)[name]
+        for (place, name), flat in out.local.items():
+            places = self.of_place(place)[name]
             if np.isnan(flat).any():
                 out.faults.append(f"{name}: {np.isnan(flat).sum()} elements are missing or not finite")
             for placement, values in places.held(flat.reshape(places.local_shape)):
@@ -102,7 +126,7 @@ class Assembler:
                     covered[rows] = True
                 if values[~covered].any():
                     out.faults.append(f"{name}: padding is not zero")
-        for name, places in self.of_rank(1, 0).items():
+        for name, places in self.one_rank.items():
             out.whole[name] = np.zeros(places.local_shape)
             for placement, values in places.held(out.whole[name]):
                 for rows, view in _boxes(placement, stored[placement.name]):
@@ -123,7 +147,7 @@ def _put(out: FullTensors, view: np.ndarray, values: np.ndarray, name: str, over
 def _boxes(placement: Placement, stored: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield (local rows, view of the stored tensor) of each segment."""
     whole = stored.T if placement.transposed else stored
-    if whole.ndim == 2:
+    if whole.ndim > 1:
         whole = whole[:, placement.offset1 : placement.offset1 + placement.local_shape[1]]
     for s in placement.segments:
         yield slice(s.local, s.local + s.length), whole[s.stored : s.stored + s.length]

@@ -127,9 +127,9 @@ class Reference:
         assert isinstance(mixture, MixtureOfExperts)
         if decision.experts is None:
             return
-        chosen = decision.experts.long()
-        scores = (x.flatten(0, 1) @ mixture.router.weight.t()).detach()
-        least = scores.topk(chosen.shape[1]).values[:, -1] - scores.gather(1, chosen).amin(1)
+        chosen, router = decision.experts.long(), mixture.router
+        logits = (x.flatten(0, 1) @ router.weight.t()).detach()
+        least = mixture.choice.regret(mixture.choice.ranks(logits, router.e_score_correction_bias), chosen)
         twice = (chosen.sort().values.diff() == 0).any()
         self.regret = math.inf if twice else max(self.regret, float(least.max()))
 

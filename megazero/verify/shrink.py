@@ -150,6 +150,7 @@ def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
         **_contexts(*layout.contexts),
+        "expert_model_parallel_size": layout.ep,
         "ranks_per_node": layout.world.ranks_per_node,
     }
     if layout.pp > 1:
@@ -232,18 +233,20 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
         "max_position_embeddings": length if m.seq_length == m.max_position_embeddings else 2 * length,
         **_rotary(m, width, length),
         **_vocabulary(config, tp),
-        **_experts(m, tp, hidden),
+        **_experts(config, layout, hidden),
         **_kinds(m, sum(stage_layers(config, layout.pp))),
         **({"norm_epsilon": QK_NORM_EPSILON} if m.qk_norm != "none" else {}),
         **({"sliding_window": length // 2} if m.sliding_window and m.sliding_window < m.seq_length else {}),
     }
 
 
-def _experts(m: ModelConfig, tp: int, hidden: int) -> dict[str, Any]:
-    """Keep whether tokens go to one expert, to several or to all, and whether there are shared ones."""
+def _experts(config: RunConfig, layout: SubLayout, hidden: int) -> dict[str, Any]:
+    """Keep whether tokens go to one expert, to several or to all, whether there are shared ones, and whether a rank
+    has several."""
+    m, tp, ep = config.model, layout.tp, layout.ep
     if m.num_experts is None:
         return {}
-    count = like(m.num_experts, 6)
+    count = ep * like(m.num_experts // config.parallel.expert_model_parallel_size, max(2, 6 // ep))
     topk = count if m.moe_router_topk == m.num_experts else min(like(m.moe_router_topk, 3), count - 1)
     shared = m.moe_shared_expert_intermediate_size
     return {

@@ -16,7 +16,7 @@ class SubLayout:
 
     shards: the factors P, G and OS. notes: what differs from the configuration, in words; it is empty if nothing
     does. replicas: the outer ones. contexts: how many ranks that share samples swap heads, and how many groups of
-    these gather keys.
+    these gather keys. ep: the expert-parallel size.
     """
 
     tp: int
@@ -26,6 +26,7 @@ class SubLayout:
     notes: tuple[str, ...] = ()
     replicas: int = 1
     contexts: tuple[int, int] = (1, 1)
+    ep: int = 1
 
     @property
     def cp(self) -> int:
@@ -45,7 +46,8 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     shards, replicas = config.shards(world).factors, config.outer_replicas(world)
     if world.world_size <= most:
-        return SubLayout(tp, pp, world, shards, replicas=replicas, contexts=contexts)
+        ep = parallel.expert_model_parallel_size
+        return SubLayout(tp, pp, world, shards, replicas=replicas, contexts=contexts, ep=ep)
     if replicas > 1:
         return _fewer_replicas(config, world, most, replicas)
     smaller = _smaller_cuts(config, world)
@@ -63,9 +65,17 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     t, p = max(fitting, key=lambda pair: (min(pair[1], 3), pair[0] * pair[1], pair[1]))
     small = World(t * p * d, _node(config, world, t, p, d, h))
     p_, g, os = (smaller[factor] for factor in shards)
-    few = _fewer_contexts(contexts, config.data_ranks_per_node(world), d, h)
-    notes = _notes(config, world, small, (t, p, d, h, *few))
-    return SubLayout(t, p, small, (p_, g, os), tuple(notes), contexts=few)
+    few, ep = _fewer_contexts(contexts, config.data_ranks_per_node(world), d, h), 1
+    if parallel.expert_model_parallel_size > 1:
+        ep = t * smaller[_apart(config)]
+    notes = _notes(config, world, small, (t, p, d, h, *few, ep))
+    return SubLayout(t, p, small, (p_, g, os), tuple(notes), contexts=few, ep=ep)
+
+
+def _apart(config: RunConfig) -> int:
+    """Return how many data-parallel ranks share the experts: a factor or a multiple of every cut."""
+    parallel = config.parallel
+    return max(1, parallel.expert_model_parallel_size // parallel.tensor_model_parallel_size)
 
 
 def _fewer_contexts(contexts: tuple[int, int], near: int, d: int, h: int) -> tuple[int, int]:
@@ -102,7 +112,7 @@ def _fewer_replicas(config: RunConfig, world: World, most: int, replicas: int) -
 def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:
     """Map each cut of the configuration's data-parallel ranks to the cut of the smaller layout."""
     d, h = config.shard_ranks(world), config.data_ranks_per_node(world)
-    cuts = data_cuts(d, h, config.shards(world).factors)
+    cuts = sorted({*data_cuts(d, h, config.shards(world).factors), _apart(config)})
     out = {1: 1}
     for low, high in zip(cuts, cuts[1:], strict=False):
         ratio = high // low
@@ -139,9 +149,10 @@ def _notes(config: RunConfig, world: World, small: World, sizes: tuple[int, ...]
         *zip(
             ("ranks that swap heads", "groups that gather keys"),
             config.context_levels(world),
-            sizes[4:],
+            sizes[4:6],
             strict=True,
         ),
+        ("expert-parallel", parallel.expert_model_parallel_size, sizes[6]),
         ("nodes", nodes, small.world_size // small.ranks_per_node),
     ]
     changed = [f"{name} {before} -> {after}" for name, before, after in rows if before != after]

@@ -66,12 +66,16 @@ class TrainingRun:
 
 @dataclass
 class RankRecord:
-    """One rank's results of a run. ``last`` is true if it has the last pipeline stage, and so the losses."""
+    """One rank's results of a run.
+
+    ``last`` is true if it has the last pipeline stage, and so the losses. ``place``: as in ``full_tensors.Piece``.
+    """
 
     tp: int
     dp: int
     pp: int
     last: bool
+    place: int = 0
     replica: int = 0
     steps: list[StepRecord] = field(default_factory=list)
     final: list[UnitSlice] = field(default_factory=list)
@@ -145,7 +149,8 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     sizes, scaling = BatchSizeRampup.of(config, mesh.batch_ranks), LossScaling.of(config.precision)
     consumed = sizes.consumed_after(run.start)
     last = pipeline.loss_rank == pipeline.rank
-    record = RankRecord(mesh.tp.index, mesh.dp_rank, mesh.pp.index, last, mesh.replica)
+    place = mesh.rank % max(mesh.tp.size, mesh.ep.size)
+    record = RankRecord(mesh.tp.index, mesh.dp_rank, mesh.pp.index, last, place, mesh.replica)
     with run.around(engine, pipeline, config):
         recorder = Recorder(decoder, engine, pipeline)
         for step in range(run.start, run.stop):

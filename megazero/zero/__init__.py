@@ -35,6 +35,7 @@ __all__ = [
     "StepInfo",
     "StepPart",
     "Traits",
+    "UnitSpec",
     "default_adamw",
     "shard",
 ]

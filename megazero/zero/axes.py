@@ -41,6 +41,11 @@ class DataAxes:
         return DataAxes.over(mesh.data_axes, mesh.grid.shards, mesh.outer)
 
     @staticmethod
+    def of_experts(mesh: Mesh) -> DataAxes:
+        """Return the mesh's axes of the ranks that hold the same experts, cut by what is left of its factors."""
+        return DataAxes.over(mesh.expert_axes, mesh.grid.expert_shards, mesh.outer)
+
+    @staticmethod
     def over(
         axes: Sequence[Axis], shards: tuple[int, int, int] = (1, 1, 1), outer: Axis | None = None
     ) -> DataAxes:

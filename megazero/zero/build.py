@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,14 +32,27 @@ Init = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class On:
-    """A module, or modules, whose parameters are gathered together on axes of their own, not on the mesh's."""
+    """A module, or modules, whose parameters are gathered together on axes of their own, not on the mesh's.
+
+    They may lie inside modules that are listed, too. They are gathered with these then, and are not among theirs.
+    apart: ranks that the axes do not join hold other parameters under the same names, as expert-parallel ranks do.
+    """
 
     modules: nn.Module | Sequence[nn.Module]
     axes: DataAxes
+    apart: bool = False
 
 
 UnitSpec = nn.Module | Sequence[nn.Module] | On
-Placed = tuple[tuple[nn.Module, ...], DataAxes]  # modules of one spec, and their axes
+
+
+class Placed(NamedTuple):
+    """The modules of one spec, the axes that they lie on, and whether other ranks hold others (``On.apart``)."""
+
+    modules: tuple[nn.Module, ...]
+    axes: DataAxes
+    apart: bool
+
 
 # The dtypes that parameters may have.
 TRAINED = (torch.bfloat16, torch.float32, torch.float64)
@@ -87,27 +101,31 @@ def build_units(
     tied: parameters of the pipeline's ends, each a unit of its own. It maps the name here to a name common to both.
 
     A parameter that several modules share belongs to the first spec that holds it; the others' hooks gather
-    that unit, too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init,
-    for axes that clash, for tied parameters on other axes, and for modules and dtypes that training would damage.
+    that unit, too. Raises ValueError for specs that nest (but ``On`` may), for mixed dtypes, for meta parameters
+    without init, for axes that clash, for tied parameters on other axes, and for modules and dtypes that training
+    would damage.
     """
     _refuse_unfit(module, policy.dtype, policy.loss_scaled)
     spread = _spread([*specs, module], mesh, policy.whole_gradients)
-    groups = [group for group, _ in spread[:-1]]  # what is in none is the module's own
+    listed = [m for each in spread[:-1] for m in each.modules]  # what is in none is the module's own
     modules = dict(module.named_modules(remove_duplicate=False))
     _move_buffers(module, mesh.device)
-    _refuse_nested([m for group in groups for m in group], {id(m): n for n, m in modules.items()})
+    inner = _nested(spread[:-1], {id(m): n for n, m in modules.items()})
+    place_of: dict[int, Placed] = {}
+    for each in (*inner, *spread):
+        for p in (p for m in each.modules for p in m.parameters()):
+            place_of.setdefault(id(p), each)
     names = {id(p): plain_name(n) for n, p in module.named_parameters()}
-    _refuse_different_starts(module, spread, mesh)
-    _refuse_names_apart(spread, names, mesh)
+    _refuse_different_starts(module, place_of, mesh)
+    _refuse_names_apart(spread, place_of, names, mesh)
     owner: dict[int, Unit] = {}
-    part_of = {id(m): i for i, modules_of in enumerate(parts) for m in modules_of}
+    part_of = {id(x): i for i, modules_of in enumerate(parts) for m in modules_of for x in m.modules()}
     maker = UnitMaker(mesh.device, policy, traits, init, tied, Arena())
     units: list[Unit] = []
-    for group, axes in spread:
-        params = {
-            names[id(p)]: p for m in group for p in m.parameters() if id(p) in names and id(p) not in owner
-        }
-        if params:
+    for each in spread:
+        group, axes, _ = each
+        held = {id(p): p for m in group for p in m.parameters() if place_of[id(p)] is each}
+        if params := {names[i]: p for i, p in held.items()}:
             if axes is not spread[-1][1] and (ends := tied.keys() & params.keys()):
                 raise ValueError(
                     f"{sorted(ends)} are tied over the pipeline's ends, whose slices meet on the mesh's own axes: "
@@ -118,7 +136,8 @@ def build_units(
             units += made
             # Bindings keep the Parameter objects, so ids stay valid.
             owner.update((id(p), unit) for unit in made for p in unit.params.values())
-    needs = _needs(module, [m for group in groups for m in group], owner)
+    nested = {id(m) for each in inner for m in each.modules}
+    needs = _needs(module, [m for m in listed if id(m) not in nested], owner)
     _refuse_shared_between_parts(needs, part_of)
     return UnitPlan(units, needs, maker.arena, max(len(parts), 1))
 
@@ -161,7 +180,7 @@ def _spread(specs: Iterable[UnitSpec], mesh: Mesh, whole_gradients: bool) -> lis
     axes = dict.fromkeys(each.axes for each in placed)
     refuse_clashes(mesh, axes)
     used = {each: replace(each, g=0) if whole_gradients else each for each in axes}
-    return [(_as_tuple(each.modules), used[each.axes]) for each in placed]
+    return [Placed(_as_tuple(each.modules), used[each.axes], each.apart) for each in placed]
 
 
 def _as_tuple(modules: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -359,15 +378,12 @@ def _refuse_dtype(
     )
 
 
-def _refuse_different_starts(module: nn.Module, spread: Iterable[Placed], mesh: Mesh) -> None:
+def _refuse_different_starts(module: nn.Module, place_of: Mapping[int, Placed], mesh: Mesh) -> None:
     """Refuse ranks along a parameter's axes that start from different values of it.
 
     Each rank contributes its own slices, so different values would mix, or drift apart.
     """
-    axes_of: dict[int, DataAxes] = {}
-    for group, axes in spread:
-        for param in (p for m in group for p in m.parameters()):
-            axes_of.setdefault(id(param), axes)
+    axes_of = {i: each.axes for i, each in place_of.items()}
     named = [(name, p) for name, p in module.named_parameters() if not p.is_meta]
     for axes in dict.fromkeys(axes_of.values()):
         held = [(name, p.detach()) for name, p in named if axes_of[id(p)] is axes]
@@ -382,23 +398,22 @@ def _refuse_different_starts(module: nn.Module, spread: Iterable[Placed], mesh: 
             )
 
 
-def _refuse_names_apart(spread: Sequence[Placed], names: Mapping[int, str], mesh: Mesh) -> None:
+def _refuse_names_apart(
+    spread: Sequence[Placed], place_of: Mapping[int, Placed], names: Mapping[int, str], mesh: Mesh
+) -> None:
     """Refuse one name on two data-parallel ranks that its axes do not join.
 
     Such ranks would train copies that drift apart, and a checkpoint holds one tensor of a name. Collective where a
-    unit has axes of its own.
+    unit has axes of its own, unless it says that the others hold other parameters (``On.apart``).
     """
-    own = spread[-1][1]  # of the module's own parameters
-    if all(axes is own for _, axes in spread):
+    own = spread[-1].axes  # of the module's own parameters
+    if all(each.axes is own or each.apart for each in spread):
         return
     first = {  # of the ranks that share a unit on these axes
         axes: int(mesh.gather_along(axes.inside, torch.tensor([mesh.rank], device=mesh.device)).min())
-        for axes in dict.fromkeys(axes for _, axes in spread)
+        for axes in dict.fromkeys(each.axes for each in spread)
     }
-    held: dict[str, int] = {}
-    for group, axes in spread:
-        for param in (p for m in group for p in m.parameters()):
-            held.setdefault(names[id(param)], first[axes])
+    held = {names[i]: first[each.axes] for i, each in place_of.items() if not each.apart}
     place = [mesh.pp.index, mesh.tp.index, mesh.replica]
     seen: dict[str, int] = {}
     for there, theirs in gather_objects([place, held]):
@@ -421,16 +436,25 @@ def _one_dtype(label: str, params: Mapping[str, nn.Parameter]) -> torch.dtype:
     return dtypes.pop()
 
 
-def _refuse_nested(listed: Sequence[nn.Module], names: Mapping[int, str]) -> None:
-    for m in listed:
+def _nested(spread: Sequence[Placed], names: Mapping[int, str]) -> list[Placed]:
+    """Return the specs whose modules lie inside others that are listed.
+
+    Raises ValueError for such a spec on the same axes, and for a module of another one.
+    """
+    by_module = {id(m): each for each in spread for m in each.modules}
+    found: dict[int, Placed] = {}
+    for m in (m for each in spread for m in each.modules):
         if id(m) not in names:
             raise ValueError(f"unit {type(m).__name__} is not a submodule of the module that is sharded")
-        inner = {id(x) for x in m.modules()} - {id(m)}
-        for other in listed:
-            if id(other) in inner:
+        for inner in list(m.modules())[1:]:
+            if (each := by_module.get(id(inner))) is None:
+                continue
+            if each.axes is by_module[id(m)].axes:
                 raise ValueError(
-                    f"unit {names[id(other)]!r} lies inside unit {names[id(m)]!r}: a parameter has one unit; list one"
+                    f"unit {names[id(inner)]!r} lies inside unit {names[id(m)]!r}: a parameter has one unit; list one"
                 )
+            found[id(each)] = each
+    return list(found.values())
 
 
 def _unique(units: Iterable[Unit]) -> list[Unit]:

@@ -35,10 +35,12 @@ def save_records(engine: Engine, placements: Mapping[str, Places] | None = None)
 
     The kinds are: 'weights' in the parameters' dtype (under the delta refresh R, after ``engine.refresh``); 'master'
     (at least fp32) where that is another dtype; the optimizer's elementwise state, by torch's names; and under error
-    feedback 'residual', summed over senders. By default a parameter's placement is its own name and shape.
+    feedback 'residual', summed over senders. By default a parameter's placement is its own name and shape. Buffers
+    that have a placement are saved as they are, as weights and masters.
     """
     engine.optimizer.ensure_state()
-    records = []
+    masters = any(_keeps_masters(engine, unit) for unit in engine.units)
+    records = _buffer_records(engine, placements, (WEIGHTS, MASTER) if masters else (WEIGHTS,))
     for unit in engine.units:
         if unit.delta and unit.weights.stale:
             raise RuntimeError(
@@ -51,7 +53,7 @@ def save_records(engine: Engine, placements: Mapping[str, Places] | None = None)
                 own, start = slice(at, at + high - low), at - piece.compact
                 # Views: the store converts the weights as it writes them.
                 tensors = {WEIGHTS: held[start : start + high - low]}
-                if unit.dtype != unit.sum_dtype or engine.policy.codecs.delta:
+                if _keeps_masters(engine, unit):
                     tensors[MASTER] = unit.master.value[own]
                 if owed is not None:
                     tensors[RESIDUAL] = owed[own]
@@ -60,6 +62,25 @@ def save_records(engine: Engine, placements: Mapping[str, Places] | None = None)
                 make = partial(engine.optimizer.decoded, unit, own.start, own.stop)
                 records.append(replace(record, make=make))
     return records
+
+
+def _keeps_masters(engine: Engine, unit: Unit) -> bool:
+    """Tell whether checkpoints hold master weights beside the weights."""
+    return unit.dtype != unit.sum_dtype or engine.policy.codecs.delta
+
+
+def _buffer_records(
+    engine: Engine, placements: Mapping[str, Places] | None, kinds: Sequence[str]
+) -> list[SliceRecord]:
+    """Return the buffers with a placement, which all ranks of a stage hold whole. The first of them saves."""
+    mesh, placed = engine.mesh, placements or {}
+    owner = mesh.dp_rank == mesh.tp.index == mesh.replica == 0
+    return [
+        SliceRecord(placement, 0, held.numel(), dict.fromkeys(kinds, held.view(-1)), owner)
+        for name, buffer in engine.module.named_buffers()
+        if name in placed
+        for placement, held in placed[name].held(buffer)
+    ]
 
 
 def of_replica(kind: str, replica: int) -> str:
@@ -230,7 +251,7 @@ def load_records(
     """
     engine.optimizer.ensure_state()
     engine.rounding.forget()
-    records = []
+    records = _buffer_records(engine, placements, (WEIGHTS, MASTER))
     for unit in engine.units:
         owed = torch.zeros_like(unit.master.value) if residual else None
         unit.feedback.begin(None if is_second_end(engine, unit) else owed)

@@ -20,7 +20,10 @@ from torch._dynamo.utils import counters
 from megazero.config import RunConfig, World
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
+from megazero.models.decoder import Decisions
 from megazero.models.positions import Documents
+from megazero.moe import Decision
+from megazero.tp import sequence_slice
 from megazero.train.data.feeding import own_tokens
 from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import (
@@ -34,7 +37,7 @@ from megazero.train.parallelize import (
 from megazero.verify.full_tensors import Assembler
 from megazero.verify.training_run import documents_of
 from tests.dist.capture import capture_gradients, local_slices
-from tests.dist.parity_cases import Case, Model
+from tests.dist.parity_cases import EXPERTS, IDLE_RANKS, Case, Model
 from tests.dist.pool import run_ranks
 
 Slices = list[tuple[str, int, np.ndarray]]  # parameter, first flat element of the rank's own tensor, values
@@ -62,11 +65,19 @@ def samples(config: RunConfig, step: int) -> tuple[torch.Tensor, torch.Tensor, t
     return ids[:, :-1], ids[:, 1:], mask
 
 
+def forced(decoder: Decoder, tokens: torch.Tensor) -> Decisions | None:
+    """Return to which of the first two experts each token of a rank [b, s] goes, where others are to be idle."""
+    if decoder.config.num_experts != EXPERTS[IDLE_RANKS]["num_experts"]:
+        return None
+    own = tokens.t()[sequence_slice(tokens.shape[1], decoder.tp)].reshape(-1, 1)
+    return {i: Decision((own % 2).int()) for stage in decoder.stages for i in stage.layers}
+
+
 def loss_sum(decoder: Decoder, config: RunConfig, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     tokens, labels, mask = batch
     packed = documents_of(config, tokens)
     documents = Documents(packed.get("position_ids"), packed.get("document_starts"))
-    losses = decoder(tokens, labels, documents=documents)
+    losses = decoder(tokens, labels, documents=documents, decisions=forced(decoder, tokens))
     return (losses * mask.to(losses.dtype)).sum()
 
 
@@ -138,10 +149,12 @@ def gradients_at(model: Model, weights: Tensors, step: int) -> Tensors:
 class Outcome:
     """What one rank says of a case. slices: by event; losses: own sums; prints: hash of each gathered parameter.
 
-    last: the rank has the last pipeline stage, and losses. graphs: how many torch.compile has made, after each step.
+    place: as of the assembler's pieces. last: the rank has the last pipeline stage, and losses. graphs: how many
+    torch.compile has made, after each step.
     """
 
     tp_rank: int
+    place: int
     last: bool
     losses: list[float]
     norms: list[float]
@@ -196,7 +209,9 @@ def _run(case: Case, config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
         batch = samples(config, step)
         divisor = batch[2].sum().item()
         engine.begin_step(case.micro_batches, divisor, pipeline.program(case.micro_batches))
-        step_batches = [_own_part(config, batch, r, mesh) for r in _own_rows(case, config, mesh.batch_rank)]
+        step_batches = [
+            _own_part(config, batch, r, mesh, decoder) for r in _own_rows(case, config, mesh.batch_rank)
+        ]
         losses.append(pipeline.step(step_batches).item())
         info = engine.step()
         norms.append(info.grad_norm)
@@ -206,7 +221,8 @@ def _run(case: Case, config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
     slices["final"] = _masters(engine)
     with engine.gathered():
         prints = {n: _print(p) for n, p in decoder.named_parameters()}
-    return Outcome(mesh.tp.index, pipeline.loss_rank == pipeline.rank, losses, norms, slices, prints, graphs)
+    place, last = mesh.rank % max(mesh.tp.size, mesh.ep.size), pipeline.loss_rank == pipeline.rank
+    return Outcome(mesh.tp.index, place, last, losses, norms, slices, prints, graphs)
 
 
 def _print(p: torch.Tensor) -> str:
@@ -224,10 +240,13 @@ def _own_rows(case: Case, config: RunConfig, batch_rank: int) -> Iterator[slice]
         yield slice(start, start + size)
 
 
-def _own_part(config: RunConfig, batch: Sequence[torch.Tensor], rows: slice, mesh: Mesh) -> MicroBatch:
+def _own_part(
+    config: RunConfig, batch: Sequence[torch.Tensor], rows: slice, mesh: Mesh, decoder: Decoder
+) -> MicroBatch:
     tokens, labels, mask = (part[rows] for part in batch)
     fields = {"tokens": tokens, "labels": labels, "loss_mask": mask.to(DTYPES[config.precision.params_dtype])}
-    return MicroBatch(**own_tokens({**fields, **documents_of(config, tokens)}, mesh))
+    own = own_tokens({**fields, **documents_of(config, tokens)}, mesh)
+    return MicroBatch(**own, decisions=forced(decoder, own["tokens"]))
 
 
 def _masters(engine: Any) -> Slices:
@@ -246,15 +265,16 @@ class Mismatch(AssertionError):
 
 
 @cache
-def _assembler(model: Model, tp: int) -> Assembler:
+def _assembler(model: Model, tp: int, ep: int) -> Assembler:
     config = model.config()
-    return Assembler(replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp)))
+    parallel = replace(config.parallel, tensor_model_parallel_size=tp, expert_model_parallel_size=ep)
+    return Assembler(replace(config, parallel=parallel))
 
 
 def assemble(case: Case, outcomes: Sequence[Outcome], event: str) -> Tensors:
     """Whole parameters from all ranks' slices. Raises Mismatch."""
-    pieces = ((o.tp_rank, *piece) for o in outcomes for piece in o.slices[event])
-    found = _assembler(case.model, case.tp).assemble(pieces)
+    pieces = ((o.place, *piece) for o in outcomes for piece in o.slices[event])
+    found = _assembler(case.model, case.tp, case.ep).assemble(pieces)
     wrong = [f"{name}: replicas differ over {over}" for name, over in found.differing.items()] + found.faults
     if wrong:
         raise Mismatch(f"{event} {'; '.join(wrong[:3])}")
@@ -323,13 +343,14 @@ def _curve_faults(case: Case, outcomes: Sequence[Outcome], want: Reference) -> I
 
 def _replica_faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Gathered parameters are the same bits on all data-parallel replicas, replicated ones on all ranks."""
-    assembler = _assembler(case.model, case.tp)
+    assembler = _assembler(case.model, case.tp, case.ep)
     whole = assembler.replicated
     replicas: dict[tuple[str, int], set[str]] = {}
     for o in outcomes:
         for held, fingerprint in o.prints.items():
             name = assembler.name(held)
-            replicas.setdefault((name, 0 if name in whole else o.tp_rank), set()).add(fingerprint)
+            part = 0 if name in whole else assembler.part(name, o.place)
+            replicas.setdefault((name, part), set()).add(fingerprint)
     for (name, _), prints in replicas.items():
         if len(prints) > 1:
             yield f"gathered {name} is not the same bits on all its replicas"

@@ -49,7 +49,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
 }
 # Llama with experts in all layers; in all but the first, with shared experts behind a gate; so many that a
-# micro-batch leaves some without tokens.
+# micro-batch leaves some without tokens; or such that it leaves ranks without.
 EXPERTS: dict[str, dict[str, Any]] = {
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 12},
     "shared experts": {
@@ -57,7 +57,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
         **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
     },
     "idle experts": {"num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "idle ranks": {"num_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True},
 }
+IDLE_RANKS = "idle ranks"  # all tokens go to the first two experts
 SIZES = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -134,6 +136,7 @@ class Case:
     loss_chunk: int | None = None
     cp: int = 1
     keys: int = 1  # groups of these that gather keys
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -156,7 +159,7 @@ class Case:
         """(world, tp, (P, G, OS), ranks of a node, ...): cases with equal ones can share a mesh."""
         factors = resolve_shards(_factors(self.shards), self.dp, self.h).factors
         pipeline = (self.pp, self.dp_outermost, self.tied) if self.pp > 1 else ()
-        return self.world, self.tp, factors, self.per_node, self.cp, self.keys, *pipeline
+        return self.world, self.tp, factors, self.per_node, self.cp, self.keys, self.ep, *pipeline
 
     @property
     def id(self) -> str:
@@ -170,6 +173,7 @@ class Case:
         words += [
             f"chunks{self.loss_chunk}" if self.loss_chunk else "",
             f"cp{self.cp // self.keys}x{self.keys}" if self.cp > 1 else "",
+            f"ep{self.ep}" if self.ep > 1 else "",
         ]
         return "-".join(word for word in words if word)
 
@@ -192,6 +196,7 @@ class Case:
             "micro_batch_size": self.model.batch // (self.dp // self.cp * self.micro_batches),
             "context_parallel_size": self.cp,
             **self.way,
+            "expert_model_parallel_size": self.ep,
             "recompute_granularity": self.recompute,
             "loss_chunk_tokens": self.loss_chunk,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,8 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    reduce_scatter_tensor_autograd,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -28,6 +35,9 @@ WIDTH, VOCABULARY, LENGTH = 32, 64, 8
 class Case:
     """A training. ``mesh``: '1d' (4 shards), '2d' (2 replicas x 2 shards) or 'tp' (2 shards x 2 tensor-parallel).
 
+    experts: the ranks that share the experts of a block, whose parameters are in a group of their own on the mesh of
+    the ranks that have the same ones: 2, a node's, or 4, whose mesh has one rank in a node and is not shared; 0: no
+    experts.
     dtypes: of parameters and of reductions, by MixedPrecisionPolicy. deferring: set_requires_all_reduce is called.
     whole: set_requires_gradient_sync is called instead, so that whole gradients wait for the last micro-batch.
     frozen: the embedding has no gradient. divide: the gradients' divide factor. nudge: numbers the element of the
@@ -43,6 +53,7 @@ class Case:
     checkpointing: bool = False
     compiled: bool = False
     frozen: bool = False
+    experts: int = 0
     divide: float | None = None
     steps: int = 5
     seed: int = 1
@@ -82,11 +93,49 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Experts(nn.Module):
+    """Eight experts of which each rank has some. Every token goes to all of them; a gate weighs what they return."""
+
+    COUNT = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(self.COUNT, WIDTH, WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(self.COUNT, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def share(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's experts, of those that the mesh's ranks have together."""
+        self.mesh = mesh
+        for name, p in list(self.named_parameters()):
+            setattr(self, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x [tokens, WIDTH], gate [tokens, COUNT] of this rank's tokens; returns [tokens, WIDTH]."""
+        x, gate = (all_gather_tensor_autograd(t, 0, self.mesh) for t in (x, gate))
+        up, down = self.up.to_local(), self.down.to_local()
+        own = gate.view(len(gate), self.mesh.size(), -1)[:, self.mesh.get_local_rank()]
+        inside = F.gelu(torch.einsum("tw,ewv->tev", x, up)) * own.unsqueeze(-1)
+        return reduce_scatter_tensor_autograd(torch.einsum("tev,evw->tw", inside, down), "sum", 0, self.mesh)
+
+
+class ExpertBlock(nn.Module):
+    def __init__(self, checkpointing: bool) -> None:
+        super().__init__()
+        self.norm, self.dense = nn.LayerNorm(WIDTH), Block(checkpointing)
+        self.gate, self.experts = nn.Linear(WIDTH, Experts.COUNT), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dense(x)
+        tokens = self.norm(x).flatten(0, 1)
+        return x + self.experts(tokens, self.gate(tokens).softmax(-1)).view_as(x)
+
+
 class Model(nn.Module):
-    def __init__(self, checkpointing: bool = False) -> None:
+    def __init__(self, checkpointing: bool = False, experts: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(checkpointing) for _ in range(2))
+        kind = ExpertBlock if experts else Block
+        self.blocks = nn.ModuleList(kind(checkpointing) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.scale = nn.Parameter(torch.ones(3))  # of a length that no rank count divides
 
@@ -100,7 +149,7 @@ class Model(nn.Module):
 def build(case: Case) -> nn.Module:
     """The sharded model of a case."""
     torch.manual_seed(case.seed)
-    model = Model(case.checkpointing)
+    model = Model(case.checkpointing, case.experts > 0)
     model.embedding.weight.requires_grad_(not case.frozen)
     if case.nudge:
         with torch.no_grad():
@@ -116,10 +165,16 @@ def build(case: Case) -> nn.Module:
         mesh = mesh["shard"]
     policy = MixedPrecisionPolicy(*case.dtypes)
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    placed = {}
+    if case.experts:
+        replicas = 2 if case.mesh == "2d" else 1
+        shape = (replicas, RANKS // replicas // case.experts, case.experts)
+        every = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "efsdp", "ep"))
+        placed = {"shard_placement_fn": experts_on_their_mesh(model, every)}
     for block in model.blocks:
         if case.compiled:
             block.compile(backend="aot_eager")
-        shard(block, reshard_after_forward=case.reshard)
+        shard(block, reshard_after_forward=case.reshard, **placed)
     shard(model)
     if case.divide is not None:
         for module in (*model.blocks, model):
@@ -128,13 +183,30 @@ def build(case: Case) -> nn.Module:
     return model
 
 
+def experts_on_their_mesh(
+    model: nn.Module, every: DeviceMesh
+) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+    """Share a model's experts, and say where fully_shard puts a parameter, as torchtitan does.
+
+    every: a mesh of replicas, of the ranks that shard the same experts, and of those that share a block's.
+    """
+    for block in model.blocks:
+        block.experts.share(every["ep"])
+    own = {p for block in model.blocks for p in block.experts.parameters()}
+    flat = FSDPMeshInfo(every["efsdp"], shard_mesh_dim=0)
+    info = flat if every.size(0) == 1 else HSDPMeshInfo(every["replicate", "efsdp"], 1, 0)
+    return lambda p: ShardPlacementResult(Shard(0), info) if p in own else None
+
+
 class Job:
     """A model with its optimizer and the loop that trains it, as a user of FSDP2 writes it."""
 
     def __init__(self, case: Case) -> None:
+        _clear_sharding_prop_cache()  # it holds meshes of worlds that are gone, by shapes that come again
         self.case, self.model = case, build(case)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=3e-3)
+        meshes = {p.device_mesh: [q for q in trained if q.device_mesh == p.device_mesh] for p in trained}
+        self.optimizer = torch.optim.AdamW([{"params": own} for own in meshes.values()], lr=3e-3)
         self.losses: list[float] = []
         self.norms: list[float] = []
 

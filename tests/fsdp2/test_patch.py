@@ -23,13 +23,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import fsdp2_patch
+from fsdp2_patch import weights
 from megazero.comm.watch import LossyGradients
+from megazero.kernels.fingerprint import fingerprints
 from megazero.patches.checks import GradientSamples
 from tests.dist.pool import run_ranks
-from tests.fsdp2.job import RANKS, Case, Job, Run, patched, train, train_all
+from tests.fsdp2.job import RANKS, Case, Job, Model, Run, experts_on_their_mesh, patched, train, train_all
+from tests.fsdp2.mixed import give_norms_fp32, policies_of_parameters
 
 BF16, FP16 = (torch.bfloat16, torch.float32), (torch.float16, torch.float16)
 EXACT: dict[str, Any] = {}
@@ -62,10 +65,16 @@ CASES = {
     "1d, compiled": Case("1d", 2, compiled=True),
     "1d, frozen": Case("1d", 2, frozen=True),
     "1d, divide": Case("1d", 2, divide=1.0),
+    "1d, experts": Case("1d", 2, experts=2, divide=RANKS),
+    "1d, experts, kept after forward": Case("1d", 2, reshard=False, experts=2, divide=RANKS),
+    "1d, experts, bf16 and fp32": Case("1d", 2, BF16, experts=2, divide=RANKS),
+    "1d, experts of one rank": Case("1d", 2, experts=4, divide=RANKS),
+    "2d, experts": Case("2d", 2, experts=2, divide=RANKS),
+    "2d, experts, bf16 and fp32": Case("2d", 2, BF16, experts=2, divide=RANKS),
     "tp": Case("tp", 2),
     "tp, bf16": Case("tp", 2, BF16),
 }
-ALWAYS = {"2d, 4 micro-batches"}
+ALWAYS = {"2d, 4 micro-batches", "2d, experts"}
 
 
 def cases(always: set[str]) -> list:
@@ -207,6 +216,96 @@ def test_bytes_are_those_of_the_formats() -> None:
     assert 0.5 * n / 2 <= hsdp["reduce_inter_node_bytes"] <= 0.5625 * (n / 2 + 64 * 30) + 32 * 15
 
 
+def sends_of_experts(mesh: str) -> list[dict[str, dict[str, int]]]:
+    """What this rank sends of experts, of a dense block and in all in the second step, exactly and quantised."""
+    found = []
+    for words in (EXACT, INT4 if mesh == "2d" else {**INT8_INT4, "gradients_intra_node": "int8"}):
+        job = Job(Case(mesh, 4, experts=2, divide=RANKS))
+        names = {"experts": "blocks.0.experts.up", "dense": "blocks.0.dense.up.weight", "all": None}
+        with patched(job.model, words, 2):
+            job.step(0)
+            for name in names.values():
+                fsdp2_patch.counters(name).take()
+            job.step(1)
+            found.append({kind: fsdp2_patch.counters(name).take() for kind, name in names.items()})
+            assert "blocks.1.nothing is no parameter" in refused_count("blocks.1.nothing")
+    return found
+
+
+def refused_count(name: str) -> str:
+    with pytest.raises(ValueError) as error:
+        fsdp2_patch.counters(name)
+    return str(error.value)
+
+
+def test_every_mesh_counts_its_own_bytes() -> None:
+    """Of 8 experts of 2 x 32 x 32 a rank has 4, half of them sharded: it is the one rank of its mesh in its node."""
+    experts = 4 * 2 * 32 * 32
+    parameters = [
+        32,
+        32,
+        32,
+        32,
+        128 * 32,
+        128,
+        32 * 128,
+        32,
+        8 * 32,
+        8,
+    ]  # of norms, dense layers and the gate
+    for exact, coded in run_ranks(RANKS, sends_of_experts, "1d"):
+        assert exact["experts"] == {
+            "reduce_inter_node_bytes": 4 * experts // 2,
+            "refresh_inter_node_bytes": 4 * experts // 2,
+            "intra_node_bytes": 0,
+            "inter_node_bytes": 4 * experts,
+        }
+        assert exact["dense"]["refresh_inter_node_bytes"] == 4 * sum(parameters) // 4
+        assert coded["experts"]["reduce_inter_node_bytes"] == 34 * experts // 2 // 64
+        assert coded["experts"]["refresh_inter_node_bytes"] == 66 * experts // 2 // 64
+        assert coded["experts"]["intra_node_bytes"] == 0 < coded["dense"]["reduce_intra_node_bytes"]
+        blocks = sum(-(-numel // 4 // 64) for numel in parameters)
+        assert coded["dense"]["refresh_inter_node_bytes"] == 66 * blocks
+        for sent in (exact, coded):
+            assert sent["all"]["inter_node_bytes"] > 2 * (
+                sent["experts"]["inter_node_bytes"] + sent["dense"]["inter_node_bytes"]
+            )
+
+
+@pytest.mark.slow
+def test_replicas_of_experts_count_their_own_bytes() -> None:
+    """Two replicas send each other half of a sum, and get half of it back."""
+    for exact, coded in run_ranks(RANKS, sends_of_experts, "2d"):
+        assert exact["experts"]["inter_node_bytes"] == 2 * 4 * (4 * 2 * 32 * 32) // 2
+        assert coded["experts"]["inter_node_bytes"] == 2 * 34 * (4 * 2 * 32 * 32) // 2 // 64
+
+
+def sent_by_stages() -> dict[str, int]:
+    """What a rank sends where the second of two stages alone has experts."""
+    stages = {"pp": 2, "efsdp": 2, "ep": 2}
+    dense = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "fsdp"))["fsdp"]
+    every = init_device_mesh("cpu", (*stages.values(), 1), mesh_dim_names=(*stages, "replicate"))
+    second = dist.get_rank() >= RANKS
+    model = Model(experts=second)
+    placed = (
+        {"shard_placement_fn": experts_on_their_mesh(model, every["replicate", "efsdp", "ep"])}
+        if second
+        else {}
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=dense, **placed)
+    fully_shard(model, mesh=dense)
+    with patched(model, EXACT, 2):
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        return fsdp2_patch.counters().take()
+
+
+@pytest.mark.slow
+def test_stages_may_have_different_groups() -> None:
+    sent = [found["inter_node_bytes"] for found in run_ranks(2 * RANKS, sent_by_stages)]
+    assert len(set(sent[:RANKS])) == len(set(sent[RANKS:])) == 1 and 0 < sent[0] < sent[-1]
+
+
 def written(words: dict[str, Any], how: str, folder: str) -> tuple[list[float], list[float]]:
     """Losses before and after parameters are written in the middle of a run, patched and not."""
     found = []
@@ -281,6 +380,98 @@ def test_weights_are_not_stale_without_the_models_forward(how: str) -> None:
     """``unshard`` gathers before a forward, a registered method is none, and a part may be called alone."""
     plain = run_ranks(RANKS, written_ahead, None, how)[0]
     assert run_ranks(RANKS, written_ahead, EXACT, how)[0] == pytest.approx(plain, rel=1e-6)
+
+
+def checksums_taken(words: dict[str, Any], micro_batches: int) -> tuple[list[int], int]:
+    """Of how many shards checksums are taken in each of 3 steps and 2 evaluations; bytes that these send across."""
+    job, taken = Job(Case(micro_batches=micro_batches)), [0]
+
+    def counting(values: list[torch.Tensor]) -> torch.Tensor:
+        taken[-1] += len(values)
+        return fingerprints(values)
+
+    with mock.patch.object(weights, "fingerprints", counting), patched(job.model, words, 2):
+        for step in range(3):
+            taken.append(0)
+            job.step(step)
+        fsdp2_patch.counters().take()
+        for _ in range(2):
+            taken.append(0)
+            job.look()
+        return taken[1:], fsdp2_patch.counters().take()["refresh_inter_node_bytes"]
+
+
+def test_checksums_are_taken_only_where_they_are_compared() -> None:
+    """With one micro-batch a step they are not, but in the first, until what is kept is used again."""
+    counts = {
+        name: run_ranks(RANKS, checksums_taken, words, micro_batches)[0]
+        for name, words, micro_batches in (
+            ("one", EXACT, 1),
+            ("two", EXACT, 2),
+            ("differences", DELTA_INT4, 1),
+        )
+    }
+    n = len(list(Model().parameters()))
+    assert counts["one"][0] == [n, 0, 0, 0, n] and counts["two"][0] == [2 * n, 2 * n, 2 * n, n, n]
+    assert counts["differences"][0] == [2 * n, 2 * n, 2 * n, n, n]
+    # The first evaluation sends what the last step made; the second one knows of no checksum, and sends it again.
+    assert counts["one"][1] == 2 * counts["two"][1]
+
+
+def mixed(case: Case, words: dict[str, Any] | None) -> tuple[Run, list[str], str, set[torch.dtype]]:
+    """A run whose parameters have policies of their own, what it warns and prints, and the dtypes of its gathers."""
+    seen = set()
+    with policies_of_parameters(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = Job(case)
+        give_norms_fp32(job.model)
+        with contextlib.redirect_stdout(io.StringIO()) as said, patched(job.model, words, 2):
+            for step in range(case.steps):
+                job.step(step)
+            for module in job.model.blocks:
+                seen |= {out.dtype for p in raw_of(module).fsdp_params for out in p.all_gather_outputs}
+            return job.run(), [str(w.message) for w in caught], said.getvalue(), seen
+
+
+def raw_of(module: nn.Module) -> Any:
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+@pytest.mark.parametrize("mesh", ["1d", pytest.param("2d", marks=pytest.mark.slow)])
+def test_parameters_with_policies_of_their_own(mesh: str) -> None:
+    """What comes as bytes of several dtypes goes exactly, and is said to; sums of one dtype are quantised."""
+    case = Case(mesh, 2, steps=3)
+    plain, *_ = run_ranks(RANKS, mixed, case, None)[0]
+    run, warned, _, dtypes = run_ranks(RANKS, mixed, case, EXACT)[0]
+    assert dtypes == {torch.bfloat16, torch.float32}
+    if mesh == "2d":
+        assert (run.losses, run.shards) == (plain.losses, plain.shards)
+    else:
+        assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert not [text for text in warned if "fsdp2_patch" in text]
+    coded, warned, said, _ = run_ranks(RANKS, mixed, case, INT4 if mesh == "2d" else INT8_INT4)[0]
+    assert coded.losses == pytest.approx(plain.losses, rel=1e-2) and coded.losses != plain.losses
+    told = [text for text in warned if "its weights are sent exactly" in text]
+    assert len(told) == (2 if mesh == "1d" else 0)  # the blocks; the root has no norm
+
+
+def bytes_to_reduce() -> str:
+    """What is said where sums come as bytes of several dtypes, of the right size."""
+    job = Job(Case())
+    with patched(job.model, EXACT, 2):
+        job.step(0)
+        raw = raw_of(job.model.blocks[0])
+        given = torch.zeros(RANKS * sum(p.padded_sharded_param_size.numel() for p in raw.fsdp_params))
+        raw._reduce_scatter_comm.params = raw.fsdp_params
+        for sums in (given.to(torch.uint8), given.view(torch.uint8), given[:-RANKS]):
+            with pytest.raises(RuntimeError) as error:
+                raw._reduce_scatter_comm(given, sums, raw.mesh_info.shard_process_group, dist.ReduceOp.SUM)
+            assert "reduces gradients of blocks.0 in a buffer of" in str(error.value)
+        return str(error.value)
+
+
+def test_sums_of_several_dtypes_are_refused_by_name() -> None:
+    assert "give its parameters one reduce_dtype" in run_ranks(RANKS, bytes_to_reduce)[0]
 
 
 def evaluated(words: dict[str, Any] | None) -> list[float]:

@@ -70,6 +70,31 @@ def test_torchtitans_trainer(replicas: int, tmp_path: Path) -> None:
         close(titan(tmp_path, name, words + ", exact_numel=0, ", steps=3, replicas=replicas), plain, rel)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("model", ["qwen3.qwen3_moe_debug", "deepseek_v3.deepseek_v3_debugmodel"])
+def test_torchtitans_experts(model: str, replicas: int, tmp_path: Path) -> None:
+    """On a mesh of their own, in the module of attention: each of the ranks that share them is alone in its node."""
+    pytest.importorskip("torchtitan")
+    runs = {
+        name: titan(tmp_path, name, words, steps=3, replicas=replicas, model=model)
+        for name, words in (
+            ("plain", None),
+            ("exact", ""),
+            ("int4", (QUANTISED if replicas == 1 else 'gradients="int4"') + ", exact_numel=0, "),
+        )
+    }
+    if replicas == 1:
+        close(runs["exact"], runs["plain"], 1e-6)
+        for rank in range(4):
+            sent = json.loads((tmp_path / "exact" / f"sent{rank}.json").read_text())
+            assert (
+                sent["refresh_inter_node_bytes"] == 3 * 4 * sent["shards"]
+            )  # to one other, once in each of 3 steps
+    else:
+        assert runs["exact"] == runs["plain"]
+    close(runs["int4"], runs["plain"], 2e-2)
+
+
 def test_torchtitans_checkpoints(tmp_path: Path) -> None:
     """Into the patch and out of it, as a run that never had it goes on."""
     pytest.importorskip("torchtitan")

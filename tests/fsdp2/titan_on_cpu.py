@@ -5,6 +5,7 @@ torchrun ... titan_on_cpu.py SCRIPT FOLDER OPTIONS: the script is torchtitan's o
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -14,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+import fsdp2_patch
 
 
 def answer_for_a_gpu() -> None:
@@ -69,6 +72,20 @@ def attend_on_a_cpu() -> None:
     attention._compiled_create_block_mask = attention.create_block_mask
 
 
+def compute_experts_on_a_cpu() -> None:
+    """Each expert's products apart, in the weights' dtype: bf16's grouped product is for a GPU."""
+    from torch.nn.functional import silu
+    from torchtitan.models.common.moe import GroupedExperts
+
+    def forward(self: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        weights = [getattr(self, name).to_local() for name in ("w1_EFD", "w2_EDF", "w3_EFD")]
+        tokens = x.split([*counts.tolist(), len(x) - int(counts.sum())])  # the rest belongs to nobody
+        every = zip(tokens, *weights, strict=False)
+        return torch.cat([*((silu(t @ w1.T) * (t @ w3.T)) @ w2.T for t, w1, w2, w3 in every), tokens[-1] * 0])
+
+    GroupedExperts.forward = forward
+
+
 def write_assets(folder: Path) -> None:
     """Write the tokenizer and the texts that a checkout of torchtitan has."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -88,10 +105,16 @@ def write_assets(folder: Path) -> None:
 
 
 def small_debug_model(assets: Path, folder: Path, options: dict[str, Any]) -> Any:
-    """torchtitan's debug model with short sequences, 2 micro-batches a step, and every loss in a file."""
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    """One of torchtitan's debug models with short sequences and 2 micro-batches a step.
 
-    config = llama3_debugmodel()
+    Models of experts keep their first two layers, whose experts are shared by two ranks.
+    """
+    family, name = options.get("model", "llama3.llama3_debugmodel").split(".")
+    registry = importlib.import_module(f"torchtitan.models.{family}.config_registry")
+    config = getattr(registry, name)()
+    if family != "llama3":
+        del config.model_spec.model.layers[2:]
+        config.parallelism.expert_parallel_degree = 2
     config.hf_assets_path, config.dump_folder = str(assets), str(folder)
     config.dataloader.dataset_path = str(assets / "c4_test")
     training = config.training
@@ -117,18 +140,27 @@ def main(script: str, folder: str, options: dict[str, Any]) -> None:
 
     divide_on_gloo()
     attend_on_a_cpu()
+    compute_experts_on_a_cpu()
     assets, rank = Path(folder) / f"assets{os.environ['RANK']}", os.environ["RANK"]
     write_assets(assets)
     ConfigManager.parse_args = lambda *_: small_debug_model(assets, Path(folder), options)
     losses: list[float] = []
-    step = Trainer.forward_backward_step
+    step, train = Trainer.forward_backward_step, Trainer.train
 
     def noting(self: Any, **given: Any) -> Any:
         loss = step(self, **given)
         losses.append(float(loss))
         return loss
 
-    Trainer.forward_backward_step = noting
+    def counting(self: Any) -> None:
+        """Train, and note what was sent, and the elements of this rank's shards."""
+        train(self)
+        if fsdp2_patch._patch is not None:
+            shards = sum(p.to_local().numel() for part in self.model_parts for p in part.parameters())
+            sent = {**fsdp2_patch.counters().take(), "shards": shards}
+            Path(folder, f"sent{rank}.json").write_text(json.dumps(sent))
+
+    Trainer.forward_backward_step, Trainer.train = noting, counting
     sys.argv = [script]
     runpy.run_path(script, run_name="__main__")
     Path(folder, f"losses{rank}.json").write_text(json.dumps(losses))

@@ -90,7 +90,7 @@ def _legal(config: RunConfig, world: World, sizes: Sequence[int]) -> Iterator[Ru
 
 def _layouts(config: RunConfig, world: World) -> list[ParallelConfig]:
     """Return the layouts whose ranks divide the world: as many tensor-parallel ranks as possible, then the number of
-    stages nearest in ratio, the larger one of two. As many ranks share samples."""
+    stages nearest in ratio, the larger one of two. As many ranks share samples, and as many as can the experts."""
     given = config.parallel
     tp, pp = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
     layers, cp = config.model.num_layers, given.context_parallel_size
@@ -101,7 +101,13 @@ def _layouts(config: RunConfig, world: World) -> list[ParallelConfig]:
         if tp % t == 0 and world.world_size % (t * p * cp) == 0
     ]
     found.sort(key=lambda each: (tp // each[0], round(abs(log(each[1] / pp)), 9), -each[1]))
-    return [_with_layout(given, t, p) for t, p in found]
+    ep = given.expert_model_parallel_size
+    return [
+        replace(_with_layout(given, t, p), expert_model_parallel_size=e)
+        for t, p in found
+        for e in range(ep, 0, -1)
+        if ep % e == 0 and (e == 1 or e % t == 0)
+    ]
 
 
 def _with_layout(given: ParallelConfig, tp: int, pp: int) -> ParallelConfig:

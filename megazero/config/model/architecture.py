@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.config.model.rules import conditions
 from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, convert, section_options, show
 from megazero.families import FAMILIES, Family
 from megazero.families.config_json.missing import missing
-from megazero.families.layer_kinds import some_layers
+from megazero.families.layer_kinds import layer_kinds, some_layers
 
 # Options of the model that decide neither which parameters there are nor what is computed of them.
 _FREE = (
@@ -90,40 +90,48 @@ def architecture_of(options: ModelConfig) -> Family:
     own = FAMILIES[options.model_family]
     others = [family for family in FAMILIES.values() if family is not own]
     candidates = [family for family in (own, *others) if options.tensor_names in family.names]
-    faults = {family.name: list(_inexpressible(options, family)) for family in candidates}
+    faults = {family.name: _inexpressible(options, family) for family in candidates}
     for family in candidates:
-        if not faults[family.name]:
+        if not faults[family.name].lost:
             return family
     for family in FAMILIES.values():
         named = any(names.can_express(options) for names in family.names)
-        if named and not any(_inexpressible(options, family)):
+        if named and not _inexpressible(options, family).lost:
             raise ValueError(
                 f"--model-family {own.name} stores this mixture under other names than Hugging Face, which "
                 f"has it as {family.hugging_face.model_type}; --model-family {family.name} stores it under those"
             )
-    nearest = min(faults, key=lambda name: len(faults[name]))
+    nearest = min(faults, key=lambda name: (not faults[name].readable, len(faults[name].lost)))
     raise ValueError(
         f"no architecture in Hugging Face has this mixture of choices; the nearest is {nearest}, without "
-        f"{', '.join(faults[nearest])}"
+        f"{', '.join(faults[nearest].lost)}"
     )
 
 
-def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
-    """Write config.json of the family, read it again, and yield what was lost on the way, as flags."""
+class _Inexpressible(NamedTuple):
+    """What a family's config.json does not say of a model, as flags, or why it cannot be read."""
+
+    lost: list[str]
+    readable: bool = True
+
+
+def _inexpressible(options: ModelConfig, family: Family) -> _Inexpressible:
+    """Write config.json of the family, read it again, and return what was lost on the way."""
     config = family.hugging_face.config(options)
     config["vocab_size"] = options.vocab_size or 1
     try:
         back = _read(family, config, (), {"seq_length": options.seq_length})
     except ValueError as error:
-        yield str(error)
-        return
+        return _Inexpressible([str(error)], readable=False)
     idle = {name for names, holds, _ in conditions(options) if not holds for name in names}
     idle |= {"model_family", "vocab_size"}
-    for option in section_options("model", ModelConfig):
-        if option.name not in idle and is_architecture(option.name, options.position_embedding_type):
-            value = _value(options, option)
-            if value != _value(back, option):
-                yield f"{option.flag} {show(value)}"
+    said = [
+        option
+        for option in section_options("model", ModelConfig)
+        if option.name not in idle and is_architecture(option.name, options.position_embedding_type)
+    ]
+    pairs = [(option, _value(options, option), _value(back, option)) for option in said]
+    return _Inexpressible([f"{option.flag} {show(value)}" for option, value, read in pairs if value != read])
 
 
 def _value(options: ModelConfig, option: Option) -> Any:
@@ -134,6 +142,8 @@ def _value(options: ModelConfig, option: Option) -> Any:
     """
     meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
     meant["moe_ffn_hidden_size"] = options.expert_width
+    if all(kind.experts for kind in layer_kinds(options)):  # no layer has another width
+        meant["ffn_hidden_size"] = options.expert_width
     if options.rotary_window_base == options.rotary_base and options.rotary_scaling == "none":
         meant["rotary_window_base"] = None
     meant |= some_layers(options, range(options.num_layers))

@@ -127,13 +127,47 @@ def experts(model: ModelConfig) -> Iterator[str]:
         return
     if topk > count:
         yield f"--moe-router-topk {topk} exceeds --num-experts {count}; nearest: {count}"
-    if topk == 1 and not model.moe_router_pre_softmax:
+    softmax = model.moe_router_score_function == "softmax"
+    if topk == 1 and softmax and not model.moe_router_pre_softmax:
         yield (
             "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one chosen score is always 1, which "
             "the router cannot learn from"
         )
+    if model.moe_router_enable_expert_bias and softmax:
+        yield (
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: the bias is as large as a "
+            "score of one expert, whatever the others' are"
+        )
+    yield from _groups(model, count)
     if model.add_bias_linear:
         yield "--num-experts does not take biases in the MLP; nearest: --disable-bias-linear"
+
+
+def _groups(model: ModelConfig, count: int) -> Iterator[str]:
+    """Report groups of experts that a token's experts do not fit in."""
+    groups, kept, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
+    if kept is None:
+        return
+    if groups is None:
+        yield f"--moe-router-group-topk {kept} needs --moe-router-num-groups, of which it is a part"
+    elif count % groups:
+        yield (
+            f"--num-experts {count} does not divide into --moe-router-num-groups {groups}; nearest groups: "
+            f"{around(common_divisors(count), groups)}"
+        )
+    elif kept > groups:
+        yield f"--moe-router-group-topk {kept} exceeds --moe-router-num-groups {groups}; nearest: {groups}"
+    elif kept > topk:
+        yield (
+            f"--moe-router-group-topk {kept} exceeds --moe-router-topk {topk}: a group counts by its best "
+            f"{topk} // {kept} experts, which are none; nearest: {topk}"
+        )
+    elif kept * count // groups < topk:
+        least = -(-topk * groups // count)
+        yield (
+            f"--moe-router-group-topk {kept} groups of {count // groups} experts have fewer than --moe-router-topk "
+            f"{topk}; nearest: {least}"
+        )
 
 
 def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
@@ -247,6 +281,10 @@ def conditions(model: ModelConfig) -> Iterator[Condition]:
     yield of_experts, model.num_experts is not None, "--num-experts"
     shared = model.moe_shared_expert_intermediate_size is not None
     yield ("moe_shared_expert_gate",), shared, "--moe-shared-expert-intermediate-size"
+    softmax = model.moe_router_score_function == "softmax"
+    yield ("moe_router_pre_softmax",), softmax, "--moe-router-score-function softmax"
+    grouped = model.moe_router_group_topk is not None
+    yield ("moe_router_num_groups",), grouped, "--moe-router-group-topk"
     computed = model.rotary_attention_factor is None
     yield _MSCALES, computed, "the computed attention factor (no --rotary-attention-factor)"
 

@@ -203,6 +203,23 @@ class ModelConfig:
     moe_router_pre_softmax: bool = option(
         False, "softmax of all experts' scores before some are chosen, else of the chosen ones'"
     )
+    moe_router_score_function: str = option(
+        "softmax",
+        "what makes a router's scores probabilities; sigmoids of several chosen experts are divided by their sum",
+        choices=("softmax", "sigmoid"),
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None, "factor of the chosen experts' probabilities", above=0
+    )
+    moe_router_num_groups: int | None = option(
+        None, "groups that experts lie in, of which a token goes to experts of --moe-router-group-topk", low=1
+    )
+    moe_router_group_topk: int | None = option(
+        None, "groups of --moe-router-num-groups whose experts a token may go to (default: all)", low=1
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False, "experts are chosen by their sigmoids and a bias each, which every step moves towards balance"
+    )
     moe_shared_expert_intermediate_size: int | None = option(
         None, "width inside all shared experts together, which every token goes to (default: none)", low=1
     )

@@ -37,6 +37,7 @@ class ParameterSpec:
     mean, std: the initial values are normal, or constant if std is 0.
     multiplies: the parameter is a matrix that multiplies every token's activations.
     experts, of_token: the first dim counts experts, so many of which multiply a token's activations; 0 and 1: none.
+    sharing: how many ranks share the experts, of which these are one's.
     own_heads: a rank applies the parameter to its own heads alone.
     vocabulary: the rows are words, which are padded before ranks share them.
     tied: the embedding and the head hold one parameter.
@@ -54,6 +55,7 @@ class ParameterSpec:
     tied: bool = False
     experts: int = 0
     of_token: int = 1
+    sharing: int = 1
 
     @property
     def numel(self) -> int:
@@ -67,7 +69,14 @@ class ParameterSpec:
     @property
     def of_one(self) -> ParameterSpec:
         """Return the parameter of one expert, as a checkpoint stores it."""
-        return replace(self, shape=self.shape[1:], experts=0, of_token=1)
+        return replace(self, shape=self.shape[1:], experts=0, of_token=1, sharing=1)
+
+    def dealt(self, ep: int) -> ParameterSpec:
+        """Return the parameter as one of ``ep`` ranks that share the experts holds it."""
+        if not self.experts:
+            return self
+        own = self.experts // ep
+        return replace(self, shape=(own, *self.shape[1:]), experts=own, sharing=ep)
 
     def copies(self, tp: int) -> int:
         """Return how many of ``tp`` ranks in a row hold the same part of a parameter that is cut."""
@@ -75,7 +84,7 @@ class ParameterSpec:
 
     def replicated(self, tp: int) -> bool:
         """Tell whether several of ``tp`` ranks hold the same elements."""
-        return self.cut is None or self.copies(tp) > 1
+        return self.cut is None and self.sharing == 1 or self.copies(tp) > 1
 
     def partial(self, tp: int, sequence_parallel: bool) -> bool:
         """Tell whether the gradient on each of ``tp`` ranks is one term of a sum over them.
@@ -145,16 +154,21 @@ class LayerSpec(ModuleSpec):
     gradients: Elements
     query: int
     heads: int
+    experts: bool = False
     norm_sums: int = 0
     rereads_output: bool = False
+    rereads_experts: bool = False
     places: tuple[int, ...] = ()
 
 
 class ModelSpec:
-    """The modules of a model. They are made when they are asked for: layers do not need the vocabulary."""
+    """The modules of a model. They are made when they are asked for: layers do not need the vocabulary.
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+    ep: how many ranks share the experts, of which layers have one's.
+    """
+
+    def __init__(self, config: ModelConfig, ep: int = 1) -> None:
+        self.config, self.ep = config, ep
 
     @cached_property
     def embedding(self) -> ModuleSpec:
@@ -180,7 +194,9 @@ class ModelSpec:
         """
         places: dict[LayerSpec, list[int]] = {}
         for choices, numbers in _by_choices(self.config).items():
-            places.setdefault(_layer(self.config, choices), []).extend(numbers)
+            layer = _layer(self.config, choices)
+            own = tuple(p.dealt(self.ep) for p in layer.parameters)
+            places.setdefault(replace(layer, parameters=own), []).extend(numbers)
         first, *others = (replace(each, places=tuple(sorted(numbers))) for each, numbers in places.items())
         return (first, *(replace(each, kind=f"{LAYER} {i}") for i, each in enumerate(others, start=2)))
 
@@ -234,9 +250,10 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 
 @lru_cache(maxsize=64)
-def padded_spec(config: ModelConfig, tp: int) -> ModelSpec:
-    """Return the description of the model with the vocabulary that ``tp`` ranks share."""
-    return ModelSpec(replace(config, vocab_size=config.padded_vocab_size(tp)))
+def padded_spec(config: ModelConfig, tp: int, ep: int = 1) -> ModelSpec:
+    """Return the description of the model with the vocabulary that ``tp`` ranks share, and the experts of one of
+    ``ep``."""
+    return ModelSpec(replace(config, vocab_size=config.padded_vocab_size(tp)), ep)
 
 
 # -- parameters ------------------------------------------------------------------------------------------
@@ -317,6 +334,7 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     # Attention has linears that ranks share, and the MLP, of experts the shared ones.
     shared = c.moe_shared_expert_intermediate_size is not None
     last_read = choices.experts and (not shared or c.moe_shared_expert_gate)
+    reads_output = c.hidden_dropout > 0 or "mlp_output_norm" in norms
     return LayerSpec(
         LAYER,
         parameters,
@@ -327,8 +345,10 @@ def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
         gradients=Elements(2 * h, mlp.gradients),
         query=c.query_projection_size,
         heads=c.num_attention_heads,
+        experts=choices.experts,
         norm_sums=2 if c.qk_norm == "all-heads" else 0,
-        rereads_output=c.hidden_dropout > 0 or "mlp_output_norm" in norms or last_read,
+        rereads_output=reads_output or last_read,
+        rereads_experts=reads_output or shared,
     )
 
 
@@ -405,6 +425,14 @@ def _experts(c: ModelConfig) -> Block:
         kept=topk * (each.kept + h + width) + beside.kept + scores + kept_gate,
         gradients=topk * (each.gradients + 2 * h) + beside.gradients,
     )
+
+
+def router_biases(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Map the names of the routers' biases to their shapes. They are fp32 and no parameters: steps count for them."""
+    if config.num_experts is None or not config.moe_router_enable_expert_bias:
+        return {}
+    name, kinds = "layers.{}.mlp.router.e_score_correction_bias", enumerate(layer_kinds(config))
+    return {name.format(i): (config.num_experts,) for i, kind in kinds if kind.experts}
 
 
 # -- counts ----------------------------------------------------------------------------------------------

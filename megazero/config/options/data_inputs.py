@@ -159,11 +159,25 @@ def missing_file(prefix: str) -> str:
     """Return the line for the file of a data set that is not there, or ''."""
     for ending in (".idx", ".bin"):
         if not Path(f"{prefix}{ending}").is_file():
+            near = _nearest_prefix(prefix)
+            cure = (
+                f"nearest: {near}"
+                if near
+                else "as megazero preprocess prints it, usually ending in _text_document"
+            )
             return (
                 f"{prefix}{ending} does not exist; the data path is the common prefix of a .bin and an .idx file "
-                "(as megazero preprocess prints it, usually ending in _text_document)"
+                f"({cure})"
             )
     return ""
+
+
+def _nearest_prefix(prefix: str) -> str:
+    """Return the prefix of a whole data set that was probably meant, or ''."""
+    bare = re.sub(r"\.(bin|idx|meta\.json|jsonl?|txt)$", "", prefix)
+    beside = (f"{path}".removesuffix(".idx") for path in sorted(Path(bare).parent.glob("*.idx")))
+    known = [each for each in beside if each.startswith(bare) and Path(f"{each}.bin").is_file()]
+    return known[0] if known else ""
 
 
 def _number(word: str) -> float | None:

@@ -36,7 +36,8 @@ class Option:
     ``whole_run``: it means nothing in a run of a few steps, which has the default (verify/shrink.py).
     ``takes_options``: entries of a YAML list may be mappings of a word to its options (callback_words.py).
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
-    ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false.
+    ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false,
+    or a list to none.
     ``place`` names a word of a command that has no flag: DIR in ``megazero convert to-hf CHECKPOINT DIR``.
     """
 
@@ -68,6 +69,11 @@ class Option:
     @property
     def flag(self) -> str:
         return "--" + self.key
+
+    @property
+    def may_be_none(self) -> bool:
+        """Tell whether it is a list that may have no entries, which its negative flag says."""
+        return self.kind in MANY and not (self.default or self.required)
 
     @property
     def negative_key(self) -> str:
@@ -164,15 +170,18 @@ def convert(opt: Option, raw: Any) -> Any:
     return raw if opt.word and raw == opt.word else _number(opt.kind, raw, opt.word)
 
 
-def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...]:
+def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...] | None:
+    """Return the values; the default for none, if that is none."""
     items = list(raw) if isinstance(raw, list | tuple) else [raw]  # a mapping is one entry
     if opt.takes_options:
         return tuple(map(word_of, items))
     if opt.kind == "strs":  # numbers are weights of a blend
         return tuple(str(item) for item in items)
     pieces = [piece for item in items for piece in (_pieces(item) if isinstance(item, str) else [item])]
-    if not pieces:
+    if not pieces and opt.default:
         raise ValueError("takes at least one number, got none")
+    if not pieces:
+        return opt.default
     return tuple(_number(opt.kind.removesuffix("s"), piece) for piece in pieces)
 
 

@@ -40,6 +40,12 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
         None, "U G of a2a+p2p: ranks that swap heads, and groups of these that gather keys and values"
     )
+    expert_model_parallel_size: int = option(
+        1,
+        "ranks of a node that share the experts, tensor-parallel ranks and then data-parallel neighbours: a token "
+        "goes to the ranks that hold its experts",
+        low=1,
+    )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
         "layers of each stage, where a rank has several (interleaved schedule)",

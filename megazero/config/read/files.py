@@ -14,7 +14,8 @@ from megazero.config.run import section_types
 def read_yaml(path: str) -> Layer:
     """Read a YAML file as a layer.
 
-    Keys are written with - or _. A section's name may hold a mapping of its keys. null leaves a key unset.
+    Keys are written with - or _. A section's name may hold a mapping of its keys. null leaves a key unset; so does
+    [] a list.
     """
     layer = Layer(path)
     content = _load(layer, path)
@@ -37,8 +38,10 @@ def _load(layer: Layer, path: str) -> Any:
         content, twice = bounded.read_yaml(path)
     except WRONG_PATH as error:
         layer.errors.append(f"--config {path} cannot be read: {error.strerror or error}")
+        layer.unread = True
     except ValueError as error:
         layer.errors.append(f"--config {path} is not YAML: {error}")
+        layer.unread = True
     else:
         layer.errors.extend(f"{path}: {key} stands there twice" for key in twice)
         return content

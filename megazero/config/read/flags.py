@@ -93,7 +93,11 @@ def read_arguments(cls: type[Section], argv: Sequence[str]) -> Section:
         else:
             layer.errors.append(f"{word} does not exist{did_you_mean(_key(word), known, '--')}")
             words += typed[1:] if places else []
-    _fill(layer, places, words)
+    left = _fill(layer, places, words)
+    wanted = [
+        opt for opt in options if opt.required and opt.name not in layer.values | dict.fromkeys(layer.failed)
+    ]
+    layer.errors += _strays(left, wanted)
     faults = [fault(opt, layer.values.get(opt.name, opt.default)) for opt in options if not opt.place]
     if errors := [*layer.errors, *filter(None, faults)]:
         raise ConfigError(errors)
@@ -112,7 +116,8 @@ def _earlier(layer: Layer, switch: Switch) -> Sequence[str]:
     return layer.values.get(switch.option.name, ()) if switch.option.kind == "strs" else ()
 
 
-def _fill(layer: Layer, places: Sequence[Option], words: list[str]) -> None:
+def _fill(layer: Layer, places: Sequence[Option], words: list[str]) -> list[str]:
+    """Put words into the places, in turn. Returns those that are left."""
     for opt in places:
         many = opt.kind in MANY
         taken, words = (words, []) if many else (words[:1], words[1:])
@@ -120,7 +125,14 @@ def _fill(layer: Layer, places: Sequence[Option], words: list[str]) -> None:
             layer.put(opt, taken if many else taken[0], opt.place)
         elif opt.needed:
             layer.errors.append(f"{opt.place} is required: {opt.help}")
-    layer.errors += [f"{word!r} does not belong to a flag; flags start with --" for word in words]
+    return words
+
+
+def _strays(words: Sequence[str], wanted: Sequence[Option]) -> Iterator[str]:
+    """Yield the error of each word that belongs to no flag. wanted: the required flags that are not given."""
+    for number, word in enumerate(words):
+        near = wanted[min(number, len(wanted) - 1)].flag if wanted else ""
+        yield f"{word!r} does not belong to a flag; flags start with --{f'; nearest: {near} {word}' if near else ''}"
 
 
 def _groups(argv: Sequence[str]) -> Iterator[list[str]]:
@@ -209,6 +221,7 @@ def spelling(opt: Option) -> str:
     choices = [kinds[opt.kind], opt.word] if opt.word else opt.choices
     value = "{" + ",".join(map(str, choices)) + "}" if choices else kinds[opt.kind]
     others = [f"--{alias} {value}" for alias in opt.aliases] + [f"--{const}" for const in opt.consts]
+    others += [f"--{opt.negative_key}"] if opt.may_be_none else []
     return " | ".join([f"{opt.flag} {value}", *others])
 
 

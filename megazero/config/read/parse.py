@@ -71,6 +71,11 @@ def read_layers(flags: Flags) -> Layer:
     return merge([*layers, flags.layer])
 
 
+def make_run(said: Layer, world: World | None = None) -> RunConfig:
+    """Do as ``parse`` does with the values of ``read_layers``, which a command may have changed."""
+    return _configured(said, world)
+
+
 def settle(layer: Layer) -> None:
     """Settle a source's words that are no options: flags of Megatron, or errors with what was probably meant."""
     taken = []
@@ -156,6 +161,8 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
 
 def _configured(said: Layer, world: World | None) -> RunConfig:
     """Return the configuration, with ``said`` in it where what --load names is still to be read."""
+    if said.unread:
+        raise ConfigError(said.errors)
     if said.values.get("load") is None:
         return _judged(said, world, Beginning())
     if said.errors:

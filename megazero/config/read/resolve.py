@@ -321,7 +321,8 @@ def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
             )
         if preset is not None and preset not in legal:
             errors.append(
-                f"--zero-stage {stage} is preset {own}, but --zero-preset is {preset}; leave one out"
+                f"--zero-stage {stage} is preset {own}, but --zero-preset is {preset}; leave one out: without "
+                f"--zero-stage it is {preset}, without --zero-preset {own}"
             )
         preset = preset or own
     values["zero_preset"] = preset or DEFAULT_PRESET

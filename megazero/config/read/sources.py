@@ -55,6 +55,8 @@ def switches(options: Iterable[Option]) -> Mapping[str, Switch]:
             table[opt.key] = Switch(opt)
         table.update({key: Switch(opt, value) for key, value in opt.consts.items()})
         table.update({key: Switch(opt) for key in opt.aliases})
+        if opt.may_be_none:
+            table[opt.negative_key] = Switch(opt, [])
     return MappingProxyType(table)
 
 
@@ -87,6 +89,7 @@ class Layer:
     ``final`` has the values that stronger sources do not override, by field name, each with the reason.
     ``unknown`` are the words that are no options here, which parse.py settles. ``accepted`` are the flags of Megatron
     among them that change nothing here, ``conditions`` those of them that change nothing with some values alone.
+    ``unread``: the source is a file that cannot be read, so what is missing may stand there.
     """
 
     source: str
@@ -98,6 +101,7 @@ class Layer:
     notes: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     final: dict[str, str] = field(default_factory=dict)
+    unread: bool = False
 
     def put(self, opt: Option, raw: Any, name: str) -> None:
         """Convert and keep a value. A second, different one for the same field wins and is noted."""
@@ -130,12 +134,12 @@ def merge(layers: Sequence[Layer]) -> Layer:
                         f"{show(out.values[name])} from {origin[name]}: {out.final[name]}"
                     )
                 continue
-            for other in REPLACES.get(name, (name,)):
+            for other in REPLACES.get(name, (name,)) if value is not None else (name,):
                 if other in out.values and origin[other] != layer.source:
                     old = out.values.pop(other)
                     if (other, old) != (name, value):
                         out.notes.append(
-                            f"{name.replace('_', '-')} {show(value)} from {layer.source} overrides "
+                            f"{name.replace('_', '-')} {show(value) or 'none'} from {layer.source} overrides "
                             f"{other.replace('_', '-')} {show(old)} from {origin[other]}"
                         )
             out.values[name], origin[name] = value, layer.source
@@ -145,5 +149,6 @@ def merge(layers: Sequence[Layer]) -> Layer:
         out.errors += layer.errors
         out.notes += layer.notes
         out.failed |= layer.failed
+        out.unread = out.unread or layer.unread
     out.failed -= set(out.values)
     return out

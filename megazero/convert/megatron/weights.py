@@ -70,6 +70,11 @@ class MegatronWeights:
         """What a checkpoint that is made of it says of its weights."""
         return f"Megatron's checkpoint of iteration {self.stored.saved.get('iteration', 'unknown')}"
 
+    @property
+    def base(self) -> str:
+        """What model cards say of its weights: Megatron's checkpoints have no name."""
+        return self.origin
+
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Map the decoder's stored tensors to their shapes, in the order of the model."""

@@ -8,15 +8,22 @@ from typing import Any
 
 from megazero.families.config_json.missing import EXPERTS, part_of
 
-# They change nothing in the function that a model computes: names, dtypes, tokens of generation, dropout, labels of
-# classifiers, the order of sums. Patterns as of file names.
+# They change nothing in the function that a model computes: names, dtypes, tokens of generation, dropout, losses that
+# balance experts, labels of classifiers, the order of sums. Patterns as of file names.
 INERT = (
     "model_type",
     "architectures",
     "transformers_version",
     "torch_dtype",
     "dtype",
-    "_name_or_path",
+    "*name_or_path",
+    "_commit_hash",
+    "_attn_implementation*",
+    "_flash_attn_2_enabled",
+    "_from_model_config",
+    "transformers.js_config",
+    "unsloth_fixed",
+    "unsloth_version",
     "use_cache",
     "pad_token_id",
     "bos_token_id",
@@ -49,6 +56,7 @@ INERT = (
     "n_ctx",
     "gradient_checkpointing",
     "reorder_and_upcast_attn",
+    "router_aux_loss_coef",
     "is_llama_config",
     "cache_implementation",
     "is_decoder",
@@ -60,7 +68,6 @@ INERT = (
     "prefix",
     "sep_token_id",
     "decoder_start_token_id",
-    "_attn_implementation_autoset",
     # Of generation, which transformers 4 kept here.
     "max_length",
     "min_length",

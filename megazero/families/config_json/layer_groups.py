@@ -1,4 +1,4 @@
-"""Fields of config.json that choose layers: with a window, with other rotary positions or none, with experts."""
+"""Fields of config.json that choose layers: with a window, with other rotary positions or none."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def every_nth_full(pattern: int, name: str | None = None) -> FieldGroup:
     return FieldGroup(("sliding_window", "layer_types", *own), read, write)
 
 
-def _read_switched(config: Config) -> dict[str, Any]:
+def _read_switched(config: Config, usual: Callable[[int, int], bool]) -> dict[str, Any]:
     size = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
-    return _windows(config, size, lambda i: size is not None and i >= first, "use_sliding_window")
+    return _windows(config, size, lambda i: size is not None and usual(i, first), "use_sliding_window")
 
 
 def _write_switched(options: Any) -> dict[str, Any]:
@@ -99,12 +99,19 @@ def _write_switched(options: Any) -> dict[str, Any]:
     return {**fields, "max_window_layers": first, "layer_types": types}
 
 
-# Qwen's: the width of a window means nothing where windows are not switched on.
-SWITCHED_WINDOWS = FieldGroup(
-    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-    _read_switched,
-    _write_switched,
-)
+def switched_windows(usual: Callable[[int, int], bool]) -> FieldGroup:
+    """Return Qwen's windows, whose width means nothing where they are not switched on.
+
+    ``usual`` says which layers have one where layer_types does not, by a layer's number and max_window_layers.
+    """
+    return FieldGroup(
+        ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+        lambda config: _read_switched(config, usual),
+        _write_switched,
+    )
+
+
+SWITCHED_WINDOWS = switched_windows(lambda layer, first: layer >= first)
 
 
 def _read_unturned(config: Config) -> dict[str, Any]:
@@ -178,47 +185,3 @@ def two_rotaries(
 
     names = {*windows.names, *others.names, *((local,) if local else ())}
     return FieldGroup(names, read, write)
-
-
-_COUNT, _OTHER_COUNT = "num_experts", "num_local_experts"  # transformers 4's and 5's
-
-
-def _read_sparse(config: Config) -> dict[str, Any]:
-    count = agreed({name: config.get(name) for name in (_COUNT, _OTHER_COUNT)}, 128)
-    layers, every = config.get("num_hidden_layers") or 0, config.get("decoder_sparse_step", 1)
-    if every < 1:
-        raise ValueError(f"decoder_sparse_step = {every} is not at least 1")
-    dense = config.get("mlp_only_layers") or []
-    chosen = [(i + 1) % every == 0 and i not in dense for i in range(layers)]
-    if not count or not any(chosen):
-        return {"num_experts": None}
-    return {
-        "num_experts": count,
-        "moe_layer_freq": frequency_of(chosen, "moe_layer_freq"),
-        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
-        "moe_router_topk": config.get("num_experts_per_tok", 8),
-        "moe_ffn_hidden_size": config.get("moe_intermediate_size", 768),
-    }
-
-
-def _write_sparse(options: Any) -> dict[str, Any]:
-    kinds = layer_kinds(options)
-    return {
-        _COUNT: options.num_experts or 0,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, kind in enumerate(kinds) if not kind.experts],
-        "norm_topk_prob": not options.moe_router_pre_softmax,
-        "num_experts_per_tok": options.moe_router_topk,
-        "moe_intermediate_size": options.expert_width,
-    }
-
-
-# Qwen3's mixtures. The factor of a loss that balances experts is training's, which takes its own, as of dropout.
-SPARSE_LAYERS = FieldGroup(
-    (
-        *(_COUNT, _OTHER_COUNT, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"),
-        *("num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef"),
-    ),
-    _read_sparse,
-    _write_sparse,
-)

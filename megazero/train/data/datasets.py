@@ -79,14 +79,7 @@ def make_datasets(
     Raises ValueError if the data is too short for the run.
     """
     data, evaluated = config.data, config.training.eval_iters * length.batch_sizes.target
-    spec = SampleSpec(
-        config.model.seq_length,
-        config.training.seed,
-        tokenizer,
-        data.eod_mask_loss,
-        data.reset_position_ids,
-        data.reset_attention_mask,
-    )
+    spec = _samples(config, tokenizer)
     made: dict[tuple[str, str], Dataset] = {}
     wanted: dict[str, int] = {}  # samples from the first one on
     for (split, name), blend in data_sources(data).items():
@@ -108,6 +101,43 @@ def make_datasets(
     by_part = {part: {name: d for (split, name), d in made.items() if split == part} for part in SPLITS}
     progress = _keep_order(begin, {_label(*key): data_set for key, data_set in made.items()}, wanted)
     return RunData(by_part["train"][""], by_part["valid"], by_part["test"]), progress
+
+
+def evaluation_sets(
+    config: RunConfig, tokenizer: TokenizerInfo, batch: int, ordered_for: Mapping[str, int]
+) -> dict[str, Dataset]:
+    """Open the data that a run evaluates on, by label: whole global batches of ``batch`` samples, up to --eval-iters.
+
+    ordered_for: that of the run's progress, whose order is kept. Raises ValueError for data of less than a batch.
+    """
+    data, spec, made = config.data, _samples(config, tokenizer), dict[str, Dataset]()
+    count = config.training.eval_iters * batch
+    for (split, name), blend in data_sources(data).items():
+        label = _label(split, name)
+        if split == "train" or not count:
+            continue
+        order = ordered_for.get(label, 0)
+        made[label] = build_dataset(
+            split, blend, spec, count, ordered_for=order, cache_dir=data.data_cache_path
+        )
+        if len(made[label]) < batch:
+            raise ValueError(
+                f"the {label} data has {len(made[label])} samples of {spec.seq_length} tokens, and a global batch "
+                f"{batch}: lower --global-batch-size, or add data"
+            )
+    return made
+
+
+def _samples(config: RunConfig, tokenizer: TokenizerInfo) -> SampleSpec:
+    data = config.data
+    return SampleSpec(
+        config.model.seq_length,
+        config.training.seed,
+        tokenizer,
+        data.eod_mask_loss,
+        data.reset_position_ids,
+        data.reset_attention_mask,
+    )
 
 
 def _label(split: str, name: str) -> str:

@@ -28,7 +28,7 @@ from megazero.convert.export import CONVERSION_FILE, converted_from, finish, ref
 from megazero.convert.importing import Published, fill
 from megazero.convert.source import Source
 from megazero.convert.tokenizer import RunTokenizer, hub_tokenizer
-from megazero.data.tokenizer_files import load_run_tokenizer, tokenizer_options
+from megazero.data.tokenizer_files import held_flags, load_run_tokenizer, tokenizer_options
 from megazero.mesh.mesh import Mesh, world_group
 from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
@@ -314,10 +314,11 @@ class Checkpointing:
 
     def _check_tokenizer(self, state: Mapping[str, Any], path: Path) -> None:
         if state["tokenizer"] != self.tokenizer.fingerprint:
+            held = held_flags(path) or "--tokenizer-model (or --vocab-file and --merge-file)"
             raise store.CheckpointError(
                 f"'{path}' was trained with another tokenizer (sha256 {state['tokenizer'][:12]}, this run's is "
-                f"{self.tokenizer.fingerprint[:12]}): name that one with --tokenizer-model (or --vocab-file and "
-                "--merge-file), or use --finetune to start a new run from its weights"
+                f"{self.tokenizer.fingerprint[:12]}): name that one with {held}, or use --finetune to start a new "
+                "run from its weights"
             )
 
 

@@ -62,6 +62,13 @@ class SavedCheckpoint(NamedTuple):
         seq_length = int(self.manifest.configuration.get("model", {}).get("seq_length") or 0)
         return Progress.of_state(self.state, str(self.path), seq_length)
 
+    @property
+    def name(self) -> str:
+        """What a run that begins from its weights calls them."""
+        run, base = self.state["run_id"], self.state.get("base", "")
+        own = f"iteration {self.manifest.step} of run {run}" if run else ""
+        return ", which began from ".join(filter(None, (own, base)))
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -103,12 +110,12 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
             f"'{folder}' not loaded",
             lambda: Published.open(folder, options.accept_field),
         )
-        return Origin(published=opened)
+        return Origin(Progress(base=opened.base), published=opened)
     if chosen.path is None:
         return _start_fresh(options, options.load, mesh, damaged)
     saved = _opened(chosen.path)
     if options.finetune and not chosen.again:
-        return Origin(Progress(notes=tuple(_passed_over(damaged))), saved)
+        return Origin(Progress(notes=tuple(_passed_over(damaged)), base=saved.name), saved)
     root, step = chosen.path.parent, saved.manifest.step
     notes = (
         *_gone_on(options, chosen),

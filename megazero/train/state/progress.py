@@ -11,6 +11,8 @@ from megazero.config.options.skipping import joined, range_around
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.train.schedule.loss_scaling import SKIPPED
 
+NOT_RECORDED = "not recorded"  # in checkpoints of before the base model was kept
+
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -33,6 +35,19 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
+class Started:
+    """A start of the run with other flags than the one before it.
+
+    iteration: the last one that was done. options: by name, in JSON types, those that are not at their default.
+    rounded: what was sent in fewer bits, in words, or "".
+    """
+
+    iteration: int
+    options: Mapping[str, Any]
+    rounded: str = ""
+
+
+@dataclass(frozen=True)
 class Progress:
     """How far training has come.
 
@@ -42,7 +57,8 @@ class Progress:
     evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss"
     of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the path of
     the last one. rollbacks: how often the run has gone back from a spike. tokens: those it was trained on, without
-    those of iterations left out and those that growing lengths drop.
+    those of iterations left out and those that growing lengths drop. base: the model whose weights the run began
+    with, or "" for random ones. starts: those whose flags changed.
     """
 
     iteration: int = 0
@@ -56,6 +72,8 @@ class Progress:
     checkpoint: str = ""
     rollbacks: int = 0
     tokens: int = 0
+    base: str = ""
+    starts: tuple[Started, ...] = ()
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, in JSON types: all but the notes and the checkpoint's own path."""
@@ -69,7 +87,16 @@ class Progress:
             "left_out": [asdict(each) for each in self.left_out],
             "rollbacks": self.rollbacks,
             "tokens": self.tokens,
+            "base": self.base,
+            "starts": [asdict(each) for each in self.starts],
         }
+
+    def started(self, options: Mapping[str, Any], rounded: str) -> Self:
+        """Return the progress of a run that starts now with these options; one like the last leaves no trace."""
+        now = Started(self.iteration, options, rounded)
+        if self.starts and replace(self.starts[-1], iteration=self.iteration) == now:
+            return self
+        return replace(self, starts=(*self.starts, now))
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], checkpoint: str, seq_length: int) -> Self:
@@ -91,6 +118,8 @@ class Progress:
             checkpoint=checkpoint,
             rollbacks=state.get("rollbacks", sum(each.rollback for each in left_out)),
             tokens=state.get("tokens", trained * seq_length),
+            base=state.get("base", state.get("imported", NOT_RECORDED)),
+            starts=tuple(Started(**each) for each in state.get("starts", ())),
         )
 
 

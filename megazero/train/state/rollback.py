@@ -49,4 +49,5 @@ def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: s
     checkpointing.spikes.forget()
     before = origin.progress
     done = max(before.rollbacks, done) + 1
-    return replace(before, run_id=progress.run_id, ordered_for=progress.ordered_for, rollbacks=done)
+    kept = {"run_id": progress.run_id, "ordered_for": progress.ordered_for, "starts": progress.starts}
+    return replace(before, **kept, rollbacks=done)

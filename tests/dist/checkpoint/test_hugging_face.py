@@ -30,7 +30,7 @@ RUN = {
 RUN |= {"train_iters": 2, "eval_iters": 1, "device": "cpu", "make_vocab_size_divisible_by": 2}
 ZERO3 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "zero_preset": "zero3"}
 SMALL = {"zero_exact_numel": 64, "zero_block_size": 8}  # else nothing of so small a model is quantised
-FUSED = "falcon-40b"
+FUSED, EXPERTS = "falcon-40b", "qwen3_moe"
 LAYOUTS = {
     "one rank": ("llama", 1, {}),
     "TP 2 x DP 2, zero3": ("llama", 4, ZERO3),
@@ -44,6 +44,13 @@ LAYOUTS = {
     "PP 2 x DP 2, tied": ("gpt2", 4, {"pipeline_model_parallel_size": 2, "zero_preset": "zero2"}),
     "one rank, fused rows": (FUSED, 1, {}),
     "TP 2 x DP 2, fused rows": (FUSED, 4, ZERO3),
+    "one rank, experts": (EXPERTS, 1, {}),
+    "TP 2 x DP 2, experts over TP": (EXPERTS, 4, {**ZERO3, "expert_model_parallel_size": 2}),
+    "EP 2, zeropp": (
+        EXPERTS,
+        4,
+        {"expert_model_parallel_size": 2, "zero_preset": "zeropp", "ranks_per_node": 2, **SMALL},
+    ),
 }
 KINDS = tuple(dict.fromkeys(kind for kind, _, _ in LAYOUTS.values()))
 
@@ -74,7 +81,7 @@ def train(values):
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("published")
     made = {kind: save_model(root / kind, kind) for kind in ("llama", "gpt2")}
-    return {**made, FUSED: save(FUSED, root / FUSED)}
+    return {**made, **{kind: save(kind, root / kind) for kind in (FUSED, EXPERTS)}}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Mixtures of experts on any layout train as on one rank: gradients, losses, norms and the bits of replicas.
 
-Always: a few layouts that have each part once. A pairwise cover of layouts, schedules, recompute and dtypes:
+Experts lie on every rank, or ranks of a node share them. Always: a few layouts that have each part once. A pairwise
+cover of layouts, ranks that share experts, presets, schedules, recompute and dtypes:
 
     pytest tests/dist/models/test_experts.py -m slow
 """
@@ -8,7 +9,6 @@ Always: a few layouts that have each part once. A pairwise cover of layouts, sch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from tests.dist import parity
-from tests.dist.parity_cases import DTYPES, EXPERTS, LOSS_CHUNKS, PRESETS, RECOMPUTE, Case, pairwise_cover
+from tests.dist.parity_cases import (
+    DTYPES,
+    EXPERTS,
+    LOSS_CHUNKS,
+    PRESETS,
+    RECOMPUTE,
+    Case,
+    Model,
+    pairwise_cover,
+)
 
 STEPS = {1: 4, 2: 4, 4: 3}
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))
@@ -40,22 +49,46 @@ CORE = (
     case(1, 2, 4, "zero3", family="shared experts", pp=2, schedule="zb-h1", recompute="full"),
     case(1, 1, 2, "zero1", pp=2, schedule="interleaved", virtual=2, layers=4, micro_batches=6),
 )
+SHARED = (  # by ranks that share the experts
+    case(1, 4, 2, "hpz", recompute="full", loss_chunk=3, dtype="fp32", ep=2),
+    case(1, 4, 4, "zero3", family="idle experts", recompute="full", ep=2),
+    case(1, 4, 4, "zero2", family="idle ranks", ep=4),
+    case(2, 2, 4, "zero3", family="shared experts", recompute="selective", ep=2),
+    case(2, 2, 4, "zero1", tied=True, recompute="full", ep=4),
+    case(1, 2, 2, "zero3", family="shared experts", pp=2, schedule="zb-h1", recompute="full", ep=2),
+)
 
 
 def every() -> Iterator[Case]:
-    layouts = [(1, 1, 1, 1), (1, 2, 2, 1), (1, 4, 2, 1), (2, 2, 4, 1), (2, 1, 2, 2), (1, 2, 2, 2)]
+    layouts = [
+        (1, 1, 1, 1),
+        (1, 2, 2, 1),
+        (1, 4, 2, 1),
+        (1, 4, 4, 1),
+        (2, 2, 4, 1),
+        (2, 1, 2, 2),
+        (1, 2, 2, 2),
+    ]
     model = product(EXPERTS, RECOMPUTE, DTYPES, LOSS_CHUNKS, (False, True))
-    for (tp, dp, node, pp), shards, (schedule, virtual), rest in product(
-        layouts, PRESETS, SCHEDULES, list(model)
+    for (tp, dp, node, pp), ep, shards, (schedule, virtual), rest in product(
+        layouts, (1, 2, 4), PRESETS, SCHEDULES, list(model)
     ):
         family, recompute, dtype, chunk, tied = rest
         many = pp * dp * tp
         if (pp == 1 and schedule != "1f1b") or (shards in ("hpz", "mics") and (dp, node) != (4, 2)):
             continue
+        if ep > 1 and (ep % tp or ep > min(tp * dp, node) or EXPERTS[family]["num_experts"] % ep):
+            continue
         yield case(
             *(tp, dp, min(node * (1 if tp > 1 or pp == 1 else pp), many), shards),
             **{"family": family, "recompute": recompute, "dtype": dtype, "loss_chunk": chunk, "tied": tied},
-            **{"pp": pp, "schedule": schedule, "virtual": virtual, "layers": 4 if virtual > 1 else 2},
+            **{
+                "pp": pp,
+                "schedule": schedule,
+                "virtual": virtual,
+                "layers": 4 if virtual > 1 else 2,
+                "ep": ep,
+            },
             micro_batches=6
             if schedule == "interleaved" and dp < 2
             else 2
@@ -73,19 +106,20 @@ def faults(cases: list[Case]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("each", CORE, ids=lambda each: each.id)
+@pytest.mark.parametrize("each", (*CORE, *SHARED), ids=lambda each: each.id)
 def test_experts_train_on_a_layout_as_on_one_rank(each: Case) -> None:
     assert not faults([each])
 
 
-def test_some_experts_get_no_token() -> None:
-    """In the case of idle experts, of which one has no gradient in all of a step."""
-    (idle,) = (each for each in CORE if each.family == "idle experts")
-    model = replace(idle.model, dtype="fp64")
+@pytest.mark.parametrize(("family", "busy"), [("idle experts", None), ("idle ranks", 2)])
+def test_some_experts_get_no_token(family: str, busy: int | None) -> None:
+    """In these cases some experts have no gradient in all of a step: of idle ranks, all but two."""
+    model = Model(family, False, "odd", "fp64", 12)
     weights = parity.reference(model, 1).initial
     gradients = parity.gradients_at(model, weights, 0)
     up = torch.from_numpy(gradients["layers.0.mlp.experts.up_proj.weight"]).flatten(1).norm(dim=1)
     assert (up == 0).any() and (up > 0).any()
+    assert busy is None or (up > 0).tolist() == [True] * busy + [False] * (len(up) - busy)
 
 
 @pytest.mark.slow

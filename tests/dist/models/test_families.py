@@ -87,9 +87,9 @@ LAYOUTS = {
     "tp2-pp2-zb": _layout(2, 1, "zero1", True, 3, "none", pp=2, schedule="zb-h1"),
 }
 CORE = {
-    "tp2-dp2-sp": ("qwen3-biases-tied", "olmo2", "gpt_neox", "falcon-40b", "falcon-rw"),
+    "tp2-dp2-sp": ("qwen3-biases-tied", "olmo2", "gpt_neox", "falcon-40b", "falcon-rw", "granitemoe"),
     "tp2-dp2-full": ("phi3-partial-window", "qwen3", "olmo2-biases", "falcon-7b", "llama-attention-bias"),
-    "pp2-dp2": ("qwen3-biases-tied", "falcon-11b", "mistral-window"),
+    "pp2-dp2": ("qwen3-biases-tied", "falcon-11b", "mistral-window", "qwen2_moe-dense-layers"),
     "tp2-pp2-zb": ("phi3-longrope-long", "qwen3_moe-dense-first", "granite", "glm4", "olmo2", "gemma2"),
 }
 
@@ -117,7 +117,7 @@ class Theirs:
         """Parameters, or their gradients, by the names in files."""
         aliases, parameters = self.case.config().model.tensor_names.aliases, self.model.named_parameters()
         held = {name: p.grad if gradients else p.detach() for name, p in parameters}
-        each = in_files({name: tensor for name, tensor in held.items() if tensor is not None})
+        each = in_files(self.model, {n: tensor for n, tensor in held.items() if tensor is not None})
         return {aliases.get(name, name): tensor for name, tensor in each.items()}
 
     def backward(self, step: int) -> float:

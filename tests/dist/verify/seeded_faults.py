@@ -16,6 +16,8 @@ from megazero.comm import hops
 from megazero.config import RunConfig
 from megazero.cp import ContextParallel, Peers, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
+from megazero.models.experts import Experts
+from megazero.moe import ExpertParallel, dispatch
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
@@ -221,6 +223,83 @@ def _doubled_swap(place: Place) -> None:
     place.replace(exchange, "_all_to_all", twice)
 
 
+def _of_experts(engine: Engine) -> list[Any]:
+    """The units of experts that ranks share."""
+    return [unit for unit in engine.units if unit.name.endswith("experts")]
+
+
+def _dropped_expert_reduction(place: Place) -> None:
+    """Gradients of experts are not summed over the ranks that hold the same ones."""
+    units, take = _of_experts(place.engine), Gradients.take
+    names = {name for unit in units for name in unit.params}
+    second = any(axis.index for unit in units for axis in unit.axes.inside)
+
+    def alone(gradients: Gradients, name: str, param: torch.nn.Parameter) -> None:
+        if second and name in names:
+            assert param.grad is not None
+            param.grad = torch.zeros_like(param.grad)
+        take(gradients, name, param)
+
+    place.replace(Gradients, "take", alone)
+
+
+def _wrong_expert_offset(place: Place) -> None:
+    """A rank computes with its first expert what its second has to, and the other way round."""
+    forward = Experts.forward
+
+    def shifted(experts: Experts, rows: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        parts = [part.split(counts) for part in (rows, probabilities)]
+        first, second, *rest = range(len(counts))
+        order = [second, first, *rest]
+        swapped = [torch.cat([part[i] for i in order]) for part in parts]
+        moved = torch.tensor([counts[i] for i in order]).cumsum(0).int()
+        out = forward(experts, *swapped, moved).split([counts[i] for i in order])
+        return torch.cat([out[i] for i in order])
+
+    place.replace(Experts, "forward", shifted)
+
+
+def _norm_without_experts(place: Place) -> None:
+    """The global norm leaves out the gradients of experts that ranks share."""
+    norm, experts = place.engine.norm, _of_experts(place.engine)
+    write = norm.write
+
+    def without(row: Tensor) -> None:
+        held = [run.grad.clone() for run in norm.runs]
+        for run in norm.runs:
+            if run.unit in experts:
+                run.grad.zero_()
+        write(row)
+        for run, grad in zip(norm.runs, held, strict=True):
+            run.grad.copy_(grad)
+
+    place.replace(norm, "write", without)
+
+
+def _stale_sizes(place: Place) -> None:
+    """Ranks that share experts take the numbers of rows of the first micro-batch for those of all."""
+    held: dict[int, Any] = {}
+    sizes = dispatch._sizes
+
+    def stale(counts: Tensor, ep: ExpertParallel) -> Any:
+        found = sizes(counts, ep)
+        return held.setdefault(len(counts), found)
+
+    place.replace(dispatch, "_sizes", stale)
+
+
+def _doubled_dispatch(place: Place) -> None:
+    """Rows go to their experts twice."""
+    exchange_rows = ExpertParallel.exchange
+
+    def twice(ep: ExpertParallel, rows: Tensor, *sizes: Any) -> Tensor:
+        exchange_rows(ep, rows, *sizes)
+        return exchange_rows(ep, rows, *sizes)
+
+    place.replace(ExpertParallel, "exchange", twice)
+
+
 FAULTS: dict[str, Callable[[Place], None]] = {
     "skip-last-reduction": _skip_last_reduction,
     "wrong-norm-group": _wrong_norm_group,
@@ -238,4 +317,9 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "doubled-swap": _doubled_swap,
     "wrong-chunk": _wrong_chunk,
     "unsummed-keys": _unsummed_keys,
+    "dropped-expert-reduction": _dropped_expert_reduction,
+    "wrong-expert-offset": _wrong_expert_offset,
+    "norm-without-experts": _norm_without_experts,
+    "stale-sizes": _stale_sizes,
+    "doubled-dispatch": _doubled_dispatch,
 }

@@ -68,11 +68,19 @@ CONTEXT_GRID = (
     f"{GRID} --world-size 16 --ranks-per-node 4 --context-parallel-size 2 --zero-preset hpz "
     "--pipeline-schedule zb-h1"
 )
+EXPERTS = "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 768"
+SHARED = f"{NODES} {EXPERTS} --expert-model-parallel-size 2 --zero-preset zero3 --recompute-granularity full"
+SHARED_ZEROPP = f"{ZEROPP} {EXPERTS} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 512"
+SHARED_GRID = (
+    f"{EIGHT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--pipeline-schedule zb-h1 --ranks-per-node 4 --expert-model-parallel-size 4 --zero-preset zero2"
+)
 
 # Not always; test_the_command_writes_both_files plants the divisor, too.
 LONG = {
     *("lost-activation", "wrong-tied-sum", "wrong-norm-group", "swapped-shard", "wrong-noise"),
     *("missing-divisor", "unswapped-gradient", "shifted-part", "wrong-chunk", "unsummed-keys"),
+    *("dropped-expert-reduction", "wrong-expert-offset", "stale-sizes", "doubled-dispatch"),
 }
 # fault -> (configuration, a check that must fail, words of the likely cause, if one is named)
 SEEN = {
@@ -92,6 +100,11 @@ SEEN = {
     "doubled-swap": (BOTH_WAYS, "Pass 1, exact: bytes sent", ""),
     "wrong-chunk": (KEYS, "Pass 1, exact: gradients", ""),
     "unsummed-keys": (KEYS, "Pass 1, exact: gradients", ""),
+    "dropped-expert-reduction": (SHARED, "Pass 1, exact: gradients", ""),
+    "wrong-expert-offset": (SHARED, "Pass 1, exact: gradients", ""),
+    "norm-without-experts": (SHARED, "Pass 1, exact: gradient norm", ""),
+    "stale-sizes": (SHARED, "Pass 1, exact: gradients", ""),
+    "doubled-dispatch": (SHARED, "Pass 1, exact: bytes sent", ""),
 }
 
 
@@ -119,6 +132,8 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 CONTEXT_GRID,
                 KEYS,
                 BOTH_OF_TENSORS,
+                SHARED_ZEROPP,
+                SHARED_GRID,
             )
         ),
     ],
@@ -127,6 +142,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         *("outer replicas", "outer replicas of two nodes, INT4"),
         *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
         *("gathered keys", "swaps and gathered keys"),
+        *("shared experts, zeropp", "grid of shared experts"),
     ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:

@@ -154,3 +154,17 @@ def test_a_stack_is_cut_where_another_tensor_begins(start: int, stop: int) -> No
         held[placement.name][low:high] = flat[first + low : first + high]
     found = np.concatenate(list(held.values()))
     assert np.array_equal(found, np.where((flat >= start) & (flat < stop), flat, -1))
+
+
+@pytest.mark.parametrize("start, stop", [(0, 48), (3, 41), (7, 9)])
+def test_a_part_of_stacked_experts_lies_between_the_others(start: int, stop: int) -> None:
+    """Experts 1 and 2 of four, rows 2 to 5 of 7: as the same boxes of all rows."""
+    part = Placement("w", (4, 7, 8), (2, 3, 8), (RowRange(0, 2, 1),), offset1=2)
+    flat, held, rows = np.arange(1, 49), np.zeros((4, 7, 8), int), np.zeros((28, 8), int)
+    fill(held, part, start, stop, flat[start:stop])
+    fill(rows, part.rows, start, stop, flat[start:stop])
+    wanted = np.zeros((4, 7, 8), int)
+    wanted[1:3, 2:5] = np.where((flat > start) & (flat <= stop), flat, 0).reshape(2, 3, 8)
+    assert np.array_equal(held, wanted) and np.array_equal(rows, wanted.reshape(28, 8))
+    plain = Placement.plain("w", (4, 7))
+    assert plain.rows is plain

@@ -57,6 +57,51 @@ PUBLISHED = {
         | {"output_router_logits": False, "tie_word_embeddings": False},
         "qwen3_moe",
     ),
+    "mixtral-8x7b": (
+        {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "hidden_act": "silu"}
+        | {"num_experts_per_tok": 2, "max_position_embeddings": 32768, "rope_theta": 1000000.0}
+        | {"router_aux_loss_coef": 0.02, "output_router_logits": False, "sliding_window": None}
+        | {"rms_norm_eps": 1e-05, "vocab_size": 32000, "tie_word_embeddings": False, "use_cache": True},
+        "mixtral",
+    ),
+    "olmoe-1b-7b": (
+        {"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64, "norm_topk_prob": False}
+        | {"num_experts_per_tok": 8, "max_position_embeddings": 4096, "rope_theta": 10000.0, "clip_qkv": None}
+        | {"attention_bias": False, "router_aux_loss_coef": 0.01, "hidden_act": "silu", "rope_scaling": None}
+        | {"rms_norm_eps": 1e-05, "vocab_size": 50304, "tie_word_embeddings": False},
+        "olmoe",
+    ),
+    "qwen1.5-moe-a2.7b": (
+        {"model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4}
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1}
+        | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001, "max_position_embeddings": 8192}
+        | {
+            "use_sliding_window": False,
+            "sliding_window": 32768,
+            "max_window_layers": 21,
+            "hidden_act": "silu",
+        }
+        | {
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-06,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
+        "qwen2_moe",
+    ),
+    "granite-3.0-1b-a400m": (
+        {"model_type": "granitemoe", "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 24}
+        | {"num_attention_heads": 16, "num_key_value_heads": 8, "num_local_experts": 32}
+        | {"num_experts_per_tok": 8, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0}
+        | {"logits_scaling": 6.0, "residual_multiplier": 0.22, "max_position_embeddings": 4096}
+        | {"rope_theta": 10000, "rope_scaling": None, "attention_bias": False, "attention_dropout": 0.1}
+        | {"router_aux_loss_coef": 0.001, "output_router_logits": False, "hidden_act": "silu"}
+        | {"rms_norm_eps": 1e-06, "vocab_size": 49155, "tie_word_embeddings": True},
+        "granitemoe",
+    ),
     "phi-4-mini": (
         {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32}
         | {"num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75}
@@ -242,7 +287,7 @@ def test_what_is_not_understood_is_an_error(family, change, message):
 @pytest.mark.parametrize(
     "family, parts",
     [
-        ("Mixtral", ["a mixture of experts (num_local_experts = 8)"]),
+        ("Phimoe", ["a mixture of experts (num_local_experts = 16)"]),
         ("DeepseekV3", ["experts (n_routed_experts = 256)", "latent attention (kv_lora_rank = 512)"]),
         ("Llama4", ["chunked attention (attention_chunk_size = 8192)", "experts", "images (vision_config)"]),
         ("GptOss", ["sinks of attention", "a mixture of experts"]),
@@ -321,22 +366,50 @@ def test_which_layers_of_a_mixture_have_experts(fields, experts):
     assert [int(kind.experts) for kind in layer_kinds(from_hf_config(written))] == experts
 
 
-def test_a_published_mixture_has_its_parameters():
-    model = from_hf_config(PUBLISHED["qwen3-30b-a3b"][0])
-    assert (model.moe_router_pre_softmax, model.moe_layer_freq, model.moe_router_topk) == (False, (1,), 8)
-    assert parameter_count(model) == 30_532_122_624
-    assert 3.34e9 < active_count(model) < 3.36e9
-    per_token = training_flops(model, [4096]) / 4096  # attention's 6 x 48 x 4096 x 4096 besides
-    embedding = model.vocabulary * model.hidden_size
-    assert per_token == pytest.approx(6 * (active_count(model) - embedding + 48 * 4096 * 4096), rel=1e-3)
+@pytest.mark.parametrize(
+    "name, count, active",
+    [
+        ("qwen3-30b-a3b", 30_532_122_624, 3.35e9),
+        ("mixtral-8x7b", 46_702_792_704, 12.88e9),
+        ("olmoe-1b-7b", 6_919_161_856, 1.28e9),
+        ("qwen1.5-moe-a2.7b", 14_315_784_192, 2.69e9),
+        ("granite-3.0-1b-a400m", 1_334_628_352, 0.43e9),
+    ],
+)
+def test_a_published_mixture_has_its_parameters(name, count, active):
+    model = from_hf_config(PUBLISHED[name][0])
+    assert parameter_count(model) == count
+    assert active_count(model) == pytest.approx(active, rel=0.005)
+    # Attention's products of positions besides; the embedding is looked up.
+    per_token, looked_up = training_flops(model, [4096]) / 4096, model.vocabulary * model.hidden_size
+    looked_up *= model.untie_embeddings_and_output_weights
+    attention = model.num_layers * 4096 * model.query_projection_size
+    assert per_token == pytest.approx(6 * (active_count(model) - looked_up + attention), rel=1e-3)
 
 
-def test_a_mixtures_fields_that_differ_or_have_no_meaning_are_errors():
-    config = transformers.Qwen3MoeConfig().to_dict()
-    with pytest.raises(ValueError, match="num_experts = 4 and num_local_experts = 128 differ"):
-        from_hf_config({**config, "num_experts": 4})
-    with pytest.raises(ValueError, match="decoder_sparse_step = 0 is not at least 1"):
-        from_hf_config({**config, "decoder_sparse_step": 0})
+@pytest.mark.parametrize(
+    "family, fields, message",
+    [
+        ("Qwen3Moe", {"num_experts": 4}, "num_local_experts = 128 and num_experts = 4 differ"),
+        ("Qwen3Moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0 is not at least 1"),
+        (
+            "Qwen2Moe",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size = 0 is not supp",
+        ),
+        ("Mixtral", {"num_local_experts": None}, "num_local_experts = None is not supported: all layers of"),
+        ("Mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported (only 0.0)"),
+        ("Mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok takes a number, got the text '2'"),
+        ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported (only None)"),
+        ("Olmoe", {"num_experts": 0}, "num_experts = 0 is not supported: all layers of this family"),
+        ("GraniteMoe", {"shared_intermediate_size": 9}, "shared_intermediate_size = 9 is not known here"),
+    ],
+)
+def test_a_mixtures_fields_that_differ_or_have_no_meaning_are_errors(family, fields, message):
+    config = getattr(transformers, f"{family}Config")().to_dict()
+    with pytest.raises(ValueError) as error:
+        from_hf_config({**config, **fields})
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -350,12 +423,34 @@ def test_a_mixtures_fields_that_differ_or_have_no_meaning_are_errors():
             {"num_experts": 4, "moe_layer_freq": (2,), "moe_router_pre_softmax": True},
             "qwen3_moe",
         ),
-        ("llama", {"num_experts": 4}, "the nearest is llama, without --num-experts 4"),
+        ("llama", {"num_experts": 4}, "has it as mixtral; --model-family mixtral stores it under those"),
         ("qwen3_moe", {"num_experts": 4, "sliding_window": 8, "window_attn_skip_freq": (2,)}, "skip-freq 2"),
         (
             "qwen3_moe",
             {"num_experts": 4, "moe_shared_expert_intermediate_size": 16},
             "without --moe-shared-expert-intermediate-size 16",
+        ),
+        ("qwen2_moe", {"num_experts": 4, "moe_shared_expert_intermediate_size": 16}, "qwen2_moe"),
+        ("qwen2_moe", {"num_experts": 4}, "without --moe-shared-expert-intermediate-size unset"),
+        ("qwen2_moe", {}, "qwen2_moe"),
+        ("mixtral", {"num_experts": 4, "moe_ffn_hidden_size": 20}, "mixtral"),
+        (
+            "mixtral",
+            {"num_experts": 4, "moe_layer_freq": (2,)},
+            "the nearest is qwen3_moe, without --qk-norm none",
+        ),
+        (
+            "olmoe",
+            {"num_experts": 4, "sliding_window": 8},
+            "the nearest is olmoe, without --sliding-window 8",
+        ),
+        ("llama", {"qk_norm": "all-heads", "num_experts": 4, "moe_router_pre_softmax": True}, "olmoe"),
+        ("llama", {"qk_norm": "all-heads"}, "without --qk-norm all-heads"),
+        ("granitemoe", {"num_experts": 4, "residual_multiplier": 0.5}, "granitemoe"),
+        (
+            "granitemoe",
+            {"num_experts": 4, "swiglu": False},
+            "the nearest is llama, without --swiglu off, --num-e",
         ),
         ("llama", {"sliding_window": 64}, "mistral"),
         ("llama", {"qk_norm": "all-heads", "transformer_block_type": "output-norm"}, "olmo2"),

@@ -146,7 +146,7 @@ def test_names_do_not_collide():
     own = set(all_switches())
     assert not own & {*flags(), "help", "config", "deepspeed-config"}
     spelled = [opt.key for opt in all_options().values()]
-    spelled += [opt.negative_key for opt in all_options().values() if opt.kind == "bool"]
+    spelled += [opt.negative_key for opt in all_options().values() if opt.kind == "bool" or opt.may_be_none]
     spelled += [key for opt in all_options().values() for key in (*opt.consts, *opt.aliases)]
     assert sorted(spelled) == sorted(own)
 

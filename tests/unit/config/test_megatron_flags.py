@@ -58,7 +58,7 @@ def test_every_accepted_flag_is_taken_and_said_in_one_note():
 
 def test_experts_make_errors_of_flags_that_would_change_results_with_them():
     flags_of_experts = (
-        "--moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 2 --moe-router-enable-expert-bias"
+        "--moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 2 --moe-router-force-load-balancing"
     )
     for without in ("", "--num-experts 0", "--num-experts 1"):
         assert run(f"{without} {flags_of_experts}").values() == run("").values()
@@ -66,7 +66,7 @@ def test_experts_make_errors_of_flags_that_would_change_results_with_them():
     assert [line.split(" is Megatron")[0] for line in found] == [
         "--moe-aux-loss-coeff 0.01",
         "--moe-expert-capacity-factor 2",
-        "--moe-router-enable-expert-bias",
+        "--moe-router-force-load-balancing",
     ]
     same = "--moe-aux-loss-coeff 0 --moe-router-load-balancing-type seq_aux_loss --moe-router-dtype fp32 "
     same += "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-score-function softmax"
@@ -229,9 +229,10 @@ def test_other_names_and_spellings(line, name, value):
             "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
             "sinkhorn is Megatron's flag, not built",
         ),
-        ("--num-experts 8 --moe-router-dtype fp64", "softmax in fp32 is built"),
+        ("--num-experts 8 --moe-router-dtype fp64", "softmax and sigmoid in fp32 are built"),
         ("--num-experts 8 --moe-expert-capacity-factor 1.5", "every token goes to all of its experts"),
-        ("--num-experts 8 --expert-model-parallel-size 2", "every rank computes all experts"),
+        ("--num-experts 8 --expert-tensor-parallel-size 2", "ranks do not share one expert"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 needs --num-experts"),
         ("--num-experts 1 8", "--num-experts takes one value, got 1 8"),
         ("--data-impl cached", "convert the data"),
         ("--glu-activation reglu", "SwiGLU and GEGLU are built"),

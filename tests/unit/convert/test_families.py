@@ -20,8 +20,9 @@ from megazero.convert.source import Source
 from megazero.train.generate import Sampling, load_text_model, sample_tokens
 from tests.family_models import VARIANTS, save, transformers
 
-# Fused rows of two kinds, columns with transposed tensors, two norms of a block and four, a tied head.
-CORE = ("falcon-40b", "gpt_neox-no-attention-bias", "gpt2", "olmo2-biases", "gemma3")
+# Fused rows of two kinds, columns with transposed tensors, two norms of a block and four, a tied head, experts each
+# by itself and in one tensor.
+CORE = ("falcon-40b", "gpt_neox-no-attention-bias", "gpt2", "olmo2-biases", "gemma3", "mixtral", "granitemoe")
 PROMPTS, COUNT = ([5, 3, 7, 7, 90], [40], list(range(60, 72))), 10
 torch.set_num_threads(1)
 

@@ -54,7 +54,7 @@ def compare(model, dtype, config=None, norms_from=0):
     model = model.to(dtype).eval()
     perturb(model)
     decoder = Decoder(config or from_hf_config(model.config.to_dict()), dtype=dtype)
-    state = in_files(model.state_dict())
+    state = in_files(model, model.state_dict())
     load_hf_state_dict(decoder, {n: t + norms_from if "norm.weight" in n else t for n, t in state.items()})
     tokens = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(5))
     labels = tokens.roll(-1, 1)
@@ -69,7 +69,7 @@ def compare(model, dtype, config=None, norms_from=0):
         for mine, its in zip(gradients.parameters(), decoder.parameters(), strict=True):
             mine.copy_(its.grad)
     stored, names = to_hf_state_dict(gradients), decoder.config.tensor_names
-    wanted = in_files({name: p.grad for name, p in model.named_parameters()})
+    wanted = in_files(model, {name: p.grad for name, p in model.named_parameters()})
     floor = 1e-6 * torch.stack([grad.norm() for grad in wanted.values()]).norm()
     for name, grad in wanted.items():
         ours = stored[names.aliases.get(name, name)]
@@ -112,11 +112,11 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_and_config_go_both_ways(variant):
     model = make(variant)
-    state = in_files(model.state_dict())
+    state = in_files(model, model.state_dict())
     decoder = Decoder(from_hf_config(model.config.to_dict()))
     load_hf_state_dict(decoder, state)
     back = to_hf_state_dict(decoder)
-    aliases, named = decoder.config.tensor_names.aliases, in_files(dict(model.named_parameters()))
+    aliases, named = decoder.config.tensor_names.aliases, in_files(model, dict(model.named_parameters()))
     assert back.keys() == {aliases.get(name, name) for name in named}
     assert {name: tuple(t.shape) for name, t in back.items()} == stored_tensors(decoder.config)
     assert all(torch.equal(back[aliases.get(name, name)], p) for name, p in named.items())

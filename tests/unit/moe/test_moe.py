@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megazero.models import Decoder, make_model
-from megazero.moe import Decision, Dispatch, grouped_linear, route
+from megazero.models.hf_weights import load_hf_state_dict
+from megazero.moe import Decision, Dispatch, Router, grouped_linear, route
 from tests.hugging_face import to_hf_state_dict
 
 T, H, E, K = 23, 12, 5, 2
@@ -17,16 +18,73 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("pre_softmax", [False, True])
-def test_a_router_chooses_the_likeliest_experts(pre_softmax: bool) -> None:
-    x, weight, decision = drawn(T, H), drawn(E, H, seed=1), Decision()
-    experts, probabilities = route(x, weight, K, pre_softmax, decision)
-    for token, (chosen, share) in enumerate(zip(experts, probabilities, strict=True)):
-        scores = weight @ x[token]
-        assert chosen.tolist() == scores.argsort(descending=True)[:K].tolist()
-        exps = scores.exp()
-        assert torch.allclose(share, exps[chosen] / (exps if pre_softmax else exps[chosen]).sum())
+def by_hand(scores: Tensor, router: Router, bias: Tensor) -> tuple[list[int], Tensor]:
+    """Return the experts of one token by scores [E], and their probabilities, in plain steps."""
+    sigmoid = router.score_function == "sigmoid"
+    shares = scores.sigmoid() if sigmoid else scores.softmax(0)
+    ranks = shares + bias if sigmoid else shares
+    if not sigmoid and not router.pre_softmax:
+        ranks = scores
+    allowed = set(range(len(scores)))
+    if router.group_topk is not None:
+        assert router.num_groups is not None
+        size, best = len(scores) // router.num_groups, router.topk // router.group_topk
+        groups = [list(range(first, first + size)) for first in range(0, len(scores), size)]
+        groups.sort(key=lambda own: -sum(sorted((float(ranks[e]) for e in own), reverse=True)[:best]))
+        allowed = {e for own in groups[: router.group_topk] for e in own}
+    chosen = sorted(allowed, key=lambda e: -float(ranks[e]))[: router.topk]
+    kept = shares[chosen]
+    normed = router.topk > 1 if sigmoid else not router.pre_softmax
+    return chosen, (kept / kept.sum() if normed else kept) * (router.scaling_factor or 1)
+
+
+ROUTERS = {
+    "softmax of the chosen": Router(K),
+    "softmax of all": Router(K, pre_softmax=True),
+    "scaled": Router(K, scaling_factor=2.5),
+    "one of all": Router(1, pre_softmax=True),
+    "sigmoids": Router(K, "sigmoid"),
+    "one sigmoid": Router(1, "sigmoid"),
+    "groups of logits": Router(4, num_groups=4, group_topk=2),
+    "groups of shares": Router(4, pre_softmax=True, num_groups=3, group_topk=2),
+    "groups of sigmoids": Router(4, "sigmoid", scaling_factor=1.5, num_groups=4, group_topk=2),
+    "one group": Router(3, "sigmoid", num_groups=2, group_topk=1),
+}
+MANY = 12
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+def test_a_router_chooses_the_likeliest_experts(router: Router) -> None:
+    x, weight, decision = drawn(T, H), drawn(MANY, H, seed=1), Decision()
+    bias = drawn(MANY, seed=2).float() if router.score_function == "sigmoid" else None
+    logits, experts, probabilities = route(x, weight, router, decision, bias)
+    for token, (chosen, shares) in enumerate(zip(experts, probabilities, strict=True)):
+        want, p = by_hand(weight @ x[token], router, torch.zeros(MANY) if bias is None else bias)
+        assert chosen.tolist() == want and torch.allclose(shares, p, rtol=1e-12)
     assert decision.experts is not None and torch.equal(decision.experts.long(), experts)
+    ranks = router.ranks(logits, bias)
+    assert not router.regret(ranks, experts).any()
+    worse = torch.stack([ranks[t].argsort()[: router.topk] for t in range(T)])  # the unlikeliest
+    assert (router.regret(ranks, worse) > 0).all()
+
+
+def test_the_regret_of_groups_that_are_as_good_is_none_whichever_were_taken() -> None:
+    router = Router(2, "sigmoid", num_groups=3, group_topk=1)
+    ranks = torch.tensor([[0.5, 0.1, 0.4, 0.2, 0.1, 0.1]])
+    for taken in ([0, 1], [2, 3]):
+        assert router.regret(ranks, torch.tensor([taken])).item() == pytest.approx(0, abs=1e-7)
+    assert router.regret(ranks, torch.tensor([[4, 5]])).item() == pytest.approx(0.4)
+    assert router.regret(ranks, torch.tensor([[0, 2]])).item() == torch.inf  # of two groups
+
+
+def test_a_bias_chooses_and_has_no_part_in_probabilities() -> None:
+    x, weight, router = drawn(T, H), drawn(E, H, seed=1), Router(K, "sigmoid")
+    bias = torch.zeros(E)
+    bias[3] = 2.0  # above every sigmoid
+    logits, experts, probabilities = route(x, weight, router, Decision(), bias)
+    assert (experts == 3).any(1).all()
+    shares = logits.gather(1, experts).sigmoid()
+    assert torch.allclose(probabilities, shares / shares.sum(1, keepdim=True))
 
 
 def test_a_decision_is_taken_once_and_scores_are_in_fp32() -> None:
@@ -35,11 +93,12 @@ def test_a_decision_is_taken_once_and_scores_are_in_fp32() -> None:
         drawn(E, H, dtype=torch.bfloat16, seed=1),
         Decision(),
     )
-    experts, probabilities = route(x, weight, K, False, decision)
-    assert probabilities.dtype is torch.float32
-    other, shares = route(-x, weight, K, False, decision)  # whose likeliest are others
-    assert torch.equal(other, experts)
-    assert torch.allclose(shares, (-x.float() @ weight.float().t()).gather(1, experts).softmax(1))
+    routed = route(x, weight, Router(K), decision)
+    assert routed.probabilities.dtype is torch.float32
+    other = route(-x, weight, Router(K), decision)  # whose likeliest are others
+    assert torch.equal(other.experts, routed.experts)
+    logits = -x.float() @ weight.float().t()
+    assert torch.allclose(other.probabilities, logits.gather(1, other.experts).softmax(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -66,13 +125,13 @@ def test_rows_go_to_their_experts_and_back() -> None:
         [torch.randperm(E - 1, generator=torch.Generator().manual_seed(i))[:K] for i in range(T)]
     )
     dispatch = Dispatch(experts, E)  # the last expert gets none
-    rows = dispatch.spread(x)
+    shares = drawn(T, K, seed=3).requires_grad_()
+    rows, of_rows = dispatch.spread(x, shares)
     owners = sorted((int(e), t) for t, own in enumerate(experts) for e in own)
     assert torch.equal(rows, x[[t for _, t in owners]])
     assert dispatch.ends.tolist() == [sum(e <= last for e, _ in owners) for last in range(E)]
-    shares = drawn(T, K, seed=3).requires_grad_()
     factors = torch.tensor([e + 1.0 for e, _ in owners], dtype=torch.float64)
-    out = dispatch.collect(rows * (dispatch.per_row(shares) * factors)[:, None])
+    out = dispatch.collect(rows * (of_rows * factors)[:, None])
     wanted = x * (shares * (experts + 1)).sum(1, keepdim=True)
     assert torch.allclose(out, wanted, rtol=1e-12)
     grad = drawn(T, H, seed=4)
@@ -120,3 +179,37 @@ def test_initial_values_are_drawn_by_the_names_of_single_experts() -> None:
     assert len(names) == 2 * 4 * 3 and all(torch.equal(one[name], other[name]) for name in names)
     first, second = (one[f"model.layers.1.mlp.experts.{i}.up_proj.weight"] for i in (0, 1))
     assert not torch.equal(first, second) and 0.015 < first.std() < 0.025
+
+
+BIASED = {**MIXTURE, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
+
+def test_a_bias_is_stored_in_fp32_under_the_families_name_and_read_back() -> None:
+    decoder = Decoder(make_model(**BIASED), dtype=torch.bfloat16)
+    decoder.initialize(0)
+    tokens = torch.arange(12).view(2, 6)
+    free = decoder.full_logits(tokens)
+    for i in (1, 2):
+        bias = decoder.layers[f"{i}"].mlp.router.e_score_correction_bias
+        bias.copy_(torch.arange(4) / 7 - i)
+    state = to_hf_state_dict(decoder)
+    stored = {name: each for name, each in state.items() if "bias" in name}
+    assert list(stored) == [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)]
+    assert {each.dtype for each in stored.values()} == {torch.float32}
+    again = Decoder(make_model(**BIASED), dtype=torch.bfloat16)
+    load_hf_state_dict(again, state)
+    assert torch.equal(again.full_logits(tokens), decoder.full_logits(tokens))
+    assert not torch.equal(decoder.full_logits(tokens), free)
+
+
+def test_initial_values_of_experts_in_one_tensor_are_each_its_own() -> None:
+    """Of gate and up projection, too, which are parts of it."""
+    choices = {"model_family": "granitemoe", "max_position_embeddings": 16, "hidden_size": 32}
+    decoder = Decoder(make_model(**{**SIZES, **choices}))
+    decoder.initialize(3)
+    stored = to_hf_state_dict(decoder)["model.layers.1.block_sparse_moe.input_linear.weight"]
+    assert stored.shape == (4, 2 * decoder.config.expert_width, 32)
+    assert (
+        0.015 < stored.std() < 0.025
+        and len(stored.flatten(0, 1).unique(dim=0)) == 8 * decoder.config.expert_width
+    )

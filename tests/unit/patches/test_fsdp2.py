@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fsdp2_patch
 from fsdp2_patch.group import Group
 from fsdp2_patch.packing import Packing
+from fsdp2_patch.refusals import not_sharded
 from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import NEEDED, check_torch
 from megazero.comm.hops import Channel, Traffic
 from megazero.comm.wire import Codecs
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.kernels.arena import Arena
-from megazero.patches.checks import Differences
+from megazero.patches.checks import Differences, refuse_recording
 from megazero.patches.names import Replaced, lookup, missing
 from megazero.patches.options import MessageOptions, read_words
 from megazero.patches.two_hops import TwoHops
@@ -113,7 +116,6 @@ def test_the_start_line_says_what_a_large_model_keeps() -> None:
     channel = Channel(Traffic(), Arena(), shard.device)
     group = Group(
         name="model",
-        module=None,
         raw=SimpleNamespace(fsdp_params=[parameter]),
         hops=TwoHops((0, 1, 2, 3), two, two),
         replicas=False,
@@ -128,6 +130,33 @@ def test_the_start_line_says_what_a_large_model_keeps() -> None:
     )
     line = start_line([group])
     assert "keeps 28.0 GB of weights" in line and "56.0 GB of sums" in line, line
+
+
+class MegatronFSDP(torch.nn.Module):
+    """Stands for the class of that name."""
+
+
+def test_a_model_of_another_fsdp_is_named() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MegatronFSDP, "__module__", "megatron_fsdp.megatron_fsdp")
+        said = not_sharded(torch.nn.Sequential(MegatronFSDP()))
+    assert "sharded by megatron_fsdp.megatron_fsdp.MegatronFSDP" in said and "use torch's fully_shard" in said
+    assert "was given to fully_shard" in not_sharded(torch.nn.Sequential(MegatronFSDP()))
+
+
+def test_recordings_of_a_step_are_told_apart() -> None:
+    """A traced one; a graph that is captured, as CUDA says; and neither."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    refuse_recording(cpu, "patch", torch.ones(1))
+    with pytest.raises(RuntimeError, match="patch: a whole step is traced.*compile blocks"):
+        make_fx(lambda x: (refuse_recording(cpu, "patch", x), x)[1], tracing_mode="fake")(torch.ones(1))
+    with pytest.raises(RuntimeError, match="patch: a whole step is traced"), FakeTensorMode():
+        refuse_recording(cpu, "patch", torch.ones(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        refuse_recording(cpu, "patch")
+        with pytest.raises(RuntimeError, match="patch: a CUDA graph records.*disable_cuda_graphs"):
+            refuse_recording(cuda, "patch")
 
 
 def test_nothing_is_on_without_enable() -> None:

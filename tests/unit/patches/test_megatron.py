@@ -157,6 +157,23 @@ def test_whole_iterations_as_cuda_graphs_are_refused(config: Config, refused: bo
     assert bool(list(ddp_problems(Config(**GOOD), config))) == refused
 
 
+@pytest.mark.parametrize("module, name", [*names.MEGATRON_FSDP.items(), names.LAYER_WISE])
+def test_classes_that_communicate_by_themselves_are_refused(module: str, name: str) -> None:
+    """Megatron-FSDP's two versions, megatron-core's and PyPI's, and layer-wise optimizers: where they are there."""
+    if not names.exists(module, name):
+        pytest.skip(f"there is no {module}.{name}")
+    owner, _ = lookup(module, name)
+    kind = getattr(owner, name)
+    before = kind.__init__
+    megatron_core_patch.enable(gradients="int4")
+    assert kind.__init__ is not before
+    with pytest.raises(
+        ValueError, match=f"megatron_core_patch: .*{'layer-wise' if 'Layer' in name else name}"
+    ):
+        kind.__init__(object.__new__(kind))
+    assert kind.__init__ is before
+
+
 def test_refused_optimizers_and_wrappers() -> None:
     exact, quantised = from_words(), from_words("int8")
     remainders = Config(use_precision_aware_optimizer=True, store_param_remainders=True)
@@ -169,6 +186,9 @@ def test_refused_optimizers_and_wrappers() -> None:
     assert not list(optimizer_problems(Config(fp16=False), fed))
     assert not list(wrapper_problems("DistributedDataParallel"))
     assert list(wrapper_problems("FullyShardedDataParallel"))
+    for name in ("MegatronFSDP", "FsdpModule"):
+        assert "torch's fully_shard with fsdp2_patch" in next(wrapper_problems(name))
+    assert "megazero's own Muon" in next(wrapper_problems("LayerWiseDistributedOptimizer"))
     module = torch.nn.Linear(1, 1)
     module.weight.is_managed_by_layer_wise_optimizer = False  # type: ignore[assignment]
     assert not list(module_problems(module))

@@ -11,7 +11,7 @@ import pytest
 
 from megazero.config import ConfigError, World, make_config, parse
 from megazero.config.layout.shards import AUTO
-from megazero.config.model.spec import LAYER
+from megazero.config.model.spec import LAYER, model_spec
 from megazero.config.options.cluster import (
     Cluster,
     Device,
@@ -30,7 +30,7 @@ from megazero.plan.search import Search, least_seconds
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, _Lane, simulate
 from megazero.pp.schedules import Kind
-from megazero.verify.expected_bytes import ExpectedBytes
+from megazero.verify.expected_bytes import ExpectedBytes, ExpertRows
 from tests.sizes import PLANNED, words
 
 MODEL = {**PLANNED, "params_dtype": "bf16"}
@@ -103,6 +103,7 @@ def test_bytes_are_those_that_verify_expects(values: dict[str, object], nodes: i
         assert {f"{kind}_{link}_bytes": sent for (kind, link), sent in total.items() if sent} == want
 
 
+TENSORS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SHARED = {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}
 
 
@@ -119,6 +120,58 @@ def test_bytes_of_other_layers(family: str, sequence_parallel: bool) -> None:
 def test_bytes_of_layers_with_experts(more: dict[str, object], recompute: str) -> None:
     values = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_granularity": recompute}
     _compare_bytes({**values, **EXPERTS, **more})
+
+
+SHARES: tuple[dict[str, object], ...] = (
+    {"zero_preset": "zeropp", "expert_model_parallel_size": 4},
+    {"zero_preset": "zero3", "expert_model_parallel_size": 2, "recompute_granularity": "full"},
+    {"zero_preset": "hpz", "expert_model_parallel_size": 2, "zero_chunk_numel": 10**5, **SHARED},
+    {"zero_preset": "zero2", "expert_model_parallel_size": 4, **TENSORS, "recompute_granularity": "full"},
+    {"zero_preset": "zero1", "expert_model_parallel_size": 2, **TENSORS, **SHARED},
+)
+
+
+@pytest.mark.parametrize("values", SHARES, ids=str)
+def test_bytes_of_shared_experts(values: dict[str, object]) -> None:
+    """Every rank's rows go to all experts alike: the formula that verify takes for rows that it has seen."""
+    plan = layout({**EXPERTS, **values}, cluster())
+    config, ep = plan.config, plan.grid.ep
+    expected = ExpectedBytes(config, plan.base.world, False, plan.wire.block)
+    tokens = config.batch.micro_batch_size * config.model.seq_length // plan.base.tp
+    rows = tokens * config.model.moe_router_topk * (ep - 1) // ep
+    layers = [i for i, kind in enumerate(model_spec(config.model).by_place) if kind.experts]
+    moved = [ExpertRows(layer, rows, rows) for layer in layers for _ in range(plan.base.micro_batches)]
+    (total,) = plan.bytes_by_stage
+    ranks = [plan.grid.rank_of(0, dp, tp) for dp in range(plan.grid.dp) for tp in range(plan.grid.tp)]
+    each = [expected.bytes_of(rank, 1, False, moved) for rank in ranks]
+    assert total["ep", "intra_node"] > 0
+    for (kind, link), sent in total.items():
+        mean = sum(want.get(f"{kind}_{link}_bytes", 0) for want in each) / len(each)
+        assert sent == pytest.approx(mean, rel=1e-3 if kind == "tp" else 0), (kind, link)
+
+
+@pytest.mark.parametrize(
+    ("shard", "ep", "bytes_per_element"),
+    [
+        ((1, 1, 1), 4, 18),
+        ((1, 1, 8), 2, 2 + 4 + 12 / 4),
+        ((4, 8, 8), 4, 2 + 4 / 2 + 12 / 2),
+        ((4, 8, 8), 2, 2 / 2 + 4 / 4 + 12 / 4),
+        ((8, 8, 8), 4, 18 / 2),
+    ],
+)
+def test_states_of_experts_are_those_of_what_is_left_of_the_shards(
+    shard: tuple[int, ...], ep: int, bytes_per_element: float
+) -> None:
+    values = {**EXPERTS, "zero_shard": shard, "moe_layer_freq": (1,), "expert_model_parallel_size": ep}
+    plan = layout(values, cluster())
+    held = plan.units(0)
+    experts = sum(n * unit.elements for unit, n in held.counts if unit.apart == ep)
+    count = sum(p.numel for p in model_spec(plan.config.model).parameters.values() if p.experts)
+    assert experts == pytest.approx(count / ep, rel=0.01)
+    p, g, os = shard
+    others = (held.elements - experts) * (2 / p + 4 / g + 12 / os)
+    assert plan.memory.model_states == pytest.approx(others + experts * bytes_per_element, rel=1e-6)
 
 
 def _compare_bytes(values: dict[str, object]) -> None:

@@ -29,7 +29,7 @@ def configured(**values: Any) -> RunConfig:
 CONFIG = configured(outer_interval=2)
 STREAMS = {"outer_interval": 4, "outer_fragments": 2, "outer_delay": 1, "outer_mixing": 0.25}
 STREAMED = configured(**STREAMS)
-SHAPES = {name: place.local_shape for name, place in Assembler(CONFIG).of_rank(1, 0).items()}
+SHAPES = {name: place.local_shape for name, place in Assembler(CONFIG).one_rank.items()}
 MODULES = ["embedding", "layers.0", "layers.1", "head"]
 
 

@@ -1,0 +1,102 @@
+"""Axes of experts: legal layouts of a few ranks, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+import pytest
+
+from megazero.mesh.grid import (
+    INTER,
+    INTRA,
+    Grid,
+    data_ranks_per_node,
+    expert_problem,
+    make_grid,
+    shard_problem,
+)
+
+
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def layouts() -> Iterator[tuple[tuple[int, int, int, int], tuple[int, int, int], int, int]]:
+    """(ranks, of a node, tp, pp), legal shards, d and h."""
+    for nodes, per_node, tp, pp in product((1, 2, 4), (2, 4, 6), (1, 2), (1, 2)):
+        world = nodes * per_node
+        if world % (tp * pp):
+            continue
+        d, h = world // (tp * pp), data_ranks_per_node(world, per_node, tp, pp)
+        for shards in product(divisors(d), repeat=3):
+            if not shard_problem(shards, d, h):
+                yield (world, per_node, tp, pp), shards, d, h
+
+
+def test_experts_lie_on_the_ranks_that_hold_the_same_and_keep_the_share_of_every_state() -> None:
+    legal = refused = 0
+    for sizes, shards, d, h in layouts():
+        for together in divisors(h):
+            ep = together * sizes[2]
+            if expert_problem(ep, ep, sizes[2], shards, d, h):
+                refused += 1
+                assert any(k % together and together % k for k in shards)
+                continue
+            legal += 1
+            check(make_grid(*sizes, shards, ep=ep), together)
+    assert (legal, refused) == (1085, 94)
+
+
+def check(grid: Grid, together: int) -> None:
+    axes = grid.expert_axes
+    for level, factor in zip(("p", "g", "os"), grid.shards, strict=True):
+        roles = ("p", "g", "os")[: ("p", "g", "os").index(level) + 1]
+        assert together * prod(a.size for a in axes if a.role in roles) == max(factor, together)
+    for rank in range(grid.world_size):
+        group = grid.ep_axis.ranks(rank)
+        assert len({r // grid.ranks_per_node for r in group}) == 1
+        span = {rank}
+        for axis in axes:
+            nodes = {r // grid.ranks_per_node for r in axis.ranks(rank)}
+            assert axis.link == (INTRA if len(nodes) == 1 else INTER)
+            span = {r for each in span for r in axis.ranks(each)}
+        # With the ranks that share the experts, these are the ranks of the stage.
+        stage = {r for each in span for r in grid.ep_axis.ranks(each)}
+        own = grid.axis("pp").index(rank)
+        assert len(span) == grid.dp // together
+        assert stage == {r for r in range(grid.world_size) if grid.axis("pp").index(r) == own}
+
+
+def test_axes_that_other_parameters_have_too_are_the_same() -> None:
+    grid = make_grid(8, 4, shards=(4, 4, 8), ep=4)  # zeropp: one group for each node
+    assert grid.expert_axes == (grid.axis("os_inter"),) and grid.expert_shards == (1, 1, 2)
+    grid = make_grid(8, 4, shards=(8, 8, 8), ep=2)
+    assert [axis.name for axis in grid.expert_axes] == ["xp_intra", "p_inter"]
+    assert make_grid(4, 2, 2, ep=2).expert_axes == make_grid(4, 2, 2).data_axes
+    assert make_grid(4, 2).ep_axis.size == 1
+
+
+@pytest.mark.parametrize(
+    ("ep", "experts", "tp", "shards", "words"),
+    [
+        (3, 8, 1, (1, 1, 8), "size 3: it does not divide 8 experts, its ranks leave the node"),
+        (8, 8, 1, (1, 1, 8), "its ranks leave the node, which has 4 data-parallel ranks, or straddle it; nearest: 4"),
+        (3, 9, 2, (1, 1, 8), "it is not a multiple of --tensor-model-parallel-size 2; nearest: 1"),
+        (16, 16, 2, (1, 1, 8), "4 data-parallel ranks x 2 tensor-parallel ranks, or straddle it; nearest: 8"),
+    ],
+)  # fmt: skip
+def test_other_sizes_are_refused_with_the_nearest(
+    ep: int, experts: int, tp: int, shards: tuple[int, int, int], words: str
+) -> None:
+    assert words in expert_problem(ep, experts, tp, shards, 8, 4)
+
+
+def test_a_size_between_two_factors_is_refused_and_so_are_pipelines_inside() -> None:
+    problem = expert_problem(2, 8, 1, (3, 3, 6), 6, 6)
+    assert "its 2 data-parallel ranks neither divide P = 3 nor are a multiple of it; nearest: 1" in problem
+    problem = expert_problem(4, 8, 2, (1, 1, 4), 4, 4, dp_outermost=True)
+    assert "puts pipelines between data-parallel neighbours; nearest: 2" in problem
+    with pytest.raises(ValueError, match="nearest: 2"):
+        make_grid(4, 2, ep=4)

@@ -1,0 +1,77 @@
+"""``megazero evaluate`` measures what the run itself measured, on the same samples, and tells mistakes at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.cli import main
+from megazero.config import ConfigError, World
+from megazero.log.metrics import METRICS_FILE
+from megazero.train.evaluate_command import evaluation_config
+from tests import ROOT
+from tests.sizes import TINY, words
+
+RUN = {**TINY, "eval_iters": 2, "eval_interval": 6, "optimizer": "adamw"}
+
+
+def megazero(*argv: str) -> str:
+    """The standard output of a command on this tree."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megazero", *argv],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    megazero("train", *words(RUN), "--save", f"{folder}/c", "--log-dir", f"{folder}/logs")
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout",
+    ["", "--nproc-per-node 2 --zero-preset zero3", "--nproc-per-node 2 --tensor-model-parallel-size 2"],
+)
+def test_any_layout_measures_the_loss_of_the_runs_own_evaluation(layout: str, run: Path) -> None:
+    said = [*words(RUN), "--save", f"{run}/c", "--log-dir", f"{run}/none", "--load", f"{run}/c"]
+    (line,) = re.findall(
+        r"^valid \| loss (.*?) \|", megazero("evaluate", *said, *layout.split()), re.MULTILINE
+    )
+    lines = [json.loads(each) for each in (run / "logs" / METRICS_FILE).read_text().splitlines()]
+    (own,) = [each["eval_lm_loss"] for each in lines if "eval_lm_loss" in each]
+    assert float(line) == pytest.approx(own, abs=2e-6)
+    assert not (run / "none").exists()
+
+
+@pytest.mark.long
+def test_the_model_and_the_length_come_from_the_checkpoint(run: Path) -> None:
+    config = evaluation_config(
+        ["--load", f"{run}/c", "--mock-data", "--zero-preset", "zeropp", "--global-batch-size", "8"],
+        World(4, 2),
+    )
+    assert config.model.seq_length == TINY["seq_length"] and config.optimizer.optimizer == "sgd"
+    assert config.zero.zero_preset == "zeropp" and not config.wire(World(4, 2)).codings
+
+
+def test_without_a_checkpoint_that_is_the_only_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        evaluation_config(["--mock-data"], World(1, 1))
+    assert error.value.errors == ("--load is required: a folder of --save, or hf:DIR",)
+    with pytest.raises(ConfigError) as error:
+        evaluation_config(["--mock-data", "--load", f"{tmp_path}/none"], World(1, 1))
+    assert len(error.value.errors) == 1 and f"{tmp_path}/none" in error.value.errors[0]
+    assert main(["evaluate", "--mock-data", "--nope"]) == 2
+    assert "--nope does not exist" in capsys.readouterr().err
+    assert main(["evaluate", "--help"]) == 0
