@@ -107,8 +107,8 @@ def test_what_is_not_built_is_refused_by_name(run: str, more: str, tmp_path: Pat
 
 
 # Megatron-LM's functional test gpt3_mcore_te_tp2_pp2_cp2 (now with nccl2); run_gpt.sh of
-# asd123www/Megatron-LM-study; what radixark/miles gives Megatron on 8 GPUs. Words that say nothing of a layout are left
-# out.
+# asd123www/Megatron-LM-study; what radixark/miles gives Megatron on 8 GPUs. Words that say nothing of a layout are
+# left out.
 LONG = {
     "functional test": (
         "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --log-params-norm "
