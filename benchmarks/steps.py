@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from megazero import zero
 from megazero.config import RunConfig, resolve_shards
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, ModelConfig, initializer, make_model
-from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
+from megazero.moe import ExpertParallel
+from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder, units_of
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
 CLIP = 1.0
@@ -23,8 +25,11 @@ CLIP = 1.0
 
 def llama(sizes: Any) -> ModelConfig:
     """Return the model section of a Llama. sizes: has layers, hidden, ffn, heads, vocabulary and sequence, the
-    longest."""
+    longest. If it has experts, each is as wide as ffn, and a token goes to two."""
+    count = getattr(sizes, "experts", 0)
+    experts = {"num_experts": count, "moe_ffn_hidden_size": sizes.ffn} if count else {}
     return make_model(
+        **experts,
         model_family="llama",
         num_layers=sizes.layers,
         hidden_size=sizes.hidden,
@@ -59,6 +64,7 @@ class Shape:
     micro_batch: int = 8
     micro_batches: int = 1
     dtype: torch.dtype = torch.float32
+    experts: int = 0
 
     @property
     def tokens(self) -> int:
@@ -68,9 +74,9 @@ class Shape:
 Step = Callable[[], torch.Tensor]  # returns this rank's loss per token, detached
 
 
-def decoder(shape: Shape, device: str = "cpu") -> Decoder:
+def decoder(shape: Shape, device: str = "cpu", ep: ExpertParallel | None = None) -> Decoder:
     config = llama(shape)
-    model = Decoder(config, device=device, dtype=shape.dtype)
+    model = Decoder(config, ep=ep, device=device, dtype=shape.dtype)
     if device != "meta":
         model.initialize(1)
     return model
@@ -91,21 +97,22 @@ def world_group() -> Any:
 
 
 def shared_mesh(
-    factors: tuple[int, int, int], ranks_per_node: int, device: torch.device, outer: int = 1
+    factors: tuple[int, int, int], ranks_per_node: int, device: torch.device, outer: int = 1, ep: int = 1
 ) -> Mesh:
-    """Return the mesh of (P, G, OS) in each of so many outer replicas. All contestants with these factors share it.
+    """Return the mesh of (P, G, OS) in each of so many outer replicas, in which ``ep`` ranks share experts. All
+    contestants with these factors share it.
 
     Every communicator of gloo has a thread that wakes 100 times a second: with 68 of them on each of 4 ranks, steps
     on 2 cores took up to a third longer.
     """
-    return _kept_mesh(world_group(), factors, ranks_per_node, device, outer)
+    return _kept_mesh(world_group(), factors, ranks_per_node, device, outer, ep)
 
 
 @cache
 def _kept_mesh(
-    world: Any, factors: tuple[int, int, int], ranks_per_node: int, device: torch.device, outer: int
+    world: Any, factors: tuple[int, int, int], ranks_per_node: int, device: torch.device, outer: int, ep: int
 ) -> Mesh:
-    return create_mesh(shards=factors, ranks_per_node=ranks_per_node, device=device, outer=outer)
+    return create_mesh(shards=factors, ranks_per_node=ranks_per_node, device=device, outer=outer, ep=ep)
 
 
 def ours(
@@ -115,19 +122,20 @@ def ours(
     device: torch.device,
     policy: zero.Policy | None = None,
     joined: int = 1,
+    ep: int = 1,
 ) -> tuple[Step, zero.Engine]:
     """Return a megazero step of a preset or of (P, G, OS), and its engine, which counts bytes. joined: layers of a
-    unit. If the policy has outer steps, each node is an outer replica."""
+    unit. ep: ranks that share experts. If the policy has outer steps, each node is an outer replica."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     replicas = world // ranks_per_node if policy and policy.outer else 1
     factors = resolve_shards(shards, world // replicas, min(world, ranks_per_node)).factors
-    mesh = shared_mesh(factors, ranks_per_node, device, replicas)
-    model = decoder(shape, "meta")
+    mesh = shared_mesh(factors, ranks_per_node, device, replicas, ep)
+    model = decoder(shape, "meta", ExpertParallel.of(mesh))
     engine = zero.shard(
         model,
         mesh=mesh,
         policy=policy,
-        units=model.units(joined),
+        units=units_of(model, joined, mesh),
         optimizer=ADAMW,
         clip_norm=CLIP,
         init=initializer(model, 1),
@@ -172,15 +180,29 @@ def pipelined(
     return step, engine
 
 
+def clip_together(held: list[torch.Tensor]) -> None:
+    torch.nn.utils.clip_grad_norm_(held, CLIP)
+
+
 class AdamW:
     """Clips, and makes torch's own update. master: of fp32 copies, for parameters that are, or will be, in 16
-    bits."""
+    bits. clip: clips the gradients of parameters to the norm CLIP."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], master: bool) -> None:
-        self.parameters, self.master = list(parameters), master
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        master: bool,
+        clip: Callable[[list[torch.Tensor]], object] = clip_together,
+    ) -> None:
+        self.parameters, self.master, self.clip = list(parameters), master, clip
         copies = (p.detach().to(torch.float32, copy=True) for p in self.parameters)
         self.held = list(copies) if master else self.parameters
-        self.optimizer = ADAMW(self.held)
+        groups = defaultdict[object, list[torch.Tensor]](
+            list
+        )  # DTensors of two meshes have no common operation
+        for held in self.held:
+            groups[getattr(held, "device_mesh", None)].append(held)
+        self.optimizer = ADAMW([{"params": group} for group in groups.values()])
 
     @torch.no_grad()
     def step(self) -> None:
@@ -190,7 +212,7 @@ class AdamW:
             for held, p in zip(self.held, self.parameters, strict=True):
                 held.grad, p.grad = torch.empty_like(held), None
             torch._foreach_copy_([held.grad for held in self.held], gradients)
-        torch.nn.utils.clip_grad_norm_(self.held, CLIP)
+        self.clip(self.held)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.master:

@@ -36,6 +36,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+WHOLE_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -101,6 +102,9 @@ EXPERTS = {
 EXPERTS |= {"head_dim": 16}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 36, "norm_topk_prob": False}
 LOCAL_EXPERTS = {**LLAMA, "num_local_experts": 6, "num_experts_per_tok": 2}
+ROUTED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
+ROUTED = {name: value for name, value in ROUTED.items() if name != "num_experts"}
+GROUPED = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 OLMOE = {**NORMED, "num_experts": 6, "num_experts_per_tok": 3}
 
 # Name of the variant -> (transformers' configuration class, what differs from its defaults).
@@ -203,6 +207,18 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoe",
         {**LOCAL_EXPERTS, "attention_bias": True, "tie_word_embeddings": True, "attention_multiplier": 0.3},
     ),
+    "glm4_moe": ("Glm4Moe", {**ROUTED, "attention_bias": True}),
+    "glm4_moe-groups-tied": (
+        "Glm4Moe",
+        {**ROUTED, **GROUPED, "num_hidden_layers": 3, "first_k_dense_replace": 2, "use_qk_norm": True}
+        | {"tie_word_embeddings": True, "n_shared_experts": 1, "rope_parameters": WHOLE_ROPE},
+    ),
+    "dots1": ("Dots1", ROUTED),
+    "dots1-groups-window": (
+        "Dots1",
+        {**ROUTED, **GROUPED, "num_hidden_layers": 3, "first_k_dense_replace": 0, "sliding_window": 5}
+        | {"max_window_layers": 2, "attention_bias": True},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
     "gpt2-pytorch-gelu": ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh"}),
@@ -285,12 +301,21 @@ def _in_files(model: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str
             yield f"{before}.{module}.experts.{number}.{names.get(part, part)}.weight", values
 
 
+BIAS = "e_score_correction_bias"
+
+
+def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What files have of a model: parameters, and the biases by which routers choose experts."""
+    biases = {name: b for name, b in model.named_buffers() if name.endswith(BIAS)}
+    return {**dict(model.named_parameters()), **biases}
+
+
 def perturb(model: torch.nn.Module) -> None:
     """Random biases and norms too, so that none is checked at its trivial value only."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1)
+        for tensor in stored(model).values():
+            tensor.add_(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * 0.1)
 
 
 def save(variant: str, folder: Path, **changes: Any) -> Path:

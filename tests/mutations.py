@@ -175,6 +175,14 @@ megazero/zero/gather.py
 + own = weights.copy if hop.level == 1 else
   with P over two axes the first hop sends nothing
 
+megazero/mesh/grid.py
+- p, g, o = (max(1, k // together) for k in shards)
++ p, g, o = (max(1, k) for k in shards)
+  experts that ranks share are cut as other parameters are
+- stride = self.dp_stride * together
++ stride = self.dp_stride
+  experts are reduced over ranks that hold others
+
 megazero/mesh/dealing.py
 - message = sorted(held, key=lambda i: (pieces[i].owner[axis], i))
 + message = sorted(held, key=lambda i: pieces[i].owner[axis])
@@ -474,14 +482,40 @@ megazero/moe/routing.py
 - wide = torch.promote_types(x.dtype, torch.float32)
 + wide = x.dtype
   scores are in bf16
+- return scores if bias is None else scores + bias
++ return scores
+  a bias chooses nothing
+- ranks = self._within(ranks, self._group_sums(ranks).topk(self.group_topk).indices)
++ pass
+  experts of all groups are chosen
+
+megazero/moe/balance.py
+- losses, first = self.losses, decision.counts is None
++ losses, first = self.losses, True
+  a recompute counts its tokens once more
+- return grad, grad.new_full((), ctx.scale), None
++ return grad, grad.new_full((), 1.0), None
+  losses of more micro-batches weigh more
+- keys = (sample // (samples // blocks) * count).unsqueeze(-1) + experts
++ keys = (sample % blocks * count).unsqueeze(-1) + experts
+  tokens are counted in other blocks than theirs
+- bias.add_((load.sum() - len(load) * load).sign().to(bias.dtype), alpha=rate)
++ bias.add_((len(load) * load - load.sum()).sign().to(bias.dtype), alpha=rate)
+  a bias moves to what is full
 
 megazero/moe/dispatch.py
 - self.order = flat.argsort(stable=True)
 + self.order = flat.argsort(stable=True, descending=True)
   rows go to other experts than theirs
-- return grad.index_select(0, ctx.inverse), None, None
-+ return grad, None, None
+- return self._back(values).index_select(0, self.places).unflatten(0, (-1, self.k))
++ return self._back(values).unflatten(0, (-1, self.k))
   probabilities get the gradients of others
+- return self.ep.exchange(rows, sent, received).index_select(0, self._by_expert)
++ return self.ep.exchange(rows, sent, received)
+  rows that come are in the order of their sources
+- return self.ep.exchange(rows.index_select(0, self._by_source), received, sent)
++ return self.ep.exchange(rows.index_select(0, self._by_expert), received, sent)
+  rows go back to other tokens than theirs
 
 megazero/moe/grouped.py
 - for n in weight.shape[1:]
@@ -623,14 +657,14 @@ megazero/train/state/checkpointing.py
   a run of --finetune goes back to its weights alone
 
 megazero/plan/memory.py
--         return self.shards.os * self._own_message(unit)
-+         return 0.0
+- return os * self._own_message(unit) if coded else 0.0
++ return 0.0
   with P = 1 gathers ahead of use take no bytes
 - return messages + difference
 + return messages
   the difference of a delta refresh takes no memory
-- * sums / crossing
-+ * sums
+- n * u.elements / crossing[u]
++ n * u.elements
   residuals are those of whole units
 - return held + (following if copied else 0.0)
 + return held
@@ -850,6 +884,9 @@ megazero/tp/chunked_loss.py
   the loss scale counts twice
 
 megazero/plan/communication.py
+- again = there + layer.rereads_experts * back if
++ again = there if
+  no recompute brings the rows of experts back
 - backward -= wire * has_loss_chunks(config)
 + backward -= 0
   the head's input is gathered again for a loss in chunks

@@ -6,7 +6,8 @@ One rank of a cluster steps a decoder of ``--layers`` layers and tiny tensors, s
 Python, torch's dispatch and the little that operations compute on a CPU. The engine takes its CUDA paths. Streams,
 events and collectives do nothing, and kernels of megazero's own are not launched; their numbers stand in the table.
 Seconds are of one thread, so that others on the machine count little. Contestants take turns; ratios are taken round
-by round. Writes the section of ``--page``.
+by round. ``FSDP2, patched`` is over two nodes of half the ranks, with int8 weights and int4 gradients. Writes the
+section of ``--page``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp2_patch.patch
 import megazero.kernels
 from benchmarks import harness, lone_rank
 from benchmarks.gpu_report import loops
@@ -38,12 +40,17 @@ from benchmarks.gpu_report.loops import Size, Step
 from megazero import zero
 from megazero.config import resolve_shards
 from megazero.kernels import arena
+from megazero.mesh import objects
+from megazero.mesh.grid import INTER, INTRA, AxisSpec
+from megazero.mesh.mesh import Axis
+from megazero.patches.options import MessageOptions, read_words
+from megazero.patches.two_hops import TwoHops
 from megazero.zero.elementwise import OnePassAdamW
 
 TITLE = "Host time"
 CPU = torch.device("cpu")
 RANKS = 8  # of a node
-PLAIN = "plain loop"
+PLAIN, PATCHED = "plain loop", "FSDP2, patched"
 # Preset -> nodes. zero3 gathers nothing ahead but the next module: so small a model would be gathered once per step.
 PRESETS = {"zero1": 1, "zero3": 1, "hpz": 2, "zeropp": 2}
 
@@ -116,6 +123,14 @@ def no_device() -> Iterator[None]:
         stack.enter_context(patch.object(arena, "home_of", lambda device: CURRENT[-1]))
         stack.enter_context(patch.object(torch.cuda, "stream", lambda stream: stream))
         stack.enter_context(patch.object(lone_rank, "Echo", Silence))
+        stack.enter_context(no_kernels())
+        yield
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Let own kernels do nothing but count."""
+    with ExitStack() as stack:
         for found in pkgutil.iter_modules(megazero.kernels.__path__):
             module = importlib.import_module(f"megazero.kernels.{found.name}")
             if hasattr(module, "_kernel"):
@@ -171,10 +186,33 @@ def fsdp2(size: Size, stack: ExitStack) -> Step:
     return loops.plain(size, CPU, model, lambda tokens: model(tokens, tokens).sum())
 
 
+def patched(size: Size, stack: ExitStack) -> Step:
+    """Return a step of FSDP2 with ``fsdp2_patch`` on. Other contestants of FSDP2 pass its wrappers, too."""
+    model = loops.decoder(size, CPU, dtype=torch.float32)
+    mesh, half = init_device_mesh("cpu", (RANKS,)), torch.bfloat16
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half))
+    ranks, here = tuple(range(RANKS)), dist.get_rank()
+    specs = AxisSpec("intra", "data", RANKS // 2, 1, INTRA), AxisSpec("inter", "data", 2, RANKS // 2, INTER)
+    intra, inter = (
+        Axis(spec, spec.index(here), spec.ranks(here), Silence(spec.size), Silence(spec.size))  # type: ignore[arg-type]
+        for spec in specs
+    )
+    stack.enter_context(lone_rank.own_collectives())
+    options = read_words(MessageOptions, "int8", "int4", ranks_per_node=RANKS // 2, exact_numel=size.hidden)
+    with (
+        patch.object(objects, "_exchange", lambda text, *_, **__: [text] * RANKS),
+        patch.object(fsdp2_patch.patch, "cut_groups", lambda *_: {ranks: TwoHops(ranks, inter, intra)}),
+    ):
+        stack.callback(fsdp2_patch.patch.Fsdp2Patch(model, options).remove)
+    return loops.plain(size, CPU, model, lambda tokens: model(tokens, tokens).sum())
+
+
 BUILDERS: dict[str, Callable[[Size, ExitStack], Step]] = {
     PLAIN: plain,
     **{preset: partial(ours, preset=preset) for preset in PRESETS},
     "FSDP2": fsdp2,
+    PATCHED: patched,
 }
 
 
@@ -211,7 +249,8 @@ def rows(found: Found) -> list[list[str]]:
         share = [ratio - 1 for ratio in harness.ratios(seconds, base)]
         more = [harness.spread(added, 1), harness.spread(share, 2)] if name != PLAIN else ["", ""]
         own = [
-            str(counts.get(key, 0)) if name in PRESETS else "" for key in ("kernels", "collectives", "events")
+            str(counts.get(key, 0)) if name in (*PRESETS, PATCHED) else ""
+            for key in ("kernels", "collectives", "events")
         ]
         made.append([name, f"{statistics.median(seconds) * 1e3:.1f}", *more, str(counts["operations"]), *own])
     return made

@@ -4,6 +4,8 @@
     python -m benchmarks.links.comparison --rates 1gbit 1gbit+20ms 1gbit+100ms --micro-batches 4 --out /tmp/long
     python -m benchmarks.links.comparison --heats outer --rates 50mbit 200mbit --micro-batches 1 --out runs/outer
 
+    python -m benchmarks.links.comparison --heats experts --rates 200mbit 1gbit --micro-batches 1 --out runs/experts
+
 Everyone trains the same Llama (8 layers, hidden 256, ffn 688, vocabulary 4096, sequence 128, micro-batch 1) with bf16
 parameters and an fp32 master. Within a heat the contestants take turns; bytes are what the kernel counted
 at the interface of a node around a contestant's steps, everything included. A turn of those that meet every few steps
@@ -21,7 +23,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ import torch.distributed as dist
 
 from benchmarks import harness
 from benchmarks.links.comparison_report import chart, chart_over_rates, page
-from benchmarks.links.contestants import CONTESTANTS, HEATS, PAGE_HEATS, Running, absent
+from benchmarks.links.contestants import CONTESTANTS, EXPERTS, HEATS, PAGE_HEATS, Running, absent
 from benchmarks.links.volume import Case, scalars
 from benchmarks.results import data_of
 from benchmarks.steps import Shape, decoder
@@ -92,10 +94,10 @@ def losses(records: dict[str, Record]) -> tuple[int, dict[str, float]]:
     return step, dict(zip(records, (row / dist.get_world_size()).tolist(), strict=True))
 
 
-def compare(names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict[str, Any]:
-    """Measure the contestants of a heat. asked: least and most rounds, seconds of them all and of a turn."""
+def compare(heat: str, names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure contestants of a heat. asked: least and most rounds, seconds of them all and of a turn."""
     node = harness.ranks_per_node()
-    shape = shape_of(micro_batches)
+    shape = shape_of(micro_batches, heat)
     chosen = {name: CONTESTANTS[name] for name in names}
     records = {
         name: Record(each.build(shape, node), each.interval, each.interval) for name, each in chosen.items()
@@ -131,15 +133,21 @@ def compare(names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict
     return facts
 
 
-def shape_of(micro_batches: int) -> Shape:
-    return Shape(sequence=128, micro_batch=1, micro_batches=micro_batches, dtype=torch.bfloat16)
+def shape_of(micro_batches: int, heat: str = "") -> Shape:
+    """Return what a heat trains: that of EXPERTS a mixture of 16 experts of which a token takes two, 31M parameters,
+    5M of them for a token."""
+    one = Shape(sequence=128, micro_batch=1, micro_batches=micro_batches, dtype=torch.bfloat16)
+    return (
+        replace(one, layers=6, hidden=192, ffn=512, vocabulary=2048, experts=16) if heat == EXPERTS else one
+    )
 
 
 def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
     model = decoder(shape, "meta")
     sizes = [sum(p.numel() for module in unit for p in module.parameters()) for unit in model.units()]
     small = sum(p.numel() for p in model.parameters() if p.numel() <= EXACT_NUMEL)
-    return Case(tuple(sizes), shape.micro_batches, nodes, ranks_per_node, small)
+    experts = sum(p.numel() for each in model.experts_of(model.layers.values()) for p in each.parameters())
+    return Case(tuple(sizes), shape.micro_batches, nodes, ranks_per_node, small, experts)
 
 
 def refuse_others(stored: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -205,7 +213,7 @@ def main() -> int:
         for lab in harness.labs_at(options.rates, options.nodes):
             for micro_batches, (heat, names) in product(options.micro_batches, heats.items()):
                 began = time.monotonic()
-                found = harness.run(compare, names, micro_batches, asked, lab=lab, **how)
+                found = harness.run(compare, heat, names, micro_batches, asked, lab=lab, **how)
                 key = {"rate": lab.rate, "micro_batches": micro_batches, "heat": heat}
                 stored = merge(stored, facts, {**key, **found})
                 file.write_text(json.dumps(stored, indent=1) + "\n")

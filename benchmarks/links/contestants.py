@@ -35,6 +35,7 @@ from benchmarks.steps import (
     batches,
     decoder,
     ours,
+    shared_mesh,
     torch_step,
     world_group,
 )
@@ -44,6 +45,7 @@ from megazero.comm.hops import Traffic
 from megazero.config import resolve_shards
 from megazero.config.layout.wire import Wire, asked_for
 from megazero.config.options.sections import OuterConfig, ZeroConfig
+from megazero.moe import ExpertParallel
 from megazero.patches.options import MessageOptions, read_words
 from megazero.train.parallelize import make_outer
 from megazero.zero import Policy
@@ -54,6 +56,7 @@ MIXED = ZeroConfig(zero_preset="zeropp", zero_gradient_transform="hadamard")
 PLAIN = replace(MIXED, zero_gradient_transform="none")
 DELTA, INT8 = asked_for(PLAIN), asked_for(replace(PLAIN, zero_quantized_weights_delta=False))
 TWO_BITS = replace(MIXED, zero_gradient_bits=2, zero_gradient_rounding="feedback")
+EXPERTS = "experts"  # the heat that trains a mixture
 INTERVAL = 8  # steps from one meeting of outer replicas to the next
 
 
@@ -89,9 +92,9 @@ def policy_of(wire: Wire) -> Policy:
     return Policy(block=wire.block, exact_numel=wire.exact_numel, codecs=wire)
 
 
-def megazero(shards: str, wire: Wire | None = None, joined: int = 1) -> Contestant:
+def megazero(shards: str, wire: Wire | None = None, joined: int = 1, shared: bool = False) -> Contestant:
     """Make a contestant of a preset's factors, or '1,1,d'. wire: its messages, exact by default. joined:
-    --zero-unit-layers."""
+    --zero-unit-layers. shared: the ranks of a node share the experts; what crosses nodes is the same."""
     policy = policy_of(wire) if wire else Policy()
 
     def factors(nodes: int, ranks_per_node: int) -> tuple[int, int, int]:
@@ -102,11 +105,13 @@ def megazero(shards: str, wire: Wire | None = None, joined: int = 1) -> Contesta
         chosen = factors(dist.get_world_size() // ranks_per_node, ranks_per_node)
         # Nothing ahead but the next module: a model as small as this would fit, and be gathered once per step.
         own = replace(policy, prefetch_bytes=0) if chosen[0] > 1 else policy
-        step, engine = ours(chosen, shape, ranks_per_node, device(), own, joined)
+        ep = ranks_per_node if shared else 1
+        step, engine = ours(chosen, shape, ranks_per_node, device(), own, joined, ep)
         return Running(step, engine.traffic)
 
     def sent(case: volume.Case) -> float:
-        return volume.megazero(factors(case.nodes, case.ranks_per_node), codecs_of(policy.codecs), case)
+        own = case if shared else replace(case, experts=0)
+        return volume.megazero(factors(case.nodes, case.ranks_per_node), codecs_of(policy.codecs), own)
 
     return Contestant(build, sent, peer=False)
 
@@ -232,8 +237,48 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
         # Its shards are fp32, cast to bf16 for the gather.
         return Running(torch_step(model, AdamW(model.parameters(), False), shape, where, quiet))
 
-    sent = partial(volume.hsdp, once=once) if hybrid else partial(volume.fsdp2, once=once, keep=keep)
+    def sent(case: volume.Case) -> float:
+        if hybrid:
+            return volume.hsdp(case, once)
+        return volume.fsdp2(replace(case, experts=0), once, keep)
+
     return Contestant(build, sent, shards=True, plain=not once)
+
+
+def fsdp2_experts() -> Contestant:
+    """fully_shard by per-parameter meshes, as torchtitan's: the ranks of a node share the experts, which are sharded
+    over the nodes, and all else is sharded over all ranks. Tokens take megazero's own way."""
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        world, where = dist.get_world_size(), device()
+        ep = ExpertParallel.of(shared_mesh((1, 1, 1), ranks_per_node, where, ep=ranks_per_node))
+        mesh = _kept_mesh(world_group(), where.type, (world // ranks_per_node, ranks_per_node))["replicate"]
+        precision = MixedPrecisionPolicy(param_dtype=shape.dtype, reduce_dtype=shape.dtype)
+        model = decoder(replace(shape, dtype=torch.float32), ep=ep).to(where)
+        experts = model.experts_of(model.layers.values())
+        for each in experts:
+            fully_shard(each, mesh=mesh, mp_policy=precision)
+            each.set_gradient_divide_factor(world)
+            each.set_force_sum_reduction_for_comms(True)  # gloo has no sum of multiples
+        for module in (*model.layers.values(), model):
+            fully_shard(module, mesh=_kept_mesh(world_group(), where.type, (world,)), mp_policy=precision)
+
+        def clip(held: list[torch.Tensor]) -> None:
+            own, others = ([p for p in held if (p.device_mesh is mesh) is apart] for apart in (True, False))
+            squared = total_norm(own).square()
+            dist.all_reduce(squared, group=ep.axis.gather_group)
+            norm = (squared + total_norm(others).square()).sqrt()
+            for each in (own, others):
+                torch.nn.utils.clip_grads_with_norm_(each, CLIP, norm)
+
+        return Running(torch_step(model, AdamW(model.parameters(), False, clip), shape, where))
+
+    return Contestant(build, partial(volume.fsdp2, once=False, keep=False), shards=True, plain=True)
+
+
+def total_norm(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of the gradients of DTensors of one mesh."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor()
 
 
 def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = False) -> Contestant:
@@ -308,7 +353,10 @@ CONTESTANTS: dict[str, Contestant] = {
     "megazero 1,1,d INT8 joined": megazero("1,1,d", INT8, joined=4),
     "megazero ddp joined": megazero("ddp", joined=4),
     "megazero zero1 joined": megazero("zero1", joined=4),
+    "megazero zeropp EP": megazero("zeropp", asked_for(MIXED), shared=True),
+    "megazero hpz EP": megazero("hpz", shared=True),
     "FSDP2": fsdp2(),
+    "FSDP2 EP": fsdp2_experts(),
     "FSDP2 once": fsdp2(once=True),
     "FSDP2 once, kept": fsdp2(once=True, keep=True),
     "HSDP": fsdp2(hybrid=True),
@@ -348,12 +396,18 @@ HEATS = {
         *("HSDP patched INT4", "FSDP2 patched INT8", "FSDP2 patched delta", "megazero zeropp"),
         *("FSDP2", "HSDP", "HSDP once"),
     ),
+    EXPERTS: (
+        *("megazero zeropp EP", "megazero zeropp Hadamard", "megazero hpz EP"),
+        *("FSDP2", "FSDP2 EP", "FSDP2 once", "HSDP", "HSDP once"),
+    ),
     "outer": (
         *("megazero outer", "megazero outer INT4", "megazero outer INT4 streamed", "DiLoCo", "DiLoCo bf16"),
         *("megazero zero1", "megazero zeropp", "HSDP once", "DDP once"),
     ),
 }
-PAGE_HEATS = tuple(heat for heat in HEATS if heat != "outer")  # those of docs/results/comparison.md
+PAGE_HEATS = tuple(
+    heat for heat in HEATS if heat not in ("outer", EXPERTS)
+)  # those of docs/results/comparison.md
 
 
 def absent(name: str) -> str | None:

@@ -22,13 +22,14 @@ BF16, FP32 = 2.0, 4.0  # bytes
 @dataclass(frozen=True)
 class Case:
     """modules: elements of the embedding, each layer and the head. small: of parameters that quantised messages leave
-    exact."""
+    exact. experts: of experts that the ranks of a node share, so that only ranks of different nodes hold the same."""
 
     modules: tuple[int, ...]
     micro_batches: int
     nodes: int
     ranks_per_node: int
     small: int = 0
+    experts: int = 0
 
     @property
     def elements(self) -> int:
@@ -70,7 +71,9 @@ def megazero(shards: tuple[int, int, int], codecs: Codecs, case: Case) -> float:
     a node (so that exact gradients cross nodes as fp32 sums)."""
     p, g, os = (factor > case.ranks_per_node for factor in shards)  # crosses nodes
     weights = bytes_per_element(codecs.weights, BF16, case)
-    gradients = bytes_per_element(codecs.gradients_inter, FP32, case)
+    # Nobody in the node adds to the gradient of shared experts, so that of one micro-batch is no sum.
+    plain = case.experts / case.elements if case.micro_batches == 1 else 0.0
+    gradients = bytes_per_element(codecs.gradients_inter, FP32 + (BF16 - FP32) * plain, case)
     n, m, (first, last) = case.elements, case.micro_batches, case.ends
     gathered = 2 * m * n - m * last - (m - 1) * first if p else n if os else 0
     reduced = m * n if g else n if os else 2 * n
@@ -94,10 +97,15 @@ def diloco(case: Case, width: float) -> float:
 
 
 def fsdp2(case: Case, once: bool, keep: bool) -> float:
-    """Return FSDP2's bytes. The root's unit, first and last layer, stays gathered from forward to backward."""
+    """Return FSDP2's bytes, which shards shared experts over the nodes. The root's unit, first and last layer, stays
+    gathered from forward to backward.
+    """
     root, m = sum(case.ends), case.micro_batches
-    gathered = case.elements if keep else m * (2 * case.elements - root)
-    return case.ring * BF16 * (gathered + 2 * case.elements * (1 if once else m))
+    gathers, reductions = 1 if keep else 2 * m, 2 * (1 if once else m)
+    gathered = gathers * case.elements - (0 if keep else m * root)
+    of_experts = (gathers + reductions) * case.experts  # their rings are over the nodes
+    others = gathered + reductions * case.elements - of_experts
+    return BF16 * (case.ring * others + case.hop * of_experts)
 
 
 def hsdp(case: Case, once: bool) -> float:

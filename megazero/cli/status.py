@@ -14,7 +14,7 @@ from megazero.charts import text_chart
 from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
 from megazero.files import write_text
-from megazero.ops.status import Judgement, facts, judge, restarts
+from megazero.ops.status import Judgement, compared, facts, judge, restarts
 from megazero.ops.vitals import Vitals, read_run
 
 USAGE = """usage: megazero status LOG_DIR ... [flags below]
@@ -22,6 +22,7 @@ USAGE = """usage: megazero status LOG_DIR ... [flags below]
        */5 * * * * megazero status /shared/runs/a/logs --quiet --alert 'mail -s "run a" me@example.org'   # cron
 
 Reports the state of runs, their progress, pace and end, and why they were restarted (states: docs/guide/slurm.md).
+Several runs are compared in a table at the end.
 Exit status 0: all runs are well (they train, wait or have ended as they should); 1: a run needs a person; 2: a folder
 is not a run's, or something cannot be written.
 """
@@ -101,6 +102,8 @@ def _status(options: StatusOptions) -> int:
         except (ValueError, OSError) as error:  # the other runs are reported all the same
             print(f"error: {error}", file=sys.stderr)
             status = 2
+    if len(runs) > 1 and not options.quiet:
+        texts.append("\n".join(compared(runs)) + "\n")
     print("\n".join(texts), end="" if not texts or not options.quiet else "\n")
     if options.html and runs:
         from megazero.ops.status_page import page  # matplotlib, which is optional

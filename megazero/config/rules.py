@@ -137,7 +137,7 @@ _WEIGHTED = {split: f"{split}_weighted_split_paths" for split in SPLITS}
 
 def _experts(config: RunConfig) -> Iterator[str]:
     """Report what is not built together with experts."""
-    parallel, optimizer = config.parallel, config.optimizer.optimizer
+    parallel = config.parallel
     if config.model.num_experts is None:
         if parallel.expert_model_parallel_size > 1:
             yield (
@@ -150,8 +150,17 @@ def _experts(config: RunConfig) -> Iterator[str]:
             f"--num-experts with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
             "--sequence-parallel: without it every rank would compute the experts of all tokens"
         )
-    if OPTIMIZERS[optimizer].by_matrix:
-        yield f"--optimizer {optimizer} does not step experts, which are stacked matrices; nearest: adamw"
+    if parallel.expert_model_parallel_size > 1 and OPTIMIZERS[config.optimizer.optimizer].by_matrix:
+        yield (
+            f"--optimizer {config.optimizer.optimizer} does not step experts that --expert-model-parallel-size "
+            f"{parallel.expert_model_parallel_size} ranks share; nearest: 1, or --optimizer adamw"
+        )
+    if config.model.moe_router_enable_expert_bias and config.outer.outer_interval:
+        yield (
+            "--moe-router-enable-expert-bias with --outer-interval: replicas that train apart would count other "
+            "tokens, and move the bias apart; nearest: --moe-router-load-balancing-type seq_aux_loss with "
+            "--moe-aux-loss-coeff"
+        )
 
 
 def _source(config: RunConfig) -> Iterator[str]:
@@ -403,6 +412,13 @@ def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
     evaluates = config.training.eval_iters > 0 or bool(config.logging.callbacks)
     yield ["eval_interval", "eval_at_start"], evaluates, "--eval-iters above 0"
     yield ["compile_backend"], config.training.compile, "--compile"
+    mixture, training = config.model.num_experts is not None, config.training
+    yield ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_per_layer_logging"], mixture, "--num-experts"
+    balanced = training.moe_router_load_balancing_type != "none"
+    yield ["moe_aux_loss_coeff"], balanced, "--moe-router-load-balancing-type"
+    yield ["moe_router_load_balancing_type"], training.moe_aux_loss_coeff > 0, "--moe-aux-loss-coeff above 0"
+    biased = mixture and config.model.moe_router_enable_expert_bias
+    yield ["moe_router_bias_update_rate"], biased, "--moe-router-enable-expert-bias"
     inductor = config.training.compile and config.training.compile_backend == INDUCTOR
     yield ["compile_cache"], inductor, "--compile with inductor"
 

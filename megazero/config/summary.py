@@ -17,7 +17,7 @@ from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import layer_kinds
-from megazero.mesh.grid import INTER, INTRA, AxisSpec, make_grid
+from megazero.mesh.grid import INTER, INTRA, AxisSpec, expert_shards, make_grid
 from megazero.pp.partition import partition_table
 from megazero.pp.schedules import peak_activations
 from megazero.pp.timeline import ideal_bubble
@@ -61,18 +61,24 @@ def _layout(config: RunConfig, world: World) -> list[str]:
         inner, outer = (pipeline, data) if config.parallel.use_tp_pp_dp_mapping else (data, pipeline)
         data = f"{inner} x {outer}, innermost first"
     node, cp = config.ranks_per_node(world), config.parallel.context_parallel_size
-    lines = [f"{world.world_size} ranks, {node} per node: {apart}{tp} tensor-parallel x {data}"]
+    ranks, batches = ("s" * (count != 1) for count in (world.world_size, micro_batches))
+    samples = "s" * (config.batch.micro_batch_size != 1)
+    lines = [f"{world.world_size} rank{ranks}, {node} per node: {apart}{tp} tensor-parallel x {data}"]
     if cp > 1:
         heads, keys = config.context_levels(world)
         ways = [f"{heads} swap heads for sequence"] * (heads > 1)
         ways += [f"{keys} {'groups of these' if ways else 'of them'} gather keys and values"] * (keys > 1)
         own = f"{cp} data-parallel ranks share samples, with {config.own_length} tokens of each"
         lines.append(f"{own}: {', '.join(ways)}")
+    if (ep := config.parallel.expert_model_parallel_size) > 1:
+        p, g, os = expert_shards(shards.factors, max(1, ep // tp))
+        lines.append(f"{ep} ranks of a node share the experts, whose P,G,OS are {p},{g},{os}")
     if config.outer.outer_interval:
         lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))
     auto = config.zero.zero_preset == AUTO
     lines.append(AUTO_SUMMARY if auto else zero_summary(config.zero, shards, wire, d, h))
-    lines.append(f"{micro_batches} micro-batches of {config.batch.micro_batch_size} samples on each rank")
+    size = f"{config.batch.micro_batch_size} sample{samples}"
+    lines.append(f"{micro_batches} micro-batch{'e' * bool(batches)}{batches} of {size} on each rank")
     return lines + (_pipeline(config, pp, micro_batches) if pp > 1 else [])
 
 
@@ -169,9 +175,9 @@ def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -
     """Describe the ZeRO policy hop by hop, on d data-parallel ranks of which h share a node."""
     axes = make_grid(d, h, shards=shards.factors).data_axes
     name = f"preset {zero.zero_preset}" if zero.zero_preset else "--zero-shard"
-    nodes = "1 node" if d == h else f"{d // h} nodes"
+    nodes, ranks = "1 node" if d == h else f"{d // h} nodes", f"{d} data-parallel rank{'s' * (d != 1)}"
     parts = [
-        f"ZeRO: {name}, P,G,OS = {','.join(map(str, shards.factors))} on {d} data-parallel ranks of {nodes}, "
+        f"ZeRO: {name}, P,G,OS = {','.join(map(str, shards.factors))} on {ranks} of {nodes}, "
         f"parameter shards live for: {shards.lifetime}"
         f"{', full parameters to the end of the step' if shards.keep_gathered else ''}"
     ]

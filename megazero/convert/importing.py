@@ -25,8 +25,9 @@ from megazero.config.options.sections import DataConfig
 from megazero.config.run import to_store
 from megazero.convert.folder import Folder
 from megazero.data.tokenizer_files import load_run_tokenizer, read_tokenizer_files, tokenizer_options
+from megazero.families.config_json.known_fields import MORE_TOKENS
 from megazero.models.dtypes import PRECISIONS
-from megazero.models.hf_weights import match_names, tied_head
+from megazero.models.hf_weights import layers_behind, match_names, tied_head
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -105,7 +106,14 @@ class Published:
     @cached_property
     def names(self) -> dict[str, str]:
         """Map each tensor of the model to its name in the folder, in the order of the model."""
-        return match_names(self.model, self.folder.shapes)
+        shapes, further = self.folder.shapes, self.folder.config.get(MORE_TOKENS) or 0
+        behind = layers_behind(self.model, shapes, further)
+        if behind and MORE_TOKENS not in self.accept:
+            raise ValueError(
+                f"'{self.folder.path}' has layers that predict further tokens, which are not built (such as "
+                f"'{behind[0]}'): --accept-field {MORE_TOKENS} leaves them out"
+            )
+        return match_names(self.model, {name: shape for name, shape in shapes.items() if name not in behind})
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -116,6 +116,13 @@ def _all_gather(own: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
     return out
 
 
+def summed(counts: Tensor, cp: ContextParallel) -> Tensor:
+    """Return the sum of ``counts``, integers of any shape, over all ranks that share samples."""
+    for peers in (cp.heads, *cp.keys):
+        counts = _all_gather(counts, cp, peers).sum(0, dtype=counts.dtype)
+    return counts
+
+
 def _sum_of_own(rows: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
     """Return the sum of the ranks' rows [size, ...] for this rank, in the order of the ranks, as ``rows``. It is
     rounded once.

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megazero.families.bloom import BLOOM
+from megazero.families.dots1 import DOTS1
 from megazero.families.falcon import FALCON
 from megazero.families.family import Family, TensorNames, grouped_row
 from megazero.families.gemma import GEMMA2, GEMMA3
-from megazero.families.glm import GLM, GLM4
+from megazero.families.glm import GLM, GLM4, GLM4_MOE
 from megazero.families.gpt import GPT
 from megazero.families.gpt_neox import GPT_NEOX
 from megazero.families.llama import GRANITE, GRANITEMOE, LLAMA, MISTRAL, MIXTRAL, SMOLLM3
@@ -51,6 +52,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             QWEN2_MOE,
             OLMOE,
             GRANITEMOE,
+            GLM4_MOE,
+            DOTS1,
         )
     }
 )

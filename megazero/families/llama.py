@@ -75,6 +75,18 @@ def mixture_names(mlp: Mapping[str, str | tuple[str, int]], **needs: Any) -> Ten
     return replace(NAMES, layer={**others, **mlp}, needs={**NAMES.needs, **needs})
 
 
+# DeepSeek's name of the shared experts, which have no gate.
+SHARED = "mlp.shared_expert"
+DEEPSEEK_NAMES = replace(
+    NAMES,
+    layer={
+        own: entry.replace(SHARED, f"{SHARED}s")
+        if own.startswith(SHARED) and isinstance(entry, str)
+        else entry
+        for own, entry in NAMES.layer.items()
+        if own != "mlp.shared_gate"
+    },
+)
 FIELDS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",

@@ -8,7 +8,9 @@ TrainConsole is silent.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -20,7 +22,9 @@ from megazero.config.options.skipping import due
 from megazero.config.secrets import redact
 from megazero.log.metrics import IterationMetrics, average, perplexity
 from megazero.log.terminal import SafeConsole
-from megazero.log.units import human_bytes, human_count
+from megazero.log.units import duration, human_bytes, human_count
+
+SAY_S = 30.0  # between lines of an evaluation
 
 
 class TrainConsole:
@@ -44,6 +48,7 @@ class TrainConsole:
         self._stream = stream if stream is not None else sys.stdout
         self._pending: list[IterationMetrics] = []
         self._reached = begin  # the iteration of the last metrics
+        self._said = 0.0  # when a line last said how far an evaluation is
         self._rich: Console | None = None
         self._progress: Progress | None = None
         console = SafeConsole(self._stream, highlight=False, force_terminal=self._stream.isatty())
@@ -101,10 +106,20 @@ class TrainConsole:
             style="green",
         )
 
+    def evaluating(self, split: str, done: int, steps: int) -> None:
+        """Say how far an evaluation is: on the bar, or in a line every SAY_S seconds."""
+        if self._progress is not None:
+            self._progress.update(self._task, loss=f"evaluating {split} {done}/{steps}")
+        elif done in (0, steps):
+            self._said = time.monotonic()
+        elif time.monotonic() - self._said >= SAY_S:
+            self._said = time.monotonic()
+            self._line(f" evaluating on {split}: {done} of {steps} batches")
+
     def _interval(self) -> None:
         mean = average(self._pending)
         self._pending.clear()
-        self._line(interval_line(mean, self._total))
+        self._line(interval_line(mean, self._total, f"{datetime.now():%H:%M:%S}"))
 
     def _line(self, text: str, style: str | None = None) -> None:
         if not self._enabled:
@@ -115,24 +130,41 @@ class TrainConsole:
             print(text, file=self._stream, flush=True)
 
 
-def interval_line(mean: IterationMetrics, total: int) -> str:
-    """One log interval as text: position, loss, norm, rate, speed, bytes sent by a rank, memory."""
+def interval_line(mean: IterationMetrics, total: int, clock: str) -> str:
+    """One log interval as text: position, time, loss, norm, rate, speed, bytes sent by a rank, memory, time left."""
     width = len(str(total))
     skipped = mean.extra.get("skipped", 0)
     parts = [
         f" iteration {mean.iteration:>{width}}/{total}",
+        clock,
         f"samples {mean.consumed_samples:,}",
         f"loss {mean.lm_loss:.4f}",
         f"grad norm {mean.grad_norm:.3f}",
         f"lr {mean.learning_rate:.3e}{_decoupled(mean)}",
         f"{mean.iteration_time_s * 1000:.0f} ms/iter",
         f"{human_count(mean.tokens_per_s)} tokens/s",
-        f"{mean.tflops_per_rank:.3g} TFLOP/s per rank",
+        f"{mean.tflops_per_rank:.3g} TFLOP/s per rank{_utilisation(mean)}",
         f"sent {human_bytes(mean.intra_node_bytes)} in node, {human_bytes(mean.inter_node_bytes)} across",
         f"memory {human_bytes(mean.memory_bytes)}",
     ]
-    scale = [f"loss scale {mean.extra['loss_scale']:g}"] if "loss_scale" in mean.extra else []
-    return " | ".join(parts + scale + ([f"skipped {skipped}"] if skipped else []))
+    parts += [f"loss scale {mean.extra['loss_scale']:g}"] if "loss_scale" in mean.extra else []
+    parts += _experts(mean) + ([f"skipped {skipped}"] if skipped else [])
+    left = (total - mean.iteration) * mean.iteration_time_s
+    return " | ".join(parts + ([f"left {duration(left)}"] if left else []))
+
+
+def _utilisation(mean: IterationMetrics) -> str:
+    return f" ({mean.extra['mfu']:.1%} MFU)" if "mfu" in mean.extra else ""
+
+
+def _experts(mean: IterationMetrics) -> list[str]:
+    """Return the balance of experts in the interval's last iteration, of a model that has some."""
+    told = mean.extra.get("experts")
+    if told is None:
+        return []
+    parts = [f"fullest expert {told['load']:.2f} x the mean (layer {told['fullest_layer']})"]
+    names = {"load_balancing_loss": "balance loss", "z_loss": "router z loss"}
+    return [*parts, *(f"{text} {told[name]:.4g}" for name, text in names.items() if name in told)]
 
 
 def _decoupled(mean: IterationMetrics) -> str:

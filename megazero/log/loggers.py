@@ -31,13 +31,19 @@ class Logger(Protocol):
 
 
 class TensorBoardLogger:
-    """Writes scalars as TensorBoard events.
+    """Writes scalars as TensorBoard events. texts: Markdown by name, of this start.
 
     On a resume, events after `iteration` are purged. TensorBoard's fast reader, its default, ignores the mark of
     that: it drops points only when another of their iteration or an earlier one comes.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, iteration: int = 0) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        iteration: int = 0,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -48,6 +54,8 @@ class TensorBoardLogger:
         self._open = partial(SummaryWriter, str(directory))
         # A start from the beginning takes the place of one that never saved, evaluations before training included.
         self._writer = self._open(purge_step=iteration + 1 if iteration else 0)
+        for name, text in (texts or {}).items():
+            self._writer.add_text(name, text, iteration)
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         for name, value in scalars(values):

@@ -42,8 +42,9 @@ class IterationMetrics:
 
     The trainer puts these into extra: batch_size (in samples); decoupled_learning_rate (under --decoupled-lr); bytes
     (by hop and link class); skipped (1 if there was no update; with outer replicas how many made none); replicas and
-    outer (with those: docs/reference/metrics.md); loss_scale (under fp16, that of the next iteration); fallbacks
-    (lines that say what is sent exactly from now on).
+    outer (with those: docs/reference/metrics.md); loss_scale (under fp16, that of the next iteration); mfu
+    (tflops_per_rank over the device's peak, where that is known); fallbacks (lines that say what is sent exactly from
+    now on).
     Where messages are quantised it also puts quantization_unit (the unit
     measured in this iteration), quantization_error_weights and quantization_error_gradients (||sent - exact|| /
     ||exact||), and quantization_zeroed_gradients (the share of elements that are not 0 and arrive as 0).
@@ -84,6 +85,9 @@ def average(lines: Sequence[IterationMetrics]) -> IterationMetrics:
     skipped = sum(int(m.extra.get("skipped", 0)) for m in lines)
     seconds = sum(m.iteration_time_s for m in lines)
 
+    # All lines have one peak: the share of it that a TFLOP/s is.
+    share = last.extra["mfu"] / last.tflops_per_rank if last.extra.get("mfu") else 0.0
+
     def mean(values: Iterable[float]) -> float:
         return sum(values) / count
 
@@ -101,7 +105,9 @@ def average(lines: Sequence[IterationMetrics]) -> IterationMetrics:
         inter_node_bytes=round(mean(m.inter_node_bytes for m in lines)),
         memory_bytes=max(m.memory_bytes for m in lines),
         time_bill={name: mean(m.time_bill[name] for m in lines) for name in last.time_bill},
-        extra=dict(last.extra) | ({"skipped": skipped} if skipped else {}),
+        extra=dict(last.extra)
+        | ({"skipped": skipped} if skipped else {})
+        | ({"mfu": share * rate("tflops_per_rank")} if share else {}),
     )
 
 

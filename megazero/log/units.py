@@ -18,6 +18,11 @@ def duration(seconds: float) -> str:
     raise AssertionError(seconds)
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 rank, 2 ranks."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def human_bytes(count: float) -> str:
     """Decimal units, as networks are sold: 1 MB is 10**6 bytes."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"), " ")

@@ -164,6 +164,10 @@ class Grid:
         nodes, node = self.row_axes
         return {INTER: nodes.size - 1, INTRA: (node.size - 1) * nodes.size}
 
+    def added_up(self, nbytes: int) -> dict[str, int]:
+        """Return the bytes that a rank sends where all ranks add up ``nbytes``, by link: of rings (Mesh.add_up)."""
+        return {axis.link: 2 * (axis.size - 1) * nbytes // axis.size for axis in self.row_axes}
+
     def rank_of(self, pp: int, dp: int, tp: int, outer: int = 0) -> int:
         """Return the world rank with these indices."""
         return outer * self.replica_size + pp * self.axis("pp").stride + dp * self.dp_stride + tp

@@ -172,6 +172,17 @@ class Mesh:
         out.view(nodes.size, node.size, -1).copy_(rows.transpose(0, 1))
         return out
 
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """Add up integers of any shape over all ranks, in place: inside each node, then across nodes."""
+        if self.world_size == 1:
+            return x
+        nodes, node = self.row_axes
+        if node.size > 1:
+            dist.all_reduce(x, group=node.gather_group)
+        if nodes.size > 1:
+            dist.all_reduce(x, group=nodes.reduce_group)
+        return x
+
     def gather_along(self, axes: Sequence[Axis], row: torch.Tensor) -> torch.Tensor:
         """Return the rows [ranks, k] of the ranks along these axes, innermost first, with the dtype of ``row``.
 

@@ -25,12 +25,12 @@ from megazero.config.options.sections import RECOMPUTE
 from megazero.cp import ContextParallel
 from megazero.families.layer_kinds import layer_kind
 from megazero.models.dropout import NO_DROPOUT, dropout_of_layers, key_words, keyed_dropout, sharded_key
-from megazero.models.experts import Experts
+from megazero.models.experts import Experts, MixtureOfExperts
 from megazero.models.initialization import init_tensor
 from megazero.models.layer import DecoderLayer, make_norm, soft_cap
 from megazero.models.placements import bias_placements, decoder_placements
 from megazero.models.positions import Documents, Positions
-from megazero.moe import Decision, ExpertParallel
+from megazero.moe import Balance, BalanceLosses, Decision, ExpertParallel
 from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (
     TensorParallel,
@@ -168,6 +168,7 @@ class Decoder(nn.Module):
         attention_backend: str = "auto",
         z_loss: float = 0.0,
         loss_chunk: int | None = None,
+        balance: BalanceLosses | None = None,
         stages: Sequence[StageSpec] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -180,6 +181,7 @@ class Decoder(nn.Module):
         attention_backend: what computes attention (--attention-backend).
         z_loss: the weight of log(Z)^2 in the losses that are trained on (--z-loss-strength).
         loss_chunk: of how many tokens logits are held at once where ``loss_weights`` are given; None: of all.
+        balance: the losses that routers of experts add in training; None: none.
         stages: the pipeline stages that this rank holds. The default is one that is the whole model.
         Raises ValueError when the configuration cannot be built over ``tp``.
         """
@@ -197,13 +199,12 @@ class Decoder(nn.Module):
         first, last = any(s.embedding for s in self.stages), any(s.head for s in self.stages)
         self.embedding = Embedding(config, tp, cp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.
+        own, losses = [i for s in self.stages for i in s.layers], balance or BalanceLosses()
+        mixture = {i: losses if layer_kind(config, i).experts else None for i in own}
         self.layers = nn.ModuleDict(
-            {
-                str(i): DecoderLayer(config, tp, cp, ep, recompute, layer_kind(config, i).experts, **factory)
-                for s in self.stages
-                for i in s.layers
-            }
+            {str(i): DecoderLayer(config, tp, cp, ep, recompute, mixture[i], **factory) for i in own}
         )
+        self.balance_losses = losses
         tied = None
         if self.embedding is not None and not config.untie_embeddings_and_output_weights:
             tied = self.embedding.tokens.weight
@@ -334,6 +335,17 @@ class Decoder(nn.Module):
         if (self.embedding is None) == (self.head is None):
             return {}
         return {name: _EMBEDDING_WEIGHT for name, p in self.specs.items() if p.tied}
+
+    def balances(self) -> dict[int, Balance]:
+        """Map the numbers of the layers with experts that are held here to the balance of these."""
+        mixtures = ((int(i), layer.mlp) for i, layer in self.layers.items())
+        return {i: each.balance for i, each in mixtures if isinstance(each, MixtureOfExperts)}
+
+    def router_bias(self, layer: int) -> Tensor | None:
+        """Return the bias fp32 [experts] that a layer with experts chooses them by, if it has one."""
+        mixture = self.layers[f"{layer}"].mlp
+        assert isinstance(mixture, MixtureOfExperts)
+        return mixture.router.e_score_correction_bias
 
     def initialize(self, seed: int) -> None:
         """Fill the parameters with the values of ``initializer(self, seed)``. They must not be on meta."""

@@ -8,9 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.model.section import ModelConfig
+from megazero.cp import ContextParallel, summed
 from megazero.models.feed_forward import FeedForward, activation
-from megazero.moe import Decision, Dispatch, ExpertParallel, Router, grouped_linear, route
-from megazero.tp import TensorParallel
+from megazero.moe import (
+    Balance,
+    BalanceLosses,
+    Decision,
+    Dispatch,
+    ExpertParallel,
+    Router,
+    grouped_linear,
+    route,
+)
+from megazero.tp import TensorParallel, start_all_reduce
 
 
 class Linear(nn.Module):
@@ -83,12 +93,21 @@ class MixtureOfExperts(nn.Module):
     output may be multiplied by sigmoid(w x).
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ep: ExpertParallel, **factory: Any) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        cp: ContextParallel,
+        ep: ExpertParallel,
+        losses: BalanceLosses,
+        **factory: Any,
+    ) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.config, self.ep = config, ep
+        self.config, self.tp, self.cp, self.ep = config, tp, cp, ep
         h, shared = config.hidden_size, config.moe_shared_expert_intermediate_size
         self.router, self.choice = RouterWeights(config, **factory), router_of(config)
+        self.balance = Balance(losses, self.choice, config.num_experts)
         self.experts = Experts(config, ep, **factory)
         self.shared_expert = FeedForward(config, tp, shared, **factory) if shared else None
         gated = shared and config.moe_shared_expert_gate
@@ -99,9 +118,13 @@ class MixtureOfExperts(nn.Module):
         config, tokens = self.config, x.flatten(0, 1)
         assert config.num_experts is not None
         routed = route(tokens, self.router.weight, self.choice, decision, self.router.e_score_correction_bias)
+        probabilities = routed.probabilities
+        if self.training and torch.is_grad_enabled():
+            length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1) * self.cp.size
+            probabilities = self.balance.attach(routed, decision, x.shape[1], length, self._summed)
         dispatch = Dispatch(routed.experts, config.num_experts, self.ep, decision.sizes)
         decision.sizes = dispatch.sizes
-        rows = self.experts(*dispatch.spread(tokens, routed.probabilities), dispatch.ends)
+        rows = self.experts(*dispatch.spread(tokens, probabilities), dispatch.ends)
         out = dispatch.collect(rows).view_as(x)
         if self.shared_expert is None:
             return out
@@ -109,3 +132,9 @@ class MixtureOfExperts(nn.Module):
         if self.shared_gate is not None:
             beside = beside * nn.functional.linear(x, self.shared_gate.weight).sigmoid()
         return out + beside
+
+    def _summed(self, counts: Tensor) -> Tensor:
+        """Add up counts over the ranks that share this one's samples."""
+        if self.tp.sharded_sequence:
+            counts = start_all_reduce(counts, self.tp).wait()
+        return summed(counts, self.cp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -43,6 +43,13 @@ def tied_head(config: ModelConfig) -> tuple[str, str] | None:
         return None
     names = config.tensor_names.model
     return f"{names['head']}.weight", f"{names['embedding.tokens']}.weight"
+
+
+def layers_behind(config: ModelConfig, names: Iterable[str], count: int) -> list[str]:
+    """Return which tensors are of ``count`` layers behind the model's last one."""
+    behind = range(config.num_layers, config.num_layers + count)
+    prefixes = tuple(f"{config.tensor_names.layer_prefix}{i}." for i in behind)
+    return sorted(name for name in names if name.startswith(prefixes))
 
 
 def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

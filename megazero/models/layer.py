@@ -19,7 +19,7 @@ from megazero.models.feed_forward import FeedForward
 from megazero.models.norm import LayerNorm, RMSNorm, split_rms_norm
 from megazero.models.positions import LayerTables
 from megazero.models.rotary import Rotate
-from megazero.moe import Decision, ExpertParallel
+from megazero.moe import BalanceLosses, Decision, ExpertParallel
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
 
@@ -109,7 +109,7 @@ class DecoderLayer(nn.Module):
     for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)); with
     norms on both sides (Ding et al. 2021), x + norm(attention(norm(x))), then x + norm(feed_forward(norm(x))).
 
-    ``experts``: a mixture of experts is in the place of feed_forward.
+    ``experts``: the losses of a mixture of experts, which is in the place of feed_forward.
     ``recompute`` is as in Decoder. ``compiled`` is ``_layer`` after torch.compile (compilation.py), or None.
     """
 
@@ -120,7 +120,7 @@ class DecoderLayer(nn.Module):
         cp: ContextParallel,
         ep: ExpertParallel,
         recompute: str,
-        experts: bool = False,
+        experts: BalanceLosses | None = None,
         **factory: Any,
     ) -> None:
         super().__init__()
@@ -136,7 +136,9 @@ class DecoderLayer(nn.Module):
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp: FeedForward | MixtureOfExperts = (
-            MixtureOfExperts(config, tp, ep, **factory) if experts else FeedForward(config, tp, **factory)
+            FeedForward(config, tp, **factory)
+            if experts is None
+            else MixtureOfExperts(config, tp, cp, ep, experts, **factory)
         )
         self.mlp_output_norm = norm("mlp_output_norm")
 

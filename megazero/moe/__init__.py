@@ -1,8 +1,19 @@
 """Mixtures of experts on plain tensors: which experts a token goes to, the rows of each expert, grouped products."""
 
+from megazero.moe.balance import Balance, BalanceLosses
 from megazero.moe.context import ExpertParallel
-from megazero.moe.dispatch import Dispatch, Sizes
+from megazero.moe.dispatch import Dispatch, RowCounts
 from megazero.moe.grouped import grouped_linear
 from megazero.moe.routing import Decision, Router, route
 
-__all__ = ["Decision", "Dispatch", "ExpertParallel", "Router", "Sizes", "grouped_linear", "route"]
+__all__ = [
+    "Balance",
+    "BalanceLosses",
+    "Decision",
+    "Dispatch",
+    "ExpertParallel",
+    "Router",
+    "RowCounts",
+    "grouped_linear",
+    "route",
+]

@@ -22,7 +22,7 @@ from megazero.moe.context import ExpertParallel
 ALONE = ExpertParallel()
 
 
-class Sizes(NamedTuple):
+class RowCounts(NamedTuple):
     """Of each rank that shares the experts: how many rows go to each of its experts, and how many come from it for
     each of this rank's."""
 
@@ -39,7 +39,7 @@ class Dispatch:
     """
 
     def __init__(
-        self, experts: Tensor, count: int, ep: ExpertParallel = ALONE, sizes: Sizes | None = None
+        self, experts: Tensor, count: int, ep: ExpertParallel = ALONE, sizes: RowCounts | None = None
     ) -> None:
         flat = experts.flatten()
         self.k, self.ep = experts.shape[1], ep
@@ -118,12 +118,12 @@ class Dispatch:
         return self.ep.exchange(rows.index_select(0, self._by_source), received, sent)
 
 
-def _sizes(counts: Tensor, ep: ExpertParallel) -> Sizes:
+def _sizes(counts: Tensor, ep: ExpertParallel) -> RowCounts:
     """Tell the other ranks how many rows go to each of their experts. counts: of all experts, int32."""
     each = [len(counts) // ep.size] * ep.size
     received = ep.exchange(counts, each, each)
     sent, came = torch.stack([counts, received]).view(2, ep.size, -1).tolist()
-    return Sizes(sent, came)
+    return RowCounts(sent, came)
 
 
 def _inverse(order: Tensor) -> Tensor:

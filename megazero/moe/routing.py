@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.moe.dispatch import Sizes
+from megazero.moe.dispatch import RowCounts
 
 _LEAST = 1e-20  # added to sums of sigmoids that divide, as in Megatron and DeepSeek-V3
 
@@ -20,12 +20,16 @@ class Decision:
     """The experts of a micro-batch's tokens in one layer.
 
     It is taken once: by the first forward, or beforehand by whoever replays another run. A recompute reads it, since
-    rounding may turn a near tie around. experts: [T, k] int32, the likeliest first; None until it is taken.
-    sizes: what ranks that share the experts have told each other of it; None until they have.
+    rounding may turn a near tie around. experts: [T, k] int32, the likeliest first; None until it is taken. plain: as
+    many, by scores alone, where bias or groups chose others and a loss counts these. counts: int [blocks, experts],
+    what the layer's balance has counted of it (balance.py), once. sizes: what ranks that share the experts have told
+    each other of it; None until they have.
     """
 
     experts: Tensor | None = None
-    sizes: Sizes | None = None
+    plain: Tensor | None = None
+    counts: Tensor | None = None
+    sizes: RowCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,18 @@ class Router:
     scaling_factor: float | None = None
     num_groups: int | None = None
     group_topk: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Tell whether the likeliest experts of all are chosen, whatever their groups. A bias comes with sigmoids."""
+        return self.group_topk is None and self.score_function == "softmax"
+
+    def shares(self, logits: Tensor) -> Tensor:
+        """Return the likelihood of every expert, [T, experts]; those of a token add up to 1."""
+        if self.score_function == "softmax":
+            return logits.softmax(-1)
+        sigmoids = logits.sigmoid()
+        return sigmoids / (sigmoids.sum(-1, keepdim=True) + _LEAST)
 
     def ranks(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return by what experts are chosen, [T, experts]. bias: [experts], which probabilities do not have."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from enum import Enum
 from statistics import median
@@ -249,6 +250,37 @@ def facts(run: Vitals) -> dict[str, str]:
             f"{job}{', '.join(hosts[:8])}{f' and {len(hosts) - 8} more' if len(hosts) > 8 else ''}"
         )
     return {name: words for name, words in out.items() if words}
+
+
+def compared(runs: Sequence[Vitals]) -> list[str]:
+    """Return a table with a line for each run: state, position, losses, speed, restarts."""
+    rows = [("run", "state", "iteration", "loss", "eval loss", "s/iter", "tokens/s", "TFLOP/s", "restarts")]
+    for run in runs:
+        seconds = sum(line["iteration_time_s"] for line in run.latest)
+
+        def rate(name: str, run: Vitals = run, seconds: float = seconds) -> float:
+            return sum(line[name] * line["iteration_time_s"] for line in run.latest) / seconds
+
+        speed = ("", "", "")
+        if seconds:
+            tokens, flops = f"{rate('tokens_per_s'):,.0f}", f"{rate('tflops_per_rank'):.3g}"
+            speed = (f"{seconds / len(run.latest):.3g}", tokens, flops)
+        last = run.evaluations[-1]["eval_lm_loss"] if run.evaluations else None
+        of = f"/{run.last_iteration:,}" if run.last_iteration else ""
+        rows.append(
+            (
+                f"{run.folder}",
+                judge(run).state.words,
+                f"{run.iteration:,}{of}",
+                f"{run.last['lm_loss']:.4f}" if run.last else "",
+                "" if last is None else f"{last:.4f}",
+                *speed,
+                f"{run.starts[-1]['restarts']}" if run.starts else "",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ((f"{word:<{width}}" for word, width in zip(row, widths, strict=True)) for row in rows)
+    return ["  ".join(row).rstrip() for row in aligned]
 
 
 def restarts(run: Vitals) -> list[str]:

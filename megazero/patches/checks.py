@@ -115,7 +115,7 @@ def refuse_recording(device: torch.device, patch: str, *tensors: torch.Tensor) -
         )
     if torch.compiler.is_compiling() or detect_fake_mode(tensors) is not None:
         raise RuntimeError(
-            f"{patch}: a whole step is traced (make_fx, torch.export, compiled autograd, a graph trainer), with "
-            "tensors that have no values, but the host decides in every step what is sent: compile blocks, or the "
+            f"{patch}: a whole step is traced (make_fx, torch.export, a graph trainer), with tensors that have no "
+            "values, but the host decides in every step what is sent: compile blocks, or the "
             "model by torch.compile without fullgraph=True, whose graphs end at data-parallel messages"
         )

@@ -19,6 +19,7 @@ from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum,
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
+from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
@@ -31,6 +32,9 @@ GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
 SCALARS = 2 * 8  # squared norm, order hash; fp64
 OF_ROUNDING = 6 * 8  # where messages are quantised: two sums of squares for weights and gradients, two counts
 OUTER_SCALARS = 4 * 8  # of outer replicas: a hash, two sums of squares, a divisor
+EXPERT_SCALARS = 4 * 8  # of mixtures of experts: two losses, the worst load, its layer
+COUNT = 4  # bytes of an expert's tokens in a block of samples
+LOAD = 8  # and in a step
 
 
 @dataclass(frozen=True)
@@ -392,6 +396,37 @@ def context_parallel(
             for link, others in exchange.others.items():
                 out["cp", link] += exchange.row * others * times
     return out
+
+
+def expert_balance(
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    actions: Sequence[Action],
+    grid: Grid,
+) -> Bytes:
+    """Return the bytes by which experts are balanced (train/expert_balance.py): every step, the loads of all layers;
+    for a loss, in each forward, the counts of the ranks that share samples."""
+    model, training, out = config.model, config.training, Counter[tuple[str, str]]()
+    mixtures = {i for i, kind in enumerate(layer_kinds(model)) if kind.experts}
+    if model.num_experts is None or not mixtures:
+        return out
+    for link, rows in grid.rows_sent.items():
+        out["scalar", link] += rows * EXPERT_SCALARS
+    for link, sent in grid.added_up(len(mixtures) * model.num_experts * LOAD).items():
+        out["scalar", link] += sent
+    kind = training.moe_router_load_balancing_type
+    if kind == "none" or not training.moe_aux_loss_coeff:
+        return out
+    blocks = 1 if kind == "aux_loss" else config.batch.micro_batch_size
+    held = {stage.index: len(mixtures.intersection(stage.layers)) for stage in stages}
+    times = sum(held[a.stage] for a in actions if a.kind == Kind.FORWARD)
+    counts = blocks * model.num_experts * COUNT
+    out["tp", INTRA] += times * (2 * (grid.tp - 1) * counts // grid.tp)
+    (heads, *keys), near = grid.cp_axes, grid.cp_heads_near
+    others = [(INTRA, near - 1), (INTER, heads.size - near), *((axis.link, axis.size - 1) for axis in keys)]
+    for link, ranks in others if grid.cp > 1 else ():
+        out["cp", link] += times * counts * ranks
+    return +out
 
 
 class ContextExchange(NamedTuple):

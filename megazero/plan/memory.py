@@ -104,9 +104,8 @@ class States:
         p, _, os = self.factors(unit)
         if p > 1:
             return unit.elements * self.formats.width
-        if self.formats.of_weights(unit) is None:
-            return 0.0
-        return os * self._own_message(unit)
+        coded = self.formats.of_weights(unit) is not None
+        return os * self._own_message(unit) if coded else 0.0
 
     def gather_messages(self, unit: UnitShape) -> float:
         """Return the bytes of transient messages of a refresh and gather: none if they are the parameters."""

@@ -50,6 +50,7 @@ CHOSEN = (
     *FORMATS,
     *OUTER_STEPS,
 )
+UNITS = ((float(GIB), "GiB"), (GIB / 2**10, "MiB"), (GIB / 2**20, "KiB"))
 
 
 def layout_flags(config: RunConfig) -> list[str]:
@@ -91,6 +92,7 @@ def describe(layout: Layout) -> str:
     base, shards = layout.base, layout.shards
     words = [f"TP {base.tp}", f"PP {base.pp}", f"DP {base.d}"]
     words += [f"CP {_levels(base)} of these"] * (base.cp > 1)
+    words += [f"EP {base.ep}"] * (base.ep > 1)
     if base.pp > 1:
         several = f" x {base.virtual}" if base.virtual > 1 else ""
         words.append(f"{base.schedule_name}{several}")
@@ -127,10 +129,15 @@ def table(best: Sequence[Found]) -> list[str]:
     return lines
 
 
-def memory_items(memory: Memory) -> str:
-    """Return the items of a rank's memory, in GiB."""
+def size_unit(most: float) -> tuple[float, str]:
+    """Return the bytes and the name of the unit in which sizes up to ``most`` bytes are read: GiB, if it is some."""
+    return next(((size, name) for size, name in UNITS if most >= size / 10), (1.0, "B"))
+
+
+def memory_items(memory: Memory, unit: float = GIB) -> str:
+    """Return the items of a rank's memory, in ``unit`` bytes."""
     least = min(memory.total, GIB) / 200
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items().items() if size >= least)
+    return ", ".join(f"{name} {size / unit:.2f}" for name, size in memory.items().items() if size >= least)
 
 
 def details(found: Found) -> list[str]:

@@ -152,8 +152,10 @@ def layer_matrices(model: ModelConfig, tp: int) -> Mapping[str, tuple[Cut, ...]]
     """Return the matrices of each kind of layer as each of ``tp`` ranks steps its own part, held by nobody."""
     found = {}
     for layer in padded_spec(model, tp).layers:
-        shapes = [p.local_shape(tp) for p in layer.parameters if p.multiplies]
-        found[layer.kind] = tuple(Cut(rows, columns, held={}) for rows, columns in shapes)
+        shapes = [(p.local_shape(tp)[-2:], max(p.experts, 1)) for p in layer.parameters if p.multiplies]
+        found[layer.kind] = tuple(
+            Cut(rows, columns, held={}) for (rows, columns), count in shapes for _ in range(count)
+        )
     return found
 
 

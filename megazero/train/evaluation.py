@@ -33,12 +33,14 @@ def mean_loss(
     micro_batches: int,
     interrupted: Callable[[], bool],
     replica: bool = False,
+    advance: Callable[[int, int], None] = lambda done, steps: None,
 ) -> float | None:
     """Return the loss over the first ``steps`` global batches of so many micro-batches on each rank. Collective.
 
     The batches are the same each time, so there is no sampling noise. interrupted: asked between two batches on every
     rank, with the same answer on all. If it says yes, the loss is None. replica: the first outer replica evaluates
-    its own weights, on all of the batches, while the others wait.
+    its own weights, on all of the batches, while the others wait. advance: told before each batch how many of
+    how many are done.
     """
     mesh = feeding.mesh
     rounds, waits = micro_batches * (mesh.grid.outer if replica else 1), replica and mesh.replica > 0
@@ -46,6 +48,7 @@ def mean_loss(
     left = 0
     with feeding.batches(data_set, replica) as batches, engine.evaluation(anchor=not replica):
         for left in reversed(range(steps)):
+            advance(steps - left - 1, steps)
             own = () if waits else batches.next_step(rounds)
             step = [MicroBatch(**own_tokens(feeding.to_device(batch), mesh)) for batch in own]
             losses = pipeline.evaluate(step) if step else None

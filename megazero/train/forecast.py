@@ -26,7 +26,7 @@ from megazero.ops.memory import host_memory, mapped_memory, peak_memory, residen
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory, saved_width
-from megazero.plan.report import describe, layout_flags, memory_items, table
+from megazero.plan.report import describe, layout_flags, memory_items, size_unit, table
 from megazero.plan.search import CHOICES, ZERO, Search, smallest_layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
@@ -90,11 +90,11 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """Return what to print at the start."""
-        lines = [
-            f"predicted memory of the fullest rank: {self.total / GIB:.2f} GiB = {memory_items(self.memory)}"
-        ]
+        unit, name = size_unit(self.total)
+        items = memory_items(self.memory, unit)
+        lines = [f"predicted memory of the fullest rank: {self.total / unit:.2f} {name} = {items}"]
         if self.copied and self.on_host:
-            lines[0] += f", --async-save's copy {self.copied / GIB:.2f}"
+            lines[0] += f", --async-save's copy {self.copied / unit:.2f}"
         elif self.copied:
             lines.append(
                 f"--async-save's copy in host memory: {self.copied / GIB:.2f} GiB on the fullest rank"
@@ -122,7 +122,8 @@ class Forecast:
             return None
         # A CPU's resident size includes freed memory that glibc keeps.
         measured = "measured" if mesh.device.type == "cuda" else "is what the resident size grew by"
-        words = [f"memory {self.total / GIB:.3f} GiB predicted, {most / GIB:.3f} {measured}"]
+        unit, name = size_unit(max(self.total, most))
+        words = [f"memory {self.total / unit:.3f} {name} predicted, {most / unit:.3f} {measured}"]
         if self.seconds is not None:
             words.append(f"step {self.seconds:.4g} s predicted, {median(step_seconds):.4g} measured")
         return "; ".join(words)

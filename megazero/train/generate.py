@@ -99,8 +99,12 @@ def load_text_model(
 def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw a token from softmax(logits / temperature) over the top_k likeliest tokens.
 
-    logits: a floating-point tensor [vocabulary] on the CPU.
+    logits: a floating-point tensor [vocabulary] on the CPU. Raises ValueError if one is NaN.
     """
+    if logits.isnan().any():
+        raise ValueError(
+            "the model's logits are NaN: its weights are, or its products overflow; take an earlier checkpoint"
+        )
     if sampling.temperature == 0:
         return int(logits.argmax())
     count = min(sampling.top_k or logits.numel(), logits.numel())

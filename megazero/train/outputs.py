@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -10,18 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+import megazero
 from megazero.config import RunConfig, World
 from megazero.config.options.sections import LoggingConfig
 from megazero.config.secrets import redact, secret_options
 from megazero.config.summary import describe
+from megazero.convert.card import flag_lines
 from megazero.files import replacing
 from megazero.log.console import TrainConsole
 from megazero.log.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
 from megazero.log.line_file import NO_ROOM, LineFile
 from megazero.log.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, opened
 from megazero.log.metrics import IterationMetrics, MetricsWriter
+from megazero.log.units import plural
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.mesh.objects import gather_objects
@@ -39,7 +45,7 @@ class Outputs(Callback):
     """The places where a rank writes. On ranks other than the first the console and the loggers are silent.
 
     start_of: this start of the run. metrics, events: the writers of metrics.jsonl and of events.jsonl; None on ranks
-    other than the first.
+    other than the first. peak: of the device, in TFLOP/s, where it is known.
     """
 
     start_of: Start
@@ -47,12 +53,16 @@ class Outputs(Callback):
     loggers: Loggers
     metrics: MetricsWriter | None
     events: LineFile | None = None
+    peak: float | None = None
 
     def after_step(self, step: TrainedStep) -> None:
         for line in step.info.fallbacks:
             self.console.warning(line)
 
     def logged(self, metrics: IterationMetrics) -> None:
+        if self.peak:
+            extra = {**metrics.extra, "mfu": metrics.tflops_per_rank / self.peak}
+            metrics = replace(metrics, extra=extra)
         self.console.iteration(metrics)
         if self.metrics is not None:
             self.metrics.iteration(metrics)
@@ -124,9 +134,10 @@ def open_outputs(
     guard: Callable[[], None] = lambda: None,
     *,
     first: bool,
+    peak: float | None = None,
 ) -> Outputs:
     """Open what this rank writes to; ``stack`` closes it. first: this is the first rank, the only one that writes.
-    guard: called before lines are written.
+    guard: called before lines are written. peak: of the device, in TFLOP/s, where it is known.
 
     Raises ValueError if a logger that was asked for cannot run.
     """
@@ -144,9 +155,10 @@ def open_outputs(
     events = LineFile(Path(log.log_dir) / EVENTS_FILE, guard=guard)
     stack.callback(events.close)
     resolved = redact(config.to_dict())
-    loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved)))
+    texts = {"flags": _listed(_flags(config)), "environment": _listed(_environment(start))}
+    loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved, texts)))
     stack.callback(loggers.close)
-    outputs = Outputs(start, console, loggers, metrics, events)
+    outputs = Outputs(start, console, loggers, metrics, events, peak)
     outputs.event(
         "start",
         run_id=start.run_id,
@@ -172,11 +184,35 @@ def _write_config(head: Sequence[str], config: RunConfig, file: Path, console: T
         console.warning(f"{file} is not written: {error.strerror}")
 
 
+def _flags(config: RunConfig) -> Sequence[str]:
+    return flag_lines(config.model.model_family, config.values())
+
+
+def _environment(start: Start) -> Sequence[str]:
+    """Return what the run stands on: its hosts, releases, devices and the variables that decide how it computes."""
+    cuda = torch.cuda.is_available()
+    facts = {
+        **start.header(),
+        "megazero": megazero.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+    }
+    known = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "PYTORCH_", "SLURM_JOB_", "TORCH_", "TRITON_")
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(known)}
+    return [f"{name}: {value}" for name, value in {**facts, **variables}.items()]
+
+
+def _listed(lines: Sequence[str]) -> str:
+    """Return lines as a block of Markdown, without secrets."""
+    return "\n".join(f"    {redact(line)}" for line in lines)
+
+
 def _asked_for(
-    log: LoggingConfig, run_id: str, iteration: int, resolved: Mapping[str, Any]
+    log: LoggingConfig, run_id: str, iteration: int, resolved: Mapping[str, Any], texts: Mapping[str, str]
 ) -> Iterator[Callable[[], Logger]]:
     if log.tensorboard_dir:
-        yield partial(TensorBoardLogger, log.tensorboard_dir, iteration=iteration)
+        yield partial(TensorBoardLogger, log.tensorboard_dir, iteration=iteration, texts=texts)
     if log.wandb_project:
         yield partial(
             WandbLogger,
@@ -210,7 +246,7 @@ def report_start(
         "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
         "options": f"those that are not the default; all of them: {file}",
     }
-    outputs.console.header(f"megazero on {world.world_size} ranks", facts)
+    outputs.console.header(f"megazero on {plural(world.world_size, 'rank')}", facts)
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     choice = config.training.attention_backend
     of_attention = dtype, choice, packed, mesh.grid.cp_keys > 1

@@ -44,6 +44,7 @@ from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
+from megazero.train.expert_balance import ExpertBalance, balance_losses
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
 from megazero.zero.by_matrix import MATRIX
 from megazero.zero.optimizer import OptimizerFactory
@@ -84,6 +85,7 @@ def build_decoder(
         attention_backend=training.attention_backend,
         z_loss=training.z_loss_strength,
         loss_chunk=chunk,
+        balance=balance_losses(config),
         stages=own,
         device="meta",
         dtype=dtype,
@@ -161,10 +163,10 @@ def matrix_traits(decoder: Decoder, config: RunConfig) -> dict[str, dict[str, An
     return {name: {MATRIX: True, "split": dim if whole else None} for name, dim in decoder.matrices().items()}
 
 
-def make_units(decoder: Decoder, config: RunConfig, mesh: Mesh) -> list[zero.UnitSpec]:
-    """Return the decoder's units. Experts that data-parallel ranks share have units of their own, beside their
-    layers', on the axes of the ranks that hold the same ones."""
-    units = decoder.units(config.zero.zero_unit_layers)
+def units_of(decoder: Decoder, layers: int, mesh: Mesh) -> list[zero.UnitSpec]:
+    """Return the decoder's units, of so many layers each. Experts that data-parallel ranks share have units of their
+    own, beside their layers', on the axes of the ranks that hold the same ones."""
+    units = decoder.units(layers)
     if mesh.grid.ep_data == 1:
         return list(units)
     axes, out = zero.DataAxes.of_experts(mesh), list[zero.UnitSpec]()
@@ -204,11 +206,11 @@ def shard_decoder(
         )
         return replace(traits, **matrices.get(name, {}))
 
-    return zero.shard(
+    engine = zero.shard(
         decoder,
         mesh=mesh,
         policy=policy,
-        units=make_units(decoder, config, mesh),
+        units=units_of(decoder, config.zero.zero_unit_layers, mesh),
         optimizer=optimizer,
         clip_norm=config.optimizer.clip_grad or None,
         traits=traits,
@@ -218,6 +220,10 @@ def shard_decoder(
         timed=timed,
         traffic=decoder.tp.traffic,
     )
+    if config.model.num_experts is not None:
+        rate, each = config.training.moe_router_bias_update_rate, config.logging.moe_per_layer_logging
+        engine.join(ExpertBalance(decoder, engine, rate, each))
+    return engine
 
 
 class MicroBatch(NamedTuple):

@@ -42,15 +42,23 @@ from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.codec_costs import CodecCosts
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
-from megazero.train.callbacks.reports import CompileNews, Prediction, RoundingWatch, StragglerWatch
+from megazero.train.callbacks.reports import (
+    CompileNews,
+    ExpertReport,
+    Prediction,
+    RoundingWatch,
+    StragglerWatch,
+)
 from megazero.train.callbacks.spikes import SpikeMonitor
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.distributed import find_world, make_mesh, start_rank
+from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast, foresee, room_of
 from megazero.train.nvidia_apex import refuse_without_apex
 from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
+from megazero.train.peak import peak_tflops
 from megazero.train.schedule.learning_rate import LearningRate, WeightDecay
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import run_length
@@ -323,7 +331,16 @@ def prepare(
     start = replace(agree_on_start(config, launch, progress), lease=supervisor.lease.holder.owner)
     progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
     first, guard = mesh.rank == 0, partial(supervisor.lease.check, config.logging.log_dir)
-    outputs = open_outputs(config, progress, start, length.last_iteration, stack, guard, first=first)
+    outputs = open_outputs(
+        config,
+        progress,
+        start,
+        length.last_iteration,
+        stack,
+        guard,
+        first=first,
+        peak=peak_tflops(config, mesh.device),
+    )
     report_start(config, mesh, decoder, progress, outputs, forecast.lines() if forecast else ())
     conditions = ExitConditions.of(config.training, signals, length.halt, supervisor.began)
     exits = Exits(conditions, any_time=bool(users))
@@ -336,6 +353,7 @@ def prepare(
         RoundingWatch(engine.policy.codecs),
         exits,
         Profiler(config, decoder, engine, pipeline, bill),
+        *([ExpertReport(balance)] if (balance := ExpertBalance.of(engine)) else []),
         *([CompileNews()] if config.training.compile else []),
         *([Prediction(forecast)] if forecast else []),
         checkpointing.spikes,

@@ -14,7 +14,7 @@ from megazero.bounded import load_json
 from megazero.config import RunConfig
 from megazero.log.exit_status import ExitStatus, report_to_torchrun
 from megazero.log.history import record_end
-from megazero.log.units import duration
+from megazero.log.units import duration, plural
 from megazero.mesh.launch import Launch
 from megazero.mesh.sealed import SealedStore, job_secret
 from megazero.ops.failures import RankFailure
@@ -40,10 +40,23 @@ class Supervisor:
         self.lease = lease or Lease.of(config, launch)
         self.lease.lost, self.lease.look = self.lose, self.look
         self._seen: dict[str, tuple[object, float]] = {}  # name -> value, and since when
-        self.joining: str | None = "the start"
+        self._joining: str | None = None
+        self.joining = f"waiting for {plural(launch.world_size - 1, 'other rank')}"
         self.trainer: Trainer | None = None
         self.refused: str | None = None  # on the first rank: which run holds a folder of this one
         self._watchdog: Watchdog | None = None
+
+    @property
+    def joining(self) -> str | None:
+        """The step of joining that is under way, which the first rank prints."""
+        return self._joining
+
+    @joining.setter
+    def joining(self, step: str | None) -> None:
+        self._joining = step
+        if self.launch.rank == 0 and self.launch.world_size > 1:
+            after = time.monotonic() - self.began
+            print(f"start after {after:.1f} s: {step or 'the preparation'}", flush=True)
 
     @property
     def phase(self) -> str:
@@ -184,7 +197,7 @@ def end_line(why: str, facts: dict[str, Any]) -> str:
         [
             f"ended at iteration {facts['iteration']}/{facts['last_iteration']}",
             f"{facts['consumed_samples']:,} samples, {facts['consumed_tokens']:,} tokens",
-            f"this start: {facts['iterations']} iterations in {duration(facts['seconds'])}",
+            f"this start: {plural(facts['iterations'], 'iteration')} in {duration(facts['seconds'])}",
             f"restarts {facts['restarts']}",
             f"last checkpoint {facts['checkpoint'] or 'none'}",
             f"why: {why}",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from megazero.train.callbacks.exits import Exits
 from megazero.train.data.datasets import RunData
 from megazero.train.data.feeding import Batch, Feeding
 from megazero.train.evaluation import mean_loss
+from megazero.train.expert_balance import memory_explained
 from megazero.train.iteration_line import iteration_line
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
@@ -115,8 +116,8 @@ class Trainer:
     def stop(self, why: str) -> None:
         self.exits.asked = why
 
-    def mean_loss(self, data_set: Dataset, stoppable: bool = True) -> float | None:
-        """Do as ``WatchedRun.mean_loss`` says."""
+    def mean_loss(self, data_set: Dataset, stoppable: bool = True, name: str = "") -> float | None:
+        """Do as ``WatchedRun.mean_loss`` says. name: of the data, in lines that say how far it is."""
         sizes = self.length.batch_sizes
         self.decoder.eval()
         return mean_loss(
@@ -128,6 +129,7 @@ class Trainer:
             micro_batches=sizes.target // sizes.quantum,
             interrupted=lambda: stoppable and self._asked_to_stop(),
             replica=self.config.outer.outer_evaluation == "replica" and self.mesh.outer is not None,
+            advance=partial(self.outputs.console.evaluating, name or "validation"),
         )
 
     # -- the loop --------------------------------------------------------------------------------
@@ -290,7 +292,8 @@ class Trainer:
         count = len(batch.device)
         factor, divisor = self.scaling.factors(batch.tokens[self.mesh.replica], self.mesh.dp_size)
         self.engine.begin_step(count, divisor, self.pipeline.program(count))
-        loss = self._forward_backward(batch.device, batch.ids, factor)
+        with memory_explained(self.engine):
+            loss = self._forward_backward(batch.device, batch.ids, factor)
         own: Numbers = {"loss": loss, "save_part_ended": self.saver.part_ended}
         self.exchange.given = {None: own, **self.callbacks.numbers()}
         return self.engine.step()
@@ -357,7 +360,7 @@ class Trainer:
         """Report the mean loss of each data set by its name. If stoppable, it ends when the run is to stop."""
         self.phase = f"evaluation at iteration {self.progress.iteration}"
         for name, data_set in data_sets.items():
-            loss = self.mean_loss(data_set, stoppable)
+            loss = self.mean_loss(data_set, stoppable, name)
             if loss is None:
                 break
             self.callbacks.tell(Callback.evaluated, self.progress, name, loss)

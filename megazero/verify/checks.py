@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
@@ -60,8 +60,9 @@ class Evidence:
     Gradients are divided, but not clipped. masters and got are assembled from all ranks. want: the gradients that one
     rank computes at these masters. errors: the relative error of each parameter's gradient. norms: the global norm
     that each rank had. losses: the losses of all ranks together. stale: the parameters of which some forward read
-    other values than the masters. regrets: the reference's, at these masters. crossed: each (what, stage,
-    micro-batch) that a stage received although no stage sent it there, with the message it was instead.
+    other values than the masters. regrets: the reference's, at these masters; balance: its balance loss and z loss.
+    crossed: each (what, stage, micro-batch) that a stage received although no stage sent it there, with the message
+    it was instead. every: the evidence of all outer replicas.
     """
 
     records: Sequence[RankRecord]
@@ -76,7 +77,9 @@ class Evidence:
     losses: list[float] = field(default_factory=list)
     stale: list[list[str]] = field(default_factory=list)
     regrets: list[float] = field(default_factory=list)
+    balance: list[tuple[float, float]] = field(default_factory=list)
     crossed: list[list[str]] = field(default_factory=list)
+    every: list[Evidence] = field(default_factory=list, repr=False)
 
     @property
     def dtype(self) -> str:
@@ -97,14 +100,23 @@ def gather_evidence(
     count = len(replicas)
     references = [Reference(assembler.config, data_parallel, number, count) for number in range(count)]
     for own, reference in zip(replicas, references, strict=True):
-        reference.routed = [_routing(assembler.config, own, step) for step in range(steps)]
+        every = [[record.steps[step] for record in own] for step in range(steps)]
+        reference.routed = [
+            _routing(assembler.config, own, [each.routing for each in seen]) for seen in every
+        ]
+        reference.plain = [_routing(assembler.config, own, [each.plain for each in seen]) for seen in every]
     curves = train_together(references, steps)
     parts = zip(replicas, references, curves, strict=True)
-    return [_evidence(assembler, own, reference, curve) for own, reference, curve in parts]
+    found = [_evidence(assembler, own, reference, curve) for own, reference, curve in parts]
+    for each in found:
+        each.every = found
+    return found
 
 
-def _routing(config: RunConfig, records: Sequence[RankRecord], step: int) -> dict[int, np.ndarray]:
-    """Return the experts of a step's tokens by layer, [s, samples, k], of one replica's ranks.
+def _routing(
+    config: RunConfig, records: Sequence[RankRecord], chosen: Sequence[Mapping[tuple[int, int], np.ndarray]]
+) -> dict[int, np.ndarray]:
+    """Return the experts of a step's tokens by layer, [s, samples, k], of those that one replica's ranks chose.
 
     Its samples are in the order of micro-batches, and in each of data-parallel ranks. Of these, neighbours that share
     samples have a part of the tokens each, which tensor-parallel ranks may cut again.
@@ -113,8 +125,7 @@ def _routing(config: RunConfig, records: Sequence[RankRecord], step: int) -> dic
     sharing = heads * keys
     micro, ranks = config.batch.micro_batch_size, (1 + max(record.dp for record in records)) // sharing
     found: dict[int, np.ndarray] = {}
-    for record in records:
-        routing = record.steps[step].routing
+    for record, routing in zip(records, chosen, strict=True):
         rounds = 1 + max((m for _, m in routing), default=0)
         for (layer, m), experts in routing.items():
             tokens, _, topk = experts.shape
@@ -143,6 +154,7 @@ def _evidence(
         got = assembler.assemble(_pieces(records, [s.gradients for s in own]))
         want = reference.gradients(masters.whole, step)
         seen.regrets.append(reference.regret)
+        seen.balance.append(reference.balance)
         seen.masters.append(masters)
         seen.got.append(got)
         seen.want.append(want)
@@ -202,10 +214,27 @@ def exact_checks(seen: Evidence) -> list[Check]:
 
 
 def _routing_checks(seen: Evidence) -> Iterator[Check]:
-    """Check that every token went to its best experts, as far as rounding lets one tell, in a model that has some."""
-    if seen.assembler.config.model.num_experts is not None:
-        regrets = [(regret, f"step {step + 1}") for step, regret in enumerate(seen.regrets)]
-        yield _worst("routing", regrets, ROUTING[seen.dtype])
+    """Check that every token went to its best experts, as far as rounding lets one tell, in a model that has some,
+    and what was counted and averaged of that."""
+    if seen.assembler.config.model.num_experts is None:
+        return
+    regrets = [(regret, f"step {step + 1}") for step, regret in enumerate(seen.regrets)]
+    yield _worst("routing", regrets, ROUTING[seen.dtype])
+    loads, biases, losses = list[str](), list[str](), list[tuple[float, str]]()
+    for step, own in enumerate(zip(*(record.steps for record in seen.records), strict=True)):
+        wanted = sum(each.reference.loads(step) for each in seen.every)
+        moved = {name: bias.numpy().copy() for name, bias in seen.reference.take_biases(step).items()}
+        balance = np.mean([each.balance[step] for each in seen.every], axis=0)
+        for rank, record in enumerate(own):
+            told, where = record.balance, f"rank {rank}, step {step + 1}"
+            assert told is not None
+            loads += [where] if not np.array_equal(record.loads, wanted) else []
+            biases += [f"{n}, {where}" for n, b in record.biases.items() if not np.array_equal(b, moved[n])]
+            pairs = zip((told.mean.loss, told.mean.z_loss), balance, strict=True)
+            losses += [(_relative(got, want), where) for got, want in pairs if want]
+    yield _none("expert loads", loads, "counts: of tokens that are not those which the experts got")
+    yield _none("expert bias", biases, "biases: that the experts' tokens do not make")
+    yield _worst("balance losses", losses or [(0.0, "none is added")], LOSS[seen.dtype])
 
 
 def _relative(got: float, want: float) -> float:

@@ -102,6 +102,7 @@ class ExpectedBytes:
         total += communication.pipeline(schedule, grid, rank, activation)
         total += communication.tensor_parallel(config, decoder.stages, schedule[pp], activation)
         total += communication.context_parallel(config, decoder.stages, schedule[pp], grid, activation)
+        total += communication.expert_balance(config, decoder.stages, schedule[pp], grid)
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
 
     def _meetings(
@@ -217,7 +218,14 @@ class ExpectedBytes:
 
     def _updates(self, units: Sequence[LaidOut], rank: int) -> Bytes:
         """Return the bytes of matrices on their way to their owners and, as many, of their updates."""
-        out, axes = Bytes(), _os_axes(self.grid.data_axes)
+        out = Bytes()
+        for apart in dict.fromkeys(unit.apart for unit in units):  # of units on other axes apart
+            out += self._updates_of([unit for unit in units if unit.apart == apart], rank)
+        return out
+
+    def _updates_of(self, units: Sequence[LaidOut], rank: int) -> Bytes:
+        """Return the same of units on the same axes."""
+        out, axes = Bytes(), units[0].os_axes
         traits = {name: mine for unit in units for name, mine in unit.traits.items()}
         cuts = [(axis.size, axis.link) for axis in axes]
         dealing, _ = deal_matrices([unit.layout for unit in units], traits, cuts, self.grid.tp)

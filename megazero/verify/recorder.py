@@ -17,6 +17,7 @@ from torch import Tensor
 from megazero.comm.codec import Blockwise, Codec
 from megazero.models import Decoder
 from megazero.pp.executor import Pipeline
+from megazero.train.expert_balance import ExpertBalance, StepBalance
 from megazero.train.parallelize import MicroBatch
 from megazero.zero import Engine, StepPart
 from megazero.zero.gather import used_weights
@@ -51,7 +52,9 @@ class StepRecord:
 
     read: maps a parameter to the hash of what the step's first forward read. passed: maps (what, stage, micro-batch)
     to a hash; ``what`` says 'sent' or 'got', and 'activation' or 'gradient'. routing: maps (layer, micro-batch) to
-    the experts of each token, [s, b, k], at the rank's own positions. traffic: maps 'kind_link_bytes' to the bytes
+    the experts of each token, [s, b, k], at the rank's own positions; plain: to those that a balance loss counts,
+    where they are others. biases: of routers, by name, before the step. balance: what the step told of its experts;
+    loads: the tokens that they got, [layers with experts, experts]. traffic: maps 'kind_link_bytes' to the bytes
     sent in the step.
     """
 
@@ -62,6 +65,10 @@ class StepRecord:
     read: dict[str, str] = field(default_factory=dict)
     passed: dict[tuple[str, str, int, int], str] = field(default_factory=dict)
     routing: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    plain: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    biases: dict[str, np.ndarray] = field(default_factory=dict)
+    balance: StepBalance | None = None
+    loads: np.ndarray | None = None
     traffic: dict[str, int] = field(default_factory=dict)
     outer: OuterRecord | None = None
 
@@ -98,7 +105,7 @@ class Recorder(StepPart):
     """Takes part in the engine's steps, and hooks on the decoder and the pipeline. They fill the record ``step``."""
 
     def __init__(self, decoder: Decoder, engine: Engine, pipeline: Pipeline) -> None:
-        self.engine, self.step = engine, StepRecord()
+        self.engine, self.decoder, self.step = engine, decoder, StepRecord()
         self.rounded: dict[tuple[str, str], RoundingRecord] = {}
         self._held: dict[str, Tensor] = {}  # R of units whose refreshes send differences
         self._batches: list[int] = []
@@ -119,6 +126,7 @@ class Recorder(StepPart):
         """Begin the record of a step that has these micro-batches, which take up their decisions."""
         self.step, self._batches = StepRecord(), [id(batch) for batch in batches]
         self._open = batches
+        self.step.biases = {name: b.numpy().copy() for name, b in self.decoder.named_buffers()}
         self.step.masters = slices(self.engine, lambda unit: unit.master.value)
 
     def close(self, loss: float, norm: float) -> StepRecord:
@@ -131,8 +139,11 @@ class Recorder(StepPart):
         step.loss, step.norm, step.traffic = loss, norm, engine.traffic.take()
         for m, batch in enumerate(self._open):
             for layer, decision in (batch.decisions or {}).items():
-                assert decision.experts is not None
-                step.routing[layer, m] = decision.experts.unflatten(0, (-1, len(batch.tokens))).numpy().copy()
+                for kept, chosen in ((step.routing, decision.experts), (step.plain, decision.plain)):
+                    if chosen is not None:
+                        kept[layer, m] = chosen.unflatten(0, (-1, len(batch.tokens))).numpy().copy()
+        if part := ExpertBalance.of(engine):
+            step.balance, step.loads = part.last, part.loads.numpy().copy()
         if engine.outer is not None:
             (updated, before), (gone_on, after) = self._met, self._masters_and_anchors()
             step.outer = OuterRecord(updated, before, after, gone_on)

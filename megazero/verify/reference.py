@@ -18,7 +18,9 @@ from megazero.config.options.sections import OuterConfig
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.models import Decoder
 from megazero.models.experts import MixtureOfExperts
-from megazero.moe import Decision
+from megazero.moe import Decision, Router
+from megazero.moe.balance import move_bias
+from megazero.train.expert_balance import balance_losses
 from megazero.train.parallelize import MicroBatch, matrix_traits, optimizer_factory
 from megazero.verify.training_run import documents_of, replica_rows, tokens_of
 from megazero.zero.by_matrix import MATRIX
@@ -40,9 +42,9 @@ class Curve:
 class Reference:
     """The configuration's model and optimizer on one rank, in place of an outer replica (or of all ranks).
 
-    The batch is dealt over ``data_parallel`` ranks, those of all replicas. routed: of each step the experts of its
-    tokens by layer, [s, samples, k], which it takes as they are; beyond the last it chooses itself. regret: by how
-    much a score that was so taken was at most below the k-th largest of its token, in the last ``gradients``.
+    The batch is dealt over ``data_parallel`` ranks, those of all replicas. routed, plain: of each step the experts
+    of its tokens by layer, [s, samples, k], which it takes as they are; beyond the last it chooses itself. regret: by
+    how much a score that was so taken was at most below the k-th largest of its token, in the last ``gradients``.
     """
 
     def __init__(self, config: RunConfig, data_parallel: int, replica: int = 0, replicas: int = 1) -> None:
@@ -53,9 +55,15 @@ class Reference:
             replicas,
         )
         whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
-        self.decoder = Decoder(whole, z_loss=config.training.z_loss_strength, dtype=torch.float64)
+        self.decoder = Decoder(
+            whole,
+            z_loss=config.training.z_loss_strength,
+            balance=balance_losses(config),
+            dtype=torch.float64,
+        )
         self.decoder.initialize(config.training.seed)
         self.routed: Sequence[Mapping[int, np.ndarray]] = ()
+        self.plain: Sequence[Mapping[int, np.ndarray]] = ()
         self.regret = 0.0
         for module in self.decoder.modules():
             if isinstance(module, MixtureOfExperts):
@@ -114,12 +122,42 @@ class Reference:
         batch = tokens_of(self.config, step, self._sizes[step])
         tokens, labels, mask = (each[self._rows(step)] for each in batch)
         packed = MicroBatch(tokens, labels, mask, None, **documents_of(self.config, tokens)).documents
-        routed = self.routed[step] if step < len(self.routed) else {}
-        decisions = {n: Decision(torch.from_numpy(experts).flatten(0, 1)) for n, experts in routed.items()}
+        self.take_biases(step)
+        for balance in self.decoder.balances().values():
+            balance.clear()
+        decisions = {n: Decision(experts) for n, experts in _chosen(self.routed, step).items()}
+        for n, experts in _chosen(self.plain, step).items():
+            decisions[n].plain = experts
         losses = self.decoder(tokens, labels, documents=packed, decisions=decisions) * mask
         total = losses.sum() / mask.sum()
         total.backward()
         return total.item()
+
+    def take_biases(self, step: int) -> dict[str, torch.Tensor]:
+        """Give the routers the biases that the steps before ``step`` left, by the tokens that these routed. Return
+        them by name."""
+        biases, rate = dict(self.decoder.named_buffers()), self.config.training.moe_router_bias_update_rate
+        for bias in biases.values():
+            bias.zero_()
+        for before in range(min(step, len(self.routed)) if biases else 0):
+            for n, experts in _chosen(self.routed, before).items():
+                held = self.decoder.router_bias(n)
+                assert held is not None
+                move_bias(held, experts.flatten().bincount(minlength=len(held)), rate)
+        return biases
+
+    def loads(self, step: int) -> np.ndarray:
+        """Return how many of the step's routed tokens each expert got, [layers with experts, experts]."""
+        count = self.config.model.num_experts or 0
+        routed = sorted(_chosen(self.routed, step).items())
+        return torch.stack([experts.flatten().bincount(minlength=count) for _, experts in routed]).numpy()
+
+    @property
+    def balance(self) -> tuple[float, float]:
+        """The balance loss and the z loss of the last step, means over layers."""
+        every = [each.values for each in self.decoder.balances().values()]
+        balance, z = torch.stack(every).mean(0).tolist() if every else (0.0, 0.0)
+        return balance, z
 
     def _judge(self, mixture: torch.nn.Module, given: tuple[torch.Tensor, Decision]) -> None:
         """Compare scores that were chosen elsewhere with the largest ones here. Choosing one twice is no choice."""
@@ -132,10 +170,19 @@ class Reference:
         least = mixture.choice.regret(mixture.choice.ranks(logits, router.e_score_correction_bias), chosen)
         twice = (chosen.sort().values.diff() == 0).any()
         self.regret = math.inf if twice else max(self.regret, float(least.max()))
+        if decision.plain is not None:
+            plain = decision.plain.long()
+            self.regret = max(self.regret, float(Router(plain.shape[1]).regret(logits, plain).max()))
 
     def _rows(self, step: int) -> torch.Tensor:
         micro = self.config.batch.micro_batch_size
         return replica_rows(self._sizes[step], micro, self.data_parallel, self.replica, self.replicas)
+
+
+def _chosen(routed: Sequence[Mapping[int, np.ndarray]], step: int) -> dict[int, torch.Tensor]:
+    """Return the experts of a step's tokens by layer, [T, k]; nothing where no run chose."""
+    layers = routed[step] if step < len(routed) else {}
+    return {n: torch.from_numpy(experts).flatten(0, 1) for n, experts in layers.items()}
 
 
 class OuterReference:

@@ -241,17 +241,22 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
 
 
 def _experts(config: RunConfig, layout: SubLayout, hidden: int) -> dict[str, Any]:
-    """Keep whether tokens go to one expert, to several or to all, whether there are shared ones, and whether a rank
-    has several."""
+    """Keep whether tokens go to one expert, to several or to all, or to those of some groups, whether there are
+    shared ones, and whether a rank has several."""
     m, tp, ep = config.model, layout.tp, layout.ep
     if m.num_experts is None:
         return {}
     count = ep * like(m.num_experts // config.parallel.expert_model_parallel_size, max(2, 6 // ep))
     topk = count if m.moe_router_topk == m.num_experts else min(like(m.moe_router_topk, 3), count - 1)
+    grouped: dict[str, Any] = {}
+    if m.moe_router_group_topk is not None:
+        count, topk = lcm(8, ep), 3
+        grouped = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     shared = m.moe_shared_expert_intermediate_size
     return {
         "num_experts": count,
         "moe_router_topk": topk,
+        **grouped,
         "moe_ffn_hidden_size": like(m.expert_width, hidden),
         "moe_shared_expert_intermediate_size": shared and tp * like(shared // tp, -(-hidden // tp)),
     }

@@ -122,10 +122,10 @@ def _refuse_other_device(device: torch.device) -> None:
 
 def _refuse_no_matrices(module: nn.Module, traits: Mapping[str, Traits]) -> None:
     for name, param in module.named_parameters():
-        if traits[plain_name(name)].matrix and param.ndim != 2:
+        if traits[plain_name(name)].matrix and param.ndim not in (2, 3):
             raise ValueError(
                 f"traits say matrix=True of {name!r}, whose shape is {tuple(param.shape)}: a matrix has two "
-                "dimensions; leave it out"
+                "dimensions, a stack of them three; leave it out"
             )
 
 

@@ -50,8 +50,8 @@ EPSILON = 1e-7  # the least norm that a matrix is divided by
 class ByMatrix(torch.optim.Optimizer):
     """The contract. Groups marked ``MATRIX`` are stepped by matrix, the others by ``rest``, an elementwise optimizer.
 
-    ``rest`` has the same group objects and the same ``state``. A parameter of a marked group is 2-D, or in the engine
-    a flat slice. State tensors have its shape and start as zeros.
+    ``rest`` has the same group objects and the same ``state``. A parameter of a marked group is 2-D, or a stack of
+    matrices along dim 0, or in the engine a flat slice. State tensors have its shape and start as zeros.
     """
 
     rest: torch.optim.Optimizer
@@ -91,8 +91,10 @@ class ByMatrix(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"] if group.get(MATRIX) else ():
                 if p.grad is not None:
-                    update = self.direction(self.fold(p).to(self.message_dtype(p.dtype)))
-                    self.apply(p, update, tuple(p.shape), group)
+                    given = self.fold(p).to(self.message_dtype(p.dtype))
+                    *_, rows, columns = p.shape
+                    each = [self.direction(matrix) for matrix in given.view(-1, rows, columns)]
+                    self.apply(p, torch.stack(each).view(p.shape), (rows, columns), group)
         self.rest.step()
 
 

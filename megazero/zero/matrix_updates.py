@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -41,6 +41,15 @@ def cut_of(layout: UnitLayout, slot: Slot, traits: Traits, sizes: Sequence[int],
     return Cut(rows, columns, held, shared=shards > 1)
 
 
+def matrices_in(slot: Slot) -> list[Slot]:
+    """Return the matrices of a parameter, which may be a stack of them along dim 0, each as a slot of its own."""
+    if len(slot.shape) == 2:
+        return [slot]
+    count, *shape = slot.shape
+    size = slot.numel // count
+    return [replace(slot, shape=tuple(shape), start=slot.start + i * size) for i in range(count)]
+
+
 def deal_matrices(
     layouts: Sequence[UnitLayout], traits: Mapping[str, Traits], os_axes: Sequence[tuple[int, str]], tp: int
 ) -> tuple[Dealing, list[Slot]]:
@@ -50,10 +59,11 @@ def deal_matrices(
     """
     sizes, crosses = [size for size, _ in os_axes], [link == INTER for _, link in os_axes]
     found = [
-        (slot, cut_of(layout, slot, traits[slot.name], sizes, tp))
+        (matrix, cut_of(layout, matrix, traits[slot.name], sizes, tp))
         for layout in layouts
         for slot in layout.slots
         if traits[slot.name].matrix and not traits[slot.name].frozen
+        for matrix in matrices_in(slot)
     ]
     cuts = [cut for _, cut in found]
     tp_parts = tp if any(cut.shared for cut in cuts) else 1
@@ -115,12 +125,18 @@ class MatrixUpdates:
         dealing, slots = deal_matrices(layouts, traits, [(a.size, a.link) for a in axes], tp.size)
         self.axes = [*axes, tp][: len(dealing.sizes)]
         self.routes = dealing.routes(tuple(axis.index for axis in self.axes))
-        owner = {id(slot): unit for unit in units for slot in unit.layout.slots}
+        held = {
+            whole.name: (whole.start + low, whole.start + high, at)
+            for unit in units
+            for whole, low, high, at in unit.layout.ranges(unit.axes.os)
+        }
+        owner = {slot.name: unit for unit in units for slot in unit.layout.slots}
         for slot, cut in zip(slots, dealing.matrices, strict=True):
-            unit, mine = owner[id(slot)], traits[slot.name]
-            held = next((f for f in unit.layout.ranges(unit.axes.os) if f[0] is slot), None)
-            at = held[3] if held else 0
-            run = next((r for r in self.runs if held and r.unit is unit and r.start <= at < r.stop), None)
+            unit, mine = owner[slot.name], traits[slot.name]
+            low, high, at = held.get(slot.name, (0, 0, 0))
+            holds = max(low, slot.start) < min(high, slot.start + slot.numel)
+            at += max(slot.start - low, 0)
+            run = next((r for r in self.runs if holds and r.unit is unit and r.start <= at < r.stop), None)
             self.matrices.append(Matrix(unit, slot, cut, mine, mine.shards(tp.size), at, run))
 
     def step(self, factor: float) -> None:

@@ -26,6 +26,7 @@ from megazero.moe import Decision
 from megazero.tp import sequence_slice
 from megazero.train.data.feeding import own_tokens
 from megazero.train.distributed import make_mesh
+from megazero.train.expert_balance import balance_losses
 from megazero.train.parallelize import (
     DTYPES,
     MicroBatch,
@@ -95,7 +96,8 @@ class Reference:
 
 def _whole_decoder(model: Model) -> Decoder:
     config = model.config()
-    decoder = Decoder(config.model, dtype=DTYPES[model.dtype])
+    balance = replace(balance_losses(config), samples=model.block)
+    decoder = Decoder(config.model, balance=balance, dtype=DTYPES[model.dtype])
     decoder.initialize(config.training.seed)
     return decoder
 

@@ -49,12 +49,21 @@ MORE: dict[str, dict[str, Any]] = {
     },
 }
 # Llama with experts in all layers; in all but the first, with shared experts behind a gate; so many that a
-# micro-batch leaves some without tokens; or such that it leaves ranks without.
+# micro-batch leaves some without tokens; or such that it leaves ranks without; with losses over samples, and over
+# micro-batches.
 EXPERTS: dict[str, dict[str, Any]] = {
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 12},
     "shared experts": {
         **{"num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 8, "moe_router_pre_softmax": True},
         **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+    },
+    "balanced experts": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_z_loss_coeff": 0.3},
+        **{"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 2.0},
+    },
+    "experts of micro-batches": {
+        **{"num_experts": 6, "moe_router_topk": 4, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": 2.0},
+        **{"moe_router_score_function": "sigmoid", "moe_router_num_groups": 3, "moe_router_group_topk": 2},
     },
     "idle experts": {"num_experts": 32, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     "idle ranks": {"num_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True},
@@ -79,7 +88,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Model:
-    """What the one-rank reference depends on. batch: samples of a step."""
+    """What the one-rank reference depends on. batch: samples of a step. block: of a micro-batch, if it matters."""
 
     family: str
     tied: bool
@@ -87,6 +96,7 @@ class Model:
     dtype: str
     batch: int
     layers: int = 2
+    block: int = 1
 
     def values(self) -> dict[str, Any]:
         size, divisor = VOCABULARIES[self.vocabulary]
@@ -180,7 +190,9 @@ class Case:
     @property
     def model(self) -> Model:
         batch = 12 if self.pp * self.dp <= 4 else 24  # every split into micro-batches is of the same samples
-        return Model(self.family, self.tied, self.vocabulary, self.dtype, batch, self.layers)
+        micro = self.dp // self.cp * self.micro_batches
+        block = batch // micro if self.family == "experts of micro-batches" else 1
+        return Model(self.family, self.tied, self.vocabulary, self.dtype, batch, self.layers, block)
 
     def config(self) -> RunConfig:
         factors = _factors(self.shards)

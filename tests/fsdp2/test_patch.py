@@ -509,6 +509,24 @@ def test_a_write_is_told_by_name() -> None:
     assert "blocks.1.up.weight changed outside of an optimizer's step" in told[0][0] and not told[3]
 
 
+def compiled_steps(words: dict[str, Any] | None, mesh: str) -> list[float]:
+    """Losses of a job whose whole step, backward and all, is given to torch.compile."""
+    job = Job(Case(mesh, 2, steps=3))
+    step = torch.compile(job.step, backend="aot_eager")
+    with patched(job.model, words, 2):
+        for number in range(3):
+            step(number)
+    return job.losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["1d", "2d"])
+def test_a_compiled_step_runs_as_it_does(mesh: str) -> None:
+    """Its graphs end at FSDP2's hooks, which run on the host in every step."""
+    plain = run_ranks(RANKS, compiled_steps, None, mesh, timeout=300)[0]
+    assert run_ranks(RANKS, compiled_steps, EXACT, mesh, timeout=300)[0] == pytest.approx(plain, rel=1e-6)
+
+
 def refused(act: Any) -> str:
     try:
         act()

@@ -47,10 +47,19 @@ def close(found: list[list[float]], wanted: list[list[float]], rel: float) -> No
         assert len(run) == len(other) > 0 and run == pytest.approx(other, rel=rel)
 
 
-def titan(tmp_path: Path, name: str, words: str | None, **options: Any) -> list[list[float]]:
-    """torchtitan's own program, or the page's with these words instead of its own. Returns losses by rank."""
+def titan(
+    tmp_path: Path, name: str, words: str | None, defers: bool = True, **options: Any
+) -> list[list[float]]:
+    """torchtitan's own program, or the page's with these words instead of its own. Returns losses by rank.
+
+    defers: the page's program says which micro-batch is the last.
+    """
     (script,) = re.findall(r"```python\n(# train_fsdp2\.py.*?)```", PAGE, re.DOTALL)
     assert QUANTISED in script
+    if not defers:
+        both = "Trainer.__init__, Trainer.forward_backward_step = build_and_enable, step_once"
+        assert both in script
+        script = script.replace(both, "Trainer.__init__ = build_and_enable")
     file, folder = tmp_path / f"{name}.py", tmp_path / name
     file.write_text(PLAIN if words is None else script.replace(QUANTISED, words + "ranks_per_node=2"))
     launch("titan_on_cpu.py", str(file), str(folder), json.dumps(options))
@@ -70,13 +79,27 @@ def test_torchtitans_trainer(replicas: int, tmp_path: Path) -> None:
         close(titan(tmp_path, name, words + ", exact_numel=0, ", steps=3, replicas=replicas), plain, rel)
 
 
+def test_a_trainer_that_defers_replicas_itself(tmp_path: Path) -> None:
+    """As torchtitan behind 0.3: the patch has its bits, whether the page's program defers, too, or not."""
+    pytest.importorskip("torchtitan")
+    later = {"steps": 3, "replicas": 2, "defers_replicas": True}
+    plain = titan(tmp_path, "plain", None, **later)
+    assert titan(tmp_path, "exact", "", defers=False, **later) == plain
+    words = 'gradients="int4", exact_numel=0, '
+    coded = [titan(tmp_path, f"int4 {defers}", words, defers=defers, **later) for defers in (False, True)]
+    assert coded[0] == coded[1] != plain
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("model", ["qwen3.qwen3_moe_debug", "deepseek_v3.deepseek_v3_debugmodel"])
 def test_torchtitans_experts(model: str, replicas: int, tmp_path: Path) -> None:
     """On a mesh of their own, in the module of attention: each of the ranks that share them is alone in its node."""
     pytest.importorskip("torchtitan")
     runs = {
-        name: titan(tmp_path, name, words, steps=3, replicas=replicas, model=model)
+        # Sums that cross with each micro-batch are added in another order: with replicas all runs defer.
+        name: titan(
+            tmp_path, name, words, steps=3, replicas=replicas, model=model, defers_replicas=replicas > 1
+        )
         for name, words in (
             ("plain", None),
             ("exact", ""),
@@ -84,7 +107,8 @@ def test_torchtitans_experts(model: str, replicas: int, tmp_path: Path) -> None:
         )
     }
     if replicas == 1:
-        close(runs["exact"], runs["plain"], 1e-6)
+        # Sums of fp32 in another order, which AdamW's first steps enlarge: 9e-8, and of DeepSeek 1.5e-6.
+        close(runs["exact"], runs["plain"], 1e-5)
         for rank in range(4):
             sent = json.loads((tmp_path / "exact" / f"sent{rank}.json").read_text())
             assert (

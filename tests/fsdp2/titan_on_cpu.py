@@ -86,6 +86,19 @@ def compute_experts_on_a_cpu() -> None:
     GroupedExperts.forward = forward
 
 
+def defer_replicas(trainer: Any) -> None:
+    """Let a trainer's micro-batches but the last leave out the all-reduce over replicas, as torchtitan #4505 does."""
+    step = trainer.forward_backward_step
+
+    def deferring(self: Any, **given: Any) -> Any:
+        self.begun = getattr(self, "begun", 0) + 1
+        for part in self.model_parts:
+            part.set_requires_all_reduce(self.begun % self.gradient_accumulation_steps == 0)
+        return step(self, **given)
+
+    trainer.forward_backward_step = deferring
+
+
 def write_assets(folder: Path) -> None:
     """Write the tokenizer and the texts that a checkout of torchtitan has."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -144,6 +157,8 @@ def main(script: str, folder: str, options: dict[str, Any]) -> None:
     assets, rank = Path(folder) / f"assets{os.environ['RANK']}", os.environ["RANK"]
     write_assets(assets)
     ConfigManager.parse_args = lambda *_: small_debug_model(assets, Path(folder), options)
+    if options.get("defers_replicas"):
+        defer_replicas(Trainer)
     losses: list[float] = []
     step, train = Trainer.forward_backward_step, Trainer.train
 

@@ -142,6 +142,9 @@ def _value(options: ModelConfig, option: Option) -> Any:
     """
     meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
     meant["moe_ffn_hidden_size"] = options.expert_width
+    meant["moe_router_topk_scaling_factor"] = options.moe_router_topk_scaling_factor or 1.0
+    if options.moe_router_group_topk == options.moe_router_num_groups:  # all groups, as without them
+        meant |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if all(kind.experts for kind in layer_kinds(options)):  # no layer has another width
         meant["ffn_hidden_size"] = options.expert_width
     if options.rotary_window_base == options.rotary_base and options.rotary_scaling == "none":

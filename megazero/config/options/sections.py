@@ -390,6 +390,18 @@ class TrainingConfig:
         "report the loss without it",
         low=0,
     )
+    moe_router_load_balancing_type: str = option(
+        "aux_loss",
+        "loss that balances experts: over each micro-batch, over each sample (seq_aux_loss), or none",
+        choices=("aux_loss", "seq_aux_loss", "none"),
+    )
+    moe_aux_loss_coeff: float = option(0.0, "weight of the loss that balances experts; 0: none", low=0)
+    moe_z_loss_coeff: float | None = option(
+        None, "weight of log(Z)^2 of a router, where Z is the sum of exp(scores) (ST-MoE: 1e-3)", low=0
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3, "how far a step moves the bias of --moe-router-enable-expert-bias", low=0
+    )
     loss_chunk_tokens: int | str | None = option(
         None,
         "tokens of a micro-batch whose logits a rank holds at once; their loss and gradients are computed together. "
@@ -602,6 +614,7 @@ class LoggingConfig:
     log_dir: str = option(
         "logs", "folder of metrics.jsonl, of events.jsonl and of the resolved configuration"
     )
+    moe_per_layer_logging: bool = option(False, "balance of experts of each layer in every line, too")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project (default: none, and nothing is sent)")
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")

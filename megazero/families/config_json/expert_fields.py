@@ -5,6 +5,7 @@ A loss that balances experts is training's, as dropout is: its factor, router_au
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from megazero.families.config_json.huggingface import Config, FieldGroup
@@ -81,3 +82,80 @@ def _read_every(config: Config) -> dict[str, Any]:
 
 # Of mixtures without dense layers, where intermediate_size is the width of an expert.
 EVERY_LAYER = FieldGroup((), _read_every, lambda options: {"intermediate_size": options.expert_width})
+
+
+@dataclass(frozen=True)
+class _DeepSeek:
+    """What absent fields of mixtures as DeepSeek-V3's mean, by their names."""
+
+    num_experts_per_tok: int | None
+    moe_intermediate_size: int
+    n_shared_experts: int | None
+    first_k_dense_replace: int
+    norm_topk_prob: bool
+
+    def read(self, config: Config) -> dict[str, Any]:
+        """Return the options of layers, router and shared experts. Raises ValueError for what they cannot say."""
+        config = {**vars(self), **config}
+        layers, dense = config.get("num_hidden_layers") or 0, config["first_k_dense_replace"]
+        topk, shared = config["num_experts_per_tok"] or 0, config["n_shared_experts"]
+        if not shared:
+            raise ValueError(f"n_shared_experts = {shared!r} is not supported (only above 0)")
+        if bool(config["norm_topk_prob"]) != (topk > 1):
+            raise ValueError(
+                f"norm_topk_prob = {config['norm_topk_prob']!r} is not supported with num_experts_per_tok = {topk}: "
+                "probabilities of several experts add up to 1, that of one is its sigmoid"
+            )
+        factor = config.get("routed_scaling_factor", 1.0)
+        return {
+            **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+            "moe_router_topk_scaling_factor": None if factor == 1 else factor,
+            "moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"],
+            **_groups(config, topk),
+            **_in_layers([i >= dense for i in range(layers)]),
+        }
+
+    def write(self, options: Any) -> dict[str, Any]:
+        shared, kept = options.moe_shared_expert_intermediate_size, options.moe_router_group_topk
+        experts = [kind.experts for kind in layer_kinds(options)]
+        return {
+            "moe_intermediate_size": options.expert_width,
+            **({} if shared is None else {"n_shared_experts": shared // options.expert_width}),
+            "first_k_dense_replace": [*experts, True].index(True),
+            "norm_topk_prob": options.moe_router_topk > 1,
+            "routed_scaling_factor": options.moe_router_topk_scaling_factor or 1.0,
+            "n_group": options.moe_router_num_groups if kept else 1,
+            "topk_group": kept or 1,
+        }
+
+
+def _groups(config: Config, topk: int) -> dict[str, Any]:
+    groups, kept = config.get("n_group") or 1, config.get("topk_group") or 1
+    if groups == kept:
+        return {}
+    if topk // kept != 2:
+        raise ValueError(
+            f"topk_group = {kept} of n_group = {groups} is not supported with num_experts_per_tok = {topk}: a group "
+            f"counts by its best two experts there, and by its best {topk} // {kept} here, as in Megatron"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
+
+
+DEEPSEEK_COUNT = {
+    "num_experts": "n_routed_experts",
+    **TOPK,
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+OTHER_DEEPSEEK_COUNT = {"num_local_experts": "n_routed_experts"}
+
+
+def deepseek(**absent: Any) -> FieldGroup:
+    """Return layers, router and shared experts of mixtures as DeepSeek-V3's (arXiv 2412.19437).
+
+    The first layers are dense. Experts are chosen by sigmoids with a bias, in groups. Every token goes to the shared
+    experts. ``absent`` is what absent fields mean, by name.
+    """
+    group = _DeepSeek(**absent)
+    return FieldGroup(
+        (*vars(group), "routed_scaling_factor", "n_group", "topk_group"), group.read, group.write
+    )

@@ -8,8 +8,11 @@ from typing import Any
 
 from megazero.families.config_json.missing import EXPERTS, part_of
 
+# Such layers stand behind the model's own. Their tensors are left out only where this field is set aside.
+MORE_TOKENS = "num_nextn_predict_layers"
 # They change nothing in the function that a model computes: names, dtypes, tokens of generation, dropout, losses that
-# balance experts, labels of classifiers, the order of sums. Patterns as of file names.
+# balance experts, layers that predict further tokens, labels of classifiers, the order of sums. Patterns as of file
+# names.
 INERT = (
     "model_type",
     "architectures",
@@ -57,6 +60,8 @@ INERT = (
     "gradient_checkpointing",
     "reorder_and_upcast_attn",
     "router_aux_loss_coef",
+    MORE_TOKENS,
+    "num_mtp_layers",
     "is_llama_config",
     "cache_implementation",
     "is_decoder",

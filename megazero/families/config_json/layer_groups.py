@@ -114,6 +114,19 @@ def switched_windows(usual: Callable[[int, int], bool]) -> FieldGroup:
 SWITCHED_WINDOWS = switched_windows(lambda layer, first: layer >= first)
 
 
+def _read_later(config: Config) -> dict[str, Any]:
+    size, first = config.get("sliding_window", 4096), config.get("max_window_layers", 62)
+    return _windows(config, size, lambda i: size is not None and i >= first, "sliding_window")
+
+
+# Of dots.llm1: layers behind the first ones have windows.
+LATER_WINDOWS = FieldGroup(
+    ("sliding_window", "max_window_layers", "layer_types"),
+    _read_later,
+    lambda options: {"sliding_window": options.sliding_window, "layer_types": _types(options)},
+)
+
+
 def _read_unturned(config: Config) -> dict[str, Any]:
     """SmolLM3's layers without rotary positions. If windows are switched on, these layers have them."""
     layers, every = config.get("num_hidden_layers") or 0, config.get("no_rope_layer_interval") or 4

@@ -12,6 +12,7 @@ from megazero.comm.wire import Codecs
 from megazero.models.compilation import CompileTime
 from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.train.callbacks.callback import Callback, TrainedStep
+from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast
 from megazero.train.state.progress import Progress
 from megazero.zero.rounding import GRADIENTS
@@ -65,6 +66,16 @@ class RoundingWatch(Callback):
     def after_step(self, step: TrainedStep) -> None:
         if line := self.gradients.take(step.info.errors.get(GRADIENTS)):
             self.run.warn(line)
+
+
+class ExpertReport(Callback):
+    """Adds the balance of experts to the iteration's line."""
+
+    def __init__(self, balance: ExpertBalance) -> None:
+        self.balance = balance
+
+    def after_step(self, step: TrainedStep) -> dict[str, Any]:
+        return self.balance.metrics()
 
 
 class Prediction(Callback):

@@ -53,7 +53,7 @@ def one_rank(model: Model) -> OneRank:
     """Matrices by the polynomials of their singular values, the rest by torch's AdamW."""
     config, decoder = with_muon(model.config()), parity._whole_decoder(model)
     o, params = config.optimizer, dict(decoder.named_parameters())
-    matrices = {n: p for n, p in params.items() if n.startswith("layers.") and p.ndim == 2}
+    matrices = {n: p for n, p in params.items() if n.startswith("layers.") and p.ndim > 1}
     rest = [
         {"params": [p], "weight_decay": o.weight_decay if p.ndim > 1 else 0.0}
         for n, p in params.items()
@@ -70,10 +70,12 @@ def one_rank(model: Model) -> OneRank:
         with torch.no_grad():
             for name, p in matrices.items():
                 assert p.grad is not None
-                plain_step(
-                    p, p.grad, momenta[name], lr=o.lr, decay=o.weight_decay, beta=MOMENTUM, nesterov=False,
-                    polynomials=POLYNOMIALS["quintic"], scale=lambda m, n: max(m, n) ** 0.5,
-                )  # fmt: skip
+                # Of stacked experts each matrix is its own.
+                for own in zip(*(x.view(-1, *p.shape[-2:]) for x in (p, p.grad, momenta[name])), strict=True):
+                    plain_step(
+                        *own, lr=o.lr, decay=o.weight_decay, beta=MOMENTUM, nesterov=False,
+                        polynomials=POLYNOMIALS["quintic"], scale=lambda m, n: max(m, n) ** 0.5,
+                    )  # fmt: skip
     return OneRank(losses, norms, parity._arrays(params))
 
 
@@ -146,6 +148,8 @@ FEW = [
     MuonCase(1, 2, 2, "zero3", None, False, family="llama", **PLAIN),
     MuonCase(1, 4, 2, "1,2,4", None, False, family="gpt", **PLAIN),
     MuonCase(2, 2, 2, "zero3", None, True, family="llama", **PLAIN),
+    MuonCase(1, 4, 2, "1,2,4", None, False, family="experts", **PLAIN),
+    MuonCase(2, 2, 2, "zero3", None, True, family="balanced experts", **PLAIN),
 ]
 
 

@@ -16,8 +16,8 @@ from megazero.comm import hops
 from megazero.config import RunConfig
 from megazero.cp import ContextParallel, Peers, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
-from megazero.models.experts import Experts
-from megazero.moe import ExpertParallel, dispatch
+from megazero.models.experts import Experts, MixtureOfExperts
+from megazero.moe import Balance, ExpertParallel, dispatch
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
@@ -223,6 +223,32 @@ def _doubled_swap(place: Place) -> None:
     place.replace(exchange, "_all_to_all", twice)
 
 
+def _recounted_tokens(place: Place) -> None:
+    """A recompute counts its tokens, and adds its losses, once more."""
+    attach = Balance.attach
+
+    def again(balance: Balance, routed: Any, decision: Any, *rest: Any) -> Tensor:
+        decision.counts = None
+        return attach(balance, routed, decision, *rest)
+
+    place.replace(Balance, "attach", again)
+
+
+def _own_counts(place: Place) -> None:
+    """A tensor-parallel rank balances by its own tokens alone."""
+    place.replace(MixtureOfExperts, "_summed", lambda mixture, counts: counts)
+
+
+def _partial_router(place: Place) -> None:
+    """Of the tensor-parallel ranks' gradients of a router each keeps its own."""
+    total = engine_module.sum_partial
+
+    def wrong(runs: Any, *rest: Any) -> None:  # norms have no weight decay, routers have
+        total([run for run in runs if run.traits.options or not run.traits.partial], *rest)
+
+    place.replace(engine_module, "sum_partial", wrong)
+
+
 def _of_experts(engine: Engine) -> list[Any]:
     """The units of experts that ranks share."""
     return [unit for unit in engine.units if unit.name.endswith("experts")]
@@ -315,6 +341,9 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "unswapped-gradient": _unswapped_gradient,
     "shifted-part": _shifted_part,
     "doubled-swap": _doubled_swap,
+    "recounted-tokens": _recounted_tokens,
+    "own-counts": _own_counts,
+    "partial-router": _partial_router,
     "wrong-chunk": _wrong_chunk,
     "unsummed-keys": _unsummed_keys,
     "dropped-expert-reduction": _dropped_expert_reduction,

@@ -70,16 +70,30 @@ CONTEXT_GRID = (
 )
 EXPERTS = "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 768"
 SHARED = f"{NODES} {EXPERTS} --expert-model-parallel-size 2 --zero-preset zero3 --recompute-granularity full"
-SHARED_ZEROPP = f"{ZEROPP} {EXPERTS} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 512"
+SHARED_ZEROPP = (
+    f"{ZEROPP} {JOINED} {EXPERTS} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 512 "
+    "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
+)
+SHARED_OUTER = f"{OUTER} {EXPERTS} --expert-model-parallel-size 2"
 SHARED_GRID = (
     f"{EIGHT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     "--pipeline-schedule zb-h1 --ranks-per-node 4 --expert-model-parallel-size 4 --zero-preset zero2"
 )
 
+BALANCED = (
+    f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
+    "--zero-preset zero2 --num-experts 16 --moe-router-topk 4 --moe-router-score-function sigmoid "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0.01 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+)
+# What replicas do with experts, and another optimizer than AdamW.
+EXPERTS_APART = f"{OUTER} --optimizer lion --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.1"
+
 # Not always; test_the_command_writes_both_files plants the divisor, too.
 LONG = {
     *("lost-activation", "wrong-tied-sum", "wrong-norm-group", "swapped-shard", "wrong-noise"),
-    *("missing-divisor", "unswapped-gradient", "shifted-part", "wrong-chunk", "unsummed-keys"),
+    *("missing-divisor", "unswapped-gradient", "shifted-part", "own-counts", "partial-router"),
+    *("wrong-chunk", "unsummed-keys", "recounted-tokens"),
     *("dropped-expert-reduction", "wrong-expert-offset", "stale-sizes", "doubled-dispatch"),
 }
 # fault -> (configuration, a check that must fail, words of the likely cause, if one is named)
@@ -97,6 +111,9 @@ SEEN = {
     "unmixed-replicas": (STREAMED, "Pass 1, outer steps: weights after outer steps", ""),
     "unswapped-gradient": (CONTEXTS, "Pass 1, exact: gradients", ""),
     "shifted-part": (CONTEXTS, "Pass 1, exact: gradients", ""),
+    "recounted-tokens": (BALANCED, "Pass 1, exact: expert loads", ""),
+    "own-counts": (BALANCED, "Pass 1, exact: balance losses", ""),
+    "partial-router": (BALANCED, "Pass 1, exact: gradient replicas", ""),
     "doubled-swap": (BOTH_WAYS, "Pass 1, exact: bytes sent", ""),
     "wrong-chunk": (KEYS, "Pass 1, exact: gradients", ""),
     "unsummed-keys": (KEYS, "Pass 1, exact: gradients", ""),
@@ -130,9 +147,12 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 MIXED,
                 CONTEXTS,
                 CONTEXT_GRID,
+                BALANCED,
+                EXPERTS_APART,
                 KEYS,
                 BOTH_OF_TENSORS,
                 SHARED_ZEROPP,
+                SHARED_OUTER,
                 SHARED_GRID,
             )
         ),
@@ -141,8 +161,9 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         *("grid", "zeropp", "streamed replicas", "grid, joined layers", "zeropp, fp16"),
         *("outer replicas", "outer replicas of two nodes, INT4"),
         *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
+        *("balanced experts", "experts of replicas, lion"),
         *("gathered keys", "swaps and gathered keys"),
-        *("shared experts, zeropp", "grid of shared experts"),
+        *("shared experts, zeropp", "shared experts, outer replicas", "grid of shared experts"),
     ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:

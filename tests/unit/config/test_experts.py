@@ -27,6 +27,8 @@ SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
             "groups of 3 experts have fewer than --moe-router-topk 5; nearest: 2",
         ),
         ("--num-experts 4 --add-bias-linear", "nearest: --disable-bias-linear"),
+        (f"{EXPERTS} --optimizer muon --expert-model-parallel-size 2", "ranks share; nearest: 1, or"),
+        (f"{SIGMOID} --moe-router-enable-expert-bias --outer-interval 4", "move the bias apart; nearest"),
     ],
 )
 def test_what_a_router_cannot_do_is_an_error_with_the_nearest_choice(words: str, error: str) -> None:
@@ -40,6 +42,14 @@ def test_what_a_router_cannot_do_is_an_error_with_the_nearest_choice(words: str,
         ("--moe-router-score-function sigmoid", "--num-experts"),
         (f"{SIGMOID} --moe-router-pre-softmax", "--moe-router-score-function softmax"),
         (f"{EXPERTS} --moe-router-num-groups 4", "--moe-router-group-topk"),
+        (f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", "--moe-aux-loss-coeff above 0"),
+        ("--moe-aux-loss-coeff 0.01", "--num-experts"),
+        ("--moe-per-layer-logging", "--num-experts"),
+        (
+            f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
+            "--moe-router-load-balancing-type",
+        ),
+        (f"{SIGMOID} --moe-router-bias-update-rate 0.01", "--moe-router-enable-expert-bias"),
     ],
 )
 def test_what_changes_nothing_is_a_note(words: str, note: str) -> None:

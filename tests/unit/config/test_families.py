@@ -102,6 +102,27 @@ PUBLISHED = {
         | {"rms_norm_eps": 1e-06, "vocab_size": 49155, "tie_word_embeddings": True},
         "granitemoe",
     ),
+    "glm-4.5-air": (
+        {"model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46}
+        | {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
+        | {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_group": 1}
+        | {"topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
+        | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "use_qk_norm": False, "use_cache": True}
+        | {"partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_scaling": None, "rms_norm_eps": 1e-05}
+        | {"max_position_embeddings": 131072, "vocab_size": 151552, "tie_word_embeddings": False}
+        | {"hidden_act": "silu", "attention_dropout": 0.0},
+        "glm4_moe",
+    ),
+    "dots.llm1": (
+        {"model_type": "dots1", "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 62}
+        | {"num_attention_heads": 32, "num_key_value_heads": 32, "attention_bias": False, "n_group": 1}
+        | {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "topk_group": 1}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "moe_layer_freq": 1}
+        | {"first_k_dense_replace": 1, "scoring_func": "noaux_tc", "pretraining_tp": 1, "hidden_act": "silu"}
+        | {"rope_theta": 10000000, "rope_scaling": None, "rms_norm_eps": 1e-05, "sliding_window": None}
+        | {"max_position_embeddings": 32768, "vocab_size": 152064, "tie_word_embeddings": False},
+        "dots1",
+    ),
     "phi-4-mini": (
         {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32}
         | {"num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75}
@@ -374,6 +395,8 @@ def test_which_layers_of_a_mixture_have_experts(fields, experts):
         ("olmoe-1b-7b", 6_919_161_856, 1.28e9),
         ("qwen1.5-moe-a2.7b", 14_315_784_192, 2.69e9),
         ("granite-3.0-1b-a400m", 1_334_628_352, 0.43e9),
+        ("glm-4.5-air", 106_852_245_504, 13.4e9),
+        ("dots.llm1", 142_774_373_888, 14.0e9),
     ],
 )
 def test_a_published_mixture_has_its_parameters(name, count, active):
@@ -402,6 +425,15 @@ def test_a_published_mixture_has_its_parameters(name, count, active):
         ("Mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok takes a number, got the text '2'"),
         ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported (only None)"),
         ("Olmoe", {"num_experts": 0}, "num_experts = 0 is not supported: all layers of this family"),
+        (
+            "Glm4Moe",
+            {"norm_topk_prob": False},
+            "norm_topk_prob = False is not supported with num_experts_per_tok",
+        ),
+        ("Glm4Moe", {"n_group": 8, "topk_group": 2}, "by its best 8 // 2 here, as in Megatron"),
+        ("Glm4Moe", {"n_shared_experts": 0}, "n_shared_experts = 0 is not supported (only above 0)"),
+        ("Dots1", {}, "n_routed_experts is missing; num_experts_per_tok is missing; n_shared_experts = None"),
+        ("Dots1", {"scoring_func": "softmax"}, "scoring_func = 'softmax' (only 'noaux_tc') is not supported"),
         ("GraniteMoe", {"shared_intermediate_size": 9}, "shared_intermediate_size = 9 is not known here"),
     ],
 )
@@ -410,6 +442,10 @@ def test_a_mixtures_fields_that_differ_or_have_no_meaning_are_errors(family, fie
     with pytest.raises(ValueError) as error:
         from_hf_config({**config, **fields})
     assert message in str(error.value)
+
+
+SIGMOIDS = {"num_experts": 8, "moe_shared_expert_intermediate_size": 64, "moe_ffn_hidden_size": 32}
+SIGMOIDS |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 
 @pytest.mark.parametrize(
@@ -451,6 +487,37 @@ def test_a_mixtures_fields_that_differ_or_have_no_meaning_are_errors(family, fie
             "granitemoe",
             {"num_experts": 4, "swiglu": False},
             "the nearest is llama, without --swiglu off, --num-e",
+        ),
+        ("glm4_moe", SIGMOIDS, "glm4_moe"),
+        ("glm4_moe", {**SIGMOIDS, "moe_router_group_topk": 4, "moe_router_num_groups": 4}, "glm4_moe"),
+        ("glm4_moe", {**SIGMOIDS, "moe_router_topk_scaling_factor": 1.0}, "glm4_moe"),
+        ("glm4_moe", {**SIGMOIDS, "qk_norm": "head"}, "glm4_moe"),
+        ("dots1", {**SIGMOIDS, "moe_layer_freq": (0, 1)}, "dots1"),
+        (
+            "glm4_moe",
+            {**SIGMOIDS, "moe_layer_freq": (1, 0)},
+            "the nearest is glm4_moe, without --ffn-hidden-size 128, --moe-layer-freq 2",
+        ),
+        ("glm4_moe", {**SIGMOIDS, "moe_router_topk": 1}, "glm4_moe"),
+        (
+            "glm4_moe",
+            {**SIGMOIDS, "moe_shared_expert_intermediate_size": 70},
+            "the nearest is glm4_moe, without --moe-shared-expert-intermediate-size 70",
+        ),
+        (
+            "glm4_moe",
+            {**SIGMOIDS, "moe_router_enable_expert_bias": False},
+            "without --moe-router-enable-expert-bias off",
+        ),
+        (
+            "glm4_moe",
+            {**SIGMOIDS, "moe_router_topk": 4, "moe_router_group_topk": 1, "moe_router_num_groups": 2},
+            "without glm4_moe config: topk_group = 1 of n_group = 2 is not supported with num_experts_per_tok = 4",
+        ),
+        (
+            "mixtral",
+            {**SIGMOIDS, "moe_shared_expert_intermediate_size": None},
+            "without --moe-router-score-f",
         ),
         ("llama", {"sliding_window": 64}, "mistral"),
         ("llama", {"qk_norm": "all-heads", "transformer_block_type": "output-norm"}, "olmo2"),

@@ -58,17 +58,17 @@ def test_every_accepted_flag_is_taken_and_said_in_one_note():
 
 def test_experts_make_errors_of_flags_that_would_change_results_with_them():
     flags_of_experts = (
-        "--moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 2 --moe-router-force-load-balancing"
+        "--moe-loss-coeff 0.01 --moe-expert-capacity-factor 2 --moe-router-force-load-balancing"
     )
     for without in ("", "--num-experts 0", "--num-experts 1"):
         assert run(f"{without} {flags_of_experts}").values() == run("").values()
     found = errors(f"--num-experts 4 --disable-bias-linear {flags_of_experts}")
     assert [line.split(" is Megatron")[0] for line in found] == [
-        "--moe-aux-loss-coeff 0.01",
+        "--moe-loss-coeff 0.01",
         "--moe-expert-capacity-factor 2",
         "--moe-router-force-load-balancing",
     ]
-    same = "--moe-aux-loss-coeff 0 --moe-router-load-balancing-type seq_aux_loss --moe-router-dtype fp32 "
+    same = "--moe-aux-loss-coeff 0 --moe-router-load-balancing-type aux_loss --moe-router-dtype fp32 "
     same += "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-score-function softmax"
     config = run(f"--num-experts 4 --disable-bias-linear {same}")
     assert config.values() == run("--num-experts 4 --disable-bias-linear").values()
@@ -222,12 +222,12 @@ def test_other_names_and_spellings(line, name, value):
         ("--tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t", "not built here"),
         ("--hybrid-context-parallel", "--hybrid-context-parallel is Megatron's flag, not built here"),
         (
-            "--num-experts 8 --moe-aux-loss-coeff 0.01",
-            "--moe-aux-loss-coeff 0.01 is Megatron's flag, not built",
+            "--num-experts 8 --moe-loss-coeff 0.01",
+            "--moe-loss-coeff 0.01 is Megatron's flag, not built",
         ),
         (
             "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
-            "sinkhorn is Megatron's flag, not built",
+            "sinkhorn is Megatron's, not built",
         ),
         ("--num-experts 8 --moe-router-dtype fp64", "softmax and sigmoid in fp32 are built"),
         ("--num-experts 8 --moe-expert-capacity-factor 1.5", "every token goes to all of its experts"),

@@ -1,4 +1,4 @@
-"""Sizes that do not fit: each is one error line with the value, the rule and the nearest legal choice."""
+"""RowCounts that do not fit: each is one error line with the value, the rule and the nearest legal choice."""
 
 import dataclasses
 

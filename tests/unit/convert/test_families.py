@@ -7,6 +7,7 @@ Always: variants whose tensors lie differently in files. All of them (a minute):
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ from megazero.convert.folder import Folder
 from megazero.convert.importing import Published, write_checkpoint
 from megazero.convert.source import Source
 from megazero.train.generate import Sampling, load_text_model, sample_tokens
-from tests.family_models import VARIANTS, save, transformers
+from tests.family_models import BIAS, VARIANTS, make, perturb, save, transformers
 
 # Fused rows of two kinds, columns with transposed tensors, two norms of a block and four, a tied head, experts each
-# by itself and in one tensor.
-CORE = ("falcon-40b", "gpt_neox-no-attention-bias", "gpt2", "olmo2-biases", "gemma3", "mixtral", "granitemoe")
+# under a name and in one tensor, biases of routers.
+CORE = ("falcon-40b", "gpt_neox-no-attention-bias", "gpt2", "olmo2-biases", "gemma3")
+CORE += ("mixtral", "granitemoe", "glm4_moe")
 PROMPTS, COUNT = ([5, 3, 7, 7, 90], [40], list(range(60, 72))), 10
 torch.set_num_threads(1)
 
@@ -41,7 +43,7 @@ def round_trip(variant: str, root: Path) -> tuple[Path, Path, Path]:
 
 def same_bits(before: Folder, after: Folder) -> bool:
     return before.shapes == after.shapes and all(
-        torch.equal(before.tensor(name).view(torch.int32), after.tensor(name).view(torch.int32))
+        torch.equal(before.tensor(name).view(torch.uint8), after.tensor(name).view(torch.uint8))
         for name in before.entries
     )
 
@@ -75,9 +77,45 @@ def test_a_variant_comes_in_and_goes_out_as_it_was(variant: str, tmp_path: Path)
     assert_comes_in_and_goes_out(variant, tmp_path)
 
 
+def test_routers_in_fp32_stay_so_in_a_folder_of_bf16(tmp_path: Path) -> None:
+    """As transformers keeps GLM-4.5's."""
+    torch.manual_seed(1)
+    model = make("glm4_moe").to(torch.bfloat16)
+    perturb(model)
+    for mixture in (module for module in model.modules() if hasattr(module, BIAS)):
+        mixture.float()
+    model.save_pretrained(tmp_path / "hf")
+    theirs = Published.open(tmp_path / "hf")
+    out = finish(write_folder(Source(write_checkpoint(theirs, tmp_path / "ck")), tmp_path / "out"))
+    there = Folder.open(out)
+    dtypes = {name: there.tensor(name).dtype for name in there.entries}
+    assert {name for name, dtype in dtypes.items() if dtype is torch.float32} == {
+        f"model.layers.1.mlp.gate.{kind}" for kind in ("weight", BIAS)
+    }
+    assert same_bits(theirs.folder, there)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_only_where_they_are_set_aside(
+    tmp_path: Path,
+) -> None:
+    folder = save("glm4_moe", tmp_path / "hf", num_hidden_layers=3)
+    shown = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shown, "num_hidden_layers": 2}))
+    with pytest.raises(ValueError, match=r"such as 'model.layers.2.*--accept-field num_nextn_predict_layers"):
+        _ = Published.open(folder).names
+    names = Published.open(folder, ("num_nextn_predict_layers",)).names
+    assert not [name for name in names if ".layers.2." in name] and len(names) > 20
+    (folder / "config.json").write_text(json.dumps({**shown, "num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match=r"model.layers.2.*belongs to no parameter"):
+        _ = Published.open(folder, ("num_nextn_predict_layers",)).names
+
+
 @pytest.mark.parametrize(
     ("variant", "layers", "compared"),
-    [("smollm3", 5, 4), ("gemma3-linear-capped", 7, 6), ("qwen2-window", 3, 2), ("llama", 3, 2)],
+    [
+        *(("smollm3", 5, 4), ("gemma3-linear-capped", 7, 6), ("qwen2-window", 3, 2), ("llama", 3, 2)),
+        *(("glm4_moe", 4, 2), ("qwen2_moe-dense-layers", 6, 4)),
+    ],
 )
 def test_large_models_are_compared_in_the_first_layers_of_each_kind(
     variant: str, layers: int, compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

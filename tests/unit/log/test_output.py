@@ -14,9 +14,9 @@ import pytest
 from megazero.log.console import TrainConsole, interval_line
 from megazero.log.history import Start, new_run_id
 from megazero.log.loggers import Loggers, TensorBoardLogger, WandbLogger, scalars
-from megazero.log.metrics import MetricsWriter, read_metrics
+from megazero.log.metrics import MetricsWriter, average, read_metrics
 from megazero.log.plot import plot_loss
-from megazero.log.units import human_bytes, human_count
+from megazero.log.units import human_bytes, human_count, plural
 from megazero.train.outputs import Outputs
 from megazero.train.state.progress import LeftOut
 from tests import ROOT
@@ -105,13 +105,37 @@ def test_numbers_for_people() -> None:
         "0", "999", "1.00k", "12.3k", "1.00M", "1.00G",
     ]  # fmt: skip
     assert [human_bytes(n) for n in (0, 1500, 42_000_000)] == ["0 B", "1.50 kB", "42.0 MB"]
-    line = interval_line(_line(5, extra={"skipped": 2}, inter_node_bytes=4_560_000), 1000)
+    line = interval_line(_line(5, extra={"skipped": 2}, inter_node_bytes=4_560_000), 1000, "07:08:09")
     assert line == (
-        " iteration    5/1000 | samples 40 | loss 4.0000 | grad norm 1.000 | lr 1.000e-03 | 500 ms/iter | "
-        "1.00k tokens/s | 0.1 TFLOP/s per rank | sent 10 B in node, 4.56 MB across | memory 30 B | skipped 2"
+        " iteration    5/1000 | 07:08:09 | samples 40 | loss 4.0000 | grad norm 1.000 | lr 1.000e-03 | 500 ms/iter | "
+        "1.00k tokens/s | 0.1 TFLOP/s per rank | sent 10 B in node, 4.56 MB across | memory 30 B | skipped 2 | "
+        "left 8 min 18 s"
     )
-    scaled = interval_line(_line(5, extra={"skipped": 2, "loss_scale": 65536.0}), 1000)
-    assert scaled.endswith("| memory 30 B | loss scale 65536 | skipped 2")
+    scaled = interval_line(_line(5, extra={"loss_scale": 65536.0, "mfu": 0.4}), 5, "")
+    assert (
+        scaled.endswith("| memory 30 B | loss scale 65536") and "0.1 TFLOP/s per rank (40.0% MFU)" in scaled
+    )
+    assert [plural(count, "rank") for count in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+
+
+def test_mfu_is_averaged_as_the_rate_that_it_is_of() -> None:
+    fast = _line(1, tflops_per_rank=300.0, iteration_time_s=1.0, extra={"mfu": 0.30})
+    slow = _line(2, tflops_per_rank=100.0, iteration_time_s=3.0, extra={"mfu": 0.10})
+    assert average([fast, slow]).extra["mfu"] == pytest.approx(0.15)
+    assert "mfu" not in average([_line(1)]).extra
+
+
+def test_a_long_evaluation_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, clock = io.StringIO(), [0.0]
+    monkeypatch.setattr("megazero.log.console.time.monotonic", lambda: clock[0])
+    with TrainConsole(total=20, stream=stream) as console:
+        for done in range(8):
+            console.evaluating("validation", done, 8)
+            clock[0] += 12
+    assert stream.getvalue().splitlines() == [
+        " evaluating on validation: 3 of 8 batches",
+        " evaluating on validation: 6 of 8 batches",
+    ]
 
 
 def test_console_and_metrics_leave_torch_out() -> None:
@@ -153,6 +177,15 @@ def test_a_failing_logger_is_dropped_once() -> None:
         loggers.close()
     assert len(caught) == 1
     assert kept.seen == [1, 2] and kept.closed
+
+
+def test_tensorboard_has_flags_and_environment_as_text(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path, texts={"flags": "    --lr 0.1", "environment": "    torch: 2"})
+    logger.close()
+    (file,) = tmp_path.glob("events*")
+    data = file.read_bytes()
+    assert b"--lr 0.1" in data and b"torch: 2" in data and b"environment" in data
 
 
 def test_scalars_flatten() -> None:

@@ -8,7 +8,7 @@ import torch
 from megazero.models import Decoder, architecture_of, from_hf_config, make_model
 from megazero.models.hf_weights import load_hf_state_dict
 from megazero.models.placements import stored_tensors
-from tests.family_models import LLAMA, VARIANTS, in_files, make, perturb
+from tests.family_models import LLAMA, VARIANTS, in_files, make, perturb, stored
 from tests.hugging_face import to_hf_state_dict
 from tests.oracle import in_fp64
 
@@ -68,12 +68,12 @@ def compare(model, dtype, config=None, norms_from=0):
     with torch.no_grad():
         for mine, its in zip(gradients.parameters(), decoder.parameters(), strict=True):
             mine.copy_(its.grad)
-    stored, names = to_hf_state_dict(gradients), decoder.config.tensor_names
+    ours, names = to_hf_state_dict(gradients), decoder.config.tensor_names
     wanted = in_files(model, {name: p.grad for name, p in model.named_parameters()})
     floor = 1e-6 * torch.stack([grad.norm() for grad in wanted.values()]).norm()
     for name, grad in wanted.items():
-        ours = stored[names.aliases.get(name, name)]
-        differences[name] = ((ours - grad).norm() / grad.norm().clamp(floor)).item()
+        own = ours[names.aliases.get(name, name)]
+        differences[name] = ((own - grad).norm() / grad.norm().clamp(floor)).item()
     return differences
 
 
@@ -116,7 +116,7 @@ def test_weights_and_config_go_both_ways(variant):
     decoder = Decoder(from_hf_config(model.config.to_dict()))
     load_hf_state_dict(decoder, state)
     back = to_hf_state_dict(decoder)
-    aliases, named = decoder.config.tensor_names.aliases, in_files(model, dict(model.named_parameters()))
+    aliases, named = decoder.config.tensor_names.aliases, in_files(model, stored(model))
     assert back.keys() == {aliases.get(name, name) for name in named}
     assert {name: tuple(t.shape) for name, t in back.items()} == stored_tensors(decoder.config)
     assert all(torch.equal(back[aliases.get(name, name)], p) for name, p in named.items())

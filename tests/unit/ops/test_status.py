@@ -473,3 +473,16 @@ def test_a_checkpoint_that_a_later_start_left_behind_is_not_the_last(tmp_path: P
     for lines, last in ((events, "iter_0000040"), ([*events, begun], "iter_0000020")):
         (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         assert facts(read_run(folder))["checkpoint"].startswith(last)
+
+
+def test_several_runs_are_compared_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", iterations=100)
+    assert status.main([f"{one}", f"{other}", "--no-chart"]) in (0, 1)
+    table = capsys.readouterr().out.rstrip("\n").split("\n\n")[-1].splitlines()
+    assert table[0].split()[:3] == ["run", "state", "iteration"] and len(table) == 3
+    assert table[1].startswith(f"{one} ") and "300/1,000" in table[1] and "100/1,000" in table[2]
+    assert (
+        len({line.find(word) for line, word in zip(table, ("iteration", "300/", "100/"), strict=True)}) == 1
+    )
+    status.main([f"{one}", "--no-chart"])
+    assert "run     state" not in capsys.readouterr().out

@@ -18,6 +18,8 @@ from fsdp2_patch.packing import Packing
 from fsdp2_patch.refusals import not_sharded
 from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import NEEDED, check_torch
+from megatron_core_patch.options import PatchOptions
+from megazero.comm.codec import Blockwise, codecs_of
 from megazero.comm.hops import Channel, Traffic
 from megazero.comm.wire import Codecs
 from megazero.config.layout.wire import EXACT_NUMEL
@@ -43,6 +45,20 @@ def test_words() -> None:
         ValueError, match="exact_numel 0 has no effect without weights='int8' or gradients='int4'"
     ):
         read_words(MessageOptions, exact_numel=0)
+
+
+@pytest.mark.parametrize("gradients", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("given", [{}, {"gradient_transform": "none"}, {"gradient_transform": "hadamard"}])
+@pytest.mark.parametrize("rounding", [{}, {"gradient_rounding": "stochastic"}])
+def test_both_patches_mean_the_same_by_the_same_words(gradients: str, given: dict, rounding: dict) -> None:
+    """The formats of docs/results/rounding.md: a transform of 64 in 4 bits and fewer by default, or as is said."""
+    words = {"gradients": gradients, **given, **rounding}
+    wires = [read_words(kind, **words).wire for kind in (MessageOptions, PatchOptions)]
+    assert wires[0] == wires[1]
+    codec = codecs_of(wires[0]).gradients_inter
+    mixed = given.get("gradient_transform", "none" if gradients == "int8" else "hadamard") == "hadamard"
+    assert isinstance(codec, Blockwise) and codec.hadamard == (64 if mixed else 0)
+    assert (codec.bits, codec.form.block) == (int(gradients[3:]), 64)
 
 
 def test_the_page_lists_every_keyword() -> None:

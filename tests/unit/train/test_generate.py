@@ -145,6 +145,12 @@ def test_top_k_and_temperature_shape_the_draw():
     assert set(everything) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_nan_are_an_error(temperature):
+    with pytest.raises(ValueError, match="logits are NaN: its weights are.*an earlier checkpoint"):
+        next_token(torch.tensor([0.0, torch.nan, 2.0]), Sampling(temperature, 0), torch.Generator())
+
+
 def test_bf16_weights_run_as_fp32_on_a_cpu(tmp_path):
     make_run(tmp_path, dtype="bf16")
     assert {p.dtype for p in load_text_model(tmp_path).decoder.parameters()} == {torch.float32}

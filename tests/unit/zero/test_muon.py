@@ -181,6 +181,41 @@ def test_an_engine_of_one_rank_is_the_plain_optimizer():
             torch.testing.assert_close(p, named[name], rtol=1e-4, atol=1e-6)
 
 
+class Stacked(nn.Module):
+    """Three matrices, in one Parameter or each in one of its own."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        values = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        whole = [values] if not apart else list(values)
+        self.weights = nn.ParameterList(nn.Parameter(each.clone()) for each in whole)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x.tanh() @ w for p in self.weights for w in p.view(-1, 8, 20)])
+
+
+@pytest.mark.parametrize("engine_of_apart", [False, True])
+def test_a_stack_is_stepped_as_its_matrices(engine_of_apart):
+    """In an engine, and in the plain optimizer."""
+    x, optimizer = torch.arange(40.0, dtype=torch.float64).view(5, 8), partial(Muon, lr=0.1, precision="high")
+    stack, apart = Stacked(False), Stacked(True)
+    sharded, plain = (apart, stack) if engine_of_apart else (stack, apart)
+    traits = lambda *_: zero.Traits(matrix=True)  # noqa: E731
+    engine = zero.shard(sharded, mesh=create_mesh(), optimizer=optimizer, traits=traits)
+    muon = optimizer([{"params": list(plain.parameters()), MATRIX: True}])
+    for _ in range(3):
+        engine.begin_step()
+        sharded(x).square().sum().backward()
+        engine.step()
+        muon.zero_grad()
+        plain(x).square().sum().backward()
+        muon.step()
+    with engine.gathered():
+        (whole,) = stack.weights
+        torch.testing.assert_close(whole, torch.stack(list(apart.weights)), rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(whole.detach(), Stacked(False).weights[0].detach())
+
+
 def test_a_skipped_step_leaves_momentum_and_weights():
     module, engine = sharded()
     one_step(module, engine)
