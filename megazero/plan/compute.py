@@ -244,8 +244,8 @@ class Compute:
         return forward, backward
 
     def _context_parallel(self) -> tuple[float, float]:
-        """Return the seconds of a layer's swaps and gathers, forward and backward. Of a swap across nodes what crosses
-        counts, at the rate of the slowest link.
+        """Return the seconds of a layer's swaps and gathers, forward and backward. Of a swap across nodes what
+        crosses counts, at the rate of the slowest link.
         """
         grid = self.grid
         if grid is None or grid.cp == 1:
