@@ -93,8 +93,8 @@ fsdp2_patch/weights.py
   a write in place is not sent
 
 fsdp2_patch/patch.py
-- if id(gather.group) in touched and gather.group.codecs.delta:
-+ if False:
+- noted = checksums([gather for gather in written if gather.group.codecs.delta])
++ noted = checksums([])
   behind every update differences go whole
 - self._settle(state._fsdp_param_groups)
 + pass
@@ -774,8 +774,8 @@ megazero/models/masking.py
   a window has a token more
 
 megazero/models/attention_pieces.py
-- max(first, query - back + 1)
-+ max(first, query - back + 2)
+- max(begin, query - back + 1)
++ max(begin, query - back + 2)
   the first query of a band misses the oldest key of its window
 - key < query or stop - query > back
 + key < query

@@ -151,12 +151,11 @@ def cumulative_lengths(
             every = torch.arange(len(starts))
             queries = torch.cat((queries, every * len(chunk))).sort().values
             keys = torch.cat((keys, every * chunk.stop)).sort().values
-        made.append(
-            tuple(
-                _padded(each, len(starts) * tokens).to(like.device, non_blocking=True)
-                for each, tokens in ((queries, len(chunk)), (keys, chunk.stop))
-            )
+        both = (
+            _padded(each, len(starts) * tokens).to(like.device, non_blocking=True)
+            for each, tokens in ((queries, len(chunk)), (keys, chunk.stop))
         )
+        made.append((next(both), next(both)))
         before += len(chunk)
     return made
 
@@ -193,7 +192,10 @@ def _end_to_end(
     lengths, size, masking = (q.shape[0], k.shape[0]), q.shape[1], tables.masking
     if ends is None:
         device = q.device
-        ends = tuple(torch.arange(0, (size + 1) * n, n, dtype=torch.int32, device=device) for n in lengths)
+        of_queries, of_keys = (
+            torch.arange(0, (size + 1) * n, n, dtype=torch.int32, device=device) for n in lengths
+        )
+        ends = (of_queries, of_keys)
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     back = -1 if masking.window is None else masking.window - 1
     out: Any

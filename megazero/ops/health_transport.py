@@ -45,7 +45,7 @@ def ask_nccl(environ: MutableMapping[str, str]) -> Path | None:
     if {"NCCL_DEBUG", "NCCL_DEBUG_FILE"} & environ.keys():
         return None
     file = Path(tempfile.mkdtemp(prefix="megazero-nccl-")) / "log"
-    environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(file)}
+    environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(file))
     return file
 
 

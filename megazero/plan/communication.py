@@ -467,7 +467,7 @@ def layer_exchanges(
         for axis, link, size in hops
         if axis.size > 1
     ]
-    sums = [each._replace(gathers=False) for each in gathers[::-1]]
+    sums = [ContextExchange(each.axis, each.others, each.row) for each in gathers[::-1]]
     again = {"full": [*there, *gathers, *back], "selective": [*there, *gathers]}
     repeated = again.get(config.training.recompute_granularity, [])
     return [*there, *gathers, *back], [*repeated, *back, *sums, *there]

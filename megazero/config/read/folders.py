@@ -15,12 +15,11 @@ def make_folders(config: RunConfig) -> None:
     """
     named = {"save": config.checkpoint.save, "log_dir": config.logging.log_dir}
     errors = []
-    for name, folder in named.items():
+    for name, folder in ((name, Path(folder)) for name, folder in named.items() if folder is not None):
         try:
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, *WRONG_PATH) as error:
-            errors.append(f"{all_options()[name].flag} {folder} {_why(Path(folder), error)}")
+            errors.append(f"{all_options()[name].flag} {folder} {_why(folder, error)}")
     if errors:
         raise ConfigError(errors)
 

@@ -49,5 +49,10 @@ def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: s
     checkpointing.spikes.forget()
     before = origin.progress
     done = max(before.rollbacks, done) + 1
-    kept = {"run_id": progress.run_id, "ordered_for": progress.ordered_for, "starts": progress.starts}
-    return replace(before, **kept, rollbacks=done)
+    return replace(
+        before,
+        run_id=progress.run_id,
+        ordered_for=progress.ordered_for,
+        starts=progress.starts,
+        rollbacks=done,
+    )
