@@ -182,9 +182,9 @@ def settle(gathers: Sequence[KeptAllGather]) -> None:
     """
     now = checksums([one for one in gathers if one.compares or one.expected])
     comparing = [one for one in gathers if one.compares]
-    known = [one for one in comparing if one.noted is not None]
-    for group in dict.fromkeys(one.group.shard_group for one in known):
-        _compare([(one, now[one]) for one in known if one.group.shard_group is group])
+    known = [(one, one.noted, now[one]) for one in comparing if one.noted is not None]
+    for group in dict.fromkeys(one.group.shard_group for one, *_ in known):
+        _compare([each for each in known if each[0].group.shard_group is group])
     for one in comparing:
         one.used_again = True
         one.whole |= one.noted is None
@@ -201,14 +201,14 @@ def checksums(gathers: Sequence[KeptAllGather]) -> dict[KeptAllGather, torch.Ten
     return dict(zip(gathers, every.split([len(own) for own in shards]), strict=True))
 
 
-def _compare(gathers: Sequence[tuple[KeptAllGather, torch.Tensor]]) -> None:
-    """Compare the checksums of gathers of one process group with those noted; mark what has changed."""
+def _compare(gathers: Sequence[tuple[KeptAllGather, torch.Tensor, torch.Tensor]]) -> None:
+    """Compare the checksums of gathers of one process group, those noted and those of now; mark what has changed."""
     group = gathers[0][0].group
-    changed = torch.cat([now.ne(one.noted) for one, now in gathers])
+    changed = torch.cat([noted != now for _, noted, now in gathers])
     changed = changed.to(group.raw.device, torch.uint8)  # shards may be offloaded
     dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group.shard_group)
     found = iter(changed.tolist())
-    for one, _ in gathers:
+    for one, *_ in gathers:
         names = [one.group.names[id(p)] for p in one.group.params if next(found)]
         if names:
             one.whole = True

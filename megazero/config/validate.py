@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megazero.config.layout import context_rules
 from megazero.config.layout.outer_rules import outer_notes
-from megazero.config.layout.shards import resolve_shards
+from megazero.config.layout.shards import QUANTISED, resolve_shards
 from megazero.config.nearest import multiples_around
 from megazero.config.options.fields import Unjudged, fault, guarded, without_effect
 from megazero.config.options.sections import OuterConfig, ZeroConfig
@@ -58,8 +58,19 @@ def notes_on(config: RunConfig, world: World | None) -> list[str]:
     """
     vain = _without_effect(config, ())
     idle = [line.split("; leave it out")[0] for name, line in vain if not all_options()[name].strict]
-    contexts = context_rules.context_notes(config, world)
-    return [*idle, *outer_notes(config), *contexts, *_other_lifetime(config, world)]
+    layout = [*_other_lifetime(config, world), *_lone_ranks(config, world)]
+    return [*idle, *outer_notes(config), *context_rules.context_notes(config, world), *layout]
+
+
+def _lone_ranks(config: RunConfig, world: World | None) -> Iterator[str]:
+    """Yield a note if a preset of a node's ranks is used on nodes of one data-parallel rank."""
+    preset = config.zero.zero_preset
+    if preset in QUANTISED and world and config.knows_nodes(world) and config.data_ranks_per_node(world) == 1:
+        yield (
+            f"preset {preset} on nodes of one data-parallel rank is zero1 with quantised messages "
+            "(--zero-preset zero1 --zero-quantized-weights-delta --zero-quantized-gradients): each rank holds all "
+            "parameters"
+        )
 
 
 def idle_options(config: RunConfig) -> list[str]:

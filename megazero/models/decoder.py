@@ -341,6 +341,12 @@ class Decoder(nn.Module):
         mixtures = ((int(i), layer.mlp) for i, layer in self.layers.items())
         return {i: each.balance for i, each in mixtures if isinstance(each, MixtureOfExperts)}
 
+    def router_bias(self, layer: int) -> Tensor | None:
+        """Return the bias fp32 [experts] that a layer with experts chooses them by, if it has one."""
+        mixture = self.layers[f"{layer}"].mlp
+        assert isinstance(mixture, MixtureOfExperts)
+        return mixture.router.e_score_correction_bias
+
     def initialize(self, seed: int) -> None:
         """Fill the parameters with the values of ``initializer(self, seed)``. They must not be on meta."""
         value = initializer(self, seed)

@@ -18,7 +18,7 @@ from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
 from megazero.plan.report import describe, tokens_per_second
 from megazero.plan.rounding import tokens_needed
-from megazero.plan.search import LOSS_POLICIES, PARALLEL, FormatChoice, Found, Search, smallest_layout
+from megazero.plan.search import LOSS_POLICIES, PARALLEL, Found, Search, smallest_layout
 from megazero.plan.search import OUTER as SLOW_OUTER
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing
@@ -121,21 +121,18 @@ def _known(values: Mapping[str, Any], cluster: Cluster) -> tuple[list[Scheme], d
 
 
 def _quantised(values: Mapping[str, Any], cluster: Cluster, bases: Sequence[BaseLayout]) -> list[Scheme]:
-    """Return the scheme whose messages are quantised and that comes to a loss first."""
-    parameters, found = 0.0, list[Scheme]()
-    for choice in LOSS_POLICIES[POLICY]:
-        if not choice.values:
-            continue
-        for one in _with(values, cluster, choice).best(1, bases):
-            parameters = parameters or parameter_count(one.layout.config.model)
-            found.append(Scheme(QUANTISED, one, tokens_needed(one.layout.wire, parameters)))
-    return sorted(found, key=lambda row: row.seconds * (row.needed or 1.0))[:1]
+    """Return the scheme whose messages are quantised and that comes to a loss first.
 
-
-def _with(values: Mapping[str, Any], cluster: Cluster, choice: FormatChoice) -> Search:
-    search = Search(values, cluster, POLICY)
-    search.policy = (choice,)
-    return search
+    All formats are in one search, by seconds times tokens: those that are slow at best are not looked at further.
+    """
+    if not bases:
+        return []
+    search, parameters = Search(values, cluster, POLICY), parameter_count(bases[0].config.model)
+    search.policy = tuple(choice for choice in LOSS_POLICIES[POLICY] if choice.values)
+    search.weight = lambda layout: tokens_needed(layout.wire, parameters) or 1.0
+    return [
+        Scheme(QUANTISED, one, tokens_needed(one.layout.wire, parameters)) for one in search.best(1, bases)
+    ]
 
 
 def _outer(values: Mapping[str, Any], cluster: Cluster) -> list[Found]:

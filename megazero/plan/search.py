@@ -11,7 +11,7 @@ legal sequence parallelism (the same bytes with more memory), P copies that need
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -127,7 +127,8 @@ class ShardChoice(NamedTuple):
 class Search:
     """A search over the layouts of one model on one cluster.
 
-    values: the run's options by name, which stay as they are. ``loss_policy`` is one of LOSS_POLICIES.
+    values: the run's options by name, which stay as they are. ``loss_policy`` is one of LOSS_POLICIES. ``weight``:
+    the fastest layout is the one with the least seconds times this.
     """
 
     def __init__(self, values: Mapping[str, Any], cluster: Cluster, loss_policy: str) -> None:
@@ -135,6 +136,7 @@ class Search:
         self.world = World(cluster.world_size, cluster.ranks_per_node)
         self.collectives = Collectives(cluster)
         self.contexts = [1]  # context-parallel sizes that are tried, where none is given
+        self.weight: Callable[[Layout], float] = lambda layout: 1.0  # of a layout's seconds, at least 1
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
         self._partitions: dict[tuple[int, int, str], tuple[StageSpec, ...]] = {}
 
@@ -144,7 +146,7 @@ class Search:
         """Yield every legal base."""
         for choice in self._choices():
             try:
-                config = make_config({**self.values, **choice}, self.world)
+                config = make_config({**self.values, **choice}, self.world, brief=True)
                 base = BaseLayout(config, self.world, self.cluster, self.collectives, self._stages_of(config))
             except ConfigError as error:
                 for line in error.errors:
@@ -240,7 +242,8 @@ class Search:
             choice = ShardChoice(base, shard)
             once = shard[0] > 1 and self.values.get(LIFETIME) is None  # gathered layouts belong to it, too
             bounds = [
-                least_seconds(layout, ACROSS, once) for layout, _ in self.layouts(choice, gathered=False)
+                least_seconds(layout, ACROSS, once) * self.weight(layout)
+                for layout, _ in self.layouts(choice, gathered=False)
             ]
             if bounds:
                 yield choice, min(bounds)
@@ -355,11 +358,12 @@ class Search:
                 best.append(item)
             elif isinstance(item, Layout):
                 found = Found(item, simulate(item), name)
-                put(found.timing.seconds, item.memory.total, found)
+                put(found.timing.seconds * self.weight(item), item.memory.total, found)
             elif isinstance(item, ShardChoice):
                 for layout, formats in self.layouts(item):
                     if layout.fits:
-                        put(max(bound, least_seconds(layout)), layout.memory.total, layout, formats)
+                        least = least_seconds(layout) * self.weight(layout)
+                        put(max(bound, least), layout.memory.total, layout, formats)
             elif item.least_activations > self.cluster.device.room:
                 continue
             elif id(item) not in refined:
@@ -368,7 +372,7 @@ class Search:
             else:
                 for choice, least in self.shard_choices(item):
                     put(max(bound, least), 0.0, choice)
-        return sorted(best, key=lambda f: f.key)
+        return sorted(best, key=lambda found: (found.key[0] * self.weight(found.layout), found.key[1]))
 
 
 def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | None:

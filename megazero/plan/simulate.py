@@ -136,8 +136,8 @@ class _Rank(RankStep):
         """Return what all modules of a part spend in an action."""
         if (part, kind) not in self.whole:
             each = [self.spent(module.kind, kind) for module in self.units.parts[part]]
-            compute, again, *messages = (sum(column) for column in zip(*each, strict=True))
-            self.whole[part, kind] = compute, again, *messages
+            compute, again, tensor, context, experts = (sum(column) for column in zip(*each, strict=True))
+            self.whole[part, kind] = compute, again, tensor, context, experts
         return self.whole[part, kind]
 
     def _spend(self, spent: Spent) -> None:

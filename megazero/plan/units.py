@@ -153,7 +153,9 @@ def layer_matrices(model: ModelConfig, tp: int) -> Mapping[str, tuple[Cut, ...]]
     found = {}
     for layer in padded_spec(model, tp).layers:
         shapes = [(p.local_shape(tp)[-2:], max(p.experts, 1)) for p in layer.parameters if p.multiplies]
-        found[layer.kind] = tuple(Cut(*shape, held={}) for shape, count in shapes for _ in range(count))
+        found[layer.kind] = tuple(
+            Cut(rows, columns, held={}) for (rows, columns), count in shapes for _ in range(count)
+        )
     return found
 
 

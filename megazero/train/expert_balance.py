@@ -118,13 +118,14 @@ class ExpertBalance(StepPart):
         every, layers = rows[0], dict[int, LayerBalance]()
         for at, i in enumerate(self.numbers if self.each_layer else ()):
             first = _COLUMNS + at * _OF_LAYER
-            layers[i] = LayerBalance(*losses[first : first + 2], every[first + 2])
-        self.last = StepBalance(LayerBalance(*losses[:2], every[2]), self.numbers[int(every[3])], layers)
+            layers[i] = LayerBalance(losses[first], losses[first + 1], every[first + 2])
+        mean = LayerBalance(losses[0], losses[1], every[2])
+        self.last = StepBalance(mean, self.numbers[int(every[3])], layers)
         return NOTHING
 
     def updated(self, made: bool) -> None:
         for i, balance in self.own.items():
-            bias = self.decoder.layers[f"{i}"].mlp.router.e_score_correction_bias
+            bias = self.decoder.router_bias(i)
             if made and bias is not None:
                 move_bias(bias, self.loads[self.numbers.index(i)], self.rate)
             balance.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from megazero.config.options.sections import TrainingConfig
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import create_mesh, discover_ranks_per_node
+from megazero.mesh.objects import gather_objects
 from megazero.ops.health import HealthCheck, Storage
+from megazero.ops.health_transport import ask_nccl, transport_notes, transport_of
 from megazero.train.distributed import start_rank
 
 
@@ -23,6 +26,7 @@ def check_nodes(
     ``checkpoint_bytes`` bytes.
     """
     timeout = timedelta(minutes=training.distributed_init_timeout_minutes)
+    asked = ask_nccl(os.environ)
     device, _ = start_rank(training, launch, timeout)
     health = HealthCheck(launch.host)
     health.check_ranks(device)
@@ -33,4 +37,5 @@ def check_nodes(
         health.check_groups(
             create_mesh(shards=(world, world, world), ranks_per_node=ranks, device=device, timeout=timeout)
         )
-    return health.notes()
+    own = transport_of(asked) if asked is not None and device.type == "cuda" else None
+    return (*health.notes(), *transport_notes(gather_objects((launch.host, own))))

@@ -141,13 +141,14 @@ class Reference:
             bias.zero_()
         for before in range(min(step, len(self.routed)) if biases else 0):
             for n, experts in _chosen(self.routed, before).items():
-                bias = self.decoder.layers[f"{n}"].mlp.router.e_score_correction_bias
-                move_bias(bias, experts.flatten().bincount(minlength=len(bias)), rate)
+                held = self.decoder.router_bias(n)
+                assert held is not None
+                move_bias(held, experts.flatten().bincount(minlength=len(held)), rate)
         return biases
 
     def loads(self, step: int) -> np.ndarray:
         """Return how many of the step's routed tokens each expert got, [layers with experts, experts]."""
-        count = self.config.model.num_experts
+        count = self.config.model.num_experts or 0
         routed = sorted(_chosen(self.routed, step).items())
         return torch.stack([experts.flatten().bincount(minlength=count) for _, experts in routed]).numpy()
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import gcd, log
-from typing import Any
 
 from megazero.config.layout.shards import IN_NODE, PARTITIONED, QUANTISED
 from megazero.config.options.fields import typed
@@ -133,9 +132,8 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
         yield replace(zero, zero_shard=nearest_shards((p, g, os), d, h))
     elif zero.zero_preset in PARTITIONED and zero.zero_hpz_partition_size and h > 1:
         yield replace(zero, zero_hpz_partition_size=nearest_divisor(h, zero.zero_hpz_partition_size))
-    elif zero.zero_preset in QUANTISED:  # one rank a node: the same messages
-        changed: dict[str, Any] = {"zero_quantized_weights_delta": True, "zero_quantized_gradients": True}
-        yield replace(zero, zero_preset="zero1", zero_hpz_partition_size=None, **changed)
+    elif zero.zero_preset in QUANTISED and zero.zero_hpz_partition_size:  # one rank a node
+        yield replace(zero, zero_hpz_partition_size=None)
     elif zero.zero_preset in IN_NODE:
         yield replace(zero, zero_preset="zero3", zero_hpz_partition_size=None)
 

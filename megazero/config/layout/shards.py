@@ -7,7 +7,8 @@ axis.
 
 The presets are the ZeRO stages (Rajbhandari et al. 2020, section 5), MiCS (Zhang et al. 2022, section 3), hpZ
 (ZeRO++, Wang et al. 2023, section 3.2) and HSDP (the name of MiCS in FSDP). zeropp is hpZ whose gradients, too,
-stay inside the node until the step's last micro-batch; wire.py says what it sends quantised across nodes.
+stay inside the node until the step's last micro-batch; wire.py says what it sends quantised across nodes. On nodes of
+one rank zeropp is zero1 with the same messages: that has a use, where the presets of one node's ranks have none.
 """
 
 from __future__ import annotations
@@ -142,11 +143,8 @@ def _preset_factors(preset: str, d: int, h: int, partition: int | None) -> tuple
     sizes, chosen = {"1": 1, "h": h, "d": d}, table[preset]
     p = partition or h if chosen.partitioned else sizes[chosen.p]
     room = min(partition or h, h)
-    if preset in IN_NODE and room == 1:
-        nearest = "preset: zero3"
-        if chosen.quantised:
-            same = "preset: zero1, with --zero-quantized-weights-delta --zero-quantized-gradients the same messages"
-            nearest = same if h == 1 else f"factors: --zero-shard 1,{h},{d}"
+    if preset in IN_NODE and room == 1 and not (chosen.quantised and h == 1):
+        nearest = f"factors: --zero-shard 1,{h},{d}" if chosen.quantised else "preset: zero3"
         raise ValueError(
             f"preset {preset} shards parameters over ranks of one node, but only {room} data-parallel rank shares a "
             f"node here; nearest legal {nearest}"

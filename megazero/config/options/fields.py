@@ -274,8 +274,7 @@ def fault(opt: Option, value: Any) -> str:
             nearest = misspelt(str(value), choices)
         return f"{opt.flag} {value} is not one of {', '.join(choices)}{nearest}"
     if opt.kind in ("int", "float") and value != opt.word:
-        default = default_text(opt).removeprefix("default: ")
-        default = f"; the default is {default}" if default and not opt.required else ""
+        default = _default_words(opt) if not _within(opt, value) else ""
         if opt.low is not None and value < opt.low:
             # Below 0, and at 0 where it may be left out, it often stands for "none" or "all", as no neighbour does.
             unset = value <= 0 and opt.default is None and not opt.needed
@@ -288,6 +287,17 @@ def fault(opt: Option, value: Any) -> str:
         if opt.below is not None and value >= opt.below:
             return f"{opt.flag} {show(value)} must be below {opt.below:g}{default}"
     return ""
+
+
+def _within(opt: Option, value: float) -> bool:
+    """Tell whether a number is in the range of ``opt``."""
+    low = (opt.low is None or value >= opt.low) and (opt.above is None or value > opt.above)
+    return low and (opt.high is None or value <= opt.high) and (opt.below is None or value < opt.below)
+
+
+def _default_words(opt: Option) -> str:
+    default = default_text(opt).removeprefix("default: ")
+    return f"; the default is {default}" if default and not opt.required else ""
 
 
 def without_effect(
@@ -304,9 +314,9 @@ def without_effect(
     """
     said = set(skip)
     for names, holds, cure in table:
-        for name in names:
+        for name in () if holds else names:
             option, value = options[name], values[name]
             usual = (option.default, defaults.get(name, option.default))
-            if not holds and value not in usual and name not in said:
+            if value not in usual and name not in said:
                 said.add(name)
                 yield name, f"{typed(option, value)} has no effect without {cure}; leave it out or add that"

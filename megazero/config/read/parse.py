@@ -142,10 +142,11 @@ def run_with_arguments(
     return run_command(name, argv, lambda: arguments_help(usage, cls), lambda: run(read_arguments(cls, argv)))
 
 
-def make_config(values: Mapping[str, Any], world: World | None = None) -> RunConfig:
+def make_config(values: Mapping[str, Any], world: World | None = None, *, brief: bool = False) -> RunConfig:
     """Return the resolved, validated configuration of values by field name. None means "not said".
 
-    As ``parse``, it reads no checkpoint. Raises ConfigError with every fault.
+    As ``parse``, it reads no checkpoint. brief: without notes, and without hints in errors: for the planner, which
+    makes thousands. Raises ConfigError with every fault.
     """
     layer = Layer("values")
     for name, value in values.items():
@@ -156,7 +157,7 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
         else:
             layer.errors.append(f"{name} does not exist{did_you_mean(name, all_options())}")
     settle(layer)
-    return _configured(layer, world)
+    return _judged(layer, world, Beginning(), brief) if brief else _configured(layer, world)
 
 
 def _configured(said: Layer, world: World | None) -> RunConfig:
@@ -170,13 +171,13 @@ def _configured(said: Layer, world: World | None) -> RunConfig:
     return replace(resolve(said, world, None)[0], said=said)
 
 
-def _judged(said: Layer, world: World | None, beginning: Beginning) -> RunConfig:
+def _judged(said: Layer, world: World | None, beginning: Beginning, brief: bool = False) -> RunConfig:
     config, missing, faults = resolve(said, world, beginning)
     errors = [*said.errors, *faults]
-    if errors or missing or world is None:
+    if errors or missing or world is None or brief:
         errors += find_errors(config, world, said.failed, missing)
     else:
         config, errors = fit(config, world, beginning.consumed if beginning.goes_on(config.values()) else 0)
     if errors:
         raise ConfigError(errors)
-    return replace(config, notes=(*config.notes, *notes_on(config, world)))
+    return config if brief else replace(config, notes=(*config.notes, *notes_on(config, world)))

@@ -53,7 +53,7 @@ CORE = (
     case(1, 1, 2, "zero1", pp=2, schedule="interleaved", virtual=2, layers=4, micro_batches=6),
 )
 SHARED = (  # by ranks that share the experts
-    case(1, 4, 2, "hpz", recompute="full", loss_chunk=3, dtype="fp32", ep=2),
+    case(1, 4, 2, "hpz", recompute="full", loss_chunk=3, dtype="fp32", lifetime="gathered", ep=2),
     case(1, 4, 4, "zero3", family="idle experts", recompute="full", ep=2),
     case(1, 4, 4, "zero2", family="idle ranks", ep=4),
     case(2, 2, 4, "zero3", family="shared experts", recompute="selective", ep=2),

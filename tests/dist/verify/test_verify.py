@@ -70,7 +70,11 @@ CONTEXT_GRID = (
 )
 EXPERTS = "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 768"
 SHARED = f"{NODES} {EXPERTS} --expert-model-parallel-size 2 --zero-preset zero3 --recompute-granularity full"
-SHARED_ZEROPP = f"{ZEROPP} {EXPERTS} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 512"
+SHARED_ZEROPP = (
+    f"{ZEROPP} {JOINED} {EXPERTS} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 512 "
+    "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
+)
+SHARED_OUTER = f"{OUTER} {EXPERTS} --expert-model-parallel-size 2"
 SHARED_GRID = (
     f"{EIGHT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     "--pipeline-schedule zb-h1 --ranks-per-node 4 --expert-model-parallel-size 4 --zero-preset zero2"
@@ -148,6 +152,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 KEYS,
                 BOTH_OF_TENSORS,
                 SHARED_ZEROPP,
+                SHARED_OUTER,
                 SHARED_GRID,
             )
         ),
@@ -158,7 +163,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
         *("balanced experts", "experts of replicas, lion"),
         *("gathered keys", "swaps and gathered keys"),
-        *("shared experts, zeropp", "grid of shared experts"),
+        *("shared experts, zeropp", "shared experts, outer replicas", "grid of shared experts"),
     ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:

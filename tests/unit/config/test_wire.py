@@ -251,12 +251,25 @@ def test_each_format_needs_its_own_hop():
             {**ZEROPP, "zero_hpz_partition_size": 4, "tensor_model_parallel_size": 2},
             "2 data-parallel ranks share one; nearest: --zero-hpz-partition-size 2",
         ),
-        ({**ZEROPP, "tensor_model_parallel_size": 4}, "nearest legal preset: zero1"),
     ],
 )
 def test_faults(changes, part):
     (fault,) = errors(**changes)
     assert part in fault
+
+
+@pytest.mark.parametrize("world, tp", [(World(4, 1), 1), (TWO_NODES, 4)])
+def test_zeropp_on_nodes_of_one_rank_is_zero1_with_the_same_messages(world, tp):
+    said = {"tensor_model_parallel_size": tp, "global_batch_size": 8}
+    zeropp = config(world, **ZEROPP, **said)
+    equal = config(world, zero_preset="zero1", zero_quantized_gradients=True, **DELTA, **said)
+    assert zeropp.shards(world) == equal.shards(world) and zeropp.shards(world).factors[:2] == (1, 1)
+    assert zeropp.wire(world) == equal.wire(world) and zeropp.wire(world).delta
+    assert any("is zero1 with quantised messages" in note for note in zeropp.notes)
+    assert not any("one data-parallel rank" in note for note in (*equal.notes, *config(**ZEROPP).notes))
+    for preset in ("hsdp", "mics", "hpz"):  # those would have no use
+        assert "nearest legal preset: zero3" in errors(world, zero_preset=preset, **said)[0]
+    assert "straddle nodes" in errors(world, **ZEROPP, zero_hpz_partition_size=2, **said)[0]
 
 
 @pytest.mark.parametrize(

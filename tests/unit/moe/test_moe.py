@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megazero.models import Decoder, make_model
 from megazero.models.hf_weights import load_hf_state_dict
-from megazero.moe import Decision, Dispatch, Router, grouped_linear, route
+from megazero.moe import Decision, Dispatch, ExpertParallel, Router, grouped_linear, route
 from tests.hugging_face import to_hf_state_dict
 
 T, H, E, K = 23, 12, 5, 2
@@ -182,11 +182,17 @@ def test_initial_values_are_drawn_by_the_names_of_single_experts() -> None:
 
 
 def test_initial_values_of_experts_in_one_tensor_are_each_its_own() -> None:
-    """Of gate and up projection, too, which are parts of it."""
+    """Of gate and up projection, too, which are parts of it, and on ranks that share the experts."""
     choices = {"model_family": "granitemoe", "max_position_embeddings": 16, "hidden_size": 32}
     decoder = Decoder(make_model(**{**SIZES, **choices}))
     decoder.initialize(3)
-    stored = to_hf_state_dict(decoder)["model.layers.1.block_sparse_moe.input_linear.weight"]
+    whole, shared = to_hf_state_dict(decoder), dict[str, Tensor]()
+    for rank in range(2):
+        own = Decoder(decoder.config, ep=ExpertParallel(rank=rank, size=2))
+        own.initialize(3)
+        to_hf_state_dict(own, shared)
+    assert all(torch.equal(shared[name], tensor) for name, tensor in whole.items())
+    stored = whole["model.layers.1.block_sparse_moe.input_linear.weight"]
     assert stored.shape == (4, 2 * decoder.config.expert_width, 32)
     rows = stored.flatten(0, 1)
     assert 0.015 < rows.std() < 0.025 and len(rows.unique(dim=0)) == len(rows)
