@@ -139,7 +139,7 @@ def cumulative_lengths(
     """
     if masking.starts is None:
         return None
-    made, before = [], 0
+    made, before = list[tuple[Tensor, Tensor]](), 0
     for chunk in masking.chunks(length):
         starts = masking.starts[:, before : before + len(chunk)].cpu()
         begins = starts == torch.arange(chunk.start, chunk.stop)
@@ -151,12 +151,8 @@ def cumulative_lengths(
             every = torch.arange(len(starts))
             queries = torch.cat((queries, every * len(chunk))).sort().values
             keys = torch.cat((keys, every * chunk.stop)).sort().values
-        made.append(
-            tuple(
-                _padded(each, len(starts) * tokens).to(like.device, non_blocking=True)
-                for each, tokens in ((queries, len(chunk)), (keys, chunk.stop))
-            )
-        )
+        ends = _padded(queries, len(starts) * len(chunk)), _padded(keys, len(starts) * chunk.stop)
+        made.append((ends[0].to(like.device, non_blocking=True), ends[1].to(like.device, non_blocking=True)))
         before += len(chunk)
     return made
 
@@ -171,7 +167,7 @@ def _by_lengths(
     q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables, dropout: float, key: Key | None
 ) -> Tensor:
     """Compute each chunk of queries with the keys up to its last: kernels let the last query see the last key."""
-    parts, before = [], 0
+    parts, before = list[Tensor](), 0
     for number, chunk in enumerate(tables.masking.chunks(k.shape[0])):
         seen = (q[before : before + len(chunk)], k[: chunk.stop], v[: chunk.stop])
         ends = None if tables.made is None else tables.made[number]
@@ -192,8 +188,8 @@ def _end_to_end(
     """Lay the samples end to end, [b * s, heads, d], and compute each document by itself."""
     lengths, size, masking = (q.shape[0], k.shape[0]), q.shape[1], tables.masking
     if ends is None:
-        device = q.device
-        ends = tuple(torch.arange(0, (size + 1) * n, n, dtype=torch.int32, device=device) for n in lengths)
+        every = torch.arange(size + 1, dtype=torch.int32, device=q.device)
+        ends = every * lengths[0], every * lengths[1]
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     back = -1 if masking.window is None else masking.window - 1
     out: Any
