@@ -1,4 +1,4 @@
-"""What ranks that share samples send between nodes is what the planner and ``verify`` say. Bytes only, never times."""
+"""What ranks that share samples send between nodes is what the planner and ``verify`` say. Bytes, never times."""
 
 from __future__ import annotations
 
