@@ -1,4 +1,4 @@
-"""The README's training loop, and the example on the page of experts, are run as they stand there."""
+"""The loop of docs/guide/own-loop.md, the README's script and the experts' example are run as they stand there."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def code_blocks(language: str, page: str = "README.md") -> list[str]:
 
 def run_block(source: str) -> tuple[list[float], dict[str, torch.Tensor], float]:
     space: dict = {}
-    exec(compile(source, "README.md", "exec"), space)  # noqa: S102 - our own page
+    exec(compile(source, "own-loop.md", "exec"), space)  # noqa: S102 - our own page
     return space["losses"], space["weights"], space["info"].grad_norm
 
 
 def test_loop_trains_and_ranks_agree():
     pytest.importorskip("transformers")
-    (source,) = code_blocks("python")
+    (source,) = code_blocks("python", "docs/guide/own-loop.md")
     first, second = run_ranks(2, run_block, source)
     for losses, _, _ in (first, second):
         assert abs(losses[0] - 5.545) < 0.3  # ln 256
