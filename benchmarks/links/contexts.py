@@ -43,8 +43,9 @@ def config_of(way: str, length: int, world: World) -> RunConfig:
 
 def sent_by_a_node(config: RunConfig, grid: Grid) -> int:
     """Return the formula's bytes that leave a node in a step."""
-    exchanges = sum(layer_exchanges(config, grid, Activation.of(config, 4)), [])
-    return LAYERS * grid.ranks_per_node * sum(each.row * each.others.get(INTER, 0) for each in exchanges)
+    forward, backward = layer_exchanges(config, grid, Activation.of(config, 4))
+    rows = sum(each.row * each.others.get(INTER, 0) for each in (*forward, *backward))
+    return LAYERS * grid.ranks_per_node * rows
 
 
 def step_of(config: RunConfig, world: World) -> Callable[[], None]:

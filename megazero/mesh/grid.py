@@ -345,7 +345,7 @@ def own_spans(length: int, rank: int, heads: int, keys: int) -> list[range]:
         if keys == 1
         else [range(i * chunk, (i + 1) * chunk) for i in (group, 2 * keys - 1 - group)]
     )
-    own, before = [], 0
+    own, before = list[range](), 0
     for each in chunks:
         part = each[max(0, place * share - before) : max(0, (place + 1) * share - before)]
         own += [part] if part else []

@@ -139,7 +139,7 @@ def cumulative_lengths(
     """
     if masking.starts is None:
         return None
-    made, before = [], 0
+    made, before = list[tuple[Tensor, Tensor]](), 0
     for chunk in masking.chunks(length):
         starts = masking.starts[:, before : before + len(chunk)].cpu()
         begins = starts == torch.arange(chunk.start, chunk.stop)
@@ -170,7 +170,7 @@ def _by_lengths(
     q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables, dropout: float, key: Key | None
 ) -> Tensor:
     """Compute each chunk of queries with the keys up to its last: kernels let the last query see the last key."""
-    parts, before = [], 0
+    parts, before = list[Tensor](), 0
     for number, chunk in enumerate(tables.masking.chunks(k.shape[0])):
         seen = (q[before : before + len(chunk)], k[: chunk.stop], v[: chunk.stop])
         ends = None if tables.made is None else tables.made[number]
