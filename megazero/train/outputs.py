@@ -198,7 +198,7 @@ def _environment(start: Start) -> Sequence[str]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
     }
-    known = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "PYTORCH_", "SLURM_JOB_", "TORCH_", "TRITON_")
+    known = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_")
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(known)}
     return [f"{name}: {value}" for name, value in {**facts, **variables}.items()]
 
