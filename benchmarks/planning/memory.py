@@ -8,7 +8,7 @@ the most counts. glibc is told to return what is freed at once (MALLOC_MMAP_THRE
 it keeps doubles the resident size of some layouts. FILE keeps every measurement; a call begins no layout after
 so many seconds, and the next one goes on. The call that has them all writes the section of docs/guide/planning.md
 (--page: another file). With --moments the layouts are those of docs/guide/training.md, whose moments are kept in
-fewer bits, and nothing is written.
+fewer bits, and with --contexts ranks share samples of 16,384 tokens; nothing is written then.
 """
 
 from __future__ import annotations
@@ -77,6 +77,22 @@ MOMENTS: list[dict[str, Any]] = [
     }
     for preset in ("ddp", "zero1", "zero3", "zeropp")
     for dtype in ("fp32", "bf16", "int8")
+]
+
+CONTEXTS: list[dict[str, Any]] = [
+    {
+        **{name: choices[0] for name, choices in CHOICES.items()},
+        **{
+            "num_layers": 2,
+            "hidden_size": 128,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "vocab_size": 500,
+        },
+        **{"seq_length": 16384, "global_batch_size": 4, "train_iters": 2, "context_parallel_size": size},
+        "cp_comm_type": word and (word,),
+    }
+    for size, word in ((1, None), (2, None), (4, None), (4, "a2a"), (4, "all_gather"))
 ]
 
 
@@ -159,6 +175,8 @@ def words_of(values: dict[str, Any]) -> str:
         if values[name] > 1
     ]
     said.append(values["zero_preset"])
+    if values.get("context_parallel_size", 1) > 1:
+        said.append(f"CP {values['context_parallel_size']} {(values['cp_comm_type'] or ('by default',))[0]}")
     said += [f"gradients {values['zero_gradients_lifetime']}"] * bool(values["zero_gradients_lifetime"])
     said += [f"parameters {values['zero_params_lifetime']}"] * bool(values["zero_params_lifetime"])
     said.append(f"prefetch {values['zero_prefetch_bytes'] >> 20} MiB")
@@ -217,14 +235,15 @@ def main() -> int:
         seconds=(1e9, "of this call"),
         page=harness.DOCS / "guide" / "planning.md",
         moments=(False, "measure those of docs/guide/training.md instead"),
+        contexts=(False, "measure ranks that share samples instead"),
     ).parse_args()
     until = time.monotonic() + options.seconds
     store = harness.Store(options.keep)
     store.claim()
     kept = {record["layout"]: record for record in store.records()}
     cases = [(seed, values) for seed in options.seeds for values in draw(seed, options.layouts)]
-    if options.moments:
-        cases = [(0, values) for values in MOMENTS]
+    if others := MOMENTS * options.moments + CONTEXTS * options.contexts:
+        cases = [(0, values) for values in others]
     how = {"ranks": RANKS, "world": False, "environ": {"MALLOC_MMAP_THRESHOLD_": "65536"}, "timeout": 400}
     for _, values in cases:
         if (key := key_of(values)) not in kept and time.monotonic() < until:
@@ -240,7 +259,7 @@ def main() -> int:
     print(lines)
     if len(rows) < len(cases):
         return 1
-    if options.moments:
+    if others:
         return 0
     said = harness.section(options.page, TITLE).partition("\n- seed ")[0].rstrip()
     harness.write_section(options.page, TITLE, f"{said}\n\n{lines}")

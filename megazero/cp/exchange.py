@@ -45,8 +45,8 @@ def swap_back(out: Tensor, cp: ContextParallel) -> Tensor:
 
 
 def gather(k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor]:
-    """Return ``k`` and ``v`` [s, b, kv heads, d], which have the tokens of this rank's group, with those of all groups,
-    in the order of the sequence. One group has all of them.
+    """Return ``k`` and ``v`` [s, b, kv heads, d], which have the tokens of this rank's group, with those of all
+    groups, in the order of the sequence. One group has all of them.
     """
     if cp.groups == 1:
         return k, v

@@ -334,9 +334,9 @@ def _expert_faults(
 def own_spans(length: int, rank: int, heads: int, keys: int) -> list[range]:
     """Return the positions in a sequence of ``length`` tokens of one of ``heads`` x ``keys`` ranks that share it.
 
-    With ``keys`` groups of ranks a sequence has 2 x keys chunks, and a group has one from the beginning and its mirror
-    image from the end: causal attention is the same work for each. The ranks of a group cut its chunks, joined, in
-    their order.
+    With ``keys`` groups of ranks a sequence has 2 x keys chunks, and a group has one from the beginning and its
+    mirror image from the end: causal attention is the same work for each. The ranks of a group cut its chunks,
+    joined, in their order.
     """
     group, place = divmod(rank, heads)
     chunk, share = length // (2 * keys), length // (heads * keys)

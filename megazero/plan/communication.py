@@ -446,9 +446,9 @@ def layer_exchanges(
     """Return the exchanges in a layer's forward and in its backward.
 
     Queries, keys and values go to the ranks of their heads, and attention's output comes back. Where ranks outnumber
-    the key/value heads, each receives a copy. With several groups the keys and values that a rank has then are gathered,
-    across nodes and then inside the node, and their gradients are summed the other way round. A recompute repeats all,
-    but of attention alone not the way back, which nothing reads.
+    the key/value heads, each receives a copy. With several groups the keys and values that a rank has then are
+    gathered, across nodes and then inside the node, and their gradients are summed the other way round. A recompute
+    repeats all, but of attention alone not the way back, which nothing reads.
     """
     model, (heads, inside, across) = config.model, grid.cp_axes
     queries = model.query_projection_size // activation.tp

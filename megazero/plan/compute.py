@@ -185,8 +185,8 @@ class Compute:
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
             return ModuleTimes(forward + backward, tp_forward=into, tp_backward=out, tp_busy=busy)
         swaps = self._context_parallel() if is_layer(kind) else (0.0, 0.0)
-        moved = self._expert_parallel(self.spec.modules[kind])
-        return ModuleTimes(forward, backward - product, product, again, into, out, busy, *swaps, *moved)
+        exchanged = self._expert_parallel(self.spec.modules[kind])
+        return ModuleTimes(forward, backward - product, product, again, into, out, busy, *swaps, *exchanged)
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:
         """Return what was measured of a module on as many tensor-parallel ranks, or else on one.
@@ -244,8 +244,8 @@ class Compute:
         return forward, backward
 
     def _context_parallel(self) -> tuple[float, float]:
-        """Return the seconds of a layer's swaps and gathers, forward and backward. Of a swap across nodes what crosses
-        counts, at the rate of the slowest link.
+        """Return the seconds of a layer's swaps and gathers, forward and backward. Of a swap across nodes what
+        crosses counts, at the rate of the slowest link.
         """
         grid = self.grid
         if grid is None or grid.cp == 1:

@@ -88,7 +88,7 @@ def axis_bytes(layout: Layout) -> dict[str, float]:
     base = layout.base
     out: defaultdict[str, float] = defaultdict(float)
     names = {"pp": "pp"}  # of the axis on which a kind crosses: of context-parallel ranks one does
-    names |= {"cp": a.name for a in layout.grid.cp_axes if a.link == INTER and a.size > 1}
+    names |= [("cp", a.name) for a in layout.grid.cp_axes if a.link == INTER and a.size > 1]
     for rank in range(base.pp):
         for _, hop, times in step_hops(*layout.step(rank)):
             out[hop.axis.name] += hop.sent * times / base.pp

@@ -193,8 +193,12 @@ def _stages(config: RunConfig) -> Any:
 
 
 def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> dict[str, Any]:
-    m, tp, (cp, _) = config.model, layout.tp, layout.contexts  # of those that share samples, whose heads differ
-    full_tp, (full_cp, full_keys) = config.parallel.tensor_model_parallel_size, contexts
+    m, tp, (cp, _) = (
+        config.model,
+        layout.tp,
+        layout.contexts,
+    )  # of those that share samples, whose heads differ
+    full_tp, (full_cp, _) = config.parallel.tensor_model_parallel_size, contexts
     most = 8 if m.num_query_groups == m.num_attention_heads else 4
     if m.num_query_groups < full_tp:  # ranks share them
         groups = max(1, m.num_query_groups * tp // full_tp)

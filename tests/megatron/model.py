@@ -53,7 +53,7 @@ def model_config(case: Case) -> Any:
         recompute_granularity="full" if case.recompute else None,
         recompute_method="uniform" if case.recompute else None,
         recompute_num_layers=1 if case.recompute else None,
-        **(moe if case.experts else gated if case.gated else {}),
+        **{**(gated if case.gated else {}), **(moe if case.experts else {})},
     )
 
 

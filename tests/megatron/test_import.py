@@ -40,6 +40,8 @@ CASES = {
     "gpt, tied": Case(tp=2, pp=2, layers=4, steps=2),
     "virtual stages, sp": Case(tp=2, sp=True, pp=2, vpp=2, layers=4, gated=True, steps=2, micro_batches=4),
     "bf16": Case(tp=2, pp=2, layers=4, gated=True, bf16=True, steps=2),
+    "experts": Case(experts=4, gated=True, tied=False, steps=2),
+    "experts on two ranks": Case(dp=2, ep=2, experts=4, tied=False, steps=2),
 }
 RUN = {"train_iters": 2, "seq_length": 16, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-3}
 RUN |= {"mock_data": True, "eval_iters": 1, "device": "cpu", "finetune": True}
@@ -55,7 +57,11 @@ def arguments(case: Case) -> argparse.Namespace:
         group_query_attention=case.gated,
         num_query_groups=2 if case.gated else 1,
         swiglu=case.gated,
-        add_bias_linear=not case.gated,
+        add_bias_linear=not (case.gated or case.experts),
+        num_experts=case.experts or None,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
         bias_gelu_fusion=False,
         normalization="RMSNorm",
         position_embedding_type="rope",

@@ -39,7 +39,7 @@ def levels(parallel: ParallelConfig, model: ModelConfig, near: int | None = None
 
 
 def parts(parallel: ParallelConfig, keys: int) -> int:
-    """Return the number that the length of a sequence must be a multiple of: ranks cut it between the layers' linears,
-    and where there are several groups each has two chunks."""
+    """Return the number that the length of a sequence must be a multiple of: ranks cut it between the layers'
+    linears, and where there are several groups each has two chunks."""
     of_tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return lcm(parallel.context_parallel_size * of_tensor, 2 * keys if keys > 1 else 1)

@@ -32,7 +32,9 @@ def context_notes(config: RunConfig, world: World | None) -> Iterator[str]:
     heads, keys = config.context_levels(world)
     if given and comm_type(parallel) in (RING, BOTH):
         swapped = f"{heads} ranks swap heads for sequence" if heads > 1 else ""
-        gathered = f"{keys} {'groups of these' if heads > 1 else 'ranks'} gather keys and values" if keys > 1 else ""
+        gathered = (
+            f"{keys} {'groups of these' if heads > 1 else 'ranks'} gather keys and values" if keys > 1 else ""
+        )
         done = " and ".join(each for each in (swapped, gathered) if each)
         yield f"--cp-comm-type {show(given)}: instead of a ring, {done}, with the same result"
     if config.knows_nodes(world) and world is not None and keys == 1:
@@ -87,7 +89,9 @@ def shares(config: RunConfig) -> Iterator[str]:
     if parallel.context_parallel_size == 1 or any(mechanism(config)):
         return
     heads, keys = levels(parallel, config.model)
-    flag = "--hierarchical-context-parallel-sizes" if comm_type(parallel) == BOTH else "--context-parallel-size"
+    flag = (
+        "--hierarchical-context-parallel-sizes" if comm_type(parallel) == BOTH else "--context-parallel-size"
+    )
     yield from model_rules.context_parallel(config.model, parallel.tensor_model_parallel_size, heads, flag)
     yield from _lengths(config, keys)
 
@@ -111,7 +115,11 @@ def over_nodes(config: RunConfig, world: World) -> Iterator[str]:
 
 def _lengths(config: RunConfig, keys: int) -> Iterator[str]:
     parallel, length = config.parallel, config.model.seq_length
-    size, tp, whole = parallel.context_parallel_size, parallel.tensor_model_parallel_size, parts(parallel, keys)
+    size, tp, whole = (
+        parallel.context_parallel_size,
+        parallel.tensor_model_parallel_size,
+        parts(parallel, keys),
+    )
     if length % whole:
         words = f"--context-parallel-size {size}"
         words += f" x --tensor-model-parallel-size {tp}" if parallel.sequence_parallel and tp > 1 else ""

@@ -249,13 +249,17 @@ def context_parallel(
     model: ModelConfig, tp: int, ranks: int, flag: str = "--context-parallel-size"
 ) -> Iterator[str]:
     """Report heads of a tensor-parallel rank that the ``ranks`` of ``flag`` cannot share evenly."""
-    heads, groups, legal = model.num_attention_heads // tp, max(1, model.num_query_groups // tp), head_shares(model, tp)
+    heads, groups, legal = (
+        model.num_attention_heads // tp,
+        max(1, model.num_query_groups // tp),
+        head_shares(model, tp),
+    )
     if ranks in legal:
         return
     of = f" on each of {tp} tensor-parallel ranks" if tp > 1 else ""
     yield (
-        f"{flag} {ranks} does not share {heads} heads over {groups}{of} evenly: each rank attends with its own heads; "
-        f"nearest size that fits: {around(legal, ranks)}, or any with --cp-comm-type all_gather"
+        f"{flag} {ranks} does not share {heads} heads over {groups}{of} evenly: each rank attends with its own "
+        f"heads; nearest size that fits: {around(legal, ranks)}, or any with --cp-comm-type all_gather"
     )
 
 

@@ -120,7 +120,8 @@ def read_arguments(args: Mapping[str, Any], words: Collection[str], accept: Coll
         put(layer, "--", name.replace("_", "-"), value)
     settle(layer)
     layer.errors += _refused(args, accept)
-    said = merge([layer, read_layers(read_flags(list(words)))])
+    others = [f"--{word}" for word in _of_experts(args)]
+    said = merge([layer, read_layers(read_flags(others)), read_layers(read_flags(list(words)))])
     options = dict(said.values)
     errors = [*said.errors, *complete_megatron(said, options, notes)]
     notes += unfused_gelu(options)
@@ -164,9 +165,23 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
         (not said.get("use_rope_scaling"), ("use_rope_scaling", "rope_scaling_factor")),
         (not yarn, ("rotary_scaling_factor", "mscale", "mscale_all_dim")),
         (not grows, ("start_weight_decay", "end_weight_decay")),
+        (not _has_experts(args), [name for name in said if name.startswith(("moe_", "expert_"))]),
     )
     without = {name for holds, names in idle if holds for name in names}
     return {name: value for name, value in said.items() if name not in without}
+
+
+def _has_experts(args: Mapping[str, Any]) -> bool:
+    return (args.get("num_experts") or 0) > 1
+
+
+def _of_experts(args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield Megatron's flags of mixtures that are no options here, as a command line has them, to be judged so."""
+    for name, value in sorted(args.items()) if _has_experts(args) else ():
+        key = name.replace("_", "-")
+        given = value is True or (value and isinstance(value, int | float | str))
+        if name.startswith("moe_") and given and not _known(name, value) and key in flags():
+            yield key if value is True else f"{key}={value}"
 
 
 def _known(name: str, value: Any) -> bool:
@@ -197,11 +212,6 @@ def _refused(args: Mapping[str, Any], accept: Collection[str]) -> Iterator[str]:
                 f"{name} {_text(value)} of {_HERE} is not known here; --accept-field {name} sets it aside, if you "
                 "know that it does not change the model"
             )
-    if (args.get("num_experts") or 0) > 1:
-        yield (
-            f"--num-experts {args['num_experts']} of {_HERE}: mixtures of experts are not read from Megatron's "
-            "checkpoints; nearest: a folder of Hugging Face (megazero convert from-hf)"
-        )
     learned = args.get("position_embedding_type") == "learned_absolute"
     if learned and args.get("add_position_embedding") is False:
         yield f"--no-position-embedding of {_HERE}: a model without positions is not built"

@@ -20,6 +20,9 @@ from megazero.convert.megatron.names import LAYER, own_spelling, split_dim
 from megazero.convert.megatron.saved import read_saved
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
+OF_MIXTURES = (
+    "mixtures are read as torch_dist alone; load and save it with Megatron's --ckpt-format torch_dist"
+)
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
 
 
@@ -118,9 +121,7 @@ def _files(path: Path) -> dict[_LegacyRank, Path]:
     for folder in sorted(path.glob("mp_rank_*")):
         ranks = _FOLDER.fullmatch(folder.name)
         if ranks is None or ranks[3]:
-            raise CheckpointError(
-                f"'{folder}' is of expert-parallel ranks: mixtures of experts are not built"
-            )
+            raise CheckpointError(f"'{folder}' is of expert-parallel ranks: {OF_MIXTURES}")
         file = next((folder / name for name in FILES if (folder / name).is_file()), None)
         if file is None:
             raise CheckpointError(f"'{folder}' holds no {FILES[0]}: get it again")

@@ -31,6 +31,12 @@ NAMES = TensorNames(
         "mlp_norm": "pre_mlp_layernorm",
         "mlp.up_proj": "mlp.linear_fc1",
         "mlp.down_proj": "mlp.linear_fc2",
+        "mlp.router": "mlp.router",
+        "mlp.experts.up_proj": "mlp.experts.{}.linear_fc1",
+        "mlp.experts.down_proj": "mlp.experts.{}.linear_fc2",
+        "mlp.shared_expert.up_proj": "mlp.shared_experts.linear_fc1",
+        "mlp.shared_expert.down_proj": "mlp.shared_experts.linear_fc2",
+        "mlp.shared_gate": "mlp.shared_experts.gate",
     },
     fused="groups",
     needs={
@@ -57,6 +63,9 @@ _SPELLINGS = tuple(
         (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
         (r"\.(self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
         (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
+        (r"\.mlp\.experts\.experts\.(?=\d)", ".mlp.experts."),
+        (r"\.mlp\.router\.expert_bias$", ".mlp.router.e_score_correction_bias"),
+        (r"\.mlp\.shared_experts\.gate_weight$", ".mlp.shared_experts.gate.weight"),
         (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
         (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
     )
@@ -64,7 +73,7 @@ _SPELLINGS = tuple(
 # What is no weight: states of the optimizer and of random generators, scales of fp8, frequencies of rotary positions.
 _PASSED_OVER = re.compile(
     r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state|\._extra_state|rotary_pos_emb\.inv_freq$"
-    r"|^word_embeddings_for_head\."
+    r"|^word_embeddings_for_head\.|\.local_tokens_per_expert$"
 )
 _ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", EMBEDDING, HEAD)
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
@@ -81,8 +90,13 @@ def own_spelling(name: str) -> str | None:
 
 def names_of(gated: bool, gate_last: bool) -> TensorNames:
     """Return the names of a model whose MLP has a gate, in the first half of a tensor or in the last, or none."""
-    halves = {"mlp.gate_proj": int(gate_last), "mlp.up_proj": int(not gate_last)}
-    fused = {role: ("mlp.linear_fc1", half) for role, half in halves.items()}
+    halves = {"gate_proj": int(gate_last), "up_proj": int(not gate_last)}
+    up = {role: tensor for role, tensor in NAMES.layer.items() if role.endswith(".up_proj")}
+    fused = {
+        role.replace("up_proj", half): (str(tensor), part)
+        for role, tensor in up.items()
+        for half, part in halves.items()
+    }
     return replace(NAMES, layer={**NAMES.layer, **fused}) if gated else NAMES
 
 

@@ -1,12 +1,13 @@
 """megatron-core's torch_dist: a directory of torch.distributed.checkpoint with tensors and arguments.
 
-Layers that are alike lie in one tensor per kind, [layers, ...]; others in one each.
+Layers that are alike lie in one tensor per kind, [layers, ...]; others in one each. So do a layer's experts, whose
+tensor has a dim for them behind that of layers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +26,23 @@ from megazero.convert.megatron.saved import read_saved
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 _KIND, _COMMON_OBJECT = "weights", "common_state/shard_0_1"
 _STACKED = re.compile(r"^(.*\.)?layers\.(?!\d)")
+_EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(?!\d)")
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies: under which name, and in which row of it if layers are stacked."""
+    """Where a tensor lies: under which name, and in which row of it if layers or experts are stacked.
+
+    expert: of the layer in that row; None if the row is the tensor.
+    """
 
     name: str
     row: int | None = None
+    expert: int | None = None
+
+    @property
+    def dims(self) -> int:
+        """Return how many dims of the stored tensor are not those of the one that lies here."""
+        return (self.row is not None) + (self.expert is not None)
 
 
 class TorchDist:
@@ -48,32 +59,54 @@ class TorchDist:
         self.path = path
         self.saved: Mapping[str, Any] = _common(path, metadata)
         self._stored = StoredTensors(path, _renamed(metadata), _KIND)
+        self._last: tuple[tuple[str, int] | None, torch.Tensor] = (None, torch.empty(0))
 
     @cached_property
     def _places(self) -> dict[str, _Place]:
         places: dict[str, _Place] = {}
         for name, shape in self._stored.shapes.items():
-            rows: tuple[int | None, ...] = (*range(shape[0]),) if _STACKED.match(name) and shape else (None,)
-            for row in rows:
-                there = name if row is None else _STACKED.sub(rf"\g<1>layers.{row}.", name)
+            for there, place in _parts(name, shape):
                 if (ours := own_spelling(there)) is not None:
-                    places[ours] = _Place(name, row)
+                    places[ours] = place
         return places
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {
-            name: self._stored.shapes[place.name][place.row is not None :]
-            for name, place in self._places.items()
-        }
+        return {name: self._stored.shapes[place.name][place.dims :] for name, place in self._places.items()}
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: self._stored.dtypes[place.name] for name, place in self._places.items()}
 
     def tensor(self, name: str, gated: bool) -> torch.Tensor:
-        there, row = self._places[name]
-        return self._stored.read(there) if row is None else self._stored.read(there, row, 1)[0]
+        place = self._places[name]
+        if place.row is None:
+            return self._stored.read(place.name)
+        row = self._row(place.name, place.row)
+        return row if place.expert is None else row[place.expert]
+
+    def _row(self, name: str, row: int) -> torch.Tensor:
+        """Return a row. That of the last call stays: a layer's experts are asked for one after the other."""
+        if self._last[0] != (name, row):
+            self._last = ((name, row), self._stored.read(name, row, 1)[0])
+        return self._last[1]
+
+
+def _parts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, _Place]]:
+    """Yield the tensors of layers and experts that lie in one, each under a name with its numbers."""
+    if not shape:
+        yield name, _Place(name)
+        return
+    layers, experts = bool(_STACKED.match(name)), bool(_EXPERTS.search(name))
+    for row in range(shape[0]) if layers or experts else (None,):
+        there = _STACKED.sub(rf"\g<1>layers.{row}.", name) if layers else name
+        if not experts:
+            yield there, _Place(name, row)
+        elif not layers:
+            yield _EXPERTS.sub(f".mlp.experts.{row}.", there), _Place(name, row)
+        else:
+            for expert in range(shape[1]):
+                yield _EXPERTS.sub(f".mlp.experts.{expert}.", there), _Place(name, row, expert)
 
 
 def _common(path: Path, metadata: Metadata) -> dict[str, Any]:

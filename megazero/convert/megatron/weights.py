@@ -20,14 +20,14 @@ from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import DataConfig
 from megazero.convert.megatron.arguments import Arguments, read_arguments
-from megazero.convert.megatron.legacy import Legacy, is_legacy
+from megazero.convert.megatron.legacy import OF_MIXTURES, Legacy, is_legacy
 from megazero.convert.megatron.names import EMBEDDING, HEAD, NAMES, names_of
 from megazero.convert.megatron.saved import Stored, arguments, find_iteration
 from megazero.convert.megatron.torch_dist import TorchDist, is_other_dcp, is_torch_dist
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.models.dtypes import PRECISIONS
-from megazero.models.placements import decoder_placements, stored_tensors
+from megazero.models.placements import bias_placements, decoder_placements, stored_tensors
 from megazero.tp import TensorParallel
 
 _SHOWN = 5
@@ -58,6 +58,8 @@ class MegatronWeights:
         """
         stored = _open(find_iteration(path, step))
         told = read_arguments(arguments(stored.saved), words, accept)
+        if isinstance(stored, Legacy) and (told.options.get("num_experts") or 0) > 1:
+            raise CheckpointError(f"'{stored.path}' has mp_rank folders: {OF_MIXTURES}")
         _refuse_dtypes(stored)
         data, found, notes = _tokenizer(told.options)
         model, more = _model(stored, told.options, found)
@@ -112,6 +114,8 @@ class MegatronWeights:
         for role, places in decoder_placements(self.model, whole).items():
             for here, other in zip(places.parts, there[role].parts, strict=True):
                 parts.setdefault(here.name, []).append((here, other))
+        for role, here in bias_placements(self.model).items():
+            parts[here.name] = [(here, dataclasses.replace(here, name=names.stored(role)[0]))]
         return parts
 
     def _check_tensors(self) -> None:

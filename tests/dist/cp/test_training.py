@@ -58,7 +58,11 @@ def check(
 
 
 def test_a_run_goes_on_over_other_numbers_of_ranks_that_share_samples(tmp_path: Path) -> None:
-    shared = [{"context_parallel_size": 2, "zero_preset": "zero3"}, {"context_parallel_size": 4}]
+    gathered = {"cp_comm_type": ("all_gather",), "zero_preset": "zero3"}
+    shared = [
+        {"context_parallel_size": 2, **gathered},
+        {"context_parallel_size": 4, "cp_comm_type": ("a2a",)},
+    ]
     check(tmp_path, {}, [(2, 2, shared[0]), (4, 4, shared[1]), (2, None, {})])
 
 
@@ -66,6 +70,7 @@ def test_a_run_goes_on_over_other_numbers_of_ranks_that_share_samples(tmp_path: 
 def test_with_pipelines_and_tensors(tmp_path: Path) -> None:
     pipelined = {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
     tensors = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    tensors["cp_comm_type"] = ("all_gather",)
     check(tmp_path, {"num_layers": 4}, [(4, 2, pipelined), (4, 4, tensors), (1, None, {})])
 
 
@@ -88,9 +93,28 @@ def test_outer_replicas_share_their_own_samples(tmp_path: Path) -> None:
 def test_dropout_trains_and_ranks_draw_their_own(tmp_path: Path) -> None:
     """With recompute the masks are drawn again, so a run with it has the bits of one without."""
     dropped = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "context_parallel_size": 2, "eval_iters": 0}
+    dropped |= {"log_dir": str(tmp_path)}
     jobs = {
-        again: (2, {**base(tmp_path), **dropped, "recompute_granularity": again, "log_dir": str(tmp_path)})
+        (way, again): (
+            2,
+            {**base(tmp_path), **dropped, "recompute_granularity": again, "cp_comm_type": (way,)},
+        )
         for again in ("none", "selective", "full")
+        for way in ("a2a", "all_gather")
     }
-    curves = {tuple(seen[0].losses) for seen in train_each(jobs).values()}
-    assert len(curves) == 1
+    seen = train_each(jobs)
+    for way in ("a2a", "all_gather"):
+        assert len({tuple(ranks[0].losses) for (of, _), ranks in seen.items() if of == way}) == 1
+
+
+@pytest.mark.slow
+def test_a_long_run_of_documents_is_one_ranks(tmp_path: Path) -> None:
+    """50 steps of 2,048 tokens over 2 x 2 ranks on two nodes, in fp32."""
+    data = write_data(tmp_path / "data", documents=800)
+    values = {**MASKED, "mock_data": None, "data_path": (data,), "split": "100,0,0", "seq_length": 2048}
+    values |= {"train_iters": 50, "global_batch_size": 1, "params_dtype": "fp32", "lr": 1e-3}
+    shared = {"context_parallel_size": 4, "ranks_per_node": 2, "zero_preset": "hpz"}
+    jobs = {ranks: (ranks, {**values, **more}) for ranks, more in ((1, {}), (4, shared))}
+    alone, together = (seen[0].losses for seen in train_each(jobs, timeout=900).values())
+    assert len(alone) == len(together) == 50
+    assert together == pytest.approx(alone, rel=1e-5)

@@ -89,7 +89,7 @@ def test_how_ranks_attend(word: str | None, changes: dict[str, object], levels: 
         ),
         (
             {"cp_comm_type": ("all_gather",), "seq_length": 30},
-            "--seq-length 30 does not divide by 2 x --context-parallel-size 2 (ranks that gather keys have two chunks",
+            "--seq-length 30 does not divide by 2 x --context-parallel-size 2 (ranks that gather keys",
         ),
         (
             {"pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True},

@@ -104,3 +104,53 @@ def test_what_is_not_built_is_refused_by_name(run: str, more: str, tmp_path: Pat
     assert len(caught.value.errors) == len(REFUSED[run, more])
     for part in REFUSED[run, more]:
         assert any(part in error and "not built here" in error for error in caught.value.errors), part
+
+
+# Megatron-LM's functional test gpt3_mcore_te_tp2_pp2_cp2 (now with nccl2); run_gpt.sh of
+# asd123www/Megatron-LM-study; what radixark/miles gives Megatron on 8 GPUs. Words that say nothing of a layout are
+# left out.
+LONG = {
+    "functional test": (
+        "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --log-params-norm "
+        "--log-num-zeros-in-grad --micro-batch-size 4 --global-batch-size 32 --seq-length 1024 "
+        "--max-position-embeddings 1024 --train-iters 50 --lr-decay-iters 320000 --tokenizer-type "
+        "NullTokenizer --vocab-size 50257 --distributed-backend nccl --lr 0.00015 --lr-decay-style cosine "
+        "--min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --transformer-impl "
+        "transformer_engine --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--context-parallel-size 2 --sequence-parallel --hidden-dropout 0.0 --attention-dropout 0.0 "
+        "--no-gradient-accumulation-fusion --attention-softmax-in-fp32 --use-mcore-models --ckpt-format "
+        "torch_dist --bf16 --attention-backend flash --async-save --use-persistent-ckpt-worker --mock-data"
+    ),
+    "allgather": (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type allgather --num-layers "
+        "8 --hidden-size 512 --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 "
+        "--micro-batch-size 1 --global-batch-size 1 --train-iters 2 --log-interval 1 --eval-interval "
+        "100000000 --eval-iters 1 --attention-backend flash --bf16 --lr 1e-4 --attention-dropout 0.0"
+    ),
+    "a2a": (
+        "--num-layers 36 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
+        "--num-query-groups 8 --seq-length 32768 --max-position-embeddings 40960 --vocab-size 151936 "
+        "--swiglu --normalization RMSNorm --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 1 --context-parallel-size 4 --cp-comm-type a2a "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --optimizer adam "
+        "--lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 "
+        "--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 "
+        "--attention-softmax-in-fp32 --attention-backend flash --micro-batch-size 1 --global-batch-size 8 "
+        "--train-iters 10 --mock-data --bf16"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "levels"), [("functional test", (2, 1)), ("allgather", (1, 2)), ("a2a", (4, 1))]
+)
+def test_scripts_of_long_sequences(name: str, levels: tuple[int, int]) -> None:
+    world = World(8, 8)
+    config = parse(LONG[name].split(), world)
+    parallel = config.parallel
+    assert config.context_levels(world) == levels
+    # As Megatron counts: data-parallel size = world / (tp x pp x cp), and a rank has 1/cp of a sequence.
+    shared = parallel.context_parallel_size
+    assert config.data_parallel_size(world) * parallel.model_ranks * shared == 8
+    assert config.own_length * shared == config.model.seq_length

@@ -65,6 +65,26 @@ MODELS = {
     },
 }
 
+_SPARSE = {**MODELS["llama"], "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
+MIXTURES = {
+    "softmax": _SPARSE,
+    "softmax, gate": {
+        **_SPARSE,
+        **{"moe_router_pre_softmax": True, "moe_shared_expert_gate": True},
+        "moe_shared_expert_intermediate_size": 40,
+    },
+    "sigmoid, dense first": {
+        **_SPARSE,
+        **{"moe_layer_freq": (0, 1, 1, 1), "moe_router_score_function": "sigmoid"},
+        **{"moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5},
+        "moe_shared_expert_intermediate_size": 40,
+    },
+}
+# What Megatron keeps of mixtures besides, at its defaults or as scripts set it.
+OF_EXPERTS = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall", "moe_router_dtype": "fp32"}
+OF_EXPERTS |= {"moe_token_drop_policy": "probs", "moe_aux_loss_coeff": 0.0, "moe_upcycling_granularity": 1}
+OF_EXPERTS |= {"moe_expert_capacity_factor": None, "moe_deepep_num_sms": 20, "expert_tensor_parallel_size": 1}
+
 
 class ModelType(enum.Enum):
     """As megatron.core.enums.ModelType: a class that the reader does not know."""
@@ -73,18 +93,20 @@ class ModelType(enum.Enum):
 
 
 def original(kind):
-    decoder = Decoder(make_model(vocab_size=WORDS, norm_epsilon=1e-6, **COMMON, **MODELS[kind]))
+    choices = {**MODELS, **MIXTURES}[kind]
+    decoder = Decoder(make_model(vocab_size=WORDS, norm_epsilon=1e-6, **COMMON, **choices))
     decoder.initialize(7)
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+        for _, tensor in decoder.stored():
+            tensor += 0.1 * torch.randn(tensor.shape, generator=draw)
     return decoder
 
 
 def arguments(kind, **more):
     """What Megatron keeps of the command line, completed as Megatron completes it."""
-    args = {**COMMON, **MODELS[kind], "norm_epsilon": None, "layernorm_epsilon": 1e-6}
+    args = {**COMMON, **{**MODELS, **MIXTURES}[kind], "norm_epsilon": None, "layernorm_epsilon": 1e-6}
+    args |= OF_EXPERTS
     args |= {"group_query_attention": "num_query_groups" in args, "bias_gelu_fusion": kind == "gpt"}
     args = {"num_query_groups": 1, "swiglu": False, "squared_relu": False, "openai_gelu": False, **args}
     args |= {"qk_layernorm": args.pop("qk_norm", "none") == "head", "model_type": ModelType(1)}
@@ -124,7 +146,7 @@ def arguments(kind, **more):
 
 def megatron(decoder, tp=1, rank=0):
     """The tensors of a tensor-parallel rank, as megatron-core's own layers name them."""
-    c, p = decoder.config, {name: value.detach() for name, value in decoder.named_parameters()}
+    c, p = decoder.config, {name: value.detach() for name, value in decoder.stored()}
     padded = {
         name: torch.full((ROWS, c.hidden_size), 9.0) for name in ("embedding.tokens.weight", "head.weight")
     }
@@ -169,7 +191,20 @@ def megatron(decoder, tp=1, rank=0):
                 if n in mine:
                     whole = kind == "bias"
                     out[f"{there}{name}.{kind}"] = mine[n] if whole else mine[n].chunk(tp, 1)[rank]
+        out |= {f"{there}mlp.{name}": value for name, value in mixture(p, f"{here}mlp.")}
     return {name: value.clone() for name, value in out.items()}
+
+
+def mixture(p, here):
+    """A layer's experts, in one tensor each, its router and its shared experts."""
+    names = {"router.weight": "router.weight", "router.e_score_correction_bias": "router.expert_bias"}
+    names |= {"shared_gate.weight": "shared_experts.gate_weight"}
+    for one, module in (("experts", "experts.experts"), ("shared_expert", "shared_experts")):
+        names[f"{one}.down_proj.weight"] = f"{module}.linear_fc2.weight"
+        if f"{here}{one}.up_proj.weight" in p:
+            halves = [p[f"{here}{one}.{half}_proj.weight"] for half in ("gate", "up")]
+            yield f"{module}.linear_fc1.weight", torch.cat(halves, -2)
+    yield from ((there, p[here + name]) for name, there in names.items() if here + name in p)
 
 
 def fused_names(tensors):
@@ -282,6 +317,46 @@ def test_every_cut_and_spelling_gives_the_same_bits(kind, layout, tmp_path):
     wanted = to_hf_state_dict(decoder)
     assert loaded.keys() == wanted.keys() == weights.shapes.keys()
     assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "each"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_has_the_same_bits(kind, apart, tmp_path):
+    """Layers and experts lie in one tensor per kind, [layers, experts, ...], or in one each."""
+    decoder, args = original(kind), arguments(kind)
+    tensors = megatron(decoder)
+    if apart:
+        stacks = [name for name in tensors if ".experts.experts." in name]
+        for name, expert in ((name, i) for name in stacks for i in range(4)):
+            tensors[name.replace(".experts.experts.", f".experts.experts.{expert}.")] = tensors[name][expert]
+        tensors = {name: tensor.clone() for name, tensor in tensors.items() if name not in stacks}
+    alike = decoder.config.moe_layer_freq == (1,)
+    weights = MegatronWeights.open(torch_dist(tmp_path / "m", tensors, args, stacked=alike and not apart))
+    assert weights.model == decoder.config
+    loaded, wanted = store.load_full(write_checkpoint(weights, tmp_path / "ck")), to_hf_state_dict(decoder)
+    assert loaded.keys() == wanted.keys() and all(torch.equal(loaded[n], wanted[n]) for n in wanted)
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"moe_expert_capacity_factor": 1.5}, "--moe-expert-capacity-factor 1.5"),
+        ({"moe_latent_size": 16}, "--moe-latent-size 16"),
+        ({"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input"),
+    ],
+)
+def test_what_would_make_a_mixture_another_model_is_refused(more, said, tmp_path):
+    args = arguments("softmax", **more)
+    with pytest.raises(ConfigError, match=said):
+        MegatronWeights.open(torch_dist(tmp_path, megatron(original("softmax")), args))
+    dense = torch_dist(tmp_path / "dense", megatron(original("llama")), arguments("llama", **more))
+    assert MegatronWeights.open(dense).model.num_experts is None
+
+
+def test_mixtures_in_folders_of_ranks_are_refused(tmp_path):
+    legacy(tmp_path, original("llama"), arguments("llama", num_experts=4, moe_ffn_hidden_size=24))
+    with pytest.raises(CheckpointError, match="has mp_rank folders: mixtures are read as torch_dist alone"):
+        MegatronWeights.open(tmp_path)
 
 
 def test_the_command_writes_weights_and_flags(tmp_path, capsys):
@@ -416,7 +491,6 @@ def test_without_arguments_flags_say_the_model(tmp_path):
 @pytest.mark.parametrize(
     "said, part",
     [
-        ({"num_experts": 8}, "--num-experts 8 of the checkpoint's arguments: .*experts are not read from"),
         ({"multi_latent_attention": True}, "--multi-latent-attention .*latent attention is not built"),
         ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
@@ -441,7 +515,7 @@ def test_what_is_not_built_is_named(said, part, tmp_path):
 
 
 def test_all_that_is_not_built_is_said_at_once(tmp_path):
-    args = arguments("llama", num_experts=8, multi_latent_attention=True, mystery=1)
+    args = arguments("llama", mtp_num_layers=1, multi_latent_attention=True, mystery=1)
     with pytest.raises(ConfigError) as caught:
         MegatronWeights.open(torch_dist(tmp_path, megatron(original("llama")), args))
     assert len(caught.value.errors) == 3

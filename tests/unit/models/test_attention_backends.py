@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def reference(q, k, v, masking: Masking):
     scores = q @ k.mT * masking.scale
     if masking.cap:
         scores = (scores / masking.cap).tanh() * masking.cap
-    return ((scores + masking.dense(q.shape[2], q)).softmax(-1) @ v).permute(2, 0, 1, 3)
+    return ((scores + masking.dense(k.shape[2], q)).softmax(-1) @ v).permute(2, 0, 1, 3)
 
 
 def inputs(groups: int, dtype=torch.float64, width: int = 8):
@@ -78,6 +79,56 @@ def test_pieces_equal_a_dense_mask(window, documents, alibi, cap, groups):
     for backend in ("math",) if cap else ("math", "flash"):
         tables = make_tables(masking, backend, LENGTH, tensors[0])
         assert difference(attend(*tensors, tables), masking, tensors) < 1e-10
+
+
+# As ranks that gather keys have them: before a band's end and after several, in a document's middle, side by side.
+CHUNKS = [
+    (range(150), range(LENGTH - 150, LENGTH)),
+    (range(150, 300), range(300, 450)),
+    (range(60, LENGTH - 1),),
+]
+FEW = [
+    (None, "none", "none", 0.0, HEADS),
+    (None, "packed", "slopes", 0.0, 2),
+    (BAND + 44, "packed", "none", 0.0, 2),
+]
+FEW += [(5, "none", "steps", 2.0, HEADS), (5, "packed", "none", 0.0, HEADS)]
+
+
+def of_chunks(masking: Masking, tensors, chunks):
+    """The same of the queries in these chunks alone."""
+    masking = masking._replace(queries=chunks)
+    at = masking.positions(LENGTH, tensors[0].device)
+    starts = None if masking.starts is None else masking.starts[:, at].contiguous()
+    return masking._replace(starts=starts), [tensors[0].detach()[at].requires_grad_(), *tensors[1:]]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize(("window", "documents", "alibi", "cap", "groups"), FEW)
+def test_chunks_of_queries_equal_rows_of_a_dense_mask(window, documents, alibi, cap, groups, chunks):
+    whole, tensors = case_masking(window, documents, alibi, cap), inputs(groups)
+    masking, tensors = of_chunks(whole, tensors, chunks)
+    rows = masking.positions(LENGTH, tensors[0].device)
+    assert torch.equal(masking.dense(LENGTH, tensors[0]), whole.dense(LENGTH, tensors[0])[:, :, rows])
+    for backend in ("math",) if cap else ("math", "flash"):
+        tables = make_tables(masking, backend, LENGTH, tensors[0])
+        assert difference(attend(*tensors, tables), masking, tensors) < 1e-10
+    blocks = make_tables(masking, "flex", LENGTH, tensors[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # uncompiled, it holds all scores
+        found = attend(*(x.detach() for x in tensors), blocks)
+    assert (found - reference(*tensors, masking)).abs().max() < 1e-10
+    assert_blocks_are_needed(
+        blocks.made, masking.dense(LENGTH, torch.zeros(()))[:, 0].isfinite(), between=True
+    )
+
+
+def test_pieces_of_chunks_are_of_one_shape():
+    shapes = set()
+    for starts in (STARTS, torch.zeros_like(STARTS), torch.arange(LENGTH).expand(SAMPLES, -1)):
+        masking, tensors = of_chunks(Masking(1.0, starts=starts), inputs(2), CHUNKS[0])
+        shapes.add(make_tables(masking, "flash", LENGTH, tensors[0]).made[0].shape)
+    assert len(shapes) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -179,13 +230,17 @@ def test_one_operator_is_one_graph_for_any_documents():
 # --- kernels for GPUs -----------------------------------------------------------------------------------------------
 
 
-def by_lengths(q, k, v, ends, window, cap, slopes, scale):
-    """What kernels of variable lengths compute, of [tokens, heads, d]."""
+def by_lengths(q, k, v, ends_q, ends_k, window, cap, slopes, scale):
+    """What kernels of variable lengths compute, of [tokens, heads, d]: the last query sees the last key."""
     parts = []
-    for first, end in itertools.pairwise(ends.tolist()):
+    both = (itertools.pairwise(ends.tolist()) for ends in (ends_q, ends_k))
+    for (first, end), (start, stop) in zip(*both, strict=True):
         if first < end:
-            masking = Masking(scale, cap, None if window < 0 else window + 1, None, slopes)
-            parts.append(reference(*(x[first:end, None] for x in (q, k, v)), masking)[:, 0])
+            keys, queries = stop - start, end - first
+            at = (range(keys - queries, keys),)
+            masking = Masking(scale, cap, None if window < 0 else window + 1, None, slopes, queries=at)
+            own = (q[first:end, None], k[start:stop, None], v[start:stop, None])
+            parts.append(reference(*own, masking)[:, 0])
     return torch.cat(parts)
 
 
@@ -212,12 +267,14 @@ def stand_ins(monkeypatch):
         return_attn_probs=False,
         block_table=None,
     ):
-        assert causal and torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
-        assert max_seqlen_q == max_seqlen_k >= cu_seqlens_q.diff().max() and q.is_contiguous()
+        assert causal and cu_seqlens_k.dtype == cu_seqlens_q.dtype == torch.int32
+        assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
+        assert q.is_contiguous()
         assert alibi_slopes is None or alibi_slopes.dtype == torch.float32
         calls.append(("flash-attn", dropout_p, cu_seqlens_q))
         slopes = None if alibi_slopes is None else alibi_slopes.double()
-        return by_lengths(q, k, v, cu_seqlens_q, window_size[0], softcap, slopes, softmax_scale)
+        of_lengths = cu_seqlens_q, cu_seqlens_k, window_size[0], softcap, slopes, softmax_scale
+        return by_lengths(q, k, v, *of_lengths)
 
     def varlen_attn(
         query,
@@ -238,7 +295,7 @@ def stand_ins(monkeypatch):
     ):
         assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
         calls.append(("flash", 0.0, cu_seq_q))
-        return by_lengths(query, key, value, cu_seq_q, window_size[0], 0.0, None, scale)
+        return by_lengths(query, key, value, cu_seq_q, cu_seq_k, window_size[0], 0.0, None, scale)
 
     module = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
@@ -264,6 +321,17 @@ def test_kernels_of_variable_lengths_are_given_what_they_need(
     assert [call[0] for call in stand_ins] == names
     lengths = stand_ins[0][2].diff()
     assert lengths.sum() == LENGTH * SAMPLES and (len(lengths) & (len(lengths) - 1)) == 0
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize(("documents", "window"), [("none", None), ("packed", None), ("packed", 5)])
+def test_kernels_of_variable_lengths_compute_each_chunk(documents, window, chunks, stand_ins):
+    """Keys before a chunk's first document are a document without queries."""
+    masking, tensors = of_chunks(case_masking(window, documents, "none", 0.0), inputs(2), chunks)
+    for name in ("flash", "flash-attn"):
+        tables = make_tables(masking, name, LENGTH, tensors[0])
+        assert difference(attend(*tensors, tables), masking, tensors) < 1e-10
+    assert len(stand_ins) == 2 * len(chunks)
 
 
 def test_flash_attn_has_dropout_of_a_key(stand_ins):
@@ -320,14 +388,18 @@ def test_blocks_of_flex_attention_are_those_that_the_mask_needs(window, document
     """Uncompiled flex attention does not read them."""
     masking = case_masking(window, documents, "none", 0.0)
     blocks = attention.block_mask(masking, "flex", LENGTH, torch.zeros(()))
-    seen = masking.dense(LENGTH, torch.zeros(()))[:, 0].isfinite()
-    count = -(-LENGTH // FLEX_BLOCK)
-    for sample, row in itertools.product(range(len(seen)), range(count)):
+    assert_blocks_are_needed(blocks, masking.dense(LENGTH, torch.zeros(()))[:, 0].isfinite())
+
+
+def assert_blocks_are_needed(blocks, seen, between=False):
+    """seen: [b or 1, queries, keys]. between: what lies between two chunks of one block of queries may be there."""
+    for sample, row in itertools.product(range(len(seen)), range(-(-seen.shape[1] // FLEX_BLOCK))):
         of_row = seen[sample, row * FLEX_BLOCK : (row + 1) * FLEX_BLOCK].split(FLEX_BLOCK, dim=1)
         partial = blocks.kv_indices[sample, 0, row, : blocks.kv_num_blocks[sample, 0, row]].tolist()
         full = blocks.full_kv_indices[sample, 0, row, : blocks.full_kv_num_blocks[sample, 0, row]].tolist()
         assert len({*partial, *full}) == len(partial) + len(full)
-        assert {i for i, each in enumerate(of_row) if each.any()} == {*partial, *full}
+        needed = {i for i, each in enumerate(of_row) if each.any()}
+        assert needed == {*partial, *full} or between and needed < {*partial, *full}
         assert all(of_row[i].all() for i in full)
 
 
