@@ -30,7 +30,6 @@ DEVICES = Path("/dev")  # where the driver has a file for each GPU
 # Ports at which ranks meet if nobody names one: below 32768, from where Linux gives ports to connections.
 FIRST_PORT, PORTS = 20000, 12000
 STEPS = 61  # steps of one job, and of jobs submitted one after another, that have ports of their own
-OF_JOB = "SLURM_JOB_"  # begins the variables in which SLURM describes a job
 
 # Launcher -> its variables of rank, world size, local rank, and ranks on this node ("": it has none). The first one
 # counts of which all but the local rank are set: what torchrun starts inherits the variables of an mpirun around it,

@@ -151,11 +151,8 @@ def cumulative_lengths(
             every = torch.arange(len(starts))
             queries = torch.cat((queries, every * len(chunk))).sort().values
             keys = torch.cat((keys, every * chunk.stop)).sort().values
-        both = (
-            _padded(each, len(starts) * tokens).to(like.device, non_blocking=True)
-            for each, tokens in ((queries, len(chunk)), (keys, chunk.stop))
-        )
-        made.append((next(both), next(both)))
+        ends = _padded(queries, len(starts) * len(chunk)), _padded(keys, len(starts) * chunk.stop)
+        made.append((ends[0].to(like.device, non_blocking=True), ends[1].to(like.device, non_blocking=True)))
         before += len(chunk)
     return made
 
@@ -191,11 +188,8 @@ def _end_to_end(
     """Lay the samples end to end, [b * s, heads, d], and compute each document by itself."""
     lengths, size, masking = (q.shape[0], k.shape[0]), q.shape[1], tables.masking
     if ends is None:
-        device = q.device
-        of_queries, of_keys = (
-            torch.arange(0, (size + 1) * n, n, dtype=torch.int32, device=device) for n in lengths
-        )
-        ends = (of_queries, of_keys)
+        every = torch.arange(size + 1, dtype=torch.int32, device=q.device)
+        ends = every * lengths[0], every * lengths[1]
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     back = -1 if masking.window is None else masking.window - 1
     out: Any

@@ -28,7 +28,7 @@ from megazero.log.line_file import NO_ROOM, LineFile
 from megazero.log.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, opened
 from megazero.log.metrics import IterationMetrics, MetricsWriter
 from megazero.log.units import plural
-from megazero.mesh.launch import OF_JOB, Launch
+from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.mesh.objects import gather_objects
 from megazero.models import Decoder, architecture_of
@@ -198,7 +198,7 @@ def _environment(start: Start) -> Sequence[str]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
     }
-    known = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_", OF_JOB)
+    known = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_")
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(known)}
     return [f"{name}: {value}" for name, value in {**facts, **variables}.items()]
 
