@@ -167,7 +167,8 @@ def _by_lengths(
     q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables, dropout: float, key: Key | None
 ) -> Tensor:
     """Compute each chunk of queries with the keys up to its last: kernels let the last query see the last key."""
-    parts, before = list[Tensor](), 0
+    parts: list[Tensor] = []  # torch.compile does not trace list[Tensor]()
+    before = 0
     for number, chunk in enumerate(tables.masking.chunks(k.shape[0])):
         seen = (q[before : before + len(chunk)], k[: chunk.stop], v[: chunk.stop])
         ends = None if tables.made is None else tables.made[number]

@@ -230,7 +230,7 @@ def test_copies_of_an_ensemble_have_their_own_gradients() -> None:
 
 
 def test_branches_fit_into_the_time() -> None:
-    sizes = continued.RowCounts(every=10, least=50, most=300, seeds=(1, 2))
+    sizes = continued.Sizes(every=10, least=50, most=300, seeds=(1, 2))
     formats = tuple("abcdefgh")
     assert continued.plan(1e6, 0.1, 0.1, sizes, formats) == (formats, 300)
     assert continued.plan(96.0, 0.1, 0.0, sizes, formats) == (formats, 60)

@@ -269,7 +269,7 @@ def test_names_units_and_sets(family, tied):
     assert decoder.partial_gradients() == decoder.replicated_parameters()
     whole = Decoder(decoder.config, TensorParallel(None, 0, 2), device="meta").partial_gradients()
     norms, shared = ("q_norm", "k_norm"), ("k_proj", "v_proj")  # of a rank's own heads, or of several
-    own = {"qwen3": norms, "qwen3_moe": norms, "gemma3": norms, "falcon": shared}
+    own = {"qwen3": norms, "qwen3_moe": norms, "dots1": norms, "gemma3": norms, "falcon": shared}
     assert whole == {n for n in parameters if any(part in n for part in own.get(family, ()))}
     shared = Decoder(make("llama", num_query_groups=2), TensorParallel(None, 3, 4), device="meta")
     heads = {f"layers.{i}.attention.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}

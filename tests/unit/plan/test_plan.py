@@ -515,7 +515,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr().err
     assert (
         "no layout fits" in said
-        and "without --zero-preset ddp: TP 1, PP 1, DP 8, CP 4 of these, P,G,OS 8,8,8" in said
+        and "without --zero-preset ddp: TP 1, PP 1, DP 8, CP 4 x 2 of these, P,G,OS 8,8,8" in said
     )
     assert main(words) == 0, "what was advised fits"
     file = write_cluster(tmp_path / "lab.yaml", 0.031)

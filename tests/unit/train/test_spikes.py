@@ -109,7 +109,7 @@ def test_evaluations_after_the_way_back_and_after_named_ranges_stay(tmp_path) ->
     writer.close()
     progress = Progress(iteration=8, left_out=(LeftOut(3, 4, 16, 32), LeftOut(6, 7, 40, 56, rollback=True)))
     config = make_config({**TINY, "log_dir": str(tmp_path)})
-    start = SimpleNamespace(run_id="a", facts=dict, lease="")
+    start = SimpleNamespace(run_id="a", facts=dict, header=dict, lease="")
     before = (tmp_path / "metrics.jsonl").read_text()
     with ExitStack() as stack:
         open_outputs(config, progress, start, 9, stack, first=True)  # type: ignore[arg-type]

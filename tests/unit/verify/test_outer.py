@@ -50,7 +50,7 @@ def records(config: RunConfig = CONFIG, fault: str = "") -> list[RankRecord]:
     anchor = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
     velocity = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     own = [dict(anchor), dict(anchor)]
-    found = [RankRecord(0, 0, 0, True, replica) for replica in range(2)]
+    found = [RankRecord(0, 0, 0, True, replica=replica) for replica in range(2)]
     under_way: dict[int, dict[str, np.ndarray]] = {}
 
     def gradient_of(name: str) -> np.ndarray:
@@ -141,7 +141,7 @@ def test_replicas_become_one_model() -> None:
 
 def sent_in(*steps: int) -> RankRecord:
     """A rank that sends so many bytes to other replicas in each step."""
-    return RankRecord(0, 0, 0, True, 0, [StepRecord(traffic={BETWEEN: sent}) for sent in steps])
+    return RankRecord(0, 0, 0, True, steps=[StepRecord(traffic={BETWEEN: sent}) for sent in steps])
 
 
 def test_bytes_of_what_is_on_its_way_are_compared_as_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.mesh.grid import INTER, AxisSpec, make_grid
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.zero import records, reduce
-from megazero.zero.build import _refuse_different_starts
+from megazero.zero.build import Placed, _refuse_different_starts
 from megazero.zero.grad_norm import GlobalNorm, clip_factor, counted
 from megazero.zero.optimizer import SliceOptimizer, Traits
 from megazero.zero.records import MASTER, RESIDUAL, load_records, rank_tensors, residual_sum, save_records
@@ -453,15 +453,15 @@ def test_starts_are_compared_to_the_bit_and_without_copies() -> None:
 
     mesh: Any = SimpleNamespace(device=CPU, gather_along=gather)
     two: Any = SimpleNamespace(size=2)
-    axes = zero.DataAxes((two,), 0, 0, 0, 1)
+    place_of = {id(module.weight): Placed((module,), zero.DataAxes((two,), 0, 0, 0, 1), False)}
     with torch.profiler.profile(profile_memory=True) as profile:
-        _refuse_different_starts(module, [((module,), axes)], mesh)
+        _refuse_different_starts(module, place_of, mesh)
     sizes = [event.self_cpu_memory_usage for event in profile.events()]
     assert 0 < max(sizes) < module.weight.nbytes
     with torch.no_grad():
         module.weight.copy_(module.weight.flip(0))
     with pytest.raises(ValueError, match="start from different values of 'weight'"):
-        _refuse_different_starts(module, [((module,), axes)], mesh)
+        _refuse_different_starts(module, place_of, mesh)
 
 
 def test_a_mesh_on_another_device_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
