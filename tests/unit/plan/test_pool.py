@@ -92,7 +92,8 @@ def test_residuals_are_of_the_slice_that_crosses_nodes(
 def test_processors_hold_what_is_gathered_ahead_twice() -> None:
     """gloo gathers among more than two ranks into memory of its own, until all is there."""
     modules = {EMBEDDING: 2000, LAYER: 1000, HEAD: 500}
-    units: Any = SimpleNamespace(elements=12_500, gathered_modules=lambda p: modules)
+    every = SimpleNamespace(elements=12_500, apart=1)
+    units: Any = SimpleNamespace(counts=[(every, 1)], gathered_modules=lambda p: modules)
     for per_node, copied in ((4, 1), (2, 0)):  # an axis of 4 ranks, two of 2
         sizes = {}
         for on_host in (False, True):

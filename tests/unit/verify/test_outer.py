@@ -150,7 +150,7 @@ def test_bytes_of_what_is_on_its_way_are_compared_as_it_arrives(monkeypatch: pyt
     sizes = [expected.bytes_of(0, step, False).get(BETWEEN, 0) for step in range(6)]
     first, second = sizes[1], sizes[3]
     assert sizes == [0, first, 0, second, 0, first] and 0 < first != second > 0
-    monkeypatch.setattr(expected, "bytes_of", lambda rank, step, after_save: {BETWEEN: sizes[step]})
+    monkeypatch.setattr(expected, "bytes_of", lambda rank, step, *_, **__: {BETWEEN: sizes[step]})
     for saved, steps, wrong in (
         (2, (0, first - 8, 8, 8, second - 8, first), 0),
         (2, (0, 0, first, second, 0, first), 0),
