@@ -21,6 +21,7 @@ from megazero.checkpoint.errors import first_bytes
 from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World, begun
 from megazero.config.read.beginning import Beginning, read_beginning
+from megazero.config.secrets import redact
 from megazero.config.summary import rounded_summary
 from megazero.convert.card import card_options
 from megazero.data.tokenizer import TokenizerInfo
@@ -327,7 +328,7 @@ def prepare(
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     said = card_options(config.model.model_family, config.values())
-    progress = progress.started(said, rounded_summary(config, world))
+    progress = progress.started(redact(said), rounded_summary(config, world))  # a card is published
     start = replace(agree_on_start(config, launch, progress), lease=supervisor.lease.holder.owner)
     progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
     first, guard = mesh.rank == 0, partial(supervisor.lease.check, config.logging.log_dir)

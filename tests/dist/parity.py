@@ -68,7 +68,7 @@ def samples(config: RunConfig, step: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 def forced(decoder: Decoder, tokens: torch.Tensor) -> Decisions | None:
     """Return to which of the first two experts each token of a rank [b, s] goes, where others are to be idle."""
-    if decoder.config.num_experts != EXPERTS[IDLE_RANKS]["num_experts"]:
+    if any(getattr(decoder.config, name) != value for name, value in EXPERTS[IDLE_RANKS].items()):
         return None
     own = tokens.t()[sequence_slice(tokens.shape[1], decoder.tp)].reshape(-1, 1)
     return {i: Decision((own % 2).int()) for stage in decoder.stages for i in stage.layers}
