@@ -122,7 +122,7 @@ def test_a_rank_that_is_missing_at_the_start_is_named_within_its_own_limit(
     if what is miss_the_meeting:
         assert f"1 of 3 ranks did not come: rank 1 on {socket.gethostname()}" in words
     else:
-        assert "missing: rank 1 on " in words and "in the start: no answer" in words
+        assert "missing: rank 1 on " in words and "in waiting for 2 other ranks: no answer" in words
     assert read_status(tmp_path / "logs" / STATUS_FILE) == ExitStatus.RANK_LOST
 
 
