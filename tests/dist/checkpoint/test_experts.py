@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -74,6 +75,7 @@ FEEDBACK = {
 }
 
 
+@pytest.mark.slow
 def test_what_rounding_owes_goes_to_ranks_that_share_no_experts(tmp_path: Path) -> None:
     """All else is the same: each sender's own is of other units, and the sums are loaded."""
     values = {**MODEL, **FEEDBACK, "log_dir": str(tmp_path / "logs")}

@@ -49,6 +49,7 @@ def test_pretraining_script_is_a_legal_configuration():
         assert config.shards(world).factors == (4, 4 * nodes, 4 * nodes)
 
 
+@pytest.mark.slow
 def test_a_mixture_goes_from_hugging_face_through_training_and_back(tmp_path: Path) -> None:
     """As a new user would, but what is installed is this checkout."""
     transformers = pytest.importorskip("transformers")
