@@ -7,16 +7,14 @@ from collections.abc import Sequence
 
 from megazero.calibrate.options import CalibrationRequest, help_text, read_request
 from megazero.config import run_command
-from megazero.mesh.launch import Launch, read_launch, take_local_rank, take_ranks
+from megazero.mesh.launch import Launch, take_launch
 from megazero.mesh.starter import start_again
 
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 if the cluster file is written, 2 if the flags or the launcher's words are wrong."""
     try:
-        local_rank, words = take_local_rank(argv)
-        ranks, words = take_ranks(words)
-        launch = read_launch(local_rank=local_rank, starts=ranks)
+        launch, ranks, words = take_launch(argv)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -12,15 +12,13 @@ from dataclasses import replace
 from megazero.config import World, parse_or_exit
 from megazero.config.options.data_inputs import run_vocabulary
 from megazero.config.summary import describe
-from megazero.mesh.launch import read_launch, take_local_rank, take_ranks
+from megazero.mesh.launch import take_launch
 
 
 def main() -> int:
     """Print the configuration that these flags give, as a run would have it, and return the exit status."""
     try:
-        local_rank, flags = take_local_rank(sys.argv[1:])
-        ranks, flags = take_ranks(flags)
-        launch = read_launch(local_rank=local_rank, starts=ranks)
+        launch, ranks, flags = take_launch(sys.argv[1:])
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -129,6 +129,16 @@ def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     return _take_number(argv, "nproc-per-node", "the number of ranks to start on this machine, 1 or above", 1)
 
 
+def take_launch(argv: Sequence[str]) -> tuple[Launch, int | None, list[str]]:
+    """Return how this process was launched, how many ranks it is to start here, and the words that say neither.
+
+    Raises ValueError as ``take_local_rank``, ``take_ranks`` and ``read_launch`` do.
+    """
+    local_rank, words = take_local_rank(argv)
+    ranks, words = take_ranks(words)
+    return read_launch(local_rank=local_rank, starts=ranks), ranks, words
+
+
 def _take_number(argv: Sequence[str], key: str, takes: str, least: int) -> tuple[int | None, list[str]]:
     number, rest, words = None, list[str](), iter(argv)
     for word in words:

@@ -13,7 +13,7 @@ from megazero.config.read.beginning import read_beginning
 from megazero.config.read.data_files import refuse_missing_data
 from megazero.config.read.folders import make_folders
 from megazero.log.exit_status import ExitStatus, end_folder, record_status, report_to_torchrun, status_of
-from megazero.mesh.launch import is_first, read_launch, take_local_rank, take_ranks
+from megazero.mesh.launch import is_first, take_launch
 from megazero.mesh.starter import start_again
 from megazero.train.entry_point import run
 
@@ -21,9 +21,7 @@ from megazero.train.entry_point import run
 def main(argv: Sequence[str]) -> int:
     """Return the exit status (log/exit_status.py). Mistakes are told in a fraction of a second, before torch."""
     try:
-        local_rank, flags = take_local_rank(argv)
-        ranks, flags = take_ranks(flags)
-        launch = read_launch(local_rank=local_rank, starts=ranks)
+        launch, ranks, flags = take_launch(argv)
     except ValueError as error:
         return _refuse(error, is_first())
     try:

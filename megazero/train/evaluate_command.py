@@ -17,7 +17,7 @@ from megazero.config.read.parse import make_run, read_layers
 from megazero.config.read.sources import Layer
 from megazero.config.run import all_options
 from megazero.log.exit_status import ExitStatus, status_of
-from megazero.mesh.launch import Launch, read_launch, take_local_rank, take_ranks
+from megazero.mesh.launch import Launch, take_launch
 from megazero.mesh.starter import start_again
 
 USAGE = """usage: megazero evaluate --load DIR [--nproc-per-node N] [flags of training]
@@ -47,9 +47,7 @@ NO_TRAINING = {"lr": 1.0, "train_iters": 1, "optimizer": "sgd", "sgd_momentum": 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status."""
     try:
-        local_rank, flags = take_local_rank(argv)
-        ranks, flags = take_ranks(flags)
-        launch = read_launch(local_rank=local_rank, starts=ranks)
+        launch, ranks, flags = take_launch(argv)
     except ValueError as error:
         print(error, file=sys.stderr)
         return ExitStatus.MISTAKE

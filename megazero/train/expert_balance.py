@@ -90,6 +90,7 @@ class ExpertBalance(StepPart):
         return self.engine.divisor / (self.engine.micro_batches * self.mesh.replica_batch_ranks)
 
     def write(self, row: torch.Tensor) -> None:
+        """Write this rank's terms of the step's losses, and of all ranks the fullest expert. Collective."""
         config, device = self.decoder.config, row.device
         assert config.num_experts is not None
         loads = torch.zeros(len(self.numbers), config.num_experts, dtype=torch.int64, device=device)

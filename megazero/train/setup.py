@@ -65,6 +65,7 @@ from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import run_length
 from megazero.train.state.checkpointing import Checkpointing, SavedTokenizer
 from megazero.train.state.origin import Origin, find_origin, leave_behind
+from megazero.train.state.progress import Progress
 from megazero.train.state.rollback import LossSpike
 from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Trainer
@@ -288,6 +289,13 @@ def _not_named(origin: Origin, users: Mapping[str, Callback]) -> list[str]:
     ]
 
 
+def _started(config: RunConfig, mesh: Mesh, progress: Progress) -> Progress:
+    """Return the progress with this start's flags, which a model card tells: so without secrets."""
+    world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
+    said = card_options(config.model.model_family, config.values())
+    return progress.started(redact(said), rounded_summary(config, world))
+
+
 def prepare(
     config: RunConfig,
     launch: Launch,
@@ -326,21 +334,12 @@ def prepare(
 
     if length.halt is not None:
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
-    world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
-    said = card_options(config.model.model_family, config.values())
-    progress = progress.started(redact(said), rounded_summary(config, world))  # a card is published
+    progress = _started(config, mesh, progress)
     start = replace(agree_on_start(config, launch, progress), lease=supervisor.lease.holder.owner)
     progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
-    first, guard = mesh.rank == 0, partial(supervisor.lease.check, config.logging.log_dir)
+    guard, peak = partial(supervisor.lease.check, config.logging.log_dir), peak_tflops(config, mesh.device)
     outputs = open_outputs(
-        config,
-        progress,
-        start,
-        length.last_iteration,
-        stack,
-        guard,
-        first=first,
-        peak=peak_tflops(config, mesh.device),
+        config, progress, start, length.last_iteration, stack, guard, first=mesh.rank == 0, peak=peak
     )
     report_start(config, mesh, decoder, progress, outputs, forecast.lines() if forecast else ())
     conditions = ExitConditions.of(config.training, signals, length.halt, supervisor.began)

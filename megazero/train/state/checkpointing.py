@@ -102,9 +102,8 @@ class Checkpointing:
             # In a unit, matrices that are stepped alike lie together.
             **({"matrices": self.config.optimizer.muon_tp_mode} if self.engine.by_matrix else {}),
             **({"outer_replicas": grid.outer} if grid.outer > 1 else {}),
-            **(
-                {"ep": grid.ep} if grid.ep > 1 else {}
-            ),  # units of experts, and what they leave in their layers'
+            # Units of experts, and what they leave in their layers'.
+            **({"ep": grid.ep} if grid.ep > 1 else {}),
         }
 
     def save(self, progress: Progress) -> Path:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megazero.config import make_config
+from megazero.config.options.cluster import load_cluster
 from megazero.plan.report import size_unit
 from megazero.train.peak import PEAKS, peak_tflops
 from tests.sizes import SMALL
@@ -23,6 +24,8 @@ def test_a_device_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak("NVIDIA GB200", monkeypatch) == 2500 and peak("Another", monkeypatch) is None
     assert peak("NVIDIA H100 80GB HBM3", monkeypatch, params_dtype="fp32") is None
     assert peak_tflops(make_config({**SMALL, "params_dtype": "bf16"}), CPU) is None
+    shipped = {"H100": "h100", "A100": "a100", "A800": "a800-amsp"}
+    assert all(PEAKS[part] == load_cluster(name).device.peak("bf16") / 1e12 for part, name in shipped.items())
     assert all(first not in later for i, first in enumerate(PEAKS) for later in list(PEAKS)[i + 1 :])
 
 
