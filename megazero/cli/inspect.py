@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
+from megazero.checkpoint.directory import find_checkpoint
 from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
 from megazero.config.secrets import redact
@@ -35,7 +36,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _inspect(options: InspectOptions) -> int:
-    from megazero.checkpoint.store import find_checkpoint  # brings torch
     from megazero.convert.inspection import DAMAGED, describe, differences  # brings torch
 
     path = find_checkpoint(options.checkpoint, options.ckpt_step)
