@@ -158,12 +158,16 @@ def sum_by_node(trainer: Any) -> None:
 def note_first_gradients(file: Path, trainer: Any) -> None:
     """Write the gradients of a built trainer's first step, of this rank's shards by name."""
 
+    noted: list[Path] = []
+
     def note(*_: Any) -> None:
-        handle.remove()
+        if noted:
+            return
+        noted.append(file)
         named = (each for part in trainer.model_parts for each in part.named_parameters())
         torch.save({name: p.grad.to_local().clone() for name, p in named if p.grad is not None}, file)
 
-    handle = register_optimizer_step_pre_hook(note)
+    register_optimizer_step_pre_hook(note)
 
 
 def write_assets(folder: Path) -> None:
