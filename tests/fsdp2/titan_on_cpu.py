@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import rendezvous
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -271,6 +270,7 @@ def forked(number: int, act: Callable[[], None]) -> None:
     if not pid:
         code = 1
         try:
+            rendezvous = importlib.import_module("torch.distributed.rendezvous")
             meet = rendezvous._create_c10d_store
             rendezvous._create_c10d_store = lambda *args, **kwargs: dist.PrefixStore(
                 f"run {number}", meet(*args, **kwargs)
