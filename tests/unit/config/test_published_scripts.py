@@ -160,6 +160,17 @@ LONG = {
 }
 
 
+# What Megatron's parse_args and validate_args make of them: data-parallel size, --sequence-parallel, width of the MLP
+# and of a head, groups that share keys.
+MEGATRON = {
+    "functional test": (1, True, 2048, 64, 8),
+    "hierarchical": (1, False, 2048, 64, 8),
+    "70B": (2, False, 32768, 128, 64),
+    "allgather": (1, False, 2048, 64, 8),
+    "a2a": (1, True, 10880, 128, 8),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "levels"),
     [
@@ -175,6 +186,12 @@ def test_scripts_of_long_sequences(name: str, ranks: int, levels: tuple[int, int
     config = parse(LONG[name].split(), world)
     parallel = config.parallel
     assert config.context_levels(world) == levels
+    model = config.model
+    found = (
+        config.data_parallel_size(world),
+        parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+    )
+    assert (*found, model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == MEGATRON[name]
     # As Megatron counts: data-parallel size = world / (tp x pp x cp), and a rank has 1/cp of a sequence.
     shared = parallel.context_parallel_size
     assert config.data_parallel_size(world) * parallel.model_ranks * shared == ranks
