@@ -26,6 +26,8 @@ from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
+from megazero.moe import BalanceLosses
+from megazero.moe.balance import SEQUENCE_AUX
 from megazero.train.parallelize import DTYPES, make_outer
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
@@ -34,6 +36,7 @@ from megazero.zero.build import Init
 RANKS = 4
 NUDGE = 0.001
 CHUNK = 32  # samples of one forward of an evaluation
+BALANCE = 0.01  # the weight of the loss that balances experts
 LOOP = (
     "step",
     "sent",
@@ -41,6 +44,7 @@ LOOP = (
     "seconds",
     "cpu_seconds",
     "curve",
+    "loads",
     "errors",
 )  # of Training, kept by a snapshot
 TRACE = 8  # steps before a traced one whose master weights are kept, too
@@ -54,6 +58,7 @@ class Settings:
 
     text: of data.py. node: ranks of a node. exact: parameters with at most so many elements are never quantised.
     micro_batch: samples of a rank. peak: of the learning rate, after a linear warm-up, then linearly to 0.
+    experts: of each layer, each as wide as ffn, of which a token goes to two; 0: none.
     evaluation: samples after the last step; curve: the first so many of them every ``interval`` steps.
 
     The sizes: a step costs 4 x 45 ms of CPU time, half of it the ranks' own (measured; 2 layers of 256: 4 x 58 ms),
@@ -78,6 +83,7 @@ class Settings:
     node: int = 2
     exact: int = 16384  # the flags' default: here the norms
     device: str = "cpu"
+    experts: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -103,8 +109,9 @@ class Settings:
         return RANKS * self.micro_batch * self.sequence
 
     def decoder(self) -> Decoder:
-        config = llama(self)
-        return Decoder(config, device="meta", dtype=DTYPES[self.dtype])
+        # Losses are sums, and the divisor of a step is its tokens: a rank's mean has its share of them.
+        balance = BalanceLosses(SEQUENCE_AUX, BALANCE, scale=lambda: self.tokens / RANKS)
+        return Decoder(llama(self), balance=balance, device="meta", dtype=DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -227,6 +234,7 @@ class Training:
         self.step = self.sent = self.skipped = 0
         self.seconds = self.cpu_seconds = 0.0
         self.curve: list[tuple[int, float]] = []
+        self.loads: list[tuple[int, float]] = []
         self.errors: dict[str, list[float]] = {}
 
     def advance(self, batches: Batches) -> None:
@@ -247,6 +255,17 @@ class Training:
         self.curve.append((self.step, self.evaluate(self.model, self.engine, self.settings.curve)))
         if self.step < self.settings.steps:
             self.sent += self.engine.traffic.bytes["refresh", INTER]
+        if self.settings.experts and self.step:
+            self.loads.append((self.step, self._load()))
+
+    def _load(self) -> float:
+        """Return how many times the mean of tokens the fullest expert of any layer got since the last point."""
+        balances = list(self.model.balances().values())
+        own = [float(n) for balance in balances for n in balance.load.tolist()]
+        loads = torch.tensor(sum_over_ranks(self.mesh, own)).view(len(balances), -1)
+        for balance in balances:
+            balance.clear()
+        return float((loads.amax(1) / loads.mean(1)).max())
 
     @property
     def wants_point(self) -> bool:
@@ -275,6 +294,7 @@ class Training:
             "loss": evaluate(),
             **({"replicas": evaluate(anchor=False)} if outer else {}),
             "curve": self.curve,
+            **({"loads": self.loads} if settings.experts else {}),
             "skipped": self.skipped,
             "sent": sent / (RANKS // settings.node) / settings.steps,
             "errors": {kind: fmean(values) for kind, values in self.errors.items()},
@@ -294,7 +314,7 @@ def train(
 ) -> dict[str, Any] | None:
     """Train and evaluate; collective. Returns what is kept of a run: ``loss`` over the whole evaluation set, with
     outer replicas that of the anchor beside ``replicas``, the mean of theirs; the ``curve`` [step, loss] over its
-    first part, ``sent`` bytes per step from one node, mean relative rounding ``errors``, the final master's
+    first part, of experts the ``loads`` [step, the fullest expert's over the mean], ``sent`` bytes per step from one node, mean relative rounding ``errors``, the final master's
     ``digest``, the ``corpus`` of the text, and seconds, of the CPU time those of this process.
 
     trace: folder for the master weights of TRACE + 1 consecutive steps at half way and at the end. snapshot: the run

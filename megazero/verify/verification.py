@@ -214,7 +214,11 @@ def _exactly(config: RunConfig) -> RunConfig:
     optimizer = replace(config.optimizer, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")
     precision = replace(config.precision, params_dtype=dtype)
     outer = replace(config.outer, outer_bits=32, outer_rounding=None)
-    return replace(config, model=model, optimizer=optimizer, precision=precision, outer=outer)
+    way = config.parallel.moe_dispatch_across_nodes
+    parallel = replace(config.parallel, moe_dispatch_across_nodes="exact" if way == "int8" else way)
+    return replace(
+        config, model=model, parallel=parallel, optimizer=optimizer, precision=precision, outer=outer
+    )
 
 
 def other_layouts(config: RunConfig, world: World, data_parallel: int) -> list[tuple[str, RunConfig, World]]:

@@ -17,7 +17,7 @@ from megazero.config import RunConfig
 from megazero.cp import ContextParallel, Peers, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.models.experts import Experts, MixtureOfExperts
-from megazero.moe import Balance, ExpertParallel, dispatch
+from megazero.moe import Balance, Peers, dispatch
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
@@ -308,8 +308,8 @@ def _stale_sizes(place: Place) -> None:
     held: dict[int, Any] = {}
     sizes = dispatch._sizes
 
-    def stale(counts: Tensor, ep: ExpertParallel) -> Any:
-        found = sizes(counts, ep)
+    def stale(counts: Tensor, peers: Peers) -> Any:
+        found = sizes(counts, peers)
         return held.setdefault(len(counts), found)
 
     place.replace(dispatch, "_sizes", stale)
@@ -317,13 +317,13 @@ def _stale_sizes(place: Place) -> None:
 
 def _doubled_dispatch(place: Place) -> None:
     """Rows go to their experts twice."""
-    exchange_rows = ExpertParallel.exchange
+    exchange_rows = Peers.exchange
 
-    def twice(ep: ExpertParallel, rows: Tensor, *sizes: Any) -> Tensor:
-        exchange_rows(ep, rows, *sizes)
-        return exchange_rows(ep, rows, *sizes)
+    def twice(peers: Peers, rows: Tensor, *sizes: Any) -> Tensor:
+        exchange_rows(peers, rows, *sizes)
+        return exchange_rows(peers, rows, *sizes)
 
-    place.replace(ExpertParallel, "exchange", twice)
+    place.replace(Peers, "exchange", twice)
 
 
 FAULTS: dict[str, Callable[[Place], None]] = {
