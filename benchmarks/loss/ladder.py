@@ -27,8 +27,17 @@ SIZES = {
     ),
     # In fp32, which is the faster one of CPUs without instructions for bf16.
     "2.4M of 8 experts": replace(
-        BASE, layers=2, hidden=64, ffn=96, heads=2, vocabulary=16384, micro_batch=2, experts=8, dtype="fp32",
-        text="stdlib", evaluation=512,
+        BASE,
+        layers=2,
+        hidden=64,
+        ffn=96,
+        heads=2,
+        vocabulary=16384,
+        micro_batch=2,
+        experts=8,
+        dtype="fp32",
+        text="stdlib",
+        evaluation=512,
     ),
 }
 INT4, HADAMARD, DIFFERENCES = "qgz", "int4-hadamard", "zeropp-hadamard"

@@ -314,8 +314,8 @@ def train(
 ) -> dict[str, Any] | None:
     """Train and evaluate; collective. Returns what is kept of a run: ``loss`` over the whole evaluation set, with
     outer replicas that of the anchor beside ``replicas``, the mean of theirs; the ``curve`` [step, loss] over its
-    first part, of experts the ``loads`` [step, the fullest expert's over the mean], ``sent`` bytes per step from one node, mean relative rounding ``errors``, the final master's
-    ``digest``, the ``corpus`` of the text, and seconds, of the CPU time those of this process.
+    first part, of experts the ``loads`` [step, the fullest expert's tokens over the mean], ``sent`` bytes per step from one
+    node, mean relative rounding ``errors``, the final master's ``digest``, the ``corpus`` of the text, and seconds, of the CPU time those of this process.
 
     trace: folder for the master weights of TRACE + 1 consecutive steps at half way and at the end. snapshot: the run
     goes on from it if it is there; when its time is over, the run is left there and None returned.

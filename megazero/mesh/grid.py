@@ -325,7 +325,14 @@ def expert_problem(
 
 
 def _expert_faults(
-    ep: int, experts: int, tp: int, shards: tuple[int, int, int], d: int, h: int, dp_outermost: bool, across: bool
+    ep: int,
+    experts: int,
+    tp: int,
+    shards: tuple[int, int, int],
+    d: int,
+    h: int,
+    dp_outermost: bool,
+    across: bool,
 ) -> list[str]:
     faults = [f"it does not divide {experts} experts"] if experts % ep else []
     if ep == 1:
@@ -440,8 +447,8 @@ def make_grid(
     optimizer states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by
     role and link, e.g. 'os_inter', and at most one of each exists. ``outer`` is the number of outer replicas, which
     are groups of whole nodes. ``cp`` data-parallel ranks in a row share samples, ``cp_keys`` groups of which gather
-    keys. ``ep`` ranks in a row share experts, inside a node or of whole nodes. Raises ValueError for sizes that do not divide and for factors that are
-    illegal.
+    keys. ``ep`` ranks in a row share experts, inside a node or of whole nodes. Raises ValueError for sizes that do
+    not divide and for factors that are illegal.
     """
     if outer > 1:
         inside = replica_size(world_size, ranks_per_node, outer)

@@ -17,8 +17,8 @@ KIND = "ep"  # of the hops
 
 
 @dataclass(frozen=True)
-class Peers:
-    """The ranks along one axis to which rows go, as one of them sees them.
+class Holders:
+    """The ranks along one axis that share experts, as one of them sends rows to them.
 
     traffic: it counts the bytes that this rank sends. waits: it times the waits for other ranks.
     """
@@ -63,7 +63,7 @@ class Peers:
         return out
 
     def _exchanged(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        assert self.axis is not None, "these Peers have no process groups: they cannot communicate"
+        assert self.axis is not None, "these Holders have no process groups: they cannot communicate"
         out, each = rows.new_empty(sum(received), *rows.shape[1:]), prod(rows.shape[1:])
         sizes = [n * each for n in received], [n * each for n in sent]
         work = start_route(self.axis, out.view(-1), rows.view(-1), *sizes, KIND, self.traffic)
@@ -72,7 +72,7 @@ class Peers:
         return out
 
 
-ALONE = Peers()
+ALONE = Holders()
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class ExpertParallel:
 
     rank: int = 0
     size: int = 1
-    inside: Peers = ALONE
-    across: Peers = ALONE
+    inside: Holders = ALONE
+    across: Holders = ALONE
     codec: Blockwise | None = None
 
     @classmethod
@@ -103,7 +103,7 @@ class ExpertParallel:
         if mesh.grid.ep == 1:
             return cls()
         traffic, waits = traffic or Traffic(), waits or Waits()
-        inside, across = (Peers(axis, traffic, waits) for axis in mesh.ep_axes)
+        inside, across = (Holders(axis, traffic, waits) for axis in mesh.ep_axes)
         return cls(mesh.grid.ep_axis.index(mesh.rank), mesh.grid.ep, inside, across, codec)
 
     def own(self, experts: int) -> range:

@@ -7,9 +7,9 @@ Where ranks share the experts, rows go to the rank that holds theirs, together w
 the same way. There they are ordered by expert, those of one expert by source. Gradients take both ways in reverse, so
 an expert's are of all ranks' tokens.
 
-Where these ranks are of several nodes, there are two levels. A token's row goes once to each node that has some of its
-experts, to the rank with the same place there, and from there to the ranks of its experts as above. On the way back
-the rows of a token are added at that node, and one of the sums comes from each.
+Where these ranks are of several nodes, there are two levels. A token's row goes once to each node that has some of
+its experts, to the rank with the same place there, and from there to the ranks of its experts as above. On the way
+back the rows of a token are added at that node, and one sum comes from each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.comm.codec import Blockwise
-from megazero.moe.context import ALONE, ExpertParallel, Peers
+from megazero.moe.context import ALONE, ExpertParallel, Holders
 
 NOWHERE = -1  # in the place of an expert
 
@@ -48,8 +48,8 @@ class Dispatch:
     """The places of one micro-batch's rows in one layer.
 
     experts: of each token, [T, k] int64, or NOWHERE, where it goes to fewer. count: how many experts there are.
-    peers: the ranks that share them. sizes: if they are known; else the ranks tell each other, which is collective
-    over peers, and for which the host waits. They are None where ranks share nothing and every token goes to k
+    holders: the ranks that share them. sizes: if they are known; else the ranks tell each other, which is collective
+    over holders, and for which the host waits. They are None where ranks share nothing and every token goes to k
     experts. sparse: some tokens go to fewer.
     """
 
@@ -57,19 +57,19 @@ class Dispatch:
         self,
         experts: Tensor,
         count: int,
-        peers: Peers = ALONE,
+        holders: Holders = ALONE,
         sizes: RowCounts | None = None,
         sparse: bool = False,
     ) -> None:
         flat = experts.flatten()
-        self.k, self.slots, self.peers = experts.shape[1], len(flat), peers
+        self.k, self.slots, self.holders = experts.shape[1], len(flat), holders
         # Of each row, ordered by expert: which of the T x k it is. Equal experts keep the order of tokens.
         self.order = flat.argsort(stable=True)
         numbers = torch.arange(NOWHERE, count, device=flat.device)
         ends = torch.searchsorted(flat[self.order], numbers, right=True).to(torch.int32)
         self.sizes, self.ends = sizes, ends[1:]
-        if sizes is None and (peers.size > 1 or sparse):
-            self.sizes = _sizes(ends.diff(), peers)
+        if sizes is None and (holders.size > 1 or sparse):
+            self.sizes = _sizes(ends.diff(), holders)
         if self.sizes is not None:
             self.order = self.order[self.slots - sum(map(sum, self.sizes.sent)) :]
             self.ends = self._at_experts.sum(0).cumsum(0, dtype=torch.int32)
@@ -110,12 +110,12 @@ class Dispatch:
     def spread(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows [n, h] of this rank's experts, ordered by expert, and their values [n].
 
-        x: tokens [T, h]. values: of tokens' experts, [T, k]. Without other ranks n is T x k. Collective over peers.
+        x: tokens [T, h]. values: of tokens' experts, [T, k]. Without other ranks n is T x k. Collective over holders.
         """
         return _Spread.apply(x, values, self)
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Return for each token the sum of its rows, [T, h]. Collective over peers."""
+        """Return for each token the sum of its rows, [T, h]. Collective over holders."""
         return _Collect.apply(rows, self)
 
     def take_rows(self, x: Tensor) -> Tensor:
@@ -139,17 +139,17 @@ class Dispatch:
 
     def _there(self, rows: Tensor, codec: Blockwise | None = None) -> Tensor:
         """Send this rank's rows to their experts."""
-        if self.sizes is None or self.peers.size == 1:
+        if self.sizes is None or self.holders.size == 1:
             return rows
         sent, received = (list(map(sum, each)) for each in self.sizes)
-        return self.peers.exchange(rows, sent, received, codec).index_select(0, self._by_expert)
+        return self.holders.exchange(rows, sent, received, codec).index_select(0, self._by_expert)
 
     def _back(self, rows: Tensor) -> Tensor:
         """Send the rows of this rank's experts back to where they came from."""
-        if self.sizes is None or self.peers.size == 1:
+        if self.sizes is None or self.holders.size == 1:
             return rows
         sent, received = (list(map(sum, each)) for each in self.sizes)
-        return self.peers.exchange(rows.index_select(0, self._by_source), received, sent)
+        return self.holders.exchange(rows.index_select(0, self._by_source), received, sent)
 
 
 class _ToNodes(Dispatch):
@@ -206,13 +206,13 @@ def dispatch_to(
     return Dispatch(experts, count, ep.inside, told)
 
 
-def _sizes(counts: Tensor, peers: Peers) -> RowCounts:
+def _sizes(counts: Tensor, holders: Holders) -> RowCounts:
     """Tell the other ranks how many rows go to each of their experts. counts: of all experts, int32."""
     received = counts
-    if peers.size > 1:
-        each = [len(counts) // peers.size] * peers.size
-        received = peers.exchange(counts, each, each)
-    sent, came = torch.stack([counts, received]).view(2, peers.size, -1).tolist()
+    if holders.size > 1:
+        each = [len(counts) // holders.size] * holders.size
+        received = holders.exchange(counts, each, each)
+    sent, came = torch.stack([counts, received]).view(2, holders.size, -1).tolist()
     return RowCounts(sent, came)
 
 

@@ -484,14 +484,14 @@ def _expert_rows(
     inside, across = grid.ep_axes
     here, share, (nodes, places) = across.index(rank), experts // grid.ep, (across.size, inside.size)
 
-    def routed(other: int) -> np.ndarray:
-        """Return how many experts of each holder [node, place in it] each token of a rank chose, [T, node, place]."""
-        holders = records[other].steps[step].routing[layer, m] // share
+    def routed(other: int, key: tuple[int, int]) -> np.ndarray:
+        """Return how many experts of each holder each token of a rank chose, [T, node, place in it]."""
+        holders = records[other].steps[step].routing[key] // share
         return (holders[..., None] == np.arange(grid.ep)).sum(1).reshape(-1, nodes, places)
 
     own = inside.index(rank)
-    for layer, m in records[rank].steps[step].routing:
-        chosen = {other: routed(other) for other in grid.ep_axis.ranks(rank)}
+    for key in records[rank].steps[step].routing:
+        chosen = {other: routed(other, key) for other in grid.ep_axis.ranks(rank)}
         # Of the rows that are at each rank of this node, how many go to each of its ranks.
         moved = [
             sum(chosen[source][:, here].sum(0) for source in across.ranks(mate))
@@ -504,7 +504,7 @@ def _expert_rows(
             sent_across=int(sum(visits[rank]) - visits[rank][here]),
             received_across=int(sum(n[here] for n in visits.values()) - visits[rank][here]),
         )
-        yield LayerRows(layer, rows)
+        yield LayerRows(key[0], rows)
 
 
 def resume_check(

@@ -134,7 +134,9 @@ MORE_ACROSS = (
     case(1, 4, 1, "zeropp", family="idle ranks", recompute="full", ep=4, dtype="fp32"),
     case(1, 4, 1, "hpz", family="shared experts", ep=2),
     case(1, 2, 1, "zero3", family="shared experts", pp=2, schedule="zb-h1", recompute="full", ep=2),
-    case(1, 2, 1, "zero1", family="balanced experts", pp=2, schedule="interleaved", virtual=2, layers=4, ep=2),
+    case(
+        1, 2, 1, "zero1", family="balanced experts", pp=2, schedule="interleaved", virtual=2, layers=4, ep=2
+    ),
 )
 
 

@@ -17,7 +17,7 @@ from megazero.config import RunConfig
 from megazero.cp import ContextParallel, Peers, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.models.experts import Experts, MixtureOfExperts
-from megazero.moe import Balance, Peers, dispatch
+from megazero.moe import Balance, Holders, dispatch
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
@@ -308,8 +308,8 @@ def _stale_sizes(place: Place) -> None:
     held: dict[int, Any] = {}
     sizes = dispatch._sizes
 
-    def stale(counts: Tensor, peers: Peers) -> Any:
-        found = sizes(counts, peers)
+    def stale(counts: Tensor, holders: Holders) -> Any:
+        found = sizes(counts, holders)
         return held.setdefault(len(counts), found)
 
     place.replace(dispatch, "_sizes", stale)
@@ -317,13 +317,13 @@ def _stale_sizes(place: Place) -> None:
 
 def _doubled_dispatch(place: Place) -> None:
     """Rows go to their experts twice."""
-    exchange_rows = Peers.exchange
+    exchange_rows = Holders.exchange
 
-    def twice(peers: Peers, rows: Tensor, *sizes: Any) -> Tensor:
-        exchange_rows(peers, rows, *sizes)
-        return exchange_rows(peers, rows, *sizes)
+    def twice(holders: Holders, rows: Tensor, *sizes: Any) -> Tensor:
+        exchange_rows(holders, rows, *sizes)
+        return exchange_rows(holders, rows, *sizes)
 
-    place.replace(Peers, "exchange", twice)
+    place.replace(Holders, "exchange", twice)
 
 
 FAULTS: dict[str, Callable[[Place], None]] = {

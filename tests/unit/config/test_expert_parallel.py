@@ -30,7 +30,10 @@ def test_megatrons_words() -> None:
         ({"expert_model_parallel_size": 3}, "it does not divide 8 experts"),
         ({"expert_model_parallel_size": 8}, "without --moe-dispatch-across-nodes exact; nearest: 4"),
         ({"moe_dispatch_across_nodes": "exact"}, "exact needs ranks that share the experts, which"),
-        ({"moe_dispatch_across_nodes": "int8", "num_experts": None}, "int8 needs ranks that share the experts"),
+        (
+            {"moe_dispatch_across_nodes": "int8", "num_experts": None},
+            "int8 needs ranks that share the experts",
+        ),
         (
             {"expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "int8", "hidden_size": 36},
             "whole blocks of at least 8 elements, which share a scale; nearest: --hidden-size 32 or 40, or exact",

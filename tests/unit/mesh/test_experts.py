@@ -90,9 +90,9 @@ def test_axes_that_other_parameters_have_too_are_the_same() -> None:
     ("ep", "experts", "tp", "shards", "words"),
     [
         (3, 8, 1, (1, 1, 8), "size 3: it does not divide 8 experts, its ranks straddle a node, which has 4"),
-        (8, 8, 1, (1, 1, 8), "which has 4 data-parallel ranks, without --moe-dispatch-across-nodes exact; nearest: 4"),
+        (8, 8, 1, (1, 1, 8), "4 data-parallel ranks, without --moe-dispatch-across-nodes exact; nearest: 4"),
         (3, 9, 2, (1, 1, 8), "it is not a multiple of --tensor-model-parallel-size 2; nearest: 1"),
-        (16, 16, 2, (1, 1, 8), "4 data-parallel ranks x 2 tensor-parallel ranks, without --moe-dispatch-across-nodes exact; nearest: 8"),
+        (16, 16, 2, (1, 1, 8), "x 2 tensor-parallel ranks, without --moe-dispatch-across-nodes exact; nearest: 8"),
     ],
 )  # fmt: skip
 def test_other_sizes_are_refused_with_the_nearest(

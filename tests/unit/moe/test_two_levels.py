@@ -16,11 +16,13 @@ from megazero.moe import ExpertParallel, TwoLevels, dispatch_to
 from tests.unit.moe.test_moe import drawn
 
 RANKS, H, E = 4, 16, 8
+ROW, VALUE = 8 * H, 8  # bytes, in fp64
 Found = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """node: ranks of one. k: experts of a token, of the first ``used``. tokens: of each rank. ep: ranks that share."""
+    """node: ranks of one. k: experts of a token, of the first ``used``. tokens: of each rank. ep: ranks that share
+    the experts."""
 
     node: int
     k: int
@@ -121,33 +123,51 @@ def test_bytes_are_those_of_rows_that_leave(case: Case, bits: int | None) -> Non
     """A forward, one that repeats it, and a backward; numbers of rows and of experts are told once."""
     codec = bits and Blockwise(bits, H)
     found = run_threads(RANKS, computed, case, codec)
-    row, value, coded = 8 * H, 8, codec.message_numel(H) if codec else 8 * H
-    nodes, places, share = case.ep // min(case.node, case.ep), min(case.node, case.ep), E // case.ep
+    coded = codec.message_numel(H) if codec else ROW
     for rank, each in enumerate(found):
-        first = rank // case.ep * case.ep
-        tables = {r: (chosen(r, n, case.k, case.used) // share + first) for r, n in enumerate(case.tokens)}
-        group = range(first, first + case.ep)
-        mates = [r for r in group if r % places == rank % places]  # of the same place at other nodes
+        rows = leaving(case, rank)
+        values, told = case.k * VALUE, (case.ep // rows.places - 1) * 4 + rows.away * case.k * 4
+        across = [
+            rows.away * (coded + values) + rows.came * ROW,
+            rows.away * coded + rows.came * (ROW + values),
+        ]
+        assert [step.get(("ep", INTER), 0) for step in each["sent"]] == [across[0] + told, *across]
+        inside = [
+            rows.sent * (ROW + VALUE) + rows.received * ROW,
+            rows.sent * ROW + rows.received * (ROW + VALUE),
+        ]
+        told = (rows.places - 1) * (E // case.ep) * 4
+        assert [step.get(("ep", INTRA), 0) for step in each["sent"]] == [inside[0] + told, *inside]
 
-        def crossing(source: int, node: int) -> int:
-            return int((tables[source] // places == node).any(1).sum())
 
-        def inner(at: int, to: int) -> int:
-            return sum(int((tables[r] == to).sum()) for r in group if r % places == at % places)
+class Leaving(NamedTuple):
+    """places: ranks of a node that share the experts. away, came: tokens that a rank sends to other nodes, and that
+    come from them. sent, received: rows that it sends to other ranks of its node, and that come from them."""
 
-        here = rank // places
-        away = sum(crossing(rank, r // places) for r in mates if r != rank)
-        came = sum(crossing(r, here) for r in mates if r != rank)
-        near = [r for r in group if r // places == here and r != rank]
-        sent, received = sum(inner(rank, r) for r in near), sum(inner(r, rank) for r in near)
-        across = away * (coded + case.k * value), came * row
-        within = sent * (row + value), received * row
-        told = {INTER: (nodes - 1) * 4 + away * case.k * 4, INTRA: (places - 1) * share * 4}
-        back = {
-            INTER: away * coded + came * (row + case.k * value),
-            INTRA: sent * row + received * (row + value),
-        }
-        again = {INTER: sum(across), INTRA: sum(within)}
-        for link in (INTRA, INTER):
-            got = [step.get(("ep", link), 0) for step in each["sent"]]
-            assert got == [again[link] + told[link], again[link], back[link]], (rank, link)
+    places: int
+    away: int
+    came: int
+    sent: int
+    received: int
+
+
+def leaving(case: Case, rank: int) -> Leaving:
+    first, places = rank // case.ep * case.ep, min(case.node, case.ep)
+    group = range(first, first + case.ep)
+    holders = {r: chosen(r, case.tokens[r], case.k, case.used) // (E // case.ep) + first for r in group}
+    mates = [r for r in group if r % places == rank % places]  # of the same place at other nodes
+    near = [r for r in group if r // places == rank // places and r != rank]
+
+    def crossing(source: int, node: int) -> int:
+        return int((holders[source] // places == node).any(1).sum())
+
+    def moved(at: int, to: int) -> int:
+        return sum(int((holders[r] == to).sum()) for r in group if r % places == at % places)
+
+    return Leaving(
+        places,
+        sum(crossing(rank, r // places) for r in mates if r != rank),
+        sum(crossing(r, rank // places) for r in mates if r != rank),
+        sum(moved(rank, r) for r in near),
+        sum(moved(r, rank) for r in near),
+    )
