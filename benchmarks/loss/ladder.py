@@ -41,6 +41,7 @@ SIZES = {
     ),
 }
 INT4, HADAMARD, DIFFERENCES = "qgz", "int4-hadamard", "zeropp-hadamard"
+DISPATCH = "dispatch-int8"
 TWO_BITS = ("int2-hadamard-clip", "int2-hadamard-clip-feedback")  # clipped: read alone
 FLOPS = {"cpu": 45e9, "cuda": 2e14}  # of a second: one core at 1.3M, to be measured; of a card, a guess
 RANK_STEP_S = 0.012  # of CPU time beside them: 0.3M took 5.3 s for 39 steps
@@ -138,7 +139,7 @@ MORE = (
     Rung("125M", 0.2, (1e-3,), (*FOUR_BITS, TWO_BITS[0]), seeds=1, nudged=1),
 )
 # Differences of weights and sums of gradients of experts, too, in INT4.
-EXPERTS = (Rung("2.4M of 8 experts", 0.125, (4e-3,), (DIFFERENCES,)),)
+EXPERTS = (Rung("2.4M of 8 experts", 0.125, (4e-3,), (DIFFERENCES, DISPATCH)),)
 NO_RUNS = Runs(Path("no runs"))
 RUNGS = {rung.name: rung for rung in (*LADDER, *MORE, *EXPERTS)}
 

@@ -21,14 +21,15 @@ from benchmarks.rank_threads import MeshOf
 from benchmarks.steps import llama
 from megazero import zero
 from megazero.comm.codec import Blockwise
+from megazero.comm.hops import Traffic
 from megazero.config.options.sections import PrecisionConfig
 from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
-from megazero.moe import BalanceLosses
+from megazero.moe import BalanceLosses, ExpertParallel
 from megazero.moe.balance import SEQUENCE_AUX
-from megazero.train.parallelize import DTYPES, make_outer
+from megazero.train.parallelize import DTYPES, make_outer, units_of
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.zero.build import Init
@@ -108,10 +109,10 @@ class Settings:
         """The tokens of a step, over all ranks."""
         return RANKS * self.micro_batch * self.sequence
 
-    def decoder(self) -> Decoder:
+    def decoder(self, ep: ExpertParallel | None = None) -> Decoder:
         # Losses are sums, and the divisor of a step is its tokens: a rank's mean has its share of them.
         balance = BalanceLosses(SEQUENCE_AUX, BALANCE, scale=lambda: self.tokens / RANKS)
-        return Decoder(llama(self), balance=balance, device="meta", dtype=DTYPES[self.dtype])
+        return Decoder(llama(self), ep=ep, balance=balance, device="meta", dtype=DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,10 @@ def shard(
     node = settings.node
     replicas = RANKS // node if variant.outer else 1
     shards = variant.factors(RANKS // replicas, node)
-    mesh = mesh_of(shards=shards, ranks_per_node=node, device=settings.device, outer=replicas)
-    model = settings.decoder()
+    together = RANKS if variant.dispatch else 1  # ranks that share the experts
+    mesh = mesh_of(shards=shards, ranks_per_node=node, device=settings.device, outer=replicas, ep=together)
+    traffic = Traffic()
+    model = settings.decoder(ExpertParallel.of(mesh, traffic, codec=variant.dispatch))
     codecs = variant.codecs
     coded = [
         c
@@ -165,7 +168,8 @@ def shard(
         model,
         mesh=mesh,
         policy=policy,
-        units=model.units(),
+        units=units_of(model, 1, mesh),
+        traffic=traffic,
         clip_norm=1.0,
         init=init or initializer(model, seed),
         **{**own, **options},
@@ -314,8 +318,9 @@ def train(
 ) -> dict[str, Any] | None:
     """Train and evaluate; collective. Returns what is kept of a run: ``loss`` over the whole evaluation set, with
     outer replicas that of the anchor beside ``replicas``, the mean of theirs; the ``curve`` [step, loss] over its
-    first part, of experts the ``loads`` [step, the fullest expert's tokens over the mean], ``sent`` bytes per step from one
-    node, mean relative rounding ``errors``, the final master's ``digest``, the ``corpus`` of the text, and seconds, of the CPU time those of this process.
+    first part, of experts the ``loads`` [step, the fullest expert's tokens over the mean], ``sent`` bytes per step
+    from one node, mean relative rounding ``errors``, the final master's ``digest``, the ``corpus`` of the text, and
+    seconds, of the CPU time those of this process.
 
     trace: folder for the master weights of TRACE + 1 consecutive steps at half way and at the end. snapshot: the run
     goes on from it if it is there; when its time is over, the run is left there and None returned.
@@ -415,7 +420,7 @@ def trace_file(folder: Path, step: int) -> Path:
 
 def whole_master(engine: zero.Engine) -> dict[str, torch.Tensor]:
     """Return the first outer replica's master weights by parameter, in fp32 on every rank's CPU. Slices do not
-    overlap, so adding zeros is exact."""
+    overlap, so adding zeros is exact. Of experts that ranks share it is the sum of what they hold."""
     assert all(unit.axes.os == unit.axes.all for unit in engine.units), "replicas would be added up"
     whole = {slot.name: torch.zeros(slot.shape) for unit in engine.units for slot in unit.layout.slots}
     for name, low, high, values in own_slices(engine):

@@ -232,8 +232,8 @@ def create_mesh(
     data-parallel ranks (``zero.Policy.outer``). ``cp`` data-parallel ranks in a row share samples, ``cp_keys``
     groups of which gather keys, and have axes of their own (``Mesh.cp_axes``). ``ep`` ranks in a row share experts,
     which have data-parallel axes of their own (``Mesh.ep_axes``, ``Mesh.expert_axes``). ``ranks_per_node`` is the
-    whole world by default, i.e. one node. The communicators of ``device`` are made here, too. This is collective: every
-    rank calls it with the same arguments.
+    whole world by default, i.e. one node. The communicators of ``device`` are made here, too. This is collective:
+    every rank calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -98,8 +98,8 @@ class Compute:
     def __init__(
         self, config: RunConfig, cluster: Cluster, collectives: Collectives, grid: Grid | None = None
     ) -> None:
-        """grid: where the ranks lie, if messages of context parallelism and rows of experts have seconds. Raises ValueError if
-        the cluster's devices do not compute in the run's dtype.
+        """grid: where the ranks lie, if messages of context parallelism and rows of experts have seconds. Raises
+        ValueError if the cluster's devices do not compute in the run's dtype.
         """
         self.grid = grid
         self.config, self.cluster, self.collectives = config, cluster, collectives

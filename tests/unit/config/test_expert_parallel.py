@@ -60,9 +60,9 @@ def test_shards_between_which_the_size_lies_are_an_error() -> None:
 
 
 def test_with_its_flag_ranks_of_several_nodes_share_experts() -> None:
-    crossing = {"expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "exact", "global_batch_size": 8}
+    crossing = {"expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "exact", "micro_batch_size": 1}
     assert config(**crossing).parallel.expert_model_parallel_size == 8
-    fewer = config(World(4, 4), elastic=True, micro_batch_size=8, **crossing)
+    fewer = config(World(4, 4), elastic=True, **crossing)
     assert fewer.parallel.expert_model_parallel_size == 4
 
 

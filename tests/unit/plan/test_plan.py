@@ -154,7 +154,7 @@ def test_bytes_of_shared_experts(values: dict[str, object]) -> None:
     ranks = [plan.grid.rank_of(0, dp, tp) for dp in range(plan.grid.dp) for tp in range(plan.grid.tp)]
     each = [expected.bytes_of(rank, 1, False, moved) for rank in ranks]
     assert total["ep", "intra_node"] > 0 and (total["ep", "inter_node"] > 0) == (ep > 4)
-    near_enough = {"tp": 1e-3, "ep": 1e-6}
+    near_enough = {"tp": 1e-3, "ep": 1e-4}
     for (kind, link), sent in total.items():
         mean = sum(want.get(f"{kind}_{link}_bytes", 0) for want in each) / len(each)
         assert sent == pytest.approx(mean, rel=near_enough.get(kind, 0)), (kind, link)
@@ -517,8 +517,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--explain", "--zero-preset", "hpzz"]) == 0
     out = capsys.readouterr().out
     assert "not legal" in out and "--moe-dispatch-across-nodes" not in out
-    mixture = [*words, "--num-experts", "8", "--explain", "--zero-preset", "zero3"]
-    assert main([*mixture, "--expert-model-parallel-size", "8"]) == 0
+    mixture = [*words, "--num-experts", "8", "--pipeline-model-parallel-size", "1"]
+    assert main([*mixture, "--explain", "--zero-preset", "zero3", "--expert-model-parallel-size", "8"]) == 0
     out = capsys.readouterr().out
     assert "without --moe-dispatch-across-nodes exact" in out
     assert "shared by the 8 ranks of two nodes (--moe-dispatch-across-nodes): their rows would take" in out
