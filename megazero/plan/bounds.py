@@ -6,7 +6,7 @@ from what depends on the schedule, the micro-batch and recompute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megazero.config.model.spec import is_layer, model_spec
@@ -25,13 +25,13 @@ MODULES_HELD = 4  # from one segment to the next: the last one and the next one,
 class Work:
     """Seconds of the first rank's chains on one link, or in its own memory.
 
-    refresh, reduce: of the units of its first part, latency included. once: of refreshes and of the last
-    micro-batch's reductions. every: of another micro-batch's. gather: of all units once. stays: of what may be held
-    from one use to the next.
+    refresh, reduce: of the units of each of its parts, latency included: until they can be used, and after the last
+    backward. once: of refreshes and of the last micro-batch's reductions. every: of another micro-batch's. gather: of
+    all units once. stays: of what may be held from one use to the next.
     """
 
-    refresh: float
-    reduce: float
+    refresh: Sequence[float]
+    reduce: Sequence[float]
     once: float
     every: float
     gather: float
@@ -62,13 +62,13 @@ class Works:
     def of_layout(cls, layout: Layout) -> Works:
         units = layout.units(0)
         chains = {unit: layout.chains_of(unit) for unit, _ in units.counts}
-        first = [(chains[unit], number) for unit, number in units.counts_of(0)]
+        parts = [[(chains[unit], n) for unit, n in units.counts_of(i)] for i in range(layout.base.virtual)]
         every = [(chains[unit], number) for unit, number in units.counts]
         held = layout.states.prefetch_bytes + MODULES_HELD * max(units.modules.values()) * layout.formats.width
         of = {
             link: Work(
-                refresh=sum(n * _on(one.refresh, link) for one, n in first),
-                reduce=sum(n * _on(one.last, link) for one, n in first),
+                refresh=[sum(n * _on(one.refresh + one.gather, link) for one, n in part) for part in parts],
+                reduce=[sum(n * _on(one.last, link) for one, n in part) for part in parts],
                 once=sum(n * (_occupied(one.refresh, link) + _occupied(one.last, link)) for one, n in every),
                 every=sum(n * _occupied(one.every, link) for one, n in every),
                 gather=sum(n * _occupied(one.gather, link) for one, n in every),
@@ -82,16 +82,18 @@ class Works:
     def least_seconds(self, base: BaseLayout, gathered: bool) -> float:
         """Return a lower bound of the step time of a layout on this base.
 
-        The first forward cannot end before its weights are refreshed, nor the step before the last micro-batch's
-        gradients of the first stage are summed. Only that forward or backward can hide them. A lane has one hop at a
-        time on a link, and a link carries one message at a time. What is hidden slows the device down.
+        A part's first forward cannot end before its weights are here, nor the step before the last micro-batch's
+        gradients of its last backward are summed. Only what is computed before, or after, can hide them. A lane has
+        one hop at a time on a link, and a link carries one message at a time. What is hidden slows the device down.
         """
         makespan, first_rank = base.compute_only
-        refresh = max(self.of[link].refresh for link in LINKS)
-        reduce = max(self.of[link].reduce for link in LINKS)
-        first = base.stage_seconds[0]
-        behind = first_rank + max(0.0, refresh - first[Kind.FORWARD]) + max(0.0, reduce - first[Kind.BACKWARD])
+        lead = max(_exposed(self.of[link].refresh, base, Kind.FORWARD) for link in LINKS)
+        tail = max(_exposed(self.of[link].reduce, base, Kind.BACKWARD) for link in LINKS)
         links = {link: self.of[link].seconds(base, gathered) for link in LINKS}
+        if base.virtual == 1:  # all wait for the first forward, and the first rank ends last
+            behind = first_rank + lead + tail
+        else:
+            behind = base.first_rank_busy + lead + tail
         contended = base.first_rank_busy + self._contended(base, links, gathered)
         return self.update + max(makespan, behind, contended, *links.values())
 
@@ -121,6 +123,17 @@ def least_crossing(base: BaseLayout, width: float) -> float:
     modules, whole = base.partition.of(0), model_spec(base.config.model).modules
     elements = sum(n * whole[kind].matrices for part in modules for kind, n in part if is_layer(kind))
     return elements / (base.tp * base.h) * (1 - 1 / nodes) * width / base.collectives.rate(INTER)
+
+
+def _exposed(parts: Sequence[float], base: BaseLayout, kind: Kind) -> float:
+    """Return the seconds at least that messages of the first rank's parts, the first part's first, take longer than
+    what is computed beside them: as many micro-batches of the parts before as there are ranks, and one."""
+    most = moved = computed = 0.0
+    for stage, seconds in zip(base.of_rank[0], parts, strict=True):
+        moved, own = moved + seconds, base.stage_seconds[stage.index][kind]
+        most = max(most, moved - computed - own)
+        computed += base.pp * own
+    return most
 
 
 def _on(chain: Chain, link: str) -> float:
