@@ -6,7 +6,7 @@ Many layouts share one base.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -190,6 +190,19 @@ class BaseLayout:
         return ordered_steps(self.schedule_name, self.pp, self.virtual, micro_batches)
 
     @cached_property
+    def beside(self) -> Mapping[Kind, list[float]]:
+        """The seconds for which the first rank computes until a part's first forward ends, and from its last backward
+        on, part by part: as many micro-batches of the parts before as there are ranks, and one of its own."""
+        found: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+        for kind, sums in found.items():
+            before = 0.0
+            for stage in self.of_rank[0]:
+                own = self.stage_seconds[stage.index][kind]
+                sums.append(before + own)
+                before += self.pp * own
+        return found
+
+    @cached_property
     def first_rank_busy(self) -> float:
         """The seconds for which the first rank computes."""
         own = (self.stage_seconds[s.index] for s in self.of_rank[0])
@@ -287,11 +300,12 @@ class BaseLayout:
 
         loss_chunk: the tokens whose logits are held at once. None: all.
         """
-        width, on_host = self.compute.width, self.cluster.on_host
-        return [
-            activations(self.config, width, own, self.peaks[rank], on_host, loss_chunk, self.world)
-            for rank, own in enumerate(self.of_rank)
-        ]
+        width, on_host, found = self.compute.width, self.cluster.on_host, dict[object, Any]()
+        alike = [(self.partition.of(rank), self.peaks[rank]) for rank in range(self.pp)]
+        for own, key in zip(self.of_rank, alike, strict=True):
+            if key not in found:
+                found[key] = activations(self.config, width, own, key[1], on_host, loss_chunk, self.world)
+        return [found[key] for key in alike]
 
     @cached_property
     def other_bytes(self) -> list[Bytes]:

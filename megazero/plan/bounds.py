@@ -6,8 +6,10 @@ from what depends on the schedule, the micro-batch and recompute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import sub
 
 from megazero.config.model.spec import is_layer, model_spec
 from megazero.mesh.grid import INTER, INTRA
@@ -25,8 +27,8 @@ MODULES_HELD = 4  # from one segment to the next: the last one and the next one,
 class Work:
     """Seconds of the first rank's chains on one link, or in its own memory.
 
-    refresh, reduce: of the units of each of its parts, latency included: until they can be used, and after the last
-    backward. once: of refreshes and of the last micro-batch's reductions. every: of another micro-batch's. gather: of
+    refresh, reduce: of the units of its parts up to each, latency included: until they can be used, and after the
+    last backward. once: of refreshes and of the last micro-batch's reductions. every: of another micro-batch's. gather: of
     all units once. stays: of what may be held from one use to the next.
     """
 
@@ -64,17 +66,19 @@ class Works:
         chains = {unit: layout.chains_of(unit) for unit, _ in units.counts}
         parts = [[(chains[unit], n) for unit, n in units.counts_of(i)] for i in range(layout.base.virtual)]
         every = [(chains[unit], number) for unit, number in units.counts]
-        held = layout.states.prefetch_bytes + MODULES_HELD * max(units.modules.values()) * layout.formats.width
+        held = (
+            layout.states.prefetch_bytes + MODULES_HELD * max(units.modules.values()) * layout.formats.width
+        )
         of = {
             link: Work(
-                refresh=[sum(n * _on(one.refresh + one.gather, link) for one, n in part) for part in parts],
-                reduce=[sum(n * _on(one.last, link) for one, n in part) for part in parts],
+                refresh=_upto(sum(n * _on(one.refresh + one.gather, link) for one, n in p) for p in parts),
+                reduce=_upto(sum(n * _on(one.last, link) for one, n in p) for p in parts),
                 once=sum(n * (_occupied(one.refresh, link) + _occupied(one.last, link)) for one, n in every),
                 every=sum(n * _occupied(one.every, link) for one, n in every),
                 gather=sum(n * _occupied(one.gather, link) for one, n in every),
                 stays=held * max(_occupied(c.gather, link) / (c.ahead_bytes or 1.0) for c, _ in every),
             )
-            for link in (*LINKS, LOCAL)
+            for link in (*LINKS[: 2 + (layout.base.cluster.inter_site is not None)], LOCAL)
         }
         update = layout.base.compute.update(units.elements / layout.shards.os) + layout.matrix_seconds(0)
         return cls(of, update)
@@ -87,9 +91,11 @@ class Works:
         one hop at a time on a link, and a link carries one message at a time. What is hidden slows the device down.
         """
         makespan, first_rank = base.compute_only
-        lead = max(_exposed(self.of[link].refresh, base, Kind.FORWARD) for link in LINKS)
-        tail = max(_exposed(self.of[link].reduce, base, Kind.BACKWARD) for link in LINKS)
-        links = {link: self.of[link].seconds(base, gathered) for link in LINKS}
+        used = {link: self.of[link] for link in LINKS if link in self.of}
+        forwards, backwards = base.beside[Kind.FORWARD], base.beside[Kind.BACKWARD]
+        lead = max(_exposed(work.refresh, forwards) for work in used.values())
+        tail = max(_exposed(work.reduce, backwards) for work in used.values())
+        links = {link: work.seconds(base, gathered) for link, work in used.items()}
         if base.virtual == 1:  # all wait for the first forward, and the first rank ends last
             behind = first_rank + lead + tail
         else:
@@ -125,15 +131,13 @@ def least_crossing(base: BaseLayout, width: float) -> float:
     return elements / (base.tp * base.h) * (1 - 1 / nodes) * width / base.collectives.rate(INTER)
 
 
-def _exposed(parts: Sequence[float], base: BaseLayout, kind: Kind) -> float:
-    """Return the seconds at least that messages of the first rank's parts, the first part's first, take longer than
-    what is computed beside them: as many micro-batches of the parts before as there are ranks, and one."""
-    most = moved = computed = 0.0
-    for stage, seconds in zip(base.of_rank[0], parts, strict=True):
-        moved, own = moved + seconds, base.stage_seconds[stage.index][kind]
-        most = max(most, moved - computed - own)
-        computed += base.pp * own
-    return most
+def _upto(parts: Iterable[float]) -> Sequence[float]:
+    return list(accumulate(parts))
+
+
+def _exposed(moved: Sequence[float], hidden: Sequence[float]) -> float:
+    """Return the seconds at least by which messages take longer than what hides them, up to some part."""
+    return max(0.0, *map(sub, moved, hidden))
 
 
 def _on(chain: Chain, link: str) -> float:

@@ -22,7 +22,6 @@ from megazero.plan.compute import Coder
 from megazero.plan.gathers import Copies, Segment
 from megazero.plan.memory import Memory, States, rank_memory
 from megazero.plan.units import RankUnits, layer_matrices, rank_units
-from megazero.pp.partition import StageSpec
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
 ROUNDS = 3  # of an update of matrices that are under way at once: there, computed, and back

@@ -277,7 +277,10 @@ class Search:
         """
         for shard in [self.given_shards(base)] if self.shards_given else self._shards(base):
             choice = ShardChoice(base, shard)
-            gathered = shard[0] > 1 and self.values.get(LIFETIME) in (None, "gathered")  # some layouts, at least
+            gathered = shard[0] > 1 and self.values.get(LIFETIME) in (
+                None,
+                "gathered",
+            )  # some layouts, at least
             works = [
                 self._work_of(choice, zero, name) for zero, name in self._zero_choices(choice, gathered=False)
             ]
@@ -389,7 +392,13 @@ class Search:
             given = {**self.values, **choice.values}
             bits = given.get("zero_gradient_bits") or 4
             there = min(exact, bits / 8) if "zero_quantized_gradients" in choice.values else exact
-            weights = min(given.get("zero_weight_bits") or 8, 4 if "zero_quantized_weights_delta" in choice.values else 8) / 8
+            weights = (
+                min(
+                    given.get("zero_weight_bits") or 8,
+                    4 if "zero_quantized_weights_delta" in choice.values else 8,
+                )
+                / 8
+            )
             coded = any("weights" in name for name in choice.values)
             found.append(there + min(there, width, weights if coded else width))
         return min(found)

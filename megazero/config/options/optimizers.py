@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from functools import lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -301,7 +301,7 @@ class OptimizerConfig:
         return said + [MomentDtype()] * (own.moments - len(said))
 
 
-@lru_cache(maxsize=None)
+@cache
 def optimizer_conditions(chosen: str) -> tuple[Condition, ...]:
     """Return the options that not every optimizer reads.
 
