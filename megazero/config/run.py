@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
+from megazero.comm.wire import Coding
 from megazero.config.errors import ConfigError
-from megazero.config.layout.context import levels
+from megazero.config.layout.context import gather_coding, levels
 from megazero.config.layout.pipeline import (
     partition_method,
     schedule_name,
@@ -201,6 +203,11 @@ class RunConfig:
         near = self.data_ranks_per_node(world) if world is not None and self.knows_nodes(world) else None
         return levels(self.parallel, self.model, near)
 
+    def gathered_keys(self, world: World) -> Coding | None:
+        """Return the format of keys and values that are gathered across nodes. None: they are exact, or none are."""
+        crosses = self.parallel.context_parallel_size > self.data_ranks_per_node(world)
+        return gather_coding(self.parallel) if crosses and self.context_levels(world)[1] > 1 else None
+
     @property
     def own_length(self) -> int:
         """Return how many tokens of a sample a rank has; under sequence parallelism its tensor-parallel group."""
@@ -292,6 +299,17 @@ class RunConfig:
             warmup = fraction * decay
         wsd = ((opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0) * batch
         return ScheduleLengths(unit, total * batch, decay, warmup, wsd, batch)
+
+    def changed(self, values: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with other values of these options, by name. No rule is asked.
+
+        None is the default. What a command line completes from other options stays as it is.
+        """
+        sections = defaultdict[str, dict[str, Any]](dict)
+        for name, value in values.items():
+            opt = all_options()[name]
+            sections[opt.section][name] = opt.default if value is None else value
+        return replace(self, **{name: replace(getattr(self, name), **own) for name, own in sections.items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the sections as plain JSON values, which are also a legal --config file."""
