@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megazero.comm.wire import Codecs, Coding
 from megazero.config import RunConfig
+from megazero.config.layout.context import gather_coding
 from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum, outer_coding
 from megazero.config.layout.wire import dispatch_coding
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
@@ -96,11 +97,11 @@ def message(unit: UnitShape, parts: int, coding: Coding | None, width: int, exac
     coded, exact = unit.coded // parts, unit.exact // parts
     if coding is None:
         return (coded + exact) * width
-    return _coded(coded, coding) + _fill(exact * exact_width)
+    return coded_message(coded, coding) + _fill(exact * exact_width)
 
 
-def _coded(elements: int, coding: Coding) -> int:
-    """Return the bytes of elements, whole blocks, and their scales."""
+def coded_message(elements: int, coding: Coding) -> int:
+    """Return the bytes of a message of whole blocks: digits and scales."""
     return _fill(elements * coding.bits // 8 + 2 * elements // coding.block)
 
 
@@ -437,13 +438,15 @@ def expert_balance(
 
 class ContextExchange(NamedTuple):
     """An exchange of context-parallel ranks along ``axis``, in which each sends ``row`` bytes to each of the others,
-    of whom so many lie beyond each link. gathers: all receive the same; else each its own, summed or not.
+    of whom so many lie beyond each link. gathers: all receive the same; else each its own, summed or not. coded: how
+    many elements of a row are quantised.
     """
 
     axis: AxisSpec
     others: dict[str, int]
     row: int
     gathers: bool = False
+    coded: int = 0
 
 
 def layer_exchanges(
@@ -468,15 +471,26 @@ def layer_exchanges(
         for channels in (queries + 2 * keys, queries)
     )
     hops = ((across, INTER, 1), (inside, INTRA, across.size))  # of so many ranks' keys
-    gathers = [
+    exact = [
         ContextExchange(axis, {link: axis.size - 1}, 2 * keys * channel * size, True)
         for axis, link, size in hops
         if axis.size > 1
     ]
-    sums = [ContextExchange(each.axis, each.others, each.row) for each in gathers[::-1]]
+    gathers = [_coded(each, config, keys * activation.length * activation.samples) for each in exact]
+    sums = [each._replace(gathers=False) for each in exact[::-1]]
     again = {"full": [*there, *gathers, *back], "selective": [*there, *gathers]}
     repeated = again.get(config.training.recompute_granularity, [])
     return [*there, *gathers, *back], [*repeated, *back, *sums, *there]
+
+
+def _coded(gather: ContextExchange, config: RunConfig, elements: int) -> ContextExchange:
+    """Return a gather of so many elements of keys, and as many of values, as it is sent: across nodes perhaps in the
+    format of --cp-gather-bits, as whole blocks."""
+    coding = gather_coding(config.parallel)
+    if coding is None or gather.axis.link != INTER:
+        return gather
+    coded = -(-elements // coding.block) * coding.block
+    return gather._replace(row=2 * coded_message(coded, coding), coded=2 * coded)
 
 
 class ExpertRows(NamedTuple):
@@ -537,7 +551,7 @@ def expert_rows(
     model, (inside, across) = config.model, grid.ep_axes
     row, value = activation.hidden * activation.width, max(activation.width, 4)
     coding = dispatch_coding(config.parallel.moe_dispatch_across_nodes, activation.hidden)
-    coded = _coded(activation.hidden, coding) if coding else row
+    coded = coded_message(activation.hidden, coding) if coding else row
     recompute = config.training.recompute_granularity == "full"
     own, k = (model.num_experts or 0) // grid.ep, model.moe_router_topk
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megazero.comm.wire import Coding
 from megazero.config import RunConfig
+from megazero.config.layout.context import gather_coding
 from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
@@ -261,6 +262,11 @@ class Compute:
         return forward, backward
 
     def _exchange(self, exchange: ContextExchange) -> float:
+        coding = gather_coding(self.config.parallel)
+        coded = Coder(self, Formats(self.width, self.width), 1, 1).keys(exchange, coding) if coding else 0.0
+        return coded + self._sent(exchange)
+
+    def _sent(self, exchange: ContextExchange) -> float:
         axis, across = exchange.axis, exchange.others.get(INTER, 0)
         operation = "gather" if exchange.gathers else "exchange"
         if self.collectives.link_of(axis) == INTER_SITE:
@@ -344,6 +350,15 @@ class Coder:
         before = others * (self._ns(bits, "encode_ns") + mixed) if coding else 0.0
         after = others * self._ns(bits, "sum_ns") + left / axis.size * (self._ns(8 * sums, "sum_ns") + mixed)
         return before * 1e-9, after * 1e-9
+
+    def keys(self, gather: ContextExchange, coding: Coding) -> float:
+        """Return what is spent to encode gathered keys and values, and to decode those of each other rank."""
+        others = gather.axis.size - 1
+        if not self.measured:
+            return self.compute.moved(gather.coded * (1 + others) * 1.5 * self.formats.width)
+        mixed = self._transform_ns(coding)
+        encoded, decoded = (self._ns(coding.bits, way) + mixed for way in ("encode_ns", "decode_ns"))
+        return gather.coded * (encoded + others * decoded) * 1e-9
 
     def staged(self, unit: UnitShape, added: bool) -> float:
         """Return what is spent to take a micro-batch's gradients from autograd. added: they are added to a sum."""

@@ -76,11 +76,12 @@ def build_decoder(
     own = [stage for stage in config.stages() if stage.rank == mesh.pp.index]
     training = config.training
     chunk = training.loss_chunk_tokens
+    world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     assert not isinstance(chunk, str), f"{chunk}: train/forecast.py puts a number, or none, in its place"
     decoder = Decoder(
         config.model,
         tp,
-        ContextParallel.of(mesh, traffic, waits),
+        ContextParallel.of(mesh, traffic, waits, config.gathered_keys(world), training.seed),
         ep=ExpertParallel.of(mesh, traffic, waits, _dispatch_codec(config)),
         recompute=training.recompute_granularity,
         attention_backend=training.attention_backend,

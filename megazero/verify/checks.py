@@ -11,13 +11,14 @@ from operator import itemgetter
 
 import numpy as np
 
+from megazero.comm.wire import Coding
 from megazero.config import RunConfig
 from megazero.config.layout.wire import Wire
 from megazero.mesh.grid import Grid, own_spans
 from megazero.plan.communication import ExpertRows
 from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, LayerRows, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
-from megazero.verify.recorder import RoundingRecord, UnitSlice, digest, rounded_name
+from megazero.verify.recorder import KEYS, RoundingRecord, UnitSlice, digest, rounded_name
 from megazero.verify.reference import (
     Curve,
     OuterReference,
@@ -307,11 +308,15 @@ def _crossed(records: Sequence[RankRecord], step: int) -> Iterator[str]:
 
 
 def configured_checks(
-    assembler: Assembler, records: Sequence[RankRecord], exact: Sequence[float], wire: Wire
+    assembler: Assembler,
+    records: Sequence[RankRecord],
+    exact: Sequence[float],
+    wire: Wire,
+    keys: Coding | None,
 ) -> list[Check]:
     """Check the losses, the bits of replicas, and the rounding of every quantised hop.
 
-    exact: the losses of pass 1. wire: the formats of the hops.
+    exact: the losses of pass 1. wire: the formats of the hops. keys: that of gathered keys and values.
     """
     steps = range(len(records[0].steps))
     losses = [step_loss(records, step) for step in steps]
@@ -324,7 +329,7 @@ def configured_checks(
         _worst("loss beside the exact one", _apart(losses, exact), limit),
         _none("replicas in use", reads, "parameters: read by forwards that are not the same bits everywhere"),
         _same_bits("master replicas", masters),
-        *_rounding_checks(records, wire),
+        *_rounding_checks(records, wire, keys),
     ]
 
 
@@ -338,9 +343,9 @@ def _differing_reads(assembler: Assembler, records: Sequence[RankRecord], step: 
     yield from (f"{name}, step {step + 1}" for (name, _), seen in bits.items() if len(seen) > 1)
 
 
-def _rounding_checks(records: Sequence[RankRecord], wire: Wire) -> Iterator[Check]:
+def _rounding_checks(records: Sequence[RankRecord], wire: Wire, keys: Coding | None) -> Iterator[Check]:
     gradients = (wire.gradients_intra, wire.gradients_inter)
-    sent = [(WEIGHTS, wire.weights), *((GRADIENTS, coding) for coding in gradients)]
+    sent = [(WEIGHTS, wire.weights), *((GRADIENTS, coding) for coding in gradients), (KEYS, keys)]
     # A format that no message had fails its check: nothing would have been proven.
     merged = {(kind, rounded_name(c.bits, c.block, c.hadamard)): RoundingRecord() for kind, c in sent if c}
     for o in records:

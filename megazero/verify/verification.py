@@ -162,14 +162,15 @@ class _Runs:
 
     def _configured_section(self, seen: Sequence[Evidence], configured: Sequence[RankRecord]) -> Section:
         assembler = Assembler(self.config)
-        wire, found = self.config.wire(self.world), list[Check]()
+        wire, keys, found = self.config.wire(self.world), self.config.gathered_keys(self.world), list[Check]()
         for each, own in zip(seen, checks.by_replica(configured), strict=True):
-            found += checks.configured_checks(assembler, own, each.losses, wire)
+            found += checks.configured_checks(assembler, own, each.losses, wire, keys)
         if self.replicas > 1:
             found += checks.outer_checks(assembler, configured)
         expected = ExpectedBytes(self.config, self.world, False, self.block)
         found.append(checks.bytes_check("bytes sent", expected, configured, self.saved))
-        what = "messages quantised as configured" if wire.codings else "no hop is quantised on this layout"
+        quantised = wire.codings or keys
+        what = "messages quantised as configured" if quantised else "no hop is quantised on this layout"
         dtype = self.config.precision.params_dtype
         return Section("Pass 2, as configured", f"{dtype}, {what}, {self.steps} steps", tuple(found))
 
@@ -215,9 +216,10 @@ def _exactly(config: RunConfig) -> RunConfig:
     precision = replace(config.precision, params_dtype=dtype)
     outer = replace(config.outer, outer_bits=32, outer_rounding=None)
     way = config.parallel.moe_dispatch_across_nodes
-    parallel = replace(config.parallel, moe_dispatch_across_nodes="exact" if way == "int8" else way)
+    exactly = "exact" if way == "int8" else way
+    parallel = replace(config.parallel, cp_gather_bits=None, moe_dispatch_across_nodes=exactly)
     return replace(
-        config, model=model, parallel=parallel, optimizer=optimizer, precision=precision, outer=outer
+        config, model=model, optimizer=optimizer, precision=precision, outer=outer, parallel=parallel
     )
 
 

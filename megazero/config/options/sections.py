@@ -14,6 +14,7 @@ from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
 BITS_INTRA_NODE = (8, 4)
+BITS_OF_KEYS = (8,)
 OUTER_BITS = (32, 16, *BITS)
 OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 ROUNDINGS = ("nearest", "stochastic", "feedback")
@@ -40,6 +41,13 @@ class ParallelConfig:
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
         None, "U G of a2a+p2p: ranks that swap heads, and groups of these that gather keys and values"
+    )
+    cp_gather_bits: int | None = option(
+        None,
+        "bits of keys and values that are gathered across nodes, after a Hadamard transform; gradients come back "
+        "exactly (default: not quantised)",
+        choices=BITS_OF_KEYS,
+        strict=True,
     )
     expert_model_parallel_size: int = option(
         1,

@@ -212,6 +212,17 @@ def _unsummed_keys(place: Place) -> None:
     place.replace(exchange, "_sum_of_own", own)
 
 
+def _unlike_signs(place: Place) -> None:
+    """Every node transforms the keys and values that cross nodes with signs of its own."""
+    gathered = exchange._all_gather_coded
+
+    def own(keys: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
+        assert cp.codec is not None
+        return gathered(keys, replace(cp, codec=replace(cp.codec, seed=peers.rank)), peers)
+
+    place.replace(exchange, "_all_gather_coded", own)
+
+
 def _doubled_swap(place: Place) -> None:
     """Every swap of context-parallel ranks is done twice."""
     swap = exchange._all_to_all
@@ -346,6 +357,7 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "partial-router": _partial_router,
     "wrong-chunk": _wrong_chunk,
     "unsummed-keys": _unsummed_keys,
+    "unlike-signs": _unlike_signs,
     "dropped-expert-reduction": _dropped_expert_reduction,
     "wrong-expert-offset": _wrong_expert_offset,
     "norm-without-experts": _norm_without_experts,
