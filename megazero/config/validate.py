@@ -35,7 +35,9 @@ def find_errors(
             errors.append(error)
             broken.add(opt.name)
     broken.update(missing)
-    judged = replace(config, **{name: guarded(getattr(config, name), broken) for name in section_types()})
+    judged = config
+    if broken:
+        judged = replace(config, **{n: guarded(getattr(config, n), broken) for n in section_types()})
     for rule in RULES:
         with suppress(Unjudged):
             for line in rule(judged):

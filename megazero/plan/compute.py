@@ -120,6 +120,7 @@ class Compute:
         layers = {layer.kind: self._layer(layer) for layer in self.spec.layers}
         self.sizes = {EMBEDDING: self._embedding(), **layers, HEAD: self._head()}
         self.times = {kind: self._module(kind, sizes) for kind, sizes in self.sizes.items()}
+        self.action_seconds = {name: {kind: t.of(kind) for kind in Kind} for name, t in self.times.items()}
 
     def update(self, elements: float) -> float:
         """Return the seconds of the norm and the optimizer's update of this many elements."""

@@ -216,10 +216,13 @@ def _exactly(config: RunConfig) -> RunConfig:
     precision = replace(config.precision, params_dtype=dtype)
     outer = replace(config.outer, outer_bits=32, outer_rounding=None)
     way = config.parallel.moe_dispatch_across_nodes
-    exactly = "exact" if way == "int8" else way
-    parallel = replace(config.parallel, cp_gather_bits=None, moe_dispatch_across_nodes=exactly)
+    parallel = replace(
+        config.parallel,
+        cp_gather_bits=None,
+        moe_dispatch_across_nodes="exact" if way == "int8" else way,
+    )
     return replace(
-        config, model=model, optimizer=optimizer, precision=precision, outer=outer, parallel=parallel
+        config, model=model, parallel=parallel, optimizer=optimizer, precision=precision, outer=outer
     )
 
 

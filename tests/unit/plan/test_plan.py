@@ -24,11 +24,12 @@ from megazero.config.options.cluster import (
     parse_cluster,
 )
 from megazero.plan.base_layout import BaseLayout
+from megazero.plan.bounds import least_seconds
 from megazero.plan.command import main
 from megazero.plan.communication import ExpertRows
 from megazero.plan.layout import Layout, TimedHop
 from megazero.plan.report import layout_flags
-from megazero.plan.search import Search, least_seconds
+from megazero.plan.search import Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, _Lane, simulate
 from megazero.pp.schedules import Kind
