@@ -179,8 +179,8 @@ megazero/mesh/grid.py
 - p, g, o = (max(1, k // together) for k in shards)
 + p, g, o = (max(1, k) for k in shards)
   experts that ranks share are cut as other parameters are
-- stride = self.dp_stride * together
-+ stride = self.dp_stride
+- self.expert_shards, self.dp_stride * together)
++ self.expert_shards, self.dp_stride)
   experts are reduced over ranks that hold others
 
 megazero/mesh/dealing.py
@@ -685,8 +685,8 @@ megazero/plan/memory.py
   what is on its way between replicas takes a step's buffers
 
 megazero/plan/communication.py
-- 2 * coded // coding.block
-+ coded // coding.block
+- 2 * elements // coding.block)
++ elements // coding.block)
   scales have one byte
 - raw = level == 1 and (g > 0 or micro_batches == 1)
 + raw = level == 1
@@ -895,8 +895,8 @@ megazero/tp/chunked_loss.py
   the loss scale counts twice
 
 megazero/plan/communication.py
-- again = there + layer.rereads_experts * back if
-+ again = there if
+- again = leaving + layer.rereads_experts * back if
++ again = leaving if
   no recompute brings the rows of experts back
 - backward -= wire * has_loss_chunks(config)
 + backward -= 0

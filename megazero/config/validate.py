@@ -165,24 +165,36 @@ def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
     Without known nodes the world counts as one. Shards that are illegal are reported elsewhere.
     """
     parallel, experts = config.parallel, config.model.num_experts
-    if parallel.expert_model_parallel_size == 1 or experts is None:
+    ep, tp, way = (
+        parallel.expert_model_parallel_size,
+        parallel.tensor_model_parallel_size,
+        parallel.moe_dispatch_across_nodes,
+    )
+    if ep == 1 or experts is None:
         return
-    if not config.knows_nodes(world):
+    known = config.knows_nodes(world)
+    if not known:
         world = World(world.world_size, world.world_size)
         config = replace(config, outer=OuterConfig())
     with suppress(ValueError):
+        h = config.data_ranks_per_node(world)
         problem = expert_problem(
-            parallel.expert_model_parallel_size,
+            ep,
             experts,
-            parallel.tensor_model_parallel_size,
+            tp,
             config.shards(world).factors,
             config.shard_ranks(world),
-            config.data_ranks_per_node(world),
+            h,
             parallel.use_tp_pp_dp_mapping,
-            across=parallel.moe_dispatch_across_nodes != "no",
+            across=way != "no",
         )
         if problem:
             yield problem
+        elif way != "no" and known and ep <= h * tp and not config.batch.elastic:
+            yield (
+                f"--moe-dispatch-across-nodes {way} is for rows that go to other nodes, and the {ep} ranks that "
+                "share the experts lie on one; nearest: no"
+            )
 
 
 def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:

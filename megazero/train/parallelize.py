@@ -101,7 +101,7 @@ def build_decoder(
 
 def _dispatch_codec(config: RunConfig) -> Blockwise | None:
     coding = dispatch_coding(config.parallel.moe_dispatch_across_nodes, config.model.hidden_size)
-    return coding and Blockwise(coding.bits, coding.block)
+    return Blockwise(coding.bits, coding.block) if coding else None
 
 
 def optimizer_factory(config: RunConfig) -> OptimizerFactory:

@@ -491,8 +491,8 @@ def _expert_rows(
 
     def routed(other: int, key: tuple[int, int]) -> np.ndarray:
         """Return how many experts of each holder each token of a rank chose, [T, node, place in it]."""
-        holders = records[other].steps[step].routing[key] // share
-        return (holders[..., None] == np.arange(grid.ep)).sum(1).reshape(-1, nodes, places)
+        holders = records[other].steps[step].routing[key] // share  # [s, b, k]
+        return (holders[..., None] == np.arange(grid.ep)).sum(2).reshape(-1, nodes, places)
 
     own = inside.index(rank)
     for key in records[rank].steps[step].routing:

@@ -223,7 +223,7 @@ def _run(case: Case, config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
     slices["final"] = _masters(engine)
     with engine.gathered():
         prints = {n: _print(p) for n, p in decoder.named_parameters()}
-    place, last = mesh.rank % max(mesh.tp.size, mesh.ep.size), pipeline.loss_rank == pipeline.rank
+    place, last = mesh.rank % max(mesh.tp.size, mesh.grid.ep), pipeline.loss_rank == pipeline.rank
     return Outcome(mesh.tp.index, place, last, losses, norms, slices, prints, graphs)
 
 

@@ -28,12 +28,21 @@ MODEL = {
 }
 STAGES = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
 TENSORS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CROSSING = {"ranks_per_node": 2, "moe_dispatch_across_nodes": "exact"}
 # Each begins with what the one before has saved: ranks and layout.
 CHAIN: tuple[tuple[int, dict[str, Any]], ...] = (
-    (4, {"expert_model_parallel_size": 4, "zero_preset": "zero3"}),
+    (
+        4,
+        {
+            "expert_model_parallel_size": 4,
+            **CROSSING,
+            "moe_dispatch_across_nodes": "int8",
+            "zero_preset": "zero3",
+        },
+    ),
     (2, {"zero_preset": "zero1", **STAGES, "micro_batch_size": 2}),
     (4, {"expert_model_parallel_size": 2, "ranks_per_node": 2, "zero_preset": "hpz"}),
-    (4, {"expert_model_parallel_size": 4, **TENSORS, "zero_preset": "zero2"}),
+    (4, {"expert_model_parallel_size": 4, **CROSSING, **TENSORS, "zero_preset": "zero2"}),
     (4, {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_preset": "zero3"}),
     (1, {"zero_preset": "ddp"}),
 )

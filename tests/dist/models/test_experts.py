@@ -129,11 +129,21 @@ def test_some_experts_get_no_token(family: str, busy: int | None) -> None:
 MORE_ACROSS = (
     case(1, 2, 1, "zero2", family="balanced experts", recompute="full", dtype="fp32", ep=2),
     case(2, 2, 2, "zero2", family="idle experts", recompute="selective", ep=4),
-    case(1, 4, 1, "zeropp", family="idle ranks", recompute="full", ep=4, dtype="fp32"),
-    case(1, 4, 1, "hpz", family="shared experts", ep=2),
+    case(1, 4, 1, "zero3", family="idle ranks", recompute="full", ep=4, dtype="fp32"),
+    case(1, 4, 1, "zero3", family="shared experts", ep=2),
     case(1, 2, 1, "zero3", family="shared experts", pp=2, schedule="zb-h1", recompute="full", ep=2),
     case(
-        1, 2, 1, "zero1", family="balanced experts", pp=2, schedule="interleaved", virtual=2, layers=4, ep=2
+        1,
+        2,
+        1,
+        "zero1",
+        family="balanced experts",
+        pp=2,
+        schedule="interleaved",
+        virtual=2,
+        micro_batches=6,
+        layers=4,
+        ep=2,
     ),
 )
 

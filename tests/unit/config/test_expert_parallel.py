@@ -31,6 +31,10 @@ def test_megatrons_words() -> None:
         ({"expert_model_parallel_size": 8}, "without --moe-dispatch-across-nodes exact; nearest: 4"),
         ({"moe_dispatch_across_nodes": "exact"}, "exact needs ranks that share the experts, which"),
         (
+            {"expert_model_parallel_size": 4, "moe_dispatch_across_nodes": "int8"},
+            "for rows that go to other nodes, and the 4 ranks that share the experts lie on one; nearest: no",
+        ),
+        (
             {"moe_dispatch_across_nodes": "int8", "num_experts": None},
             "int8 needs ranks that share the experts",
         ),
