@@ -27,7 +27,7 @@ from megazero.config.options.cluster import Cluster
 from megazero.config.options.sections import ZeroConfig
 from megazero.config.validate import uneven_ranks
 from megazero.plan.base_layout import BaseLayout, Partition
-from megazero.plan.bounds import Works, least_crossing
+from megazero.plan.bounds import Works, least_crossing, least_seconds
 from megazero.plan.compute import Compute
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
@@ -81,6 +81,18 @@ class FormatChoice:
         }
         return all(effect.get(name, True) for name in self.values)
 
+    def least_width(self, given: Mapping[str, Any], width: float, exact: float) -> float:
+        """Return the bytes of an element at least, of a gradient across nodes and of what comes back: weights, or the
+        sum. width, exact: of a weight and of a gradient without a format. given: options that stay."""
+        asked = {**given, **self.values}
+        quantised = "zero_quantized_gradients" in self.values
+        there = (asked.get("zero_gradient_bits") or 4) / 8 if quantised else exact
+        if "zero_quantized_weights_delta" in self.values:
+            width = 0.5
+        elif "zero_quantized_weights" in self.values:
+            width = (asked.get("zero_weight_bits") or 8) / 8
+        return there + min(there, width)
+
 
 EXACT = FormatChoice("exact")
 _INT8 = FormatChoice("weights INT8", {"zero_quantized_weights": True})
@@ -125,6 +137,15 @@ class ShardChoice(NamedTuple):
     shard: tuple[int, int, int]
 
 
+class Refined(NamedTuple):
+    """A layout that fits, whose bound follows its schedule."""
+
+    layout: Layout
+
+
+Waiting = BaseLayout | ShardChoice | Layout | Refined | Found
+
+
 class Search:
     """A search over the layouts of one model on one cluster.
 
@@ -149,7 +170,7 @@ class Search:
         return filter(self._legal, self.drafts())
 
     def drafts(self) -> Iterator[BaseLayout]:
-        """Yield a base for every choice of options that sizes allow. Their rules are asked where they are promising."""
+        """Yield a base for every choice of options that sizes allow. The rules are asked where one is promising."""
         computes: dict[object, Compute] = {}
         for choice in self._choices():
             config = self._template.changed(choice)
@@ -381,27 +402,13 @@ class Search:
         return best
 
     def _least_width(self, base: BaseLayout) -> float:
-        """Return the bytes of an element at least, of a gradient across nodes and of what comes back."""
+        """Return the bytes of an element at least: of a gradient across nodes and of what comes back."""
         if not self._formats_free:
-            return 0.5  # of two bits each
+            return 0.5  # two bits each
         width = base.compute.width
         raw = base.h == 1 or base.micro_batches == 1 or base.ep > 1  # no sums cross then
         exact = width if raw else max(width, 4)
-        found = []
-        for choice in self.policy:
-            given = {**self.values, **choice.values}
-            bits = given.get("zero_gradient_bits") or 4
-            there = min(exact, bits / 8) if "zero_quantized_gradients" in choice.values else exact
-            weights = (
-                min(
-                    given.get("zero_weight_bits") or 8,
-                    4 if "zero_quantized_weights_delta" in choice.values else 8,
-                )
-                / 8
-            )
-            coded = any("weights" in name for name in choice.values)
-            found.append(there + min(there, width, weights if coded else width))
-        return min(found)
+        return min(choice.least_width(self.values, width, exact) for choice in self.policy)
 
     def share_samples(self, across: bool = False) -> None:
         """Try layouts in which ranks of a node share samples, or those of several nodes, beside those that have been
@@ -415,40 +422,34 @@ class Search:
         """Do as ``best`` says.
 
         Base layouts, shard choices, layouts and results wait in one queue, ordered by their lower bound. The first is
-        expanded: a base into its shard choices, a choice into its layouts, a layout into a result. So nothing is
-        computed whose bound is above the last result's time.
+        expanded: a base into its shard choices, a choice into its layouts, a layout, whose bound is refined before,
+        into a result. So nothing is computed whose bound is above the last result's time.
         """
         order = count()
-        queue: list[tuple[float, float, int, BaseLayout | ShardChoice | Layout | Found, str]] = []
+        queue: list[tuple[float, float, int, Waiting, str]] = []
 
-        def put(
-            bound: float, tie: float, item: BaseLayout | ShardChoice | Layout | Found, name: str = ""
-        ) -> None:
+        def put(bound: float, tie: float, item: Waiting, name: str = "") -> None:
             heappush(queue, (bound, tie, next(order), item, name))
 
         for base in bases:
             put(max(base.least_seconds, least_crossing(base, self._least_width(base))), 0.0, base)
-        refined: set[int] = set()
         best: list[Found] = []
         while queue and len(best) < number:
             bound, _, _, item, name = heappop(queue)
             if isinstance(item, Found):
                 best.append(item)
+            elif isinstance(item, Refined):
+                found = Found(item.layout, simulate(item.layout), name)
+                put(found.timing.seconds * self.weight(item.layout), item.layout.memory.total, found)
             elif isinstance(item, Layout):
                 if item.fits:
-                    found = Found(item, simulate(item), name)
-                    put(found.timing.seconds * self.weight(item), item.memory.total, found)
+                    put(max(bound, least_seconds(item) * self.weight(item)), 0.0, Refined(item), name)
             elif isinstance(item, ShardChoice):
                 for layout, formats in self.layouts(item):
                     if (known := self._work_of(item, layout.given.zero, formats)) is not None:
                         least = known[0].least_seconds(item.base, layout.shards.keep_gathered)
                         put(max(bound, least * known[1]), 0.0, layout, formats)
-            elif item.least_activations > self.cluster.device.room or not self._legal(item):
-                continue
-            elif id(item) not in refined:
-                refined.add(id(item))
-                put(max(bound, item.compute_only[0]), 0.0, item)
-            else:
+            elif item.least_activations <= self.cluster.device.room and self._legal(item):
                 for choice, least in self.shard_choices(item):
                     put(max(bound, least), 0.0, choice)
         return sorted(best, key=lambda found: (found.key[0] * self.weight(found.layout), found.key[1]))
