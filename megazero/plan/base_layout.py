@@ -116,9 +116,7 @@ class BaseLayout:
         self.partition = partition or Partition(config.stages(), self.pp, self.spec)
         self.stages, self.of_rank = self.partition.stages, self.partition.of_rank
         self.activation = self.compute.activation
-        self.judged: list[
-            Sequence[str]
-        ] = []  # what the rules refuse, once they were asked; the same on other clusters
+        self.judged: list[Sequence[str]] = []  # what the rules refuse, once asked; copies elsewhere share it
 
     def shared(self, key: Any, make: Callable[[], Shared]) -> Shared:
         """Return what layouts of the same mesh compute alike, made once: ``key`` has all else that it depends on."""
