@@ -28,11 +28,12 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.config.validate import uneven_ranks
 from megazero.plan.base_layout import BaseLayout, Partition
 from megazero.plan.bounds import Works, least_crossing, least_seconds
+from megazero.plan.communication import OuterFormat
 from megazero.plan.compute import Compute
 from megazero.plan.layout import Layout
+from megazero.plan.memory import States
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
-from megazero.plan.units import WIDTHS
 
 BEST = 10
 # The options that the planner chooses where they are not given.
@@ -181,9 +182,9 @@ class Search:
                 partition, spans = self._partition_of(config), config.parallel.context_parallel_size > 1
                 # Stages and their order decide where messages of a layer go, if ranks share samples.
                 alike = tuple(value for name, value in choice.items() if spans or name not in OF_STAGES)
-                base = BaseLayout(
-                    config, self.world, self.cluster, self.collectives, partition, computes.get(alike)
-                )
+                known = computes.get(alike)
+                base = BaseLayout(config, self.world, self.cluster, self.collectives, partition, known)
+                base.grid((1, 1, 1))  # raises for experts whose ranks leave the node
             except ValueError as error:
                 self._count(error)
                 continue
@@ -193,7 +194,7 @@ class Search:
     @cached_property
     def _template(self) -> RunConfig:
         """The configuration of the values that are given. The choices replace some of them."""
-        return unjudged({"micro_batch_size": 1, **self.values})
+        return unjudged({"micro_batch_size": 1, **self.values, **self._no_shards})
 
     def _legal(self, base: BaseLayout) -> bool:
         if base.faults:
@@ -249,9 +250,13 @@ class Search:
                                     "recompute_granularity": recompute,
                                     "micro_batch_size": size,
                                     **self._batch(size, tp * pp * cp),
-                                    # a layout's own choice replaces it
-                                    **({} if self.shards_given else {"zero_shard": (1, 1, 1)}),
+                                    **self._no_shards,
                                 }
+
+    @property
+    def _no_shards(self) -> dict[str, Any]:
+        """The option that stands for a layout's own choice."""
+        return {} if self.shards_given else {"zero_shard": (1, 1, 1)}
 
     def _batch(self, micro_batch: int, ranks: int) -> dict[str, int]:
         """Return the global batch if none is given: a micro-batch for each of so many ranks."""
@@ -369,18 +374,24 @@ class Search:
 
     def _shards(self, base: BaseLayout) -> Iterator[tuple[int, int, int]]:
         """Yield the (P, G, OS) whose model state could fit; the rules of the configuration judge them."""
-        model_bytes = base.least_parameters
-        width = WIDTHS[base.config.precision.params_dtype]
-        sums = max(width, 4)
-        updated = sums + base.config.optimizer.moment_bytes(sums, 1.0)  # at least: all are matrices
         room = self.cluster.device.room - base.least_activations
         legal = [k for k in common_divisors(base.d) if base.h % k == 0 or k % base.h == 0]
         for os in legal:
             for g in (k for k in legal if os % k == 0):
                 for p in (k for k in legal if g % k == 0):
-                    copy = 0.0 if width == sums else 0.5 * width / p
-                    if model_bytes * (copy + sums / g + updated / os) <= room:
+                    if self._least_states(base, (p, g, os)) <= room:
                         yield p, g, os
+
+    def _least_states(self, base: BaseLayout, shard: tuple[int, int, int]) -> float:
+        """Return the least bytes of a rank's model state: of the first rank's layers, all of them matrices."""
+        config, width = base.config, base.compute.width
+        sums, replicas = max(width, 4), config.outer_replicas(base.world)
+        outer = OuterFormat.of(config.outer, replicas, sums)
+        anchors = States.anchors_of(outer, self.cluster.on_host)
+        updated = sums * (1 + anchors) + config.optimizer.moment_bytes(sums, 1.0)
+        copy = 0.0 if width == sums else 0.5 * width
+        p, g, os = shard
+        return base.least_parameters * (copy / p + sums / g + updated / os)
 
     # -- search ----------------------------------------------------------------------------------
 
@@ -432,7 +443,8 @@ class Search:
             heappush(queue, (bound, tie, next(order), item, name))
 
         for base in bases:
-            put(max(base.least_seconds, least_crossing(base, self._least_width(base))), 0.0, base)
+            if self._least_states(base, (base.d, base.d, base.d)) <= self.cluster.device.room:
+                put(max(base.least_seconds, least_crossing(base, self._least_width(base))), 0.0, base)
         best: list[Found] = []
         while queue and len(best) < number:
             bound, _, _, item, name = heappop(queue)
