@@ -9,8 +9,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
+from megazero.comm.wire import Coding
 from megazero.config.errors import ConfigError
-from megazero.config.layout.context import levels
+from megazero.config.layout.context import gather_coding, levels
 from megazero.config.layout.pipeline import (
     partition_method,
     schedule_name,
@@ -201,6 +202,11 @@ class RunConfig:
         """
         near = self.data_ranks_per_node(world) if world is not None and self.knows_nodes(world) else None
         return levels(self.parallel, self.model, near)
+
+    def gathered_keys(self, world: World) -> Coding | None:
+        """Return the format of keys and values that are gathered across nodes. None: they are exact, or none are."""
+        crosses = self.parallel.context_parallel_size > self.data_ranks_per_node(world)
+        return gather_coding(self.parallel) if crosses and self.context_levels(world)[1] > 1 else None
 
     @property
     def own_length(self) -> int:

@@ -69,10 +69,14 @@ def _layout(config: RunConfig, world: World) -> list[str]:
         ways = [f"{heads} swap heads for sequence"] * (heads > 1)
         ways += [f"{keys} {'groups of these' if ways else 'of them'} gather keys and values"] * (keys > 1)
         own = f"{cp} data-parallel ranks share samples, with {config.own_length} tokens of each"
+        ways += [gathered_summary(coding)] if (coding := config.gathered_keys(world)) else []
         lines.append(f"{own}: {', '.join(ways)}")
     if (ep := config.parallel.expert_model_parallel_size) > 1:
         p, g, os = expert_shards(shards.factors, max(1, ep // tp))
-        lines.append(f"{ep} ranks of a node share the experts, whose P,G,OS are {p},{g},{os}")
+        near, way = min(ep, h * tp), config.parallel.moe_dispatch_across_nodes
+        where = "a node" if near == ep else f"{ep // near} nodes"
+        rows = "" if near == ep else f"; rows go to other nodes {'in INT8' if way == 'int8' else 'exactly'}"
+        lines.append(f"{ep} ranks of {where} share the experts, whose P,G,OS are {p},{g},{os}{rows}")
     if config.outer.outer_interval:
         lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))
     auto = config.zero.zero_preset == AUTO
@@ -200,7 +204,14 @@ def rounded_summary(config: RunConfig, world: World) -> str:
         parts.append(_gradients(config.zero, wire, axes, shards.whole_gradients))
     if (replicas := config.outer_replicas(world)) > 1 and outer.outer_bits < EXACT_BITS:
         parts.append(outer_summary(outer, replicas, world.world_size // replicas))
+    if keys := config.gathered_keys(world):
+        parts.append(f"keys and values {gathered_summary(keys)}")
     return "; ".join(parts)
+
+
+def gathered_summary(coding: Coding) -> str:
+    """Describe the format of keys and values that are gathered across nodes."""
+    return f"across nodes as {_name(coding)} after a Hadamard transform{_details(coding)}, gradients exact"
 
 
 def _weights(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:

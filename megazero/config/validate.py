@@ -179,6 +179,7 @@ def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
             config.shard_ranks(world),
             config.data_ranks_per_node(world),
             parallel.use_tp_pp_dp_mapping,
+            across=parallel.moe_dispatch_across_nodes != "no",
         )
         if problem:
             yield problem

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.comm.codec import Blockwise, codec_of
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits
+from megazero.comm.wire import Coding
 from megazero.mesh.grid import INTER, INTRA, own_spans
 from megazero.mesh.mesh import Axis, Mesh
 
@@ -38,6 +40,11 @@ class Peers:
         return INTRA if self.near == self.size else INTER
 
 
+# It is told the codec of a gather, the tensors [k, n] that this rank sent, what those of all ranks became
+# [size, k, n], and the ranks. A rank's own in there stay as they are.
+Observer = Callable[[Blockwise, Tensor, Tensor, Peers], None]
+
+
 @dataclass(frozen=True)
 class ContextParallel:
     """The ranks that share samples, as one of them sees them. Each holds an equal part of every sequence.
@@ -48,21 +55,34 @@ class ContextParallel:
         values. A group's number is that across nodes, then that on the node.
     traffic: It counts the bytes this rank sends, if given.
     waits: It times the waits for other ranks.
+    codec: The format of keys and values that are gathered across nodes; None sends them as they are.
+    observers: They are called after each such gather.
     """
 
     heads: Peers = Peers()
     keys: tuple[Peers, Peers] = (Peers(), Peers())
     traffic: Traffic | None = field(default=None, compare=False, repr=False)
     waits: Waits = field(default_factory=Waits, compare=False, repr=False)
+    codec: Blockwise | None = None
+    observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
-    def of(cls, mesh: Mesh, traffic: Traffic | None = None, waits: Waits | None = None) -> ContextParallel:
-        """Return a mesh's."""
+    def of(
+        cls,
+        mesh: Mesh,
+        traffic: Traffic | None = None,
+        waits: Waits | None = None,
+        coding: Coding | None = None,
+        seed: int = 0,
+    ) -> ContextParallel:
+        """Return a mesh's. coding, seed: of keys and values across nodes, and of their transform's signs."""
         if mesh.grid.cp == 1:
             return cls()
         heads, inside, across = mesh.cp_axes
         keys = Peers.of(inside), Peers.of(across)
-        return cls(Peers.of(heads, mesh.grid.cp_heads_near), keys, traffic, waits or Waits())
+        near, codec = mesh.grid.cp_heads_near, codec_of(coding, seed=seed)
+        assert codec is None or isinstance(codec, Blockwise)
+        return cls(Peers.of(heads, near), keys, traffic, waits or Waits(), codec)
 
     @property
     def groups(self) -> int:

@@ -8,6 +8,10 @@ of rows, one for each rank; its gradient is the same exchange.
 Where there are several groups, their ranks have the queries of two chunks of the sequence, and gather the keys and
 values of all: first across nodes, where each goes to one rank of every other node, then inside the node. The gradient
 goes back by the same ways and is summed on each. What is packed into rows is left to autograd.
+
+Across nodes keys and values may travel quantised. A node's own stay exact, and attention's backward uses what its
+forward used. The gradient of what arrived is that of what was sent: rounding is taken for the identity, since its own
+derivative is 0 almost everywhere. Gradients travel exactly: nothing has measured what rounding them would cost.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megazero.cp.context import ContextParallel, Peers
 from megazero.kernels.sum_rows import sum_rows
@@ -94,7 +99,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, cp: ContextParallel) -> Tensor:
         ctx.cp, (inside, across) = cp, cp.keys
-        return _all_gather(_all_gather(own, cp, across), cp, inside)
+        gathered = _all_gather if cp.codec is None or across.size == 1 else _all_gather_coded
+        return _all_gather(gathered(own, cp, across), cp, inside)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -114,6 +120,26 @@ def _all_gather(own: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
     with cp.waits(f"exposed_cp_{peers.link.removesuffix('_node')}"):
         work.wait()
     return out
+
+
+def _all_gather_coded(own: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
+    """Return what ``_all_gather`` does of ``own`` [k, ...], from messages: one of each of the k tensors, which is
+    filled up with zeros to whole blocks. This rank's own are not rounded.
+    """
+    assert cp.codec is not None
+    rows = own.flatten(1)
+    n = rows.shape[1]
+    rows = pad(rows, (0, -n % cp.codec.block))
+    received = _all_gather(cp.codec.encode(rows), cp, peers)
+    out = own.new_empty(peers.size, *rows.shape)
+    for rank, (messages, decoded) in enumerate(zip(received, out, strict=True)):
+        if rank == peers.rank:
+            decoded.copy_(rows)
+        else:
+            cp.codec.decode(messages, decoded)
+    for told in cp.observers:
+        told(cp.codec, rows, out, peers)
+    return out[..., :n].reshape(peers.size, *own.shape)
 
 
 def summed(counts: Tensor, cp: ContextParallel) -> Tensor:

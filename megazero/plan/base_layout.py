@@ -319,7 +319,7 @@ class BaseLayout:
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
             total += communication.tensor_parallel(self.config, own, schedule[rank], self.activation)
             total += communication.context_parallel(self.config, own, schedule[rank], grid, self.activation)
-            total += communication.expert_parallel(self.config, own, schedule[rank], self.activation)
+            total += communication.expert_parallel(self.config, own, schedule[rank], grid, self.activation)
             total += communication.expert_balance(self.config, own, schedule[rank], grid)
             out.append(total)
         return out

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megazero.comm.wire import Coding
 from megazero.config import RunConfig
+from megazero.config.layout.context import gather_coding
 from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
@@ -25,6 +26,7 @@ from megazero.plan.communication import (
     ContextExchange,
     Formats,
     UnitShape,
+    even_rows,
     expert_rows,
     has_loss_chunks,
     layer_exchanges,
@@ -97,8 +99,8 @@ class Compute:
     def __init__(
         self, config: RunConfig, cluster: Cluster, collectives: Collectives, grid: Grid | None = None
     ) -> None:
-        """grid: where the ranks lie, if context-parallel messages have seconds. Raises ValueError if the cluster's
-        devices do not compute in the run's dtype.
+        """grid: where the ranks lie, if messages of context parallelism and rows of experts have seconds. Raises
+        ValueError if the cluster's devices do not compute in the run's dtype.
         """
         self.grid = grid
         self.known: dict[
@@ -237,13 +239,18 @@ class Compute:
     def _expert_parallel(self, module: ModuleSpec) -> tuple[float, float]:
         """Return the seconds in which a layer's rows go to their experts and back, forward and backward, if every
         rank's go to all experts alike."""
-        ep = self.config.parallel.expert_model_parallel_size
-        if ep == 1 or not isinstance(module, LayerSpec) or not module.experts:
+        grid = self.grid
+        if grid is None or grid.ep == 1 or not isinstance(module, LayerSpec) or not module.experts:
             return 0.0, 0.0
-        rows = self.activation.own_tokens * self.config.model.moe_router_topk * (ep - 1) / ep
+        rows = even_rows(self.config, grid, self.activation)
+        both = expert_rows(self.config, module, grid, self.activation, rows)
         forward, backward = (
-            self.collectives.cost("exchange", ep, 1, int(sent)).seconds
-            for sent in expert_rows(self.config, module, self.activation, rows, rows)
+            sum(
+                self.collectives.of_axis("exchange", axis, int(sent[axis.link])).seconds
+                for axis in grid.ep_axes
+                if axis.size > 1
+            )
+            for sent in both
         )
         return forward, backward
 
@@ -259,6 +266,11 @@ class Compute:
         return forward, backward
 
     def _exchange(self, exchange: ContextExchange) -> float:
+        coding = gather_coding(self.config.parallel)
+        coded = Coder(self, Formats(self.width, self.width), 1, 1).keys(exchange, coding) if coding else 0.0
+        return coded + self._sent(exchange)
+
+    def _sent(self, exchange: ContextExchange) -> float:
         axis, across = exchange.axis, exchange.others.get(INTER, 0)
         operation = "gather" if exchange.gathers else "exchange"
         if self.collectives.link_of(axis) == INTER_SITE:
@@ -342,6 +354,15 @@ class Coder:
         before = others * (self._ns(bits, "encode_ns") + mixed) if coding else 0.0
         after = others * self._ns(bits, "sum_ns") + left / axis.size * (self._ns(8 * sums, "sum_ns") + mixed)
         return before * 1e-9, after * 1e-9
+
+    def keys(self, gather: ContextExchange, coding: Coding) -> float:
+        """Return what is spent to encode gathered keys and values, and to decode those of each other rank."""
+        others = gather.axis.size - 1
+        if not self.measured:
+            return self.compute.moved(gather.coded * (1 + others) * 1.5 * self.formats.width)
+        mixed = self._transform_ns(coding)
+        encoded, decoded = (self._ns(coding.bits, way) + mixed for way in ("encode_ns", "decode_ns"))
+        return gather.coded * (encoded + others * decoded) * 1e-9
 
     def staged(self, unit: UnitShape, added: bool) -> float:
         """Return what is spent to take a micro-batch's gradients from autograd. added: they are added to a sum."""

@@ -264,10 +264,11 @@ class Search:
         return {} if given else {"global_batch_size": micro_batch * (self.cluster.world_size // ranks)}
 
     def _expert_sizes(self, tp: int) -> list[int]:
-        """Return how many ranks of a node may share the experts."""
-        count = self.values.get("num_experts")
-        inside = common_divisors(self.cluster.ranks_per_node) if count else []
-        return [1, *(k for k in inside if k > 1 and k % tp == 0 and int(count or 0) % k == 0)]
+        """Return how many ranks may share the experts: of a node, or where it is asked for, of several."""
+        count, way = self.values.get("num_experts"), self.values.get("moe_dispatch_across_nodes", "no")
+        most = self.cluster.ranks_per_node if way == "no" else self.cluster.world_size
+        sizes = common_divisors(most) if count else []
+        return [1, *(k for k in sizes if k > 1 and k % tp == 0 and int(count or 0) % k == 0)]
 
     def _sequence_parallel(self, tp: int) -> bool:
         return tp > 1 and int(self.values.get("seq_length") or 1) % tp == 0

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from megazero.comm.codec import Blockwise, Codec
+from megazero.cp import Peers
+from megazero.mesh.mesh import all_gather_flat
 from megazero.models import Decoder
 from megazero.pp.executor import Pipeline
 from megazero.train.expert_balance import ExpertBalance, StepBalance
@@ -25,6 +27,8 @@ from megazero.zero.layout import Slice
 from megazero.zero.rounding import WEIGHTS
 from megazero.zero.scalars import NOTHING, Rows
 from megazero.zero.unit import Unit
+
+KEYS = "gathered keys and values"
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ class Recorder(StepPart):
             if unit.delta:
                 self._held[unit.name] = used_weights(unit)
         engine.observe_rounding(self._note_rounding)
+        decoder.cp.observers.append(self._note_keys)
 
     def open(self, batches: Sequence[MicroBatch]) -> None:
         """Begin the record of a step that has these micro-batches, which take up their decisions."""
@@ -221,11 +226,30 @@ class Recorder(StepPart):
             # Padding was cleared since: its blocks' errors are not of what was sent.
             for low, high in unit.layout.gaps(unit.axes.os):
                 whole[low // block : -(-high // block)] = False
-        note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block, mixes)), RoundingRecord())
-        note.elements += error.numel()
         worst = codec.mixed(error).abs() / (bound + place).clamp(min=1e-300)
         # A slice may be padding alone.
-        note.worst = max(note.worst, float(worst.where(whole.unsqueeze(-1), 0.0).max()))
+        self._note(kind, codec, worst.where(whole.unsqueeze(-1), 0.0), error, coded)
+
+    def _note_keys(self, codec: Blockwise, own: Tensor, arrived: Tensor, peers: Peers) -> None:
+        """Compare what arrived of other ranks' keys and values with what they were, which each tells once more."""
+        exact = torch.empty_like(arrived)
+        all_gather_flat(exact.view(-1), own.reshape(-1), group=peers.group)
+        others = [rank for rank in range(peers.size) if rank != peers.rank]
+        coded, sent, block = exact[others].flatten(0, 1), arrived[others].flatten(0, 1), codec.form.block
+        error = (sent.double() - coded.double()).unflatten(1, (-1, block))
+        mixes = codec.transform.size if codec.transform else 1
+        # Decoded values are rounded once more to the dtype that attention computes in.
+        place = 0.51 * torch.finfo(own.dtype).eps * sent.abs().double().unflatten(1, (-1, block))
+        bound = codec.error_bound(coded).double().unsqueeze(-1) / mixes + place.amax(-1, keepdim=True)
+        self._note(KEYS, codec, codec.mixed(error).abs() / bound.clamp(min=1e-300), error, coded)
+
+    def _note(self, kind: str, codec: Blockwise, worst: Tensor, error: Tensor, coded: Tensor) -> None:
+        """Add what messages of a kind lost. worst: |error| / bound, by element."""
+        mixes = codec.transform.size if codec.transform else 0
+        name = rounded_name(codec.form.bits, codec.form.block, mixes)
+        note = self.rounded.setdefault((kind, name), RoundingRecord())
+        note.elements += error.numel()
+        note.worst = max(note.worst, float(worst.max()))
         note.error += float(error.square().sum())
         note.norm += float(coded.double().square().sum())
 

@@ -162,14 +162,15 @@ class _Runs:
 
     def _configured_section(self, seen: Sequence[Evidence], configured: Sequence[RankRecord]) -> Section:
         assembler = Assembler(self.config)
-        wire, found = self.config.wire(self.world), list[Check]()
+        wire, keys, found = self.config.wire(self.world), self.config.gathered_keys(self.world), list[Check]()
         for each, own in zip(seen, checks.by_replica(configured), strict=True):
-            found += checks.configured_checks(assembler, own, each.losses, wire)
+            found += checks.configured_checks(assembler, own, each.losses, wire, keys)
         if self.replicas > 1:
             found += checks.outer_checks(assembler, configured)
         expected = ExpectedBytes(self.config, self.world, False, self.block)
         found.append(checks.bytes_check("bytes sent", expected, configured, self.saved))
-        what = "messages quantised as configured" if wire.codings else "no hop is quantised on this layout"
+        quantised = wire.codings or keys
+        what = "messages quantised as configured" if quantised else "no hop is quantised on this layout"
         dtype = self.config.precision.params_dtype
         return Section("Pass 2, as configured", f"{dtype}, {what}, {self.steps} steps", tuple(found))
 
@@ -214,7 +215,15 @@ def _exactly(config: RunConfig) -> RunConfig:
     optimizer = replace(config.optimizer, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")
     precision = replace(config.precision, params_dtype=dtype)
     outer = replace(config.outer, outer_bits=32, outer_rounding=None)
-    return replace(config, model=model, optimizer=optimizer, precision=precision, outer=outer)
+    way = config.parallel.moe_dispatch_across_nodes
+    parallel = replace(
+        config.parallel,
+        cp_gather_bits=None,
+        moe_dispatch_across_nodes="exact" if way == "int8" else way,
+    )
+    return replace(
+        config, model=model, parallel=parallel, optimizer=optimizer, precision=precision, outer=outer
+    )
 
 
 def other_layouts(config: RunConfig, world: World, data_parallel: int) -> list[tuple[str, RunConfig, World]]:

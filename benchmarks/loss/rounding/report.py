@@ -206,6 +206,7 @@ def page(rows: Sequence[Row]) -> str:
         *_columns(found),
         *_continued(found),
         *_scratches(found),
+        *_keys(found),
     ]
     return "\n".join(text).rstrip("\n") + "\n"
 
@@ -332,6 +333,66 @@ def _scratches(found: Found) -> list[str]:
         text += [f"### Vocabulary {vocabulary:,}\n", filled(said) + "\n"]
         text += [table(["", "seeds", "loss", "gap %", "95% bounds %"], lines), ""]
     return ["## From scratch\n", *text] if text else []
+
+
+KEYS = """`--cp-gather-bits 8` sends keys and values of context-parallel groups across nodes so
+([parallelism.md](../guide/parallelism.md#long-sequences)). Here {nodes} nodes are parts of one process: each has two
+chunks of a sequence, and attends to its own keys and values as they are and to the others' as they are decoded, in
+fp32 on {on}. *keys*, *values*, *output*: ||sent - exact|| / ||exact|| of all keys, of all values, and of attention's
+output, of the exact model's activations, the mean over layers; *worst*: of the output in the worst layer. *gap*: of
+the held-out loss where all layers exchange so, over {sequences} sequences of {length:,} tokens, whose exact loss is
+{exact:.4f} nats; a bound is 1.96 standard errors of the mean over sequences."""
+NOT_SHOWN = """What this cannot show: sequences of more than {length:,} tokens; more nodes, where a smaller share of
+the keys is a rank's own; models whose keys have larger outliers, as biases of keys make; a long run of a large model.
+Gradients of keys and values are exact in all of it, as they are in a run."""
+
+
+def _keys(found: Found) -> list[str]:
+    rows, lost = ([row for row in found.rows if row["what"] == what] for what in ("keys", "keys loss"))
+    if not rows or not lost:
+        return []
+    newest = {row["format"]: row for row in lost}
+    layers = {name: {row["layer"]: row for row in rows if row["format"] == name} for name in newest}
+    cells = []
+    for name, row in newest.items():
+        own = layers[name].values()
+        means = [f"{fmean(each[what] for each in own):.4f}" for what in ("keys", "values", "output")]
+        bound = 1.96 * row["deviation"]
+        gap = f"{row['gap']:+.5f}", f"{row['gap'] - bound:+.5f} to {row['gap'] + bound:+.5f}"
+        percent = f"{100 * row['gap'] / row['exact']:+.4f}"
+        cells.append([name, *means, f"{max(each['output'] for each in own):.4f}", *gap, percent])
+    said = KEYS.format(**{**rows[0], **lost[-1]})
+    head = ["", "keys", "values", "output", "worst", "gap", "95% bounds", "gap %"]
+    text = ["## Keys and values across nodes\n", filled(said) + "\n", table(head, cells), ""]
+    text += [filled(NOT_SHOWN.format(**lost[-1])) + "\n"]
+    said = "Attention's output. *largest*: the largest channel's rms of the keys over the median one's."
+    first = next(iter(layers.values()))
+    lines = [
+        [str(at), f"{first[at]['largest']:.1f}", *(f"{own[at]['output']:.4f}" for own in layers.values())]
+        for at in sorted(first)
+    ]
+    text += ["### By layer\n", said + "\n", table(["layer", "largest", *layers], lines), ""]
+    return text + _trained_keys(found)
+
+
+def _trained_keys(found: Found) -> list[str]:
+    runs = found.runs("keys trained")
+    losses = by_format(runs, last=1)
+    if EXACT not in losses:
+        return []
+    first, gap = runs[0], effects(losses, EXACT)
+    lines = []
+    for name, by_seed in losses.items():
+        cells = [f"{gap[name].percent:+.3f}", _bounds(gap[name])] if name in gap else ["-", "-"]
+        lines.append(
+            [name, str(len(by_seed)), f"{fmean(v for each in by_seed.values() for v in each):.4f}", *cells]
+        )
+    said = f"""A Llama of {first["parameters"] / 1e6:.1f}M parameters (vocabulary {first["vocabulary"]:,}, tied),
+        {first["steps"]} steps of {first["tokens"]:,} tokens in sequences of {first["length"]} over {first["nodes"]}
+        nodes, peak rate {first["rate"]:g}, in fp32 on {first["on"]}; all formats of a seed start alike and read the
+        same samples."""
+    head = ["", "seeds", "loss", "gap %", "95% bounds %"]
+    return ["### Training anew\n", filled(said) + "\n", table(head, lines), ""]
 
 
 def _bounds(difference: Any) -> str:

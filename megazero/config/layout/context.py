@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import gcd, lcm
 
+from megazero.comm.wire import Coding
+from megazero.config.layout.wire import MIXED
 from megazero.config.model.rules import head_shares
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import ParallelConfig
@@ -36,6 +38,17 @@ def levels(parallel: ParallelConfig, model: ModelConfig, near: int | None = None
     room = size if near is None else gcd(size, near)
     heads = max(k for k in head_shares(model, parallel.tensor_model_parallel_size) if room % k == 0)
     return heads, size // heads
+
+
+def gather_coding(parallel: ParallelConfig) -> Coding | None:
+    """Return the format of keys and values that are gathered across nodes, as --cp-gather-bits asks; None is exact.
+
+    Some channels of keys are many times larger than others, and a transform spreads them over their block, a head or
+    two of one token: of SmolLM2-135M it takes a third off attention's error (docs/results/rounding_trained.md). It is
+    rounded to nearest, so that a recompute gathers the same bits.
+    """
+    bits = parallel.cp_gather_bits
+    return None if bits is None else Coding(bits, hadamard=MIXED)
 
 
 def parts(parallel: ParallelConfig, keys: int) -> int:

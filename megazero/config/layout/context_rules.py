@@ -22,6 +22,8 @@ def context_conditions(parallel: ParallelConfig) -> Iterator[Condition]:
     yield ["cp_comm_type"], several, "--context-parallel-size above 1"
     both = several and BOTH in (parallel.cp_comm_type or ())
     yield ["hierarchical_context_parallel_sizes"], both, f"--cp-comm-type {BOTH}"
+    gathers = several and comm_type(parallel) != SWAP
+    yield ["cp_gather_bits"], gathers, f"--context-parallel-size above 1 and without --cp-comm-type {SWAP}"
 
 
 def context_notes(config: RunConfig, world: World | None) -> Iterator[str]:
@@ -111,6 +113,12 @@ def over_nodes(config: RunConfig, world: World) -> Iterator[str]:
         yield from _lengths(config, keys)
         yield from ramped(config, keys)
         yield from backend(config, keys)
+    elif parallel.cp_gather_bits and comm_type(parallel) != SWAP and not config.gathered_keys(world):
+        yield (
+            f"--cp-gather-bits {parallel.cp_gather_bits} is for keys and values that are gathered across nodes, and "
+            f"none of the {parallel.context_parallel_size} ranks that share samples gather any there; nearest: leave "
+            "it out"
+        )
 
 
 def _lengths(config: RunConfig, keys: int) -> Iterator[str]:

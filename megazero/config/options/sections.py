@@ -14,11 +14,13 @@ from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
 BITS_INTRA_NODE = (8, 4)
+BITS_OF_KEYS = (8,)
 OUTER_BITS = (32, 16, *BITS)
 OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 ROUNDINGS = ("nearest", "stochastic", "feedback")
 TRANSFORMS = ("none", "hadamard")
 RECOMPUTE = ("none", "selective", "full")
+DISPATCH = ("no", "exact", "int8")
 COMPILE_BACKENDS = INDUCTOR, *_ = ("inductor", "aot_eager", "eager")
 
 
@@ -40,11 +42,24 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
         None, "U G of a2a+p2p: ranks that swap heads, and groups of these that gather keys and values"
     )
+    cp_gather_bits: int | None = option(
+        None,
+        "bits of keys and values that are gathered across nodes, after a Hadamard transform; gradients come back "
+        "exactly (default: not quantised)",
+        choices=BITS_OF_KEYS,
+        strict=True,
+    )
     expert_model_parallel_size: int = option(
         1,
         "ranks of a node that share the experts, tensor-parallel ranks and then data-parallel neighbours: a token "
         "goes to the ranks that hold its experts",
         low=1,
+    )
+    moe_dispatch_across_nodes: str = option(
+        "no",
+        "whether ranks of several nodes may share the experts: a token goes once to each node that has some of its "
+        "own. int8: its row goes there, and its output's gradient, in 8 bits; the ways back are exact",
+        choices=DISPATCH,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,

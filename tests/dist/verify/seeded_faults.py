@@ -17,7 +17,7 @@ from megazero.config import RunConfig
 from megazero.cp import ContextParallel, Peers, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.models.experts import Experts, MixtureOfExperts
-from megazero.moe import Balance, ExpertParallel, dispatch
+from megazero.moe import Balance, Holders, dispatch
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
@@ -212,6 +212,17 @@ def _unsummed_keys(place: Place) -> None:
     place.replace(exchange, "_sum_of_own", own)
 
 
+def _unlike_signs(place: Place) -> None:
+    """Every node transforms the keys and values that cross nodes with signs of its own."""
+    gathered = exchange._all_gather_coded
+
+    def own(keys: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
+        assert cp.codec is not None
+        return gathered(keys, replace(cp, codec=replace(cp.codec, seed=peers.rank)), peers)
+
+    place.replace(exchange, "_all_gather_coded", own)
+
+
 def _doubled_swap(place: Place) -> None:
     """Every swap of context-parallel ranks is done twice."""
     swap = exchange._all_to_all
@@ -308,8 +319,8 @@ def _stale_sizes(place: Place) -> None:
     held: dict[int, Any] = {}
     sizes = dispatch._sizes
 
-    def stale(counts: Tensor, ep: ExpertParallel) -> Any:
-        found = sizes(counts, ep)
+    def stale(counts: Tensor, holders: Holders) -> Any:
+        found = sizes(counts, holders)
         return held.setdefault(len(counts), found)
 
     place.replace(dispatch, "_sizes", stale)
@@ -317,13 +328,13 @@ def _stale_sizes(place: Place) -> None:
 
 def _doubled_dispatch(place: Place) -> None:
     """Rows go to their experts twice."""
-    exchange_rows = ExpertParallel.exchange
+    exchange_rows = Holders.exchange
 
-    def twice(ep: ExpertParallel, rows: Tensor, *sizes: Any) -> Tensor:
-        exchange_rows(ep, rows, *sizes)
-        return exchange_rows(ep, rows, *sizes)
+    def twice(holders: Holders, rows: Tensor, *sizes: Any) -> Tensor:
+        exchange_rows(holders, rows, *sizes)
+        return exchange_rows(holders, rows, *sizes)
 
-    place.replace(ExpertParallel, "exchange", twice)
+    place.replace(Holders, "exchange", twice)
 
 
 FAULTS: dict[str, Callable[[Place], None]] = {
@@ -346,6 +357,7 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "partial-router": _partial_router,
     "wrong-chunk": _wrong_chunk,
     "unsummed-keys": _unsummed_keys,
+    "unlike-signs": _unlike_signs,
     "dropped-expert-reduction": _dropped_expert_reduction,
     "wrong-expert-offset": _wrong_expert_offset,
     "norm-without-experts": _norm_without_experts,

@@ -59,6 +59,8 @@ MIXED = f"{NODES} --zero-preset zero3 --outer-interval 8 --outer-fragments 3 --o
 CONTEXTS = f"{NODES} --context-parallel-size 4 --cp-comm-type a2a --zero-preset zero3"
 CONTEXTS += " --recompute-granularity selective"
 KEYS = CONTEXTS.replace("a2a", "all_gather")  # inside nodes, and across
+ROUNDED_KEYS = "rounding of gathered keys and values, INT8, blocks of 128, Hadamard transform of 128"
+CODED_KEYS = f"{KEYS} --cp-gather-bits 8"
 BOTH_WAYS = CONTEXTS.replace("--cp-comm-type a2a", "")  # swaps inside nodes, gathered keys across
 BOTH_OF_TENSORS = (
     f"{NODES} --context-parallel-size 4 --zero-preset hpz --tensor-model-parallel-size 2 --sequence-parallel "
@@ -79,6 +81,15 @@ SHARED_GRID = (
     f"{EIGHT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     "--pipeline-schedule zb-h1 --ranks-per-node 4 --expert-model-parallel-size 4 --zero-preset zero2"
 )
+CROSSING = (
+    f"{NODES} {EXPERTS} --expert-model-parallel-size 4 --moe-dispatch-across-nodes int8 --zero-preset zero3 "
+    "--recompute-granularity full --moe-shared-expert-intermediate-size 512"
+)
+CROSSING_GRID = (
+    f"{EIGHT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--pipeline-schedule zb-h1 --ranks-per-node 2 --expert-model-parallel-size 4 --moe-dispatch-across-nodes exact "
+    "--zero-preset zero2"
+)
 
 BALANCED = (
     f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
@@ -93,7 +104,7 @@ EXPERTS_APART = f"{OUTER} --optimizer lion --num-experts 8 --moe-ffn-hidden-size
 LONG = {
     *("lost-activation", "wrong-tied-sum", "wrong-norm-group", "swapped-shard", "wrong-noise"),
     *("missing-divisor", "unswapped-gradient", "shifted-part", "own-counts", "partial-router"),
-    *("wrong-chunk", "unsummed-keys", "recounted-tokens"),
+    *("wrong-chunk", "unsummed-keys", "unlike-signs", "recounted-tokens"),
     *("dropped-expert-reduction", "wrong-expert-offset", "stale-sizes", "doubled-dispatch"),
 }
 # fault -> (configuration, a check that must fail, words of the likely cause, if one is named)
@@ -117,6 +128,7 @@ SEEN = {
     "doubled-swap": (BOTH_WAYS, "Pass 1, exact: bytes sent", ""),
     "wrong-chunk": (KEYS, "Pass 1, exact: gradients", ""),
     "unsummed-keys": (KEYS, "Pass 1, exact: gradients", ""),
+    "unlike-signs": (CODED_KEYS, f"Pass 2, as configured: {ROUNDED_KEYS}", ""),
     "dropped-expert-reduction": (SHARED, "Pass 1, exact: gradients", ""),
     "wrong-expert-offset": (SHARED, "Pass 1, exact: gradients", ""),
     "norm-without-experts": (SHARED, "Pass 1, exact: gradient norm", ""),
@@ -151,9 +163,13 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 EXPERTS_APART,
                 KEYS,
                 BOTH_OF_TENSORS,
+                CODED_KEYS,
+                f"{BOTH_OF_TENSORS} --cp-gather-bits 8",
                 SHARED_ZEROPP,
                 SHARED_OUTER,
                 SHARED_GRID,
+                CROSSING,
+                CROSSING_GRID,
             )
         ),
     ],
@@ -162,8 +178,9 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         *("outer replicas", "outer replicas of two nodes, INT4"),
         *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
         *("balanced experts", "experts of replicas, lion"),
-        *("gathered keys", "swaps and gathered keys"),
+        *("gathered keys", "swaps and gathered keys", "keys, INT8", "swaps and keys, INT8"),
         *("shared experts, zeropp", "shared experts, outer replicas", "grid of shared experts"),
+        *("experts of two nodes, INT8", "grid of experts of two nodes"),
     ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:
@@ -173,6 +190,7 @@ def test_a_right_configuration_is_certified(words: str) -> None:
     names = [check.name for section in certificate.sections for check in section.checks]
     assert names.count("bytes sent") == 2 and len([n for n in names if n.startswith("reshard")]) == 2
     assert any(n.startswith("rounding of weights, INT4") for n in names) == (ZEROPP[len(NODES) :] in words)
+    assert names.count(ROUNDED_KEYS) == ("--cp-gather-bits" in words)
     assert names.count("outer steps") == (2 if "--outer-interval" in words else 0)
     assert not certificate.diagnosis
 

@@ -11,13 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.loss.rounding import continued, report, scratch, table
-from benchmarks.loss.rounding.__main__ import TINY, TINY_CONTINUED, TINY_SCRATCH, TINY_TABLE
+from benchmarks.loss.rounding import continued, keys, report, scratch, table
+from benchmarks.loss.rounding.__main__ import (
+    TINY,
+    TINY_CONTINUED,
+    TINY_KEYS,
+    TINY_KEYS_SCRATCH,
+    TINY_SCRATCH,
+    TINY_TABLE,
+)
 from benchmarks.loss.rounding.formats import BLOCK, EXACT, ROUNDINGS, Emulated, Hop, Rounding, coding
+from benchmarks.loss.rounding.keys import Row
 from benchmarks.loss.rounding.statistics import direction, measured, stability, worth
 from benchmarks.loss.rounding.text import NONE, Samples, Text, random_text
 from benchmarks.loss.rounding.training import Training
 from benchmarks.loss.rounding.weights import MISSING, NAMES, Gguf, NoModel, decoded, find, parameters_of, tiny
+from megazero.families.layer_kinds import layer_kinds
 from megazero.zero.layout import UnitLayout, make_layout
 
 CPU = torch.device("cpu")
@@ -227,6 +236,54 @@ def test_copies_of_an_ensemble_have_their_own_gradients() -> None:
     assert float(runs.gradient[3].norm()) > 0 and not runs.gradient[[0, 1, 2, 4]].any()
     assert torch.allclose(runs.gradient[3].float(), whole[3].float(), rtol=0.02, atol=1e-4)
     assert losses.tolist() == pytest.approx([math.log(TINY)] * len(losses), rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def found_keys() -> list[Row]:
+    text = Samples.of(random_text(TINY, 20_000).tokens, TINY_KEYS.length, CPU)
+    model = tiny(CPU, TINY).float()
+    rows = [*keys.rows(model, text, TINY_KEYS, 600), *keys.scratch(text, TINY_KEYS_SCRATCH, 60)]
+    return [json.loads(json.dumps({**row, "on": "CPU"})) for row in rows]
+
+
+def test_each_node_attends_to_its_own_keys_as_they_are() -> None:
+    """Of 8 tokens on 2 nodes the first has 0, 1, 6, 7: 0 and 1 see no keys of the other, 2 and 3 do."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(8, 1, 2, 64, generator=generator, requires_grad=True) for _ in range(3))
+    model = tiny(CPU, TINY).float()
+    (tables,) = (t.attention for t in model.positions.tables(layer_kinds(model.config), 8, q).values())
+    codec = keys.CODECS["INT4 64"]
+    out, exact = keys.attended(q, k, v, (tables,), codec, 2), keys.attend(q, k, v, tables)
+    off = (out - exact).flatten(1).norm(dim=1)
+    assert off[:2].tolist() == [0, 0] and (off[2:] > 1e-3).all()
+    rounded = [keys.decoded(x, codec) for x in (k, v)]
+    all_rounded = keys.attend(q, *rounded, tables)
+    assert not torch.equal(out[2:6], all_rounded[2:6])
+    out.sum().backward()
+    assert k.grad is not None and float(k.grad[3].norm()) > 0  # rounding lets gradients through
+
+
+def test_errors_of_keys_grow_with_fewer_bits(found_keys: list[Row]) -> None:
+    by = {row["format"]: row for row in found_keys if row["what"] == "keys" and row["layer"] == 1}
+    assert by.keys() == keys.CODECS.keys()
+    for what in ("keys", "values", "output"):
+        assert 0 < by["bf16"][what] < by[keys.RUN][what] < by["INT4 64 + H64"][what]
+    lost = [row for row in found_keys if row["what"] == "keys loss"]
+    assert [row["format"] for row in lost] == [*keys.CODECS] and {row["sequences"] for row in lost} == {3}
+
+
+def test_models_trained_with_coded_keys_start_alike(found_keys: list[Row]) -> None:
+    ends = {(r["format"], r["seed"]): r["curve"][-1][1] for r in found_keys if r["what"] == "keys trained"}
+    assert len(ends) == 2 * len(keys.TRAINED) == len(set(ends.values()))
+    for (_, seed), loss in ends.items():
+        assert loss == pytest.approx(ends[EXACT, seed], rel=0.01)
+
+
+def test_the_page_has_keys_by_layer(found_keys: list[Row]) -> None:
+    page = report.page(found_keys)
+    for title in ("Keys and values across nodes", "By layer", "Training anew"):
+        assert f"# {title}\n" in page
+    assert f"| {keys.RUN} | 2 |" in page and "What this cannot show" in page
 
 
 def test_branches_fit_into_the_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.config import ConfigError, RunConfig, World, make_config, parse
+from megazero.config.summary import describe, rounded_summary
 from tests.sizes import SMALL
 
 CP2 = {"context_parallel_size": 2}
@@ -131,6 +132,37 @@ def test_how_ranks_attend(word: str | None, changes: dict[str, object], levels: 
 def test_what_is_refused(changes: dict[str, object], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config(**{**CP2, **changes})
+    assert any(line in error for error in caught.value.errors), caught.value.errors
+
+
+CODED = {"cp_gather_bits": 8, "context_parallel_size": 8, "seq_length": 64}  # 4 of these ranks share a node
+EIGHT_HEADS = {"num_attention_heads": 8, "num_query_groups": 8, "kv_channels": 4}
+
+
+def test_keys_across_nodes_in_eight_bits() -> None:
+    run = config(**CODED, **EIGHT_HEADS)
+    coding = run.gathered_keys(EIGHT)
+    assert coding is not None and (coding.bits, coding.block, coding.hadamard) == (8, 128, 128)
+    assert config(**{**CODED, "cp_gather_bits": None}, **EIGHT_HEADS).gathered_keys(EIGHT) is None
+    said = "across nodes as INT8 after a Hadamard transform (blocks of 128, nearest), gradients exact"
+    assert any(said in line for line in describe(run, EIGHT))
+    assert said in rounded_summary(run, EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"cp_comm_type": ("a2a",)}, "--cp-gather-bits 8 has no effect without"),
+        ({"context_parallel_size": 1}, "--cp-gather-bits 8 has no effect without"),
+        ({"context_parallel_size": 4}, "none of the 4 ranks that share samples gather any there"),
+        ({"cp_gather_bits": 4}, "--cp-gather-bits 4"),
+    ],
+)
+def test_where_no_keys_are_gathered_across_nodes_bits_are_refused(
+    changes: dict[str, object], line: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**{**CODED, **EIGHT_HEADS, **changes})
     assert any(line in error for error in caught.value.errors), caught.value.errors
 
 

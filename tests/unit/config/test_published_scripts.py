@@ -106,7 +106,8 @@ def test_what_is_not_built_is_refused_by_name(run: str, more: str, tmp_path: Pat
         assert any(part in error and "not built here" in error for error in caught.value.errors), part
 
 
-# Megatron-LM's functional test gpt3_mcore_te_tp2_pp2_cp2 (now with nccl2); run_gpt.sh of
+# Megatron-LM's functional tests gpt3_mcore_te_tp2_pp2_cp2 (now with nccl2) and gpt3_mcore_te_tp1_pp2_cp4_a2a_p2p, and
+# the 70B on 64 GPUs of its parallelism guide (with data, vocabulary, rate and length of a run); run_gpt.sh of
 # asd123www/Megatron-LM-study; what radixark/miles gives Megatron on 8 GPUs. Words that say nothing of a layout are
 # left out.
 LONG = {
@@ -120,6 +121,23 @@ LONG = {
         "--context-parallel-size 2 --sequence-parallel --hidden-dropout 0.0 --attention-dropout 0.0 "
         "--no-gradient-accumulation-fusion --attention-softmax-in-fp32 --use-mcore-models --ckpt-format "
         "torch_dist --bf16 --attention-backend flash --async-save --use-persistent-ckpt-worker --mock-data"
+    ),
+    "hierarchical": (
+        "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 4 --global-batch-size 32 "
+        "--seq-length 1024 --max-position-embeddings 1024 --train-iters 50 --lr-decay-iters 320000 --tokenizer-type "
+        "NullTokenizer --vocab-size 50257 --mock-data --distributed-backend nccl --lr 0.00015 --lr-decay-style "
+        "cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --transformer-impl "
+        "transformer_engine --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 "
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 "
+        "--sequence-parallel --hidden-dropout 0.0 --attention-dropout 0.0 --no-gradient-accumulation-fusion "
+        "--attention-softmax-in-fp32 --use-mcore-models --ckpt-format torch_dist --dist-ckpt-strictness log_all "
+        "--bf16 --attention-backend flash --async-save --use-persistent-ckpt-worker"
+    ),
+    "70B": (
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --context-parallel-size 2 --num-layers 80 "
+        "--hidden-size 8192 --num-attention-heads 64 --seq-length 8192 --micro-batch-size 1 --global-batch-size 512 "
+        "--bf16 --max-position-embeddings 8192 --tokenizer-type NullTokenizer --vocab-size 128256 --mock-data "
+        "--train-iters 10 --lr 1e-4"
     ),
     "allgather": (
         "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --tensor-model-parallel-size 2 "
@@ -142,15 +160,39 @@ LONG = {
 }
 
 
+# What Megatron's parse_args and validate_args make of them: data-parallel size, --sequence-parallel, width of the MLP
+# and of a head, groups that share keys.
+MEGATRON = {
+    "functional test": (1, True, 2048, 64, 8),
+    "hierarchical": (1, False, 2048, 64, 8),
+    "70B": (2, False, 32768, 128, 64),
+    "allgather": (1, False, 2048, 64, 8),
+    "a2a": (1, True, 10880, 128, 8),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "levels"), [("functional test", (2, 1)), ("allgather", (1, 2)), ("a2a", (4, 1))]
+    ("name", "ranks", "levels"),
+    [
+        ("functional test", 8, (2, 1)),
+        ("hierarchical", 8, (2, 2)),
+        ("70B", 64, (2, 1)),
+        ("allgather", 8, (1, 2)),
+        ("a2a", 8, (4, 1)),
+    ],
 )
-def test_scripts_of_long_sequences(name: str, levels: tuple[int, int]) -> None:
-    world = World(8, 8)
+def test_scripts_of_long_sequences(name: str, ranks: int, levels: tuple[int, int]) -> None:
+    world = World(ranks, 8)
     config = parse(LONG[name].split(), world)
     parallel = config.parallel
     assert config.context_levels(world) == levels
+    model = config.model
+    found = (
+        config.data_parallel_size(world),
+        parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+    )
+    assert (*found, model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == MEGATRON[name]
     # As Megatron counts: data-parallel size = world / (tp x pp x cp), and a rank has 1/cp of a sequence.
     shared = parallel.context_parallel_size
-    assert config.data_parallel_size(world) * parallel.model_ranks * shared == 8
+    assert config.data_parallel_size(world) * parallel.model_ranks * shared == ranks
     assert config.own_length * shared == config.model.seq_length

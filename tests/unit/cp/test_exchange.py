@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
+from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.cp import ContextParallel, Peers, exchange, gather, swap, swap_back
 from megazero.cp.exchange import _dealt
@@ -58,6 +60,37 @@ def test_gathered_keys_are_in_order_and_their_gradients_come_back(monkeypatch: p
     monkeypatch.setattr(exchange, "_gathered", lambda own, cp: held.unflatten(0, (2, 2)).transpose(0, 1))
     k, v = gather(*held[0], cps[0])
     assert torch.equal(k, keys) and torch.equal(v, -keys)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 2, 3, 8), (2, 16, 1, 2, 64)], ids=["padded", "whole blocks"])
+def test_of_gathered_keys_others_are_rounded_and_own_are_not(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """Of three ranks, without ranks: a gather finds what each of them encodes."""
+    generator = torch.Generator().manual_seed(1)
+    held = [torch.randn(shape, generator=generator).index_fill_(-1, torch.tensor(3), 20.0) for _ in range(3)]
+    codec, seen = Blockwise(8, hadamard=128), []
+    sent: list[torch.Tensor] = []
+
+    def found(messages: torch.Tensor, *_: object) -> torch.Tensor:
+        sent.append(messages)
+        whole = [pad(each.flatten(1), (0, -each[0].numel() % 128)) for each in held]
+        return torch.stack([codec.encode(each) for each in whole])
+
+    monkeypatch.setattr(exchange, "_all_gather", found)
+    cp = ContextParallel(
+        keys=(Peers(), Peers(None, 1, 3)), codec=codec, observers=[lambda *a: seen.append(a)]
+    )
+    arrived = exchange._all_gather_coded(held[1], cp, cp.keys[1])
+    assert torch.equal(arrived[1], held[1]) and torch.equal(sent[0], found(sent[0])[1])
+    for got, wanted in zip(arrived[::2], held[::2], strict=True):
+        error = (got - wanted).flatten(1)
+        rows = pad(wanted.flatten(1), (0, -wanted[0].numel() % 128))
+        bound = codec.error_bound(rows).repeat_interleave(128, 1)[:, : error.shape[1]]
+        assert 0 < error.norm() < 0.02 * wanted.norm() and (error.abs() <= bound).all()
+    ((told, own, decoded, peers),) = seen
+    assert told is codec and peers is cp.keys[1]
+    assert torch.equal(own[:, : held[1][0].numel()], held[1].flatten(1)) and torch.equal(decoded[1], own)
 
 
 def test_one_rank_swaps_nothing() -> None:

@@ -74,6 +74,39 @@ def test_bytes_of_gathered_keys(word: str | None, recompute: str) -> None:
     assert sent["cp", INTRA] == layers * micro_batches * (swapped + (2 + again) * inside)
 
 
+@pytest.mark.parametrize("word", ["all_gather", None])
+def test_bytes_of_keys_in_eight_bits(word: str | None) -> None:
+    """As above. Whole blocks of 128 elements with a scale of two bytes; gradients, and what goes inside a node, keep
+    their bytes."""
+    ways = {"context_parallel_size": 8, "cp_comm_type": word and (word,), "recompute_granularity": "full"}
+    exact, coded = (
+        layout({**LONG, **ways, "cp_gather_bits": bits}, cluster(2, 4)).bytes_by_stage[0]
+        for bits in (None, 8)
+    )
+    k, tokens, passes = 64 if word else 128, 4096 // 8, 6 * 8
+    message = k * tokens + 2 * k * tokens // 128
+    assert coded["cp", INTER] == passes * (2 * 2 * message + 2 * k * tokens * 2)
+    assert coded["cp", INTER] < 0.68 * exact["cp", INTER]
+    assert coded["cp", INTRA] == exact["cp", INTRA]
+
+
+def test_keys_that_fill_no_block_are_padded() -> None:
+    ways = {"context_parallel_size": 8, "cp_comm_type": ("all_gather",), "cp_gather_bits": 8}
+    short = layout({**LONG, **ways, "seq_length": 16, "num_query_groups": 1}, cluster(2, 4)).bytes_by_stage[0]
+    message = 144  # 2 tokens of 32 channels in one block and its scale, filled up to a multiple of 16
+    assert short["cp", INTER] == 6 * 8 * (2 * message + 2 * 2 * 32 * 2)
+
+
+def test_fewer_bytes_of_keys_take_less_time_on_a_slow_link_and_more_on_a_fast_one() -> None:
+    ways = {"context_parallel_size": 8, "cp_comm_type": ("all_gather",)}
+    for gbits, pays in ((1.0, True), (10_000.0, False)):
+        exact, coded = (
+            simulate(layout({**LONG, **ways, "cp_gather_bits": bits}, cluster(2, 4, gbits))).bill["context"]
+            for bits in (None, 8)
+        )
+        assert (coded < exact) == pays, (gbits, exact, coded)
+
+
 def test_a_gather_across_nodes_costs_less_than_a_swap() -> None:
     """Of the same 8 ranks; the planner prices both."""
     ways = ({"cp_comm_type": ("a2a",)}, {})
