@@ -1,6 +1,6 @@
 """Lower bounds of a layout's step time, from what the first pipeline rank computes and sends.
 
-The search asks them by the thousand, so what depends on mesh, shards and messages alone (``Works``) is kept apart
+The search asks them by the thousand, so what depends on mesh, shards and messages alone (``ChainWork``) is kept apart
 from what depends on the schedule, the micro-batch and recompute.
 """
 
@@ -24,7 +24,7 @@ MODULES_HELD = 4  # from one segment to the next: the last one and the next one,
 
 
 @dataclass(frozen=True)
-class Work:
+class LinkWork:
     """Seconds of the first rank's chains on one link, or in its own memory.
 
     refresh, reduce: of the units of its parts up to each, latency included: until they can be used, and after the
@@ -54,14 +54,14 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Works:
+class ChainWork:
     """The work of each link and of the rank's own memory. update: seconds of the update."""
 
-    of: Mapping[str, Work]
+    of: Mapping[str, LinkWork]
     update: float
 
     @classmethod
-    def of_layout(cls, layout: Layout) -> Works:
+    def of_layout(cls, layout: Layout) -> ChainWork:
         units = layout.units(0)
         chains = {unit: layout.chains_of(unit) for unit, _ in units.counts}
         parts = [[(chains[unit], n) for unit, n in units.counts_of(i)] for i in range(layout.base.virtual)]
@@ -70,7 +70,7 @@ class Works:
             layout.states.prefetch_bytes + MODULES_HELD * max(units.modules.values()) * layout.formats.width
         )
         of = {
-            link: Work(
+            link: LinkWork(
                 refresh=_upto(sum(n * _on(one.refresh + one.gather, link) for one, n in p) for p in parts),
                 reduce=_upto(sum(n * _on(one.last, link) for one, n in p) for p in parts),
                 once=sum(n * (_occupied(one.refresh, link) + _occupied(one.last, link)) for one, n in every),
@@ -112,7 +112,7 @@ class Works:
 
 def least_seconds(layout: Layout) -> float:
     """Return a lower bound of the layout's step time."""
-    return Works.of_layout(layout).least_seconds(layout.base, layout.shards.keep_gathered, exactly=True)
+    return ChainWork.of_layout(layout).least_seconds(layout.base, layout.shards.keep_gathered, exactly=True)
 
 
 def least_crossing(base: BaseLayout, width: float) -> float:

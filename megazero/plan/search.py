@@ -27,7 +27,7 @@ from megazero.config.options.cluster import Cluster
 from megazero.config.options.sections import ZeroConfig
 from megazero.config.validate import uneven_ranks
 from megazero.plan.base_layout import BaseLayout, Partition
-from megazero.plan.bounds import Works, least_crossing, least_seconds
+from megazero.plan.bounds import ChainWork, least_crossing, least_seconds
 from megazero.plan.communication import OuterFormat
 from megazero.plan.compute import Compute
 from megazero.plan.layout import Layout
@@ -162,7 +162,7 @@ class Search:
         self.weight: Callable[[Layout], float] = lambda layout: 1.0  # of a layout's seconds, at least 1
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
         self._partitions: dict[tuple[int, int, str], Partition] = {}
-        self._works: dict[object, tuple[Works, float] | None] = {}
+        self._works: dict[object, tuple[ChainWork, float] | None] = {}
 
     # -- bases ----------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class Search:
             if least := [one.least_seconds(base, gathered) * weight for one, weight in filter(None, works)]:
                 yield choice, min(least)
 
-    def _work_of(self, choice: ShardChoice, zero: ZeroConfig, formats: str) -> tuple[Works, float] | None:
+    def _work_of(self, choice: ShardChoice, zero: ZeroConfig, formats: str) -> tuple[ChainWork, float] | None:
         """Return the work of the links of a choice's layouts with these formats, and their weight; None: not legal.
 
         How long gathered units live makes no difference to one gather.
@@ -324,7 +324,7 @@ class Search:
         if key not in self._works:
             try:
                 layout = Layout(base, zero)
-                self._works[key] = Works.of_layout(layout), self.weight(layout)
+                self._works[key] = ChainWork.of_layout(layout), self.weight(layout)
             except ValueError as error:
                 self._count(error)
                 self._works[key] = None
