@@ -38,7 +38,8 @@ class KeptAllGather(AllGather):
     kept: what crossed nodes: [nodes, m] of the codec's dtype, or with differences [nodes, n] packed weights.
     whole: the next message is the weights and not a difference: what others hold is not near them.
     noted: checksums of this rank's shards, int64 [parameters], as of the last forward or update, if they were taken.
-    used_again: since the last update a forward stood on what an earlier one had sent. expected: one did before that.
+    begun: a forward has, since the last update. used_again: one stood on what an earlier one had sent. expected: one
+        did before that update.
     """
 
     def __init__(self, group: Group) -> None:
@@ -46,7 +47,7 @@ class KeptAllGather(AllGather):
         self.kept: torch.Tensor | None = None
         self.whole = True
         self.noted: torch.Tensor | None = None
-        self.used_again, self.expected, self.told = False, True, False
+        self.begun, self.used_again, self.expected, self.told = False, False, True, False
         # Behind the last use of ``kept``, on whichever stream that was.
         self.used: torch.cuda.Event | None = None
 
@@ -66,8 +67,13 @@ class KeptAllGather(AllGather):
         return not self.whole and (self.fresh or self.group.codecs.delta)
 
     def updated(self, checksums: torch.Tensor | None) -> None:
-        """Take note of an optimizer's step. checksums: of what it wrote, where differences are sent."""
-        self.noted, self.used_again, self.expected = checksums, False, self.used_again
+        """Take note of an optimizer's step. checksums: of what it wrote, where differences are sent.
+
+        Several may follow one another: an optimizer that holds others, as torchtitan's does, steps behind them.
+        """
+        self.noted = checksums
+        if self.begun:
+            self.begun, self.used_again, self.expected = False, False, self.used_again
 
     def __call__(
         self,
@@ -189,7 +195,7 @@ def settle(gathers: Sequence[KeptAllGather]) -> None:
         one.used_again = True
         one.whole |= one.noted is None
     for one in gathers:
-        one.noted = now.get(one)
+        one.noted, one.begun = now.get(one), True
 
 
 def checksums(gathers: Sequence[KeptAllGather]) -> dict[KeptAllGather, torch.Tensor]:

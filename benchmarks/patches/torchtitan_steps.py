@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import harness
+from megazero.config.layout.wire import EXACT_NUMEL
 from tests import ROOT
 from tests.fsdp2 import titan_on_cpu
 from tests.netlab.lab import interface_bytes
@@ -50,18 +51,14 @@ def script(words: str | None) -> str:
     return found.replace(INT8_INT4, words)
 
 
-def message_bytes(numel: int, quantised: bool, block: int) -> int:
-    """Return the bytes of a shard of so many elements, whose blocks of 64 have ``block`` bytes if it is quantised."""
-    return -(-numel // 64) * block if quantised else 4 * numel
-
-
 def refresh_bytes(trainer: Any) -> int:
     """Return what this rank sends of its weights to one other node in a step, as int8 with exact small parameters."""
     sent = 0
     for parameter in (p for part in trainer.model_parts for p in part.parameters()):
         own = parameter.to_local().numel()
-        ranks = dist.get_world_size() if "ep" not in str(parameter.device_mesh.mesh_dim_names) else 2
-        sent += message_bytes(own, own * ranks > 16384, 66)
+        shared = "ep" in (parameter.device_mesh.mesh_dim_names or ())
+        ranks = dist.get_world_size() // (2 if shared else 1)
+        sent += -(-own // 64) * 66 if own * ranks > EXACT_NUMEL else 4 * own
     return sent
 
 

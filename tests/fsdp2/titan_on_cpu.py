@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import rendezvous
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -158,12 +157,16 @@ def sum_by_node(trainer: Any) -> None:
 def note_first_gradients(file: Path, trainer: Any) -> None:
     """Write the gradients of a built trainer's first step, of this rank's shards by name."""
 
+    noted: list[Path] = []
+
     def note(*_: Any) -> None:
-        handle.remove()
+        if noted:
+            return
+        noted.append(file)
         named = (each for part in trainer.model_parts for each in part.named_parameters())
         torch.save({name: p.grad.to_local().clone() for name, p in named if p.grad is not None}, file)
 
-    handle = register_optimizer_step_pre_hook(note)
+    register_optimizer_step_pre_hook(note)
 
 
 def write_assets(folder: Path) -> None:
@@ -267,6 +270,7 @@ def forked(number: int, act: Callable[[], None]) -> None:
     if not pid:
         code = 1
         try:
+            rendezvous = importlib.import_module("torch.distributed.rendezvous")
             meet = rendezvous._create_c10d_store
             rendezvous._create_c10d_store = lambda *args, **kwargs: dist.PrefixStore(
                 f"run {number}", meet(*args, **kwargs)
