@@ -38,13 +38,16 @@ CASES: Sequence[Case] = (
     Case(
         "8B on 4 nodes of 8 H100",
         f"{LLAMA_8B} --global-batch-size 128 --cluster h100 --nodes 4 --price 2.5 --link-rates 10,25,100,400,3200",
-        "",
+        "the tokens are those of a 1.3B model by Chinchilla's data term; the best exact layouts below 100 "
+        "Gb/s are pipelines, whose bubbles a smaller batch makes larger; from 400 Gb/s on differences are "
+        "within the planner's error.",
     ),
     Case(
         "70B on 16 nodes of 8 H100",
         f"{LLAMA} --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
         "--global-batch-size 512 --cluster h100 --nodes 16 --link-rates 100",
-        "",
+        "exact and quantised are 3% apart, less than the planner's error of 5% at the median; the tensor- "
+        "parallel pipeline sends little across nodes, so there is little to save.",
     ),
     Case(
         "Qwen3-30B-A3B on 8 nodes of 8 H100",
@@ -57,7 +60,8 @@ CASES: Sequence[Case] = (
     Case(
         "8B on two DGX Sparks",
         f"{LLAMA_8B} --global-batch-size 16 --cluster two-sparks --link-rates 10,100,200",
-        "",
+        "the peak and the 0.44 of it are not measured on a GB10; with 2 samples instead of 16, messages weigh "
+        "eight times as much; the memory that the host keeps decides whether anything fits.",
     ),
 )
 TEXT = """\
