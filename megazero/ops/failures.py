@@ -6,6 +6,7 @@ others waiting in a collective until the time-out.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,3 +171,23 @@ def collective_symptom(error: BaseException) -> str | None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def reported_elsewhere(error: Exception) -> bool:
+    """Tell whether another rank reports it. Most mistakes of users are the same on all ranks."""
+    if isinstance(error, RankFailure):
+        return error.reported_elsewhere
+    return isinstance(error, ValueError) and not _first_to_report(f"{error}")
+
+
+def _first_to_report(text: str) -> bool:
+    """True on one of the ranks that fail with this text, and wherever the store no longer answers."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return True
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"megazero/reported/{digest}", 1) == 1
+    except RuntimeError:
+        return True

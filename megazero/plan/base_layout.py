@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from megazero.config import RunConfig, World
@@ -116,8 +116,7 @@ class BaseLayout:
         self.partition = partition or Partition(config.stages(), self.pp, self.spec)
         self.stages, self.of_rank = self.partition.stages, self.partition.of_rank
         self.activation = self.compute.activation
-        self.judged: Callable[[], Sequence[str]] = cache(lambda: find_errors(config, world))
-        self.activation_memory = lru_cache(maxsize=None)(self._activation_memory)
+        self.judged: list[Sequence[str]] = []  # what the rules refuse, once asked; copies elsewhere share it
 
     def shared(self, key: Any, make: Callable[[], Shared]) -> Shared:
         """Return what layouts of the same mesh compute alike, made once: ``key`` has all else that it depends on."""
@@ -130,7 +129,9 @@ class BaseLayout:
     @property
     def faults(self) -> Sequence[str]:
         """What the configuration's rules refuse."""
-        return self.judged()
+        if not self.judged:
+            self.judged.append(find_errors(self.config, self.world))
+        return self.judged[0]
 
     @cached_property
     def stage_seconds(self) -> list[dict[Kind, float]]:
@@ -295,17 +296,17 @@ class BaseLayout:
             found.setdefault((self.peaks[rank], self.partition.of(rank)), rank)
         return list(found.values())
 
-    def _activation_memory(self, loss_chunk: int | None) -> list[dict[str, dict[str, float]]]:
+    def activation_memory(self, loss_chunk: int | None) -> list[dict[str, dict[str, float]]]:
         """Return each pipeline rank's bytes of activations and head, by moment of a backward.
 
         loss_chunk: the tokens whose logits are held at once. None: all.
         """
-        width, on_host, found = self.compute.width, self.cluster.on_host, dict[object, Any]()
-        alike = [(self.partition.of(rank), self.peaks[rank]) for rank in range(self.pp)]
+        width, on_host, known = self.compute.width, self.cluster.on_host, self.compute.known
+        alike = [(loss_chunk, self.partition.of(rank), self.peaks[rank]) for rank in range(self.pp)]
         for own, key in zip(self.of_rank, alike, strict=True):
-            if key not in found:
-                found[key] = activations(self.config, width, own, key[1], on_host, loss_chunk, self.world)
-        return [found[key] for key in alike]
+            if key not in known:
+                known[key] = activations(self.config, width, own, key[2], on_host, loss_chunk, self.world)
+        return [known[key] for key in alike]
 
     @cached_property
     def other_bytes(self) -> list[Bytes]:

@@ -1,6 +1,6 @@
 """Lower bounds of a layout's step time, from what the first pipeline rank computes and sends.
 
-The search asks them by the thousand, so what depends on mesh, shards and messages alone (``Works``) is kept apart
+The search asks them by the thousand, so what depends on mesh, shards and messages alone (``ChainWork``) is kept apart
 from what depends on the schedule, the micro-batch and recompute.
 """
 
@@ -24,12 +24,12 @@ MODULES_HELD = 4  # from one segment to the next: the last one and the next one,
 
 
 @dataclass(frozen=True)
-class Work:
+class LinkWork:
     """Seconds of the first rank's chains on one link, or in its own memory.
 
     refresh, reduce: of the units of its parts up to each, latency included: until they can be used, and after the
-    last backward. once: of refreshes and of the last micro-batch's reductions. every: of another micro-batch's. gather: of
-    all units once. stays: of what may be held from one use to the next.
+    last backward. once: of refreshes and of the last micro-batch's reductions. every: of another micro-batch's.
+    gather: of all units once. stays: of what may be held from one use to the next.
     """
 
     refresh: Sequence[float]
@@ -54,14 +54,14 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Works:
+class ChainWork:
     """The work of each link and of the rank's own memory. update: seconds of the update."""
 
-    of: Mapping[str, Work]
+    of: Mapping[str, LinkWork]
     update: float
 
     @classmethod
-    def of_layout(cls, layout: Layout) -> Works:
+    def of_layout(cls, layout: Layout) -> ChainWork:
         units = layout.units(0)
         chains = {unit: layout.chains_of(unit) for unit, _ in units.counts}
         parts = [[(chains[unit], n) for unit, n in units.counts_of(i)] for i in range(layout.base.virtual)]
@@ -70,7 +70,7 @@ class Works:
             layout.states.prefetch_bytes + MODULES_HELD * max(units.modules.values()) * layout.formats.width
         )
         of = {
-            link: Work(
+            link: LinkWork(
                 refresh=_upto(sum(n * _on(one.refresh + one.gather, link) for one, n in p) for p in parts),
                 reduce=_upto(sum(n * _on(one.last, link) for one, n in p) for p in parts),
                 once=sum(n * (_occupied(one.refresh, link) + _occupied(one.last, link)) for one, n in every),
@@ -83,23 +83,21 @@ class Works:
         update = layout.base.compute.update(units.elements / layout.shards.os) + layout.matrix_seconds(0)
         return cls(of, update)
 
-    def least_seconds(self, base: BaseLayout, gathered: bool) -> float:
-        """Return a lower bound of the step time of a layout on this base.
+    def least_seconds(self, base: BaseLayout, gathered: bool, exactly: bool = False) -> float:
+        """Return a lower bound of the step time of a layout on this base. exactly: run its schedule for that.
 
         A part's first forward cannot end before its weights are here, nor the step before the last micro-batch's
         gradients of its last backward are summed. Only what is computed before, or after, can hide them. A lane has
         one hop at a time on a link, and a link carries one message at a time. What is hidden slows the device down.
         """
-        makespan, first_rank = base.compute_only
         used = {link: self.of[link] for link in LINKS if link in self.of}
         forwards, backwards = base.beside[Kind.FORWARD], base.beside[Kind.BACKWARD]
         lead = max(_exposed(work.refresh, forwards) for work in used.values())
         tail = max(_exposed(work.reduce, backwards) for work in used.values())
         links = {link: work.seconds(base, gathered) for link, work in used.items()}
-        if base.virtual == 1:  # all wait for the first forward, and the first rank ends last
-            behind = first_rank + lead + tail
-        else:
-            behind = base.first_rank_busy + lead + tail
+        makespan, first_rank = base.compute_only if exactly else (base.least_seconds, base.first_rank_busy)
+        # With one stage a rank, all wait for the first rank's forward.
+        behind = (first_rank if base.virtual == 1 else base.first_rank_busy) + lead + tail
         contended = base.first_rank_busy + self._contended(base, links, gathered)
         return self.update + max(makespan, behind, contended, *links.values())
 
@@ -114,7 +112,7 @@ class Works:
 
 def least_seconds(layout: Layout) -> float:
     """Return a lower bound of the layout's step time."""
-    return Works.of_layout(layout).least_seconds(layout.base, layout.shards.keep_gathered)
+    return ChainWork.of_layout(layout).least_seconds(layout.base, layout.shards.keep_gathered, exactly=True)
 
 
 def least_crossing(base: BaseLayout, width: float) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megazero.comm.wire import Coding
 from megazero.config import RunConfig
@@ -103,6 +103,9 @@ class Compute:
         ValueError if the cluster's devices do not compute in the run's dtype.
         """
         self.grid = grid
+        self.known: dict[
+            Any, Any
+        ] = {}  # the activations of base layouts that share this, by all else that they are
         self.config, self.cluster, self.collectives = config, cluster, collectives
         device, dtype = cluster.device, config.precision.params_dtype
         self.width = WIDTHS[dtype]

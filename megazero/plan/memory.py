@@ -69,10 +69,14 @@ class States:
 
     @property
     def anchors(self) -> int:
-        """How many values outer steps keep beside a master weight: the anchor and the outer momentum."""
-        if self.outer is None or (self.outer.config.outer_offload and not self.on_host):
+        return self.anchors_of(self.outer, self.on_host)
+
+    @staticmethod
+    def anchors_of(outer: OuterFormat | None, on_host: bool) -> int:
+        """Return how many values outer steps keep beside a master weight: the anchor and the outer momentum."""
+        if outer is None or (outer.config.outer_offload and not on_host):
             return 0
-        return 1 + self.outer.momentum
+        return 1 + outer.momentum
 
     def factors(self, unit: UnitShape) -> tuple[int, int, int]:
         """Return P, G and OS of a unit."""

@@ -96,7 +96,9 @@ def compare(values: Mapping[str, Any], places: Sequence[Cluster]) -> Iterator[Sc
         rows += [Scheme(EXACT, one, 1.0) for one in Search(values, place, "exact").best(1, bases)]
         if place.nodes > 1:
             rows += _quantised(values, place, bases)
-            rows += [Scheme(OUTER, one, None) for one in _outer(values, place)]
+            outer = _outer(values, place)
+            rows += [Scheme(OUTER, one, None) for one in outer]
+            missing |= {} if outer else _least_outer(values, place)
         yield Schemes(place, rows, missing)
 
 
@@ -138,6 +140,14 @@ def _outer(values: Mapping[str, Any], cluster: Cluster) -> list[Found]:
         if pool := Search(asked, cluster, SLOW_OUTER).best(POOLED):
             return on_ladder(pool, cluster, steps, values)[:1]
     return []
+
+
+def _least_outer(values: Mapping[str, Any], cluster: Cluster) -> dict[str, float]:
+    """Return the GiB that outer steps need at least, with as few replicas as there can be, if they are legal."""
+    count = replica_counts(values, cluster)[-1]
+    asked = {**values, **rung_options(rungs(values)[0], values), "outer_replicas": count}
+    smallest = smallest_layout(asked, cluster)
+    return {} if smallest is None else {OUTER: smallest.memory.total / GIB}
 
 
 def joined(rows: Sequence[Scheme]) -> list[Scheme]:

@@ -279,6 +279,7 @@ def advice(values: Mapping[str, Any], cluster: Cluster, search: Search) -> list[
     """Return lines that explain why nothing fits and what would. ``search`` has been run."""
     smallest = smallest_layout(values, cluster)
     if smallest is None:
+        list(search.bases())  # asks the rules of those, too, that are too large
         lines = ["no layout is legal; the rules that most of them break:"]
         common = sorted(search.errors.items(), key=lambda item: -item[1])[:5]
         return [*lines, *(f"  - {line}" for line, _ in common)]

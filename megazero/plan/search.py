@@ -27,12 +27,13 @@ from megazero.config.options.cluster import Cluster
 from megazero.config.options.sections import ZeroConfig
 from megazero.config.validate import uneven_ranks
 from megazero.plan.base_layout import BaseLayout, Partition
-from megazero.plan.bounds import Works, least_crossing
+from megazero.plan.bounds import ChainWork, least_crossing, least_seconds
+from megazero.plan.communication import OuterFormat
 from megazero.plan.compute import Compute
 from megazero.plan.layout import Layout
+from megazero.plan.memory import States
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
-from megazero.plan.units import WIDTHS
 
 BEST = 10
 # The options that the planner chooses where they are not given.
@@ -81,6 +82,18 @@ class FormatChoice:
         }
         return all(effect.get(name, True) for name in self.values)
 
+    def least_width(self, given: Mapping[str, Any], width: float, exact: float) -> float:
+        """Return the bytes of an element at least, of a gradient across nodes and of what comes back: weights, or the
+        sum. width, exact: of a weight and of a gradient without a format. given: options that stay."""
+        asked = {**given, **self.values}
+        quantised = "zero_quantized_gradients" in self.values
+        there = (asked.get("zero_gradient_bits") or 4) / 8 if quantised else exact
+        if "zero_quantized_weights_delta" in self.values:
+            width = 0.5
+        elif "zero_quantized_weights" in self.values:
+            width = (asked.get("zero_weight_bits") or 8) / 8
+        return there + min(there, width)
+
 
 EXACT = FormatChoice("exact")
 _INT8 = FormatChoice("weights INT8", {"zero_quantized_weights": True})
@@ -125,6 +138,15 @@ class ShardChoice(NamedTuple):
     shard: tuple[int, int, int]
 
 
+class Refined(NamedTuple):
+    """A layout that fits, whose bound follows its schedule."""
+
+    layout: Layout
+
+
+Waiting = BaseLayout | ShardChoice | Layout | Refined | Found
+
+
 class Search:
     """A search over the layouts of one model on one cluster.
 
@@ -140,7 +162,7 @@ class Search:
         self.weight: Callable[[Layout], float] = lambda layout: 1.0  # of a layout's seconds, at least 1
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
         self._partitions: dict[tuple[int, int, str], Partition] = {}
-        self._works: dict[object, tuple[Works, float] | None] = {}
+        self._works: dict[object, tuple[ChainWork, float] | None] = {}
 
     # -- bases ----------------------------------------------------------------------------------
 
@@ -149,7 +171,7 @@ class Search:
         return filter(self._legal, self.drafts())
 
     def drafts(self) -> Iterator[BaseLayout]:
-        """Yield a base for every choice of options that sizes allow. Their rules are asked where they are promising."""
+        """Yield a base for every choice of options that sizes allow. The rules are asked where one is promising."""
         computes: dict[object, Compute] = {}
         for choice in self._choices():
             config = self._template.changed(choice)
@@ -160,9 +182,9 @@ class Search:
                 partition, spans = self._partition_of(config), config.parallel.context_parallel_size > 1
                 # Stages and their order decide where messages of a layer go, if ranks share samples.
                 alike = tuple(value for name, value in choice.items() if spans or name not in OF_STAGES)
-                base = BaseLayout(
-                    config, self.world, self.cluster, self.collectives, partition, computes.get(alike)
-                )
+                known = computes.get(alike)
+                base = BaseLayout(config, self.world, self.cluster, self.collectives, partition, known)
+                base.grid((1, 1, 1))  # raises for experts whose ranks leave the node
             except ValueError as error:
                 self._count(error)
                 continue
@@ -172,7 +194,7 @@ class Search:
     @cached_property
     def _template(self) -> RunConfig:
         """The configuration of the values that are given. The choices replace some of them."""
-        return unjudged({"micro_batch_size": 1, **self.values})
+        return unjudged({"micro_batch_size": 1, **self.values, **self._no_shards})
 
     def _legal(self, base: BaseLayout) -> bool:
         if base.faults:
@@ -228,9 +250,13 @@ class Search:
                                     "recompute_granularity": recompute,
                                     "micro_batch_size": size,
                                     **self._batch(size, tp * pp * cp),
-                                    # a layout's own choice replaces it
-                                    **({} if self.shards_given else {"zero_shard": (1, 1, 1)}),
+                                    **self._no_shards,
                                 }
+
+    @property
+    def _no_shards(self) -> dict[str, Any]:
+        """The option that stands for a layout's own choice."""
+        return {} if self.shards_given else {"zero_shard": (1, 1, 1)}
 
     def _batch(self, micro_batch: int, ranks: int) -> dict[str, int]:
         """Return the global batch if none is given: a micro-batch for each of so many ranks."""
@@ -288,7 +314,7 @@ class Search:
             if least := [one.least_seconds(base, gathered) * weight for one, weight in filter(None, works)]:
                 yield choice, min(least)
 
-    def _work_of(self, choice: ShardChoice, zero: ZeroConfig, formats: str) -> tuple[Works, float] | None:
+    def _work_of(self, choice: ShardChoice, zero: ZeroConfig, formats: str) -> tuple[ChainWork, float] | None:
         """Return the work of the links of a choice's layouts with these formats, and their weight; None: not legal.
 
         How long gathered units live makes no difference to one gather.
@@ -298,7 +324,7 @@ class Search:
         if key not in self._works:
             try:
                 layout = Layout(base, zero)
-                self._works[key] = Works.of_layout(layout), self.weight(layout)
+                self._works[key] = ChainWork.of_layout(layout), self.weight(layout)
             except ValueError as error:
                 self._count(error)
                 self._works[key] = None
@@ -349,18 +375,24 @@ class Search:
 
     def _shards(self, base: BaseLayout) -> Iterator[tuple[int, int, int]]:
         """Yield the (P, G, OS) whose model state could fit; the rules of the configuration judge them."""
-        model_bytes = base.least_parameters
-        width = WIDTHS[base.config.precision.params_dtype]
-        sums = max(width, 4)
-        updated = sums + base.config.optimizer.moment_bytes(sums, 1.0)  # at least: all are matrices
         room = self.cluster.device.room - base.least_activations
         legal = [k for k in common_divisors(base.d) if base.h % k == 0 or k % base.h == 0]
         for os in legal:
             for g in (k for k in legal if os % k == 0):
                 for p in (k for k in legal if g % k == 0):
-                    copy = 0.0 if width == sums else 0.5 * width / p
-                    if model_bytes * (copy + sums / g + updated / os) <= room:
+                    if self._least_states(base, (p, g, os)) <= room:
                         yield p, g, os
+
+    def _least_states(self, base: BaseLayout, shard: tuple[int, int, int]) -> float:
+        """Return the least bytes of a rank's model state: of the first rank's layers, all of them matrices."""
+        config, width = base.config, base.compute.width
+        sums, replicas = max(width, 4), config.outer_replicas(base.world)
+        outer = OuterFormat.of(config.outer, replicas, sums)
+        anchors = States.anchors_of(outer, self.cluster.on_host)
+        updated = sums * (1 + anchors) + config.optimizer.moment_bytes(sums, 1.0)
+        copy = 0.0 if width == sums else 0.5 * width
+        p, g, os = shard
+        return base.least_parameters * (copy / p + sums / g + updated / os)
 
     # -- search ----------------------------------------------------------------------------------
 
@@ -382,27 +414,13 @@ class Search:
         return best
 
     def _least_width(self, base: BaseLayout) -> float:
-        """Return the bytes of an element at least, of a gradient across nodes and of what comes back."""
+        """Return the bytes of an element at least: of a gradient across nodes and of what comes back."""
         if not self._formats_free:
-            return 0.5  # of two bits each
+            return 0.5  # two bits each
         width = base.compute.width
         raw = base.h == 1 or base.micro_batches == 1 or base.ep > 1  # no sums cross then
         exact = width if raw else max(width, 4)
-        found = []
-        for choice in self.policy:
-            given = {**self.values, **choice.values}
-            bits = given.get("zero_gradient_bits") or 4
-            there = min(exact, bits / 8) if "zero_quantized_gradients" in choice.values else exact
-            weights = (
-                min(
-                    given.get("zero_weight_bits") or 8,
-                    4 if "zero_quantized_weights_delta" in choice.values else 8,
-                )
-                / 8
-            )
-            coded = any("weights" in name for name in choice.values)
-            found.append(there + min(there, width, weights if coded else width))
-        return min(found)
+        return min(choice.least_width(self.values, width, exact) for choice in self.policy)
 
     def share_samples(self, across: bool = False) -> None:
         """Try layouts in which ranks of a node share samples, or those of several nodes, beside those that have been
@@ -416,40 +434,35 @@ class Search:
         """Do as ``best`` says.
 
         Base layouts, shard choices, layouts and results wait in one queue, ordered by their lower bound. The first is
-        expanded: a base into its shard choices, a choice into its layouts, a layout into a result. So nothing is
-        computed whose bound is above the last result's time.
+        expanded: a base into its shard choices, a choice into its layouts, a layout, whose bound is refined before,
+        into a result. So nothing is computed whose bound is above the last result's time.
         """
         order = count()
-        queue: list[tuple[float, float, int, BaseLayout | ShardChoice | Layout | Found, str]] = []
+        queue: list[tuple[float, float, int, Waiting, str]] = []
 
-        def put(
-            bound: float, tie: float, item: BaseLayout | ShardChoice | Layout | Found, name: str = ""
-        ) -> None:
+        def put(bound: float, tie: float, item: Waiting, name: str = "") -> None:
             heappush(queue, (bound, tie, next(order), item, name))
 
         for base in bases:
-            put(max(base.least_seconds, least_crossing(base, self._least_width(base))), 0.0, base)
-        refined: set[int] = set()
+            if self._least_states(base, (base.d, base.d, base.d)) <= self.cluster.device.room:
+                put(max(base.least_seconds, least_crossing(base, self._least_width(base))), 0.0, base)
         best: list[Found] = []
         while queue and len(best) < number:
             bound, _, _, item, name = heappop(queue)
             if isinstance(item, Found):
                 best.append(item)
+            elif isinstance(item, Refined):
+                found = Found(item.layout, simulate(item.layout), name)
+                put(found.timing.seconds * self.weight(item.layout), item.layout.memory.total, found)
             elif isinstance(item, Layout):
                 if item.fits:
-                    found = Found(item, simulate(item), name)
-                    put(found.timing.seconds * self.weight(item), item.memory.total, found)
+                    put(max(bound, least_seconds(item) * self.weight(item)), 0.0, Refined(item), name)
             elif isinstance(item, ShardChoice):
                 for layout, formats in self.layouts(item):
                     if (known := self._work_of(item, layout.given.zero, formats)) is not None:
                         least = known[0].least_seconds(item.base, layout.shards.keep_gathered)
                         put(max(bound, least * known[1]), 0.0, layout, formats)
-            elif item.least_activations > self.cluster.device.room or not self._legal(item):
-                continue
-            elif id(item) not in refined:
-                refined.add(id(item))
-                put(max(bound, item.compute_only[0]), 0.0, item)
-            else:
+            elif item.least_activations <= self.cluster.device.room and self._legal(item):
                 for choice, least in self.shard_choices(item):
                     put(max(bound, least), 0.0, choice)
         return sorted(best, key=lambda found: (found.key[0] * self.weight(found.layout), found.key[1]))

@@ -116,11 +116,10 @@ def _evaluate(config: RunConfig, launch: Launch) -> int:
 
 
 def _leave(launch: Launch, error: Exception) -> NoReturn:
-    """Say what is wrong, on the first rank or on one that knows alone, and end without waiting for the others."""
-    import torch.distributed as dist
+    """Say what is wrong, on one of the ranks that know it, and end without waiting for the others."""
+    from megazero.ops.failures import reported_elsewhere
 
-    alone = not isinstance(error, ValueError) or not dist.is_initialized()
-    if launch.rank == 0 or alone:
+    if not reported_elsewhere(error):
         where = "" if launch.rank == 0 else f"rank {launch.rank}: "
         said = error if isinstance(error, ConfigError) else f"error: {where}{error}"
         print(said, file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import threading
@@ -33,7 +32,7 @@ from megazero.mesh.mesh import Mesh, world_group
 from megazero.mesh.objects import gather_objects
 from megazero.models import Decoder
 from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
-from megazero.ops.failures import NonFiniteLoss, RankFailure, readable_failures
+from megazero.ops.failures import NonFiniteLoss, RankFailure, readable_failures, reported_elsewhere
 from megazero.ops.health import Unhealthy, healthy_mesh, record_bad_nodes
 from megazero.ops.lease import BEAT_S, SILENT_S, FolderInUse, Lease
 from megazero.ops.stragglers import Stragglers
@@ -129,7 +128,7 @@ def _fail(supervisor: Supervisor, error: Exception, signals: StopSignals | None)
     limit = threading.Timer(LEAVING_S, os._exit, [status])
     limit.daemon = True
     limit.start()
-    if not _reported_elsewhere(error):
+    if not reported_elsewhere(error):
         supervisor.tell(type(error).__name__, f"{error}")
     if launch.rank == 0 or _is_own_account(error, supervisor):
         supervisor.report_end(status, f"{type(error).__name__}: {error}")
@@ -181,24 +180,6 @@ def _share_lease(supervisor: Supervisor) -> None:
         lease.settle()
         for folder in list(numbers):
             lease.check(folder, fresh=True)
-
-
-def _reported_elsewhere(error: Exception) -> bool:
-    """Tell whether another rank reports it. Most mistakes of users are the same on all ranks."""
-    if isinstance(error, RankFailure):
-        return error.reported_elsewhere
-    return isinstance(error, ValueError) and not _first_to_report(f"{error}")
-
-
-def _first_to_report(text: str) -> bool:
-    """True on one of the ranks that fail with this text, and wherever the store no longer answers."""
-    if not dist.is_initialized():
-        return True
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    try:
-        return dist.distributed_c10d._get_default_store().add(f"megazero/reported/{digest}", 1) == 1
-    except RuntimeError:
-        return True
 
 
 def _look_for_kill_switch(path: str | None) -> None:

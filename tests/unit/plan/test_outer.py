@@ -141,7 +141,7 @@ def test_a_site_is_left_once_by_a_ring_and_by_every_row_of_an_exchange() -> None
     with pytest.raises(ConfigError, match="3 nodes do not divide into 2 sites; nearest: 2 or 4 nodes"):
         on.with_nodes(3)
     stages = layout({"pipeline_model_parallel_size": 2, "zero_preset": "zero1"}, on)
-    assert stages.base.links[0][1] == INTER_SITE
+    assert stages.base.link(0, 1) == INTER_SITE
     assert stages.base.message_seconds[INTER_SITE] > stages.base.message_seconds[INTER] + 0.02
 
 

@@ -23,8 +23,9 @@ from megazero.config.options.cluster import (
     load_cluster,
     parse_cluster,
 )
+from megazero.config.validate import find_errors
 from megazero.plan.base_layout import BaseLayout
-from megazero.plan.bounds import least_seconds
+from megazero.plan.bounds import least_crossing, least_seconds
 from megazero.plan.command import main
 from megazero.plan.communication import ExpertRows
 from megazero.plan.layout import Layout, TimedHop
@@ -350,19 +351,37 @@ def test_long_steps_follow_from_their_period(
     assert simulate(layout(values, cluster())).seconds == pytest.approx(short, rel=0.01)
 
 
+EVERYTHING: tuple[tuple[str, Cluster, dict[str, object]], ...] = (
+    ("zeropp", cluster(2, 2, 0.2), {"num_layers": 4, "global_batch_size": 8, "zero_prefetch_bytes": 0}),
+    ("zeropp", cluster(2, 2, 0.2), {"num_layers": 4, "global_batch_size": 8}),
+    ("aggressive", cluster(2, 2, 0.2), {"num_layers": 4, "global_batch_size": 8}),
+    ("zeropp", cluster(4, 1, 0.05), {"num_layers": 4, "global_batch_size": 8}),
+    ("zeropp", cluster(2, 2, 5.0), {"num_layers": 4, "global_batch_size": 4, **EXPERTS}),
+    (
+        "exact",
+        cluster(4, 2, 0.1),
+        {"num_layers": 4, "global_batch_size": 16, "outer_interval": 8, "outer_replicas": 2},
+    ),
+)
+
+
 @pytest.mark.parametrize(
-    ("policy", "ahead"), [("zeropp", 0), ("zeropp", 256 << 20), ("aggressive", 256 << 20)]
+    ("policy", "on", "more"),
+    [
+        *EVERYTHING[1:3],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (EVERYTHING[0], *EVERYTHING[3:])),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_search_finds_what_asking_everything_finds(
-    policy: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+    policy: str, on: Cluster, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with room for more than the whole model ahead, where units stay gathered by themselves.
 
     Which formats send the fewest bits depends on the shards: feedback, the one of INT2, has no effect where G > h.
     """
-    on = cluster(2, 2, 0.2)
-    values = {**MODEL, "num_layers": 4, "global_batch_size": 8, "ranks_per_node": 2}
-    values["zero_prefetch_bytes"] = ahead
+    on = replace(on, device=replace(on.device, contention=0.5))
+    values = {"zero_prefetch_bytes": 256 << 20, **MODEL, **more, "ranks_per_node": on.ranks_per_node}
     del values["micro_batch_size"]
     search, simulated = Search(values, on, policy), []
     monkeypatch.setattr(
@@ -371,13 +390,33 @@ def test_search_finds_what_asking_everything_finds(
     best = search.best(5)
     everything = []
     for base in Search(values, on, policy).bases():
+        crossing = least_crossing(base, search._least_width(base))
         for choice, least in search.shard_choices(base):
             for plan, _ in search.layouts(choice):
                 seconds = simulate(plan).seconds
-                assert max(least, least_seconds(plan)) <= seconds * (1 + 1e-9)
+                bounds = base.least_seconds, crossing, least, least_seconds(plan)
+                assert max(bounds) <= seconds * (1 + 1e-9), (bounds, plan.given.zero)
                 everything += [seconds] * plan.fits
     assert [f.timing.seconds for f in sorted(best, key=lambda f: f.timing.seconds)] == sorted(everything)[:5]
-    assert len(simulated) < len(everything)
+    assert len(simulated) < len(everything) / 2
+
+
+def test_drafts_are_what_the_command_line_completes() -> None:
+    """A draft changes a few options of one configuration; the rules are asked where it matters."""
+    on = cluster(2, 2)
+    values = {**MODEL, "num_layers": 4, "global_batch_size": 8, "ranks_per_node": 2, **EXPERTS}
+    del values["micro_batch_size"]
+    search, legal, refused = Search(values, on, "exact"), 0, 0
+    for choice in search._choices():
+        draft = search._template.changed(choice)
+        try:
+            assert make_config({**values, **choice}, search.world) == draft
+            legal += 1
+            assert not find_errors(draft, search.world)
+        except ConfigError:
+            refused += 1
+            assert find_errors(draft, search.world)
+    assert legal == len(list(search.bases())) and refused
 
 
 def test_what_is_given_stays_and_flags_are_legal() -> None:

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megazero.cli import main
 from megazero.config import ConfigError, World
 from megazero.log.metrics import METRICS_FILE
-from megazero.train.evaluate_command import evaluation_config
+from megazero.mesh.launch import Launch
+from megazero.train.evaluate_command import _leave, evaluation_config
 from tests import ROOT
 from tests.sizes import TINY, words
 
@@ -75,3 +77,21 @@ def test_without_a_checkpoint_that_is_the_only_error(
     assert main(["evaluate", "--mock-data", "--nope"]) == 2
     assert "--nope does not exist" in capsys.readouterr().err
     assert main(["evaluate", "--help"]) == 0
+
+
+def test_a_mistake_is_told_by_one_rank_that_knows_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the first rank knows nothing of it."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("os._exit", lambda status: (_ for _ in ()).throw(SystemExit(status)))
+    said = []
+    for rank, text in ((1, "no such data"), (0, "no such data"), (2, "no such data"), (0, "no tokenizer")):
+        with pytest.raises(SystemExit) as ended:
+            _leave(Launch(rank=rank, world_size=3), ValueError(text))
+        assert ended.value.code == 2
+        said.append(capsys.readouterr().err)
+    assert said == ["error: rank 1: no such data\n", "", "", "error: no tokenizer\n"]
