@@ -15,7 +15,7 @@ What each folder measures, and its pages:
                 -> comparison, slow-links, fsdp2, decisions
     loss        what quantised messages, outer steps and Muon do to the loss; rounding errors
                 -> loss, loss_at_size, rounding, training
-    patches     loss and step times under megatron_core_patch and fsdp2_patch
+    patches     loss, step times and host time under megatron_core_patch and fsdp2_patch, torchtitan's experts among them
                 -> megatron-patch, fsdp2
     pipeline    bubbles, bytes and step times of pipelines; a backward split in two
                 -> pipeline

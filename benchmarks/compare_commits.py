@@ -3,9 +3,10 @@
     python benchmarks/compare_commits.py [--against HEAD~1] [--cases NAME ...] [--json FILE]
 
 It compares every tensor of the last checkpoint (master weights, optimizer state, weights, by their checkpoint names),
-and the loss and gradient norm of every iteration. Some runs are also resumed: this tree continues the other commit's
-checkpoint from half way and must end as its own uninterrupted run does. Exit status: 0 if all is equal, 1 if
-anything differs or a run fails, 2 if the command line is wrong. Takes about a minute on 2 cores.
+the loss and gradient norm of every iteration, and the bytes of each hop. Some runs are also resumed: this tree
+continues the other commit's checkpoint from half way and must end as its own uninterrupted run does. Exit status: 0
+if all is equal, 1 if anything differs or a run fails, 2 if the command line is wrong. Takes about a minute on 2
+cores.
 """
 
 from __future__ import annotations
@@ -143,12 +144,16 @@ class Row:
 
 
 def read_result(folder: Path, after: int = 0) -> dict[str, Tensor]:
-    """Return kind/name -> whole tensor of the newest checkpoint, and the curves of iterations past ``after`` in
-    fp64."""
+    """Return kind/name -> whole tensor of the newest checkpoint, and the curves of iterations past ``after`` and the
+    first rank's bytes by hop, in fp64. Bytes are a whole run's sums, because a resume has a first gather of its own.
+    A fragment on its way is counted when it starts, maybe after the last line: outer bytes are left out."""
     path = store.latest(folder)
     assert path is not None, f"nothing complete in {folder}"
     lines = [line for line in read_metrics(folder) if "lm_loss" in line and line["iteration"] > after]
-    out = {f"curve/{key}": torch.tensor([line[key] for line in lines], dtype=torch.float64) for key in CURVES}
+    hops = {hop for line in lines for hop in line["bytes"] if not hop.startswith("outer") and not after}
+    curves = {f"curve/{key}": [line[key] for line in lines] for key in CURVES}
+    curves |= {f"bytes/{hop}": [sum(line["bytes"].get(hop, 0) for line in lines)] for hop in hops}
+    out = {key: torch.tensor(values, dtype=torch.float64) for key, values in curves.items()}
     for kind, tensors in store.load_kinds(path).items():
         out |= {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
     return out

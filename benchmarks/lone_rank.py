@@ -61,7 +61,8 @@ def axes_of(grid: Grid, rank: int, communicator: Callable[[AxisSpec, str], Commu
         pair = [communicator(spec, each) if spec.size > 1 else None for each in ("gather", "reduce")]
         return Axis(spec, spec.index(rank), spec.ranks(rank), *pair)  # type: ignore[arg-type]
 
-    return {spec.name: axis(spec) for spec in grid.axes}
+    specs = dict.fromkeys((*grid.axes, *grid.ep_axes, *grid.expert_axes))
+    return {spec.name: axis(spec) for spec in specs}
 
 
 @contextmanager

@@ -507,15 +507,26 @@ megazero/moe/dispatch.py
 - self.order = flat.argsort(stable=True)
 + self.order = flat.argsort(stable=True, descending=True)
   rows go to other experts than theirs
-- return self._back(values).index_select(0, self.places).unflatten(0, (-1, self.k))
-+ return self._back(values).unflatten(0, (-1, self.k))
+- return back.index_select(0, self.places).unflatten(0, (-1, self.k))
++ return back[: self.slots].unflatten(0, (-1, self.k))
   probabilities get the gradients of others
-- return self.ep.exchange(rows, sent, received).index_select(0, self._by_expert)
-+ return self.ep.exchange(rows, sent, received)
+- return self.holders.exchange(rows, sent, received, codec).index_select(0, self._by_expert)
++ return self.holders.exchange(rows, sent, received, codec)
   rows that come are in the order of their sources
-- return self.ep.exchange(rows.index_select(0, self._by_source), received, sent)
-+ return self.ep.exchange(rows.index_select(0, self._by_expert), received, sent)
+- return self.holders.exchange(rows.index_select(0, self._by_source), received, sent)
++ return self.holders.exchange(rows.index_select(0, self._by_expert), received, sent)
   rows go back to other tokens than theirs
+- back = torch.cat([back, back.new_zeros(1, *back.shape[1:])])
++ back = torch.cat([back, back.new_ones(1, *back.shape[1:])])
+  nodes to which a token does not go add to its sum
+- own = came.long() - ep.across.index * share
++ own = came.long()
+  every node has the first node's experts
+
+megazero/moe/context.py
+- out[coming : coming + len(kept)] = kept
++ out[coming : coming + len(kept)] = kept.bfloat16()
+  rows of the own node are rounded
 
 megazero/moe/grouped.py
 - for n in weight.shape[1:]

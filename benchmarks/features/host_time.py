@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -123,6 +124,14 @@ def no_device() -> Iterator[None]:
         stack.enter_context(patch.object(arena, "home_of", lambda device: CURRENT[-1]))
         stack.enter_context(patch.object(torch.cuda, "stream", lambda stream: stream))
         stack.enter_context(patch.object(lone_rank, "Echo", Silence))
+        stack.enter_context(no_kernels())
+        yield
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Let own kernels do nothing but count."""
+    with ExitStack() as stack:
         for found in pkgutil.iter_modules(megazero.kernels.__path__):
             module = importlib.import_module(f"megazero.kernels.{found.name}")
             if hasattr(module, "_kernel"):
@@ -184,6 +193,18 @@ def patched(size: Size, stack: ExitStack) -> Step:
     mesh, half = init_device_mesh("cpu", (RANKS,)), torch.bfloat16
     for module in (*model.layers.values(), model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half))
+    options = read_words(MessageOptions, "int8", "int4", ranks_per_node=RANKS // 2, exact_numel=size.hidden)
+    with silent_hops(fsdp2_patch.patch, stack):
+        stack.callback(fsdp2_patch.patch.Fsdp2Patch(model, options).remove)
+    return loops.plain(size, CPU, model, lambda tokens: model(tokens, tokens).sum())
+
+
+@contextmanager
+def silent_hops(module: ModuleType, stack: ExitStack) -> Iterator[None]:
+    """Let a patch, whose module this is, cut all ranks into two nodes with hops that move nothing.
+
+    stack: holds what must last as long as the patch does.
+    """
     ranks, here = tuple(range(RANKS)), dist.get_rank()
     specs = AxisSpec("intra", "data", RANKS // 2, 1, INTRA), AxisSpec("inter", "data", 2, RANKS // 2, INTER)
     intra, inter = (
@@ -191,13 +212,11 @@ def patched(size: Size, stack: ExitStack) -> Step:
         for spec in specs
     )
     stack.enter_context(lone_rank.own_collectives())
-    options = read_words(MessageOptions, "int8", "int4", ranks_per_node=RANKS // 2, exact_numel=size.hidden)
     with (
         patch.object(objects, "_exchange", lambda text, *_, **__: [text] * RANKS),
-        patch.object(fsdp2_patch.patch, "cut_groups", lambda *_: {ranks: TwoHops(ranks, inter, intra)}),
+        patch.object(module, "cut_groups", lambda *_: {ranks: TwoHops(ranks, inter, intra)}),
     ):
-        stack.callback(fsdp2_patch.patch.Fsdp2Patch(model, options).remove)
-    return loops.plain(size, CPU, model, lambda tokens: model(tokens, tokens).sum())
+        yield
 
 
 BUILDERS: dict[str, Callable[[Size, ExitStack], Step]] = {

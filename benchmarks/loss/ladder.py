@@ -25,8 +25,23 @@ SIZES = {
     "125M": replace(
         BASE, layers=12, hidden=896, ffn=2560, heads=14, sequence=512, micro_batch=6, device="cuda"
     ),
+    # In fp32, which is the faster one of CPUs without instructions for bf16.
+    "2.4M of 8 experts": replace(
+        BASE,
+        layers=2,
+        hidden=64,
+        ffn=96,
+        heads=2,
+        vocabulary=16384,
+        micro_batch=2,
+        experts=8,
+        dtype="fp32",
+        text="stdlib",
+        evaluation=512,
+    ),
 }
 INT4, HADAMARD, DIFFERENCES = "qgz", "int4-hadamard", "zeropp-hadamard"
+DISPATCH = "dispatch-int8"
 TWO_BITS = ("int2-hadamard-clip", "int2-hadamard-clip-feedback")  # clipped: read alone
 FLOPS = {"cpu": 45e9, "cuda": 2e14}  # of a second: one core at 1.3M, to be measured; of a card, a guess
 RANK_STEP_S = 0.012  # of CPU time beside them: 0.3M took 5.3 s for 39 steps
@@ -123,8 +138,10 @@ MORE = (
     Rung("20M", 1, (1e-3,), (INT4, HADAMARD), seeds=1, nudged=0),
     Rung("125M", 0.2, (1e-3,), (*FOUR_BITS, TWO_BITS[0]), seeds=1, nudged=1),
 )
+# Differences of weights and sums of gradients of experts, too, in INT4.
+EXPERTS = (Rung("2.4M of 8 experts", 0.125, (4e-3,), (DIFFERENCES, DISPATCH)),)
 NO_RUNS = Runs(Path("no runs"))
-RUNGS = {rung.name: rung for rung in (*LADDER, *MORE)}
+RUNGS = {rung.name: rung for rung in (*LADDER, *MORE, *EXPERTS)}
 
 
 def following(rungs: Sequence[Rung], store: Runs) -> tuple[Settings, Run] | None:

@@ -116,7 +116,9 @@ class LadderReport:
         return filled("""
             A Llama learns Python sources, tokenized to a vocabulary of 1,024, in sequences of 128: 4 ranks as 4 nodes
             of 1, bf16 parameters, fp32 master, AdamW (0.9, 0.95), weight decay 0.1, clipping at 1, a tenth of the
-            steps of warm-up to the peak, then linearly to 0. "1.3M x 4" are 4 training tokens a parameter.""")
+            steps of warm-up to the peak, then linearly to 0. "1.3M x 4" are 4 training tokens a parameter. Layers
+            with experts have 8, of which a token goes to 2; there the vocabulary is 16,384, parameters are in fp32,
+            and the text is Python's standard library alone.""")
 
     def _gaps(self) -> str:
         rows = []

@@ -25,8 +25,7 @@ class Runs(Store):
         self.append({**record, "settings": asdict(settings)})
 
     def results(self, settings: Settings) -> Results:
-        wanted = asdict(settings)
-        return Results([r for r in self.records() if r["settings"] == wanted])
+        return Results([r for r in self.records() if Settings(**r["settings"]) == settings])
 
     def data(self, work: Path, settings: Settings) -> Path:
         """Prepare the text of these settings in ``work``; return its folder. Raises ValueError if runs that are there

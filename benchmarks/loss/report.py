@@ -256,6 +256,7 @@ def describe(variant: Variant) -> tuple[str, str]:
     gradients = coding_name(codecs.gradients_inter, "fp32", variant.clipped)
     weights += " of differences" if codecs.delta else ""
     gradients += f"; {coding_name(codecs.gradients_intra)} inside nodes" if codecs.gradients_intra else ""
+    gradients += f"; rows to experts {coding_name(variant.dispatch)}" if variant.dispatch else ""
     feedback = f", error feedback{' averaged' if codecs.feedback_beta else ''}" if codecs.feedback else ""
     return weights, gradients + feedback
 

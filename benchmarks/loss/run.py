@@ -21,12 +21,15 @@ from benchmarks.rank_threads import MeshOf
 from benchmarks.steps import llama
 from megazero import zero
 from megazero.comm.codec import Blockwise
+from megazero.comm.hops import Traffic
 from megazero.config.options.sections import PrecisionConfig
 from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
-from megazero.train.parallelize import DTYPES, make_outer
+from megazero.moe import BalanceLosses, ExpertParallel
+from megazero.moe.balance import SEQUENCE_AUX
+from megazero.train.parallelize import DTYPES, make_outer, units_of
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.zero.build import Init
@@ -34,6 +37,7 @@ from megazero.zero.build import Init
 RANKS = 4
 NUDGE = 0.001
 CHUNK = 32  # samples of one forward of an evaluation
+BALANCE = 0.01  # the weight of the loss that balances experts
 LOOP = (
     "step",
     "sent",
@@ -41,6 +45,7 @@ LOOP = (
     "seconds",
     "cpu_seconds",
     "curve",
+    "loads",
     "errors",
 )  # of Training, kept by a snapshot
 TRACE = 8  # steps before a traced one whose master weights are kept, too
@@ -54,6 +59,7 @@ class Settings:
 
     text: of data.py. node: ranks of a node. exact: parameters with at most so many elements are never quantised.
     micro_batch: samples of a rank. peak: of the learning rate, after a linear warm-up, then linearly to 0.
+    experts: of each layer, each as wide as ffn, of which a token goes to two; 0: none.
     evaluation: samples after the last step; curve: the first so many of them every ``interval`` steps.
 
     The sizes: a step costs 4 x 45 ms of CPU time, half of it the ranks' own (measured; 2 layers of 256: 4 x 58 ms),
@@ -78,6 +84,7 @@ class Settings:
     node: int = 2
     exact: int = 16384  # the flags' default: here the norms
     device: str = "cpu"
+    experts: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -102,9 +109,10 @@ class Settings:
         """The tokens of a step, over all ranks."""
         return RANKS * self.micro_batch * self.sequence
 
-    def decoder(self) -> Decoder:
-        config = llama(self)
-        return Decoder(config, device="meta", dtype=DTYPES[self.dtype])
+    def decoder(self, ep: ExpertParallel | None = None) -> Decoder:
+        # Losses are sums, and the divisor of a step is its tokens: a rank's mean has its share of them.
+        balance = BalanceLosses(SEQUENCE_AUX, BALANCE, scale=lambda: self.tokens / RANKS)
+        return Decoder(llama(self), ep=ep, balance=balance, device="meta", dtype=DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -133,8 +141,10 @@ def shard(
     node = settings.node
     replicas = RANKS // node if variant.outer else 1
     shards = variant.factors(RANKS // replicas, node)
-    mesh = mesh_of(shards=shards, ranks_per_node=node, device=settings.device, outer=replicas)
-    model = settings.decoder()
+    together = RANKS if variant.dispatch else 1  # ranks that share the experts
+    mesh = mesh_of(shards=shards, ranks_per_node=node, device=settings.device, outer=replicas, ep=together)
+    traffic = Traffic()
+    model = settings.decoder(ExpertParallel.of(mesh, traffic, codec=variant.dispatch))
     codecs = variant.codecs
     coded = [
         c
@@ -158,7 +168,8 @@ def shard(
         model,
         mesh=mesh,
         policy=policy,
-        units=model.units(),
+        units=units_of(model, 1, mesh),
+        traffic=traffic,
         clip_norm=1.0,
         init=init or initializer(model, seed),
         **{**own, **options},
@@ -227,6 +238,7 @@ class Training:
         self.step = self.sent = self.skipped = 0
         self.seconds = self.cpu_seconds = 0.0
         self.curve: list[tuple[int, float]] = []
+        self.loads: list[tuple[int, float]] = []
         self.errors: dict[str, list[float]] = {}
 
     def advance(self, batches: Batches) -> None:
@@ -247,6 +259,17 @@ class Training:
         self.curve.append((self.step, self.evaluate(self.model, self.engine, self.settings.curve)))
         if self.step < self.settings.steps:
             self.sent += self.engine.traffic.bytes["refresh", INTER]
+        if self.settings.experts and self.step:
+            self.loads.append((self.step, self._load()))
+
+    def _load(self) -> float:
+        """Return how many times the mean of tokens the fullest expert of any layer got since the last point."""
+        balances = list(self.model.balances().values())
+        own = [float(n) for balance in balances for n in balance.load.tolist()]
+        loads = torch.tensor(sum_over_ranks(self.mesh, own)).view(len(balances), -1)
+        for balance in balances:
+            balance.clear()
+        return float((loads.amax(1) / loads.mean(1)).max())
 
     @property
     def wants_point(self) -> bool:
@@ -275,6 +298,7 @@ class Training:
             "loss": evaluate(),
             **({"replicas": evaluate(anchor=False)} if outer else {}),
             "curve": self.curve,
+            **({"loads": self.loads} if settings.experts else {}),
             "skipped": self.skipped,
             "sent": sent / (RANKS // settings.node) / settings.steps,
             "errors": {kind: fmean(values) for kind, values in self.errors.items()},
@@ -294,8 +318,9 @@ def train(
 ) -> dict[str, Any] | None:
     """Train and evaluate; collective. Returns what is kept of a run: ``loss`` over the whole evaluation set, with
     outer replicas that of the anchor beside ``replicas``, the mean of theirs; the ``curve`` [step, loss] over its
-    first part, ``sent`` bytes per step from one node, mean relative rounding ``errors``, the final master's
-    ``digest``, the ``corpus`` of the text, and seconds, of the CPU time those of this process.
+    first part, of experts the ``loads`` [step, the fullest expert's tokens over the mean], ``sent`` bytes per step
+    from one node, mean relative rounding ``errors``, the final master's ``digest``, the ``corpus`` of the text, and
+    seconds, of the CPU time those of this process.
 
     trace: folder for the master weights of TRACE + 1 consecutive steps at half way and at the end. snapshot: the run
     goes on from it if it is there; when its time is over, the run is left there and None returned.
@@ -395,7 +420,7 @@ def trace_file(folder: Path, step: int) -> Path:
 
 def whole_master(engine: zero.Engine) -> dict[str, torch.Tensor]:
     """Return the first outer replica's master weights by parameter, in fp32 on every rank's CPU. Slices do not
-    overlap, so adding zeros is exact."""
+    overlap, so adding zeros is exact. Of experts that ranks share it is the sum of what they hold."""
     assert all(unit.axes.os == unit.axes.all for unit in engine.units), "replicas would be added up"
     whole = {slot.name: torch.zeros(slot.shape) for unit in engine.units for slot in unit.layout.slots}
     for name, low, high, values in own_slices(engine):

@@ -13,6 +13,7 @@ are on one side of it. Writes loss.md and loss.png.
 
 prints what the study over sizes (ladder.py) will run and cost, and does nine minutes of it. Its runs are lines of
 loss_at_size.jsonl; a run that --minutes ends continues from WORK. Writes loss_at_size.md and loss_at_size.png.
+Mixtures of experts are a rung by name: --ladder "2.4M of 8 experts x 0.125".
 
     python -m benchmarks.loss.study --outer --minutes 60
 
@@ -138,7 +139,7 @@ def ladder_report(out: Path) -> LadderReport:
     data = data_of(out)
     text = data / "loss_at_size_text.json"
     return LadderReport(
-        [*LADDER, *ladder.MORE],
+        [*LADDER, *ladder.MORE, *ladder.EXPERTS],
         Runs(data / "loss_at_size.jsonl"),
         json.loads(text.read_text()) if text.exists() else [],
         Store(data / "loss_at_size_noise.jsonl").records(),

@@ -6,17 +6,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks import harness
 from benchmarks.harness import Store, filled
 from benchmarks.loss import published
 from benchmarks.loss.intervals import effects
-from benchmarks.loss.ladder import parameters
-from benchmarks.loss.ladder_report import LOSS_PAGE, LadderReport, size_name
+from benchmarks.loss.ladder import EXPERTS, parameters
+from benchmarks.loss.ladder_report import LOSS_PAGE, LadderReport, label, size_name
+from benchmarks.loss.plan import Results
 from benchmarks.loss.report import PAGE_TITLE, STUDY, coding_name
 from benchmarks.loss.rounding.formats import EXACT
 from benchmarks.loss.rounding.report import PAGE, SETTLED, Found, Row, by_format, cell
 from benchmarks.loss.rounding.table import ALL
+from benchmarks.loss.run import BALANCE, RANKS
+from benchmarks.loss.variants import BASELINE
 from megazero.comm.codec import codec_of
 from megazero.config.layout.wire import asked_for
 from megazero.config.options.sections import ZeroConfig
@@ -110,7 +114,9 @@ def ours(ladder: LadderReport) -> str:
         if (gap := found.get("qgz")) and math.isfinite(gap.upper):
             tokens = "1 token" if rung.share == 1 else f"{rung.share:g} tokens"
             parts.append(f"{rung.size} parameters at {tokens} each {gap.lower:+.2f} to {gap.upper:+.2f}%")
-    return "## What our runs show, and cannot show\n\n" + filled(f"""
+    return (
+        "## What our runs show, and cannot show\n\n"
+        + filled(f"""
         zeropp with plain INT4 gradients (`--zero-gradient-transform none`) at {size_name(parameters(LOSS_PAGE))}
         parameters is [below](#the-study). Over sizes ([loss_at_size.md](loss_at_size.md)), plain INT4 gradients
         across nodes against exact ones, 95% bounds: {"; ".join(parts) or "no run yet"}. Such runs cannot show the
@@ -118,6 +124,40 @@ def ours(ladder: LadderReport) -> str:
         models are small, from scratch, with a vocabulary of 1,024, and lose {_errors(ladder, "qgz")} of their
         gradients by rounding, and {_errors(ladder, "int4-hadamard")} with a transform. Nor did a vocabulary of 16,384
         or 49,152 show it in some hundred steps ([from scratch]({PAGE.name}#from-scratch)).""")
+        + _experts(ladder)
+    )
+
+
+def _experts(ladder: LadderReport) -> str:
+    """Tell what rounding costs mixtures of experts, and how their experts are balanced; nothing without runs."""
+    parts = []
+    for rung in (rung for rung in ladder.gaps if rung in EXPERTS):
+        settings, results = ladder.settings[rung], ladder.results[rung]
+        gaps = [
+            f"{label(name)} {gap.percent:+.2f}% ({gap.bounds}, {len(results.of(name))} runs)"
+            for name, gap in ladder.gaps[rung].items()
+        ]
+        loads = [
+            f"{_loads(results, name)} with {'exact messages' if name == BASELINE else label(name)}"
+            for name in (BASELINE, *ladder.gaps[rung])
+        ]
+        exact = results.of(BASELINE)
+        loss = fmean(record["loss"] for record in exact)
+        parts.append(f"""
+            Mixtures of experts: {size_name(parameters(settings))} parameters, {settings.layers} layers of
+            {settings.experts} experts, 2 of them for a token, a vocabulary of {settings.vocabulary:,},
+            {settings.steps} steps of {settings.tokens:,} tokens on {RANKS} nodes of one rank, {settings.dtype},
+            balanced by seq_aux_loss x {BALANCE:g}. Against {len(exact)} exact runs, whose loss is {loss:.4f}:
+            {"; ".join(gaps)}. At the end the fullest expert of any layer had so many times the mean of tokens:
+            {"; ".join(loads)}. Runs this short show a fault of experts' gradients or of their rows, and bound what
+            rounding costs at the beginning. They cannot show what it costs a trained mixture, whose experts differ
+            more.""")
+    return "".join("\n\n" + filled(part) for part in parts)
+
+
+def _loads(results: Results, name: str) -> str:
+    last = [record["loads"][-1][1] for record in results.of(name)]
+    return f"{fmean(last):.2f} ({min(last):.2f} to {max(last):.2f})"
 
 
 def _errors(ladder: LadderReport, name: str) -> str:

@@ -20,7 +20,8 @@ class Variant:
     target: the most by which the mean loss may lie above the baseline's, in percent, at the upper 95% bound; 0: bit
     for bit the same weights; None: reported only. adamw: options of AdamW that are not the rig's. muon: matrices are
     updated by Muon. outer: each node is an outer replica. clipped: its runs searched a clip among 8 scales, which is
-    gone: they are read, and none is made.
+    gone: they are read, and none is made. dispatch: all ranks share the experts, and rows go to those at other nodes,
+    and gradients of their outputs, in this format.
     """
 
     shards: str
@@ -30,6 +31,7 @@ class Variant:
     muon: bool = False
     outer: OuterConfig | None = None
     clipped: bool = False
+    dispatch: Blockwise | None = None
 
     def factors(self, ranks: int, node: int) -> tuple[int, int, int]:
         p, g, os = ({"d": ranks, "h": node}[letter] for letter in self.shards)
@@ -96,6 +98,8 @@ VARIANTS: dict[str, Variant] = {
     # elements, differences in blocks of 2048. "sdp4bit-ulq" is the same without the transform.
     "sdp4bit": _both(Blockwise(4, 2048), mixing(Blockwise(4, 128), 32), mixing(Blockwise(8, 128), 32)),
     "sdp4bit-ulq": _both(Blockwise(4, 2048), Blockwise(4, 128), Blockwise(8, 128)),
+    # Of mixtures of experts: blocks that divide a row.
+    "dispatch-int8": Variant("ddd", Codecs(), dispatch=Blockwise(8, 64)),
     # LoCo (Xie et al. 2024): error averages as DeepSpeed has them by default. Their scale is one constant; ours has
     # the widest block. They keep the averages in 8 bits.
     "loco": Variant(

@@ -146,7 +146,7 @@ class Process(RankStep):
         yield from self._use()  # as begin_step does
         for _, action, event, needed in self.program:
             yield from self._wait(
-                lambda needed=needed: all(self.machine.has(e, away) for e, away in needed),  # type: ignore[misc]
+                lambda needed=needed: all(self.machine.has(e, source != self.rank) for e, source in needed),  # type: ignore[misc]
                 "pipeline",
                 (self.gathers, self.reductions),
             )
@@ -250,10 +250,15 @@ class Machine:
         self.base, self.host = layout.base, Host(layout)
         self.now = 0.0
         self.transfers: list[Transfer] = []
-        self.messages: dict[Action, Transfer] = {}
-        self.events: set[Action] = set()
+        self.messages: dict[int, Transfer] = {}
+        self.events: set[int] = set()
         steps = self.base.steps_of(micro_batches)[1]
-        self.travels = {event: rank for rank, _, _, needed in steps for event, away in needed if away}
+        self.travels = {
+            event: (source, rank)
+            for rank, _, _, needed in steps
+            for event, source in needed
+            if source != rank
+        }
         self.processes = [Process(layout, rank, micro_batches, self) for rank in range(layout.base.pp)]
         self.bills = [dict.fromkeys(BILL, 0.0) for _ in self.processes]
 
@@ -262,15 +267,16 @@ class Machine:
         self.transfers.append(transfer)
         return transfer
 
-    def happened(self, event: Action, owner: int) -> None:
+    def happened(self, event: int, owner: int) -> None:
         """Note that an action is done, and send its result to the rank that needs it."""
         self.events.add(event)
         if event in self.travels:
-            link = self.base.message_link(event, self.travels[event])
+            source, target = self.travels[event]
+            link = self.base.link(source, target)
             hop = TimedHop(link, *self.base.message_costs[link])
-            self.messages[event] = self.send(owner, hop, f"pipeline {self.travels[event]}")
+            self.messages[event] = self.send(owner, hop, f"pipeline {target}")
 
-    def has(self, event: Action, away: bool) -> bool:
+    def has(self, event: int, away: bool) -> bool:
         """Return whether an action is done and, if another rank did it, its message has arrived."""
         if away:
             return event in self.messages and self.messages[event].done

@@ -13,6 +13,7 @@ from megazero.config.read.parse import (
     parse_or_exit,
     run_command,
     run_with_arguments,
+    unjudged,
 )
 from megazero.config.run import RunConfig, World
 
@@ -29,4 +30,5 @@ __all__ = [
     "resolve_shards",
     "run_command",
     "run_with_arguments",
+    "unjudged",
 ]

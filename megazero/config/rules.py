@@ -138,6 +138,7 @@ _WEIGHTED = {split: f"{split}_weighted_split_paths" for split in SPLITS}
 def _experts(config: RunConfig) -> Iterator[str]:
     """Report what is not built together with experts."""
     parallel = config.parallel
+    yield from _dispatch(config)
     if config.model.num_experts is None:
         if parallel.expert_model_parallel_size > 1:
             yield (
@@ -160,6 +161,23 @@ def _experts(config: RunConfig) -> Iterator[str]:
             "--moe-router-enable-expert-bias with --outer-interval: replicas that train apart would count other "
             "tokens, and move the bias apart; nearest: --moe-router-load-balancing-type seq_aux_loss with "
             "--moe-aux-loss-coeff"
+        )
+
+
+def _dispatch(config: RunConfig) -> Iterator[str]:
+    """Report a way across nodes that no row takes, or for which rows are too short."""
+    parallel, hidden = config.parallel, config.model.hidden_size
+    way = parallel.moe_dispatch_across_nodes
+    if way != "no" and parallel.expert_model_parallel_size == 1 and not config.batch.elastic:
+        yield (
+            f"--moe-dispatch-across-nodes {way} needs ranks that share the experts, which "
+            "--expert-model-parallel-size sets; nearest: no"
+        )
+    if way == "int8" and hidden % wire_rules.LEAST_BLOCK:
+        near = multiples_around(hidden, wire_rules.LEAST_BLOCK)
+        yield (
+            f"--moe-dispatch-across-nodes int8 with --hidden-size {hidden}: a row is whole blocks of at least "
+            f"{wire_rules.LEAST_BLOCK} elements, which share a scale; nearest: --hidden-size {near}, or exact"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -298,6 +299,17 @@ class RunConfig:
             warmup = fraction * decay
         wsd = ((opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0) * batch
         return ScheduleLengths(unit, total * batch, decay, warmup, wsd, batch)
+
+    def changed(self, values: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with other values of these options, by name. No rule is asked.
+
+        None is the default. What a command line completes from other options stays as it is.
+        """
+        sections = defaultdict[str, dict[str, Any]](dict)
+        for name, value in values.items():
+            opt = all_options()[name]
+            sections[opt.section][name] = opt.default if value is None else value
+        return replace(self, **{name: replace(getattr(self, name), **own) for name, own in sections.items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the sections as plain JSON values, which are also a legal --config file."""

@@ -35,7 +35,9 @@ def find_errors(
             errors.append(error)
             broken.add(opt.name)
     broken.update(missing)
-    judged = replace(config, **{name: guarded(getattr(config, name), broken) for name in section_types()})
+    judged = config
+    if broken:
+        judged = replace(config, **{n: guarded(getattr(config, n), broken) for n in section_types()})
     for rule in RULES:
         with suppress(Unjudged):
             for line in rule(judged):
@@ -177,6 +179,7 @@ def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
             config.shard_ranks(world),
             config.data_ranks_per_node(world),
             parallel.use_tp_pp_dp_mapping,
+            across=parallel.moe_dispatch_across_nodes != "no",
         )
         if problem:
             yield problem

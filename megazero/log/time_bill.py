@@ -15,16 +15,15 @@ from typing import Self
 from megazero.comm.timing import Label, no_label
 
 # Waits for communication, by hop: refresh across nodes, gather inside a node, ...; updates of whole matrices; swaps
-# of context parallelism; of the pipeline with the bubble; of the exchange of scalars for the slowest rank. Tensor
-# and expert parallelism never leave a node, outer steps always do.
+# of context parallelism; rows of experts; of the pipeline with the bubble; of the exchange of scalars for the slowest
+# rank. Tensor parallelism never leaves a node, outer steps always do.
 EXPOSED = (
     *(
         f"exposed_{kind}_{link}"
-        for kind in ("refresh", "gather", "reduce", "update", "cp", "pipeline", "scalar")
+        for kind in ("refresh", "gather", "reduce", "update", "cp", "ep", "pipeline", "scalar")
         for link in ("intra", "inter")
     ),
     "exposed_tp_intra",
-    "exposed_ep_intra",
     "exposed_outer_inter",
 )
 ITEMS = ("compute", *EXPOSED, "optimizer", "data", "other")

@@ -117,8 +117,17 @@ class Grid:
 
     @property
     def ep_axis(self) -> AxisSpec:
-        """Return the ranks that share the experts: each has some of every layer's."""
-        return AxisSpec("ep", "ep", self.ep, 1, INTRA)
+        """Return the ranks that share the experts: each has some of every layer's. Rows go along ``ep_axes``."""
+        return AxisSpec("ep", "ep", self.ep, 1, INTRA if self.ep_axes[1].size == 1 else INTER)
+
+    @property
+    def ep_axes(self) -> tuple[AxisSpec, AxisSpec]:
+        """Return the ranks that share the experts inside a node, and those with the same place at other nodes."""
+        inside = min(self.ep, self.tp * self._data_ranks_per_node)
+        return (
+            AxisSpec("ep_intra", "ep", inside, 1, INTRA),
+            AxisSpec("ep_inter", "ep", self.ep // inside, inside, INTER),
+        )
 
     @property
     def ep_data(self) -> int:
@@ -138,11 +147,16 @@ class Grid:
         together = self.ep_data
         if together == 1:
             return self.data_axes
-        h = data_ranks_per_node(self.replica_size, self.ranks_per_node, self.tp, self.pp, self.dp_outermost)
-        stride = self.dp_stride * together
-        own = _sub_axes(self.dp // together, h // together, self.expert_shards, stride)
+        h = max(1, self._data_ranks_per_node // together)
+        own = _sub_axes(self.dp // together, h, self.expert_shards, self.dp_stride * together)
         shared = set(self.data_axes)
         return tuple(axis if axis in shared else replace(axis, name=f"x{axis.name}") for axis in own)
+
+    @property
+    def _data_ranks_per_node(self) -> int:
+        return data_ranks_per_node(
+            self.replica_size, self.ranks_per_node, self.tp, self.pp, self.dp_outermost
+        )
 
     @property
     def replica_size(self) -> int:
@@ -292,25 +306,33 @@ def expert_problem(
     d: int,
     h: int,
     dp_outermost: bool = False,
+    across: bool = False,
 ) -> str:
     """Say what is illegal about ``ep`` ranks that share ``experts``, with the nearest legal choice.
 
     Returns '' if nothing is illegal. shards, d and h: as in ``shard_problem``. ep must divide the experts, be 1 or a
-    multiple of tp, and lie inside a node. Of its d' = ep / tp data-parallel ranks, P, G and OS must each be a divisor
-    or a multiple: what is left of every factor is then a factor among the ranks that hold the same experts.
+    multiple of tp, and lie inside a node or, with ``across``, be the ranks of whole nodes. Of its d' = ep / tp
+    data-parallel ranks, P, G and OS must each be a divisor or a multiple: what is left of every factor is then a
+    factor among the ranks that hold the same experts.
     """
-    faults = _expert_faults(ep, experts, tp, shards, d, h, dp_outermost)
+    rest = experts, tp, shards, d, h, dp_outermost, across
+    faults = _expert_faults(ep, *rest)
     if not faults:
         return ""
-    legal = [
-        k for k in range(1, experts + 1) if not _expert_faults(k, experts, tp, shards, d, h, dp_outermost)
-    ]
+    legal = [k for k in range(1, experts + 1) if not _expert_faults(k, *rest)]
     near = min(legal, key=lambda k: (round(abs(log(k / max(ep, 1))), 9), -k))  # of two, that of less memory
     return f"--expert-model-parallel-size {ep}: {', '.join(faults)}; nearest: {near}"
 
 
 def _expert_faults(
-    ep: int, experts: int, tp: int, shards: tuple[int, int, int], d: int, h: int, dp_outermost: bool
+    ep: int,
+    experts: int,
+    tp: int,
+    shards: tuple[int, int, int],
+    d: int,
+    h: int,
+    dp_outermost: bool,
+    across: bool,
 ) -> list[str]:
     faults = [f"it does not divide {experts} experts"] if experts % ep else []
     if ep == 1:
@@ -318,9 +340,15 @@ def _expert_faults(
     if ep % tp:
         return [*faults, f"it is not a multiple of --tensor-model-parallel-size {tp}"]
     together = ep // tp
-    if h % together:
-        with_tp = f" x {tp} tensor-parallel ranks" if tp > 1 else ""
-        faults.append(f"its ranks leave the node, which has {h} data-parallel ranks{with_tp}, or straddle it")
+    with_tp = f" x {tp} tensor-parallel ranks" if tp > 1 else ""
+    if h % together and (together % h or d % together):
+        of_all = f" of {d}" if across else ""
+        faults.append(f"its ranks straddle a node, which has {h}{of_all} data-parallel ranks{with_tp}")
+    elif h % together and not across:
+        faults.append(
+            f"its ranks leave the node, which has {h} data-parallel ranks{with_tp}, without "
+            "--moe-dispatch-across-nodes exact"
+        )
     if dp_outermost and together > 1:
         faults.append("--use-tp-pp-dp-mapping puts pipelines between data-parallel neighbours")
     faults += [
@@ -419,8 +447,8 @@ def make_grid(
     optimizer states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by
     role and link, e.g. 'os_inter', and at most one of each exists. ``outer`` is the number of outer replicas, which
     are groups of whole nodes. ``cp`` data-parallel ranks in a row share samples, ``cp_keys`` groups of which gather
-    keys. ``ep`` ranks in a row share experts. Raises ValueError for sizes that do not divide and for factors that are
-    illegal.
+    keys. ``ep`` ranks in a row share experts, inside a node or of whole nodes. Raises ValueError for sizes that do
+    not divide and for factors that are illegal.
     """
     if outer > 1:
         inside = replica_size(world_size, ranks_per_node, outer)
@@ -430,7 +458,7 @@ def make_grid(
     h = data_ranks_per_node(world_size, ranks_per_node, tp, pp, dp_outermost)
     d = world_size // (tp * pp)
     problem = shard_problem(shards, d, h) or context_problem(cp, d, h, cp_keys)
-    if problem := problem or expert_problem(ep, ep, tp, shards, d, h, dp_outermost):
+    if problem := problem or expert_problem(ep, ep, tp, shards, d, h, dp_outermost, across=True):
         raise ValueError(problem)
     data = _sub_axes(d, h, shards, tp * pp if dp_outermost else tp)
     between = tp if dp_outermost else tp * d

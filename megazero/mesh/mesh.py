@@ -98,9 +98,10 @@ class Mesh:
         return tuple(self.axes[a.name] for a in self.grid.cp_axes)
 
     @property
-    def ep(self) -> Axis:
-        """Return the axis of the ranks that share the experts (``Grid.ep_axis``)."""
-        return self.axes["ep"]
+    def ep_axes(self) -> tuple[Axis, Axis]:
+        """Return the axes of the ranks that share the experts, inside a node and across (``Grid.ep_axes``)."""
+        inside, across = self.grid.ep_axes
+        return self.axes[inside.name], self.axes[across.name]
 
     @property
     def data_axes(self) -> tuple[Axis, ...]:
@@ -230,9 +231,9 @@ def create_mesh(
     own (``Mesh.ends``). ``outer`` is the number of outer replicas, groups of whole nodes, of which each has its own
     data-parallel ranks (``zero.Policy.outer``). ``cp`` data-parallel ranks in a row share samples, ``cp_keys``
     groups of which gather keys, and have axes of their own (``Mesh.cp_axes``). ``ep`` ranks in a row share experts,
-    which have data-parallel axes of their own (``Mesh.ep``, ``Mesh.expert_axes``). ``ranks_per_node`` is the whole
-    world by default, i.e. one node. The communicators of ``device`` are made here, too. This is collective: every
-    rank calls it with the same arguments.
+    which have data-parallel axes of their own (``Mesh.ep_axes``, ``Mesh.expert_axes``). ``ranks_per_node`` is the
+    whole world by default, i.e. one node. The communicators of ``device`` are made here, too. This is collective:
+    every rank calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -241,7 +242,7 @@ def create_mesh(
     device = torch.device(device)
     if world_size > 1:
         _level_group_counts(rank, timeout)
-    specs = dict.fromkeys((*grid.axes, *grid.cp_axes, grid.ep_axis, *grid.expert_axes))
+    specs = dict.fromkeys((*grid.axes, *grid.cp_axes, *grid.ep_axes, *grid.expert_axes))
     axes = {spec.name: _make_axis(spec, rank, timeout) for spec in specs}
     joined = _join_ends(grid, rank, timeout) if ends and pp > 1 else None
     mesh = Mesh(grid, rank, device, axes, joined, tuple(_make_axis(s, rank, timeout) for s in grid.row_axes))

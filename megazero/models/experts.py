@@ -14,9 +14,9 @@ from megazero.moe import (
     Balance,
     BalanceLosses,
     Decision,
-    Dispatch,
     ExpertParallel,
     Router,
+    dispatch_to,
     grouped_linear,
     route,
 )
@@ -122,8 +122,8 @@ class MixtureOfExperts(nn.Module):
         if self.training and torch.is_grad_enabled():
             length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1) * self.cp.size
             probabilities = self.balance.attach(routed, decision, x.shape[1], length, self._summed)
-        dispatch = Dispatch(routed.experts, config.num_experts, self.ep, decision.sizes)
-        decision.sizes = dispatch.sizes
+        dispatch = dispatch_to(routed.experts, config.num_experts, self.ep, decision.told)
+        decision.told = dispatch.told
         rows = self.experts(*dispatch.spread(tokens, probabilities), dispatch.ends)
         out = dispatch.collect(rows).view_as(x)
         if self.shared_expert is None:

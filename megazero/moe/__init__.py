@@ -1,8 +1,8 @@
 """Mixtures of experts on plain tensors: which experts a token goes to, the rows of each expert, grouped products."""
 
 from megazero.moe.balance import Balance, BalanceLosses
-from megazero.moe.context import ExpertParallel
-from megazero.moe.dispatch import Dispatch, RowCounts
+from megazero.moe.context import ExpertParallel, Holders
+from megazero.moe.dispatch import Dispatch, RowCounts, Told, TwoLevels, dispatch_to
 from megazero.moe.grouped import grouped_linear
 from megazero.moe.routing import Decision, Router, route
 
@@ -12,8 +12,12 @@ __all__ = [
     "Decision",
     "Dispatch",
     "ExpertParallel",
+    "Holders",
     "Router",
     "RowCounts",
+    "Told",
+    "TwoLevels",
+    "dispatch_to",
     "grouped_linear",
     "route",
 ]

@@ -6,6 +6,10 @@ Every index occurs once, and a token's k rows are added in the order of its expe
 Where ranks share the experts, rows go to the rank that holds theirs, together with their probabilities, and come back
 the same way. There they are ordered by expert, those of one expert by source. Gradients take both ways in reverse, so
 an expert's are of all ranks' tokens.
+
+Where these ranks are of several nodes, there are two levels. A token's row goes once to each node that has some of
+its experts, to the rank with the same place there, and from there to the ranks of its experts as above. On the way
+back the rows of a token are added at that node, and one sum comes from each.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.moe.context import ExpertParallel
+from megazero.comm.codec import Blockwise
+from megazero.moe.context import ALONE, ExpertParallel, Holders
 
-ALONE = ExpertParallel()
+NOWHERE = -1  # in the place of an expert
 
 
 class RowCounts(NamedTuple):
@@ -30,27 +35,44 @@ class RowCounts(NamedTuple):
     received: list[list[int]]
 
 
+class Told(NamedTuple):
+    """What ranks of several nodes have told each other of a micro-batch: the rows that go to nodes, the experts of
+    those that came here, [T', k] int32, and the rows that go on inside the node."""
+
+    across: RowCounts | None
+    experts: Tensor
+    inside: RowCounts | None
+
+
 class Dispatch:
     """The places of one micro-batch's rows in one layer.
 
-    experts: of each token, [T, k] int64. count: how many experts there are. ep: the ranks that share them.
-    sizes: if they are known; else the ranks tell each other, which is collective over ep, and for which the host
-    waits. They are None where ranks share nothing.
+    experts: of each token, [T, k] int64, or NOWHERE, where it goes to fewer. count: how many experts there are.
+    holders: the ranks that share them. sizes: if they are known; else the ranks tell each other, which is collective
+    over holders, and for which the host waits. They are None where ranks share nothing and every token goes to k
+    experts. sparse: some tokens go to fewer.
     """
 
     def __init__(
-        self, experts: Tensor, count: int, ep: ExpertParallel = ALONE, sizes: RowCounts | None = None
+        self,
+        experts: Tensor,
+        count: int,
+        holders: Holders = ALONE,
+        sizes: RowCounts | None = None,
+        sparse: bool = False,
     ) -> None:
         flat = experts.flatten()
-        self.k, self.ep = experts.shape[1], ep
+        self.k, self.slots, self.holders = experts.shape[1], len(flat), holders
         # Of each row, ordered by expert: which of the T x k it is. Equal experts keep the order of tokens.
         self.order = flat.argsort(stable=True)
-        numbers = torch.arange(count, device=flat.device)
+        numbers = torch.arange(NOWHERE, count, device=flat.device)
         ends = torch.searchsorted(flat[self.order], numbers, right=True).to(torch.int32)
-        self.sizes = sizes
-        if ep.size > 1 and sizes is None:
-            self.sizes = _sizes(ends.diff(prepend=ends.new_zeros(1)), ep)
-        self.ends = ends if self.sizes is None else self._at_experts.sum(0).cumsum(0, dtype=torch.int32)
+        self.sizes, self.ends = sizes, ends[1:]
+        if sizes is None and (holders.size > 1 or sparse):
+            self.sizes = _sizes(ends.diff(), holders)
+        if self.sizes is not None:
+            self.order = self.order[self.slots - sum(map(sum, self.sizes.sent)) :]
+            self.ends = self._at_experts.sum(0).cumsum(0, dtype=torch.int32)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -59,8 +81,8 @@ class Dispatch:
 
     @cached_property
     def places(self) -> Tensor:
-        """The row of each of the T x k, the inverse of ``order``."""
-        return _inverse(self.order)
+        """The row of each of the T x k, the inverse of ``order``; behind all rows, if it goes nowhere."""
+        return _inverse(self.order, self.slots)
 
     @cached_property
     def _at_experts(self) -> Tensor:
@@ -78,56 +100,126 @@ class Dispatch:
 
     @cached_property
     def _by_source(self) -> Tensor:
-        return _inverse(self._by_expert)
+        return _inverse(self._by_expert, len(self._by_expert))
+
+    @property
+    def told(self) -> RowCounts | None:
+        """What the ranks have told each other, which a recompute knows."""
+        return self.sizes
 
     def spread(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows [n, h] of this rank's experts, ordered by expert, and their values [n].
 
-        x: tokens [T, h]. values: of tokens' experts, [T, k]. Without other ranks n is T x k. Collective over ep.
+        x: tokens [T, h]. values: of tokens' experts, [T, k]. Without other ranks n is T x k. Collective over holders.
         """
         return _Spread.apply(x, values, self)
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Return for each token the sum of its rows, [T, h]. Collective over ep."""
+        """Return for each token the sum of its rows, [T, h]. Collective over holders."""
         return _Collect.apply(rows, self)
 
     def take_rows(self, x: Tensor) -> Tensor:
         return self._there(x.index_select(0, self.tokens))
 
     def add_rows(self, rows: Tensor) -> Tensor:
-        return self._back(rows).index_select(0, self.places).unflatten(0, (-1, self.k)).sum(1)
+        return self._placed(rows).sum(1)
 
     def take_values(self, values: Tensor) -> Tensor:
         return self._there(values.flatten().index_select(0, self.order))
 
     def give_values(self, values: Tensor) -> Tensor:
-        return self._back(values).index_select(0, self.places).unflatten(0, (-1, self.k))
+        return self._placed(values)
 
-    def _there(self, rows: Tensor) -> Tensor:
+    def _placed(self, rows: Tensor) -> Tensor:
+        """Return the rows of each token, [T, k, ...], zero where it goes nowhere."""
+        back = self._back(rows)
+        if len(back) < self.slots:
+            back = torch.cat([back, back.new_zeros(1, *back.shape[1:])])
+        return back.index_select(0, self.places).unflatten(0, (-1, self.k))
+
+    def _there(self, rows: Tensor, codec: Blockwise | None = None) -> Tensor:
         """Send this rank's rows to their experts."""
-        if self.sizes is None:
+        if self.sizes is None or self.holders.size == 1:
             return rows
         sent, received = (list(map(sum, each)) for each in self.sizes)
-        return self.ep.exchange(rows, sent, received).index_select(0, self._by_expert)
+        return self.holders.exchange(rows, sent, received, codec).index_select(0, self._by_expert)
 
     def _back(self, rows: Tensor) -> Tensor:
         """Send the rows of this rank's experts back to where they came from."""
-        if self.sizes is None:
+        if self.sizes is None or self.holders.size == 1:
             return rows
         sent, received = (list(map(sum, each)) for each in self.sizes)
-        return self.ep.exchange(rows.index_select(0, self._by_source), received, sent)
+        return self.holders.exchange(rows.index_select(0, self._by_source), received, sent)
 
 
-def _sizes(counts: Tensor, ep: ExpertParallel) -> RowCounts:
+class _ToNodes(Dispatch):
+    """Of nodes in the place of experts. Each row has the values of all experts of its token, [T, k]."""
+
+    codec: Blockwise | None = None
+
+    def take_rows(self, x: Tensor) -> Tensor:
+        return self._there(x.index_select(0, self.tokens), self.codec)
+
+    def take_values(self, values: Tensor) -> Tensor:
+        return self._there(values.index_select(0, self.tokens))
+
+    def give_values(self, values: Tensor) -> Tensor:
+        return self.add_rows(values)
+
+
+class TwoLevels:
+    """The places of one micro-batch's rows in one layer, where ranks of several nodes share the experts.
+
+    It does as ``Dispatch`` by two of them: to nodes, and inside one. Collective over ep.
+    """
+
+    def __init__(self, experts: Tensor, count: int, ep: ExpertParallel, told: Told | None = None) -> None:
+        nodes, share = ep.across.size, count // ep.across.size
+        number = torch.arange(nodes, device=experts.device)
+        wanted = torch.zeros(len(experts), nodes, dtype=torch.bool, device=experts.device)
+        wanted.scatter_(1, experts // share, True)
+        to = number.where(wanted, NOWHERE)
+        self.across = _ToNodes(to, nodes, ep.across, told.across if told else None, sparse=True)
+        self.across.codec = ep.codec
+        came = told.experts if told else self.across.take_values(experts.to(torch.int32))
+        own = came.long() - ep.across.index * share
+        own = own.where((own >= 0) & (own < share), NOWHERE)
+        self.inside = Dispatch(own, share, ep.inside, told.inside if told else None, sparse=True)
+        self.told, self.ends = Told(self.across.told, came, self.inside.told), self.inside.ends
+
+    def spread(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inside.spread(*self.across.spread(x, values))
+
+    def collect(self, rows: Tensor) -> Tensor:
+        return self.across.collect(self.inside.collect(rows))
+
+
+def dispatch_to(
+    experts: Tensor, count: int, ep: ExpertParallel, told: RowCounts | Told | None = None
+) -> Dispatch | TwoLevels:
+    """Return the places of tokens' rows at their experts, [T, k] int64 of ``count``. told: what ranks have told each
+    other of them, if they have."""
+    if ep.across.size > 1:
+        assert told is None or isinstance(told, Told)
+        return TwoLevels(experts, count, ep, told)
+    assert told is None or isinstance(told, RowCounts)
+    return Dispatch(experts, count, ep.inside, told)
+
+
+def _sizes(counts: Tensor, holders: Holders) -> RowCounts:
     """Tell the other ranks how many rows go to each of their experts. counts: of all experts, int32."""
-    each = [len(counts) // ep.size] * ep.size
-    received = ep.exchange(counts, each, each)
-    sent, came = torch.stack([counts, received]).view(2, ep.size, -1).tolist()
+    received = counts
+    if holders.size > 1:
+        each = [len(counts) // holders.size] * holders.size
+        received = holders.exchange(counts, each, each)
+    sent, came = torch.stack([counts, received]).view(2, holders.size, -1).tolist()
     return RowCounts(sent, came)
 
 
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+def _inverse(order: Tensor, size: int) -> Tensor:
+    """Return where each of ``size`` numbers lies in ``order``; behind it, if it is not there."""
+    places = torch.full((size,), len(order), device=order.device)
+    return places.scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class _Spread(torch.autograd.Function):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.moe.dispatch import RowCounts
+from megazero.moe.dispatch import RowCounts, Told
 
-_LEAST = 1e-20  # added to sums of sigmoids that divide, as in Megatron and DeepSeek-V3
+_LEAST = 1e-20  # added to sums of scores that divide, as in Megatron and DeepSeek-V3
+
+# What the product of a token and an expert alone says of the expert. softmax looks at all experts of the token.
+SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "sigmoid": torch.sigmoid,
+    }
+)
 
 
 @dataclass
@@ -22,25 +31,25 @@ class Decision:
     It is taken once: by the first forward, or beforehand by whoever replays another run. A recompute reads it, since
     rounding may turn a near tie around. experts: [T, k] int32, the likeliest first; None until it is taken. plain: as
     many, by scores alone, where bias or groups chose others and a loss counts these. counts: int [blocks, experts],
-    what the layer's balance has counted of it (balance.py), once. sizes: what ranks that share the experts have told
+    what the layer's balance has counted of it (balance.py), once. told: what ranks that share the experts have told
     each other of it; None until they have.
     """
 
     experts: Tensor | None = None
     plain: Tensor | None = None
     counts: Tensor | None = None
-    sizes: RowCounts | None = None
+    told: RowCounts | Told | None = None
 
 
 @dataclass(frozen=True)
 class Router:
     """How experts are chosen and weighted. The words and the formulas are Megatron's (moe_utils.py, 0.16).
 
-    topk: experts of a token. score_function: "softmax" or "sigmoid" of the product of token and router. pre_softmax:
-    probabilities are softmax's over all experts; else over the chosen ones, so that they add up to 1. Sigmoids of
-    several chosen experts are divided by their sum. scaling_factor: of the probabilities. num_groups, group_topk:
-    experts lie in groups, and a token goes to experts of ``group_topk`` of them, those whose best
-    topk // group_topk experts have the largest sums (DeepSeek-V3, arXiv 2412.19437).
+    topk: experts of a token. score_function: "softmax", or a name of SCORES. pre_softmax: probabilities are
+    softmax's over all experts; else over the chosen ones, so that they add up to 1. SCORES of several chosen
+    experts are divided by their sum. scaling_factor: of the probabilities. num_groups, group_topk: experts lie in
+    groups, and a token goes to experts of ``group_topk`` of them, those whose best topk // group_topk experts
+    have the largest sums (DeepSeek-V3, arXiv 2412.19437).
     """
 
     topk: int
@@ -52,22 +61,21 @@ class Router:
 
     @property
     def plain(self) -> bool:
-        """Tell whether the likeliest experts of all are chosen, whatever their groups. A bias comes with sigmoids."""
+        """Tell whether the likeliest experts of all are chosen, whatever their groups. A bias comes with SCORES."""
         return self.group_topk is None and self.score_function == "softmax"
 
     def shares(self, logits: Tensor) -> Tensor:
         """Return the likelihood of every expert, [T, experts]; those of a token add up to 1."""
         if self.score_function == "softmax":
             return logits.softmax(-1)
-        sigmoids = logits.sigmoid()
-        return sigmoids / (sigmoids.sum(-1, keepdim=True) + _LEAST)
+        return _shared(SCORES[self.score_function](logits))
 
     def ranks(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return by what experts are chosen, [T, experts]. bias: [experts], which probabilities do not have."""
-        if self.score_function == "sigmoid":
-            scores = logits.sigmoid()
-            return scores if bias is None else scores + bias
-        return logits.softmax(-1) if self.pre_softmax else logits
+        if self.score_function == "softmax":
+            return logits.softmax(-1) if self.pre_softmax else logits
+        scores = SCORES[self.score_function](logits)
+        return scores if bias is None else scores + bias
 
     def best(self, ranks: Tensor) -> Tensor:
         """Return the experts that are chosen by ``ranks``, [T, topk] int64."""
@@ -102,15 +110,19 @@ class Router:
 
     def probabilities(self, logits: Tensor, experts: Tensor) -> Tensor:
         """Return the probability of each of ``experts``, [T, topk]."""
-        if self.score_function == "sigmoid":
-            shares = logits.gather(-1, experts).sigmoid()
-            if self.topk > 1:
-                shares = shares / (shares.sum(-1, keepdim=True) + _LEAST)
+        if self.score_function != "softmax":
+            shares = SCORES[self.score_function](logits.gather(-1, experts))
+            shares = _shared(shares) if self.topk > 1 else shares
         elif self.pre_softmax:
             shares = logits.softmax(-1).gather(-1, experts)
         else:
             shares = logits.gather(-1, experts).softmax(-1)
         return shares if self.scaling_factor is None else shares * self.scaling_factor
+
+
+def _shared(scores: Tensor) -> Tensor:
+    """Return the scores, which are not negative, over their sum."""
+    return scores / (scores.sum(-1, keepdim=True) + _LEAST)
 
 
 class Routed(NamedTuple):

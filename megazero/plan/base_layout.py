@@ -6,12 +6,14 @@ Many layouts share one base.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
+from typing import Any, TypeVar
 
 from megazero.config import RunConfig, World
-from megazero.config.model.spec import padded_spec
+from megazero.config.model.spec import ModelSpec
 from megazero.config.options.cluster import Cluster
+from megazero.config.validate import find_errors
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
 from megazero.plan.activations import activations, loss_chunks
@@ -31,25 +33,49 @@ from megazero.pp.schedules import (
     peak_activations,
 )
 
+Shared = TypeVar("Shared")
 SAMPLED = 8  # micro-batches, about, that are run on a clock where a step has many more
-# Rank, action, its event, (event, other rank).
-Step = tuple[int, Action, Action, tuple[tuple[Action, bool], ...]]
+# Rank, action, the number of its event, and of those that it needs with their ranks.
+Step = tuple[int, Action, int, tuple[tuple[int, int], ...]]
 
 
 # All ranks and layouts of a base ask for one schedule: making it anew each time was 3/4 of a search's seconds.
 schedule_of = lru_cache(maxsize=64)(make_schedule)
+_made_grid = lru_cache(maxsize=4096)(make_grid)
 
 
 @lru_cache(maxsize=256)
 def ordered_steps(name: str, pp: int, virtual: int, micro_batches: int) -> tuple[Schedule, tuple[Step, ...]]:
     """Return a schedule and all its actions, each after what it needs."""
     schedule = schedule_of(name, pp, virtual, micro_batches)
-    stages = pp * virtual
-    steps = tuple(
-        (rank, a, done_by(a), tuple((event, event.stage % pp != rank) for event in needs(a, stages)))
-        for rank, a in in_order(schedule, stages)
-    )
-    return schedule, steps
+    stages, numbers = pp * virtual, dict[Action, int]()
+    steps = []
+    for rank, action in in_order(schedule, stages):
+        needed = tuple((numbers[event], event.stage % pp) for event in needs(action, stages))
+        steps.append((rank, action, numbers.setdefault(done_by(action), len(numbers)), needed))
+    return schedule, tuple(steps)
+
+
+@lru_cache(maxsize=256)
+def ring_of(grid: Grid, site_ranks: int) -> tuple[str, ...]:
+    """Return the link from each pipeline rank to the next; the last one's is that to the first."""
+    first = [grid.rank_of(rank, 0, 0) for rank in range(grid.pp)]
+    pairs = zip(first, (*first[1:], first[0]), strict=True)
+    return tuple(grid.link(a, b) if a // site_ranks == b // site_ranks else INTER_SITE for a, b in pairs)
+
+
+class Partition:
+    """The stages of a pipeline. modules: how many modules of each kind a stage has, stage by stage."""
+
+    def __init__(self, stages: Sequence[StageSpec], pp: int, spec: ModelSpec) -> None:
+        self.stages = stages
+        self.of_rank = [stages[rank::pp] for rank in range(pp)]
+        kinds = (Counter(module.kind for _, module in spec.of_stage(stage)) for stage in stages)
+        self.modules = [tuple(each.items()) for each in kinds]
+
+    def of(self, rank: int) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """Return the modules of a rank's stages."""
+        return tuple(self.modules[stage.index] for stage in self.of_rank[rank])
 
 
 class BaseLayout:
@@ -61,11 +87,12 @@ class BaseLayout:
         world: World,
         cluster: Cluster,
         collectives: Collectives,
-        stages: Sequence[StageSpec] | None = None,
+        partition: Partition | None = None,
+        compute: Compute | None = None,
     ) -> None:
-        """stages: those of the configuration, if they are known.
+        """partition, compute: those of the configuration, if they are known.
 
-        Raises ValueError if the cluster's devices do not compute in the run's dtype.
+        Raises ValueError if the cluster's devices do not compute in the run's dtype, or sizes are not legal.
         """
         self.config, self.world, self.cluster, self.collectives = config, world, cluster, collectives
         parallel = config.parallel
@@ -75,39 +102,69 @@ class BaseLayout:
         self.d, self.h = config.shard_ranks(world), config.data_ranks_per_node(world)
         self.cp = parallel.context_parallel_size
         self.batch_ranks = config.data_parallel_size(world)  # shares of a global batch
-        self.compute = Compute(config, cluster, collectives, self.grid((1, 1, 1)))
+        self.compute = compute or Compute(config, cluster, collectives, self.grid((1, 1, 1)))
         self.ep = parallel.expert_model_parallel_size
-        self.spec = padded_spec(config.model, self.tp, self.ep)
-        self.stages = stages or config.stages()
-        self.of_rank = [[s for s in self.stages if s.rank == rank] for rank in range(self.pp)]
+        # What is equal wherever all is equal that decides units and messages beside the ZeRO section and the stages.
+        mesh = (
+            (world, parallel.ranks_per_node, self.tp, self.pp, self.ep, self.cp),
+            (parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes),
+            (parallel.use_tp_pp_dp_mapping, parallel.sequence_parallel, self.compute.width),
+            (config.outer, config.optimizer, config.model),
+        )
+        self.mesh: object = collectives.known.setdefault(mesh, object())
+        self.spec = self.compute.spec
+        self.partition = partition or Partition(config.stages(), self.pp, self.spec)
+        self.stages, self.of_rank = self.partition.stages, self.partition.of_rank
         self.activation = self.compute.activation
+        self.judged: Callable[[], Sequence[str]] = cache(lambda: find_errors(config, world))
         self.activation_memory = lru_cache(maxsize=None)(self._activation_memory)
+
+    def shared(self, key: Any, make: Callable[[], Shared]) -> Shared:
+        """Return what layouts of the same mesh compute alike, made once: ``key`` has all else that it depends on."""
+        known, whole = self.collectives.known, (self.mesh, key)
+        if whole not in known:
+            known[whole] = make()
+        found: Shared = known[whole]
+        return found
+
+    @property
+    def faults(self) -> Sequence[str]:
+        """What the configuration's rules refuse."""
+        return self.judged()
 
     @cached_property
     def stage_seconds(self) -> list[dict[Kind, float]]:
         """Return the seconds of each action of each stage, without waits."""
-        times, counts = self.compute.times, map(self._modules_of, self.stages)
-        return [
-            {kind: sum(n * times[module].of(kind) for module, n in own.items()) for kind in Kind}
-            for own in counts
-        ]
-
-    def _modules_of(self, stage: StageSpec) -> Counter[str]:
-        """Count the modules of each kind in a stage."""
-        return Counter(module.kind for _, module in self.spec.of_stage(stage))
+        times = self.compute.action_seconds
+        alike = {
+            modules: {kind: sum(n * times[name][kind] for name, n in modules) for kind in Kind}
+            for modules in set(self.partition.modules)
+        }
+        return [alike[modules] for modules in self.partition.modules]
 
     @cached_property
     def least_seconds(self) -> float:
-        """Return a lower bound of these layouts' step time: each rank's compute after its unavoidable waits."""
+        """Return a lower bound of these layouts' step time: each rank's compute after its unavoidable waits.
+
+        Nor can the first rank have more micro-batches on their way to the last stage and back than the schedule lets
+        in at once.
+        """
         seconds, best, before = self.stage_seconds, 0.0, 0.0
         split = SCHEDULES[self.schedule_name].splits_backward and self.pp > 1
         back = Kind.INPUT if split else Kind.BACKWARD
-        for rank in range(self.pp):
-            own = [seconds[s.index] for s in self.of_rank[rank]]
-            busy = self.micro_batches * sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in own)
+        sends = [self.message_seconds[link] for link in self._ring]
+        for rank, own in enumerate(self.of_rank):
+            each = (seconds[s.index] for s in own)
+            busy = self.micro_batches * sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in each)
             best = max(best, before + busy)
-            before += seconds[rank][Kind.FORWARD] + (0.0 if split else seconds[rank][back])
-        return best
+            forth = seconds[rank][Kind.FORWARD] + sends[rank]
+            before += forth + (0.0 if split else seconds[rank][back] + sends[rank])
+        away = on_way = 0.0
+        for stage in reversed(range(len(self.stages))):
+            away += seconds[stage][Kind.FORWARD] + seconds[stage][back]
+            on_way += away if stage % self.pp == 0 else 0.0
+            away += 2 * sends[(stage - 1) % self.pp]
+        return max(best, self.micro_batches * on_way / max(self.peaks[0], 1))
 
     @cached_property
     def sampled(self) -> tuple[int, ...]:
@@ -133,19 +190,38 @@ class BaseLayout:
         return ordered_steps(self.schedule_name, self.pp, self.virtual, micro_batches)
 
     @cached_property
+    def beside(self) -> Mapping[Kind, list[float]]:
+        """The seconds for which the first rank computes until a part's first forward ends, and from its last backward
+        on, part by part: as many micro-batches of the parts before as there are ranks, and one of its own."""
+        found: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+        for kind, sums in found.items():
+            before = 0.0
+            for stage in self.of_rank[0]:
+                own = self.stage_seconds[stage.index][kind]
+                sums.append(before + own)
+                before += self.pp * own
+        return found
+
+    @cached_property
+    def first_rank_busy(self) -> float:
+        """The seconds for which the first rank computes."""
+        own = (self.stage_seconds[s.index] for s in self.of_rank[0])
+        return self.micro_batches * sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in own)
+
+    @cached_property
     def compute_only(self) -> tuple[float, float]:
         """Return when the last rank and when the first one ends, if nothing waits for weights or gradients."""
         ends = [self._compute_only(micro_batches) for micro_batches in self.sampled]
         return self.extrapolated([last for last, _ in ends]), self.extrapolated([first for _, first in ends])
 
     def _compute_only(self, micro_batches: int) -> tuple[float, float]:
-        done: dict[Action, float] = {}
+        done: dict[int, float] = {}
         free = [0.0] * self.pp
         seconds, message = self.stage_seconds, self.message_seconds
         for rank, action, event, needed in self.steps_of(micro_batches)[1]:
             at = free[rank]
-            for other, away in needed:
-                at = max(at, done[other] + (message[self.message_link(other, rank)] if away else 0.0))
+            for other, source in needed:
+                at = max(at, done[other] + (message[self.link(source, rank)] if source != rank else 0.0))
             free[rank] = done[event] = at + seconds[action.stage][action.kind]
         return max(free), free[0]
 
@@ -189,16 +265,12 @@ class BaseLayout:
         return min(self.pp, -(-ranks // self.grid((1, 1, 1)).axis("pp").stride))
 
     @cached_property
-    def links(self) -> list[list[str]]:
-        """Return the link between any two pipeline ranks."""
-        grid = self.grid((1, 1, 1))
-        first = [grid.rank_of(rank, 0, 0) for rank in range(self.pp)]
-        site = self.cluster.site_ranks
-        return [[grid.link(a, b) if a // site == b // site else INTER_SITE for b in first] for a in first]
+    def _ring(self) -> tuple[str, ...]:
+        return ring_of(self.grid((1, 1, 1)), self.cluster.site_ranks)
 
-    def message_link(self, event: Action, receiver: int) -> str:
-        """Return the link from the pipeline rank of an event to another one."""
-        return self.links[event.stage % self.pp][receiver]
+    def link(self, source: int, target: int) -> str:
+        """Return the link between two pipeline ranks that are neighbours; the last one and the first are, too."""
+        return self._ring[source if (source + 1) % self.pp == target else target]
 
     def _message_cost(self, link: str, sent: float) -> Cost:
         ranks = self.cluster.site_ranks
@@ -219,8 +291,8 @@ class BaseLayout:
     def distinct_ranks(self) -> list[int]:
         """Return one pipeline rank of each kind: ranks of a kind hold like modules, and as many activations."""
         found: dict[object, int] = {}
-        for rank, own in enumerate(self.of_rank):
-            found.setdefault((self.peaks[rank], *(tuple(self._modules_of(s).items()) for s in own)), rank)
+        for rank in range(self.pp):
+            found.setdefault((self.peaks[rank], self.partition.of(rank)), rank)
         return list(found.values())
 
     def _activation_memory(self, loss_chunk: int | None) -> list[dict[str, dict[str, float]]]:
@@ -228,11 +300,12 @@ class BaseLayout:
 
         loss_chunk: the tokens whose logits are held at once. None: all.
         """
-        width, on_host = self.compute.width, self.cluster.on_host
-        return [
-            activations(self.config, width, own, self.peaks[rank], on_host, loss_chunk, self.world)
-            for rank, own in enumerate(self.of_rank)
-        ]
+        width, on_host, found = self.compute.width, self.cluster.on_host, dict[object, Any]()
+        alike = [(self.partition.of(rank), self.peaks[rank]) for rank in range(self.pp)]
+        for own, key in zip(self.of_rank, alike, strict=True):
+            if key not in found:
+                found[key] = activations(self.config, width, own, key[1], on_host, loss_chunk, self.world)
+        return [found[key] for key in alike]
 
     @cached_property
     def other_bytes(self) -> list[Bytes]:
@@ -245,7 +318,7 @@ class BaseLayout:
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
             total += communication.tensor_parallel(self.config, own, schedule[rank], self.activation)
             total += communication.context_parallel(self.config, own, schedule[rank], grid, self.activation)
-            total += communication.expert_parallel(self.config, own, schedule[rank], self.activation)
+            total += communication.expert_parallel(self.config, own, schedule[rank], grid, self.activation)
             total += communication.expert_balance(self.config, own, schedule[rank], grid)
             out.append(total)
         return out
@@ -254,10 +327,23 @@ class BaseLayout:
         return grid_of(self.config, self.world, shards)
 
 
+def moved(bases: Iterable[BaseLayout], cluster: Cluster) -> Iterator[BaseLayout]:
+    """Yield base layouts on another cluster, whose links alone differ. What is legal does not depend on these."""
+    collectives, computes = Collectives(cluster), dict[Compute, Compute]()
+    for base in bases:
+        if base.compute not in computes:
+            of = base.compute
+            computes[of] = Compute(of.config, cluster, collectives, of.grid)
+        config, compute = base.config, computes[base.compute]
+        there = BaseLayout(config, base.world, cluster, collectives, base.partition, compute)
+        there.judged = base.judged
+        yield there
+
+
 def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Grid:
     """Return the grid of a run with these shard factors (P, G, OS)."""
     parallel = config.parallel
-    return make_grid(
+    return _made_grid(
         world.world_size,
         config.ranks_per_node(world),
         parallel.tensor_model_parallel_size,

@@ -20,6 +20,7 @@ from megazero.plan.report import (
     advice,
     details,
     draw,
+    experts_across,
     explain,
     headline,
     layout_flags,
@@ -115,5 +116,6 @@ def _explained(request: PlanRequest, best: Found) -> list[str]:
         config = make_config({"micro_batch_size": 1, **kept, **request.explain}, world)
         layout = Layout(BaseLayout(config, world, cluster, Collectives(cluster)), config.zero)
     except ValueError as error:
-        return ["the layout is not legal:", *(f"  {line}" for line in getattr(error, "errors", [str(error)]))]
-    return explain(layout, simulate(layout) if layout.fits else None, best)
+        faults = [f"  {line}" for line in getattr(error, "errors", [str(error)])]
+        return ["the layout is not legal:", *faults, *experts_across(best.layout)]
+    return [*explain(layout, simulate(layout) if layout.fits else None, best), *experts_across(best.layout)]

@@ -17,6 +17,7 @@ from megazero.comm.wire import Codecs, Coding
 from megazero.config import RunConfig
 from megazero.config.layout.context import gather_coding
 from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum, outer_coding
+from megazero.config.layout.wire import dispatch_coding
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
@@ -492,43 +493,79 @@ def _coded(gather: ContextExchange, config: RunConfig, elements: int) -> Context
     return ContextExchange(gather.axis, gather.others, 2 * coded_message(coded, coding), True, 2 * coded)
 
 
+class ExpertRows(NamedTuple):
+    """The rows of a rank in a layer's forward that leave it for experts, and those that come to it, inside the node
+    and across nodes. Across, they are tokens, of which each goes once to a node."""
+
+    sent: float
+    received: float
+    sent_across: float = 0
+    received_across: float = 0
+
+
+def even_rows(config: RunConfig, grid: Grid, activation: Activation) -> ExpertRows:
+    """Return the rows if every rank's go to all experts alike, whatever the groups of experts."""
+    model, (inside, across) = config.model, grid.ep_axes
+    experts, k, tokens = model.num_experts or 0, model.moe_router_topk, activation.own_tokens
+    there = experts // across.size  # experts of a node, none of which a token may have chosen
+    none = prod((experts - there - i) / (experts - i) for i in range(k))
+    moved, crossing = tokens * k * (inside.size - 1) / inside.size, tokens * (across.size - 1) * (1 - none)
+    return ExpertRows(moved, moved, crossing, crossing)
+
+
 def expert_parallel(
-    config: RunConfig, stages: Sequence[StageSpec], actions: Sequence[Action], activation: Activation
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    actions: Sequence[Action],
+    grid: Grid,
+    activation: Activation,
 ) -> Bytes:
     """Return the bytes of rows on their way to experts and back, if every rank's go to all experts alike."""
-    model, ep = config.model, config.parallel.expert_model_parallel_size
-    if ep == 1:
+    if grid.ep == 1:
         return Counter()
-    rows = activation.own_tokens * model.moe_router_topk * (ep - 1) / ep
-    layers = model_spec(model).by_place
+    layers, rows = model_spec(config.model).by_place, even_rows(config, grid, activation)
     each = {
-        stage.index: [expert_rows(config, layers[i], activation, rows, rows) for i in stage.layers]
+        stage.index: [expert_rows(config, layers[i], grid, activation, rows) for i in stage.layers]
         for stage in stages
     }
-    forward = sum(there for a in actions if a.kind == Kind.FORWARD for there, _ in each[a.stage])
-    backwards = [a.stage for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT)]
-    return Counter(
-        {("ep", INTRA): int(forward + sum(back for stage in backwards for _, back in each[stage]))}
-    )
+    passes = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 1}
+    sent = {INTRA: 0.0, INTER: 0.0}
+    for action in actions:
+        for both in each[action.stage] if action.kind in passes else ():
+            for link, n in both[passes[action.kind]].items():
+                sent[link] += n
+    return +Counter({("ep", link): int(n) for link, n in sent.items()})
 
 
 def expert_rows(
-    config: RunConfig, layer: LayerSpec, activation: Activation, sent: float, received: float
-) -> tuple[float, float]:
-    """Return the bytes that a rank sends to those that share the experts, in a layer's forward and in its backward.
+    config: RunConfig, layer: LayerSpec, grid: Grid, activation: Activation, rows: ExpertRows
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the bytes by link that a rank sends to those that share the experts, in a layer's forward and backward.
 
-    sent, received: how many of its rows have their experts on other ranks, and how many come from there. A row goes
-    there with its probability, in at least fp32, and comes back without it; gradients take both ways in reverse.
+    A row goes there with its probability, in at least fp32, and comes back without it; gradients take both ways in
+    reverse. Across nodes a row goes with the probabilities of all its experts, and before, once, with their numbers.
     Before, ranks tell each other numbers of rows, which a recompute knows.
     """
     if not layer.experts:
-        return 0, 0
-    ep, experts = config.parallel.expert_model_parallel_size, config.model.num_experts or 0
+        return {}, {}
+    model, (inside, across) = config.model, grid.ep_axes
     row, value = activation.hidden * activation.width, max(activation.width, 4)
-    there, back = sent * (row + value), received * row
-    again = there + layer.rereads_experts * back if config.training.recompute_granularity == "full" else 0
-    numbers = (ep - 1) * (experts // ep) * NUMBER
-    return numbers + there + back, again + sent * row + received * (row + value)
+    coding = dispatch_coding(config.parallel.moe_dispatch_across_nodes, activation.hidden)
+    coded = coded_message(activation.hidden, coding) if coding else row
+    recompute = config.training.recompute_granularity == "full"
+    own, k = (model.num_experts or 0) // grid.ep, model.moe_router_topk
+
+    def ways(sent: float, received: float, there: float, values: float, told: float) -> tuple[float, float]:
+        """there: bytes of a row that leaves, and of its output's gradient. values: of those beside a row."""
+        leaving, back = sent * (there + values), received * row
+        again = leaving + layer.rereads_experts * back if recompute else 0
+        return told + leaving + back, again + sent * there + back + received * values
+
+    numbers = (inside.size - 1) * own * NUMBER, (across.size - 1 + rows.sent_across * k) * NUMBER
+    near = ways(rows.sent, rows.received, row, value, numbers[0])
+    far = ways(rows.sent_across, rows.received_across, coded, k * value, numbers[1])
+    forward, backward = ({INTRA: inner, INTER: outer} for inner, outer in zip(near, far, strict=True))
+    return forward, backward
 
 
 def module_sums(config: RunConfig, module: ModuleSpec, activation: Activation) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from megazero.plan.communication import (
     ContextExchange,
     Formats,
     UnitShape,
+    even_rows,
     expert_rows,
     has_loss_chunks,
     layer_exchanges,
@@ -98,8 +99,8 @@ class Compute:
     def __init__(
         self, config: RunConfig, cluster: Cluster, collectives: Collectives, grid: Grid | None = None
     ) -> None:
-        """grid: where the ranks lie, if context-parallel messages have seconds. Raises ValueError if the cluster's
-        devices do not compute in the run's dtype.
+        """grid: where the ranks lie, if messages of context parallelism and rows of experts have seconds. Raises
+        ValueError if the cluster's devices do not compute in the run's dtype.
         """
         self.grid = grid
         self.config, self.cluster, self.collectives = config, cluster, collectives
@@ -119,6 +120,7 @@ class Compute:
         layers = {layer.kind: self._layer(layer) for layer in self.spec.layers}
         self.sizes = {EMBEDDING: self._embedding(), **layers, HEAD: self._head()}
         self.times = {kind: self._module(kind, sizes) for kind, sizes in self.sizes.items()}
+        self.action_seconds = {name: {kind: t.of(kind) for kind in Kind} for name, t in self.times.items()}
 
     def update(self, elements: float) -> float:
         """Return the seconds of the norm and the optimizer's update of this many elements."""
@@ -234,13 +236,18 @@ class Compute:
     def _expert_parallel(self, module: ModuleSpec) -> tuple[float, float]:
         """Return the seconds in which a layer's rows go to their experts and back, forward and backward, if every
         rank's go to all experts alike."""
-        ep = self.config.parallel.expert_model_parallel_size
-        if ep == 1 or not isinstance(module, LayerSpec) or not module.experts:
+        grid = self.grid
+        if grid is None or grid.ep == 1 or not isinstance(module, LayerSpec) or not module.experts:
             return 0.0, 0.0
-        rows = self.activation.own_tokens * self.config.model.moe_router_topk * (ep - 1) / ep
+        rows = even_rows(self.config, grid, self.activation)
+        both = expert_rows(self.config, module, grid, self.activation, rows)
         forward, backward = (
-            self.collectives.cost("exchange", ep, 1, int(sent)).seconds
-            for sent in expert_rows(self.config, module, self.activation, rows, rows)
+            sum(
+                self.collectives.of_axis("exchange", axis, int(sent[axis.link])).seconds
+                for axis in grid.ep_axes
+                if axis.size > 1
+            )
+            for sent in both
         )
         return forward, backward
 

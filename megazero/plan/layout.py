@@ -22,7 +22,6 @@ from megazero.plan.compute import Coder
 from megazero.plan.gathers import Copies, Segment
 from megazero.plan.memory import Memory, States, rank_memory
 from megazero.plan.units import RankUnits, layer_matrices, rank_units
-from megazero.pp.partition import StageSpec
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
 ROUNDS = 3  # of an update of matrices that are under way at once: there, computed, and back
@@ -61,6 +60,33 @@ class UnitChains:
     add: float = 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """What a layout's shards and formats are on a world. Layouts whose base layouts have one mesh share it."""
+
+    shards: Shards
+    wire: Wire
+    grid: Grid
+    formats: Formats
+    states: States
+
+
+def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> Sharding:
+    """Return the sharding of a configuration. Raises ValueError if it is not legal on the base's world."""
+    shards, wire = config.shards(base.world), config.wire(base.world)
+    grid, formats = base.grid(shards.factors), Formats.of(wire, base.compute.width, sums)
+    states = States(
+        grid,
+        shards,
+        formats,
+        wire.feedback,
+        config.zero.zero_prefetch_bytes,
+        base.cluster.on_host,
+        outer=OuterFormat.of(config.outer, config.outer_replicas(base.world), formats.sums),
+    )
+    return Sharding(shards, wire, grid, formats, states)
+
+
 class Layout:
     """A base layout with a choice of shards and wire formats."""
 
@@ -74,56 +100,28 @@ class Layout:
         """
         self.base, self.all_reduce = base, all_reduce
         self.given: RunConfig = replace(base.config, zero=zero)
-        self.shards: Shards = self.given.shards(base.world)
-        self.wire: Wire = self.given.wire(base.world)
-        self.grid = base.grid(self.shards.factors)
-        self.formats = Formats.of(self.wire, base.compute.width, sums)
-        self._units_of: dict[int, RankUnits] = {}
-        # All that a unit's chains depend on beside its shape and the cluster: base layouts share them.
-        self._chains_key = (
-            (base.world.world_size, base.tp, base.pp, base.ep, self.given.parallel.use_tp_pp_dp_mapping),
-            (
-                self.shards.factors,
-                self.shards.whole_gradients,
-                self.wire,
-                self.formats.width,
-                self.formats.sums,
-                all_reduce,
-                base.micro_batches == 1,
-            ),
-        )
-        self.states = States(
-            self.grid,
-            self.shards,
-            self.formats,
-            self.wire.feedback,
-            zero.zero_prefetch_bytes,
-            base.cluster.on_host,
-            outer=OuterFormat.of(
-                base.config.outer, base.config.outer_replicas(base.world), self.formats.sums
-            ),
-        )
-
-    def _units(self, stages: Sequence[StageSpec]) -> RankUnits:
-        config, base = self.given, self.base
-        return rank_units(
-            config.model,
-            stages,
-            base.tp,
-            config.parallel.sequence_parallel,
-            self.wire,
-            config.zero.zero_unit_layers,
-            config.zero.zero_chunk_numel,
-            base.d * self.grid.outer,  # slices are cut once more by outer steps
-            self.shards.os,
-            base.ep,
-        )
+        self.sharding = base.shared(("sharding", zero, sums), lambda: sharding_of(base, self.given, sums))
+        self.shards, self.wire, self.grid = self.sharding.shards, self.sharding.wire, self.sharding.grid
+        self.formats, self.states = self.sharding.formats, self.sharding.states
 
     def units(self, rank: int) -> RankUnits:
         """Return the units of a pipeline rank."""
-        if rank not in self._units_of:
-            self._units_of[rank] = self._units(self.base.of_rank[rank])
-        return self._units_of[rank]
+        config, base, stages = self.given, self.base, self.base.of_rank[rank]
+        return base.shared(
+            ("units", tuple(stages), self.sharding),
+            lambda: rank_units(
+                config.model,
+                stages,
+                base.tp,
+                config.parallel.sequence_parallel,
+                self.wire,
+                config.zero.zero_unit_layers,
+                config.zero.zero_chunk_numel,
+                base.d * self.grid.outer,  # slices are cut once more by outer steps
+                self.shards.os,
+                base.ep,
+            ),
+        )
 
     @cached_property
     def config(self) -> RunConfig:
@@ -180,11 +178,10 @@ class Layout:
 
     def chains_of(self, unit: UnitShape) -> UnitChains:
         """Return the chains of a unit."""
-        key = (unit, self._chains_key)
-        known: dict[object, UnitChains] = self.base.collectives.known
-        if key not in known:
-            known[key] = self._make_chains(unit)
-        return known[key]
+        return self.base.shared(
+            (unit, self.sharding, self.all_reduce, self.base.micro_batches == 1),
+            lambda: self._make_chains(unit),
+        )
 
     def _make_chains(self, unit: UnitShape) -> UnitChains:
         axes, (p, _, os) = unit.axes(self.grid), self.states.factors(unit)

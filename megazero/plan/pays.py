@@ -13,14 +13,13 @@ from typing import Any
 from megazero.config.layout.shards import PRESETS
 from megazero.config.model.spec import parameter_count
 from megazero.config.options.cluster import Cluster
-from megazero.plan.base_layout import BaseLayout
+from megazero.plan.base_layout import BaseLayout, moved
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
 from megazero.plan.report import describe, tokens_per_second
 from megazero.plan.rounding import tokens_needed
 from megazero.plan.search import LOSS_POLICIES, PARALLEL, Found, Search, smallest_layout
 from megazero.plan.search import OUTER as SLOW_OUTER
-from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing
 from megazero.plan.slow_links import POOLED, on_ladder, replica_counts, rung_options, rungs
 
@@ -92,11 +91,7 @@ def compare(values: Mapping[str, Any], places: Sequence[Cluster]) -> Iterator[Sc
     """
     bases: list[BaseLayout] = []
     for place in places:
-        collectives = Collectives(place)
-        # What is legal does not depend on the link: bases are validated once.
-        bases = [BaseLayout(b.config, b.world, place, collectives, b.stages) for b in bases] or list(
-            Search(values, place, "exact").bases()
-        )
+        bases = list(moved(bases, place) if bases else Search(values, place, "exact").drafts())
         rows, missing = _known(values, place)
         rows += [Scheme(EXACT, one, 1.0) for one in Search(values, place, "exact").best(1, bases)]
         if place.nodes > 1:

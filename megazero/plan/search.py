@@ -13,24 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megazero.config import ConfigError, RunConfig, World, make_config
+from megazero.config import ConfigError, RunConfig, World, unjudged
 from megazero.config.layout.shards import AUTO, QUANTISED
+from megazero.config.model.spec import model_spec
 from megazero.config.nearest import common_divisors
 from megazero.config.options.cluster import Cluster
 from megazero.config.options.sections import ZeroConfig
-from megazero.mesh.grid import INTER, INTRA
-from megazero.plan.base_layout import BaseLayout
-from megazero.plan.layout import Chain, Layout
-from megazero.plan.seconds import INTER_SITE, Collectives
+from megazero.config.validate import uneven_ranks
+from megazero.plan.base_layout import BaseLayout, Partition
+from megazero.plan.bounds import Works, least_crossing
+from megazero.plan.compute import Compute
+from megazero.plan.layout import Layout
+from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
 from megazero.plan.units import WIDTHS
-from megazero.pp.partition import StageSpec
-from megazero.pp.schedules import Kind
 
 BEST = 10
 # The options that the planner chooses where they are not given.
@@ -49,11 +51,10 @@ STAGES = (
 )
 ZERO = ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size")
 LIFETIME = "zero_params_lifetime"
+OF_STAGES = ("pipeline_model_parallel_size", "use_tp_pp_dp_mapping", *STAGES)
 CHOICES = (*PARALLEL, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
 LARGEST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8
-ACROSS = (INTER, INTER_SITE)  # links between nodes
-MODULES_HELD = 4  # from one segment to the next: the last one and the next one, each with a tied table
 
 
 @dataclass(frozen=True)
@@ -138,23 +139,52 @@ class Search:
         self.contexts = [1]  # context-parallel sizes that are tried, where none is given
         self.weight: Callable[[Layout], float] = lambda layout: 1.0  # of a layout's seconds, at least 1
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
-        self._partitions: dict[tuple[int, int, str], tuple[StageSpec, ...]] = {}
+        self._partitions: dict[tuple[int, int, str], Partition] = {}
+        self._works: dict[object, tuple[Works, float] | None] = {}
 
     # -- bases ----------------------------------------------------------------------------------
 
     def bases(self) -> Iterator[BaseLayout]:
         """Yield every legal base."""
+        return filter(self._legal, self.drafts())
+
+    def drafts(self) -> Iterator[BaseLayout]:
+        """Yield a base for every choice of options that sizes allow. Their rules are asked where they are promising."""
+        computes: dict[object, Compute] = {}
         for choice in self._choices():
-            try:
-                config = make_config({**self.values, **choice}, self.world, brief=True)
-                base = BaseLayout(config, self.world, self.cluster, self.collectives, self._stages_of(config))
-            except ConfigError as error:
-                for line in error.errors:
-                    self.errors[line] = self.errors.get(line, 0) + 1
+            config = self._template.changed(choice)
+            if uneven := uneven_ranks(config, self.world):
+                self._count(ConfigError(uneven))
                 continue
+            try:
+                partition, spans = self._partition_of(config), config.parallel.context_parallel_size > 1
+                # Stages and their order decide where messages of a layer go, if ranks share samples.
+                alike = tuple(value for name, value in choice.items() if spans or name not in OF_STAGES)
+                base = BaseLayout(
+                    config, self.world, self.cluster, self.collectives, partition, computes.get(alike)
+                )
+            except ValueError as error:
+                self._count(error)
+                continue
+            computes[alike] = base.compute
             yield base
 
-    def _stages_of(self, config: RunConfig) -> tuple[StageSpec, ...]:
+    @cached_property
+    def _template(self) -> RunConfig:
+        """The configuration of the values that are given. The choices replace some of them."""
+        return unjudged({"micro_batch_size": 1, **self.values})
+
+    def _legal(self, base: BaseLayout) -> bool:
+        if base.faults:
+            self._count(ConfigError(base.faults))
+        return not base.faults
+
+    def _count(self, error: ValueError) -> None:
+        """Count what the rules refuse."""
+        for line in error.errors if isinstance(error, ConfigError) else [str(error)]:
+            self.errors[line] = self.errors.get(line, 0) + 1
+
+    def _partition_of(self, config: RunConfig) -> Partition:
         parallel = config.parallel
         key = (
             parallel.pipeline_model_parallel_size,
@@ -162,7 +192,8 @@ class Search:
             config.training.recompute_granularity,
         )
         if key not in self._partitions:
-            self._partitions[key] = config.stages()
+            stages, pp = config.stages(), parallel.pipeline_model_parallel_size
+            self._partitions[key] = Partition(stages, pp, model_spec(config.model))
         return self._partitions[key]
 
     def _free(self, name: str, choices: Iterator[Any] | list[Any]) -> list[Any]:
@@ -196,15 +227,22 @@ class Search:
                                     **stages,
                                     "recompute_granularity": recompute,
                                     "micro_batch_size": size,
+                                    **self._batch(size, tp * pp * cp),
                                     # a layout's own choice replaces it
                                     **({} if self.shards_given else {"zero_shard": (1, 1, 1)}),
                                 }
 
+    def _batch(self, micro_batch: int, ranks: int) -> dict[str, int]:
+        """Return the global batch if none is given: a micro-batch for each of so many ranks."""
+        given = self.values.get("global_batch_size")
+        return {} if given else {"global_batch_size": micro_batch * (self.cluster.world_size // ranks)}
+
     def _expert_sizes(self, tp: int) -> list[int]:
-        """Return how many ranks of a node may share the experts."""
-        count = self.values.get("num_experts")
-        inside = common_divisors(self.cluster.ranks_per_node) if count else []
-        return [1, *(k for k in inside if k > 1 and k % tp == 0 and int(count or 0) % k == 0)]
+        """Return how many ranks may share the experts: of a node, or where it is asked for, of several."""
+        count, way = self.values.get("num_experts"), self.values.get("moe_dispatch_across_nodes", "no")
+        most = self.cluster.ranks_per_node if way == "no" else self.cluster.world_size
+        sizes = common_divisors(most) if count else []
+        return [1, *(k for k in sizes if k > 1 and k % tp == 0 and int(count or 0) % k == 0)]
 
     def _sequence_parallel(self, tp: int) -> bool:
         return tp > 1 and int(self.values.get("seq_length") or 1) % tp == 0
@@ -240,13 +278,31 @@ class Search:
         """
         for shard in [self.given_shards(base)] if self.shards_given else self._shards(base):
             choice = ShardChoice(base, shard)
-            once = shard[0] > 1 and self.values.get(LIFETIME) is None  # gathered layouts belong to it, too
-            bounds = [
-                least_seconds(layout, ACROSS, once) * self.weight(layout)
-                for layout, _ in self.layouts(choice, gathered=False)
+            gathered = shard[0] > 1 and self.values.get(LIFETIME) in (
+                None,
+                "gathered",
+            )  # some layouts, at least
+            works = [
+                self._work_of(choice, zero, name) for zero, name in self._zero_choices(choice, gathered=False)
             ]
-            if bounds:
-                yield choice, min(bounds)
+            if least := [one.least_seconds(base, gathered) * weight for one, weight in filter(None, works)]:
+                yield choice, min(least)
+
+    def _work_of(self, choice: ShardChoice, zero: ZeroConfig, formats: str) -> tuple[Works, float] | None:
+        """Return the work of the links of a choice's layouts with these formats, and their weight; None: not legal.
+
+        How long gathered units live makes no difference to one gather.
+        """
+        base, shard = choice
+        key = base.mesh, base.partition.of(0), base.micro_batches == 1, shard, formats
+        if key not in self._works:
+            try:
+                layout = Layout(base, zero)
+                self._works[key] = Works.of_layout(layout), self.weight(layout)
+            except ValueError as error:
+                self._count(error)
+                self._works[key] = None
+        return self._works[key]
 
     def layouts(self, choice: ShardChoice, gathered: bool = True) -> Iterator[tuple[Layout, str]]:
         """Yield every legal layout of a choice, with the name of its formats.
@@ -257,7 +313,7 @@ class Search:
             try:
                 yield Layout(choice.base, zero), name
             except ValueError as error:
-                self.errors[str(error)] = self.errors.get(str(error), 0) + 1
+                self._count(error)
 
     @property
     def shards_given(self) -> bool:
@@ -313,17 +369,40 @@ class Search:
 
         bases: those to choose from, if not every legal one.
         """
-        best = self._best(number, self.bases() if bases is None else bases)
+        best = self._best(number, self.drafts() if bases is None else bases)
         recompute = "recompute_granularity" not in self.values
         short = not best or recompute and best[0].layout.config.training.recompute_granularity == "full"
         if bases is not None or not short or PARALLEL[-1] in self.values:
             return best
         self.share_samples()
-        best = self._best(number, self.bases())
+        best = self._best(number, self.drafts())
         if not best:
             self.share_samples(across=True)
-            best = self._best(number, self.bases())
+            best = self._best(number, self.drafts())
         return best
+
+    def _least_width(self, base: BaseLayout) -> float:
+        """Return the bytes of an element at least, of a gradient across nodes and of what comes back."""
+        if not self._formats_free:
+            return 0.5  # of two bits each
+        width = base.compute.width
+        raw = base.h == 1 or base.micro_batches == 1 or base.ep > 1  # no sums cross then
+        exact = width if raw else max(width, 4)
+        found = []
+        for choice in self.policy:
+            given = {**self.values, **choice.values}
+            bits = given.get("zero_gradient_bits") or 4
+            there = min(exact, bits / 8) if "zero_quantized_gradients" in choice.values else exact
+            weights = (
+                min(
+                    given.get("zero_weight_bits") or 8,
+                    4 if "zero_quantized_weights_delta" in choice.values else 8,
+                )
+                / 8
+            )
+            coded = any("weights" in name for name in choice.values)
+            found.append(there + min(there, width, weights if coded else width))
+        return min(found)
 
     def share_samples(self, across: bool = False) -> None:
         """Try layouts in which ranks of a node share samples, or those of several nodes, beside those that have been
@@ -349,7 +428,7 @@ class Search:
             heappush(queue, (bound, tie, next(order), item, name))
 
         for base in bases:
-            put(base.least_seconds, 0.0, base)
+            put(max(base.least_seconds, least_crossing(base, self._least_width(base))), 0.0, base)
         refined: set[int] = set()
         best: list[Found] = []
         while queue and len(best) < number:
@@ -357,18 +436,19 @@ class Search:
             if isinstance(item, Found):
                 best.append(item)
             elif isinstance(item, Layout):
-                found = Found(item, simulate(item), name)
-                put(found.timing.seconds * self.weight(item), item.memory.total, found)
+                if item.fits:
+                    found = Found(item, simulate(item), name)
+                    put(found.timing.seconds * self.weight(item), item.memory.total, found)
             elif isinstance(item, ShardChoice):
                 for layout, formats in self.layouts(item):
-                    if layout.fits:
-                        least = least_seconds(layout) * self.weight(layout)
-                        put(max(bound, least), layout.memory.total, layout, formats)
-            elif item.least_activations > self.cluster.device.room:
+                    if (known := self._work_of(item, layout.given.zero, formats)) is not None:
+                        least = known[0].least_seconds(item.base, layout.shards.keep_gathered)
+                        put(max(bound, least * known[1]), 0.0, layout, formats)
+            elif item.least_activations > self.cluster.device.room or not self._legal(item):
                 continue
             elif id(item) not in refined:
                 refined.add(id(item))
-                put(item.compute_only[0], 0.0, item)
+                put(max(bound, item.compute_only[0]), 0.0, item)
             else:
                 for choice, least in self.shard_choices(item):
                     put(max(bound, least), 0.0, choice)
@@ -392,51 +472,3 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
             if best is None or layout.memory.total < best.memory.total:
                 best = layout
     return best
-
-
-def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, *ACROSS), once: bool = False) -> float:
-    """Return a lower bound of the layout's step time, from these links.
-
-    The first forward cannot end before its weights are refreshed, nor the step before the last micro-batch's
-    gradients of the first stage are summed. Only that forward or backward can hide them. A lane has one hop at a time
-    on a link, and a link carries one message at a time. once: also for layouts that gather a unit once per step.
-    """
-    base = layout.base
-    makespan, first_rank = base.compute_only
-    work = [(layout.chains_of(unit), times) for unit, times in layout.units(0).counts_of(0)]
-    refresh = max(sum(n * _on(one.refresh, link) for one, n in work) for link in links)
-    reduce = max(sum(n * _on(one.last, link) for one, n in work) for link in links)
-    first = base.stage_seconds[0]
-    behind = first_rank + max(0.0, refresh - first[Kind.FORWARD]) + max(0.0, reduce - first[Kind.BACKWARD])
-    return max(makespan, behind, *(_link_seconds(layout, link, once) for link in links))
-
-
-def _on(chain: Chain, link: str) -> float:
-    return sum(hop.seconds for hop in chain if hop.link == link)
-
-
-def _occupied(chain: Chain, link: str) -> float:
-    return sum(hop.seconds - hop.latency for hop in chain if hop.link == link)
-
-
-def _link_seconds(layout: Layout, link: str, once: bool) -> float:
-    """Return a lower bound of the seconds for which the first rank's weights and gradients occupy a link.
-
-    Weights are gathered once per step, and again for each further forward and backward, except those that may stay
-    from one to the next: the modules in use and around it, and the bytes that may be held ahead.
-    """
-    base, units, total, gather, dearest = layout.base, layout.units(0), 0.0, 0.0, 0.0
-    again = base.micro_batches
-    for unit, number in units.counts:
-        one = layout.chains_of(unit)
-        total += number * (_occupied(one.refresh, link) + _occupied(one.last, link))
-        total += number * (again - 1) * _occupied(one.every, link)
-        if one.gather:
-            gather += number * _occupied(one.gather, link)
-            dearest = max(dearest, _occupied(one.gather, link) / one.ahead_bytes)
-    if once or layout.shards.keep_gathered:
-        return total + gather
-    module = max(units.modules.values()) * layout.formats.width
-    stays = dearest * (layout.states.prefetch_bytes + MODULES_HELD * module)
-    further = 2 * again * gather - gather - (2 * again * base.virtual - 1) * stays
-    return total + gather + max(0.0, further)

@@ -235,12 +235,13 @@ def _meetings(layout: Layout, rank: int) -> Iterator[float]:
 def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
     base = layout.base
     ranks = [_Rank(layout, rank, execution, micro_batches) for rank in range(base.pp)]
-    done: dict[Action, float] = {}
+    done: dict[int, float] = {}
     message = base.message_seconds
     for rank, action, event, needed in base.steps_of(micro_batches)[1]:
         clock = ranks[rank]
         ready = [
-            done[other] + (message[base.message_link(other, rank)] if away else 0.0) for other, away in needed
+            done[other] + (message[base.link(source, rank)] if source != rank else 0.0)
+            for other, source in needed
         ]
         if ready:
             clock.wait_until(max(ready), "pipeline")
@@ -282,4 +283,4 @@ def _tied(layout: Layout) -> Iterator[float]:
     for unit in layout.units(0).shapes:
         if unit.tied:
             sent = ends_hop(unit, layout.grid, layout.formats).sent
-            yield base.collectives.message(base.links[0][-1], sent, base.d * base.tp).seconds
+            yield base.collectives.message(base.link(0, base.pp - 1), sent, base.d * base.tp).seconds

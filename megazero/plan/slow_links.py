@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megazero.config import ConfigError, make_config
 from megazero.config.options.cluster import Cluster
 from megazero.config.run import all_options
-from megazero.plan.base_layout import BaseLayout
+from megazero.plan.base_layout import BaseLayout, moved
 from megazero.plan.layout import Layout
 from megazero.plan.report import outer_words
 from megazero.plan.search import BEST, OUTER, Found, Search
@@ -160,11 +160,7 @@ def _pools(
     pools: list[dict[Any, Found]] = [{} for _ in policies]
     bases: list[BaseLayout] = []
     for place in places:
-        collectives = Collectives(place)
-        # What is legal does not depend on the place: bases are validated once.
-        bases = [BaseLayout(b.config, b.world, place, collectives, b.stages) for b in bases] or list(
-            Search(values, place, "exact").bases()
-        )
+        bases = list(moved(bases, place) if bases else Search(values, place, "exact").drafts())
         for pool, policy in zip(pools, policies, strict=True):
             best = Search(values, place, policy).best(number, bases)
             pool.update({(one.layout.base.config, one.layout.given.zero): one for one in best})
@@ -176,7 +172,7 @@ def _moved(found: Found, place: Cluster, **outer: Any) -> Found:
     """Return a layout in another place, with other options of outer steps."""
     of = found.layout
     config = replace(of.base.config, outer=replace(of.base.config.outer, **outer))
-    base = BaseLayout(config, of.base.world, place, Collectives(place), of.base.stages)
+    base = BaseLayout(config, of.base.world, place, Collectives(place), of.base.partition)
     layout = Layout(base, of.given.zero)
     return Found(layout, simulate(layout), found.formats)
 

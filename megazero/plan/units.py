@@ -46,7 +46,7 @@ class RankUnits:
         stages: Sequence[StageSpec],
         joined: int,
         made: Mapping[Joined, ModuleUnits],
-        kinds: Sequence[str],
+        kinds: tuple[str, ...],
         layer_matrices: Mapping[str, int],
     ) -> None:
         """joined: how many layers are gathered together. kinds: of all layers of the model. layer_matrices: the
@@ -57,7 +57,7 @@ class RankUnits:
         self.counts = self._counts(stages)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
 
-    def _units(self, stage: StageSpec) -> list[Joined]:
+    def _units(self, stage: StageSpec) -> tuple[Joined, ...]:
         return joined_modules(stage, self._joined, self._kinds)
 
     @cached_property
@@ -74,7 +74,7 @@ class RankUnits:
 
     def _elements(self, counts: Callable[[UnitShape], bool]) -> Mapping[str, int]:
         sizes: dict[str, int] = {}
-        for unit in (unit for stage in self._stages for unit in self._units(stage)):
+        for unit in dict.fromkeys(unit for stage in self._stages for unit in self._units(stage)):
             elements = sum(shape.elements for shape in self._made[unit].shapes if counts(shape))
             sizes |= {kind: max(sizes.get(kind, 0), elements) for kind in unit}
         if self._table is not None:
@@ -109,8 +109,12 @@ class RankUnits:
         return tuple(shape for unit in order for shape in reversed(self._made[unit].shapes))
 
     def _counts(self, stages: Sequence[StageSpec]) -> tuple[tuple[UnitShape, int], ...]:
-        units = (unit for stage in stages for unit in self._units(stage))
-        return tuple(Counter(shape for unit in units for shape in self._made[unit].shapes).items())
+        units = Counter(unit for stage in stages for unit in self._units(stage))
+        found: Counter[UnitShape] = Counter()
+        for unit, number in units.items():
+            for shape in self._made[unit].shapes:
+                found[shape] += number
+        return tuple(found.items())
 
     def counts_of(self, part: int) -> tuple[tuple[UnitShape, int], ...]:
         """Return how many units of each shape a part is the first to use."""
@@ -140,11 +144,12 @@ class RankUnits:
         return self._laid_out[1]
 
 
-def joined_modules(stage: StageSpec, joined: int, kinds: Sequence[str]) -> list[Joined]:
+@lru_cache(maxsize=4096)
+def joined_modules(stage: StageSpec, joined: int, kinds: tuple[str, ...]) -> tuple[Joined, ...]:
     """Return what is gathered together, in order of use, as models/decoder.py: units_of_parts."""
     runs = (stage.layers[i : i + joined] for i in range(0, len(stage.layers), joined))
-    layers = [tuple(kinds[i] for i in run) for run in runs]
-    return [(EMBEDDING,)] * stage.embedding + layers + [(HEAD,)] * stage.head
+    layers = tuple(tuple(kinds[i] for i in run) for run in runs)
+    return ((EMBEDDING,),) * stage.embedding + layers + ((HEAD,),) * stage.head
 
 
 @lru_cache(maxsize=64)
@@ -178,7 +183,7 @@ def rank_units(
     """
     whole = any(s.embedding for s in stages) and any(s.head for s in stages)
     spec = padded_spec(model, tp, ep)
-    kinds = [layer.kind for layer in spec.by_place]
+    kinds = tuple(layer.kind for layer in spec.by_place)
     made = {
         unit: _module_units(model, unit, tp, ep, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
         for unit in dict.fromkeys(unit for stage in stages for unit in joined_modules(stage, joined, kinds))

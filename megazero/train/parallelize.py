@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from megazero import zero
-from megazero.comm.codec import Identity
+from megazero.comm.codec import Blockwise, Identity
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
 from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, fragments, outer_coding
+from megazero.config.layout.wire import dispatch_coding
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import OuterConfig
 from megazero.cp import ContextParallel
@@ -81,7 +82,7 @@ def build_decoder(
         config.model,
         tp,
         ContextParallel.of(mesh, traffic, waits, config.gathered_keys(world), training.seed),
-        ep=ExpertParallel.of(mesh, traffic, waits),
+        ep=ExpertParallel.of(mesh, traffic, waits, _dispatch_codec(config)),
         recompute=training.recompute_granularity,
         attention_backend=training.attention_backend,
         z_loss=training.z_loss_strength,
@@ -96,6 +97,11 @@ def build_decoder(
     if training.compile:
         compile_layers(decoder, training.compile_backend, training.compile_cache)
     return decoder
+
+
+def _dispatch_codec(config: RunConfig) -> Blockwise | None:
+    coding = dispatch_coding(config.parallel.moe_dispatch_across_nodes, config.model.hidden_size)
+    return coding and Blockwise(coding.bits, coding.block)
 
 
 def optimizer_factory(config: RunConfig) -> OptimizerFactory:

@@ -14,8 +14,9 @@ import numpy as np
 from megazero.comm.wire import Coding
 from megazero.config import RunConfig
 from megazero.config.layout.wire import Wire
-from megazero.mesh.grid import AxisSpec, own_spans
-from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, ExpertRows, mismatches
+from megazero.mesh.grid import Grid, own_spans
+from megazero.plan.communication import ExpertRows
+from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes, LayerRows, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
 from megazero.verify.recorder import KEYS, RoundingRecord, UnitSlice, digest, rounded_name
 from megazero.verify.reference import (
@@ -464,7 +465,7 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
     for rank, record in enumerate(records):
         under_way, last = 0, len(record.steps) - 1
         for step in range(1, len(record.steps)):
-            rows = list(_expert_rows(expected.grid.ep_axis, experts, records, rank, step))
+            rows = list(_expert_rows(expected.grid, experts, records, rank, step))
             want = Counter(expected.bytes_of(rank, step, after_save=step == saved + 1, rows=rows))
             got = Counter(record.steps[step].traffic)
             counted += want.total()
@@ -480,21 +481,35 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
 
 
 def _expert_rows(
-    ep: AxisSpec, experts: int, records: Sequence[RankRecord], rank: int, step: int
-) -> Iterator[ExpertRows]:
+    grid: Grid, experts: int, records: Sequence[RankRecord], rank: int, step: int
+) -> Iterator[LayerRows]:
     """Yield the rows that a rank exchanged in a step with those that share the experts, as the records route them."""
-    if ep.size == 1:
+    if grid.ep == 1:
         return
-    own, share = ep.index(rank), experts // ep.size
-    for layer, m in records[rank].steps[step].routing:
-        sent, received = 0, 0
-        for place, other in enumerate(ep.ranks(rank)):
-            held_by = records[other].steps[step].routing[layer, m] // share
-            if place == own:
-                sent = int((held_by != own).sum())
-            else:
-                received += int((held_by == own).sum())
-        yield ExpertRows(layer, sent, received)
+    inside, across = grid.ep_axes
+    here, share, (nodes, places) = across.index(rank), experts // grid.ep, (across.size, inside.size)
+
+    def routed(other: int, key: tuple[int, int]) -> np.ndarray:
+        """Return how many experts of each holder each token of a rank chose, [T, node, place in it]."""
+        holders = records[other].steps[step].routing[key] // share
+        return (holders[..., None] == np.arange(grid.ep)).sum(1).reshape(-1, nodes, places)
+
+    own = inside.index(rank)
+    for key in records[rank].steps[step].routing:
+        chosen = {other: routed(other, key) for other in grid.ep_axis.ranks(rank)}
+        # Of the rows that are at each rank of this node, how many go to each of its ranks.
+        moved = [
+            sum(chosen[source][:, here].sum(0) for source in across.ranks(mate))
+            for mate in inside.ranks(rank)
+        ]
+        visits = {source: chosen[source].any(2).sum(0) for source in across.ranks(rank)}  # of each node
+        rows = ExpertRows(
+            sent=int(sum(moved[own]) - moved[own][own]),
+            received=int(sum(n[own] for n in moved) - moved[own][own]),
+            sent_across=int(sum(visits[rank]) - visits[rank][here]),
+            received_across=int(sum(n[here] for n in visits.values()) - visits[rank][here]),
+        )
+        yield LayerRows(key[0], rows)
 
 
 def resume_check(

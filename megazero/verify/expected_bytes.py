@@ -21,7 +21,15 @@ from megazero.models.dtypes import DTYPES
 from megazero.moe import ExpertParallel
 from megazero.plan import communication
 from megazero.plan.base_layout import grid_of
-from megazero.plan.communication import Activation, Bytes, Formats, OuterFormat, UnitShape
+from megazero.plan.communication import (
+    Activation,
+    Bytes,
+    ExpertRows,
+    Formats,
+    OuterFormat,
+    UnitShape,
+    expert_rows,
+)
 from megazero.plan.gathers import Copies
 from megazero.plan.units import chunks
 from megazero.pp.schedules import make_schedule
@@ -33,15 +41,13 @@ from megazero.zero.matrix_updates import deal_matrices
 from megazero.zero.optimizer import Traits
 
 BETWEEN = "outer_inter_node_bytes"  # between outer replicas
-EXCHANGED = "ep_intra_node_bytes"  # with ranks that share the experts
 
 
-class ExpertRows(NamedTuple):
-    """The rows of a layer and a micro-batch whose experts other ranks hold, and those that come from others."""
+class LayerRows(NamedTuple):
+    """The rows that a rank exchanges in a layer and a micro-batch with those that share the experts."""
 
     layer: int
-    sent: int
-    received: int
+    rows: ExpertRows
 
 
 class ExpectedBytes:
@@ -56,7 +62,7 @@ class ExpectedBytes:
         self._cached = lru_cache(maxsize=None)(self._step)
 
     def bytes_of(
-        self, rank: int, step: int, after_save: bool, rows: Iterable[ExpertRows] = ()
+        self, rank: int, step: int, after_save: bool, rows: Iterable[LayerRows] = ()
     ) -> dict[str, int]:
         """Return 'kind_link_bytes' -> bytes of a rank in a step, which is counted from 0 and is not the run's first.
 
@@ -70,16 +76,16 @@ class ExpectedBytes:
         found = self._cached(rank, count, *moving)
         refreshed = after_save and not self.exact and self.wire.delta
         found = {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
-        return {**found, EXCHANGED: moved} if (moved := self._exchanged(rows)) else found
+        return found | self._exchanged(rows)
 
-    def _exchanged(self, rows: Iterable[ExpertRows]) -> int:
-        """Return the bytes of rows on their way to experts and back, and of their gradients."""
+    def _exchanged(self, rows: Iterable[LayerRows]) -> dict[str, int]:
+        """Return the bytes of rows on their way to experts and back, and of their gradients, by link."""
         layers, activation = model_spec(self.config.model).by_place, Activation.of(self.config, self.width)
-        moved = (
-            communication.expert_rows(self.config, layers[each.layer], activation, each.sent, each.received)
-            for each in rows
-        )
-        return int(sum(map(sum, moved)))
+        moved = Bytes()
+        for each in rows:
+            for way in expert_rows(self.config, layers[each.layer], self.grid, activation, each.rows):
+                moved.update({f"ep_{link}_bytes": int(n) for link, n in way.items()})
+        return dict(+moved)
 
     def under_way(self, step: int) -> bool:
         """Return whether a fragment is on its way between outer replicas after a step."""
@@ -123,7 +129,7 @@ class ExpectedBytes:
         """Return the decoder of a rank on the meta device."""
         pp, tp = (self.grid.axis(name).index(rank) for name in ("pp", "tp"))
         context = TensorParallel(None, tp, self.grid.tp, self.config.parallel.sequence_parallel)
-        experts = ExpertParallel(None, self.grid.ep_axis.index(rank), self.grid.ep)
+        experts = ExpertParallel(self.grid.ep_axis.index(rank), self.grid.ep)
         own = [stage for stage in self.config.stages() if stage.rank == pp]
         return Decoder(self.config.model, context, ep=experts, stages=own, device="meta")
 

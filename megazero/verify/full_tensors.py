@@ -58,7 +58,7 @@ class Assembler:
     def _of_place(self, place: int) -> Mapping[str, Places]:
         tp, ep = (
             TensorParallel(None, place % self.tp, self.tp),
-            ExpertParallel(None, place % self.ep, self.ep),
+            ExpertParallel(place % self.ep, self.ep),
         )
         return decoder_placements(self.config.model, tp, ep=ep)
 

@@ -149,7 +149,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     sizes, scaling = BatchSizeRampup.of(config, mesh.batch_ranks), LossScaling.of(config.precision)
     consumed = sizes.consumed_after(run.start)
     last = pipeline.loss_rank == pipeline.rank
-    place = mesh.rank % max(mesh.tp.size, mesh.ep.size)
+    place = mesh.rank % max(mesh.tp.size, mesh.grid.ep)
     record = RankRecord(mesh.tp.index, mesh.dp_rank, mesh.pp.index, last, place, mesh.replica)
     with run.around(engine, pipeline, config):
         recorder = Recorder(decoder, engine, pipeline)

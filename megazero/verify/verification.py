@@ -215,9 +215,14 @@ def _exactly(config: RunConfig) -> RunConfig:
     optimizer = replace(config.optimizer, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")
     precision = replace(config.precision, params_dtype=dtype)
     outer = replace(config.outer, outer_bits=32, outer_rounding=None)
-    parallel = replace(config.parallel, cp_gather_bits=None)
+    way = config.parallel.moe_dispatch_across_nodes
+    parallel = replace(
+        config.parallel,
+        cp_gather_bits=None,
+        moe_dispatch_across_nodes="exact" if way == "int8" else way,
+    )
     return replace(
-        config, model=model, optimizer=optimizer, precision=precision, outer=outer, parallel=parallel
+        config, model=model, parallel=parallel, optimizer=optimizer, precision=precision, outer=outer
     )
 
 

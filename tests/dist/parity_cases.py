@@ -153,6 +153,11 @@ class Case:
         return self.pp * self.tp * self.dp
 
     @property
+    def crosses(self) -> bool:
+        """Whether ranks of several nodes share the experts."""
+        return self.ep > self.h * self.tp
+
+    @property
     def way(self) -> dict[str, Any]:
         """How the ranks that share samples attend to whole ones."""
         heads = self.cp // self.keys
@@ -209,6 +214,7 @@ class Case:
             "context_parallel_size": self.cp,
             **self.way,
             "expert_model_parallel_size": self.ep,
+            "moe_dispatch_across_nodes": "exact" if self.crosses else "no",
             "recompute_granularity": self.recompute,
             "loss_chunk_tokens": self.loss_chunk,
         }

@@ -557,6 +557,17 @@ def refusals() -> dict[str, str]:
     flat.set_all_reduce_hook(lambda _: None)
     found["hook"] = refused(lambda: enable(flat, **h))
     flat.set_all_reduce_hook(None)
+    for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+        with mock.patch.object(raw_of(flat), name, Other()):
+            found[name] = refused(lambda: enable(flat, **h))
+    lacking = Job(Case()).model
+    del raw_of(lacking).post_forward_mesh_info
+    found["attribute"] = refused(lambda: enable(lacking, **h))
+    found["words that differ"] = refused(
+        lambda: enable(flat, gradients="int4" if dist.get_rank() else "int8", exact_numel=0, **h)
+    )
+    inside = {"gradients": "int4", "gradients_intra_node": "int8", "exact_numel": 0}
+    found["alone in nodes"] = refused(lambda: enable(flat, ranks_per_node=1, **inside))
     found["replicate"] = refused(lambda: enable(replicated(), **h))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "__version__", "2.11.0")
@@ -568,6 +579,10 @@ def refusals() -> dict[str, str]:
         found["signature"] = refused(lambda: enable(flat, **h))
     found["twice"] = refused(lambda: (enable(flat, **h), enable(flat, **h)))
     return found
+
+
+class Other:
+    """Stands for a collective of somebody else's."""
 
 
 def replicated() -> nn.Module:
@@ -588,6 +603,11 @@ def test_what_is_refused_at_the_call() -> None:
         "word": "weights='fp8' is no format",
         "reshard": "reshard_after_forward=2 gathers over several nodes",
         "hook": "has an all-reduce hook",
+        "_all_gather_comm": "has Other set, which the patch would replace",
+        "_reduce_scatter_comm": "has Other set, which the patch would replace",
+        "attribute": "lacks FSDPParamGroup.post_forward_mesh_info",
+        "words that differ": "zero_gradient_bits is 8 on rank 0 and 4 on rank 1",
+        "alone in nodes": "no node holds two ranks of a mesh",
         "replicate": "is replicated and not sharded",
         "version": "torch 2.11.0 was not tried",
         "signature": "foreach_reduce takes params, comm, not fsdp_params",
@@ -616,6 +636,12 @@ def refusals_at_work() -> dict[str, str]:
         finally:
             handle.remove()
 
+    def uneven() -> None:
+        job.model.set_requires_all_reduce(False)
+        job.loss(job.batch(0, 0)).backward()
+        with mock.patch.object(Model, "forward", unscaled):
+            job.loss(job.batch(0, 1)).backward()
+
     def hooked() -> None:
         job.model.set_all_reduce_hook(lambda _: None)
         job.loss(job.batch(0, 0)).backward()
@@ -635,16 +661,31 @@ def refusals_at_work() -> dict[str, str]:
             found["backward"] = str(error)
         job.model.reset_iter_state()
         try:
+            uneven()
+        except RuntimeError as error:
+            found["uneven"] = str(error)
+        job.model.reset_iter_state()
+        job.model.set_requires_all_reduce(True)
+        try:
             hooked()
         except RuntimeError as error:
             found["hook"] = str(error)
     return found
 
 
+def unscaled(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    """The forward without one of the root's parameters."""
+    x = model.embedding(tokens)
+    for block in model.blocks:
+        x = block(x)
+    return model.head(x)
+
+
 def test_what_is_refused_at_work() -> None:
     for found in run_ranks(RANKS, refusals_at_work):
         assert "an optimizer steps while gradients" in found["early"]
         assert "head.weight has a hook behind its gradient" in found["backward"]
+        assert "scale had gradients in some micro-batches of a step alone" in found["uneven"]
         assert "the model was given another" in found["hook"]
 
 

@@ -11,10 +11,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import ROOT
 
@@ -47,47 +49,71 @@ def close(found: list[list[float]], wanted: list[list[float]], rel: float) -> No
         assert len(run) == len(other) > 0 and run == pytest.approx(other, rel=rel)
 
 
-def titan(
-    tmp_path: Path, name: str, words: str | None, defers: bool = True, **options: Any
-) -> list[list[float]]:
-    """torchtitan's own program, or the page's with these words instead of its own. Returns losses by rank.
+Runs = Sequence[tuple[str, str | None, dict[str, Any]]]  # names, words of ``enable``, options
 
-    defers: the page's program says which micro-batch is the last.
+
+def titan(tmp_path: Path, runs: Runs) -> dict[str, list[list[float]]]:
+    """Train by torchtitan's own program, or the page's with these words instead of its own, one after the other.
+
+    Runs of one name share a folder. Returns losses by rank, of the last run of each name.
     """
-    (script,) = re.findall(r"```python\n(# train_fsdp2\.py.*?)```", PAGE, re.DOTALL)
-    assert QUANTISED in script
-    if not defers:
-        both = "Trainer.__init__, Trainer.forward_backward_step = build_and_enable, step_once"
-        assert both in script
-        script = script.replace(both, "Trainer.__init__ = build_and_enable")
-    file, folder = tmp_path / f"{name}.py", tmp_path / name
-    file.write_text(PLAIN if words is None else script.replace(QUANTISED, words + "ranks_per_node=2"))
-    launch("titan_on_cpu.py", str(file), str(folder), json.dumps(options))
-    return losses(folder)
+    (page,) = re.findall(r"```python\n(# train_fsdp2\.py.*?)```", PAGE, re.DOTALL)
+    both = "Trainer.__init__, Trainer.forward_backward_step = build_and_enable, step_once"
+    assert QUANTISED in page and both in page
+    told = []
+    for number, (name, words, options) in enumerate(runs):
+        script = PLAIN if words is None else page.replace(QUANTISED, words + "ranks_per_node=2")
+        if options.get("by_the_trainer"):  # the page's program does not say which micro-batch is the last
+            script = script.replace(both, "Trainer.__init__ = build_and_enable")
+        file = tmp_path / f"{number}.py"
+        file.write_text(script)
+        told.append((str(file), str(tmp_path / name), options))
+    launch("titan_on_cpu.py", json.dumps(told))
+    return {name: losses(tmp_path / name) for name, *_ in runs}
+
+
+def in_the_patchs_order(options: dict[str, Any]) -> dict[str, Any]:
+    """Let torch's own FSDP2 sum gradients in the patch's order.
+
+    With replicas this is the order of a trainer that defers them. Without, FSDP2 sums over ranks, then micro-batches.
+    """
+    return {**options, "defers_replicas": True, "sums_by_node": options["replicas"] == 1}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_torchtitans_trainer(replicas: int, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")
-    plain = titan(tmp_path, "plain", None, steps=3, replicas=replicas)
-    close(titan(tmp_path, "exact", "", steps=3, replicas=replicas), plain, 1e-5)
+    options = {"steps": 3, "replicas": replicas}
+    int4 = QUANTISED if replicas == 1 else 'gradients="int4"'
+    runs = titan(
+        tmp_path,
+        [
+            ("plain", None, in_the_patchs_order(options)),
+            ("exact", "", options),
+            ("int8", 'gradients="int8", exact_numel=0, ', options),
+            ("int4", int4 + ", exact_numel=0, ", options),
+        ],
+    )
+    assert runs["exact"] == runs["plain"]
     # At 4 bits small gradients of a block round to 0, and AdamW does not move their elements in its first steps. On a
     # mesh with replicas sums are rounded once more on their way back. After step 3: 0.5%; without the transform
     # 1.4%; with 8 bits 0.01%.
-    int4 = QUANTISED if replicas == 1 else 'gradients="int4"'
-    for name, words, rel in (("int8", 'gradients="int8"', 1e-3), ("int4", int4, 1e-2)):
-        close(titan(tmp_path, name, words + ", exact_numel=0, ", steps=3, replicas=replicas), plain, rel)
+    close(runs["int8"], runs["plain"], 1e-3)
+    close(runs["int4"], runs["plain"], 1e-2)
 
 
 def test_a_trainer_that_defers_replicas_itself(tmp_path: Path) -> None:
     """As torchtitan behind 0.3: the patch has its bits, whether the page's program defers, too, or not."""
     pytest.importorskip("torchtitan")
-    later = {"steps": 3, "replicas": 2, "defers_replicas": True}
-    plain = titan(tmp_path, "plain", None, **later)
-    assert titan(tmp_path, "exact", "", defers=False, **later) == plain
+    both = {"steps": 3, "replicas": 2, "defers_replicas": True}
+    alone = {**both, "by_the_trainer": True}
     words = 'gradients="int4", exact_numel=0, '
-    coded = [titan(tmp_path, f"int4 {defers}", words, defers=defers, **later) for defers in (False, True)]
-    assert coded[0] == coded[1] != plain
+    runs = titan(
+        tmp_path,
+        [("plain", None, both), ("exact", "", alone), ("int4", words, both), ("int4 alone", words, alone)],
+    )
+    assert runs["exact"] == runs["plain"]
+    assert runs["int4 alone"] == runs["int4"] != runs["plain"]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -95,37 +121,43 @@ def test_a_trainer_that_defers_replicas_itself(tmp_path: Path) -> None:
 def test_torchtitans_experts(model: str, replicas: int, tmp_path: Path) -> None:
     """On a mesh of their own, in the module of attention: each of the ranks that share them is alone in its node."""
     pytest.importorskip("torchtitan")
-    runs = {
-        # Sums that cross with each micro-batch are added in another order: with replicas all runs defer.
-        name: titan(
-            tmp_path, name, words, steps=3, replicas=replicas, model=model, defers_replicas=replicas > 1
-        )
-        for name, words in (
-            ("plain", None),
-            ("exact", ""),
-            ("int4", (QUANTISED if replicas == 1 else 'gradients="int4"') + ", exact_numel=0, "),
-        )
-    }
-    if replicas == 1:
-        # Sums of fp32 in another order, which AdamW's first steps enlarge: 9e-8, and of DeepSeek 1.5e-6.
-        close(runs["exact"], runs["plain"], 1e-5)
-        for rank in range(4):
-            sent = json.loads((tmp_path / "exact" / f"sent{rank}.json").read_text())
-            assert (
-                sent["refresh_inter_node_bytes"] == 3 * 4 * sent["shards"]
-            )  # to one other, once in each of 3 steps
-    else:
-        assert runs["exact"] == runs["plain"]
-    close(runs["int4"], runs["plain"], 2e-2)
+    options = {"steps": 3, "replicas": replicas, "model": model}
+    words = (QUANTISED if replicas == 1 else 'gradients="int4"') + ", exact_numel=0, "
+    runs = titan(
+        tmp_path,
+        [
+            ("fsdp2", None, {**options, "steps": 1}),
+            ("in order", None, in_the_patchs_order(options)),
+            ("exact", "", options),
+            ("int4", words, options),
+        ],
+    )
+    assert runs["exact"] == runs["in order"]
+    close(runs["int4"], runs["in order"], 2e-2)
+    for rank in range(4) if replicas == 1 else ():
+        sent = json.loads((tmp_path / "exact" / f"sent{rank}.json").read_text())
+        # to one other, once in each of 3 steps
+        assert sent["refresh_inter_node_bytes"] == 3 * 4 * sent["shards"]
+        first, other = (torch.load(tmp_path / name / f"gradients{rank}.pt") for name in ("exact", "fsdp2"))
+        assert first.keys() == other.keys() and len(other) > 20
+        for name, gradient in other.items():
+            # FSDP2's own order of fp32's additions. BOUND
+            assert (first[name] - gradient).norm() <= 2e-7 * gradient.norm(), name
 
 
 def test_torchtitans_checkpoints(tmp_path: Path) -> None:
     """Into the patch and out of it, as a run that never had it goes on."""
     pytest.importorskip("torchtitan")
-    resumed = {}
-    for name, first, then in (("plain", None, None), ("into", None, ""), ("out of", "", None)):
-        titan(tmp_path, name, first, steps=2, save_every=2)
-        resumed[name] = titan(tmp_path, name, then, steps=4, save_every=2)
+    first, then = {"steps": 2, "save_every": 2}, {"steps": 4, "save_every": 2}
+    words = {"plain": (None, None), "into": (None, ""), "out of": ("", None)}
+    resumed = titan(
+        tmp_path,
+        [
+            (name, own, steps)
+            for name, pair in words.items()
+            for own, steps in zip(pair, (first, then), strict=True)
+        ],
+    )
     assert all(len(run) == 4 for run in resumed["plain"])  # two steps of two micro-batches
     close(resumed["into"], resumed["plain"], 1e-5)
     close(resumed["out of"], resumed["plain"], 1e-5)

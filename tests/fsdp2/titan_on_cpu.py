@@ -1,6 +1,7 @@
 """Runs torchtitan's trainer on CPU ranks: what it asks of a GPU is answered, and its debug model is small.
 
-torchrun ... titan_on_cpu.py SCRIPT FOLDER OPTIONS: the script is torchtitan's own, or the page's that patches it.
+torchrun ... titan_on_cpu.py RUNS: a JSON list of [SCRIPT, FOLDER, OPTIONS], one training after the other. A script is
+torchtitan's own, or the page's that patches it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,21 @@ import json
 import os
 import runpy
 import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import rendezvous
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fsdp2_patch
+from fsdp2_patch.torch_parts import param_groups
 
 
 def answer_for_a_gpu() -> None:
@@ -99,6 +108,64 @@ def defer_replicas(trainer: Any) -> None:
     trainer.forward_backward_step = deferring
 
 
+class SumsByNode(ReduceScatter):
+    """A reduce-scatter that sums in the patch's order: inside nodes of 2, over micro-batches, then over nodes.
+
+    Everybody gets whole rows of everybody. group: torch's parameter group, whose sums wait for the last micro-batch.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.waiting = group, None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *_: Any, **__: Any
+    ) -> None:
+        rows = torch.empty_like(input_tensor).view(group.size(), -1)
+        dist.all_to_all_single(rows, input_tensor.view_as(rows), group=group)
+        nodes: dict[int, torch.Tensor] = {}
+        for rank, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
+            nodes[rank // 2] = nodes[rank // 2] + row if rank // 2 in nodes else row
+        sums = torch.stack(list(nodes.values()))
+        if self.waiting is not None:
+            sums = self.waiting + sums
+        last = self.group.all_reduce_grads
+        self.waiting = None if last else sums
+        output_tensor.copy_(sum(sums[1:], sums[0]) if last else torch.zeros_like(output_tensor))
+
+
+def behind_the_build(trainer: Any, act: Callable[[Any], None]) -> None:
+    """Let a trainer do this to itself when it is built."""
+    build = trainer.__init__
+
+    def building(self: Any, config: Any) -> None:
+        build(self, config)
+        act(self)
+
+    trainer.__init__ = building
+
+
+def sum_by_node(trainer: Any) -> None:
+    """Let torch's own FSDP2 sum the gradients of a built trainer in the patch's order, with none of its code."""
+    for part in trainer.model_parts:
+        for _, groups in param_groups(part):
+            for group in groups:
+                group._reduce_scatter_comm = SumsByNode(group)
+
+
+def note_first_gradients(file: Path, trainer: Any) -> None:
+    """Write the gradients of a built trainer's first step, of this rank's shards by name."""
+
+    def note(*_: Any) -> None:
+        handle.remove()
+        named = (each for part in trainer.model_parts for each in part.named_parameters())
+        torch.save({name: p.grad.to_local().clone() for name, p in named if p.grad is not None}, file)
+
+    handle = register_optimizer_step_pre_hook(note)
+
+
 def write_assets(folder: Path) -> None:
     """Write the tokenizer and the texts that a checkout of torchtitan has."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -146,8 +213,8 @@ def small_debug_model(assets: Path, folder: Path, options: dict[str, Any]) -> An
     return config
 
 
-def main(script: str, folder: str, options: dict[str, Any]) -> None:
-    answer_for_a_gpu()
+def train(script: str, folder: str, options: dict[str, Any]) -> None:
+    """Train as the options say, by the script. Losses, first gradients and what was sent lie in the folder then."""
     from torchtitan.config import ConfigManager
     from torchtitan.trainer import Trainer
 
@@ -159,8 +226,11 @@ def main(script: str, folder: str, options: dict[str, Any]) -> None:
     ConfigManager.parse_args = lambda *_: small_debug_model(assets, Path(folder), options)
     if options.get("defers_replicas"):
         defer_replicas(Trainer)
+    if options.get("sums_by_node"):
+        behind_the_build(Trainer, sum_by_node)
+    behind_the_build(Trainer, partial(note_first_gradients, Path(folder, f"gradients{rank}.pt")))
     losses: list[float] = []
-    step, train = Trainer.forward_backward_step, Trainer.train
+    step, run = Trainer.forward_backward_step, Trainer.train
 
     def noting(self: Any, **given: Any) -> Any:
         loss = step(self, **given)
@@ -169,7 +239,7 @@ def main(script: str, folder: str, options: dict[str, Any]) -> None:
 
     def counting(self: Any) -> None:
         """Train, and note what was sent, and the elements of this rank's shards."""
-        train(self)
+        run(self)
         if fsdp2_patch._patch is not None:
             shards = sum(p.to_local().numel() for part in self.model_parts for p in part.parameters())
             sent = {**fsdp2_patch.counters().take(), "shards": shards}
@@ -181,5 +251,43 @@ def main(script: str, folder: str, options: dict[str, Any]) -> None:
     Path(folder, f"losses{rank}.json").write_text(json.dumps(losses))
 
 
+def import_titan() -> None:
+    """Import what a training does, which takes longer than a short one."""
+    answer_for_a_gpu()
+    for name in ("torchtitan.train", "datasets", "fsdp2_patch.patch"):
+        importlib.import_module(name)
+
+
+def forked(number: int, act: Callable[[], None]) -> None:
+    """Call a function in a process that is forked from this one, as every rank does. Raises RuntimeError if it fails.
+
+    number: of the call, which no other of this launch has: under it ranks meet in the launcher's store.
+    """
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            meet = rendezvous._create_c10d_store
+            rendezvous._create_c10d_store = lambda *args, **kwargs: dist.PrefixStore(
+                f"run {number}", meet(*args, **kwargs)
+            )
+            act()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    if os.waitpid(pid, 0)[1]:
+        raise RuntimeError(f"run {number} failed: its own lines have the reason")
+
+
+def main(runs: list[tuple[str, str, dict[str, Any]]]) -> None:
+    import_titan()
+    for number, run in enumerate(runs):
+        forked(number, partial(train, *run))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    main(json.loads(sys.argv[1]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megazero.comm.wire import Codecs, Coding
+from megazero.comm.wire import DEFAULT_BLOCK, Codecs, Coding
 from megazero.config.layout.shards import QUANTISED, Shards, gradients_cross, weights_cross
 from megazero.config.options.sections import ZeroConfig
 
@@ -168,3 +168,11 @@ def _mixed(codings: Sequence[Coding | None], by: str) -> list[Coding | None]:
     """
     size = min(MIXED, *(c.block for c in codings if c)) if by == "hadamard" else 0
     return [c and replace(c, hadamard=size) for c in codings]
+
+
+def dispatch_coding(way: str, hidden: int) -> Coding | None:
+    """Return the format of rows of ``hidden`` elements that go to experts at other nodes; None: they are exact.
+
+    way: of --moe-dispatch-across-nodes. A row is whole blocks, and there is none of two rows.
+    """
+    return Coding(8, min(DEFAULT_BLOCK[8], hidden & -hidden)) if way == "int8" else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -300,11 +301,16 @@ class OptimizerConfig:
         return said + [MomentDtype()] * (own.moments - len(said))
 
 
-def optimizer_conditions(chosen: str) -> Iterator[Condition]:
-    """Yield the options that not every optimizer reads.
+@cache
+def optimizer_conditions(chosen: str) -> tuple[Condition, ...]:
+    """Return the options that not every optimizer reads.
 
     Each comes with whether ``chosen`` reads it, and with which optimizers do.
     """
+    return tuple(_optimizer_conditions(chosen))
+
+
+def _optimizer_conditions(chosen: str) -> Iterator[Condition]:
     for name in dict.fromkeys(name for each in OPTIMIZERS.values() for name in each.options):
         readers = [other for other, each in OPTIMIZERS.items() if name in each.options]
         if len(readers) < len(OPTIMIZERS):

@@ -20,6 +20,7 @@ OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
 ROUNDINGS = ("nearest", "stochastic", "feedback")
 TRANSFORMS = ("none", "hadamard")
 RECOMPUTE = ("none", "selective", "full")
+DISPATCH = ("no", "exact", "int8")
 COMPILE_BACKENDS = INDUCTOR, *_ = ("inductor", "aot_eager", "eager")
 
 
@@ -53,6 +54,12 @@ class ParallelConfig:
         "ranks of a node that share the experts, tensor-parallel ranks and then data-parallel neighbours: a token "
         "goes to the ranks that hold its experts",
         low=1,
+    )
+    moe_dispatch_across_nodes: str = option(
+        "no",
+        "whether ranks of several nodes may share the experts: a token goes once to each node that has some of its "
+        "own. int8: its row goes there, and its output's gradient, in 8 bits; the ways back are exact",
+        choices=DISPATCH,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,

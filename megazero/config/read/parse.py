@@ -142,12 +142,30 @@ def run_with_arguments(
     return run_command(name, argv, lambda: arguments_help(usage, cls), lambda: run(read_arguments(cls, argv)))
 
 
-def make_config(values: Mapping[str, Any], world: World | None = None, *, brief: bool = False) -> RunConfig:
+def make_config(values: Mapping[str, Any], world: World | None = None) -> RunConfig:
     """Return the resolved, validated configuration of values by field name. None means "not said".
 
-    As ``parse``, it reads no checkpoint. brief: without notes, and without hints in errors: for the planner, which
-    makes thousands. Raises ConfigError with every fault.
+    As ``parse``, it reads no checkpoint. Raises ConfigError with every fault.
     """
+    return _configured(_said(values), world)
+
+
+def unjudged(values: Mapping[str, Any]) -> RunConfig:
+    """Return the completed configuration of values by field name, of which no rule has been asked.
+
+    For the planner: it changes a few options thousands of times, and asks the rules (validate.py: find_errors) where
+    that matters. Raises ConfigError if a value is not of its option's kind, or one is missing.
+    """
+    layer = _said(values)
+    config, missing, faults = resolve(layer, None, Beginning())
+    errors = [*layer.errors, *faults]
+    if errors or missing:
+        raise ConfigError(errors + find_errors(config, None, layer.failed, missing))
+    return config
+
+
+def _said(values: Mapping[str, Any]) -> Layer:
+    """Return values by field name as a source, whose faults are in its errors."""
     layer = Layer("values")
     for name, value in values.items():
         if name in all_options() and value is None:
@@ -157,7 +175,7 @@ def make_config(values: Mapping[str, Any], world: World | None = None, *, brief:
         else:
             layer.errors.append(f"{name} does not exist{did_you_mean(name, all_options())}")
     settle(layer)
-    return _judged(layer, world, Beginning(), brief) if brief else _configured(layer, world)
+    return layer
 
 
 def _configured(said: Layer, world: World | None) -> RunConfig:
@@ -171,13 +189,13 @@ def _configured(said: Layer, world: World | None) -> RunConfig:
     return replace(resolve(said, world, None)[0], said=said)
 
 
-def _judged(said: Layer, world: World | None, beginning: Beginning, brief: bool = False) -> RunConfig:
+def _judged(said: Layer, world: World | None, beginning: Beginning) -> RunConfig:
     config, missing, faults = resolve(said, world, beginning)
     errors = [*said.errors, *faults]
-    if errors or missing or world is None or brief:
+    if errors or missing or world is None:
         errors += find_errors(config, world, said.failed, missing)
     else:
         config, errors = fit(config, world, beginning.consumed if beginning.goes_on(config.values()) else 0)
     if errors:
         raise ConfigError(errors)
-    return config if brief else replace(config, notes=(*config.notes, *notes_on(config, world)))
+    return replace(config, notes=(*config.notes, *notes_on(config, world)))

@@ -60,6 +60,7 @@ SHARED = (  # by ranks that share the experts
     case(2, 2, 4, "zero1", tied=True, recompute="full", ep=4),
     case(1, 2, 2, "zero3", family="shared experts", pp=2, schedule="zb-h1", recompute="full", ep=2),
 )
+ACROSS = case(1, 4, 2, "zero3", family="experts", recompute="full", ep=4)  # and these ranks are of two nodes
 
 
 def every() -> Iterator[Case]:
@@ -109,7 +110,7 @@ def faults(cases: list[Case]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("each", (*CORE, *SHARED), ids=lambda each: each.id)
+@pytest.mark.parametrize("each", (*CORE, *SHARED, ACROSS), ids=lambda each: each.id)
 def test_experts_train_on_a_layout_as_on_one_rank(each: Case) -> None:
     assert not faults([each])
 
@@ -123,6 +124,24 @@ def test_some_experts_get_no_token(family: str, busy: int | None) -> None:
     up = torch.from_numpy(gradients["layers.0.mlp.experts.up_proj.weight"]).flatten(1).norm(dim=1)
     assert (up == 0).any() and (up > 0).any()
     assert busy is None or (up > 0).tolist() == [True] * busy + [False] * (len(up) - busy)
+
+
+MORE_ACROSS = (
+    case(1, 2, 1, "zero2", family="balanced experts", recompute="full", dtype="fp32", ep=2),
+    case(2, 2, 2, "zero2", family="idle experts", recompute="selective", ep=4),
+    case(1, 4, 1, "zeropp", family="idle ranks", recompute="full", ep=4, dtype="fp32"),
+    case(1, 4, 1, "hpz", family="shared experts", ep=2),
+    case(1, 2, 1, "zero3", family="shared experts", pp=2, schedule="zb-h1", recompute="full", ep=2),
+    case(
+        1, 2, 1, "zero1", family="balanced experts", pp=2, schedule="interleaved", virtual=2, layers=4, ep=2
+    ),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", MORE_ACROSS, ids=lambda each: each.id)
+def test_experts_of_several_nodes_train_as_on_one_rank(each: Case) -> None:
+    assert not faults([each])
 
 
 @pytest.mark.slow

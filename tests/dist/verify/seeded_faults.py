@@ -17,7 +17,7 @@ from megazero.config import RunConfig
 from megazero.cp import ContextParallel, Peers, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.models.experts import Experts, MixtureOfExperts
-from megazero.moe import Balance, ExpertParallel, dispatch
+from megazero.moe import Balance, Holders, dispatch
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
@@ -319,8 +319,8 @@ def _stale_sizes(place: Place) -> None:
     held: dict[int, Any] = {}
     sizes = dispatch._sizes
 
-    def stale(counts: Tensor, ep: ExpertParallel) -> Any:
-        found = sizes(counts, ep)
+    def stale(counts: Tensor, holders: Holders) -> Any:
+        found = sizes(counts, holders)
         return held.setdefault(len(counts), found)
 
     place.replace(dispatch, "_sizes", stale)
@@ -328,13 +328,13 @@ def _stale_sizes(place: Place) -> None:
 
 def _doubled_dispatch(place: Place) -> None:
     """Rows go to their experts twice."""
-    exchange_rows = ExpertParallel.exchange
+    exchange_rows = Holders.exchange
 
-    def twice(ep: ExpertParallel, rows: Tensor, *sizes: Any) -> Tensor:
-        exchange_rows(ep, rows, *sizes)
-        return exchange_rows(ep, rows, *sizes)
+    def twice(holders: Holders, rows: Tensor, *sizes: Any) -> Tensor:
+        exchange_rows(holders, rows, *sizes)
+        return exchange_rows(holders, rows, *sizes)
 
-    place.replace(ExpertParallel, "exchange", twice)
+    place.replace(Holders, "exchange", twice)
 
 
 FAULTS: dict[str, Callable[[Place], None]] = {

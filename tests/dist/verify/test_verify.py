@@ -81,6 +81,15 @@ SHARED_GRID = (
     f"{EIGHT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     "--pipeline-schedule zb-h1 --ranks-per-node 4 --expert-model-parallel-size 4 --zero-preset zero2"
 )
+CROSSING = (
+    f"{NODES} {EXPERTS} --expert-model-parallel-size 4 --moe-dispatch-across-nodes int8 --zero-preset zero3 "
+    "--recompute-granularity full --moe-shared-expert-intermediate-size 512"
+)
+CROSSING_GRID = (
+    f"{EIGHT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--pipeline-schedule zb-h1 --ranks-per-node 2 --expert-model-parallel-size 4 --moe-dispatch-across-nodes exact "
+    "--zero-preset zero2"
+)
 
 BALANCED = (
     f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
@@ -159,6 +168,8 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 SHARED_ZEROPP,
                 SHARED_OUTER,
                 SHARED_GRID,
+                CROSSING,
+                CROSSING_GRID,
             )
         ),
     ],
@@ -169,6 +180,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         *("balanced experts", "experts of replicas, lion"),
         *("gathered keys", "swaps and gathered keys", "keys, INT8", "swaps and keys, INT8"),
         *("shared experts, zeropp", "shared experts, outer replicas", "grid of shared experts"),
+        *("experts of two nodes, INT8", "grid of experts of two nodes"),
     ],
 )
 def test_a_right_configuration_is_certified(words: str) -> None:

@@ -28,7 +28,16 @@ def test_megatrons_words() -> None:
     ("changes", "line"),
     [
         ({"expert_model_parallel_size": 3}, "it does not divide 8 experts"),
-        ({"expert_model_parallel_size": 8}, "which has 4 data-parallel ranks, or straddle it; nearest: 4"),
+        ({"expert_model_parallel_size": 8}, "without --moe-dispatch-across-nodes exact; nearest: 4"),
+        ({"moe_dispatch_across_nodes": "exact"}, "exact needs ranks that share the experts, which"),
+        (
+            {"moe_dispatch_across_nodes": "int8", "num_experts": None},
+            "int8 needs ranks that share the experts",
+        ),
+        (
+            {"expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "int8", "hidden_size": 36},
+            "whole blocks of at least 8 elements, which share a scale; nearest: --hidden-size 32 or 40, or exact",
+        ),
         (
             {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 4, "sequence_parallel": True},
             "it is not a multiple of --tensor-model-parallel-size 4; nearest: 4",
@@ -48,6 +57,13 @@ def test_shards_between_which_the_size_lies_are_an_error() -> None:
         config(World(6, 6), zero_shard=(3, 3, 6), **six)
     config(World(6, 6), zero_shard=(3, 3, 6), **{**six, "expert_model_parallel_size": 3})
     config(World(6, 6), zero_preset="zero3", **six)
+
+
+def test_with_its_flag_ranks_of_several_nodes_share_experts() -> None:
+    crossing = {"expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "exact", "micro_batch_size": 1}
+    assert config(**crossing).parallel.expert_model_parallel_size == 8
+    fewer = config(World(4, 4), elastic=True, **crossing)
+    assert fewer.parallel.expert_model_parallel_size == 4
 
 
 def test_elastic_shares_experts_among_as_many_as_a_node_has() -> None:

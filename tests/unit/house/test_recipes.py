@@ -1,4 +1,4 @@
-"""docs/develop/extending.md's recipes, done as written: a made-up family, optimizer and learning-rate shape."""
+"""docs/develop/extending.md's recipes, done as written: a family, a router, an optimizer, a learning-rate shape."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests import ROOT
 
 MODEL = (
     "--model-family tiny --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 "
-    "--global-batch-size 2 --optimizer rmsprop --rmsprop-decay 0.9 --lr 1e-2 "
-    "--lr-decay-style quadratic --train-iters 4"
+    "--num-experts 4 --moe-router-score-function sqrtsoftplus --global-batch-size 2 "
+    "--optimizer rmsprop --rmsprop-decay 0.9 --lr 1e-2 --lr-decay-style quadratic --train-iters 4"
 )
 
 
@@ -47,7 +47,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("megazero", "kernels", "pretrain"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     found = additions((ROOT / "docs" / "develop" / "extending.md").read_text())
-    assert len(found) >= 6
+    assert len(found) >= 8
     for name, diff in found:
         add(copy, name, diff)
     return copy

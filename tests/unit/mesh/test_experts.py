@@ -36,27 +36,35 @@ def layouts() -> Iterator[tuple[tuple[int, int, int, int], tuple[int, int, int],
 
 
 def test_experts_lie_on_the_ranks_that_hold_the_same_and_keep_the_share_of_every_state() -> None:
-    legal = refused = 0
+    legal = refused = crossing = 0
     for sizes, shards, d, h in layouts():
-        for together in divisors(h):
+        for together in divisors(d):
             ep = together * sizes[2]
-            if expert_problem(ep, ep, sizes[2], shards, d, h):
+            inside = not expert_problem(ep, ep, sizes[2], shards, d, h)
+            if expert_problem(ep, ep, sizes[2], shards, d, h, across=True):
                 refused += 1
-                assert any(k % together and together % k for k in shards)
+                straddles = h % together and together % h
+                assert straddles or any(k % together and together % k for k in shards)
                 continue
-            legal += 1
-            check(make_grid(*sizes, shards, ep=ep), together)
-    assert (legal, refused) == (1085, 94)
+            legal += inside
+            crossing += not inside
+            assert inside == (h % together == 0)
+            check(make_grid(*sizes, shards, ep=ep), together, inside)
+    assert (legal, crossing, refused) == (1085, 478, 314)
 
 
-def check(grid: Grid, together: int) -> None:
+def check(grid: Grid, together: int, inside: bool) -> None:
     axes = grid.expert_axes
     for level, factor in zip(("p", "g", "os"), grid.shards, strict=True):
         roles = ("p", "g", "os")[: ("p", "g", "os").index(level) + 1]
         assert together * prod(a.size for a in axes if a.role in roles) == max(factor, together)
     for rank in range(grid.world_size):
         group = grid.ep_axis.ranks(rank)
-        assert len({r // grid.ranks_per_node for r in group}) == 1
+        assert (len({r // grid.ranks_per_node for r in group}) == 1) == inside
+        near, far = (axis.ranks(rank) for axis in grid.ep_axes)
+        assert {r for each in far for r in grid.ep_axes[0].ranks(each)} == set(group)
+        assert len({r // grid.ranks_per_node for r in near}) == 1
+        assert len({r // grid.ranks_per_node for r in far}) == len(far)
         span = {rank}
         for axis in axes:
             nodes = {r // grid.ranks_per_node for r in axis.ranks(rank)}
@@ -81,10 +89,10 @@ def test_axes_that_other_parameters_have_too_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("ep", "experts", "tp", "shards", "words"),
     [
-        (3, 8, 1, (1, 1, 8), "size 3: it does not divide 8 experts, its ranks leave the node"),
-        (8, 8, 1, (1, 1, 8), "its ranks leave the node, which has 4 data-parallel ranks, or straddle it; nearest: 4"),
+        (3, 8, 1, (1, 1, 8), "size 3: it does not divide 8 experts, its ranks straddle a node, which has 4"),
+        (8, 8, 1, (1, 1, 8), "4 data-parallel ranks, without --moe-dispatch-across-nodes exact; nearest: 4"),
         (3, 9, 2, (1, 1, 8), "it is not a multiple of --tensor-model-parallel-size 2; nearest: 1"),
-        (16, 16, 2, (1, 1, 8), "4 data-parallel ranks x 2 tensor-parallel ranks, or straddle it; nearest: 8"),
+        (16, 16, 2, (1, 1, 8), "x 2 tensor-parallel ranks, without --moe-dispatch-across-nodes exact; nearest: 8"),
     ],
 )  # fmt: skip
 def test_other_sizes_are_refused_with_the_nearest(
@@ -98,5 +106,5 @@ def test_a_size_between_two_factors_is_refused_and_so_are_pipelines_inside() -> 
     assert "its 2 data-parallel ranks neither divide P = 3 nor are a multiple of it; nearest: 1" in problem
     problem = expert_problem(4, 8, 2, (1, 1, 4), 4, 4, dp_outermost=True)
     assert "puts pipelines between data-parallel neighbours; nearest: 2" in problem
-    with pytest.raises(ValueError, match="nearest: 2"):
-        make_grid(4, 2, ep=4)
+    with pytest.raises(ValueError, match="straddle a node, which has 2 of 6 data-parallel ranks"):
+        make_grid(6, 2, ep=3)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fsdp2_patch
 from fsdp2_patch.group import Group
 from fsdp2_patch.packing import Packing
-from fsdp2_patch.refusals import not_sharded
+from fsdp2_patch.refusals import mesh_problems, not_sharded
 from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import NEEDED, check_torch
 from megatron_core_patch.options import PatchOptions
@@ -158,6 +159,17 @@ def test_a_model_of_another_fsdp_is_named() -> None:
         said = not_sharded(torch.nn.Sequential(MegatronFSDP()))
     assert "sharded by megatron_fsdp.megatron_fsdp.MegatronFSDP" in said and "use torch's fully_shard" in said
     assert "was given to fully_shard" in not_sharded(torch.nn.Sequential(MegatronFSDP()))
+    first = FullyShardedDataParallel.__new__(type("First", (FullyShardedDataParallel,), {}))
+    torch.nn.Module.__init__(first)
+    assert "fully_sharded_data_parallel.FullyShardedDataParallel" in not_sharded(first)
+
+
+def test_meshes_that_do_not_lie_on_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda ranks: ranks)
+    for ranks, said in (([0, 1, 2], "holds equally many"), ([0, 2, 1, 3], "goes back to a node")):
+        raw = SimpleNamespace(mesh_info=SimpleNamespace(shard_process_group=ranks))
+        (problem,) = mesh_problems("blocks.0", raw, 2)
+        assert problem.startswith("blocks.0: ") and said in problem
 
 
 def test_recordings_of_a_step_are_told_apart() -> None:

@@ -99,11 +99,21 @@ def test_bad_flags(flags: str, said: str) -> None:
 def test_bad_words() -> None:
     with pytest.raises(ValueError, match="weights='fp8' is no format.*(?s:.)*gradients='int3' is no format"):
         from_words("fp8", "int3")
+    with pytest.raises(ValueError, match="weight_transform was removed: "):
+        from_words("int4", weight_transform="hadamard")
 
 
 def test_the_script_and_its_words_are_its_own() -> None:
     words = ["--zero-quantized-gradients", "pretrain_gpt.py", "--zero-quantized-weights", "--bf16"]
     assert split(words) == (words[:1], words[1:])
+
+
+@pytest.mark.parametrize(
+    "words, said", [([], "no script: name one"), (["absent.py"], "absent.py is not there")]
+)
+def test_the_script_must_be_there(words: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["--zero-quantized-gradients", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_launcher_reports_mistakes() -> None:
@@ -178,10 +188,11 @@ def test_refused_optimizers_and_wrappers() -> None:
     exact, quantised = from_words(), from_words("int8")
     remainders = Config(use_precision_aware_optimizer=True, store_param_remainders=True)
     assert not list(optimizer_problems(remainders, exact)) and list(optimizer_problems(remainders, quantised))
-    assert list(optimizer_problems(Config(optimizer_cpu_offload=True), exact))
-    assert list(optimizer_problems(Config(optimizer_cuda_graph=True), exact))
+    (offloads,) = optimizer_problems(Config(optimizer_cpu_offload=True), exact)
+    (recorded,) = optimizer_problems(Config(optimizer_cuda_graph=True), exact)
+    assert "--optimizer-cpu-offload updates" in offloads and "--optimizer-cuda-graph records" in recorded
     fed = from_words(gradients="int4", gradient_rounding="feedback")
-    assert list(optimizer_problems(Config(fp16=True), fed))
+    assert "feedback adds what the last step lost" in next(optimizer_problems(Config(fp16=True), fed))
     assert not list(optimizer_problems(Config(fp16=True), quantised))
     assert not list(optimizer_problems(Config(fp16=False), fed))
     assert not list(wrapper_problems("DistributedDataParallel"))
@@ -237,6 +248,39 @@ def test_the_ranks_that_decide_alike() -> None:
         with pytest.raises(ValueError, match="tensor-parallel ranks decide alike, but"):
             patch.tensor_group(kind, {**given, "pg_collection": Config()})
         assert patch.tensor_group(kind, {"config": Config()}) is None
+
+
+def test_the_order_of_calls_is_refused() -> None:
+    """enable() twice, behind DistributedDataParallel, and a model chunk whose groups are not those of the first."""
+    pytest.importorskip("megatron.core")
+    megatron_core_patch.enable(gradients="int4")
+    try:
+        with pytest.raises(RuntimeError, match="is on already"):
+            megatron_core_patch.enable(gradients="int4")
+    finally:
+        megatron_core_patch.disable()
+    on = patch.Patch(from_words(gradients="int4", ranks_per_node=1), switch_off=lambda: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="called after DistributedDataParallel was built"):
+            on._carrier  # noqa: B018
+        built(on, torch.nn.Linear(1, 1), [Bucket()])
+        with pytest.raises(RuntimeError, match="called after DistributedDataParallel was built"):
+            on._carrier.state(Bucket())
+        with (
+            pytest.MonkeyPatch.context() as ranks,
+            pytest.raises(ValueError, match=r"\[0, 3\] share gradients"),
+        ):
+            ranks.setattr(dist, "get_process_group_ranks", lambda _: [0, 3])
+            on._carrier.hops_of(dist.group.WORLD)
+        on.options = from_words(gradients="int4", gradients_intra_node="int8", exact_numel=0)
+        with pytest.raises(
+            ValueError, match="gradients_intra_node has no effect where no node holds two ranks"
+        ):
+            on._build_optimizer(lambda self, config: None, Config(), Config())
+    finally:
+        on.remove()
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("version, warned", [("0.16.1", False), ("0.19.2", False), ("0.20.0", True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
+from math import comb
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,16 @@ from megazero.config.options.cluster import (
     parse_cluster,
 )
 from megazero.plan.base_layout import BaseLayout
+from megazero.plan.bounds import least_seconds
 from megazero.plan.command import main
+from megazero.plan.communication import ExpertRows
 from megazero.plan.layout import Layout, TimedHop
 from megazero.plan.report import layout_flags
-from megazero.plan.search import Search, least_seconds
+from megazero.plan.search import Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, _Lane, simulate
 from megazero.pp.schedules import Kind
-from megazero.verify.expected_bytes import ExpectedBytes, ExpertRows
+from megazero.verify.expected_bytes import ExpectedBytes, LayerRows
 from tests.sizes import PLANNED, words
 
 MODEL = {**PLANNED, "params_dtype": "bf16"}
@@ -104,6 +107,7 @@ def test_bytes_are_those_that_verify_expects(values: dict[str, object], nodes: i
 
 
 TENSORS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CROSSING = {"moe_dispatch_across_nodes": "exact"}
 SHARED = {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}
 
 
@@ -128,6 +132,9 @@ SHARES: tuple[dict[str, object], ...] = (
     {"zero_preset": "hpz", "expert_model_parallel_size": 2, "zero_chunk_numel": 10**5, **SHARED},
     {"zero_preset": "zero2", "expert_model_parallel_size": 4, **TENSORS, "recompute_granularity": "full"},
     {"zero_preset": "zero1", "expert_model_parallel_size": 2, **TENSORS, **SHARED},
+    {"zero_preset": "zero3", "expert_model_parallel_size": 8, **CROSSING, "recompute_granularity": "full"},
+    {"zero_preset": "zero2", "expert_model_parallel_size": 8, **CROSSING, **TENSORS, **SHARED},
+    {"zero_preset": "zeropp", "expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "int8"},
 )
 
 
@@ -138,16 +145,20 @@ def test_bytes_of_shared_experts(values: dict[str, object]) -> None:
     config, ep = plan.config, plan.grid.ep
     expected = ExpectedBytes(config, plan.base.world, False, plan.wire.block)
     tokens = config.batch.micro_batch_size * config.model.seq_length // plan.base.tp
-    rows = tokens * config.model.moe_router_topk * (ep - 1) // ep
+    k, experts, near = config.model.moe_router_topk, config.model.num_experts, min(ep, 4)
+    rows = tokens * k * (near - 1) // near
+    there = (1 - comb(experts - experts // 2, k) / comb(experts, k)) * tokens * (ep > 4)  # to the other node
+    each_layer = ExpertRows(rows, rows, there, there)
     layers = [i for i, kind in enumerate(model_spec(config.model).by_place) if kind.experts]
-    moved = [ExpertRows(layer, rows, rows) for layer in layers for _ in range(plan.base.micro_batches)]
+    moved = [LayerRows(layer, each_layer) for layer in layers for _ in range(plan.base.micro_batches)]
     (total,) = plan.bytes_by_stage
     ranks = [plan.grid.rank_of(0, dp, tp) for dp in range(plan.grid.dp) for tp in range(plan.grid.tp)]
     each = [expected.bytes_of(rank, 1, False, moved) for rank in ranks]
-    assert total["ep", "intra_node"] > 0
+    assert total["ep", "intra_node"] > 0 and (total["ep", "inter_node"] > 0) == (ep > 4)
+    near_enough = {"tp": 1e-3, "ep": 1e-4}
     for (kind, link), sent in total.items():
         mean = sum(want.get(f"{kind}_{link}_bytes", 0) for want in each) / len(each)
-        assert sent == pytest.approx(mean, rel=1e-3 if kind == "tp" else 0), (kind, link)
+        assert sent == pytest.approx(mean, rel=near_enough.get(kind, 0)), (kind, link)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +516,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert shlex.join(plan["layouts"][0]["flags"]) in out
     assert main([*words, "--explain", "--zero-preset", "hpzz"]) == 0
-    assert "not legal" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "not legal" in out and "--moe-dispatch-across-nodes" not in out
+    mixture = [*words, "--num-experts", "8", "--pipeline-model-parallel-size", "1"]
+    assert main([*mixture, "--explain", "--zero-preset", "zero3", "--expert-model-parallel-size", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "without --moe-dispatch-across-nodes exact" in out
+    assert "shared by the 8 ranks of two nodes (--moe-dispatch-across-nodes): their rows would take" in out
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
