@@ -477,7 +477,7 @@ def layer_exchanges(
         if axis.size > 1
     ]
     gathers = [_coded(each, config, keys * activation.length * activation.samples) for each in exact]
-    sums = [each._replace(gathers=False) for each in exact[::-1]]
+    sums = [ContextExchange(each.axis, each.others, each.row) for each in exact[::-1]]
     again = {"full": [*there, *gathers, *back], "selective": [*there, *gathers]}
     repeated = again.get(config.training.recompute_granularity, [])
     return [*there, *gathers, *back], [*repeated, *back, *sums, *there]
@@ -490,7 +490,7 @@ def _coded(gather: ContextExchange, config: RunConfig, elements: int) -> Context
     if coding is None or gather.axis.link != INTER:
         return gather
     coded = -(-elements // coding.block) * coding.block
-    return gather._replace(row=2 * coded_message(coded, coding), coded=2 * coded)
+    return ContextExchange(gather.axis, gather.others, 2 * coded_message(coded, coding), True, 2 * coded)
 
 
 class ExpertRows(NamedTuple):

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.harness import filled, table
-from benchmarks.loss.intervals import effects
+from benchmarks.loss.intervals import CONFIDENCE, effects, t_quantile
 from benchmarks.loss.rounding.formats import EXACT
 from benchmarks.loss.rounding.statistics import worth
 from benchmarks.loss.rounding.table import ALL, KINDS
@@ -341,10 +341,11 @@ chunks of a sequence, and attends to its own keys and values as they are and to 
 fp32 on {on}. *keys*, *values*, *output*: ||sent - exact|| / ||exact|| of all keys, of all values, and of attention's
 output, of the exact model's activations, the mean over layers; *worst*: of the output in the worst layer. *gap*: of
 the held-out loss where all layers exchange so, over {sequences} sequences of {length:,} tokens, whose exact loss is
-{exact:.4f} nats; a bound is 1.96 standard errors of the mean over sequences."""
+{exact:.4f} nats; 95% bounds by Student's t over sequences. The errors are of {tokens:,} tokens."""
+NO_RUN = "No model has been trained with it beyond the tests' few steps. "
 NOT_SHOWN = """What this cannot show: sequences of more than {length:,} tokens; more nodes, where a smaller share of
 the keys is a rank's own; models whose keys have larger outliers, as biases of keys make; a long run of a large model.
-Gradients of keys and values are exact in all of it, as they are in a run."""
+{trained}Gradients of keys and values are exact in all of it, as they are in a run."""
 
 
 def _keys(found: Found) -> list[str]:
@@ -352,19 +353,20 @@ def _keys(found: Found) -> list[str]:
     if not rows or not lost:
         return []
     newest = {row["format"]: row for row in lost}
-    layers = {name: {row["layer"]: row for row in rows if row["format"] == name} for name in newest}
+    names = dict.fromkeys(row["format"] for row in rows)
+    layers = {name: {row["layer"]: row for row in rows if row["format"] == name} for name in names}
     cells = []
-    for name, row in newest.items():
-        own = layers[name].values()
-        means = [f"{fmean(each[what] for each in own):.4f}" for what in ("keys", "values", "output")]
-        bound = 1.96 * row["deviation"]
-        gap = f"{row['gap']:+.5f}", f"{row['gap'] - bound:+.5f} to {row['gap'] + bound:+.5f}"
-        percent = f"{100 * row['gap'] / row['exact']:+.4f}"
-        cells.append([name, *means, f"{max(each['output'] for each in own):.4f}", *gap, percent])
-    said = KEYS.format(**{**rows[0], **lost[-1]})
-    head = ["", "keys", "values", "output", "worst", "gap", "95% bounds", "gap %"]
+    for name, own in layers.items():
+        means = [f"{fmean(each[what] for each in own.values()):.4f}" for what in ("keys", "values", "output")]
+        gap = _gap(newest[name]) if name in newest else ["", ""]
+        cells.append([name, *means, f"{max(each['output'] for each in own.values()):.4f}", *gap])
+    said = KEYS.format(**{**lost[-1], **rows[-1]})
+    head = ["", "keys", "values", "output", "worst", "gap", "95% bounds"]
     text = ["## Keys and values across nodes\n", filled(said) + "\n", table(head, cells), ""]
-    text += [filled(NOT_SHOWN.format(**lost[-1])) + "\n"]
+    text += [
+        filled(NOT_SHOWN.format(**{**lost[-1], "trained": "" if found.runs("keys trained") else NO_RUN}))
+        + "\n"
+    ]
     said = "Attention's output. *largest*: the largest channel's rms of the keys over the median one's."
     first = next(iter(layers.values()))
     lines = [
@@ -373,6 +375,11 @@ def _keys(found: Found) -> list[str]:
     ]
     text += ["### By layer\n", said + "\n", table(["layer", "largest", *layers], lines), ""]
     return text + _trained_keys(found)
+
+
+def _gap(row: Row) -> list[str]:
+    gap, half = row["gap"], t_quantile(CONFIDENCE, row["sequences"] - 1) * row["deviation"]
+    return [f"{gap:+.4f}", f"{gap - half:+.4f} to {gap + half:+.4f}"]
 
 
 def _trained_keys(found: Found) -> list[str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import pad
@@ -91,6 +96,59 @@ def test_of_gathered_keys_others_are_rounded_and_own_are_not(
     ((told, own, decoded, peers),) = seen
     assert told is codec and peers is cp.keys[1]
     assert torch.equal(own[:, : held[1][0].numel()], held[1].flatten(1)) and torch.equal(decoded[1], own)
+
+
+class Room:
+    """Two ranks that are threads: what one of them sends the other finds."""
+
+    def __init__(self) -> None:
+        self.barrier, self.sent = threading.Barrier(2, timeout=60), dict[int, torch.Tensor]()
+
+    def _met(self, rank: int, own: torch.Tensor) -> list[torch.Tensor]:
+        self.sent[rank] = own.clone()
+        self.barrier.wait()
+        every = [self.sent[0], self.sent[1]]
+        self.barrier.wait()
+        return every
+
+    def gather(self, out: torch.Tensor, own: torch.Tensor, *, group: int, async_op: bool) -> SimpleNamespace:
+        out.copy_(torch.cat(self._met(group, own)))
+        return SimpleNamespace(wait=lambda: None)
+
+    def all_to_all(
+        self, out: torch.Tensor, rows: torch.Tensor, *, group: int, async_op: bool
+    ) -> SimpleNamespace:
+        out.copy_(torch.stack([each[group] for each in self._met(group, rows)]))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_gradients_of_rounded_keys_are_those_of_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of one rank. The bytes are those of the messages there, and of exact gradients back."""
+    room, shape = Room(), (8, 1, 2, 64)
+    monkeypatch.setattr(exchange, "all_gather_flat", room.gather)
+    monkeypatch.setattr(exchange.dist, "all_to_all_single", room.all_to_all)
+
+    def run(rank: int, codec: Blockwise | None) -> tuple[list[torch.Tensor], int]:
+        traffic, generator = Traffic(), torch.Generator().manual_seed(rank)
+        peers: Any = Peers(rank, rank, 2)  # type: ignore[arg-type]
+        cp = ContextParallel(keys=(Peers(), peers), traffic=traffic, codec=codec)
+        k, v = (torch.randn(shape, generator=generator, requires_grad=True) for _ in range(2))
+        gathered = gather(k, v, cp)
+        weights = torch.randn(2, *gathered[0].shape, generator=generator)
+        (weights * torch.stack(gathered)).sum().backward()
+        assert k.grad is not None and v.grad is not None
+        return [*gathered, k.grad, v.grad], traffic.bytes["cp", INTER]
+
+    with ThreadPoolExecutor(2) as threads:
+        exact, coded = (
+            list(threads.map(run, (0, 1), (codec, codec))) for codec in (None, Blockwise(8, hadamard=128))
+        )
+    n = 8 * 2 * 64
+    for (want, sent), (got, fewer) in zip(exact, coded, strict=True):
+        assert all(map(torch.equal, got[2:], want[2:]))
+        for one, other in zip(got[:2], want[:2], strict=True):
+            assert 0 < (one - other).norm() < 0.01 * other.norm()
+        assert (sent, fewer) == (2 * 2 * n * 4, 2 * (n + 2 * n // 128) + 2 * n * 4)
 
 
 def test_one_rank_swaps_nothing() -> None:
