@@ -6,6 +6,7 @@ plan/communication.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -81,7 +82,7 @@ class ExpectedBytes:
     def _exchanged(self, rows: Iterable[LayerRows]) -> dict[str, int]:
         """Return the bytes of rows on their way to experts and back, and of their gradients, by link."""
         layers, activation = model_spec(self.config.model).by_place, Activation.of(self.config, self.width)
-        moved = Bytes()
+        moved: Counter[str] = Counter()
         for each in rows:
             for way in expert_rows(self.config, layers[each.layer], self.grid, activation, each.rows):
                 moved.update({f"ep_{link}_bytes": int(n) for link, n in way.items()})
