@@ -720,9 +720,9 @@ megazero/verify/checks.py
 + if bool(moved) != bool(arrived):
   any fragment may move in a step
 
-megazero/plan/search.py
-- max(0.0, refresh - first[Kind.FORWARD])
-+ refresh
+megazero/plan/bounds.py
+- max(0.0, *map(sub, moved, hidden))
++ max(0.0, *moved)
   the bound of a layout is above its time
 
 megazero/plan/activations.py

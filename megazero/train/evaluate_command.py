@@ -19,6 +19,7 @@ from megazero.config.run import all_options
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.mesh.launch import Launch, take_launch
 from megazero.mesh.starter import start_again
+from megazero.ops.failures import reported_elsewhere
 
 USAGE = """usage: megazero evaluate --load DIR [--nproc-per-node N] [flags of training]
        megazero evaluate --load runs/a --data-path data/text_text_document --split 0,1,0 --eval-iters 50
@@ -117,8 +118,6 @@ def _evaluate(config: RunConfig, launch: Launch) -> int:
 
 def _leave(launch: Launch, error: Exception) -> NoReturn:
     """Say what is wrong, on one of the ranks that know it, and end without waiting for the others."""
-    from megazero.ops.failures import reported_elsewhere
-
     if not reported_elsewhere(error):
         where = "" if launch.rank == 0 else f"rank {launch.rank}: "
         said = error if isinstance(error, ConfigError) else f"error: {where}{error}"
