@@ -55,7 +55,8 @@ CASES: Sequence[Case] = (
         "--kv-channels 128 --ffn-hidden-size 6144 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 "
         "--seq-length 4096 --vocab-size 151936 --bf16 --global-batch-size 512 --cluster h100 --nodes 8 "
         "--link-rates 100",
-        "",
+        "routing is taken as even, while a run waits for the fullest rank; no run of a mixture is among those that set the "
+        "rates; exact and quantised are 4% apart, less than the planner's error of 5% at the median.",
     ),
     Case(
         "8B on two DGX Sparks",
@@ -107,11 +108,8 @@ def main() -> None:
         )
     for case in CASES:
         if only in case.name:
-            text = [
-                transcript(case),
-                *([f"What a sceptic would check: {case.doubts}"] if case.doubts else []),
-            ]
-            harness.write_section(PAGE, case.name, "\n\n".join(text))
+            text = f"{transcript(case)}\n\nWhat a sceptic would check: {case.doubts}"
+            harness.write_section(PAGE, case.name, text)
 
 
 if __name__ == "__main__":
