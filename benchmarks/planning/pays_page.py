@@ -55,8 +55,8 @@ CASES: Sequence[Case] = (
         "--kv-channels 128 --ffn-hidden-size 6144 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 "
         "--seq-length 4096 --vocab-size 151936 --bf16 --global-batch-size 512 --cluster h100 --nodes 8 "
         "--link-rates 100",
-        "routing is taken as even, while a run waits for the fullest rank; no run of a mixture is among those that set the "
-        "rates; exact and quantised are 4% apart, less than the planner's error of 5% at the median.",
+        "routing is taken as even, while a run waits for the fullest rank; no run of a mixture is among those "
+        "that set the rates; exact and quantised are 4% apart, less than the planner's error of 5% at the median.",
     ),
     Case(
         "8B on two DGX Sparks",
