@@ -413,6 +413,7 @@ def checksums_taken(words: dict[str, Any], micro_batches: int, held: bool = Fals
         return taken[1:], fsdp2_patch.counters().take()["refresh_inter_node_bytes"]
 
 
+@pytest.mark.slow
 def test_checksums_are_taken_only_where_they_are_compared() -> None:
     """With one micro-batch a step they are not, but in the first, until what is kept is used again."""
     counts = {

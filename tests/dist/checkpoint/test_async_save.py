@@ -74,6 +74,7 @@ def tensors(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_checkpoints_are_those_of_saves_at_once(tmp_path: Path) -> None:
     """Those of bf16 with an interval of one step, too."""
     jobs, folders = [], []

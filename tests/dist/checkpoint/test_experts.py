@@ -61,6 +61,7 @@ def run_once(values: dict[str, Any], train: bool) -> None:
             run.checkpointing.save(run.progress)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_through_layouts_bit_for_bit(tmp_path: Path) -> None:
     before, wanted = None, {}
     for number, (world, layout) in enumerate(CHAIN):

@@ -354,6 +354,7 @@ def state_of(root: Path) -> dict:
     return json.loads((path / "state.json").read_text())
 
 
+@pytest.mark.slow
 def test_what_is_left_behind_when_asked(tmp_path: Path) -> None:
     """--finetune, --no-load-optim, another precision, and which checkpoints stay."""
     base = {"log_dir": str(tmp_path / "logs"), "zero_preset": "zero3"}
@@ -486,6 +487,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path) -> None:
     """By its step or its folder. Newer ones are renamed, and their lines moved; the same command goes on from what it
     has saved since, and another one that names the same goes back again."""

@@ -58,6 +58,7 @@ def check(
             assert line["tokens_per_s"] * line["iteration_time_s"] == pytest.approx(tokens)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_other_numbers_of_ranks_that_share_samples(tmp_path: Path) -> None:
     gathered = {"cp_comm_type": ("all_gather",), "zero_preset": "zero3"}
     shared = [
@@ -108,6 +109,7 @@ def test_dropout_trains_and_ranks_draw_their_own(tmp_path: Path) -> None:
         assert len({tuple(ranks[0].losses) for (of, _), ranks in seen.items() if of == way}) == 1
 
 
+@pytest.mark.slow
 def test_keys_that_cross_nodes_in_eight_bits(tmp_path: Path) -> None:
     """A recompute gathers the same bits; the loss is near that of exact keys, and not the same."""
     shared = {

@@ -126,6 +126,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_an_update_leaves_is_what_a_refresh_makes(world):
     cases = [(case, units) for case, units in CASES if world > 2 or "h" not in case.letters]

@@ -49,6 +49,7 @@ def everything() -> list[Case]:
     return sorted(dict.fromkeys(cases), key=lambda c: c.mesh)
 
 
+@pytest.mark.slow
 def test_the_cover_has_every_pair_of_the_product():
     def pairs(cases):
         names = [field.name for field in dataclasses.fields(Case)]

@@ -69,6 +69,7 @@ def check_each(save: Path) -> list[str]:
     return [*(check(save, plant) for plant in faults), check(save, size=10**18)]
 
 
+@pytest.mark.slow
 def test_faults_are_named_with_their_node_on_every_rank(tmp_path: Path) -> None:
     every = run_ranks(RANKS, check_each, tmp_path / "deep" / "save")
     well, late, wrong, elsewhere, slow, full = every[0]

@@ -90,6 +90,7 @@ def start(words: list[str], folder: Path, *flags: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, status",
     [(OWN, ExitStatus.STOPPED), pytest.param(UNDER_TORCHRUN, 0, marks=pytest.mark.slow)],

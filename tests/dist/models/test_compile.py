@@ -51,10 +51,12 @@ def test_sharded_layers_give_the_bits_of_eager():
     check([PLAIN])
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers_are_cut_at_their_collectives():
     check([TENSOR])
 
 
+@pytest.mark.slow
 def test_a_split_backward_puts_the_same_gradients_off():
     check([SPLIT])
 

@@ -141,6 +141,7 @@ def test_refusals_name_the_nearest():
 LONG = {x.name for x in LAYOUTS if x.world == 8 or x.name.startswith("PP 2 x DP 2")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x.name in LONG else []) for x in LAYOUTS],

@@ -239,6 +239,7 @@ def test_anchors_that_differ_are_found() -> None:
 SITES = {"ranks_per_node": 2, "outer_interval": 3, "train_iters": 8}
 
 
+@pytest.mark.slow
 def test_runs_with_outer_replicas(tmp_path: Path) -> None:
     """Stopped in the middle of an interval they go on bit for bit. Evaluations are of the anchor, or of a replica,
     and change nothing. Each sample comes once, in the order of a run without replicas. One replica is such a run, to

@@ -76,6 +76,7 @@ def test_a_size_for_which_a_rank_has_no_memory_is_left_out(tmp_path: Path) -> No
     assert left in list(rows)
 
 
+@pytest.mark.slow
 def test_a_cluster_is_measured_once_and_planned_with(tmp_path: Path) -> None:
     output = tmp_path / "lab.yaml"
     small = ["--calibrate-micro-batches", "2"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import pytest
+
 from megazero.config.read.flags import read_flags
 from tests.dist.runs import train_each
 from tests.unit.plan.test_plan import write_cluster
 
 
+@pytest.mark.slow
 def test_auto_is_the_layout_that_it_names(tmp_path: Path) -> None:
     file = Path(write_cluster(tmp_path / "lab.yaml", 1))
     file.write_text(

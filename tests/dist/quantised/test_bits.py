@@ -113,6 +113,7 @@ def assert_agreed(found) -> None:
         assert all(len(values) == 1 for values in seen.values()), (case, seen)
 
 
+@pytest.mark.slow
 def test_parameters_and_replicas_are_equal_on_every_rank():
     for letters, updates, kinds in (
         (("hhd", "11d"), 22, ((DELTA, BF16), (DELTA2, BF16))),  # R on every holder, the owner included
@@ -289,6 +290,7 @@ def tracking(case: Case, updates: int = 24) -> tuple[float, int]:
     return float((lost / rounded).sqrt()), stopped.index(True)
 
 
+@pytest.mark.slow
 def test_differences_do_not_add_up():
     # Updates of 1% of the weights: 4 bits lose 1.008 times what bf16 does, 2 bits 1.8 times.
     limits = {DELTA: 1.1, DELTA2: 2}

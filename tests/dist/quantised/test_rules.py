@@ -107,6 +107,7 @@ def fed_back(case: Case, steps: int = 16) -> float:
     return worst
 
 
+@pytest.mark.slow
 def test_errors_that_are_fed_back_do_not_add_up():
     cases = [
         Case("hhd", 2, FED, micro_batches=2),

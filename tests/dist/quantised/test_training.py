@@ -287,6 +287,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, names: 
             assert [line.get(key) for line in before] == [line.get(key) for line in after], (name, key)
 
 
+@pytest.mark.slow
 def test_a_resume_sends_gradients_as_its_checkpoint_did_until_the_format_is_named(tmp_path: Path) -> None:
     """A checkpoint from before the transform was the default says 'none'. It goes on without, to the bit."""
     base = {**UNSAID, "train_iters": 3, "log_dir": str(tmp_path / "logs")}
@@ -331,6 +332,7 @@ def test_a_resume_may_change_the_size_of_chunks(tmp_path: Path) -> None:
     assert second.losses[1][1] == pytest.approx(straight.losses[3][1], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_the_saved_weights_are_those_that_forwards_see(tmp_path: Path) -> None:
     """With the delta refresh R is saved, which is not the rounded master; another layout goes on from it."""
     base = {**ZEROPP, **DELTA, "params_dtype": "fp32", "zero_gradient_rounding": "feedback", "train_iters": 5}
@@ -404,6 +406,7 @@ def test_the_first_rank_says_what_is_sent_and_what_falls_back(tmp_path: Path) ->
     assert first.count("warning: weights of unit") == 4
 
 
+@pytest.mark.slow
 def test_the_first_rank_warns_once_of_gradients_that_lose_much(tmp_path: Path) -> None:
     """A resume warns again. INT8 does not, nor do exact messages, which measure nothing."""
     length = {"train_iters": 2 * LossyGradients.WINDOW + 2, "log_dir": str(tmp_path), "save": str(tmp_path)}

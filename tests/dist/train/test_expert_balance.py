@@ -39,6 +39,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [line["experts"] for line in read_metrics(folder) if "lm_loss" in line]
 
 
+@pytest.mark.slow
 def test_every_layout_balances_as_one_rank(tmp_path: Path) -> None:
     jobs = {
         name: (

@@ -95,6 +95,7 @@ def every(cases: list[dict[str, Any]]) -> list[list[int]]:
     return [waits(values) for values in cases]
 
 
+@pytest.mark.slow
 def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
     logs = {"log_dir": str(tmp_path)}
     for found in run_ranks(4, every, [{**values, **logs} for values in CASES.values()]):

@@ -106,6 +106,7 @@ LONG = {
     *("missing-divisor", "unswapped-gradient", "shifted-part", "own-counts", "partial-router"),
     *("wrong-chunk", "unsummed-keys", "unlike-signs", "recounted-tokens"),
     *("dropped-expert-reduction", "wrong-expert-offset", "stale-sizes", "doubled-dispatch"),
+    *("norm-without-experts", "doubled-swap"),
 }
 # fault -> (configuration, a check that must fail, words of the likely cause, if one is named)
 SEEN = {

@@ -295,6 +295,7 @@ def test_branches_fit_into_the_time() -> None:
     assert continued.plan(1.0, 0.1, 0.0, sizes, formats) == (formats[:3], 10)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_rehearsal_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {
