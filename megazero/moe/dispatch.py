@@ -155,7 +155,9 @@ class Dispatch:
 class _ToNodes(Dispatch):
     """Of nodes in the place of experts. Each row has the values of all experts of its token, [T, k]."""
 
-    codec: Blockwise | None = None
+    def __init__(self, nodes: Tensor, ep: ExpertParallel, sizes: RowCounts | None) -> None:
+        super().__init__(nodes, ep.across.size, ep.across, sizes, sparse=True)
+        self.codec = ep.codec
 
     def take_rows(self, x: Tensor) -> Tensor:
         return self._there(x.index_select(0, self.tokens), self.codec)
@@ -179,8 +181,7 @@ class TwoLevels:
         wanted = torch.zeros(len(experts), nodes, dtype=torch.bool, device=experts.device)
         wanted.scatter_(1, experts // share, True)
         to = number.where(wanted, NOWHERE)
-        self.across = _ToNodes(to, nodes, ep.across, told.across if told else None, sparse=True)
-        self.across.codec = ep.codec
+        self.across = _ToNodes(to, ep, told.across if told else None)
         came = told.experts if told else self.across.take_values(experts.to(torch.int32))
         own = came.long() - ep.across.index * share
         own = own.where((own >= 0) & (own < share), NOWHERE)

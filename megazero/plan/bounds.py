@@ -62,6 +62,7 @@ class ChainWork:
 
     @classmethod
     def of_layout(cls, layout: Layout) -> ChainWork:
+        """Return the work of a step of the first pipeline rank."""
         units = layout.units(0)
         chains = {unit: layout.chains_of(unit) for unit, _ in units.counts}
         parts = [[(chains[unit], n) for unit, n in units.counts_of(i)] for i in range(layout.base.virtual)]

@@ -251,15 +251,11 @@ def experts_across(layout: Layout) -> list[str]:
     base, grid = layout.base, layout.grid
     inside = base.h * base.tp
     parallel = replace(base.config.parallel, expert_model_parallel_size=2 * inside)
-    experts, more = (
-        base.config.model.num_experts,
-        (grid.shards, base.d, base.h, parallel.use_tp_pp_dp_mapping),
-    )
-    if (
-        experts is None
-        or grid.ep > inside
-        or expert_problem(2 * inside, experts, base.tp, *more, across=True)
-    ):
+    experts = base.config.model.num_experts
+    if experts is None or grid.ep > inside:
+        return []
+    order = parallel.use_tp_pp_dp_mapping
+    if expert_problem(2 * inside, experts, base.tp, grid.shards, base.d, base.h, order, across=True):
         return []
     sent = {}
     for way in ("exact", "int8"):
