@@ -27,9 +27,8 @@ from tests.netlab.lab import interface_bytes
 CONTESTANTS: dict[str, Formats | None] = {
     "megatron-core": None,
     "exact hops": EXACT,
-    # As documented figures have it.
-    "int8, int4": {**INT8_INT4, "gradient_transform": "none"},
-    "int4-delta, int4": {**DELTA_INT4, "gradient_transform": "none"},
+    "int8, int4": INT8_INT4,
+    "int4-delta, int4": DELTA_INT4,
 }
 WARM_UP = 2
 BASE = "exact hops"

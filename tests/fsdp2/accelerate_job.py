@@ -33,6 +33,21 @@ def pretend_gpus() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
+def llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config)
+
+
+def note(folder: str, losses: list[float], patched: bool) -> None:
+    """Write this rank's losses, and what it has sent through the patch."""
+    sent = fsdp2_patch.counters().take() if patched else {}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, f"losses{os.environ['RANK']}.json").write_text(json.dumps(losses))
+    Path(folder, f"sent{os.environ['RANK']}.json").write_text(json.dumps(sent))
+
+
 def main(folder: str, options: dict[str, Any]) -> None:
     pretend_gpus()
     torch.manual_seed(1)
@@ -43,10 +58,7 @@ def main(folder: str, options: dict[str, Any]) -> None:
         reshard_after_forward=True,
     )
     accelerator = Accelerator(fsdp_plugin=plugin)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
-    )
-    model = LlamaForCausalLM(config)
+    model = llama()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     if options.get("words") is not None:
         fsdp2_patch.enable(model, **options["words"])
@@ -65,10 +77,7 @@ def main(folder: str, options: dict[str, Any]) -> None:
         optimizer.zero_grad()
     if "save" in options:
         accelerator.save_state(options["save"])
-    sent = fsdp2_patch.counters().take() if options.get("words") is not None else {}
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    Path(folder, f"losses{os.environ['RANK']}.json").write_text(json.dumps(losses))
-    Path(folder, f"sent{os.environ['RANK']}.json").write_text(json.dumps(sent))
+    note(folder, losses, options.get("words") is not None)
     accelerator.end_training()
 
 

@@ -657,6 +657,10 @@ def refusals_at_work() -> dict[str, str]:
         with mock.patch.object(Model, "forward", unscaled):
             job.loss(job.batch(0, 1)).backward()
 
+    def scattered() -> None:
+        with mock.patch.object(raw_of(job.model), "_reduce_scatter_comm", Other()):
+            job.loss(job.batch(0, 0)).backward()
+
     def hooked() -> None:
         job.model.set_all_reduce_hook(lambda _: None)
         job.loss(job.batch(0, 0)).backward()
@@ -681,10 +685,12 @@ def refusals_at_work() -> dict[str, str]:
             found["uneven"] = str(error)
         job.model.reset_iter_state()
         job.model.set_requires_all_reduce(True)
-        try:
-            hooked()
-        except RuntimeError as error:
-            found["hook"] = str(error)
+        for name, replace_one in (("reduce-scatter", scattered), ("hook", hooked)):
+            try:
+                replace_one()
+            except RuntimeError as error:
+                found[name] = str(error)
+            job.model.reset_iter_state()
     return found
 
 
@@ -701,7 +707,8 @@ def test_what_is_refused_at_work() -> None:
         assert "an optimizer steps while gradients" in found["early"]
         assert "head.weight has a hook behind its gradient" in found["backward"]
         assert "scale had gradients in some micro-batches of a step alone" in found["uneven"]
-        assert "the model was given another" in found["hook"]
+        for name in ("reduce-scatter", "hook"):
+            assert "the model was given another" in found[name]
 
 
 def on_and_off() -> tuple[Run, Run, bool, list[int]]:

@@ -169,6 +169,23 @@ def accelerated(tmp_path: Path, name: str, words: dict[str, Any] | None, **optio
     return losses(tmp_path / name)
 
 
+def test_transformers_trainer(tmp_path: Path) -> None:
+    """By the page's callback, with two micro-batches, whose gradients Trainer keeps whole until the last."""
+    pytest.importorskip("accelerate")
+    (page,) = re.findall(r"```python\n(# behind fully_shard.*?)```", PAGE, re.DOTALL)
+    assert QUANTISED in page
+    found = {}
+    for name, words in (("plain", None), ("exact", ""), ("int4", QUANTISED + ", exact_numel=0, ")):
+        callback = "" if words is None else page.replace(QUANTISED, words + "ranks_per_node=2")
+        launch("trainer_job.py", str(tmp_path / name), callback)
+        found[name] = losses(tmp_path / name)
+    close(found["exact"], found["plain"], 1e-6)
+    close(found["int4"], found["plain"], 1e-2)
+    assert found["int4"] != found["plain"]
+    sent = json.loads((tmp_path / "exact" / "sent0.json").read_text())
+    assert sent["refresh_inter_node_bytes"] == sent["reduce_inter_node_bytes"] > 0  # once in each of 3 steps
+
+
 def test_a_loop_of_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     exact = {"ranks_per_node": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fsdp2_patch
+from fsdp2_patch.gradients import ReplicaAllReduce, TwoHopReduceScatter
 from fsdp2_patch.group import Group
 from fsdp2_patch.packing import Packing
 from fsdp2_patch.refusals import mesh_problems, not_sharded
 from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import NEEDED, check_torch
+from fsdp2_patch.weights import KeptAllGather
 from megatron_core_patch.options import PatchOptions
 from megazero.comm.codec import Blockwise, codecs_of
 from megazero.comm.hops import Channel, Traffic
@@ -185,6 +188,21 @@ def test_recordings_of_a_step_are_told_apart() -> None:
         refuse_recording(cpu, "patch")
         with pytest.raises(RuntimeError, match="patch: a CUDA graph records.*disable_cuda_graphs"):
             refuse_recording(cuda, "patch")
+
+
+def test_every_message_of_a_traced_step_is_refused() -> None:
+    group: Any = SimpleNamespace()
+    scatter = TwoHopReduceScatter(group)
+    with FakeTensorMode():
+        x = torch.ones(1)
+        for send in (
+            partial(KeptAllGather(group), x, x, group),
+            partial(scatter, x, x, group, None),
+            partial(scatter.cross, x),
+            partial(ReplicaAllReduce(group).all_reduce, x),
+        ):
+            with pytest.raises(RuntimeError, match="fsdp2_patch: a whole step is traced"):
+                send()
 
 
 def test_nothing_is_on_without_enable() -> None:

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_core_patch
 from megatron_core_patch import names, patch, report
 from megatron_core_patch.__main__ import main, parse, split
-from megatron_core_patch.carrier import Carrier, Held
+from megatron_core_patch.carrier import Carrier, Held, Sync
 from megatron_core_patch.chains import BucketRounding, gather_coded, gather_exact, reduce_exact, reduce_rows
 from megatron_core_patch.checks import MessageChecks
 from megatron_core_patch.layout import Columns, cut_bucket
@@ -303,6 +304,21 @@ def test_older_versions_and_missing_names_are_refused(monkeypatch: pytest.Monkey
         megatron_core_patch.enable()
     with pytest.raises(RuntimeError, match="is not on"):
         megatron_core_patch.counters()
+
+
+def test_it_says_what_it_needs_where_megatron_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(ValueError, match="needs megatron-core, which cannot be imported: "):
+        megatron_core_patch.enable()
+
+
+def test_messages_of_a_traced_step_are_refused() -> None:
+    carrier: Any = Config(channel=Config(device=torch.device("cpu")))
+    with (
+        FakeTensorMode(),
+        pytest.raises(RuntimeError, match="megatron_core_patch: a whole step is traced"),
+    ):
+        Sync(carrier, Config(buckets=[Config(grad_data=torch.ones(1))]), None)
 
 
 def test_every_name_is_given_back() -> None:
