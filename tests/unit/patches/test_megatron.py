@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -211,12 +212,14 @@ def test_refused_optimizers_and_wrappers() -> None:
 def test_megatrons_fsdp_is_refused_before_it_builds_anything() -> None:
     """It makes groups and buffers of its own before it calls the wrapper that DistributedDataParallel has, too."""
     distributed = pytest.importorskip("megatron.core.distributed")
+    older = "megatron.core.distributed.custom_fsdp"  # up to 0.13, whose class calls the wrapper first
     config = Config(use_megatron_fsdp=True)
     for name in ("FullyShardedDataParallel", "TorchFullyShardedDataParallel"):
         megatron_core_patch.enable(gradients="int4")
         try:
             with pytest.raises(ValueError, match=f"{name} .*has communication of its own"):
-                getattr(distributed, name)(config, config, torch.nn.Linear(1, 1))
+                owner = distributed if hasattr(distributed, name) else importlib.import_module(older)
+                getattr(owner, name)(config, config, torch.nn.Linear(1, 1))
         finally:
             megatron_core_patch.disable()
 
