@@ -184,7 +184,7 @@ def compare(names: list[str], rounds: int, folder: str, options: dict[str, Any])
 
 def rows(rate: str, found: dict[str, list[Turn]]) -> Iterator[list[str]]:
     """Yield a row for each contestant."""
-    medians = {name: [statistics.median(each["seconds"]) for each in turns] for name, turns in found.items()}
+    seconds = {name: [s for each in turns for s in each["seconds"]] for name, turns in found.items()}
     losses = {name: [mean_of_last(each["losses"]) for each in turns] for name, turns in found.items()}
     for name, turns in found.items():
         counted, contestant = turns[-1]["counted"], CONTESTANTS[name]
@@ -193,8 +193,10 @@ def rows(rate: str, found: dict[str, list[Turn]]) -> Iterator[list[str]]:
         yield [
             rate,
             name,
-            harness.spread(medians[name], 2),
-            harness.of_medians(medians[name], medians[PLAIN]) if name != PLAIN and PLAIN in found else "1",
+            harness.spread(seconds[name], 2),
+            f"{statistics.median(seconds[name]) / statistics.median(seconds[PLAIN]):.2f}"
+            if PLAIN in found
+            else "",
             f"{statistics.median(each['sent'] for each in turns) / 1e6:.2f}",
             " + ".join(f"{n / 1e6:.2f}" for n in kinds) if own else "",
             " + ".join(f"{n / 1e6:.2f}" for n in turns[-1]["formula"]) if own else "",
