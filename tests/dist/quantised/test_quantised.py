@@ -320,7 +320,7 @@ def refreshed_within_the_bound(case: Case) -> None:
                     sent = wanted - held[unit] if unit.delta else master
                     wanted = wanted if unit.delta else master
                     bound = codec.error_bound(sent[:coded].float()[None])[0].double() * (1 + 2**-20)
-                    lost[:coded] = bound.repeat_interleave(codec.form.block)
+                    lost[:coded] = bound.repeat_interleave(codec.block)
                 allowed = lost + half * (wanted.abs() + lost)
                 assert ((now - wanted).abs() <= allowed).all(), (case, unit.name, step)
                 assert all((now[a:b] == 0).all() for a, b in unit.layout.gaps()), (case, unit.name, step)
