@@ -11,7 +11,7 @@ import pytest
 from benchmarks.pipeline.bytes import CASES, HIDDEN, SEQUENCE, measure
 
 COUNTS = [2, 4, 8]
-SLOW = {name for name, case in CASES.items() if case.ranks_per_node == 4} | {"across"}
+SLOW = {name for name, case in CASES.items() if case.ranks_per_node == 4} | {"across", "inside"}
 STATE = {"refresh", "reduce"}
 
 
