@@ -88,6 +88,7 @@ def against_the_bound(case: Case) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place, every",
     [("2x2", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in PLACES)],
@@ -366,8 +367,8 @@ def odd_cases(draw) -> Case:
     )
 
 
-# The first example is the least one; the second has 9 cases on average.
+# The first example is the least one; the second has several cases.
 @settings(max_examples=2, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(st.lists(odd_cases(), min_size=4, max_size=24))
+@given(st.lists(odd_cases(), min_size=4, max_size=12))
 def test_any_size(cases):
     run_ranks(4, any_size, cases, timeout=300)
