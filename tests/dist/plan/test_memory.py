@@ -84,10 +84,7 @@ def hold(layouts: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float, fl
     return out
 
 
-FEW = (
-    *("ddp", "whole gradients", "zeropp", "streamed replicas", "tensor parallel", "muon"),
-    *("shared experts", "shared experts, muon"),
-)
+FEW = ("ddp", "whole gradients", "zeropp", "streamed replicas", "tensor parallel", "muon")
 NAMES = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in LAYOUTS]
 
 
