@@ -18,6 +18,7 @@ from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
 from megazero.kernels.noise import drawing_jit
+from megazero.kernels.quantize import rows_together
 from megazero.kernels.values import load_values, raw, scales_at, small_floats, store_values, tile_of
 
 
@@ -41,17 +42,19 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool
     payload, scales = form.payload(messages, n), form.scales(messages, n)
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
     size = min(n, CHUNK)
+    together = rows_together(len(messages), n) if out.is_contiguous() else 1
     direct = out.dtype == dtype and not add
     with SCRATCH.frame(out.device) as frame:
-        buffer = frame.take(0 if direct else size, dtype)
-        decoding = Decoding(frame, size, form, dtype)
-        for row in range(len(messages)):
+        buffer = frame.take(0 if direct else size * together, dtype)
+        decoding = Decoding(frame, size * together, form, dtype)
+        for row in range(0, len(messages), together):
+            rows = slice(row, row + together)
             for low in range(0, n, size):
                 high = min(n, low + size)
                 blocks = slice(low // form.block, high // form.block)
-                piece = out[row, low:high]
-                values = piece if direct else buffer[: high - low]
-                decoding.values(payload[row, blocks], scales[row, blocks], values)
+                piece = out[rows, low:high].view(-1)
+                values = piece if direct else buffer[: len(piece)]
+                decoding.values(payload[rows, blocks], scales[rows, blocks], values)
                 if add:
                     add_to(values, piece)
                 if not direct:
@@ -67,12 +70,15 @@ class Decoding:
         self.digits = frame.take(size if transform is not None else 0, dtype)
 
     def values(self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode ``payload``, int8 [b, part], and ``scales``, bf16 [b], into ``out``, [b * block]."""
+        """Decode ``payload``, int8 [b, part], and ``scales``, bf16 [b], into ``out``, [b * block].
+
+        Of k rows the first two are [k, b / k, ...].
+        """
         digits = out if self.mixing is None else self.digits[: out.numel()]
         self.unpacking.digits(payload, digits)
         if self.mixing is not None:
             self.mixing.inverse_of_digits(digits, out)
-        out.view(len(scales), -1).mul_(self.unpacking.scales(scales))
+        out.view(scales.numel(), -1).mul_(self.unpacking.scales(scales))
 
 
 class Unpacking:
@@ -87,11 +93,13 @@ class Unpacking:
         self.bytes = [take(size // form.pack, torch.int8) for _ in range(2 if form.pack > 1 else 0)]
 
     def scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return ``scales``, bf16 [b], as a column [b, 1]. It is valid until the next call."""
-        return self.scale[: len(scales)].copy_(scales)[:, None]
+        """Return ``scales``, bf16 [b] or [k, b / k], as a column [b, 1]. It is valid until the next call."""
+        column = self.scale[: scales.numel()]
+        column.view(scales.shape).copy_(scales)
+        return column[:, None]
 
     def digits(self, payload: torch.Tensor, digits: torch.Tensor) -> None:
-        """Unpack ``payload``, int8 [b, part], into ``digits``, which are the digits q as float [b * block]."""
+        """Unpack ``payload``, int8 [b, part] or [k, b / k, part], into ``digits``: digits q as float [b * block]."""
         form = self.form
         if form.pack == 1:
             digits.view(payload.shape).copy_(payload)
@@ -103,7 +111,7 @@ class Unpacking:
         mask = (1 << form.bits) - 1
         for p in range(form.pack):
             torch.bitwise_right_shift(shifted, form.bits * p, out=digit)
-            parts[:, p].copy_(digit.bitwise_and_(mask).sub_(form.offset))
+            parts[:, p].copy_(digit.bitwise_and_(mask).sub_(form.offset).view(-1, form.part))
 
 
 @jit

@@ -63,8 +63,8 @@ def reference(
     with SCRATCH.frame(out.device) as frame:
         total = Summed(messages, n, form, torch.float32, frame)
 
-        def load(row: int, low: int, high: int, buffer: torch.Tensor) -> torch.Tensor:
-            total.add(row * share + low, row * share + high, buffer, accumulate=False)
+        def load(low: int, high: int, buffer: torch.Tensor) -> torch.Tensor:
+            total.add(low, high, buffer, accumulate=False)
             return buffer
 
         encode_rows(load, out, share, next_form, noise)

@@ -68,48 +68,58 @@ def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise
 def reference(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None = None) -> None:
     """Do the same as ``quantize`` in torch, on any device."""
 
-    def load(row: int, low: int, high: int, out: torch.Tensor) -> torch.Tensor:
-        piece = x[row, low:high]
+    values = x.view(-1)
+
+    def load(low: int, high: int, out: torch.Tensor) -> torch.Tensor:
+        piece = values[low:high]
         return piece if x.dtype == torch.float32 else out.copy_(piece)
 
     encode_rows(load, messages, x.shape[1], form, noise)
 
 
 def encode_rows(
-    load: Callable[[int, int, int, torch.Tensor], torch.Tensor],
+    load: Callable[[int, int, torch.Tensor], torch.Tensor],
     messages: torch.Tensor,
     n: int,
     form: Format,
     noise: Noise | None,
 ) -> None:
-    """Encode every row of ``messages``, uint8 [k, m], in chunks.
+    """Encode every row of ``messages``, uint8 [k, m], in chunks: of a part of a row, or of many short rows.
 
-    load(row, low, high, out) returns the fp32 values [high - low] of the row's elements, in ``out`` or elsewhere.
+    load(low, high, out) returns the fp32 values [high - low] of these elements, of rows of n that follow each other,
+    in ``out`` or elsewhere.
     """
     payload, scales = form.payload(messages, n), form.scales(messages, n).view(torch.int16)
     size = min(n, CHUNK)
+    together = rows_together(len(messages), n)
     with SCRATCH.frame(messages.device) as frame:
         take = frame.take
-        buffer, work = take(size, torch.float32), Work.of(take, size, form)
-        draws = Draws(noise, size, take) if noise is not None else None
-        mixing = Mixing.of(frame, form.transform, size) if form.transform is not None else None
-        for row in range(len(messages)):
+        most = size * together
+        buffer, work = take(most, torch.float32), Work.of(take, most, form)
+        draws = Draws(noise, most, take) if noise is not None else None
+        mixing = Mixing.of(frame, form.transform, most) if form.transform is not None else None
+        for row in range(0, len(messages), together):
             for low in range(0, n, size):
-                high = min(n, low + size)
-                count = high - low
-                values = load(row, low, high, buffer[:count])
+                first, last = low // form.block, min(n, low + size) // form.block
+                coded, own = (
+                    payload[row : row + together, first:last],
+                    scales[row : row + together, first:last],
+                )
+                start, count = row * n + low, own.numel() * form.block
+                values = load(start, start + count, buffer[:count])
                 if mixing is not None:
                     values = mixing.forward(values)
-                drawn = draws(row * n + low, count) if draws is not None else None
-                first, last = low // form.block, high // form.block
+                drawn = draws(start, count) if draws is not None else None
                 found = encode_blocks(
-                    values.view(-1, form.block),
-                    work.of_blocks(last - first),
-                    form,
-                    drawn,
-                    payload[row, first:last],
+                    values.view(-1, form.block), work.of_blocks(own.numel()), form, drawn, coded
                 )
-                scales[row, first:last].copy_(found)  # bits: a NaN's would not survive a conversion
+                own.copy_(found.view(own.shape))  # bits: a NaN's would not survive a conversion
+
+
+def rows_together(rows: int, n: int) -> int:
+    """Return how many rows of n elements are coded at once. A token's row has some thousand: 20 operations for each
+    take longer than their values."""
+    return max(1, min(rows, CHUNK // n))
 
 
 class Work(NamedTuple):
@@ -136,7 +146,7 @@ class Work(NamedTuple):
 def encode_blocks(
     values: torch.Tensor, work: Work, form: Format, drawn: torch.Tensor | None, payload: torch.Tensor
 ) -> torch.Tensor:
-    """Encode ``values``, fp32 [b, block], into ``payload``, int8 [b, part].
+    """Encode ``values``, fp32 [b, block], into ``payload``, int8 [b, part] or, of k rows, [k, b / k, part].
 
     Returns the bf16 bits of the scales as int32 [b], which lie in ``work``.
     """
@@ -151,7 +161,7 @@ def encode_blocks(
     parts = digits.round_().unflatten(1, (form.pack, form.part))
     for p in range(form.pack - 1, 0, -1):
         parts[:, p - 1].add_(parts[:, p], alpha=1 << form.bits)
-    payload.copy_(parts[:, 0])
+    payload.copy_(parts[:, 0].view(payload.shape))
     return scale.view(torch.int32).bitwise_right_shift_(16)
 
 

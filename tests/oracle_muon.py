@@ -20,9 +20,9 @@ POLYNOMIALS = {
 
 
 def orthogonalised(matrix: torch.Tensor, polynomials: list[tuple[float, float, float]]) -> torch.Tensor:
-    """Return U p(S) V' of ``matrix`` = U S V', where p is the polynomials, one after the other, of S / ||S||."""
+    """Return U p(S) V' of ``matrix`` = U S V', where p is the polynomials in turn, of S / ||S||; 0 of 0."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    s = s / s.norm()
+    s = s / s.norm() if s.any() else s
     for a, b, c in polynomials:
         s = a * s + b * s**3 + c * s**5
     return (u * s) @ v

@@ -134,10 +134,11 @@ def shard(
     variant: Variant,
     init: Init | None = None,
     seed: int = 0,
+    nudge: int = 0,
     **options: Any,
 ) -> tuple[Decoder, zero.Engine]:
-    """Return the decoder, and its engine on a mesh of its own. init: by default ``seed``'s. options: of
-    ``zero.shard``."""
+    """Return the decoder, and its engine on a mesh of its own. init: by default ``seed``'s with this ``nudge``.
+    options: of ``zero.shard``."""
     node = settings.node
     replicas = RANKS // node if variant.outer else 1
     shards = variant.factors(RANKS // replicas, node)
@@ -171,7 +172,7 @@ def shard(
         units=units_of(model, 1, mesh),
         traffic=traffic,
         clip_norm=1.0,
-        init=init or initializer(model, seed),
+        init=init or nudged(initializer(model, seed), model, nudge),
         **{**own, **options},
     )
     return model, engine
@@ -227,11 +228,10 @@ class Training:
 
     def __init__(self, mesh_of: MeshOf, folder: Path, settings: Settings, run: Run) -> None:
         self.settings, self.run = settings, run
-        meta = settings.decoder()
-        init = nudged(initializer(meta, run.seed), meta, run.nudge)
         if EVERY[run.variant].clipped:
             raise ValueError(f"{run.variant}: a clip is no longer searched; nearest: int2-hadamard-feedback")
-        self.model, self.engine = shard(mesh_of, settings, EVERY[run.variant], init, run.seed)
+        variant = EVERY[run.variant]
+        self.model, self.engine = shard(mesh_of, settings, variant, seed=run.seed, nudge=run.nudge)
         self.mesh = self.engine.mesh
         self.evaluate = Evaluation(folder, settings, self.mesh)
         self.scaling = LossScaling.of(PrecisionConfig(params_dtype=settings.dtype))

@@ -8,7 +8,8 @@ the most counts. glibc is told to return what is freed at once (MALLOC_MMAP_THRE
 it keeps doubles the resident size of some layouts. FILE keeps every measurement; a call begins no layout after
 so many seconds, and the next one goes on. The call that has them all writes the section of docs/guide/planning.md
 (--page: another file). With --moments the layouts are those of docs/guide/training.md, whose moments are kept in
-fewer bits, and with --contexts ranks share samples of 16,384 tokens; nothing is written then.
+fewer bits, with --contexts ranks share samples of 16,384 tokens, with --experts layers have 16 experts; nothing is
+written then.
 """
 
 from __future__ import annotations
@@ -97,6 +98,32 @@ CONTEXTS: list[dict[str, Any]] = [
 ]
 
 
+EXPERTS: list[dict[str, Any]] = [
+    {
+        **{name: choices[0] for name, choices in CHOICES.items()},
+        **{"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 512},
+        **{"num_experts": 16, "zero_preset": preset, "expert_model_parallel_size": ep, "seq_length": length},
+        **{"micro_batch_size": 2, "recompute_granularity": recompute},
+        "moe_dispatch_across_nodes": "exact" if ep > PER_NODE else "no",
+    }
+    for preset, ep, length, recompute in (
+        ("zero1", 1, 128, "none"),
+        ("zero3", 1, 128, "none"),
+        ("zero1", 2, 128, "none"),
+        ("zero2", 2, 128, "none"),
+        ("zero3", 2, 128, "none"),
+        ("hpz", 2, 128, "none"),
+        ("zeropp", 2, 128, "none"),
+        ("zero3", 4, 128, "none"),
+        # Here activations are most of it: 4,096 tokens a rank, each with two rows.
+        ("zeropp", 1, 2048, "none"),
+        ("zeropp", 2, 2048, "none"),
+        ("zeropp", 2, 2048, "full"),
+        ("zero3", 4, 2048, "none"),
+    )
+]
+
+
 def draw(seed: int, number: int) -> list[dict[str, Any]]:
     """Return so many different legal layouts: options over MODEL. None has a preset that stands for another one."""
     drawn, made, world = random.Random(seed), list[dict[str, Any]](), World(RANKS, PER_NODE)
@@ -177,6 +204,8 @@ def words_of(values: dict[str, Any]) -> str:
         if values[name] > 1
     ]
     said.append(values["zero_preset"])
+    if "num_experts" in values:
+        said.append(f"EP {values['expert_model_parallel_size']}, {values['seq_length']} tokens")
     if values.get("context_parallel_size", 1) > 1:
         said.append(f"CP {values['context_parallel_size']} {(values['cp_comm_type'] or ('by default',))[0]}")
     said += [f"gradients {values['zero_gradients_lifetime']}"] * bool(values["zero_gradients_lifetime"])
@@ -238,13 +267,14 @@ def main() -> int:
         page=harness.DOCS / "guide" / "planning.md",
         moments=(False, "measure those of docs/guide/training.md instead"),
         contexts=(False, "measure ranks that share samples instead"),
+        experts=(False, "measure layers of experts instead"),
     ).parse_args()
     until = time.monotonic() + options.seconds
     store = harness.Store(options.keep)
     store.claim()
     kept = {record["layout"]: record for record in store.records()}
     cases = [(seed, values) for seed in options.seeds for values in draw(seed, options.layouts)]
-    if others := MOMENTS * options.moments + CONTEXTS * options.contexts:
+    if others := MOMENTS * options.moments + CONTEXTS * options.contexts + EXPERTS * options.experts:
         cases = [(0, values) for values in others]
     how = {"ranks": RANKS, "world": False, "environ": {"MALLOC_MMAP_THRESHOLD_": "65536"}, "timeout": 400}
     for _, values in cases:

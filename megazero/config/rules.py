@@ -151,11 +151,6 @@ def _experts(config: RunConfig) -> Iterator[str]:
             f"--num-experts with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
             "--sequence-parallel: without it every rank would compute the experts of all tokens"
         )
-    if parallel.expert_model_parallel_size > 1 and OPTIMIZERS[config.optimizer.optimizer].by_matrix:
-        yield (
-            f"--optimizer {config.optimizer.optimizer} does not step experts that --expert-model-parallel-size "
-            f"{parallel.expert_model_parallel_size} ranks share; nearest: 1, or --optimizer adamw"
-        )
     if config.model.moe_router_enable_expert_bias and config.outer.outer_interval:
         yield (
             "--moe-router-enable-expert-bias with --outer-interval: replicas that train apart would count other "

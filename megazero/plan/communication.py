@@ -62,7 +62,12 @@ class UnitShape:
 
     def axes(self, grid: Grid) -> tuple[AxisSpec, ...]:
         """Return the data-parallel axes that the unit lies on, innermost first."""
-        return grid.data_axes if self.apart == 1 else grid.expert_axes
+        return axes_of(self.apart, grid)
+
+
+def axes_of(apart: int, grid: Grid) -> tuple[AxisSpec, ...]:
+    """Return the data-parallel axes, innermost first, of what ``apart`` neighbours hold other elements of."""
+    return grid.data_axes if apart == 1 else grid.expert_axes
 
 
 @dataclass(frozen=True)
@@ -264,16 +269,13 @@ def matrix_width(optimizer: OptimizerConfig, width: int) -> int:
     return 2 if optimizer.muon_fp32_matmul_prec == "medium" else max(width, 4)
 
 
-def update_hops(elements: float, grid: Grid, width: int, shared: bool) -> tuple[HopBytes, ...]:
-    """Return the hops of matrices with so many elements on a rank to their owners; their updates take as many back.
+def update_hops(held: float, axes: Sequence[AxisSpec], width: int) -> tuple[HopBytes, ...]:
+    """Return the hops of matrices over these axes to their owners; their updates take as many back.
 
-    width: the bytes of an element of the messages. shared: tensor-parallel ranks step whole matrices together. Bytes
-    are means over the ranks, and of owners that hold no more of a matrix than others do: at most what is sent, since
-    near owners are chosen (mesh/dealing.py).
+    held: the elements of them that a rank holds. width: the bytes of an element of the messages. Bytes are means over
+    the ranks, and of owners that hold no more of a matrix than others do: at most what is sent, since near owners are
+    chosen (mesh/dealing.py).
     """
-    axes = [axis for axis in grid.data_axes if axis.role in ("p", "g", "os")]
-    held = elements / prod(axis.size for axis in axes)
-    axes += [grid.axis("tp")] if shared and grid.tp > 1 else []
     return tuple(HopBytes(EXCHANGE, a, int(held * width * (a.size - 1) / a.size)) for a in axes)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from megazero.config import RunConfig
@@ -12,8 +13,8 @@ from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
-from megazero.mesh.dealing import ROUND_NUMEL, Cut
-from megazero.mesh.grid import INTER, Grid
+from megazero.mesh.dealing import ROUND_NUMEL
+from megazero.mesh.grid import INTER, AxisSpec, Grid
 from megazero.plan import communication
 from megazero.plan.activations import loss_chunks
 from megazero.plan.base_layout import BaseLayout, schedule_of
@@ -21,7 +22,7 @@ from megazero.plan.communication import Bytes, Formats, HopBytes, OuterFormat, U
 from megazero.plan.compute import Coder
 from megazero.plan.gathers import Copies, Segment
 from megazero.plan.memory import Memory, States, rank_memory
-from megazero.plan.units import RankUnits, layer_matrices, rank_units
+from megazero.plan.units import LayerMatrix, RankUnits, layer_matrices, rank_units
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
 ROUNDS = 3  # of an update of matrices that are under way at once: there, computed, and back
@@ -58,6 +59,59 @@ class UnitChains:
     ahead_bytes: float
     stage: float = 0.0
     add: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Matrices of a rank that are stepped together (zero/matrix_updates.py): they lie on the same axes.
+
+    found: each, and how many layers have it. width: the bytes of an element of a message.
+    """
+
+    found: tuple[tuple[LayerMatrix, int], ...]
+    grid: Grid
+    width: int
+
+    @cached_property
+    def axes(self) -> list[AxisSpec]:
+        """The axes that cut the states."""
+        axes = communication.axes_of(self.found[0][0].apart, self.grid)
+        return [axis for axis in axes if axis.role in ("p", "g", "os")]
+
+    @cached_property
+    def owners(self) -> int:
+        """How many ranks share the states."""
+        return prod(axis.size for axis in self.axes)
+
+    def _held(self, matrices: Iterable[tuple[LayerMatrix, int]]) -> float:
+        return sum(n * matrix.numel for matrix, n in matrices) / self.owners
+
+    @property
+    def held(self) -> float:
+        """The elements that a rank holds."""
+        return self._held(self.found)
+
+    @cached_property
+    def hops(self) -> tuple[HopBytes, ...]:
+        """The hops to the owners. Tensor-parallel ranks send what they step together."""
+        shared = self._held(each for each in self.found if each[0].cut.shared)
+        more = communication.update_hops(shared, [self.grid.axis("tp")] if shared else [], self.width)
+        return (*communication.update_hops(self.held, self.axes, self.width), *more)
+
+    @property
+    def moving(self) -> float:
+        """The bytes on their way in an update: of three rounds, on both sides of every hop."""
+        largest = max(matrix.cut.rows * matrix.cut.columns for matrix, _ in self.found)
+        elements = min(ROUNDS * max(ROUND_NUMEL, largest), self.held + largest)
+        return max(2 * len(self.hops), 1) * self.width * elements
+
+    @property
+    def busiest(self) -> float:
+        """The multiply-adds of the busiest owner's iteration: the mean, or the costliest matrix if that is more."""
+        costs = [(matrix.cut, matrix.cut.cost, n * matrix.count) for matrix, n in self.found]
+        tp = self.grid.tp
+        mean = sum(cost * number / (self.owners * (tp if cut.shared else 1)) for cut, cost, number in costs)
+        return max(mean, *(cost for _, cost, _ in costs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,52 +300,40 @@ class Layout:
             return 0
         return communication.matrix_width(optimizer, self.formats.width)
 
-    @property
-    def _shares_matrices(self) -> bool:
-        """Whether tensor-parallel ranks step whole matrices together."""
-        return self.given.optimizer.muon_tp_mode == "distributed"
-
     @cached_property
-    def _layer_matrices(self) -> Mapping[str, tuple[Cut, ...]]:
-        return layer_matrices(self.given.model, 1 if self._shares_matrices else self.base.tp)
+    def _layer_matrices(self) -> Mapping[str, tuple[LayerMatrix, ...]]:
+        whole = self.given.optimizer.muon_tp_mode == "distributed"
+        return layer_matrices(self.given.model, self.base.tp, self.base.ep, whole)
 
-    def _matrices(self, rank: int) -> list[tuple[Cut, int]]:
-        """Return the matrices of a pipeline rank, and how many there are of each."""
-        layers = self.units(rank).layers.items()
-        return [(cut, count) for kind, count in layers for cut in self._layer_matrices[kind]]
+    def _stepped(self, rank: int) -> list[Stepped]:
+        """Return the matrices of a pipeline rank, those on the same axes together: none if the optimizer is
+        elementwise."""
+        layers = self.units(rank).layers.items() if self._matrix_width else ()
+        found = [(matrix, n) for kind, n in layers for matrix in self._layer_matrices[kind]]
+        return [
+            Stepped(tuple(each for each in found if each[0].apart == apart), self.grid, self._matrix_width)
+            for apart in dict.fromkeys(matrix.apart for matrix, _ in found)
+        ]
 
     def update_hops(self, rank: int) -> tuple[HopBytes, ...]:
         """Return the hops of a pipeline rank's matrices to their owners: none if the optimizer is elementwise."""
-        if not self._matrix_width:
-            return ()
-        matrices = self.units(rank).matrices
-        return communication.update_hops(matrices, self.grid, self._matrix_width, self._shares_matrices)
+        return tuple(hop for each in self._stepped(rank) for hop in each.hops)
 
     def update_bytes(self, rank: int) -> float:
-        """Return the bytes of matrices on their way in an update: of three rounds, on both sides of every hop."""
-        matrices = self.units(rank).matrices / self.shards.os
-        if not self._matrix_width or not matrices:
-            return 0.0
-        largest = max(cut.rows * cut.columns for cut, _ in self._matrices(rank))
-        moving = min(ROUNDS * max(ROUND_NUMEL, largest), matrices + largest)
-        return max(2 * len(self.update_hops(rank)), 1) * self._matrix_width * moving
+        """Return the bytes of matrices on their way in an update."""
+        return max((each.moving for each in self._stepped(rank)), default=0.0)
 
     def matrix_seconds(self, rank: int) -> float:
         """Return the seconds in which the matrices of a pipeline rank are stepped by their owners, messages included.
 
-        The busiest owner has the mean, or the costliest matrix if that is more. What is shorter, messages or
-        products, is hidden but for one round.
+        What is shorter, messages or products, is hidden but for one round. Those on other axes are stepped after.
         """
-        units, tp = self.units(rank), self.base.tp
-        if not self._matrix_width or not units.layers:
-            return 0.0
-        costs = [(cut.cost, count) for cut, count in self._matrices(rank)]
-        owners = self.shards.os * (tp if self._shares_matrices else 1)
-        busiest = max(sum(cost * count for cost, count in costs) / owners, *(cost for cost, _ in costs))
-        products = 2 * self.given.optimizer.muon_num_ns_steps * busiest / self.base.compute.matrix_rate
-        messages = 2 * sum(self._timed_hop(hop).seconds for hop in self.update_hops(rank))
-        rounds = max(units.matrices / self.shards.os / ROUND_NUMEL, 1.0)
-        return max(products, messages) + min(products, messages) / rounds
+        steps, total = 2 * self.given.optimizer.muon_num_ns_steps, 0.0
+        for each in self._stepped(rank):
+            products = steps * each.busiest / self.base.compute.matrix_rate
+            messages = 2 * sum(self._timed_hop(hop).seconds for hop in each.hops)
+            total += max(products, messages) + min(products, messages) / max(each.held / ROUND_NUMEL, 1.0)
+        return total
 
     def _timed_hop(self, hop: HopBytes) -> TimedHop:
         collectives = self.base.collectives

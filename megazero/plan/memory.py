@@ -82,6 +82,12 @@ class States:
         """Return P, G and OS of a unit."""
         return expert_shards(self.shards.factors, unit.apart)
 
+    def owned(self, units: RankUnits) -> tuple[float, float]:
+        """Return the elements of a rank's OS slices, and how many of them are of the layers' matrices."""
+        elements = sum(n * u.elements / self.factors(u)[2] for u, n in units.counts)
+        matrices = units.matrices_apart.items()
+        return elements, sum(n / expert_shards(self.shards.factors, apart)[2] for apart, n in matrices)
+
     def g(self, unit: UnitShape) -> int:
         """Return how many ranks share the gradients that are accumulated."""
         return 1 if self.shards.whole_gradients else self.factors(unit)[1]
@@ -181,8 +187,8 @@ def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -
             fragments = units.by_fragment(states.outer.config)
             kept += max(sum(shape.elements * shape.apart for shape in fragment) for fragment in fragments)
         residuals += kept / states.grid.dp * sums
-    moments = optimizer.moment_bytes(master, units.matrices / units.elements)
-    owned = sum(n * u.elements / states.factors(u)[2] for u, n in units.counts)
+    owned, matrices = states.owned(units)
+    moments = optimizer.moment_bytes(master, matrices / owned)
     return {
         "parameters": sum(n * states.copy_bytes(u) for u, n in units.counts),
         "gradients": sum(n * u.elements / states.g(u) for u, n in units.counts) * sums,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import groupby, islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from megazero.config.layout.outer import fragments
 from megazero.config.layout.wire import Wire
@@ -38,7 +38,7 @@ class RankUnits:
     """The units of one rank in the order of use, and the modules of each of its parts (virtual stages).
 
     counts: how many units there are of each shape. elements: of all of them. layers: how many there are of each kind.
-    matrices: elements of the layers' matrices.
+    matrices_apart: elements of the layers' matrices, by how many data-parallel neighbours hold other ones.
     """
 
     def __init__(
@@ -47,15 +47,23 @@ class RankUnits:
         joined: int,
         made: Mapping[Joined, ModuleUnits],
         kinds: tuple[str, ...],
-        layer_matrices: Mapping[str, int],
+        matrices: Mapping[str, Sequence[LayerMatrix]],
     ) -> None:
-        """joined: how many layers are gathered together. kinds: of all layers of the model. layer_matrices: the
-        elements of a layer's, by kind."""
+        """joined: how many layers are gathered together. kinds: of all layers of the model. matrices: of a layer, by
+        kind."""
         self._stages, self._joined, self._made, self._kinds = stages, joined, made, kinds
         self.layers = Counter(kinds[i] for s in stages for i in s.layers)
-        self.matrices = sum(n * layer_matrices[kind] for kind, n in self.layers.items())
+        self.matrices_apart: Counter[int] = Counter()
+        for kind, number in self.layers.items():
+            for matrix in matrices[kind]:
+                self.matrices_apart[matrix.apart] += number * matrix.numel
         self.counts = self._counts(stages)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
+
+    @property
+    def matrices(self) -> int:
+        """Return the elements of all matrices of the layers."""
+        return self.matrices_apart.total()
 
     def _units(self, stage: StageSpec) -> tuple[Joined, ...]:
         return joined_modules(stage, self._joined, self._kinds)
@@ -152,16 +160,41 @@ def joined_modules(stage: StageSpec, joined: int, kinds: tuple[str, ...]) -> tup
     return ((EMBEDDING,),) * stage.embedding + layers + ((HEAD,),) * stage.head
 
 
+class LayerMatrix(NamedTuple):
+    """A parameter of a layer that is a matrix, or a stack of them, one of each expert.
+
+    cut: one matrix as it is stepped, held by nobody. count: how many there are on a rank. numel: of what a rank holds
+    of them all. apart: as ``UnitShape``'s.
+    """
+
+    cut: Cut
+    count: int
+    numel: int
+    apart: int
+
+
 @lru_cache(maxsize=64)
-def layer_matrices(model: ModelConfig, tp: int) -> Mapping[str, tuple[Cut, ...]]:
-    """Return the matrices of each kind of layer as each of ``tp`` ranks steps its own part, held by nobody."""
-    found = {}
-    for layer in padded_spec(model, tp).layers:
-        shapes = [(p.local_shape(tp)[-2:], max(p.experts, 1)) for p in layer.parameters if p.multiplies]
-        found[layer.kind] = tuple(
-            Cut(rows, columns, held={}) for (rows, columns), count in shapes for _ in range(count)
-        )
-    return found
+def layer_matrices(
+    model: ModelConfig, tp: int, ep: int, whole: bool
+) -> Mapping[str, tuple[LayerMatrix, ...]]:
+    """Return the matrices of each kind of layer on one of ``tp`` ranks, and of ``ep`` that share the experts.
+
+    whole: the ``tp`` ranks step together the matrices that they cut; else each steps its own parts.
+    """
+
+    def described(p: ParameterSpec) -> LayerMatrix:
+        *_, rows, columns = p.local_shape(1 if whole else tp)
+        shared = whole and p.cut is not None and p.copies(tp) < tp
+        cut = Cut(rows, columns, held={}, shared=shared)
+        return LayerMatrix(cut, max(p.experts, 1), p.local_numel(tp), apart_of(p, tp, ep))
+
+    layers = padded_spec(model, tp, ep).layers
+    return {layer.kind: tuple(described(p) for p in layer.parameters if p.multiplies) for layer in layers}
+
+
+def apart_of(parameter: ParameterSpec, tp: int, ep: int) -> int:
+    """Return how many data-parallel neighbours hold other elements of a parameter: of experts that ranks share."""
+    return max(1, ep // tp) if parameter.experts else 1
 
 
 def rank_units(
@@ -188,10 +221,7 @@ def rank_units(
         unit: _module_units(model, unit, tp, ep, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
         for unit in dict.fromkeys(unit for stage in stages for unit in joined_modules(stage, joined, kinds))
     }
-    matrices = {
-        layer.kind: sum(p.local_numel(tp) for p in layer.parameters if p.multiplies) for layer in spec.layers
-    }
-    return RankUnits(stages, joined, made, kinds, matrices)
+    return RankUnits(stages, joined, made, kinds, layer_matrices(model, tp, ep, True))
 
 
 @dataclass(frozen=True)
@@ -221,20 +251,17 @@ def _module_units(
     if unit == (HEAD,) and whole:
         parameters = tuple(p for p in parameters if not p.tied)
     # The pipeline's other end holds a tied parameter too, unless this rank is both: it has a unit of its own.
-    apart = [] if whole else [p for p in parameters if p.tied]
+    ends = [] if whole else [p for p in parameters if p.tied]
     others = [p for p in parameters if whole or not p.tied]
-    together = max(
-        1, ep // tp
-    )  # data-parallel ranks that share the experts, which are units of their own then
-    kinds = (
-        [[p for p in others if bool(p.experts) is kind] for kind in (False, True)]
-        if together > 1
-        else [others]
-    )
-    cut = [chunk for kind in kinds for chunk in chunks(kind, [p.local_numel(tp) for p in kind], chunk_numel)]
-    groups = [*((p,) for p in apart), *map(tuple, cut)]
+    apart = partial(apart_of, tp=tp, ep=ep)
+    # Experts that data-parallel ranks share are units of their own.
+    by_axes = [list(each) for _, each in groupby(sorted(others, key=apart), key=apart)]
+    cut = [chunk for own in by_axes for chunk in chunks(own, [p.local_numel(tp) for p in own], chunk_numel)]
+    groups = [*((p,) for p in ends), *map(tuple, cut)]
     shapes = tuple(
-        _shape(group, wire, tp, sequence_parallel, data_ranks, os, not whole and group[0].tied, together)
+        _shape(
+            group, wire, tp, sequence_parallel, data_ranks, os, not whole and group[0].tied, apart(group[0])
+        )
         for group in groups
     )
     shared = [
@@ -264,11 +291,10 @@ def _shape(
     data_ranks: int,
     os: int,
     tied: bool,
-    together: int = 1,
+    apart: int,
 ) -> UnitShape:
     block = wire.block
     quantises = bool(wire.codings)
-    apart = together if group[0].experts else 1
     data_ranks //= apart
     numels = {p: p.local_numel(tp) for p in group}
     exact = [p for p in group if numels[p] <= wire.exact_numel or quantises and p.replicated(tp)]

@@ -187,12 +187,11 @@ def copied_bytes(layout: Layout) -> float:
     outer, sums = states.outer, states.formats.sums
     anchors = 0 if outer is None else (1 + outer.momentum + outer.feedback) * sums
 
-    def saved(elements: int, matrices: float) -> float:
+    def saved(elements: float, matrices: float) -> float:
         width = saved_width(config.precision.params_dtype, config.optimizer, layout.wire, matrices / elements)
-        return elements * (width + anchors) / layout.shards.os
+        return elements * (width + anchors)
 
-    units = [layout.units(rank) for rank in base.distinct_ranks]
-    return max(saved(each.elements, each.matrices) for each in units)
+    return max(saved(*states.owned(layout.units(rank))) for rank in base.distinct_ranks)
 
 
 def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:

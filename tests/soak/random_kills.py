@@ -9,6 +9,7 @@ the newest complete checkpoint. In the end losses, gradient norms and all tensor
 uninterrupted run, and metrics.jsonl must have every iteration once. Every second trial saves with --async-save.
 
 With --outer the runs have outer replicas, so a kill comes in the middle of an interval, or of a fragment on its way.
+With --experts ranks share experts, whose states lie on other ranks than the rest.
 
 With --faults three random calls of each rank on the folder of checkpoints fail or hang, too
 (storage_faults.py), in every start but the last, of ranks that are forked. Such a start may end by itself.
@@ -71,7 +72,28 @@ OUTER: Layouts = {
     ),
     "streamed, 8 bits, tp 2": (4, {**PAIRS, **STREAMED, "outer_bits": 8, "tensor_model_parallel_size": 2}),
 }
-LAYOUTS: Layouts = {**PLAIN, **OUTER}
+# Biases of experts and what rounding owes are state besides the tensors' own.
+ROUTED = {"num_experts": 8, "moe_ffn_hidden_size": 12, "ranks_per_node": 2}
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+CODED = {"zero_preset": "zeropp", "zero_exact_numel": 64, "zero_block_size": 8}
+EXPERTS: Layouts = {
+    "experts, zeropp": (4, {**ROUTED, **BIASED, **CODED, "expert_model_parallel_size": 2}),
+    "experts, zeropp, feedback, bf16": (
+        4,
+        {
+            **{**ROUTED, **CODED, "expert_model_parallel_size": 2, "params_dtype": "bf16"},
+            **{"zero_gradient_rounding": "feedback", "moe_aux_loss_coeff": 0.01},
+        },
+    ),
+    "experts of two nodes, 8 bits, zero3": (
+        4,
+        {
+            **{**ROUTED, **BIASED, "expert_model_parallel_size": 4, "zero_preset": "zero3"},
+            "moe_dispatch_across_nodes": "int8",
+        },
+    ),
+}
+LAYOUTS: Layouts = {**PLAIN, **OUTER, **EXPERTS}
 RUN = {
     "train_iters": 12,
     "save_interval": 2,
@@ -336,11 +358,13 @@ def main() -> int:
         jobs=(2, "trials at a time"),
         seconds=(1e9, "begin no trial after these"),
         outer=(False, "of runs with outer replicas"),
+        experts=(False, "of runs whose ranks share experts"),
         faults=(False, "let calls on the checkpoints' files fail, too"),
     ).parse_args()
     if options.faults:
         storage_faults.preload()
-    store, layouts = harness.Store(options.out), tuple(OUTER if options.outer else PLAIN)
+    chosen = {**(OUTER if options.outer else {}), **(EXPERTS if options.experts else {})} or PLAIN
+    store, layouts = harness.Store(options.out), tuple(chosen)
     store.claim()
     references, began = options.out.with_suffix(".references"), time.monotonic()
     for layout in layouts:

@@ -47,6 +47,15 @@ def test_a_run_that_is_killed_with_a_fragment_on_its_way_goes_on_bit_for_bit(tmp
     assert [line["iteration"] for line in lines if "outer" in line] == [4, 7, 9, 12], "what is compared"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", kills.EXPERTS)
+def test_ranks_that_share_experts_go_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    """One rank is killed in the second save, then all of a node in the next, which have experts of their own."""
+    moments = [kills.Kill((3,), False, 0.0, 12), kills.Kill((0, 1), False, 0.01, 50)]
+    row = kills.trial(0, 0, tmp_path, moments, [layout])
+    assert not row["problems"] and row["attempts"][-1]["from"], row
+
+
 def test_kills_are_drawn_from_the_seed() -> None:
     drawn = [kills.draw(Random(seed), 4) for seed in range(300)]
     assert drawn == [kills.draw(Random(seed), 4) for seed in range(300)]

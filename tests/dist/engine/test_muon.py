@@ -150,6 +150,10 @@ FEW = [
     MuonCase(2, 2, 2, "zero3", None, True, family="llama", **PLAIN),
     MuonCase(1, 4, 2, "1,2,4", None, False, family="experts", **PLAIN),
     MuonCase(2, 2, 2, "zero3", None, True, family="balanced experts", **PLAIN),
+    # ranks that share the experts: zeropp's shards; with tensor-parallel ranks, of one node and of two
+    MuonCase(1, 4, 2, "2,2,4", None, False, family="experts", ep=2, **PLAIN),
+    MuonCase(2, 2, 4, "zero2", None, True, family="shared experts", ep=2, **PLAIN),
+    MuonCase(1, 4, 2, "zero3", None, False, family="idle ranks", ep=4, **PLAIN),
 ]
 
 
@@ -215,9 +219,15 @@ def test_a_run_goes_on_on_another_layout(tmp_path: Path) -> None:
     assert [loss for _, loss in seen["rest"][0].losses] == pytest.approx(whole[3:], rel=1e-9)
 
 
-def test_quantised_messages_and_bfloat16_train_beside_exact_ones(tmp_path: Path) -> None:
+SHARED = {"num_experts": 4, "moe_ffn_hidden_size": 12, "expert_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize("more", [{}, SHARED], ids=["dense", "shared experts"])
+def test_quantised_messages_and_bfloat16_train_beside_exact_ones(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
     """Two nodes of two: 4-bit differences of weights and INT4 gradients across them."""
-    nodes = {**TINY, **TRAINED, "log_dir": str(tmp_path), "ranks_per_node": 2, "params_dtype": "fp32"}
+    nodes = {**TINY, **TRAINED, **more, "log_dir": str(tmp_path), "ranks_per_node": 2, "params_dtype": "fp32"}
     medium = {"muon_fp32_matmul_prec": "medium", "zero_exact_numel": 64}
     seen = train_each(
         {

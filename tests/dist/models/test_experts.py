@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from tests.dist.parity_cases import (
     Model,
     pairwise_cover,
 )
+from tests.dist.runs import train_each
+from tests.sizes import TINY
 
 STEPS = {1: 4, 2: 4, 4: 3}
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))
@@ -153,6 +156,23 @@ MORE_ACROSS = (
 @pytest.mark.parametrize("each", MORE_ACROSS, ids=lambda each: each.id)
 def test_experts_of_several_nodes_train_as_on_one_rank(each: Case) -> None:
     assert not faults([each])
+
+
+def test_lion_steps_experts_that_ranks_share_as_one_rank_does(tmp_path: Path) -> None:
+    """It steps by signs, so that an element whose gradient is not a rank's own goes another way by a whole step."""
+    values = {**TINY, "optimizer": "lion", "params_dtype": "fp64", "lr": 1e-3, "log_dir": str(tmp_path)}
+    values |= {"num_experts": 4, "moe_ffn_hidden_size": 12}
+    nodes = {"zero_shard": (2, 2, 4), "ranks_per_node": 2}
+    tensors = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "zero_preset": "zero2"}
+    seen = train_each(
+        {
+            "one rank": (1, values),
+            "nodes": (4, {**values, **nodes, "expert_model_parallel_size": 2}),
+            "tensors": (4, {**values, **tensors, "expert_model_parallel_size": 4}),
+        }
+    )
+    one, *others = ([loss for _, loss in ranks[0].losses] for ranks in seen.values())
+    assert all(losses == pytest.approx(one, rel=1e-9) for losses in others) and one[0] > one[-1]
 
 
 @pytest.mark.slow

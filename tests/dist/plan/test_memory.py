@@ -25,6 +25,8 @@ from tests.dist.pool import run_ranks
 from tests.sizes import TINY
 from tests.unit.plan.test_plan import cluster
 
+EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 64}
+SHARED = {**EXPERTS, "expert_model_parallel_size": 2, "params_dtype": "bf16"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"zero_preset": "ddp"},
     "zero2": {"zero_preset": "zero2"},
@@ -41,6 +43,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "tensor parallel": {"zero_preset": "zero3", "tensor_model_parallel_size": 2},
     "muon": {"zero_preset": "zero3", "optimizer": "muon", "params_dtype": "bf16"},
+    "experts": {**EXPERTS, "zero_preset": "zero3"},
+    "shared experts": {**EXPERTS, "zero_preset": "zero2", "expert_model_parallel_size": 2},
+    "shared experts, bf16": {**SHARED, "zero_preset": "hpz"},
+    "shared experts, zeropp": {**SHARED, "zero_preset": "zeropp"},
+    "shared experts, feedback": {**SHARED, "zero_preset": "zeropp", "zero_gradient_rounding": "feedback"},
+    "shared experts, muon": {**SHARED, "zero_preset": "zero3", "optimizer": "muon"},
+    "experts of two nodes": {
+        **{**EXPERTS, "zero_preset": "zero3", "expert_model_parallel_size": 4},
+        "moe_dispatch_across_nodes": "exact",
+    },
     "tied ends": {"zero_preset": "zero2", "model_family": "gpt", "pipeline_model_parallel_size": 2},
 }
 MODEL = {**TINY, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 192, "train_iters": 3}

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.loss import data
 from benchmarks.loss.run import RANKS, Run, Settings, train
+from benchmarks.loss.variants import EVERY
 from benchmarks.rank_threads import run_threads
 from megazero.data.text import stdlib_sources
 from megazero.mesh.mesh import create_mesh
@@ -23,15 +24,19 @@ TINY = Settings(
 CASES = [("sdp4bit", 2, 3), ("zeropp-0.20", 1, 3), ("zero3", 2, 3), ("hpz", 2, 3)]
 # Outer replicas of two ranks, which meet in fragments, and of one.
 CASES += [("outer-8-0.7-streamed", 2, 9), ("outer-8-1-2bit", 1, 8), ("outer-8-1-muon", 2, 8)]
+# Ranks of several nodes share the experts.
+CASES += [("dispatch-int8", 1, 3)]
 
 
-def settings(node: int, steps: int) -> Settings:
-    return replace(TINY, node=node, steps=steps)
+def settings(name: str, node: int, steps: int) -> Settings:
+    size = replace(TINY, hidden=64, experts=8) if EVERY[name].dispatch else TINY
+    return replace(size, node=node, steps=steps)
 
 
 def by_gloo(folder: Path, cases: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
     return [
-        train(create_mesh, folder, settings(node, steps), Run(name, 1)) or {} for name, node, steps in cases
+        train(create_mesh, folder, settings(name, node, steps), Run(name, 1)) or {}
+        for name, node, steps in cases
     ]
 
 
@@ -43,5 +48,5 @@ def test_threads_train_to_gloos_bits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for (name, node, steps), gloo in zip(
         CASES, run_ranks(RANKS, by_gloo, folder, CASES, timeout=300)[0], strict=True
     ):
-        here = run_threads(RANKS, train, folder, settings(node, steps), Run(name, 1))[0]
+        here = run_threads(RANKS, train, folder, settings(name, node, steps), Run(name, 1))[0]
         assert {key: here[key] for key in same} == {key: gloo[key] for key in same}, name

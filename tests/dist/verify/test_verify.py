@@ -167,6 +167,7 @@ def certify(words: str, fault: str | None = None) -> Certificate:
                 CODED_KEYS,
                 f"{BOTH_OF_TENSORS} --cp-gather-bits 8",
                 SHARED_ZEROPP,
+                f"{SHARED_ZEROPP} --optimizer muon",
                 SHARED_OUTER,
                 SHARED_GRID,
                 CROSSING,
@@ -180,7 +181,8 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
         *("balanced experts", "experts of replicas, lion"),
         *("gathered keys", "swaps and gathered keys", "keys, INT8", "swaps and keys, INT8"),
-        *("shared experts, zeropp", "shared experts, outer replicas", "grid of shared experts"),
+        *("shared experts, zeropp", "shared experts, zeropp, muon", "shared experts, outer replicas"),
+        "grid of shared experts",
         *("experts of two nodes, INT8", "grid of experts of two nodes"),
     ],
 )

@@ -27,7 +27,6 @@ SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
             "groups of 3 experts have fewer than --moe-router-topk 5; nearest: 2",
         ),
         ("--num-experts 4 --add-bias-linear", "nearest: --disable-bias-linear"),
-        (f"{EXPERTS} --optimizer muon --expert-model-parallel-size 2", "ranks share; nearest: 1, or"),
         (f"{SIGMOID} --moe-router-enable-expert-bias --outer-interval 4", "move the bias apart; nearest"),
     ],
 )

@@ -235,18 +235,44 @@ def test_matrices_have_one_moment_and_cross_nodes_twice() -> None:
     assert simulate(plan).bill["update"] > simulate(adamw).bill["update"]
 
 
-def test_a_plans_bytes_of_updates_are_near_those_that_verify_expects() -> None:
+SHARED = {**EXPERTS, "expert_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"zero_shard": (1, 1, 8)},
+        {"zero_shard": (1, 1, 8), **SHARED},
+        {"zero_shard": (4, 4, 4), **SHARED},
+        {
+            **{"zero_shard": (1, 1, 4), **SHARED, "tensor_model_parallel_size": 2},
+            **{"sequence_parallel": True, "expert_model_parallel_size": 4},
+        },
+    ],
+    ids=["dense", "shared experts", "inside nodes", "tensor parallel"],
+)
+def test_a_plans_bytes_of_updates_are_near_those_that_verify_expects(values: dict[str, object]) -> None:
     """The plan has means, of owners that hold no more of a matrix than others; verify has each rank's own."""
-    plan = layout({"zero_shard": (1, 1, 8), "optimizer": "muon"}, cluster())
+    plan = layout({**values, "optimizer": "muon"}, cluster())
     expected = ExpectedBytes(plan.config, plan.base.world, False, plan.wire.block)
     each = [expected.bytes_of(rank, 1, False) for rank in range(8)]
     for link in ("intra_node", "inter_node"):
         mean = sum(want.get(f"update_{link}_bytes", 0) for want in each) / 8
-        assert (
-            0.2 * plan.bytes_by_stage[0]["update", link]
-            < mean
-            < 1.05 * plan.bytes_by_stage[0]["update", link]
-        )
+        planned = plan.bytes_by_stage[0]["update", link]
+        assert 0.2 * planned <= mean <= 1.05 * planned
+    assert plan.bytes_by_stage[0]["update", "intra_node"]
+
+
+@pytest.mark.parametrize(("os", "of_experts"), [(1, 1), (8, 4)])
+def test_experts_that_ranks_share_have_the_moments_of_their_own_shards(os: int, of_experts: int) -> None:
+    """What is left of OS for experts is never below one rank."""
+    muon, adamw = (
+        layout({"zero_shard": (1, 1, os), "optimizer": name, **SHARED}, cluster())
+        for name in ("muon", "adamw")
+    )
+    dense, experts = (muon.units(0).matrices_apart[apart] for apart in (1, 2))
+    saved = 4 * (dense / os + experts / of_experts)
+    assert adamw.memory.optimizer - muon.memory.optimizer == pytest.approx(saved, rel=1e-6)
 
 
 def test_whole_gradients_are_whole_and_cross_nodes_once() -> None:
