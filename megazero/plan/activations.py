@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from megazero.config import RunConfig, World
 from megazero.config.layout.shards import AUTO
 from megazero.config.model.attention import BAND, TORCH, needs_mask, planned
+from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import EMBEDDING, HEAD, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.families.layer_kinds import layer_kinds
+from megazero.plan.communication import nodes_of_token
 from megazero.pp.partition import StageSpec
 
 # Elements of logits that the loss handles at once (tp/cross_entropy.py).
@@ -59,7 +61,10 @@ def layer_activations(
     held = 5 if model.attn_logit_softcapping else 4
     transient = held * min(BAND, model.seq_length) * pairs / ranks * wide if backend == "math" else 0.0
     whole = tokens * (width * elements + masks + 4 * heads) + scores
-    gradients = layer.gradients.inner / tp + layer.gradients.stream + (groups - 1) * own
+    inner = layer.gradients.inner
+    if layer.experts and (nodes := config.expert_nodes(world)) > 1:
+        inner = max(inner, rows_between_nodes(model, nodes))
+    gradients = inner / tp + layer.gradients.stream + (groups - 1) * own
     gradients = tokens * width * gradients + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
@@ -67,6 +72,15 @@ def layer_activations(
         core = tokens * (width * (layer.query / tp + again) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
+
+
+def rows_between_nodes(model: ModelConfig, nodes: int) -> float:
+    """Return the elements of a token's rows where they are added at the nodes that it goes to (moe/dispatch.py).
+
+    There are its experts' rows, the same as they came back inside these nodes, and at each node room for all of its
+    experts, those of other nodes, too.
+    """
+    return model.moe_router_topk * model.hidden_size * (2 + nodes_of_token(model, nodes))
 
 
 def loss_chunks(config: RunConfig) -> tuple[int | None, ...]:
