@@ -54,7 +54,9 @@ def formula(sizes: Sizes, chunk: int, on_host: bool) -> float:
     """Return the planner's bytes of the head at the peak of a step."""
     config = config_of(sizes)
     width = WIDTHS[config.precision.params_dtype]
-    return activations(config, width, config.stages(), 1, on_host, chunk or None)[HEAD]["head"]
+    head = activations(config, width, config.stages(), on_host, chunk or None).head
+    assert head is not None
+    return head
 
 
 def make_step(sizes: Sizes, chunk: int, device: torch.device) -> Callable[[], float]:

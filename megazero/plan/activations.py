@@ -7,7 +7,7 @@ Activations are what autograd keeps of models/layer.py with a fused attention ke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megazero.config import RunConfig, World
@@ -95,24 +95,52 @@ def loss_chunks(config: RunConfig) -> tuple[int | None, ...]:
     return (None, *reversed(found))
 
 
+@dataclass(frozen=True)
+class RankActivations:
+    """The bytes of activations on a rank.
+
+    one: of a micro-batch, until its backward. always: beside them. working: during the backward of a layer, by kind.
+    embedding, head: during theirs, if the rank has them.
+    """
+
+    one: float
+    always: float
+    working: Mapping[str, float]
+    embedding: float | None
+    head: float | None
+
+    def moments(self, peak: int) -> dict[str, dict[str, float]]:
+        """Return the bytes of activations and of the head by moment: the last micro-batch's backward at a layer of
+        each kind, at the embedding and at the head, as far as the rank has them.
+
+        The backward frees activations as it proceeds, and the head's before it needs the layers' working memory.
+        peak: the most forwards of one part and micro-batch whose backward has not ended.
+        """
+        held = self.always + peak * self.one
+        moments = {kind: {"activations": held + n, "head": 0.0} for kind, n in self.working.items()}
+        if self.embedding is not None:
+            left = (peak - 1) * self.one + self.embedding
+            moments[EMBEDDING] = {"activations": self.always + left, "head": 0.0}
+        if self.head is not None:
+            moments[HEAD] = {"activations": held, "head": self.head}
+        return moments
+
+
 def activations(
     config: RunConfig,
     width: int,
     stages: Sequence[StageSpec],
-    peak: int,
     on_host: bool = False,
     loss_chunk: int | None = None,
     world: World | None = None,
-) -> dict[str, dict[str, float]]:
-    """Return the bytes of activations and of the head on the rank that holds these stages, by moment.
+) -> RankActivations:
+    """Return the activations of the rank that holds these stages.
 
-    The moments are the last micro-batch's backward at the head, at a layer of each kind and at the embedding, as far
-    as the rank has them. The backward frees activations as it proceeds, and the head's before it needs the layers'
-    working memory. A parameter's gradient, as autograd makes it, counts with them. If embedding and head are one
-    parameter on one rank, autograd adds both gradients, so the head's stays to the end.
+    A parameter's gradient, as autograd makes it, counts with them. If embedding and head are one parameter on one
+    rank, autograd adds both gradients, so the head's stays to the end.
 
-    peak: the most forwards of one part and micro-batch whose backward has not ended. on_host: the ranks compute on
-    processors. loss_chunk: the tokens whose logits are held at once. None: all. world: as for ``layer_activations``.
+    on_host: the ranks compute on processors. loss_chunk: the tokens whose logits are held at once. None: all. world:
+    as for ``layer_activations``.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * config.own_length
@@ -133,17 +161,10 @@ def activations(
     first, last = any(s.embedding for s in stages), any(s.head for s in stages)
     raw = {kind: width * _largest_gradient(module, tp) for kind, module in spec.modules.items()}
     waiting = raw[HEAD] if first and last and not model.untie_embeddings_and_output_weights else 0.0
-    moments = dict[str, dict[str, float]]()
-    for kind in numbers:
-        working = layers[kind].working + raw[kind] + waiting
-        moments[kind] = {"activations": always + peak * one + working, "head": 0.0}
-    if first:
-        left = (peak - 1) * one + 2 * stream + raw[EMBEDDING] + waiting
-        moments[EMBEDDING] = {"activations": always + left, "head": 0.0}
-    if last:
-        head = _head(config, width, stream, raw[HEAD], on_host, loss_chunk)
-        moments[HEAD] = {"activations": always + peak * one, "head": head}
-    return moments
+    working = {kind: layers[kind].working + raw[kind] + waiting for kind in numbers}
+    embedding = 2 * stream + raw[EMBEDDING] + waiting if first else None
+    head = _head(config, width, stream, raw[HEAD], on_host, loss_chunk) if last else None
+    return RankActivations(one, always, working, embedding, head)
 
 
 def _head(

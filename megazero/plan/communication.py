@@ -519,7 +519,7 @@ def nodes_of_token(model: ModelConfig, nodes: int) -> float:
     size, share, (each, more) = count // groups, count // nodes, divmod(k, taken)
 
     def missed(there: int) -> float:
-        """Return how likely none of a token's experts of a group is one of ``there``; ``more`` groups have one more."""
+        """Return how likely a token has none of ``there`` of a group that it takes; ``more`` have one more of it."""
         few, many = (comb(size - there, n) / comb(size, n) for n in (each, each + (more > 0)))
         return few + (many - few) * more / taken
 

@@ -20,7 +20,7 @@ from megazero.plan.base_layout import BaseLayout, schedule_of
 from megazero.plan.communication import Bytes, Formats, HopBytes, OuterFormat, UnitShape
 from megazero.plan.compute import Coder
 from megazero.plan.gathers import Copies, Segment
-from megazero.plan.memory import Memory, States, rank_memory
+from megazero.plan.memory import WAITING, Memory, Standing, States
 from megazero.plan.units import RankUnits, layer_matrices, rank_units
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
@@ -108,7 +108,7 @@ class Layout:
         """Return the units of a pipeline rank."""
         config, base, stages = self.given, self.base, self.base.of_rank[rank]
         return base.shared(
-            ("units", tuple(stages), self.sharding),
+            ("units", base.partition.keys[rank], self.sharding),
             lambda: rank_units(
                 config.model,
                 stages,
@@ -142,10 +142,13 @@ class Layout:
 
     def memory_of(self, rank: int, loss_chunk: int | None) -> Memory:
         """Return the memory of a rank of a pipeline stage at the peak of a step, with logits of so many tokens."""
-        base, optimizer = self.base, self.given.optimizer
-        moments = base.activation_memory(loss_chunk)[rank]
-        updates = self.update_bytes(rank)
-        return rank_memory(self.units(rank), self.states, optimizer, base.micro_batches, moments, updates)
+        base, units, optimizer = self.base, self.units(rank), self.given.optimizer
+        passes = min(base.micro_batches, WAITING)
+        standing = base.shared(
+            ("standing", units, self.sharding, passes),
+            lambda: Standing.of(units, self.states, optimizer, passes),
+        )
+        return standing.at_peak(base.activation_memory(rank, loss_chunk), self.update_bytes(rank))
 
     def _fullest(self, loss_chunk: int | None) -> Memory:
         return max((self.memory_of(r, loss_chunk) for r in self.base.distinct_ranks), key=lambda m: m.total)
