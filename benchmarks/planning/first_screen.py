@@ -55,8 +55,7 @@ def main() -> None:
     left, right = figure.subplots(1, 2)
     rates, lines = planned(PAGE.read_text("utf-8"), TITLE)
     for name, seconds in lines.items():
-        if name in COLOURS:
-            left.plot(rates, seconds, marker="o", markersize=3, label=name, color=COLOURS[name])
+        left.plot(rates, seconds, marker="o", markersize=3, label=name, color=COLOURS[name])
     left.set(xscale="log", yscale="log", xlabel="Gb/s of a node", ylabel="seconds of a step")
     left.set_yticks([5, 10, 20, 40], ["5", "10", "20", "40"])
     left.set_xticks(rates, [f"{rate:g}" for rate in rates])

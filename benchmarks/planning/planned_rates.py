@@ -13,8 +13,7 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.results import PAGES
 from megazero.charts import new_figure, save
-from megazero.config.options.cluster import load_cluster
-from megazero.plan.base_layout import BaseLayout, moved
+from megazero.config.options.cluster import Cluster, load_cluster
 from megazero.plan.options import with_stand_ins
 from megazero.plan.search import Found, Search
 
@@ -52,7 +51,6 @@ LINES: Mapping[str, Mapping[str, Any]] = {
     "ZeRO-1 with TP": {**FLAT, "zero_preset": "zero1"},
     "zeropp": {**FLAT, "zero_preset": "zeropp"},
 }
-BEST = {"best exact": "exact", "best quantised": "zeropp"}  # of all layouts, by loss policy
 
 
 def at_rates(model: str, nodes: int) -> dict[str, list[Found | None]]:
@@ -60,16 +58,14 @@ def at_rates(model: str, nodes: int) -> dict[str, list[Found | None]]:
     cluster = load_cluster("h100").with_nodes(nodes)
     batch = {"global_batch_size": SAMPLES * cluster.world_size, "ranks_per_node": cluster.ranks_per_node}
     values = with_stand_ins({**MODELS[model], "params_dtype": "bf16", **batch})
-    lines: dict[str, list[Found | None]] = {name: [] for name in (*LINES, *BEST)}
-    bases: list[BaseLayout] = []
-    for rate in RATES:
-        place = cluster.with_slow_link(rate, 0.0)
-        bases = list(moved(bases, place) if bases else Search(values, place, "exact").drafts())
-        for name, line in LINES.items():
-            lines[name] += Search({**values, **line}, place, "exact").best(1) or [None]
-        for name, policy in BEST.items():
-            lines[name] += Search(values, place, policy).best(1, bases) or [None]
-    return lines
+    return {
+        name: [_fastest({**values, **line}, cluster.with_slow_link(rate, 0.0)) for rate in RATES]
+        for name, line in LINES.items()
+    }
+
+
+def _fastest(values: dict[str, Any], cluster: Cluster) -> Found | None:
+    return next(iter(Search(values, cluster, "exact").best(1)), None)
 
 
 def table(found: Mapping[str, Sequence[Found | None]]) -> str:
@@ -106,8 +102,8 @@ TEXT = f"""\
     python -m benchmarks.planning.planned_rates
 
 The planner's fastest layout of each preset for {SAMPLES} samples of 8,192 tokens a GPU, without pipelines:
-micro-batch, recompute and, for ZeRO-1 and zeropp, tensor parallelism and ranks that share experts are chosen. The
-last two lines are the fastest of all layouts, pipelines included. Nothing here is measured.
+micro-batch, recompute and, for ZeRO-1 and zeropp, tensor parallelism and ranks that share experts are chosen.
+Nothing here is measured.
 [published.md](published.md) says how far the planner is from runs that others measured;
 [comparison.md](comparison.md) has such curves as measured with a small model. What 4-bit messages cost in tokens is
 not in these figures: `megazero plan --pays` sets it against them.

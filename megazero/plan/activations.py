@@ -126,45 +126,51 @@ class RankActivations:
         return moments
 
 
-def activations(
-    config: RunConfig,
-    width: int,
-    stages: Sequence[StageSpec],
-    on_host: bool = False,
-    loss_chunk: int | None = None,
-    world: World | None = None,
-) -> RankActivations:
-    """Return the activations of the rank that holds these stages.
+class MicroBatch:
+    """The activations of a micro-batch, whatever the stages. They are sizes of one rank, in bytes.
 
-    A parameter's gradient, as autograd makes it, counts with them. If embedding and head are one parameter on one
-    rank, autograd adds both gradients, so the head's stays to the end.
-
-    on_host: the ranks compute on processors. loss_chunk: the tokens whose logits are held at once. None: all. world:
-    as for ``layer_activations``.
+    width: of an element. on_host: the ranks compute on processors. world: as for ``layer_activations``.
     """
-    model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
-    tokens = size * config.own_length
-    spec = padded_spec(model, tp, config.parallel.expert_model_parallel_size)
-    numbers = Counter(spec.by_place[i].kind for s in stages for i in s.layers)
-    layers = {kind.kind: layer_activations(config, kind, width, on_host, world) for kind in spec.layers}
-    stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
-    one = sum(n / len(stages) * layers[kind].kept for kind, n in numbers.items()) + stream
-    always = 0.0
-    if config.parallel.pipeline_model_parallel_size > 1:
-        always += 4 * stream  # messages under way, both directions
-    chunks = config.context_levels(world)[1] > 1
-    if needs_mask(model, _backend(config, width, on_host, chunks), config.data.reset_attention_mask):
-        if config.data.reset_attention_mask:  # masks of one micro-batch, which a stage's layers share
-            one += width * sum(mask_elements(config, s.layers) for s in stages) / len(stages)
-        else:
-            always += width * mask_elements(config, [i for s in stages for i in s.layers])
-    first, last = any(s.embedding for s in stages), any(s.head for s in stages)
-    raw = {kind: width * _largest_gradient(module, tp) for kind, module in spec.modules.items()}
-    waiting = raw[HEAD] if first and last and not model.untie_embeddings_and_output_weights else 0.0
-    working = {kind: layers[kind].working + raw[kind] + waiting for kind in numbers}
-    embedding = 2 * stream + raw[EMBEDDING] + waiting if first else None
-    head = _head(config, width, stream, raw[HEAD], on_host, loss_chunk) if last else None
-    return RankActivations(one, always, working, embedding, head)
+
+    def __init__(
+        self, config: RunConfig, width: int, on_host: bool = False, world: World | None = None
+    ) -> None:
+        model, tp = config.model, config.parallel.tensor_model_parallel_size
+        self.config, self.width, self.on_host = config, width, on_host
+        self.spec = padded_spec(model, tp, config.parallel.expert_model_parallel_size)
+        self.layers = {
+            kind.kind: layer_activations(config, kind, width, on_host, world) for kind in self.spec.layers
+        }
+        tokens = config.batch.micro_batch_size * config.own_length
+        self.stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
+        self.raw = {kind: width * _largest_gradient(module, tp) for kind, module in self.spec.modules.items()}
+        backend = _backend(config, width, on_host, config.context_levels(world)[1] > 1)
+        self.masked = needs_mask(model, backend, config.data.reset_attention_mask)
+
+    def of(self, stages: Sequence[StageSpec], loss_chunk: int | None = None) -> RankActivations:
+        """Return the activations of the rank that holds these stages.
+
+        A parameter's gradient, as autograd makes it, counts with them. If embedding and head are one parameter on
+        one rank, autograd adds both gradients, so the head's stays to the end.
+
+        loss_chunk: the tokens whose logits are held at once. None: all.
+        """
+        config, width, stream, raw = self.config, self.width, self.stream, self.raw
+        numbers = Counter(self.spec.by_place[i].kind for s in stages for i in s.layers)
+        one = sum(n / len(stages) * self.layers[kind].kept for kind, n in numbers.items()) + stream
+        first, last = any(s.embedding for s in stages), any(s.head for s in stages)
+        always = 0.0 if first and last else 4 * stream  # messages under way in a pipeline, both directions
+        if self.masked:
+            if config.data.reset_attention_mask:  # masks of one micro-batch, which a stage's layers share
+                one += width * sum(mask_elements(config, s.layers) for s in stages) / len(stages)
+            else:
+                always += width * mask_elements(config, [i for s in stages for i in s.layers])
+        tied = first and last and not config.model.untie_embeddings_and_output_weights
+        waiting = raw[HEAD] if tied else 0.0
+        working = {kind: self.layers[kind].working + raw[kind] + waiting for kind in numbers}
+        embedding = 2 * stream + raw[EMBEDDING] + waiting if first else None
+        head = _head(config, width, stream, raw[HEAD], self.on_host, loss_chunk) if last else None
+        return RankActivations(one, always, working, embedding, head)
 
 
 def _head(

@@ -17,7 +17,7 @@ from megazero.config.options.cluster import Cluster
 from megazero.config.validate import find_errors
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
-from megazero.plan.activations import activations, loss_chunks
+from megazero.plan.activations import MicroBatch, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import INTER_SITE, Collectives, Cost
@@ -341,8 +341,10 @@ class BaseLayout:
         """
         known, alike = self.compute.known, (loss_chunk, self.partition.kinds[rank])
         if alike not in known:
-            width, on_host, own = self.compute.width, self.cluster.on_host, self.of_rank[rank]
-            known[alike] = activations(self.config, width, own, on_host, loss_chunk, self.world)
+            if MicroBatch not in known:
+                width, on_host = self.compute.width, self.cluster.on_host
+                known[MicroBatch] = MicroBatch(self.config, width, on_host, self.world)
+            known[alike] = known[MicroBatch].of(self.of_rank[rank], loss_chunk)
         if (rank, loss_chunk) not in self._moments:
             self._moments[rank, loss_chunk] = known[alike].moments(self.peaks[rank])
         return self._moments[rank, loss_chunk]

@@ -17,7 +17,7 @@ from megazero.config import RunConfig, World
 from megazero.mesh.grid import INTER, INTRA, expert_shards
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.communication import OuterFormat
-from megazero.plan.layout import LOCAL, Chain, Layout
+from megazero.plan.layout import LOCAL, Layout, LinkSeconds
 from megazero.plan.memory import ALLOCATOR_MARGIN, States
 from megazero.plan.seconds import INTER_SITE
 from megazero.pp.schedules import Kind
@@ -25,6 +25,7 @@ from megazero.pp.schedules import Kind
 Shard = tuple[int, int, int]  # P, G, OS
 ACROSS = (INTER, INTER_SITE)  # links between nodes
 LINKS = (INTRA, *ACROSS)
+NOTHING = LinkSeconds()
 MODULES_HELD = 4  # from one segment to the next: the last one and the next one, each with a tied table
 
 
@@ -68,24 +69,31 @@ class ChainWork:
     @classmethod
     def of_layout(cls, layout: Layout) -> ChainWork:
         """Return the work of a step of the first pipeline rank."""
-        units = layout.units(0)
+        units, base = layout.units(0), layout.base
         chains = {unit: layout.chains_of(unit) for unit, _ in units.counts}
-        parts = [[(chains[unit], n) for unit, n in units.counts_of(i)] for i in range(layout.base.virtual)]
+        alike = dict(
+            zip(base.partition.of[0], range(base.virtual), strict=True)
+        )  # parts with the same modules
+        counted = {modules: units.counts_of(part) for modules, part in alike.items()}
+        parts = [
+            [(chains[unit].by_link, n) for unit, n in counted[modules]] for modules in base.partition.of[0]
+        ]
         every = [(chains[unit], number) for unit, number in units.counts]
         held = (
             layout.states.prefetch_bytes + MODULES_HELD * max(units.modules.values()) * layout.formats.width
         )
-        of = {
-            link: LinkWork(
-                refresh=_upto(sum(n * _on(one.refresh + one.gather, link) for one, n in p) for p in parts),
-                reduce=_upto(sum(n * _on(one.last, link) for one, n in p) for p in parts),
-                once=sum(n * (_occupied(one.refresh, link) + _occupied(one.last, link)) for one, n in every),
-                every=sum(n * _occupied(one.every, link) for one, n in every),
-                gather=sum(n * _occupied(one.gather, link) for one, n in every),
-                stays=held * max(_occupied(c.gather, link) / (c.ahead_bytes or 1.0) for c, _ in every),
+        of = {}
+        for link in {link for one, _ in every for link in one.by_link} | {INTRA, LOCAL}:
+            each = [(one.by_link.get(link, NOTHING), n) for one, n in every]
+            shares = [one.by_link.get(link, NOTHING).gather / (one.ahead_bytes or 1.0) for one, _ in every]
+            of[link] = LinkWork(
+                refresh=_upto(sum(n * one.get(link, NOTHING).first for one, n in p) for p in parts),
+                reduce=_upto(sum(n * one.get(link, NOTHING).last for one, n in p) for p in parts),
+                once=sum(n * one.once for one, n in each),
+                every=sum(n * one.every for one, n in each),
+                gather=sum(n * one.gather for one, n in each),
+                stays=held * max(shares),
             )
-            for link in (*LINKS[: 2 + (layout.base.cluster.inter_site is not None)], LOCAL)
-        }
         update = layout.base.compute.update(units.elements / layout.shards.os) + layout.matrix_seconds(0)
         return cls(of, update)
 
@@ -197,11 +205,3 @@ def _upto(parts: Iterable[float]) -> Sequence[float]:
 def _exposed(moved: Sequence[float], hidden: Sequence[float]) -> float:
     """Return the seconds at least by which messages take longer than what hides them, up to some part."""
     return max(0.0, *map(sub, moved, hidden))
-
-
-def _on(chain: Chain, link: str) -> float:
-    return sum(hop.seconds for hop in chain if hop.link == link)
-
-
-def _occupied(chain: Chain, link: str) -> float:
-    return sum(hop.seconds - hop.latency for hop in chain if hop.link == link)

@@ -98,7 +98,9 @@ class _Rule:
 
     def _of(self, program: Sequence[Segment]) -> Iterator[ModuleUse]:
         last = {part: i for i, (kind, part) in enumerate(program) if kind != "W"}
-        begun = tuple(self.coming(self.visits(program[: self.reach(program, 0)])[: self.window], GatheredUnits()))
+        begun = tuple(
+            self.coming(self.visits(program[: self.reach(program, 0)])[: self.window], GatheredUnits())
+        )
         yield ModuleUse((), begun)
         held = GatheredUnits(ahead=frozenset(begun))
         for i, segment in enumerate(program):

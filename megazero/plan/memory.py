@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import cycle, islice
 from math import prod
+from typing import NamedTuple
 
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
@@ -323,29 +324,40 @@ def _window(
     return max(sum(around[i : i + number]) for i in range(len(order)))
 
 
+class Pools(NamedTuple):
+    """The bytes of the pool: those that are sure, and those if the ranks' timing lets more chains be in flight."""
+
+    sure: float = 0.0
+    most: float = 0.0
+
+    @classmethod
+    def of(cls, units: RankUnits, states: States, micro_batches: int) -> Pools:
+        """Return a rank's. Of the micro-batches only the first WAITING count."""
+        return cls(*(pool(units, states, micro_batches, sure) for sure in (True, False)))
+
+
+NO_POOLS = Pools()
+
+
 @dataclass(frozen=True)
 class Standing:
-    """What a rank holds beside activations, whatever its micro-batch and schedule.
+    """What a rank holds beside activations and the pool, in bytes.
 
-    items: model state and the pool, in bytes. most: the pool, if the ranks' timing lets more chains be in flight.
-    gathered: parameters, by the kind of module that a backward is at.
+    items: model state. gathered: parameters, by the kind of module that a backward is at.
     """
 
     items: Mapping[str, float]
-    most: float
     gathered: Mapping[str, float]
     on_host: bool
 
     @classmethod
-    def of(cls, units: RankUnits, states: States, optimizer: OptimizerConfig, micro_batches: int) -> Standing:
-        """Return it for a rank's units. Of the micro-batches only the first WAITING count."""
-        sure, most = (pool(units, states, micro_batches, sure) for sure in (True, False))
-        items = {**model_states(units, states, optimizer), "staging": sure}
-        return cls(
-            items, most, {kind: gathered(units, states, kind) for kind in units.modules}, states.on_host
-        )
+    def of(cls, units: RankUnits, states: States, optimizer: OptimizerConfig) -> Standing:
+        held = {kind: gathered(units, states, kind) for kind in units.modules}
+        return cls(model_states(units, states, optimizer), held, states.on_host)
 
-    def at_peak(self, moments: Mapping[str, Mapping[str, float]], updates: float = 0.0) -> Memory:
+    def at_peak(
+        self, moments: Mapping[str, Mapping[str, float]], pools: Pools = NO_POOLS, updates: float = 0.0
+    ) -> Memory:
         """Return the rank's memory at the worst moment of a backward, with a margin.
 
         The margin is what the allocator leaves unused; on CPUs, what many chains in flight at once take.
@@ -353,9 +365,9 @@ class Standing:
         moments: the bytes of activations at each (plan/activations.py). Model state and the pool stay meanwhile.
         updates: bytes of matrices on their way in an update. Nothing else is in flight then, so they use the pool.
         """
-        always = {**self.items, "staging": max(self.items["staging"], updates)}
+        always = {**self.items, "staging": max(pools.sure, updates)}
         each = [{**always, **items, "gathered": self.gathered[kind]} for kind, items in moments.items()]
         most = max(each, key=lambda items: sum(items.values()))
         if self.on_host:
-            return Memory(**most, margin=max(self.most - always["staging"], 0.0))
+            return Memory(**most, margin=max(pools.most - always["staging"], 0.0))
         return Memory(**most, margin=ALLOCATOR_MARGIN * sum(most.values()))

@@ -404,7 +404,7 @@ class Search:
     def given_shards(self, base: BaseLayout) -> tuple[int, int, int]:
         return base.config.shards(base.world).factors
 
-    @property
+    @cached_property
     def _formats_free(self) -> bool:
         """Return whether the planner chooses the messages: neither a flag nor preset zeropp sets them."""
         quantised = any("quantized" in name for name in self.values)
