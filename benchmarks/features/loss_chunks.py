@@ -22,7 +22,7 @@ from benchmarks import harness
 from megazero.config import RunConfig, World, make_config
 from megazero.models.decoder import Head
 from megazero.ops.memory import peak_memory, resident_memory
-from megazero.plan.activations import MicroBatch
+from megazero.plan.activations import MicroBatchActivations
 from megazero.plan.units import WIDTHS
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES
@@ -53,7 +53,7 @@ def formula(sizes: Sizes, chunk: int, on_host: bool) -> float:
     """Return the planner's bytes of the head at the peak of a step."""
     config = config_of(sizes)
     width = WIDTHS[config.precision.params_dtype]
-    head = MicroBatch(config, width, on_host).of(config.stages(), chunk or None).head
+    head = MicroBatchActivations(config, width, on_host).of(config.stages(), chunk or None).head
     assert head is not None
     return head
 

@@ -61,7 +61,7 @@ def layer_activations(
     held = 5 if model.attn_logit_softcapping else 4
     transient = held * min(BAND, model.seq_length) * pairs / ranks * wide if backend == "math" else 0.0
     whole = tokens * (width * elements + masks + 4 * heads) + scores
-    inner = layer.gradients.inner
+    inner: float = layer.gradients.inner
     if layer.experts and (nodes := config.expert_nodes(world)) > 1:
         inner = max(inner, rows_between_nodes(model, nodes))
     gradients = inner / tp + layer.gradients.stream + (groups - 1) * own
@@ -126,7 +126,7 @@ class RankActivations:
         return moments
 
 
-class MicroBatch:
+class MicroBatchActivations:
     """The activations of a micro-batch, whatever the stages. They are sizes of one rank, in bytes.
 
     width: of an element. on_host: the ranks compute on processors. world: as for ``layer_activations``.

@@ -17,7 +17,7 @@ from megazero.config.options.cluster import Cluster
 from megazero.config.validate import find_errors
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
-from megazero.plan.activations import MicroBatch, loss_chunks
+from megazero.plan.activations import MicroBatchActivations, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import INTER_SITE, Collectives, Cost
@@ -65,10 +65,10 @@ def ring_of(grid: Grid, site_ranks: int) -> tuple[str, ...]:
     return tuple(grid.link(a, b) if a // site_ranks == b // site_ranks else INTER_SITE for a, b in pairs)
 
 
-@lru_cache(maxsize=8)
-def _lazy(of: type) -> frozenset[str]:
-    """Return the names of a class's cached properties."""
-    return frozenset(name for name, value in vars(of).items() if isinstance(value, cached_property))
+@lru_cache(maxsize=1)
+def _lazy() -> frozenset[str]:
+    """Return the names of what a base layout computes when it is asked."""
+    return frozenset(name for name, value in vars(BaseLayout).items() if isinstance(value, cached_property))
 
 
 @lru_cache(maxsize=4096)
@@ -140,7 +140,7 @@ class BaseLayout:
     def varied(self, config: RunConfig, partition: Partition, compute: Compute | None = None) -> BaseLayout:
         """Return the base of a configuration whose micro-batch and recompute alone differ from this one's."""
         other = copy(self)
-        for name in _lazy(type(self)).intersection(vars(other)):
+        for name in _lazy().intersection(vars(other)):
             del vars(other)[name]
         other._take(config, partition, compute or Compute(config, self.cluster, self.collectives, self.whole))
         return other
@@ -341,10 +341,10 @@ class BaseLayout:
         """
         known, alike = self.compute.known, (loss_chunk, self.partition.kinds[rank])
         if alike not in known:
-            if MicroBatch not in known:
+            if MicroBatchActivations not in known:
                 width, on_host = self.compute.width, self.cluster.on_host
-                known[MicroBatch] = MicroBatch(self.config, width, on_host, self.world)
-            known[alike] = known[MicroBatch].of(self.of_rank[rank], loss_chunk)
+                known[MicroBatchActivations] = MicroBatchActivations(self.config, width, on_host, self.world)
+            known[alike] = known[MicroBatchActivations].of(self.of_rank[rank], loss_chunk)
         if (rank, loss_chunk) not in self._moments:
             self._moments[rank, loss_chunk] = known[alike].moments(self.peaks[rank])
         return self._moments[rank, loss_chunk]
