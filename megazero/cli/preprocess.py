@@ -46,7 +46,9 @@ class PreprocessOptions:
     vocab_size: int | None = option(None, "vocabulary of the NullTokenizer", low=1)
     append_eod: bool = option(False, "end every document with the end-of-document token")
     workers: int = option(1, "processes that tokenize; the output is the same for any number", low=1)
-    skip_bad_lines: bool = option(False, "leave out lines that are not JSON, and report their number")
+    skip_bad_lines: bool = option(
+        False, "leave out lines that are not JSON or lack a key, and report their number"
+    )
 
 
 def main(argv: Sequence[str]) -> int:

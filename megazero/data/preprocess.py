@@ -255,8 +255,8 @@ class Encoder:
             except ValueError as error:
                 if not self.job.skip_bad_lines:
                     raise ValueError(
-                        f"{file}, line {line_number(file, at)}: {error}; mend the line, or leave such lines "
-                        "out with skip_bad_lines"
+                        f"{file}, line {line_number(file, at)}: {error}; mend the line, name keys that it "
+                        "has (--json-keys), or leave such lines out (--skip-bad-lines)"
                     ) from None
                 yield None
 

@@ -111,9 +111,7 @@ def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
     texts = {}
     for key in keys:
         if key not in record:
-            raise ValueError(
-                f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (json_keys chooses)"
-            )
+            raise ValueError(f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
         texts[key] = text = record[key]
         for piece in text if isinstance(text, list) else [text]:
             if not isinstance(piece, str):

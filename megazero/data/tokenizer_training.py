@@ -98,6 +98,9 @@ def _all_lines(files: Iterable[str], json_key: str) -> Iterator[str]:
             try:
                 text = parse_line(line, [json_key])[json_key]
             except ValueError as error:
-                raise ValueError(f"{file}, line {line_number(file, at)}: {error}") from None
+                raise ValueError(
+                    f"{file}, line {line_number(file, at)}: {error}; mend the line, or name a key that it has "
+                    "(--json-key)"
+                ) from None
             for piece in [text] if isinstance(text, str) else text:
                 yield from piece.split("\n")

@@ -71,6 +71,12 @@ def identify(save: str | None, log_dir: str, run_id: str, launch: Launch) -> Sta
     run_id = run_id or new_run_id()
     starts = [event for event in read_events(log_dir) if event.get("event") == "start"]
     before = sum(start.get("run_id") == run_id for start in starts)
+    if starts and (other := starts[-1].get("run_id")) != run_id:
+        notes = (
+            *notes,
+            f"--log-dir {log_dir} has the lines of another run, {other}: those of iterations after this start "
+            "move to metrics.superseded.jsonl; nearest: a --log-dir of its own for each run",
+        )
     return Start(run_id, max(before, launch.restarts), launch.job, notes=notes)
 
 

@@ -22,7 +22,7 @@ from megazero.mesh.starter import start_again
 from megazero.ops.failures import reported_elsewhere
 
 USAGE = """usage: megazero evaluate --load DIR [--nproc-per-node N] [flags of training]
-       megazero evaluate --load runs/a --data-path data/text_text_document --split 0,1,0 --eval-iters 50
+       megazero evaluate --load runs/a --data-path data/text_text_document --split 0,1,0 --micro-batch-size 8
        torchrun ... -m megazero evaluate --load hf:models/published FLAGS
 
 Measures the mean loss of a checkpoint, or of a Hugging Face folder (hf:DIR), on the validation and test data of

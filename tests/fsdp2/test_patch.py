@@ -238,6 +238,7 @@ def refused_count(name: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_every_mesh_counts_its_own_bytes() -> None:
     """Of 8 experts of 2 x 32 x 32 a rank has 4, half of them sharded: it is the one rank of its mesh in its node."""
     experts = 4 * 2 * 32 * 32
@@ -334,6 +335,7 @@ def written(words: dict[str, Any], how: str, folder: str) -> tuple[list[float], 
     return found[0], found[1]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "words, how",
     [
@@ -375,6 +377,7 @@ def written_ahead(words: dict[str, Any] | None, how: str) -> float:
             return job.model.encode(job.batch(0, 0)).logsumexp(-1).mean().item()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", ["unshard", "method", "part"])
 def test_weights_are_not_stale_without_the_models_forward(how: str) -> None:
     """``unshard`` gathers before a forward, a registered method is none, and a part may be called alone."""

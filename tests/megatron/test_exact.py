@@ -20,6 +20,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("megatron_core_patch")
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", cases("dp4 overlap", "tp2 sp", "moe ep2"))
 def test_exact_messages_change_nothing(case: Case) -> None:
     """Bit for bit where at most two ranks are summed; 1e-6 in fp32 where gloo sums in another order."""

@@ -25,6 +25,7 @@ def trained(case: Case) -> list[Run]:
     return run_ranks(case.world, train, case, timeout=120)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", cases("tp2 sp", "pp2 vpp2"))
 def test_every_layout_trains_as_one_rank(case: Case) -> None:
     """Losses and norms of every step, which depend on the updates before, and replicas' bits."""
@@ -48,6 +49,7 @@ def test_a_seed_decides_everything() -> None:
     assert step_losses(other, trained(other)) != step_losses(case, trained(case))
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     case = Case(steps=30, micro_batches=4, vocabulary=32)
     losses = step_losses(case, trained(case))

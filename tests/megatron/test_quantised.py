@@ -57,6 +57,7 @@ def shapes() -> list:
     ]
 
 
+@pytest.mark.first(1)
 @BOTH
 @pytest.mark.parametrize("case", shapes())
 def test_every_shape(case: Case, formats: Formats) -> None:
@@ -131,6 +132,7 @@ ROUNDINGS: dict[str, Formats] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, layout",
     [
@@ -212,6 +214,7 @@ def printed_after_few_samples(case: Case, formats: Formats) -> str:
     return said.getvalue()
 
 
+@pytest.mark.slow
 def test_the_first_rank_warns_once_of_gradients_that_lose_much() -> None:
     case = replace(SHAPES["overlap"], bf16=True, steps=8)
     told, *others = run_ranks(

@@ -99,6 +99,7 @@ def state(job: Job, is_loading: bool) -> dict[str, Any]:
     return {**models, "optimizer": optimizer}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "formats",
     [

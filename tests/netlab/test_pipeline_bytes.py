@@ -11,22 +11,20 @@ import pytest
 from benchmarks.pipeline.bytes import CASES, HIDDEN, SEQUENCE, measure
 
 COUNTS = [2, 4, 8]
-SLOW = {name for name, case in CASES.items() if case.ranks_per_node == 4} | {"across"}
 STATE = {"refresh", "reduce"}
 
 
 @cache
-def measured(slow: bool):
-    """Of the slow cases or of the others, which share processes."""
-    return measure([name for name in CASES if (name in SLOW) == slow], COUNTS)
+def measured():
+    """Of all cases, which share processes."""
+    return measure([*CASES], COUNTS)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_bytes_between_nodes(netlab, name):
     netlab(2)  # skips where no lab can be made
-    case, results = CASES[name], measured(name in SLOW)[name]
+    case, results = CASES[name], measured()[name]
     assert [result["micro_batches"] for result in results] == COUNTS
     for result in results:
         figures = (result[k] for k in ("counted", "formula", "sent", "again"))

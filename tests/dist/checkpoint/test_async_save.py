@@ -101,6 +101,7 @@ def test_checkpoints_are_those_of_saves_at_once(tmp_path: Path) -> None:
     assert sorted(os.listdir(folders[2])) == [f"iter_{step:07d}" for step in (4, 5)]
 
 
+@pytest.mark.slow
 def test_a_stop_and_the_end_wait_for_what_is_written(tmp_path: Path) -> None:
     run = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "log_dir": str(tmp_path / "logs")}
     stop = {**run, "save_interval": 100, "exit_interval": 3}
@@ -112,6 +113,7 @@ def test_a_stop_and_the_end_wait_for_what_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "hf" / "config.json").is_file()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("fault", [full_from_the_second, still_from_the_second])
 def test_a_failed_write_is_an_error_when_the_time_to_try_is_over(tmp_path: Path, fault: Callable) -> None:
     """Of a disk that is full, or stands still for the time limit: on every rank alike, naming the one that has it."""
@@ -127,6 +129,7 @@ def test_a_failed_write_is_an_error_when_the_time_to_try_is_over(tmp_path: Path,
     assert latest is not None and latest.name == "iter_0000002" and store.verify(latest).step == 2
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("iterations", "kept"), [(7, (2, 6, 7)), (4, (2, 4))])
 def test_a_save_that_failed_once_is_made_up_for(
     tmp_path: Path, iterations: int, kept: tuple[int, ...]

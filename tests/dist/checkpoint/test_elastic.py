@@ -34,6 +34,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], float]] = {
 FEW = ("zeropp", "tp 2 x pp 2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [FEW, pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)], ids=["few", "all"]
 )

@@ -118,6 +118,7 @@ def load_refused(values: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_what_another_rank_did_not_write_is_an_error(tmp_path: Path) -> None:
     values = {**MODEL, "expert_model_parallel_size": 2, "log_dir": str(tmp_path / "logs")}
     run_ranks(2, saved_by_some, {**values, "save": str(tmp_path / "run")}, timeout=120)

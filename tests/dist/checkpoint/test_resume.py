@@ -280,6 +280,7 @@ def relayout(
     return wrong
 
 
+@pytest.mark.slow
 def test_every_layout_goes_on_from_every_source(tmp_path: Path) -> None:
     pairs = [(source, target) for source in SOURCES for target in LAYOUTS if source != target]
     assert not relayout(
@@ -300,6 +301,7 @@ MODELS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("amount", ["few", pytest.param("many", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 def test_pipelines_go_on_from_every_layout_and_every_layout_from_pipelines(
@@ -464,6 +466,7 @@ def test_one_rank_reads_what_the_folder_holds(tmp_path: Path) -> None:
     assert [reads for *_, reads in found] == [4, 0]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_complete_or_taken_back(tmp_path: Path) -> None:
     """Resuming a finished run trains nothing, nor does the command again that began elsewhere; one that names its
     checkpoint begins there, and leaves the newer checkpoint behind."""
@@ -536,6 +539,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path) -> None
     assert superseded.start == 4 and superseded.losses == first.losses[4:5]
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on_from_its_own_checkpoints_wherever_it_began(tmp_path: Path) -> None:
     """A new run from old weights, a branch of a run, and one that began its optimizer anew: each begins once."""
     base = {"log_dir": str(tmp_path / "logs"), "train_iters": 6, "exit_interval": 2, "global_batch_size": 2}

@@ -114,6 +114,7 @@ def load_on_ranks(path, tp, replicas=1, kinds=KINDS):
     return loaded.state["samples"], rng, loaded.manifest.world_size
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "tp, replicas, idle", [(2, 1, ()), (1, 1, ()), (4, 1, ()), (2, 2, ()), (1, 1, (0, 2))]
 )

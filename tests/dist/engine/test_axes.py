@@ -185,6 +185,7 @@ PLACES = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", PLACES)
 def test_units_on_other_axes_equal_bare_torch(name):
     for micro_batches in (1, 3):
@@ -201,6 +202,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("place", ["zero3; in the node, across", "hpz; experts"])
 def test_policies_on_other_axes_equal_bare_torch(place, name):
@@ -330,6 +332,7 @@ def resume_half(path, place, micro_batches):
 PLAIN = ((2, 2, 2), None, None)  # on two ranks, with all experts on each
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("saved, resumed", [
     ("zero3; in the node, across", "zeropp; hpz across, zero3"),
     ("hpz; experts", "zero3; experts"),

@@ -149,6 +149,7 @@ LAYOUTS = [  # shards, ranks per node
 ]
 
 
+@pytest.mark.first(10)
 @pytest.mark.parametrize("world,shards,per_node", LAYOUTS)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_every_layout_equals_bare_torch(world, shards, per_node, micro_batches):
@@ -167,6 +168,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_equal_bare_torch(name):
     options, kwargs = POLICIES[name]
@@ -196,6 +198,7 @@ QUANTISED = zero.Codecs(
 )
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("exact_numel", [0, 18])
 @pytest.mark.parametrize("shards", [(2, 2, 4), (1, 1, 4), (4, 4, 4), (2, 2, 2), (1, 1, 1)])
 def test_quantised_hops_stay_near_bare_torch(shards, exact_numel):

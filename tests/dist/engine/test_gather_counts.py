@@ -103,12 +103,14 @@ def check(cases):
                 assert {launched[u] for u in last} == {m}, "stays from a forward to its backward"
 
 
-@pytest.mark.parametrize("preset, layout", [("zeropp", "one stage"), ("zero3", "interleaved")])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("preset, layout", [("zero3", "interleaved"), ("zeropp", "one stage")])
 def test_a_unit_is_gathered_once_for_a_forward_and_once_for_a_backward(preset, layout):
     """Less often where what comes next needs it, by the recorded order, near enough for it to stay."""
     check([case(preset, layout, bound, 4, "full") for bound in BOUNDS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset, layout", [("zeropp", "one stage"), ("zero3", "zb-h1")])
 def test_joined_layers_are_gathered_together(preset, layout):
     """The second of two layers needs what the first has gathered; of three of a stage, the last is alone."""

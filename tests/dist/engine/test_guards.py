@@ -347,6 +347,7 @@ def surprises(name):
     return found, shown, said
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", WRITABLE)
 def test_writes_in_gathered_are_kept_on_every_layout(name):
     """Without ``write`` they are errors, too."""

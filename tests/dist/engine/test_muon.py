@@ -153,6 +153,7 @@ FEW = [
 ]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
 def test_few_layouts_equal_one_rank(case):
     assert not run([case])

@@ -186,6 +186,7 @@ def trained(shards, plan: Plan, policy: dict):
     return norms, assemble(runner.store["slices"], shapes), weights(runner.engine)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_any_order_of_weight_gradients_gives_one_ranks_step(name):
     norms, grads, values = one_rank(3)
@@ -233,6 +234,7 @@ def undeclared(shards, plan: Plan, announced: bool):
     return norms, assemble(runner.store["slices"], shapes), weights(runner.engine)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", UNDECLARED)
 def test_parts_whose_segments_nobody_declares_give_one_ranks_step(name):
     norms, grads, values = one_rank(3)
@@ -279,6 +281,7 @@ def misuse(shards):
     return found
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("shards", [(1, 1, 2), (2, 2, 2)], ids=str)
 def test_misuse_of_parts_is_named_and_a_step_after_it_is_good(shards):
     assert run_ranks(2, misuse, shards) == [[]] * 2
@@ -298,6 +301,7 @@ def broken_off(shards, plan: Plan, policy: dict) -> list[int]:
     return bad
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("shards", SHARDS, ids=str)
 def test_a_step_that_is_given_up_anywhere_leaves_nothing(shards):
     policy = {"lifetime": "step"} if shards == (1, 1, 2) else {}

@@ -70,6 +70,7 @@ def differences(shards, whole) -> tuple[float, bool]:
     return apart, all(torch.equal(masters[0][n], masters[1][n]) for n in masters[0])
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     "shards", [(1, 1, 1), (1, 1, 4), (1, 4, 4), (2, 2, 2), (2, 4, 4), (4, 4, 4)], ids=str

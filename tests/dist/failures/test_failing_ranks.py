@@ -99,6 +99,7 @@ def stop_after_the_meeting(rank: int) -> None:
         start.init_distributed = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", [pytest.param(miss_the_meeting, marks=pytest.mark.slow), stop_after_the_meeting]
 )
@@ -163,6 +164,7 @@ def as_its_watchdog_starts(rank: int) -> None:
 STOPS = [as_its_store_listens, when_all_have_met, as_its_watchdog_starts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", [while_another_waits, *(pytest.param(each, marks=pytest.mark.slow) for each in STOPS)]
 )

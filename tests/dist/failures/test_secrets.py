@@ -100,6 +100,7 @@ def start(folder: Path, command: list[str], *flags: str, **environ: str) -> subp
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
 def test_a_run_that_trains_saves_and_crashes(tmp_path: Path, logger: str) -> None:
     pytest.importorskip(logger)

@@ -62,6 +62,7 @@ def run(values: dict[str, Any], slow: int, kind: str) -> list[str]:
     return warnings
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("layout", "kind", "slow"), [("zero3", "data", 2), ("TP 2, PP 2", "compute", 3)])
 def test_the_slow_rank_of_a_run_is_named(tmp_path: Path, layout: str, kind: str, slow: int) -> None:
     values = {**LAYOUTS[layout], "train_iters": STEADY + 1, "global_batch_size": 4, "log_dir": str(tmp_path)}

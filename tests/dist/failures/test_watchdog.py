@@ -82,6 +82,7 @@ SOME = [("loop", 0)]  # test_failing_ranks has a stopped one, in training
 EVERY = [(kind, victim) for kind in ("stopped", "loop", "fifo", "killed") for victim in range(WORLD)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "victim"),
     [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in SOME)],

@@ -141,6 +141,7 @@ def test_ctrl_c_shows_no_trace(tmp_path: Path, handler: bool, status: ExitStatus
     assert any((tmp_path / "save").glob("iter_*")) == handler
 
 
+@pytest.mark.slow
 def test_torchruns_report_of_a_mistake_ends_with_it(tmp_path: Path) -> None:
     run = start(UNDER_TORCHRUN, tmp_path, "--train-iters", "2", "--num-layrs", "3", "--min-lr", "-1")
     text, _ = run.communicate(timeout=300)

@@ -112,6 +112,7 @@ def test_rows_come_by_rank_from_nodes_of_any_size(world: int, per_node: int) -> 
     assert run_ranks(world, gathered, per_node) == [rows] * world
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "layout, groups",
     [
@@ -142,6 +143,7 @@ def test_every_communicator_is_made_before_the_first_step_and_in_one_order(layou
     list(TopologicalSorter(order).static_order())  # raises where ranks that make them would wait in a ring
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     "values",
     [

@@ -110,6 +110,7 @@ def faults(cases: list[Case]) -> list[str]:
     ]
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("each", (*CORE, *SHARED, ACROSS), ids=lambda each: each.id)
 def test_experts_train_on_a_layout_as_on_one_rank(each: Case) -> None:
     assert not faults([each])

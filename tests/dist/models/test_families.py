@@ -89,6 +89,7 @@ LAYOUTS = {
     "tp2-pp2-zb": _layout(2, 1, "zero1", True, 3, "none", pp=2, schedule="zb-h1"),
     "dp4-ep2": _layout(1, 4, "zero3", False, 1, "full", ep=2),
 }
+ALWAYS = ("pp2-dp2", "dp4-ep2")  # the quickest
 CORE = {
     "tp2-dp2-sp": ("qwen3-biases-tied", "olmo2", "gpt_neox", "falcon-40b", "falcon-rw", "granitemoe"),
     "tp2-dp2-full": ("phi3-partial-window", "qwen3", "olmo2-biases", "falcon-7b", "llama-attention-bias"),
@@ -273,7 +274,9 @@ def _faults(theirs: Theirs, state: Arrays, outcomes: Sequence[parity.Outcome], s
                 yield f"{event} gradient of {name}: {error:.3g}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_features_train_as_in_transformers(layout: str) -> None:
     assert not faults(layout, CORE[layout], 3, "fp64")
 

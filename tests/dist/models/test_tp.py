@@ -110,6 +110,7 @@ def reference() -> dict:
     return {name: run(name, TensorParallel()) for name in CASES}
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_decoder_equals_one_rank(size, sequence_parallel, reference):
@@ -174,6 +175,7 @@ def documents_on_ranks(cases: list[tuple], sequence_parallel: bool) -> list:
     return [packed_documents(*case, context(sequence_parallel), False, torch.float32) for case in cases]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 def test_packed_documents_lose_what_they_lose_apart(sequence_parallel):
     cases = [(name, kind) for name in FAMILIES for kind in ("none", "selective", "full")]
@@ -264,6 +266,7 @@ def gradients_put_off(sequence_parallel: bool, dtype: torch.dtype) -> dict[str, 
     return order
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 def test_gradients_put_off_equal_the_direct_backward(sequence_parallel, dtype):

@@ -194,6 +194,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_ranks_with_different_options_are_refused_at_the_start(tmp_path: Path, case: str) -> None:
     change, message = DIFFERENT[case]

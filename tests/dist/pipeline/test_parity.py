@@ -42,6 +42,7 @@ ONE = Case(
 FOUR = replace(ONE, dp=4, shards="hpz")  # 2 ranks of a node share parameters, 4 all else
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "one,others",
     [

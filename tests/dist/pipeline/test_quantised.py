@@ -147,6 +147,7 @@ def after_updates(case: Staged, mesh: Mesh, updates: int = 4) -> dict:
     return dict(found)
 
 
+@pytest.mark.slow
 @places
 def test_both_ends_and_their_replicas_are_equal(place):
     cases = everywhere(place, dtype=BF16)
@@ -218,6 +219,7 @@ def poisoned(case: Staged, mesh: Mesh) -> None:
     assert bits_of(engine) == bits_of(plain_engine), case
 
 
+@pytest.mark.slow
 @places
 def test_one_stage_that_is_not_finite_skips_the_step_on_all(place):
     cases = everywhere(place, ("both, stochastic", "feedback", "differences, feedback"), dtype=BF16)
@@ -262,6 +264,7 @@ def falling(case: Staged, mesh: Mesh, at: int | None) -> tuple:
     return infos, names, state["fallen_back"], seen, exact(engine)
 
 
+@pytest.mark.first(1)
 @places
 @pytest.mark.parametrize("tied", [False, True], ids=["a stage's own", "tied"])
 def test_all_stages_fall_back_alike(place, tied):

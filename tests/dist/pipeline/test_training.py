@@ -130,6 +130,7 @@ FEW = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [FEW, pytest.param(tuple(RUNS), marks=pytest.mark.slow)], ids=["some", "all"]
 )
@@ -173,6 +174,7 @@ def test_the_options_of_these_runs_take_effect(tmp_path: Path) -> None:
     assert len({each.losses for each in seen}) == len(seen)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("ranks, layout", [(2, pipeline(2, "zb-h1")), (4, pipeline(2, virtual=2, **TIED))])
 def test_evaluations_do_not_change_training(tmp_path: Path, ranks: int, layout: dict[str, Any]) -> None:
     base = {

@@ -84,6 +84,7 @@ def held(few: bool) -> dict[str, list[tuple[int, int, float, float]]]:
     return {name: [rank[number] for rank in every] for number, name in enumerate(names)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_model_states_are_what_is_held(name: str) -> None:
     for states, _, predicted, _ in held(name in FEW)[name]:

@@ -274,7 +274,7 @@ class _Model:
         if codec is not None and self.coded:
             largest = (held.value.abs() + held.bound + held.slack)[: self.coded] * (1 + 2**-20)
             bound = bound_of_any(codec, largest)
-            out[: self.coded] = bound.repeat_interleave(codec.form.block)
+            out[: self.coded] = bound.repeat_interleave(codec.block)
         return out
 
     def run(self, every: Sequence[Sequence[torch.Tensor]]) -> list[Sum]:

@@ -123,6 +123,7 @@ def test_parameters_and_replicas_are_equal_on_every_rank():
         assert_agreed(by_case(4, several, after_updates, cases, updates))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world,per_node,tp", [(6, 3, 1), EIGHT_RANKS])
 def test_parameters_and_replicas_are_equal_on_other_grids(world, per_node, tp):
     cases = [
@@ -219,6 +220,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lifetimes", [LIFETIMES, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_every_use_in_a_step_sees_the_same_bits_and_evaluations_change_none(lifetimes):
     cases = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
 from megazero import zero
 from tests.dist.pool import by_case
 from tests.dist.quantised.cases import Q4, Q8, S4, Case, several
@@ -30,5 +32,6 @@ def test_sums_across_two_axes_are_within_the_bound():
         assert 0.3 < max(worst) <= 1, (case, worst)
 
 
+@pytest.mark.slow
 def test_replicas_beyond_the_optimizers_shards_are_equal():
     assert_agreed(by_case(4, several, after_updates, CASES, 4))

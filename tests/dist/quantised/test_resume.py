@@ -153,6 +153,7 @@ NOISY = zero.Codecs(
 MIXED = zero.Codecs(weights=H4, delta=True, gradients_intra=H8, gradients_inter=H4, feedback=True)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("letters", "codecs"), [("hhd", NOISY), ("11d", MIXED)])
 def test_a_resume_keeps_residuals_and_what_receivers_hold(letters, codecs, tmp_path):
     case, steps = Case(letters, 2, codecs, dtype=BF16), 6
@@ -237,6 +238,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [next(iter(RESUMED)), *(pytest.param(n, marks=pytest.mark.slow) for n in [*RESUMED][1:])]
 )

@@ -120,6 +120,7 @@ def test_errors_that_are_fed_back_do_not_add_up():
         assert max(worst) > 0.5 or case.letters in ("hhh", "111"), (case, "the bound is not slack")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world,per_node,tp", [(6, 2, 1), EIGHT_RANKS])
 def test_errors_are_fed_back_on_other_grids(world, per_node, tp):
     run_ranks(
@@ -160,6 +161,7 @@ def gradients_fall_back(case: Case):
     return infos, [*seen, exact(engine)], state["fallen_back"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world,per_node,tp", [(4, 2, 1), EIGHT_RANKS])
 def test_gradients_above_the_bound_fall_back_on_every_rank(world, per_node, tp):
     rounded = zero.Codecs(gradients_intra=Q8, gradients_inter=Q4)
@@ -263,6 +265,7 @@ def zeroed(case: Case) -> list[tuple[float | None, float | None, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world,per_node,tp", [(4, 2, 1), EIGHT_RANKS])
 def test_the_share_that_arrives_as_zero_is_that_of_all_senders(world, per_node, tp):
     both = zero.Codecs(gradients_intra=Q8, gradients_inter=Q4)
@@ -383,6 +386,7 @@ def formula(case: Case, regions, axes) -> dict:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world,per_node,tp", [pytest.param(4, 2, 1, marks=pytest.mark.slow), (6, 3, 1), EIGHT_RANKS]
 )

@@ -106,6 +106,7 @@ def test_an_overflow_on_one_rank_skips_on_every_rank_and_lowers_the_scale(
             assert abs(line["lm_loss"] - loss) <= LAYOUTS[name][1] * loss, (name, line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [INT8, pytest.param({"zero_preset": "zero3"}, marks=pytest.mark.slow)])
 def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, preset: dict[str, Any]) -> None:
     """Stopped while the scale falls, so that one that began anew would skip other steps."""

@@ -6,6 +6,8 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.dist.runs import train_each
 
 ITERATIONS = 2  # traced ones
@@ -19,6 +21,7 @@ def names(path: Path) -> list[str]:
     return [event["name"] for event in events if event.get("cat") == "user_annotation"]
 
 
+@pytest.mark.slow
 def test_a_trace_names_hops_and_compute_by_unit(tmp_path: Path) -> None:
     values = {"zero_shard": (2, 2, 2), "global_batch_size": 2 * MICRO_BATCHES, "log_dir": str(tmp_path)}
     profiled = {

@@ -136,6 +136,7 @@ def script(name: str, data: str, files: dict[str, str], folder: Path) -> list[st
     return done.stdout.split("\0")[:-1]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "bloom-176b")) for name in SCRIPTS]
 )

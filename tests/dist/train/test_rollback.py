@@ -89,6 +89,7 @@ def seen_or_error(job: Values) -> Seen | str:
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, layout",
     [

@@ -73,6 +73,7 @@ def test_every_layout_sees_the_same_samples(tmp_path: Path) -> None:
     assert samples(reseeded) != first[: sum(STEPS[:3])]
 
 
+@pytest.mark.slow
 def test_no_gap_and_no_repeat_after_resumes_on_other_layouts(tmp_path: Path) -> None:
     """Stopped mid-ramp and again later, each time going on elsewhere; a checkpoint between is not looked at."""
     base = {**values(tmp_path), "save": str(tmp_path / "run")}

@@ -39,6 +39,7 @@ def train_without(values: Values, begin: int, end: int) -> Seen:
         feeding.Batches = original
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_samples_of_named_iterations_are_consumed_without_an_update(tmp_path: Path, world: int) -> None:
     base = {**RAMP, **LAYOUTS[world], "hidden_dropout": 0.0}

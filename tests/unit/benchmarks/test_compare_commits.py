@@ -120,6 +120,7 @@ def test_a_trees_own_script_runs_and_says_what_went_wrong(tree: commit_trees.Tre
         assert "megazero.kernels from /elsewhere" in ask("--mixed"), "modules of another tree are refused"
 
 
+@pytest.mark.slow
 def test_a_run_pauses_after_the_steps_of_a_turn(tree: commit_trees.Tree) -> None:
     file = tree.path / "steps"
     with commit_trees.TreeRanks(tree) as ranks:

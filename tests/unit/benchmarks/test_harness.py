@@ -100,6 +100,7 @@ def sums(factor: int) -> list[int]:
     return [int(row), harness.ranks_per_node()]
 
 
+@pytest.mark.slow
 def test_ranks_run_a_function_and_say_why_it_failed() -> None:
     assert harness.run(sums, 5) == [15, 2]
     with pytest.raises(RuntimeError, match="no factor"):

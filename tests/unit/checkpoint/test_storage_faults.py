@@ -84,6 +84,7 @@ def value(path: Path | None) -> float:
     return store.load_full(path)["w"][0].item()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_save_goes_on_whichever_operation_fails(tmp_path: Path, faults: Faults, behind: bool) -> None:
     root, staging, told = tmp_path / "save", store.Staging() if behind else None, list[str]()
@@ -386,6 +387,7 @@ def wait(copies: Copier) -> None:
     copies._part.wait_for_all(None, 60)
 
 
+@pytest.mark.slow
 def test_every_nth_checkpoint_is_copied_checked_and_pruned_apart(tmp_path: Path) -> None:
     said, save, copy = list[str](), tmp_path / "save", tmp_path / "copy"
     copies = copier(copy, said, interval=4, keep=2)

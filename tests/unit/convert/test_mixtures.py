@@ -76,6 +76,7 @@ def test_a_folder_whose_experts_are_not_its_configs(
     assert weights_digest(folder) == before and not (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.slow
 def test_routers_whose_scores_are_nan(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The check of an import finds them, and a run's first loss."""
     folder, root = changed(published, tmp_path / "hf", spoil), tmp_path / "checkpoint"

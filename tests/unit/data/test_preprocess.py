@@ -142,7 +142,8 @@ def test_bad_line_is_named_or_left_out(tmp_path: Path, message: str, chunk_bytes
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "1"}\n\n{"text": "2"}\n' + BAD[message] + b'\n{"text": "3"}\n')
     job = replace(NULL, files=(str(path),))
-    with pytest.raises(ValueError, match=r"bad.jsonl, line 4: .*" + message):
+    flags = r".*\(--json-keys\).*\(--skip-bad-lines\)"  # of the command, which says what to do
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 4: .*" + message + flags):
         preprocess(job, tmp_path / "o", chunk_bytes=chunk_bytes)
     lenient = replace(job, skip_bad_lines=True)
     (output,), counts = preprocess(lenient, tmp_path / "o", chunk_bytes=chunk_bytes, say=lambda _: None)

@@ -55,6 +55,12 @@ def test_vocabulary_limits_name_a_size_that_works(lines: list[str], tmp_path: Pa
         train_tokenizer(some, tmp_path / "x.model", vocab_size=nearest, model_type=model_type)
 
 
+def test_a_bad_line_is_named_with_the_flag_of_its_key(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"a": "1"}\n{"b": "2"}\n')
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: no key 'a'; it has 'b'; .*\(--json-key\)"):
+        sample_lines([str(tmp_path / "bad.jsonl")], "a")
+
+
 def test_stdlib_sources() -> None:
     files = stdlib_sources()
     assert files == sorted(files) and len(files) > 300

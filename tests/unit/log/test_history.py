@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megazero.log.exit_status import STATUS_FILE, ExitStatus, read_status
-from megazero.log.history import RUN_FILE, Start, identify, read_events
+from megazero.log.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify, read_events
 from megazero.log.metrics import read_metrics
 from megazero.log.units import duration
 from megazero.mesh.launch import Launch, is_first, read_launch
@@ -95,6 +95,14 @@ def test_who_is_another_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     unsaved = identify(str(tmp_path / "file" / "run"), logs, "", Launch(restarts=4))
     assert unsaved.restarts == 4 and "is another run at outside loggers" in unsaved.notes[0]
+
+
+def test_lines_of_another_run_in_the_folder_are_told(tmp_path: Path) -> None:
+    logs, launch = str(tmp_path), Launch()
+    (tmp_path / EVENTS_FILE).write_bytes(event_line("start", {"run_id": "first"}))
+    assert not identify(None, logs, "first", launch).notes
+    (note,) = identify(None, logs, "second", launch).notes
+    assert f"--log-dir {logs} has the lines of another run, first" in note
 
 
 def test_the_head_of_a_log_names_job_restarts_and_hosts() -> None:

@@ -353,6 +353,7 @@ def test_kernels_of_variable_lengths_are_in_one_graph(backend, stand_ins, monkey
     assert torch.equal(found, tensors[0].sin())
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=8)
 @pytest.mark.long
 def test_flex_attention_may_have_graphs_of_many_lengths(monkeypatch):

@@ -22,6 +22,7 @@ def step(decoder: Decoder, key: int | None) -> list[torch.Tensor]:
         return [*found, decoder.eval()(*batch()), decoder.train()(*batch(), dropout_key=key)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.long
 @pytest.mark.parametrize(
     "recompute", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "selective"))]

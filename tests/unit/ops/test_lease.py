@@ -298,6 +298,7 @@ def broken(world: Simulation) -> Iterator[str]:
                 yield f"{each.name} was refused for {by.name}, which was dead"
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 10_000), marks=pytest.mark.slow)])
 def test_there_are_never_two_writers_and_nobody_waits_longer_than_stated(seeds, monkeypatch) -> None:

@@ -393,6 +393,7 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_page_is_whole_escaped_and_needs_no_network(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, iterations=10 * POINTS)) for name in ("a", "b&c")]

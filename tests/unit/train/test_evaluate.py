@@ -39,6 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.first(1)
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout",

@@ -361,6 +361,7 @@ def test_steps_that_are_not_finite_are_skipped_told_and_ten_in_a_row_the_end(tmp
     assert [line["iteration"] for line in lines if line.get("skipped")] == [3, *range(5, 14)]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_what_is_due_among_iterations_left_out_comes_after_them(tmp_path: Path) -> None:
     """Evaluation, save, exit and the end of the trace: none is passed over with them."""
