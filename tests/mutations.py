@@ -726,8 +726,8 @@ megazero/plan/bounds.py
   the bound of a layout is above its time
 
 megazero/plan/activations.py
-- left = (peak - 1) * one
-+ left = peak * one
+- left = (peak - 1) * self.one
++ left = peak * self.one
   at the embedding the layers' activations are still there
 
 megazero/families/layer_kinds.py

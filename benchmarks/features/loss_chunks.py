@@ -20,10 +20,9 @@ import torch.nn.functional as F
 
 from benchmarks import harness
 from megazero.config import RunConfig, World, make_config
-from megazero.config.model.spec import HEAD
 from megazero.models.decoder import Head
 from megazero.ops.memory import peak_memory, resident_memory
-from megazero.plan.activations import activations
+from megazero.plan.activations import MicroBatchActivations
 from megazero.plan.units import WIDTHS
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES
@@ -54,7 +53,9 @@ def formula(sizes: Sizes, chunk: int, on_host: bool) -> float:
     """Return the planner's bytes of the head at the peak of a step."""
     config = config_of(sizes)
     width = WIDTHS[config.precision.params_dtype]
-    return activations(config, width, config.stages(), 1, on_host, chunk or None)[HEAD]["head"]
+    head = MicroBatchActivations(config, width, on_host).of(config.stages(), chunk or None).head
+    assert head is not None
+    return head
 
 
 def make_step(sizes: Sizes, chunk: int, device: torch.device) -> Callable[[], float]:

@@ -46,7 +46,7 @@ CASES: Sequence[Case] = (
         "70B on 16 nodes of 8 H100",
         f"{LLAMA} --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
         "--global-batch-size 512 --cluster h100 --nodes 16 --link-rates 100",
-        "exact and quantised are 3% apart, less than the planner's error of 5% at the median; the tensor- "
+        "exact and quantised are 3% apart, less than the planner's error of 5% at the median; the tensor-"
         "parallel pipeline sends little across nodes, so there is little to save.",
     ),
     Case(

@@ -34,6 +34,7 @@ from benchmarks.steps import pipelined
 from megazero.config import RunConfig, World, parse
 from megazero.config.options.cluster import Cluster, Device, InterNode, IntraNode, load_cluster
 from megazero.plan.base_layout import BaseLayout
+from megazero.plan.bounds import Shard
 from megazero.plan.layout import Layout
 from megazero.plan.options import read_values, with_stand_ins
 from megazero.plan.report import describe, layout_flags
@@ -96,8 +97,10 @@ def draw(shape: str, seed: int, number: int, batch: int) -> list[Case]:
     found = dict[str, Case]()
     while len(found) < number:
         base = generator.choice(bases[generator.choice(sorted(bases))])
-        choices = [choice for choice, _ in search.shard_choices(base)]
-        layout, formats = generator.choice(list(search.layouts(generator.choice(choices))))
+        by_shard = defaultdict[Shard, list[tuple[Layout, str]]](list)
+        for choice in search.choices(base):
+            by_shard[choice.shard] += [(each, choice.formats.name) for each in search.layouts(choice)]
+        layout, formats = generator.choice(generator.choice(list(by_shard.values())))
         case = Case(shape, (*words, *TRAINING, *layout_flags(layout.config)), formats)
         found.setdefault(case.key, case)
     return list(found.values())

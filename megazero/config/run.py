@@ -203,6 +203,16 @@ class RunConfig:
         near = self.data_ranks_per_node(world) if world is not None and self.knows_nodes(world) else None
         return levels(self.parallel, self.model, near)
 
+    def expert_nodes(self, world: World | None) -> int:
+        """Return on how many nodes the ranks that share the experts lie, as far as nodes are known.
+
+        Raises ValueError if data-parallel groups straddle nodes unevenly.
+        """
+        if world is None or not self.knows_nodes(world):
+            return 1
+        near = self.data_ranks_per_node(world) * self.parallel.tensor_model_parallel_size
+        return max(1, self.parallel.expert_model_parallel_size // near)
+
     def gathered_keys(self, world: World) -> Coding | None:
         """Return the format of keys and values that are gathered across nodes. None: they are exact, or none are."""
         crosses = self.parallel.context_parallel_size > self.data_ranks_per_node(world)

@@ -73,9 +73,9 @@ def _layout(config: RunConfig, world: World) -> list[str]:
         lines.append(f"{own}: {', '.join(ways)}")
     if (ep := config.parallel.expert_model_parallel_size) > 1:
         p, g, os = expert_shards(shards.factors, max(1, ep // tp))
-        near, way = min(ep, h * tp), config.parallel.moe_dispatch_across_nodes
-        where = "a node" if near == ep else f"{ep // near} nodes"
-        rows = "" if near == ep else f"; rows go to other nodes {'in INT8' if way == 'int8' else 'exactly'}"
+        nodes, way = config.expert_nodes(world), config.parallel.moe_dispatch_across_nodes
+        where = "a node" if nodes == 1 else f"{nodes} nodes"
+        rows = "" if nodes == 1 else f"; rows go to other nodes {'in INT8' if way == 'int8' else 'exactly'}"
         lines.append(f"{ep} ranks of {where} share the experts, whose P,G,OS are {p},{g},{os}{rows}")
     if config.outer.outer_interval:
         lines.append(outer_summary(config.outer, replicas, world.world_size // replicas))

@@ -7,14 +7,16 @@ Activations are what autograd keeps of models/layer.py with a fused attention ke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megazero.config import RunConfig, World
 from megazero.config.layout.shards import AUTO
 from megazero.config.model.attention import BAND, TORCH, needs_mask, planned
+from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import EMBEDDING, HEAD, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.families.layer_kinds import layer_kinds
+from megazero.plan.communication import nodes_of_token
 from megazero.pp.partition import StageSpec
 
 # Elements of logits that the loss handles at once (tp/cross_entropy.py).
@@ -59,7 +61,10 @@ def layer_activations(
     held = 5 if model.attn_logit_softcapping else 4
     transient = held * min(BAND, model.seq_length) * pairs / ranks * wide if backend == "math" else 0.0
     whole = tokens * (width * elements + masks + 4 * heads) + scores
-    gradients = layer.gradients.inner / tp + layer.gradients.stream + (groups - 1) * own
+    inner: float = layer.gradients.inner
+    if layer.experts and (nodes := config.expert_nodes(world)) > 1:
+        inner = max(inner, rows_between_nodes(model, nodes))
+    gradients = inner / tp + layer.gradients.stream + (groups - 1) * own
     gradients = tokens * width * gradients + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
@@ -67,6 +72,15 @@ def layer_activations(
         core = tokens * (width * (layer.query / tp + again) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
+
+
+def rows_between_nodes(model: ModelConfig, nodes: int) -> float:
+    """Return the elements of a token's rows where they are added at the nodes that it goes to (moe/dispatch.py).
+
+    There are its experts' rows, the same as they came back inside these nodes, and at each node room for all of its
+    experts, those of other nodes, too.
+    """
+    return model.moe_router_topk * model.hidden_size * (2 + nodes_of_token(model, nodes))
 
 
 def loss_chunks(config: RunConfig) -> tuple[int | None, ...]:
@@ -81,55 +95,82 @@ def loss_chunks(config: RunConfig) -> tuple[int | None, ...]:
     return (None, *reversed(found))
 
 
-def activations(
-    config: RunConfig,
-    width: int,
-    stages: Sequence[StageSpec],
-    peak: int,
-    on_host: bool = False,
-    loss_chunk: int | None = None,
-    world: World | None = None,
-) -> dict[str, dict[str, float]]:
-    """Return the bytes of activations and of the head on the rank that holds these stages, by moment.
+@dataclass(frozen=True)
+class RankActivations:
+    """The bytes of activations on a rank.
 
-    The moments are the last micro-batch's backward at the head, at a layer of each kind and at the embedding, as far
-    as the rank has them. The backward frees activations as it proceeds, and the head's before it needs the layers'
-    working memory. A parameter's gradient, as autograd makes it, counts with them. If embedding and head are one
-    parameter on one rank, autograd adds both gradients, so the head's stays to the end.
-
-    peak: the most forwards of one part and micro-batch whose backward has not ended. on_host: the ranks compute on
-    processors. loss_chunk: the tokens whose logits are held at once. None: all. world: as for ``layer_activations``.
+    one: of a micro-batch, until its backward. always: beside them. working: during the backward of a layer, by kind.
+    embedding, head: during theirs, if the rank has them.
     """
-    model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
-    tokens = size * config.own_length
-    spec = padded_spec(model, tp, config.parallel.expert_model_parallel_size)
-    numbers = Counter(spec.by_place[i].kind for s in stages for i in s.layers)
-    layers = {kind.kind: layer_activations(config, kind, width, on_host, world) for kind in spec.layers}
-    stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
-    one = sum(n / len(stages) * layers[kind].kept for kind, n in numbers.items()) + stream
-    always = 0.0
-    if config.parallel.pipeline_model_parallel_size > 1:
-        always += 4 * stream  # messages under way, both directions
-    chunks = config.context_levels(world)[1] > 1
-    if needs_mask(model, _backend(config, width, on_host, chunks), config.data.reset_attention_mask):
-        if config.data.reset_attention_mask:  # masks of one micro-batch, which a stage's layers share
-            one += width * sum(mask_elements(config, s.layers) for s in stages) / len(stages)
-        else:
-            always += width * mask_elements(config, [i for s in stages for i in s.layers])
-    first, last = any(s.embedding for s in stages), any(s.head for s in stages)
-    raw = {kind: width * _largest_gradient(module, tp) for kind, module in spec.modules.items()}
-    waiting = raw[HEAD] if first and last and not model.untie_embeddings_and_output_weights else 0.0
-    moments = dict[str, dict[str, float]]()
-    for kind in numbers:
-        working = layers[kind].working + raw[kind] + waiting
-        moments[kind] = {"activations": always + peak * one + working, "head": 0.0}
-    if first:
-        left = (peak - 1) * one + 2 * stream + raw[EMBEDDING] + waiting
-        moments[EMBEDDING] = {"activations": always + left, "head": 0.0}
-    if last:
-        head = _head(config, width, stream, raw[HEAD], on_host, loss_chunk)
-        moments[HEAD] = {"activations": always + peak * one, "head": head}
-    return moments
+
+    one: float
+    always: float
+    working: Mapping[str, float]
+    embedding: float | None
+    head: float | None
+
+    def moments(self, peak: int) -> dict[str, dict[str, float]]:
+        """Return the bytes of activations and of the head by moment: the last micro-batch's backward at a layer of
+        each kind, at the embedding and at the head, as far as the rank has them.
+
+        The backward frees activations as it proceeds, and the head's before it needs the layers' working memory.
+        peak: the most forwards of one part and micro-batch whose backward has not ended.
+        """
+        held = self.always + peak * self.one
+        moments = {kind: {"activations": held + n, "head": 0.0} for kind, n in self.working.items()}
+        if self.embedding is not None:
+            left = (peak - 1) * self.one + self.embedding
+            moments[EMBEDDING] = {"activations": self.always + left, "head": 0.0}
+        if self.head is not None:
+            moments[HEAD] = {"activations": held, "head": self.head}
+        return moments
+
+
+class MicroBatchActivations:
+    """The activations of a micro-batch, whatever the stages. They are sizes of one rank, in bytes.
+
+    width: of an element. on_host: the ranks compute on processors. world: as for ``layer_activations``.
+    """
+
+    def __init__(
+        self, config: RunConfig, width: int, on_host: bool = False, world: World | None = None
+    ) -> None:
+        model, tp = config.model, config.parallel.tensor_model_parallel_size
+        self.config, self.width, self.on_host = config, width, on_host
+        self.spec = padded_spec(model, tp, config.parallel.expert_model_parallel_size)
+        self.layers = {
+            kind.kind: layer_activations(config, kind, width, on_host, world) for kind in self.spec.layers
+        }
+        tokens = config.batch.micro_batch_size * config.own_length
+        self.stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
+        self.raw = {kind: width * _largest_gradient(module, tp) for kind, module in self.spec.modules.items()}
+        backend = _backend(config, width, on_host, config.context_levels(world)[1] > 1)
+        self.masked = needs_mask(model, backend, config.data.reset_attention_mask)
+
+    def of(self, stages: Sequence[StageSpec], loss_chunk: int | None = None) -> RankActivations:
+        """Return the activations of the rank that holds these stages.
+
+        A parameter's gradient, as autograd makes it, counts with them. If embedding and head are one parameter on
+        one rank, autograd adds both gradients, so the head's stays to the end.
+
+        loss_chunk: the tokens whose logits are held at once. None: all.
+        """
+        config, width, stream, raw = self.config, self.width, self.stream, self.raw
+        numbers = Counter(self.spec.by_place[i].kind for s in stages for i in s.layers)
+        one = sum(n / len(stages) * self.layers[kind].kept for kind, n in numbers.items()) + stream
+        first, last = any(s.embedding for s in stages), any(s.head for s in stages)
+        always = 0.0 if first and last else 4 * stream  # messages under way in a pipeline, both directions
+        if self.masked:
+            if config.data.reset_attention_mask:  # masks of one micro-batch, which a stage's layers share
+                one += width * sum(mask_elements(config, s.layers) for s in stages) / len(stages)
+            else:
+                always += width * mask_elements(config, [i for s in stages for i in s.layers])
+        tied = first and last and not config.model.untie_embeddings_and_output_weights
+        waiting = raw[HEAD] if tied else 0.0
+        working = {kind: self.layers[kind].working + raw[kind] + waiting for kind in numbers}
+        embedding = 2 * stream + raw[EMBEDDING] + waiting if first else None
+        head = _head(config, width, stream, raw[HEAD], self.on_host, loss_chunk) if last else None
+        return RankActivations(one, always, working, embedding, head)
 
 
 def _head(

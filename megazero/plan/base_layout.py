@@ -6,17 +6,18 @@ Many layouts share one base.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from megazero.config import RunConfig, World
-from megazero.config.model.spec import ModelSpec
+from megazero.config.model.spec import ModelSpec, is_layer
 from megazero.config.options.cluster import Cluster
 from megazero.config.validate import find_errors
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
-from megazero.plan.activations import activations, loss_chunks
+from megazero.plan.activations import MicroBatchActivations, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import INTER_SITE, Collectives, Cost
@@ -64,18 +65,31 @@ def ring_of(grid: Grid, site_ranks: int) -> tuple[str, ...]:
     return tuple(grid.link(a, b) if a // site_ranks == b // site_ranks else INTER_SITE for a, b in pairs)
 
 
+@lru_cache(maxsize=1)
+def _lazy() -> frozenset[str]:
+    """Return the names of what a base layout computes when it is asked."""
+    return frozenset(name for name, value in vars(BaseLayout).items() if isinstance(value, cached_property))
+
+
+@lru_cache(maxsize=4096)
+def _key(content: Hashable) -> object:
+    """Return an object that stands for all that are equal to this: it is hashed at once."""
+    return object()
+
+
 class Partition:
-    """The stages of a pipeline. modules: how many modules of each kind a stage has, stage by stage."""
+    """The stages of a pipeline. modules: how many modules of each kind a stage has, stage by stage.
+
+    of: the modules of each rank's stages. keys, kinds: objects that stand for a rank's stages, and for its modules.
+    """
 
     def __init__(self, stages: Sequence[StageSpec], pp: int, spec: ModelSpec) -> None:
         self.stages = stages
         self.of_rank = [stages[rank::pp] for rank in range(pp)]
-        kinds = (Counter(module.kind for _, module in spec.of_stage(stage)) for stage in stages)
-        self.modules = [tuple(each.items()) for each in kinds]
-
-    def of(self, rank: int) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """Return the modules of a rank's stages."""
-        return tuple(self.modules[stage.index] for stage in self.of_rank[rank])
+        counts = (Counter(module.kind for _, module in spec.of_stage(stage)) for stage in stages)
+        self.modules = [tuple(each.items()) for each in counts]
+        self.of = [tuple(self.modules[stage.index] for stage in own) for own in self.of_rank]
+        self.keys, self.kinds = [_key(tuple(own)) for own in self.of_rank], [_key(own) for own in self.of]
 
 
 class BaseLayout:
@@ -94,29 +108,42 @@ class BaseLayout:
 
         Raises ValueError if the cluster's devices do not compute in the run's dtype, or sizes are not legal.
         """
-        self.config, self.world, self.cluster, self.collectives = config, world, cluster, collectives
+        self.world, self.cluster, self.collectives = world, cluster, collectives
         parallel = config.parallel
         self.tp, self.pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         self.virtual, self.schedule_name = config.virtual_stages, config.pipeline_schedule
-        self.micro_batches = config.num_micro_batches(world)
         self.d, self.h = config.shard_ranks(world), config.data_ranks_per_node(world)
-        self.cp = parallel.context_parallel_size
+        self.cp, self.ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
         self.batch_ranks = config.data_parallel_size(world)  # shares of a global batch
-        self.compute = compute or Compute(config, cluster, collectives, self.grid((1, 1, 1)))
-        self.ep = parallel.expert_model_parallel_size
+        self.whole = grid_of(config, world, (1, 1, 1))  # nothing is sharded
+        self._ring = ring_of(self.whole, cluster.site_ranks)
+        compute = compute or Compute(config, cluster, collectives, self.whole)
         # What is equal wherever all is equal that decides units and messages beside the ZeRO section and the stages.
         mesh = (
             (world, parallel.ranks_per_node, self.tp, self.pp, self.ep, self.cp),
             (parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes),
-            (parallel.use_tp_pp_dp_mapping, parallel.sequence_parallel, self.compute.width),
+            (parallel.use_tp_pp_dp_mapping, parallel.sequence_parallel, compute.width),
             (config.outer, config.optimizer, config.model),
         )
         self.mesh: object = collectives.known.setdefault(mesh, object())
-        self.spec = self.compute.spec
-        self.partition = partition or Partition(config.stages(), self.pp, self.spec)
-        self.stages, self.of_rank = self.partition.stages, self.partition.of_rank
-        self.activation = self.compute.activation
+        self._take(config, partition or Partition(config.stages(), self.pp, compute.spec), compute)
+
+    def _take(self, config: RunConfig, partition: Partition, compute: Compute) -> None:
+        """Take what depends on the micro-batch or on recompute."""
+        self.config, self.partition, self.compute = config, partition, compute
+        self.stages, self.of_rank = partition.stages, partition.of_rank
+        self.spec, self.activation = compute.spec, compute.activation
+        self.micro_batches = config.num_micro_batches(self.world)
+        self._moments: dict[tuple[int, int | None], dict[str, dict[str, float]]] = {}
         self.judged: list[Sequence[str]] = []  # what the rules refuse, once asked; copies elsewhere share it
+
+    def varied(self, config: RunConfig, partition: Partition, compute: Compute | None = None) -> BaseLayout:
+        """Return the base of a configuration whose micro-batch and recompute alone differ from this one's."""
+        other = copy(self)
+        for name in _lazy().intersection(vars(other)):
+            del vars(other)[name]
+        other._take(config, partition, compute or Compute(config, self.cluster, self.collectives, self.whole))
+        return other
 
     def shared(self, key: Any, make: Callable[[], Shared]) -> Shared:
         """Return what layouts of the same mesh compute alike, made once: ``key`` has all else that it depends on."""
@@ -136,12 +163,16 @@ class BaseLayout:
     @cached_property
     def stage_seconds(self) -> list[dict[Kind, float]]:
         """Return the seconds of each action of each stage, without waits."""
-        times = self.compute.action_seconds
-        alike = {
-            modules: {kind: sum(n * times[name][kind] for name, n in modules) for kind in Kind}
-            for modules in set(self.partition.modules)
-        }
-        return [alike[modules] for modules in self.partition.modules]
+        known, key = self.compute.known, ("seconds", self.partition)
+        if key not in known:
+            times = self.compute.action_seconds
+            alike = {
+                modules: {kind: sum(n * times[name][kind] for name, n in modules) for kind in Kind}
+                for modules in set(self.partition.modules)
+            }
+            known[key] = [alike[modules] for modules in self.partition.modules]
+        found: list[dict[Kind, float]] = known[key]
+        return found
 
     @cached_property
     def least_seconds(self) -> float:
@@ -227,30 +258,41 @@ class BaseLayout:
         return max(free), free[0]
 
     @cached_property
-    def least_activations(self) -> float:
-        """Return the activation bytes of the rank that has the most; model state has only the rest."""
-        return min(
-            max(
-                sum(items.values()) for moments in self.activation_memory(chunk) for items in moments.values()
-            )
-            for chunk in loss_chunks(self.config)
-        )
+    def least_activations(self) -> Mapping[int, float]:
+        """Return the activation bytes of each of the ``distinct_ranks``; model state has only the rest."""
+        chunks = loss_chunks(self.config)
+        moments = {
+            r: [self.activation_memory(r, chunk).values() for chunk in chunks] for r in self.distinct_ranks
+        }
+        return {r: min(max(sum(n.values()) for n in one) for one in each) for r, each in moments.items()}
 
-    @cached_property
-    def least_parameters(self) -> float:
-        """Return the parameters of the first rank's layers."""
-        layers = (self.spec.by_place[i] for s in self.of_rank[0] for i in s.layers)
-        return sum(layer.matrices for layer in layers) / self.tp
+    def matrices_of(self, rank: int) -> Sequence[tuple[int, int]]:
+        """Return the elements of the matrices of a rank's layers, beside how many data-parallel ranks hold others."""
+        return self.shared(("matrices", self.partition.kinds[rank]), lambda: self._matrices_of(rank))
+
+    def _matrices_of(self, rank: int) -> Sequence[tuple[int, int]]:
+        found = Counter[int]()
+        for kind, number in (pair for part in self.partition.of[rank] for pair in part if is_layer(pair[0])):
+            for p in self.spec.modules[kind].parameters:
+                if p.multiplies:
+                    found[self.whole.ep_data if p.experts else 1] += number * p.local_numel(self.tp)
+        return tuple(found.items())
 
     @cached_property
     def message_costs(self) -> dict[str, Cost]:
         """Return the cost of an activation's way to the next stage by link, all ranks of a node sending at once."""
+        return self.shared(("messages", self.activation), self._message_costs)
+
+    def _message_costs(self) -> dict[str, Cost]:
         links = (INTRA, INTER) if self.cluster.inter_site is None else (INTRA, INTER, INTER_SITE)
         return {link: self._message_cost(link, self.activation.sent) for link in links}
 
     @cached_property
     def message_seconds(self) -> dict[str, float]:
         """Return the seconds of a message by link. Of the stages on a node only the last one's ranks send across."""
+        return self.shared(("waits", self.activation), self._message_seconds)
+
+    def _message_seconds(self) -> dict[str, float]:
         on_node = self._stages_on(self.config.ranks_per_node(self.world))
         across, link = (
             self._message_cost(INTER, self.activation.sent / on_node).seconds,
@@ -263,11 +305,7 @@ class BaseLayout:
 
     def _stages_on(self, ranks: int) -> int:
         """Return how many pipeline ranks the first ``ranks`` of the world hold. One of them sends to others."""
-        return min(self.pp, -(-ranks // self.grid((1, 1, 1)).axis("pp").stride))
-
-    @cached_property
-    def _ring(self) -> tuple[str, ...]:
-        return ring_of(self.grid((1, 1, 1)), self.cluster.site_ranks)
+        return min(self.pp, -(-ranks // self.whole.axis("pp").stride))
 
     def link(self, source: int, target: int) -> str:
         """Return the link between two pipeline ranks that are neighbours; the last one and the first are, too."""
@@ -290,30 +328,32 @@ class BaseLayout:
 
     @cached_property
     def distinct_ranks(self) -> list[int]:
-        """Return one pipeline rank of each kind: ranks of a kind hold like modules, and as many activations."""
+        """Return one pipeline rank of each kind: of those with like modules, that with the most activations."""
         found: dict[object, int] = {}
-        for rank in range(self.pp):
-            found.setdefault((self.peaks[rank], self.partition.of(rank)), rank)
-        return list(found.values())
+        for rank in sorted(range(self.pp), key=lambda rank: -self.peaks[rank]):  # stable
+            found.setdefault(self.partition.kinds[rank], rank)
+        return sorted(found.values())
 
-    def activation_memory(self, loss_chunk: int | None) -> list[dict[str, dict[str, float]]]:
-        """Return each pipeline rank's bytes of activations and head, by moment of a backward.
+    def activation_memory(self, rank: int, loss_chunk: int | None) -> dict[str, dict[str, float]]:
+        """Return a pipeline rank's bytes of activations and head, by moment of a backward.
 
         loss_chunk: the tokens whose logits are held at once. None: all.
         """
-        width, on_host, known = self.compute.width, self.cluster.on_host, self.compute.known
-        alike = [(loss_chunk, self.partition.of(rank), self.peaks[rank]) for rank in range(self.pp)]
-        for own, key in zip(self.of_rank, alike, strict=True):
-            if key not in known:
-                known[key] = activations(self.config, width, own, key[2], on_host, loss_chunk, self.world)
-        return [known[key] for key in alike]
+        known, alike = self.compute.known, (loss_chunk, self.partition.kinds[rank])
+        if alike not in known:
+            if MicroBatchActivations not in known:
+                width, on_host = self.compute.width, self.cluster.on_host
+                known[MicroBatchActivations] = MicroBatchActivations(self.config, width, on_host, self.world)
+            known[alike] = known[MicroBatchActivations].of(self.of_rank[rank], loss_chunk)
+        if (rank, loss_chunk) not in self._moments:
+            self._moments[rank, loss_chunk] = known[alike].moments(self.peaks[rank])
+        return self._moments[rank, loss_chunk]
 
     @cached_property
     def other_bytes(self) -> list[Bytes]:
         """Return the bytes between stages and inside layers that one rank of each stage sends in a step."""
         schedule = schedule_of(self.schedule_name, self.pp, self.virtual, self.micro_batches)
-        grid = self.grid((1, 1, 1))
-        out = []
+        grid, out = self.whole, []
         for rank, own in enumerate(self.of_rank):
             world_rank = grid.rank_of(rank, 0, 0)
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
@@ -331,12 +371,19 @@ class BaseLayout:
 def moved(bases: Iterable[BaseLayout], cluster: Cluster) -> Iterator[BaseLayout]:
     """Yield base layouts on another cluster, whose links alone differ. What is legal does not depend on these."""
     collectives, computes = Collectives(cluster), dict[Compute, Compute]()
+    meshes: dict[tuple[object, str, int], BaseLayout] = {}
     for base in bases:
         if base.compute not in computes:
             of = base.compute
             computes[of] = Compute(of.config, cluster, collectives, of.grid)
-        config, compute = base.config, computes[base.compute]
-        there = BaseLayout(config, base.world, cluster, collectives, base.partition, compute)
+        config, compute, alike = (
+            base.config,
+            computes[base.compute],
+            (base.mesh, base.schedule_name, base.virtual),
+        )
+        if alike not in meshes:
+            meshes[alike] = BaseLayout(config, base.world, cluster, collectives, base.partition, compute)
+        there = meshes[alike].varied(config, base.partition, compute)
         there.judged = base.judged
         yield there
 

@@ -1,4 +1,4 @@
-"""Lower bounds of a layout's step time, from what the first pipeline rank computes and sends.
+"""Lower bounds of a layout's memory, and of its step time from what the first pipeline rank computes and sends.
 
 The search asks them by the thousand, so what depends on mesh, shards and messages alone (``ChainWork``) is kept apart
 from what depends on the schedule, the micro-batch and recompute.
@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import sub
+from typing import NamedTuple
 
-from megazero.config.model.spec import is_layer, model_spec
-from megazero.mesh.grid import INTER, INTRA
+from megazero.config import RunConfig, World
+from megazero.mesh.grid import INTER, INTRA, expert_shards
 from megazero.plan.base_layout import BaseLayout
-from megazero.plan.layout import LOCAL, Chain, Layout
+from megazero.plan.communication import OuterFormat
+from megazero.plan.layout import LOCAL, Layout, LinkSeconds
+from megazero.plan.memory import ALLOCATOR_MARGIN, States
 from megazero.plan.seconds import INTER_SITE
 from megazero.pp.schedules import Kind
 
+Shard = tuple[int, int, int]  # P, G, OS
 ACROSS = (INTER, INTER_SITE)  # links between nodes
 LINKS = (INTRA, *ACROSS)
+NOTHING = LinkSeconds()
 MODULES_HELD = 4  # from one segment to the next: the last one and the next one, each with a tied table
 
 
@@ -63,24 +69,31 @@ class ChainWork:
     @classmethod
     def of_layout(cls, layout: Layout) -> ChainWork:
         """Return the work of a step of the first pipeline rank."""
-        units = layout.units(0)
+        units, base = layout.units(0), layout.base
         chains = {unit: layout.chains_of(unit) for unit, _ in units.counts}
-        parts = [[(chains[unit], n) for unit, n in units.counts_of(i)] for i in range(layout.base.virtual)]
+        alike = dict(
+            zip(base.partition.of[0], range(base.virtual), strict=True)
+        )  # parts with the same modules
+        counted = {modules: units.counts_of(part) for modules, part in alike.items()}
+        parts = [
+            [(chains[unit].by_link, n) for unit, n in counted[modules]] for modules in base.partition.of[0]
+        ]
         every = [(chains[unit], number) for unit, number in units.counts]
         held = (
             layout.states.prefetch_bytes + MODULES_HELD * max(units.modules.values()) * layout.formats.width
         )
-        of = {
-            link: LinkWork(
-                refresh=_upto(sum(n * _on(one.refresh + one.gather, link) for one, n in p) for p in parts),
-                reduce=_upto(sum(n * _on(one.last, link) for one, n in p) for p in parts),
-                once=sum(n * (_occupied(one.refresh, link) + _occupied(one.last, link)) for one, n in every),
-                every=sum(n * _occupied(one.every, link) for one, n in every),
-                gather=sum(n * _occupied(one.gather, link) for one, n in every),
-                stays=held * max(_occupied(c.gather, link) / (c.ahead_bytes or 1.0) for c, _ in every),
+        of = {}
+        for link in {link for one, _ in every for link in one.by_link} | {INTRA, LOCAL}:
+            each = [(one.by_link.get(link, NOTHING), n) for one, n in every]
+            shares = [one.by_link.get(link, NOTHING).gather / (one.ahead_bytes or 1.0) for one, _ in every]
+            of[link] = LinkWork(
+                refresh=_upto(sum(n * one.get(link, NOTHING).first for one, n in p) for p in parts),
+                reduce=_upto(sum(n * one.get(link, NOTHING).last for one, n in p) for p in parts),
+                once=sum(n * one.once for one, n in each),
+                every=sum(n * one.every for one, n in each),
+                gather=sum(n * one.gather for one, n in each),
+                stays=held * max(shares),
             )
-            for link in (*LINKS[: 2 + (layout.base.cluster.inter_site is not None)], LOCAL)
-        }
         update = layout.base.compute.update(units.elements / layout.shards.os) + layout.matrix_seconds(0)
         return cls(of, update)
 
@@ -97,37 +110,92 @@ class ChainWork:
         tail = max(_exposed(work.reduce, backwards) for work in used.values())
         links = {link: work.seconds(base, gathered) for link, work in used.items()}
         makespan, first_rank = base.compute_only if exactly else (base.least_seconds, base.first_rank_busy)
-        # With one stage a rank, all wait for the first rank's forward.
-        behind = (first_rank if base.virtual == 1 else base.first_rank_busy) + lead + tail
-        contended = base.first_rank_busy + self._contended(base, links, gathered)
-        return self.update + max(makespan, behind, contended, *links.values())
+        busy = base.first_rank_busy
+        # With one stage a rank, all wait for the first rank's forward; else it may wait for both at once.
+        waits = [first_rank - busy, lead + tail]
+        first = busy + self._contended(base, links, gathered, sum(waits) if base.virtual == 1 else max(waits))
+        return self.update + max(makespan, first, *links.values())
 
-    def _contended(self, base: BaseLayout, links: Mapping[str, float], gathered: bool) -> float:
-        """Return what a device loses beside computing if nothing waits (simulate.py); waiting takes longer."""
+    def _contended(self, base: BaseLayout, links: Mapping[str, float], gathered: bool, waits: float) -> float:
+        """Return the seconds of a device's waits, and what it loses beside computing (simulate.py), at least.
+
+        More waits, or longer messages, make more of both: a message costs no more than its own seconds.
+        """
         if base.cluster.on_host:
-            return 0.0
-        inside = base.collectives.rate(INTRA)
+            return waits
+        inside, work = base.collectives.rate(INTRA), self.of[LOCAL].seconds(base, gathered)
         costs = sum(n * min(1.0, base.collectives.rate(link) / inside) for link, n in links.items() if n)
-        return self.of[LOCAL].seconds(base, gathered) + min(base.cluster.device.contention, 1.0) * costs
+        lost = work + min(base.cluster.device.contention, 1.0) * costs
+        return waits + max(0.0, lost * (1 - waits / (work + sum(links.values())))) if lost else waits
 
 
-def least_seconds(layout: Layout) -> float:
-    """Return a lower bound of the layout's step time."""
-    return ChainWork.of_layout(layout).least_seconds(layout.base, layout.shards.keep_gathered, exactly=True)
+class Widths(NamedTuple):
+    """The bytes of an element at least: of a gradient across nodes, of a sum that comes back, and of a weight."""
+
+    gradient: float
+    back: float
+    weight: float
+
+    @property
+    def there_and_back(self) -> float:
+        return self.gradient + min(self.back, self.weight)
 
 
-def least_crossing(base: BaseLayout, width: float) -> float:
-    """Return a lower bound of the seconds in which messages cross nodes, whatever the shards.
+def least_crossing(base: BaseLayout, widths: Widths, shard: Shard | None = None, once: bool = False) -> float:
+    """Return a lower bound of the seconds in which messages cross nodes, for all shards or for these.
 
-    Each gradient of the first rank's layers crosses once per step at least, and so does what becomes of it.
-    width: the bytes of both at least.
+    Each gradient of the first rank's layers crosses at least once per step, or with every micro-batch as far as nodes
+    share the sums; what becomes of it comes back. once: gradients are accumulated whole.
     """
-    cluster, nodes = base.cluster, base.d // base.h
-    if nodes == 1 or cluster.collectives:  # measured times need not follow the bytes
+    cluster = base.cluster
+    if base.d == base.h or cluster.collectives:  # measured times need not follow the bytes
         return 0.0
-    modules, whole = base.partition.of(0), model_spec(base.config.model).modules
-    elements = sum(n * whole[kind].matrices for part in modules for kind, n in part if is_layer(kind))
-    return elements / (base.tp * base.h) * (1 - 1 / nodes) * width / base.collectives.rate(INTER)
+    crossed = 0.0
+    for apart, elements in base.matrices_of(0):
+        h = max(base.h // apart, 1)
+        nodes = base.d // apart // h
+        # How many nodes share a copy of each.
+        _, g, os = (max(k // h, 1) for k in expert_shards(shard or (1, 1, 1), apart))
+        there = 1 / g - 1 / nodes + (1 - 1 / g) * (1 if once else base.micro_batches)
+        if shard is None:
+            back = (1 - 1 / nodes) * min(widths.weight, widths.back)
+        else:
+            back = (1 - 1 / os) * widths.weight + (1 / os - 1 / nodes) * widths.back
+        crossed += elements / h * (there * widths.gradient + back)
+    # Between sites is another link, which may be busy at the same time.
+    return crossed / (1 if cluster.inter_site is None else 2) / base.collectives.rate(INTER)
+
+
+def least_memory(base: BaseLayout, shard: Shard | None = None) -> float:
+    """Return a lower bound of the bytes of the fullest rank, whatever the formats, for these shards or for all: its
+    layers' matrices in the fewest bytes, and its activations."""
+    kinds = base.partition.kinds
+    least = max(
+        activations + base.shared(("least", shard, kinds[rank]), partial(_least_states, base, rank, shard))
+        for rank, activations in base.least_activations.items()
+    )
+    return least if base.cluster.on_host else least * (1 + ALLOCATOR_MARGIN)
+
+
+def _least_states(base: BaseLayout, rank: int, shard: Shard | None) -> float:
+    """Return the least bytes of a rank's model state and gathered parameters, if its layers' matrices were all."""
+    config, width = base.config, base.compute.width
+    copy, sums, updated = least_state(config, base.world, width, base.cluster.on_host)
+    whole = config.zero.zero_gradients_lifetime == "step"
+    states = gathered = 0.0
+    for apart, elements in base.matrices_of(rank):
+        p, g, os = expert_shards(shard or (base.d, base.d, base.d), apart)
+        states += elements * (copy / p + sums / (1 if whole else g) + updated / os)
+        gathered += elements * width * (shard is not None and apart < shard[0])
+    return states + min(gathered, config.zero.zero_prefetch_bytes)
+
+
+def least_state(config: RunConfig, world: World, width: int, on_host: bool) -> tuple[float, float, float]:
+    """Return the least bytes of an element of a matrix: its copy, its gradient, and what is updated."""
+    sums = max(width, 4)
+    anchors = States.anchors_of(OuterFormat.of(config.outer, config.outer_replicas(world), sums), on_host)
+    copy = 0.0 if width == sums else min(width, (config.zero.zero_weight_bits or 8) / 8)
+    return copy, sums, sums * (1 + anchors) + config.optimizer.moment_bytes(sums, 1.0)
 
 
 def _upto(parts: Iterable[float]) -> Sequence[float]:
@@ -137,11 +205,3 @@ def _upto(parts: Iterable[float]) -> Sequence[float]:
 def _exposed(moved: Sequence[float], hidden: Sequence[float]) -> float:
     """Return the seconds at least by which messages take longer than what hides them, up to some part."""
     return max(0.0, *map(sub, moved, hidden))
-
-
-def _on(chain: Chain, link: str) -> float:
-    return sum(hop.seconds for hop in chain if hop.link == link)
-
-
-def _occupied(chain: Chain, link: str) -> float:
-    return sum(hop.seconds - hop.latency for hop in chain if hop.link == link)

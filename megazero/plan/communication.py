@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import lru_cache
+from math import comb, prod
 from typing import NamedTuple
 
 from megazero.comm.wire import Codecs, Coding
@@ -18,6 +19,7 @@ from megazero.config import RunConfig
 from megazero.config.layout.context import gather_coding
 from megazero.config.layout.outer import EXACT_BITS, feeds_back, keeps_momentum, outer_coding
 from megazero.config.layout.wire import dispatch_coding
+from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
@@ -505,13 +507,44 @@ class ExpertRows(NamedTuple):
     received_across: float = 0
 
 
+@lru_cache(maxsize=64)
+def nodes_of_token(model: ModelConfig, nodes: int) -> float:
+    """Return to how many of ``nodes``, which share the experts in their order, a token goes if all are as likely.
+
+    A router that is limited to groups chooses among these alike, and as many experts of each that it takes.
+    """
+    count, k = model.num_experts or 0, model.moe_router_topk
+    limited = model.moe_router_group_topk is not None
+    groups, taken = (
+        (model.moe_router_num_groups or 1, model.moe_router_group_topk or 1) if limited else (1, 1)
+    )
+    size, share, (each, more) = count // groups, count // nodes, divmod(k, taken)
+
+    def missed(there: int) -> float:
+        """Return how likely a token has none of ``there`` of a group that it takes; ``more`` have one more of it."""
+        few, many = (comb(size - there, n) / comb(size, n) for n in (each, each + (more > 0)))
+        return few + (many - few) * more / taken
+
+    visited = 0.0
+    for node in range(nodes):
+        first, last = node * share, (node + 1) * share
+        here = [max(0, min(last, (g + 1) * size) - max(first, g * size)) for g in range(groups)]
+        ways = [
+            1.0,
+            *[0.0] * taken,
+        ]  # sums over the groups that may be taken: so many of them, and all missed
+        for probability in map(missed, here):
+            for number in range(taken, 0, -1):
+                ways[number] += ways[number - 1] * probability
+        visited += 1 - ways[taken] / comb(groups, taken)
+    return visited
+
+
 def even_rows(config: RunConfig, grid: Grid, activation: Activation) -> ExpertRows:
-    """Return the rows if every rank's go to all experts alike, whatever the groups of experts."""
-    model, (inside, across) = config.model, grid.ep_axes
-    experts, k, tokens = model.num_experts or 0, model.moe_router_topk, activation.own_tokens
-    there = experts // across.size  # experts of a node, none of which a token may have chosen
-    none = prod((experts - there - i) / (experts - i) for i in range(k))
-    moved, crossing = tokens * k * (inside.size - 1) / inside.size, tokens * (across.size - 1) * (1 - none)
+    """Return the rows if every rank's go to all experts alike, as far as groups of experts allow."""
+    model, (inside, across), tokens = config.model, grid.ep_axes, activation.own_tokens
+    moved = tokens * model.moe_router_topk * (inside.size - 1) / inside.size
+    crossing = tokens * nodes_of_token(model, across.size) * (across.size - 1) / across.size
     return ExpertRows(moved, moved, crossing, crossing)
 
 

@@ -52,8 +52,8 @@ def gathers(copies: Copies, program: Sequence[Segment], sizes: Sequence[int]) ->
     return Counter(unit for use in module_uses(copies, program, sizes) for unit in use.begun)
 
 
-def module_uses(copies: Copies, program: Sequence[Segment], sizes: Sequence[float]) -> Iterator[ModuleUse]:
-    """Yield the step's begin, which needs nothing and looks ahead, and then every use of a module.
+def module_uses(copies: Copies, program: Sequence[Segment], sizes: Sequence[float]) -> Sequence[ModuleUse]:
+    """Return the step's begin, which needs nothing and looks ahead, and then every use of a module.
 
     After a use a unit stays if a coming module needs it: the next one, or one within the bytes that may be held
     ahead. With ``keep_gathered`` it stays as long as its part comes again. In a backward it is in use until its last
@@ -61,22 +61,10 @@ def module_uses(copies: Copies, program: Sequence[Segment], sizes: Sequence[floa
     """
     uses = tuple(tuple(map(tuple, modules)) for modules in copies.uses)
     rule = _rule(uses, copies.keep_gathered, copies.prefetch_bytes, tuple(sizes))
-    last = {part: i for i, (kind, part) in enumerate(program) if kind != "W"}
-    begun = tuple(rule.coming(rule.visits(program[: rule.reach(program, 0)])[: rule.window], GatheredUnits()))
-    yield ModuleUse((), begun)
-    held = GatheredUnits(ahead=frozenset(begun))
-    known = rule.known
-    for i, segment in enumerate(program):
-        following = tuple(program[i + 1 : rule.reach(program, i + 1)])
-        returning = frozenset(part for part, end in last.items() if end > i)
-        key = segment, following, returning, held
-        if key not in known:
-            known[key] = rule.run(segment, following, returning, held)
-        seen, held = known[key]
-        yield from seen
+    return rule.of(tuple(program))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _rule(
     uses: tuple[tuple[tuple[int, ...], ...], ...],
     keep_gathered: bool,
@@ -93,6 +81,7 @@ class _Rule:
     def __init__(self, copies: Copies, sizes: Sequence[float]) -> None:
         self.copies, self.sizes = copies, sizes
         self.known: dict[object, tuple[Sequence[ModuleUse], GatheredUnits]] = {}  # what happened in a segment
+        self.programs: dict[tuple[Segment, ...], Sequence[ModuleUse]] = {}
         # Uses that are looked at, as in zero/gather.py.
         self.window = 2 * max(len(sizes), sum(len(modules) for modules in copies.uses))
         self.part_of: dict[int, int] = {}  # the first part that uses the unit
@@ -100,6 +89,28 @@ class _Rule:
             for units in modules:
                 for unit in units:
                     self.part_of.setdefault(unit, part)
+
+    def of(self, program: tuple[Segment, ...]) -> Sequence[ModuleUse]:
+        """Return the uses of a program."""
+        if program not in self.programs:
+            self.programs[program] = list(self._of(program))
+        return self.programs[program]
+
+    def _of(self, program: Sequence[Segment]) -> Iterator[ModuleUse]:
+        last = {part: i for i, (kind, part) in enumerate(program) if kind != "W"}
+        begun = tuple(
+            self.coming(self.visits(program[: self.reach(program, 0)])[: self.window], GatheredUnits())
+        )
+        yield ModuleUse((), begun)
+        held = GatheredUnits(ahead=frozenset(begun))
+        for i, segment in enumerate(program):
+            following = tuple(program[i + 1 : self.reach(program, i + 1)])
+            returning = frozenset(part for part, end in last.items() if end > i)
+            key = segment, following, returning, held
+            if key not in self.known:
+                self.known[key] = self.run(segment, following, returning, held)
+            seen, held = self.known[key]
+            yield from seen
 
     def visits(self, segments: Iterable[Segment]) -> list[Sequence[int]]:
         """Return the units that each module of these segments needs, in the order of use."""

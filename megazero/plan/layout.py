@@ -21,7 +21,7 @@ from megazero.plan.base_layout import BaseLayout, schedule_of
 from megazero.plan.communication import Bytes, Formats, HopBytes, OuterFormat, UnitShape
 from megazero.plan.compute import Coder
 from megazero.plan.gathers import Copies, Segment
-from megazero.plan.memory import Memory, States, rank_memory
+from megazero.plan.memory import WAITING, Memory, Pools, Standing, States
 from megazero.plan.units import LayerMatrix, RankUnits, layer_matrices, rank_units
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
@@ -59,6 +59,35 @@ class UnitChains:
     ahead_bytes: float
     stage: float = 0.0
     add: float = 0.0
+
+    @cached_property
+    def by_link(self) -> Mapping[str, LinkSeconds]:
+        """The seconds on each link, and of local work."""
+        links = {hop.link for chain in (self.refresh, self.gather, self.every, self.last) for hop in chain}
+        return {link: LinkSeconds.of(self, link) for link in links}
+
+
+class LinkSeconds(NamedTuple):
+    """Seconds of a unit's chains on one link: of its refresh and first gather, and of its last reduction; without
+    latency, of refresh and last reduction, of another reduction, and of a gather."""
+
+    first: float = 0.0
+    last: float = 0.0
+    once: float = 0.0
+    every: float = 0.0
+    gather: float = 0.0
+
+    @classmethod
+    def of(cls, chains: UnitChains, link: str) -> LinkSeconds:
+        def on(chain: Chain) -> float:
+            return sum(hop.seconds for hop in chain if hop.link == link)
+
+        def occupied(chain: Chain) -> float:
+            return sum(hop.seconds - hop.latency for hop in chain if hop.link == link)
+
+        once = occupied(chains.refresh) + occupied(chains.last)
+        first = on(chains.refresh + chains.gather)
+        return cls(first, on(chains.last), once, occupied(chains.every), occupied(chains.gather))
 
 
 @dataclass(frozen=True)
@@ -108,7 +137,7 @@ class Stepped:
     @property
     def busiest(self) -> float:
         """The multiply-adds of the busiest owner's iteration: the mean, or the costliest matrix if that is more."""
-        costs = [(matrix.cut, matrix.cut.cost, n * matrix.count) for matrix, n in self.found]
+        costs = [(matrix.cut, matrix.cut.cost, n * matrix.stacked) for matrix, n in self.found]
         tp = self.grid.tp
         mean = sum(cost * number / (self.owners * (tp if cut.shared else 1)) for cut, cost, number in costs)
         return max(mean, *(cost for _, cost, _ in costs))
@@ -123,6 +152,7 @@ class Sharding:
     grid: Grid
     formats: Formats
     states: States
+    sizes: object  # what is equal wherever all is equal that decides the units of a rank
 
 
 def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> Sharding:
@@ -138,7 +168,8 @@ def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> Shardi
         base.cluster.on_host,
         outer=OuterFormat.of(config.outer, config.outer_replicas(base.world), formats.sums),
     )
-    return Sharding(shards, wire, grid, formats, states)
+    units = "sizes", wire, shards.os, grid.outer, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
+    return Sharding(shards, wire, grid, formats, states, base.shared(units, object))
 
 
 class Layout:
@@ -162,7 +193,7 @@ class Layout:
         """Return the units of a pipeline rank."""
         config, base, stages = self.given, self.base, self.base.of_rank[rank]
         return base.shared(
-            ("units", tuple(stages), self.sharding),
+            ("units", base.partition.keys[rank], self.sharding.sizes),
             lambda: rank_units(
                 config.model,
                 stages,
@@ -194,15 +225,23 @@ class Layout:
         least = min(self._fullest(size).total for size in sizes)
         return next(size for size in sizes if (1 - WORTHWHILE) * self._fullest(size).total <= least)
 
-    def memory_of(self, rank: int, loss_chunk: int | None) -> Memory:
-        """Return the memory of a rank of a pipeline stage at the peak of a step, with logits of so many tokens."""
-        base, optimizer = self.base, self.given.optimizer
-        moments = base.activation_memory(loss_chunk)[rank]
-        updates = self.update_bytes(rank)
-        return rank_memory(self.units(rank), self.states, optimizer, base.micro_batches, moments, updates)
+    def memory_of(self, rank: int, loss_chunk: int | None, pooled: bool = True) -> Memory:
+        """Return the memory of a rank of a pipeline stage at the peak of a step, with logits of so many tokens.
 
-    def _fullest(self, loss_chunk: int | None) -> Memory:
-        return max((self.memory_of(r, loss_chunk) for r in self.base.distinct_ranks), key=lambda m: m.total)
+        pooled: with transient buffers, whose bytes take the longest to count.
+        """
+        base, units, states, optimizer = self.base, self.units(rank), self.states, self.given.optimizer
+        key, passes = (units, self.sharding), min(base.micro_batches, WAITING)
+        standing = base.shared(("standing", *key), lambda: Standing.of(units, states, optimizer))
+        moments = base.activation_memory(rank, loss_chunk)
+        if not pooled:
+            return standing.at_peak(moments)
+        pools = base.shared(("pools", *key, passes), lambda: Pools.of(units, states, passes))
+        return standing.at_peak(moments, pools, self.update_bytes(rank))
+
+    def _fullest(self, loss_chunk: int | None, pooled: bool = True) -> Memory:
+        each = (self.memory_of(rank, loss_chunk, pooled) for rank in self.base.distinct_ranks)
+        return max(each, key=lambda memory: memory.total)
 
     @cached_property
     def memory(self) -> Memory:
@@ -216,7 +255,8 @@ class Layout:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.room
+        least = min(self._fullest(size, pooled=False).total for size in loss_chunks(self.given))
+        return least <= self.room and self.memory.total <= self.room
 
     def program(self, rank: int, micro_batches: int) -> list[Segment]:
         """Return the segments of a rank's step of so many micro-batches, as the engine is given them."""

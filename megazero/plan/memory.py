@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import cycle, islice
 from math import prod
+from typing import NamedTuple
 
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
@@ -25,6 +26,7 @@ from megazero.plan.units import WIDTHS, RankUnits
 ALLOCATOR_MARGIN = 0.06
 STREAMS = 2  # of each lane (comm/lane.py): chains that are under way at once
 PENDING_REDUCTIONS = 2  # units whose reductions may be in flight before a backward waits (zero/policy.py)
+WAITING = 1 + PENDING_REDUCTIONS  # units whose gradients may be staged at once
 SQUARE = 8  # bytes of an element's error, squared
 GIB = 2**30
 
@@ -258,7 +260,7 @@ def _outer_pool(units: RankUnits, states: States) -> float:
     outer, d = states.outer, states.grid.dp
     if outer is None:
         return 0.0
-    order = units.reduced(1 + PENDING_REDUCTIONS)
+    order = units.reduced(WAITING)
     sizes: dict[UnitShape, float] = {}
     for unit in set(order):
         row = outer.message_of(unit, d)
@@ -267,7 +269,7 @@ def _outer_pool(units: RankUnits, states: States) -> float:
         slices = 1 + outer.config.outer_offload * (1 + outer.momentum)
         own = slices * unit.elements / states.factors(unit)[2] * outer.sums
         sizes[unit] = own + fed_back + 2 * outer.replicas * row
-    return _window(order, 1 + PENDING_REDUCTIONS, sizes)
+    return _window(order, WAITING, sizes)
 
 
 def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool) -> float:
@@ -280,19 +282,18 @@ def _step_pool(units: RankUnits, states: States, micro_batches: int, sure: bool)
 
     sure: count two chains of a lane if only the ranks' timing bounds how many are in flight.
     """
-    waiting = 1 + PENDING_REDUCTIONS
-    order = units.reduced(waiting)
+    order = units.reduced(WAITING)
     chains = {u: states.chain_bytes(u, micro_batches) for u in set(order)}
     staged = {u: u.elements * states.formats.width if states.g(u) > 1 else 0.0 for u in chains}
     if not states.on_host:
         messages = max(map(states.gather_messages, chains)) + max(chains.values())
         return (
-            _window(order, waiting, staged, micro_batches)
+            _window(order, WAITING, staged, micro_batches)
             + STREAMS * messages
             + max(states.sampled_bytes(units.counts))
         )
     if any(states.g(u) > 1 for u in chains):
-        going = _window(order, waiting, {u: staged[u] + chains[u] for u in chains}, micro_batches)
+        going = _window(order, WAITING, {u: staged[u] + chains[u] for u in chains}, micro_batches)
     elif sure or states.shards.os < states.grid.dp:
         # Sums go back to replicas over the axes that they came by, so the next chain cannot begin.
         going = _window(order, STREAMS, chains)
@@ -329,25 +330,50 @@ def _window(
     return max(sum(around[i : i + number]) for i in range(len(order)))
 
 
-def rank_memory(
-    units: RankUnits,
-    states: States,
-    optimizer: OptimizerConfig,
-    micro_batches: int,
-    moments: Mapping[str, Mapping[str, float]],
-    updates: float = 0.0,
-) -> Memory:
-    """Return a rank's memory at the worst moment of a backward, with a margin.
+class Pools(NamedTuple):
+    """The bytes of the pool: those that are sure, and those if the ranks' timing lets more chains be in flight."""
 
-    The margin is what the allocator leaves unused; on CPUs, what many chains in flight at once take.
+    sure: float = 0.0
+    most: float = 0.0
 
-    moments: the bytes of activations at each (plan/activations.py). Model state and the pool stay meanwhile.
-    updates: bytes of matrices on their way in an update. Nothing else is in flight then, so they use the pool.
+    @classmethod
+    def of(cls, units: RankUnits, states: States, micro_batches: int) -> Pools:
+        """Return a rank's. Of the micro-batches only the first WAITING count."""
+        return cls(*(pool(units, states, micro_batches, sure) for sure in (True, False)))
+
+
+NO_POOLS = Pools()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank holds beside activations and the pool, in bytes.
+
+    items: model state. gathered: parameters, by the kind of module that a backward is at.
     """
-    always = model_states(units, states, optimizer)
-    always["staging"] = max(pool(units, states, micro_batches, sure=True), updates)
-    each = [{**always, **items, "gathered": gathered(units, states, kind)} for kind, items in moments.items()]
-    most = max(each, key=lambda items: sum(items.values()))
-    if states.on_host:
-        return Memory(**most, margin=max(pool(units, states, micro_batches) - always["staging"], 0.0))
-    return Memory(**most, margin=ALLOCATOR_MARGIN * sum(most.values()))
+
+    items: Mapping[str, float]
+    gathered: Mapping[str, float]
+    on_host: bool
+
+    @classmethod
+    def of(cls, units: RankUnits, states: States, optimizer: OptimizerConfig) -> Standing:
+        held = {kind: gathered(units, states, kind) for kind in units.modules}
+        return cls(model_states(units, states, optimizer), held, states.on_host)
+
+    def at_peak(
+        self, moments: Mapping[str, Mapping[str, float]], pools: Pools = NO_POOLS, updates: float = 0.0
+    ) -> Memory:
+        """Return the rank's memory at the worst moment of a backward, with a margin.
+
+        The margin is what the allocator leaves unused; on CPUs, what many chains in flight at once take.
+
+        moments: the bytes of activations at each (plan/activations.py). Model state and the pool stay meanwhile.
+        updates: bytes of matrices on their way in an update. Nothing else is in flight then, so they use the pool.
+        """
+        always = {**self.items, "staging": max(pools.sure, updates)}
+        each = [{**always, **items, "gathered": self.gathered[kind]} for kind, items in moments.items()]
+        most = max(each, key=lambda items: sum(items.values()))
+        if self.on_host:
+            return Memory(**most, margin=max(pools.most - always["staging"], 0.0))
+        return Memory(**most, margin=ALLOCATOR_MARGIN * sum(most.values()))

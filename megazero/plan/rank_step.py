@@ -22,7 +22,8 @@ class RankStep:
         """ahead: gathers begin ahead of use."""
         self.layout, self.rank, self.base = layout, rank, layout.base
         self.units = layout.units(rank)
-        self.chains: list[UnitChains] = [layout.chains_of(unit) for unit in self.units.shapes]
+        chains = {unit: layout.chains_of(unit) for unit, _ in self.units.counts}
+        self.chains: list[UnitChains] = [chains[unit] for unit in self.units.shapes]
         self.left = [micro_batches] * len(self.units.parts)  # backwards to come, by part
         self.staged = any(layout.states.g(unit) > 1 for unit in self.units.shapes)
         self.moving = any(w.gather for w in self.chains)
@@ -36,7 +37,7 @@ class RankStep:
         copies = self.layout.copies(self.rank)
         sizes = [chains.ahead_bytes for chains in self.chains]
         if ahead:
-            return module_uses(copies, program, sizes)
+            return iter(module_uses(copies, program, sizes))
         return _at_use(module_uses(replace(copies, prefetch_bytes=0), program, sizes))
 
     def open(self, action: Action) -> tuple[tuple[Module, ...], bool, bool]:

@@ -11,29 +11,31 @@ legal sequence parallelism (the same bytes with more memory), P copies that need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megazero.config import ConfigError, RunConfig, World, unjudged
+from megazero.config import RunConfig, World, unjudged
 from megazero.config.layout.shards import AUTO, QUANTISED
 from megazero.config.model.spec import model_spec
 from megazero.config.nearest import common_divisors
 from megazero.config.options.cluster import Cluster
 from megazero.config.options.sections import ZeroConfig
+from megazero.config.run import all_options
 from megazero.config.validate import uneven_ranks
 from megazero.plan.base_layout import BaseLayout, Partition
-from megazero.plan.bounds import ChainWork, least_crossing, least_seconds
-from megazero.plan.communication import OuterFormat
+from megazero.plan.bounds import ChainWork, Shard, Widths, least_crossing, least_memory, least_state
 from megazero.plan.compute import Compute
 from megazero.plan.layout import Layout
-from megazero.plan.memory import States
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
+from megazero.plan.units import WIDTHS
 
 BEST = 10
 # The options that the planner chooses where they are not given.
@@ -51,7 +53,8 @@ STAGES = (
     "pipeline_schedule",
 )
 ZERO = ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size")
-LIFETIME = "zero_params_lifetime"
+LIFETIME, WHOLE = "zero_params_lifetime", "zero_gradients_lifetime"
+OF_BATCH = ("recompute_granularity", "micro_batch_size", "global_batch_size")
 OF_STAGES = ("pipeline_model_parallel_size", "use_tp_pp_dp_mapping", *STAGES)
 CHOICES = (*PARALLEL, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
 LARGEST_MICRO_BATCH = 64
@@ -82,9 +85,9 @@ class FormatChoice:
         }
         return all(effect.get(name, True) for name in self.values)
 
-    def least_width(self, given: Mapping[str, Any], width: float, exact: float) -> float:
-        """Return the bytes of an element at least, of a gradient across nodes and of what comes back: weights, or the
-        sum. width, exact: of a weight and of a gradient without a format. given: options that stay."""
+    def least_widths(self, given: Mapping[str, Any], width: float, exact: float) -> Widths:
+        """Return the bytes of an element at least. width, exact: of a weight and of a gradient without a format.
+        given: options that stay."""
         asked = {**given, **self.values}
         quantised = "zero_quantized_gradients" in self.values
         there = (asked.get("zero_gradient_bits") or 4) / 8 if quantised else exact
@@ -92,10 +95,35 @@ class FormatChoice:
             width = 0.5
         elif "zero_quantized_weights" in self.values:
             width = (asked.get("zero_weight_bits") or 8) / 8
-        return there + min(there, width)
+        return Widths(there, there, width)
 
 
-EXACT = FormatChoice("exact")
+class Template:
+    """A configuration whose options are changed many times, often to the same values: sections are made once."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self._made = config, dict[object, Any]()
+
+    def changed(self, values: Mapping[str, Any]) -> RunConfig:
+        """Do as ``RunConfig.changed``."""
+        sections = defaultdict[str, dict[str, Any]](dict)
+        for name, value in values.items():
+            sections[all_options()[name].section][name] = value
+        made = {}
+        for section, own in sections.items():
+            key = section, tuple(own.items())
+            if key not in self._made:
+                self._made[key] = getattr(self.config.changed(own), section)
+            made[section] = self._made[key]
+        return replace(self.config, **made)
+
+
+def _apart_from_batch(choice: Mapping[str, Any]) -> object:
+    """Return the choice of all options that decide where ranks lie, and what they hold."""
+    return [value for name, value in choice.items() if name not in OF_BATCH]
+
+
+EXACT, AS_GIVEN = FormatChoice("exact"), FormatChoice("as given")
 _INT8 = FormatChoice("weights INT8", {"zero_quantized_weights": True})
 _DELTA = FormatChoice("weights INT4 of differences", {"zero_quantized_weights_delta": True})
 _SUMS_INT8 = FormatChoice("gradients INT8", {"zero_quantized_gradients": True, "zero_gradient_bits": 8})
@@ -131,11 +159,19 @@ class Found:
         return float(f"{self.timing.seconds:.4g}"), self.layout.memory.total
 
 
-class ShardChoice(NamedTuple):
-    """A base layout and shard factors, whose wire formats are still open."""
+class Choice(NamedTuple):
+    """A base layout with shard factors and wire formats. How long parameters live is still open."""
 
     base: BaseLayout
-    shard: tuple[int, int, int]
+    shard: Shard
+    formats: FormatChoice
+
+
+class Unmade(NamedTuple):
+    """A layout that is not made yet."""
+
+    choice: Choice
+    zero: ZeroConfig
 
 
 class Refined(NamedTuple):
@@ -144,7 +180,7 @@ class Refined(NamedTuple):
     layout: Layout
 
 
-Waiting = BaseLayout | ShardChoice | Layout | Refined | Found
+Waiting = BaseLayout | Choice | Unmade | Refined | Found
 
 
 class Search:
@@ -163,6 +199,8 @@ class Search:
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
         self._partitions: dict[tuple[int, int, str], Partition] = {}
         self._works: dict[object, tuple[ChainWork, float] | None] = {}
+        self._zeros: dict[object, Sequence[ZeroConfig]] = {}
+        self._least_widths: dict[bool, Mapping[str, Widths]] = {}
 
     # -- bases ----------------------------------------------------------------------------------
 
@@ -170,41 +208,52 @@ class Search:
         """Yield every legal base."""
         return filter(self._legal, self.drafts())
 
-    def drafts(self) -> Iterator[BaseLayout]:
-        """Yield a base for every choice of options that sizes allow. The rules are asked where one is promising."""
+    def drafts(self, tried: Collection[int] = ()) -> Iterator[BaseLayout]:
+        """Yield a base for every choice of options that sizes allow. The rules are asked where one is promising.
+
+        tried: context-parallel sizes that are left out.
+        """
         computes: dict[object, Compute] = {}
-        for choice in self._choices():
-            config = self._template.changed(choice)
-            if uneven := uneven_ranks(config, self.world):
-                self._count(ConfigError(uneven))
+        for _, alike in groupby(self._choices(tried), _apart_from_batch):
+            choices = list(alike)
+            first = self._template.changed(choices[0])
+            if uneven := uneven_ranks(first, self.world):
+                self._count(uneven, len(choices))
                 continue
-            try:
-                partition, spans = self._partition_of(config), config.parallel.context_parallel_size > 1
-                # Stages and their order decide where messages of a layer go, if ranks share samples.
-                alike = tuple(value for name, value in choice.items() if spans or name not in OF_STAGES)
-                known = computes.get(alike)
-                base = BaseLayout(config, self.world, self.cluster, self.collectives, partition, known)
-                base.grid((1, 1, 1))  # raises for experts whose ranks leave the node
-            except ValueError as error:
-                self._count(error)
-                continue
-            computes[alike] = base.compute
-            yield base
+            parallel = first.parallel
+            # The mesh decides where messages of a layer go, if ranks share samples, or experts of several nodes.
+            spans = parallel.context_parallel_size > 1 or parallel.moe_dispatch_across_nodes != "no"
+            beside = STAGES if spans else OF_STAGES
+            mesh: BaseLayout | None = None
+            for choice in choices:
+                config = self._template.changed(choice)
+                key = tuple(value for name, value in choice.items() if name not in beside)
+                try:
+                    partition, known = self._partition_of(config), computes.get(key)
+                    if mesh is None:
+                        mesh = BaseLayout(
+                            config, self.world, self.cluster, self.collectives, partition, known
+                        )
+                    base = mesh.varied(config, partition, known)
+                except ValueError as error:
+                    self._count([str(error)])
+                    continue
+                computes[key] = base.compute
+                yield base
 
     @cached_property
-    def _template(self) -> RunConfig:
+    def _template(self) -> Template:
         """The configuration of the values that are given. The choices replace some of them."""
-        return unjudged({"micro_batch_size": 1, **self.values, **self._no_shards})
+        return Template(unjudged({"micro_batch_size": 1, **self.values, **self._no_shards}))
 
     def _legal(self, base: BaseLayout) -> bool:
-        if base.faults:
-            self._count(ConfigError(base.faults))
+        self._count(base.faults)
         return not base.faults
 
-    def _count(self, error: ValueError) -> None:
+    def _count(self, errors: Iterable[str], times: int = 1) -> None:
         """Count what the rules refuse."""
-        for line in error.errors if isinstance(error, ConfigError) else [str(error)]:
-            self.errors[line] = self.errors.get(line, 0) + 1
+        for line in errors:
+            self.errors[line] = self.errors.get(line, 0) + times
 
     def _partition_of(self, config: RunConfig) -> Partition:
         parallel = config.parallel
@@ -222,13 +271,14 @@ class Search:
         """Return the choices of an option, or the value that was given for it."""
         return [self.values[name]] if name in self.values else list(choices)
 
-    def _choices(self) -> Iterator[dict[str, Any]]:
+    def _choices(self, tried: Collection[int] = ()) -> Iterator[dict[str, Any]]:
         """Yield the options of every base that sizes allow."""
         tensor, pipeline, mapping, sequence, experts, context = PARALLEL
         sizes = [
             (tp, cp, ep)
             for tp in self._free(tensor, common_divisors(self.cluster.ranks_per_node))
             for cp in self._free(context, self.contexts)
+            if cp not in tried
             for ep in self._free(experts, self._expert_sizes(tp))
         ]
         for tp, cp, ep in sizes:
@@ -297,49 +347,55 @@ class Search:
 
     # -- layouts ---------------------------------------------------------------------------------
 
-    def shard_choices(self, base: BaseLayout) -> Iterator[tuple[ShardChoice, float]]:
-        """Yield the shards of a base whose model state could fit, each with a lower bound over all formats.
-
-        The bound is the least of the formats' own: which of them sends the fewest bits depends on the shards.
-        """
+    def choices(self, base: BaseLayout) -> Iterator[Choice]:
+        """Yield every choice of shards and formats; the rules of the configuration judge them."""
         for shard in [self.given_shards(base)] if self.shards_given else self._shards(base):
-            choice = ShardChoice(base, shard)
-            gathered = shard[0] > 1 and self.values.get(LIFETIME) in (
-                None,
-                "gathered",
-            )  # some layouts, at least
-            works = [
-                self._work_of(choice, zero, name) for zero, name in self._zero_choices(choice, gathered=False)
-            ]
-            if least := [one.least_seconds(base, gathered) * weight for one, weight in filter(None, works)]:
-                yield choice, min(least)
+            yield from (Choice(base, shard, each) for each in self.formats if each.has_effect(shard, base))
 
-    def _work_of(self, choice: ShardChoice, zero: ZeroConfig, formats: str) -> tuple[ChainWork, float] | None:
-        """Return the work of the links of a choice's layouts with these formats, and their weight; None: not legal.
+    def _promising(self, base: BaseLayout) -> Iterator[tuple[Choice, float]]:
+        """Yield the choices whose model state could fit, each with a lower bound of its seconds."""
+        widths, once = self._widths(base), self.values.get(WHOLE) == "step"
+        for shard, alike in groupby(self.choices(base), attrgetter("shard")):
+            if least_memory(base, shard) <= self.cluster.device.room:
+                for choice in alike:
+                    yield choice, least_crossing(base, widths[choice.formats.name], shard, once)
+
+    def _widths(self, base: BaseLayout) -> Mapping[str, Widths]:
+        """Return the bytes of an element at least, by the name of formats."""
+        if not self._formats_free:
+            return {AS_GIVEN.name: Widths(0.25, 0.25, 0.25)}  # two bits
+        width = base.compute.width
+        raw = base.h == 1 or base.micro_batches == 1 or base.ep > 1  # no sums cross then
+        if raw not in self._least_widths:
+            exact = width if raw else max(width, 4)
+            self._least_widths[raw] = {
+                each.name: each.least_widths(self.values, width, exact) for each in self.policy
+            }
+        return self._least_widths[raw]
+
+    def work_of(self, choice: Choice) -> tuple[ChainWork, float] | None:
+        """Return the work of the links of a choice's layouts, and their weight; None: not legal.
 
         How long gathered units live makes no difference to one gather.
         """
-        base, shard = choice
-        key = base.mesh, base.partition.of(0), base.micro_batches == 1, shard, formats
+        base, shard, formats = choice
+        key = base.mesh, base.partition.kinds[0], base.micro_batches == 1, shard, formats.name
         if key not in self._works:
             try:
-                layout = Layout(base, zero)
+                layout = Layout(base, self._zeros_of(choice)[0])
                 self._works[key] = ChainWork.of_layout(layout), self.weight(layout)
             except ValueError as error:
-                self._count(error)
+                self._count([str(error)])
                 self._works[key] = None
         return self._works[key]
 
-    def layouts(self, choice: ShardChoice, gathered: bool = True) -> Iterator[tuple[Layout, str]]:
-        """Yield every legal layout of a choice, with the name of its formats.
-
-        gathered: also those that gather a unit once per step, where the lifetime of parameters is not given.
-        """
-        for zero, name in self._zero_choices(choice, gathered):
+    def layouts(self, choice: Choice) -> Iterator[Layout]:
+        """Yield every legal layout of a choice."""
+        for zero in self._zeros_of(choice):
             try:
-                yield Layout(choice.base, zero), name
+                yield Layout(choice.base, zero)
             except ValueError as error:
-                self._count(error)
+                self._count([str(error)])
 
     @property
     def shards_given(self) -> bool:
@@ -348,51 +404,40 @@ class Search:
     def given_shards(self, base: BaseLayout) -> tuple[int, int, int]:
         return base.config.shards(base.world).factors
 
-    @property
+    @cached_property
     def _formats_free(self) -> bool:
         """Return whether the planner chooses the messages: neither a flag nor preset zeropp sets them."""
         quantised = any("quantized" in name for name in self.values)
         return not quantised and self.values.get("zero_preset") not in QUANTISED
 
-    def _zero_choices(self, choice: ShardChoice, gathered: bool) -> Iterator[tuple[ZeroConfig, str]]:
-        base, shard = choice
-        plain = {
-            n: v for n, v in self.values.items() if n.startswith("zero_") and n not in ZERO and v is not None
-        }
-        kept = (
-            {name: getattr(base.config.zero, name) for name in ZERO}
-            if self.shards_given
-            else {"zero_shard": shard}
-        )
-        formats = self.policy if self._formats_free else (FormatChoice("as given"),)
-        lives = [plain[LIFETIME]] if LIFETIME in plain else [None]
-        if LIFETIME not in plain and shard[0] > 1 and gathered:
-            lives.append("gathered")
-        for chosen in formats:
-            if chosen.has_effect(shard, base):
-                for life in lives:
-                    yield ZeroConfig(**{**plain, **kept, **chosen.values, LIFETIME: life}), chosen.name
+    @property
+    def formats(self) -> Sequence[FormatChoice]:
+        return self.policy if self._formats_free else (AS_GIVEN,)
 
-    def _shards(self, base: BaseLayout) -> Iterator[tuple[int, int, int]]:
-        """Yield the (P, G, OS) whose model state could fit; the rules of the configuration judge them."""
-        room = self.cluster.device.room - base.least_activations
+    def _zeros_of(self, choice: Choice) -> Sequence[ZeroConfig]:
+        """Return the ZeRO options of a choice's layouts: of each lifetime of parameters that makes a difference."""
+        key = choice.shard, choice.formats.name
+        if key not in self._zeros:
+            zero = choice.base.config.zero
+            given = {
+                n: v
+                for n, v in self.values.items()
+                if n.startswith("zero_") and n not in ZERO and v is not None
+            }
+            kept = {n: getattr(zero, n) for n in ZERO} if self.shards_given else {"zero_shard": choice.shard}
+            lives = [given.get(LIFETIME), *["gathered"] * (LIFETIME not in given and choice.shard[0] > 1)]
+            options = {**given, **kept, **choice.formats.values}
+            self._zeros[key] = [ZeroConfig(**{**options, LIFETIME: life}) for life in lives]
+        return self._zeros[key]
+
+    @staticmethod
+    def _shards(base: BaseLayout) -> Iterator[Shard]:
+        """Yield the (P, G, OS) of a base."""
         legal = [k for k in common_divisors(base.d) if base.h % k == 0 or k % base.h == 0]
         for os in legal:
             for g in (k for k in legal if os % k == 0):
                 for p in (k for k in legal if g % k == 0):
-                    if self._least_states(base, (p, g, os)) <= room:
-                        yield p, g, os
-
-    def _least_states(self, base: BaseLayout, shard: tuple[int, int, int]) -> float:
-        """Return the least bytes of a rank's model state: of the first rank's layers, all of them matrices."""
-        config, width = base.config, base.compute.width
-        sums, replicas = max(width, 4), config.outer_replicas(base.world)
-        outer = OuterFormat.of(config.outer, replicas, sums)
-        anchors = States.anchors_of(outer, self.cluster.on_host)
-        updated = sums * (1 + anchors) + config.optimizer.moment_bytes(sums, 1.0)
-        copy = 0.0 if width == sums else 0.5 * width
-        p, g, os = shard
-        return base.least_parameters * (copy / p + sums / g + updated / os)
+                    yield p, g, os
 
     # -- search ----------------------------------------------------------------------------------
 
@@ -401,26 +446,29 @@ class Search:
 
         bases: those to choose from, if not every legal one.
         """
+        if not self._could_fit:
+            return []
         best = self._best(number, self.drafts() if bases is None else bases)
         recompute = "recompute_granularity" not in self.values
         short = not best or recompute and best[0].layout.config.training.recompute_granularity == "full"
         if bases is not None or not short or PARALLEL[-1] in self.values:
             return best
-        self.share_samples()
-        best = self._best(number, self.drafts())
-        if not best:
-            self.share_samples(across=True)
-            best = self._best(number, self.drafts())
+        for across in (False, True):
+            tried = self.contexts
+            self.share_samples(across)
+            best = self._best(number, self.drafts(tried), best)
+            if best:
+                break
         return best
 
-    def _least_width(self, base: BaseLayout) -> float:
-        """Return the bytes of an element at least: of a gradient across nodes and of what comes back."""
-        if not self._formats_free:
-            return 0.5  # two bits each
-        width = base.compute.width
-        raw = base.h == 1 or base.micro_batches == 1 or base.ep > 1  # no sums cross then
-        exact = width if raw else max(width, 4)
-        return min(choice.least_width(self.values, width, exact) for choice in self.policy)
+    @property
+    def _could_fit(self) -> bool:
+        """Return whether the model state could fit if all ranks of a replica had equal shares of it."""
+        config = self._template.config
+        ranks = config.replica_world(self.world).world_size
+        width, matrices = WIDTHS[config.precision.params_dtype], model_spec(config.model).layer_matrices
+        least = matrices / ranks * sum(least_state(config, self.world, width, self.cluster.on_host))
+        return least <= self.cluster.device.room
 
     def share_samples(self, across: bool = False) -> None:
         """Try layouts in which ranks of a node share samples, or those of several nodes, beside those that have been
@@ -430,8 +478,28 @@ class Search:
         found = common_divisors(world) if across else common_divisors(inside)
         self.contexts = [k for k in found if k < inside or k % inside == 0]
 
-    def _best(self, number: int, bases: Iterable[BaseLayout]) -> list[Found]:
-        """Do as ``best`` says.
+    def _unmade(self, choice: Choice) -> Iterator[tuple[Unmade, float]]:
+        """Yield the layouts of a choice, each with a lower bound of its seconds times its weight."""
+        if (known := self.work_of(choice)) is not None:
+            for zero in self._zeros_of(choice):
+                gathered = zero.zero_params_lifetime == "gathered"
+                yield Unmade(choice, zero), known[0].least_seconds(choice.base, gathered) * known[1]
+
+    def _refined(self, unmade: Unmade) -> tuple[Layout, float] | None:
+        """Return a layout with a bound that follows its schedule; None: it is not legal, or does not fit."""
+        (base, _, _), zero = unmade
+        known = self.work_of(unmade.choice)
+        try:
+            layout = Layout(base, zero)
+        except ValueError as error:
+            self._count([str(error)])
+            return None
+        if known is None or not layout.fits:
+            return None
+        return layout, known[0].least_seconds(base, layout.shards.keep_gathered, exactly=True) * known[1]
+
+    def _best(self, number: int, bases: Iterable[BaseLayout], found: Iterable[Found] = ()) -> list[Found]:
+        """Do as ``best`` says. found: results of other bases.
 
         Base layouts, shard choices, layouts and results wait in one queue, ordered by their lower bound. The first is
         expanded: a base into its shard choices, a choice into its layouts, a layout, whose bound is refined before,
@@ -444,28 +512,28 @@ class Search:
             heappush(queue, (bound, tie, next(order), item, name))
 
         for base in bases:
-            if self._least_states(base, (base.d, base.d, base.d)) <= self.cluster.device.room:
-                put(max(base.least_seconds, least_crossing(base, self._least_width(base))), 0.0, base)
+            narrowest = min(self._widths(base).values(), key=lambda widths: widths.there_and_back)
+            put(max(base.least_seconds, least_crossing(base, narrowest)), 0.0, base)
+        for one in found:
+            put(one.timing.seconds * self.weight(one.layout), one.layout.memory.total, one)
         best: list[Found] = []
         while queue and len(best) < number:
             bound, _, _, item, name = heappop(queue)
             if isinstance(item, Found):
                 best.append(item)
             elif isinstance(item, Refined):
-                found = Found(item.layout, simulate(item.layout), name)
-                put(found.timing.seconds * self.weight(item.layout), item.layout.memory.total, found)
-            elif isinstance(item, Layout):
-                if item.fits:
-                    put(max(bound, least_seconds(item) * self.weight(item)), 0.0, Refined(item), name)
-            elif isinstance(item, ShardChoice):
-                for layout, formats in self.layouts(item):
-                    if (known := self._work_of(item, layout.given.zero, formats)) is not None:
-                        least = known[0].least_seconds(item.base, layout.shards.keep_gathered)
-                        put(max(bound, least * known[1]), 0.0, layout, formats)
-            elif item.least_activations <= self.cluster.device.room and self._legal(item):
-                for choice, least in self.shard_choices(item):
-                    put(max(bound, least), 0.0, choice)
-        return sorted(best, key=lambda found: (found.key[0] * self.weight(found.layout), found.key[1]))
+                one = Found(item.layout, simulate(item.layout), name)
+                put(one.timing.seconds * self.weight(item.layout), item.layout.memory.total, one)
+            elif isinstance(item, Unmade):
+                if (refined := self._refined(item)) is not None:
+                    put(max(bound, refined[1]), 0.0, Refined(refined[0]), name)
+            elif isinstance(item, Choice):
+                for unmade, least in self._unmade(item):
+                    put(max(bound, least), 0.0, unmade, name)
+            elif least_memory(item) <= self.cluster.device.room and self._legal(item):
+                for choice, least in self._promising(item):
+                    put(max(bound, least), 0.0, choice, choice.formats.name)
+        return sorted(best, key=lambda one: (one.key[0] * self.weight(one.layout), one.key[1]))
 
 
 def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | None:
@@ -481,7 +549,7 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
     best: Layout | None = None
     for base in search.bases():
         shard = search.given_shards(base) if search.shards_given else (base.d, base.d, base.d)
-        for layout, _ in search.layouts(ShardChoice(base, shard)):
+        for layout in (one for each in search.formats for one in search.layouts(Choice(base, shard, each))):
             if best is None or layout.memory.total < best.memory.total:
                 best = layout
     return best

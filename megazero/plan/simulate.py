@@ -84,7 +84,10 @@ class _Lane:
                 self.working += seconds
             else:
                 self.moving[link] += seconds - latency
-                at = max(at, links.get(link, 0.0), self.over.get(link, 0.0))
+                if (free := links.get(link, 0.0)) > at:  # max() takes longer
+                    at = free
+                if (over := self.over.get(link, 0.0)) > at:
+                    at = over
                 links[link], self.over[link] = at + seconds - latency, at + seconds
             at += seconds
         self.free.append(at)
@@ -102,7 +105,9 @@ class _Rank(RankStep):
         self.gathers, self.reductions = _Lane(), _Lane()
         self.pending: deque[float] = deque()
         self.bill = dict.fromkeys(BILL, 0.0)
-        self.whole: dict[tuple[int, Kind], Spent] = {}
+        # What modules and whole parts spend in an action, with its sum, and how often.
+        self.paid: dict[tuple[str | int, Kind], tuple[Spent, float]] = {}
+        self.times: defaultdict[tuple[str | int, Kind], int] = defaultdict(int)
         self.here: dict[int, float] = {}  # when the latest gather of a unit ends
         if execution.early_refresh:
             self._refresh_all()
@@ -120,43 +125,43 @@ class _Rank(RankStep):
 
     def run(self, action: Action) -> None:
         """Run one action, module by module where something moves for its units."""
-        part = action.stage // self.base.pp
+        part, kind = action.stage // self.base.pp, action.kind
         modules, visits, reduces = self.open(action)
         if not visits and not reduces:
-            self._spend(self._whole(part, action.kind))
+            self._spend(part, kind)
             return
         for module in modules:
             if visits:
                 self._take_turn()
-            self._spend(self.spent(module.kind, action.kind))
+            self._spend(module.kind, kind)
             if reduces:
                 self._reduce(module.units, part)
 
-    def _whole(self, part: int, kind: Kind) -> Spent:
-        """Return what all modules of a part spend in an action."""
-        if (part, kind) not in self.whole:
-            each = [self.spent(module.kind, kind) for module in self.units.parts[part]]
-            compute, again, tensor, context, experts = (sum(column) for column in zip(*each, strict=True))
-            self.whole[part, kind] = compute, again, tensor, context, experts
-        return self.whole[part, kind]
-
-    def _spend(self, spent: Spent) -> None:
-        compute, again, tensor, *others = spent
-        shown, crowded = self.execution.tensor, self.base.cluster.device.contention
-        paid = compute, again * self.execution.recomputed, tensor * (shown + (1 - shown) * crowded), *others
-        for item, seconds in zip(SPENT, paid, strict=True):
-            self.bill[item] += seconds
-        self.now += sum(paid)
+    def _spend(self, what: str | int, kind: Kind) -> None:
+        """Spend what a module takes in an action, or with the number of a part what all of its modules take."""
+        key = what, kind
+        if key not in self.paid:
+            modules = [what] if isinstance(what, str) else [m.kind for m in self.units.parts[what]]
+            compute, again, tensor, context, experts = (
+                sum(column) for column in zip(*(self.spent(module, kind) for module in modules), strict=True)
+            )
+            shown, crowded = self.execution.tensor, self.base.cluster.device.contention
+            again, tensor = again * self.execution.recomputed, tensor * (shown + (1 - shown) * crowded)
+            paid = compute, again, tensor, context, experts
+            self.paid[key] = paid, sum(paid)
+        self.times[key] += 1
+        self.now += self.paid[key][1]
 
     def _take_turn(self) -> None:
         """Start what the engine starts at this use of a module, and wait for what the use needs."""
-        use = next(self.uses)
-        for unit in use.begun:
+        units, begun = next(self.uses)
+        for unit in begun:
             chains = self.chains[unit]
             refresh = () if unit in self.here or self.execution.early_refresh else chains.refresh
             chain = refresh + chains.gather
             self.here[unit] = self.gathers.run(chain, self.now, self.links) if chain else 0.0
-        self.wait_until(max((self.here[unit] for unit in use.units), default=0.0), "gather")
+        for unit in units:
+            self.wait_until(self.here[unit], "gather")
 
     def _reduce(self, units: tuple[int, ...], part: int) -> None:
         for unit in reversed(units):
@@ -169,6 +174,9 @@ class _Rank(RankStep):
                 self.wait_until(self.pending.popleft(), "reduce")
 
     def finish(self) -> None:
+        for key, times in self.times.items():
+            for item, seconds in zip(SPENT, self.paid[key][0], strict=True):
+                self.bill[item] += times * seconds
         self.wait_until(max(self.pending, default=0.0), "reduce")
         self.wait_until(self.now + self._contended(), "contention")
 

@@ -13,7 +13,12 @@ from megazero.config import RunConfig, World, make_config
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, model_spec
 from megazero.models import Decoder
 from megazero.models.decoder import Head
-from megazero.plan.activations import LayerActivations, activations, layer_activations, mask_elements
+from megazero.plan.activations import (
+    LayerActivations,
+    MicroBatchActivations,
+    layer_activations,
+    mask_elements,
+)
 from megazero.pp.partition import Costs, partition
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES
@@ -106,14 +111,17 @@ def test_masks_are_counted_once_for_each_kind_that_a_stage_holds() -> None:
 def test_activations_go_as_the_backward_proceeds() -> None:
     config = make_config({**SIZES, "num_layers": 4}, World(1, 1))
     (stage,) = config.stages()
-    sizes = {kind: sum(items.values()) for kind, items in activations(config, 4, [stage], 1).items()}
+    sizes = {
+        kind: sum(items.values())
+        for kind, items in MicroBatchActivations(config, 4).of([stage]).moments(1).items()
+    }
     assert set(sizes) == {EMBEDDING, LAYER, HEAD} and sizes[EMBEDDING] < min(sizes[LAYER], sizes[HEAD])
 
 
 def test_at_the_embedding_only_other_micro_batches_hold_layers() -> None:
     def at(moment: str, layers: int, peak: int) -> float:
         config = make_config({**SIZES, "num_layers": layers}, World(1, 1))
-        return sum(activations(config, 4, config.stages(), peak)[moment].values())
+        return sum(MicroBatchActivations(config, 4).of(config.stages()).moments(peak)[moment].values())
 
     assert at(EMBEDDING, 4, 1) == at(EMBEDDING, 1, 1), "the last micro-batch's have gone"
     assert at(EMBEDDING, 4, 3) - at(EMBEDDING, 4, 1) == at(LAYER, 4, 3) - at(LAYER, 4, 1) > 0
@@ -124,7 +132,10 @@ def test_each_micro_batch_under_way_holds_the_masks_of_its_documents() -> None:
         """Return what the second and third micro-batch add, in masks of one sample."""
         sizes = {**SIZES, "position_embedding_type": "rope", "attention_backend": "efficient", **values}
         config = make_config(sizes, World(1, 1))
-        one, three = (sum(activations(config, 4, config.stages(), peak)[LAYER].values()) for peak in (1, 3))
+        one, three = (
+            sum(MicroBatchActivations(config, 4).of(config.stages()).moments(peak)[LAYER].values())
+            for peak in (1, 3)
+        )
         return (three - one) / (4 * config.model.seq_length**2)
 
     assert more(reset_attention_mask=True) - more() == 2 * SIZES["micro_batch_size"]
@@ -160,12 +171,12 @@ def test_what_the_head_has_at_its_peak(family: str, dtype: str, chunk: int | Non
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
     measured = max(itertools.accumulate(e.nbytes() for e in events))
-    predicted = activations(config, width, config.stages(), 1, True, chunk)[HEAD]["head"]
+    predicted = MicroBatchActivations(config, width, True).of(config.stages(), chunk).head
     assert predicted == pytest.approx(measured, rel=0.03)
 
 
 def test_smaller_chunks_of_the_loss_take_less() -> None:
     config = make_config({**SIZES, "seq_length": 4096, "max_position_embeddings": 4096}, World(1, 1))
     chunks = (None, 8192, 4096, 2048, 1024)  # of 2 samples of 4096
-    heads = [activations(config, 2, config.stages(), 1, False, chunk)[HEAD]["head"] for chunk in chunks]
+    heads = [MicroBatchActivations(config, 2).of(config.stages(), chunk).head for chunk in chunks]
     assert heads[0] == heads[1] and heads == sorted(heads, reverse=True) and heads[3] > heads[4]

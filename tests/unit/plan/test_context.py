@@ -38,7 +38,7 @@ def test_what_crosses_nodes_counts_there_and_costs_more() -> None:
 def test_activations_shrink() -> None:
     """But for copies of keys and values: 2 x 2 x 32 of the kept elements of a token at 4 ranks."""
     kept = {
-        size: layout({**LONG, "context_parallel_size": size}, cluster(1, 4)).base.activation_memory(None)[0]
+        size: layout({**LONG, "context_parallel_size": size}, cluster(1, 4)).base.activation_memory(0, None)
         for size in (1, 2, 4)
     }
     one, two, four = (kept[size][HEAD]["activations"] for size in (1, 2, 4))

@@ -64,7 +64,11 @@ def numbers(plan: Layout) -> dict[str, float]:
         "elements": sum(each.elements for each in held),
         "matrices": sum(each.matrices for each in held),
         "states": sum(plan.memory_of(rank, None).model_states for rank in range(base.pp)),
-        "kept": sum(each[HEAD]["activations"] for each in base.activation_memory(None) if HEAD in each),
+        "kept": sum(
+            each[HEAD]["activations"]
+            for each in (base.activation_memory(rank, None) for rank in range(base.pp))
+            if HEAD in each
+        ),
         "bytes": sum(sum(total.values()) for total in plan.bytes_by_stage),
         "compute": simulate(plan).bill["compute"],
         "tensor": simulate(plan).bill["tensor"],
@@ -108,12 +112,16 @@ def test_each_kind_has_its_own_units_operations_and_moments() -> None:
     narrow, wide = planned(values)[0], planned({**values, "ffn_hidden_size": 2 * FFN})[0]
     with wide_without_windows():
         plan = planned(values)[0]
-        own, sizes, memory = plan.units(0), plan.base.compute.sizes, plan.base.activation_memory(None)
+        own, sizes, memory = (
+            plan.units(0),
+            plan.base.compute.sizes,
+            [plan.base.activation_memory(rank, None) for rank in range(plan.base.pp)],
+        )
         parts = own.parts
     for kind, like in ((LAYER, narrow), (SECOND, wide)):
         assert own.modules[kind] == like.units(0).modules[LAYER]
         assert sizes[kind] == like.base.compute.sizes[LAYER]
-        working, theirs = memory[1], like.base.activation_memory(None)[1]
+        working, theirs = memory[1], like.base.activation_memory(1, None)
         assert working[kind]["activations"] - working[HEAD]["activations"] == (
             theirs[LAYER]["activations"] - theirs[HEAD]["activations"]
         )

@@ -25,7 +25,7 @@ from megazero.config.options.cluster import (
 )
 from megazero.config.validate import find_errors
 from megazero.plan.base_layout import BaseLayout
-from megazero.plan.bounds import least_crossing, least_seconds
+from megazero.plan.bounds import ChainWork, least_crossing, least_memory
 from megazero.plan.command import main
 from megazero.plan.communication import ExpertRows
 from megazero.plan.layout import Layout, TimedHop
@@ -294,7 +294,10 @@ def test_recompute_and_micro_batches_in_flight_decide_activations() -> None:
         for s in ("1f1b", "gpipe")
     )
     assert last.memory.activations > first.memory.activations
-    by_rank = [moments[LAYER]["activations"] for moments in first.base.activation_memory(None)]
+    by_rank = [
+        moments[LAYER]["activations"]
+        for moments in (first.base.activation_memory(rank, None) for rank in range(4))
+    ]
     assert by_rank[0] > by_rank[3]
 
 
@@ -416,12 +419,19 @@ def test_search_finds_what_asking_everything_finds(
     best = search.best(5)
     everything = []
     for base in Search(values, on, policy).bases():
-        crossing = least_crossing(base, search._least_width(base))
-        for choice, least in search.shard_choices(base):
-            for plan, _ in search.layouts(choice):
-                seconds = simulate(plan).seconds
-                bounds = base.least_seconds, crossing, least, least_seconds(plan)
-                assert max(bounds) <= seconds * (1 + 1e-9), (bounds, plan.given.zero)
+        widths = search._widths(base)
+        least = least_crossing(base, min(widths.values(), key=lambda each: each.there_and_back))
+        for choice in search.choices(base):
+            crossing = least_crossing(base, widths[choice.formats.name], choice.shard)
+            assert least <= crossing * (1 + 1e-9)
+            for plan in search.layouts(choice):
+                seconds, (work, _) = simulate(plan).seconds, search.work_of(choice) or (None, 1.0)
+                assert work == ChainWork.of_layout(plan)
+                gathered = plan.shards.keep_gathered
+                bounds = [work.least_seconds(base, gathered, exactly) for exactly in (False, True)]
+                assert base.least_seconds <= bounds[0] * (1 + 1e-9) and bounds[0] <= bounds[1] * (1 + 1e-9)
+                assert max(crossing, *bounds) <= seconds * (1 + 1e-9), (bounds, plan.given.zero)
+                assert least_memory(base) <= least_memory(base, choice.shard) <= plan.memory.total
                 everything += [seconds] * plan.fits
     assert [f.timing.seconds for f in sorted(best, key=lambda f: f.timing.seconds)] == sorted(everything)[:5]
     assert len(simulated) < len(everything) / 2
