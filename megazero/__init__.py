@@ -1,3 +1,3 @@
 """Trains large language models on clusters whose nodes are joined by slow links."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
