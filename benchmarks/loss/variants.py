@@ -130,7 +130,11 @@ def outer_name(interval: int, rule: str, form: str = "") -> str:
 
 
 def _outer(interval: int, rule: str, form: str) -> Variant:
-    optimizer = {"outer_optimizer": AVERAGE} if rule == AVERAGE else {"outer_lr": float(rule)}
+    optimizer = (
+        {"outer_optimizer": AVERAGE}
+        if rule == AVERAGE
+        else {"outer_lr": float(rule), "outer_momentum": 0.9}  # DiLoCo's
+    )
     outer = OuterConfig(outer_interval=interval, **optimizer, **FORMS[form])
     if FORMS[form] is STREAMED:
         outer = replace(outer, outer_delay=max(1, interval // 16))

@@ -163,8 +163,8 @@ def joined_modules(stage: StageSpec, joined: int, kinds: tuple[str, ...]) -> tup
 class LayerMatrix(NamedTuple):
     """A parameter of a layer that is a matrix, or a stack of them, one of each expert.
 
-    cut: one matrix as it is stepped, held by nobody. stacked: how many there are on a rank. numel: of what a rank holds
-    of them all. apart: as ``UnitShape``'s.
+    cut: one matrix as it is stepped, held by nobody. stacked: how many there are on a rank. numel: of what a rank
+    holds of them all. apart: as ``UnitShape``'s.
     """
 
     cut: Cut

@@ -237,7 +237,7 @@ class OuterConfig:
         choices=OUTER_OPTIMIZERS,
     )
     outer_lr: float = option(0.7, "learning rate of the outer optimizer", above=0)
-    outer_momentum: float = option(0.9, "momentum of the outer optimizer", low=0, below=1)
+    outer_momentum: float = option(0.5, "momentum of the outer optimizer", low=0, below=1)
     outer_bits: int = option(
         32,
         "bits of each parameter's difference between replicas: 32 exact, 16 bf16, else quantised",

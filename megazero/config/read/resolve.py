@@ -20,6 +20,7 @@ from typing import Any
 
 from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_derived
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
+from megazero.config.layout.outer import averages
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.layout.wire import (
     OF_BOTH,
@@ -37,7 +38,7 @@ from megazero.config.model.section import complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import section_of, show, stand_in, typed
 from megazero.config.options.optimizers import of_schedule
-from megazero.config.options.sections import ZeroConfig
+from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.read.beginning import Beginning
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
@@ -84,6 +85,7 @@ def resolve(
     values = complete(values)
     errors += _complete_zero(values, notes)
     _complete_formats(values, *goes_on, notes)
+    _complete_outer(values, *goes_on, notes)
     values |= {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
         values["save_keep_last"] = 1
@@ -171,6 +173,18 @@ def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored,
     if plain and TRANSFORM not in kept:
         notes.append(PLAIN)
     notes += _changed_format(section_of(ZeroConfig, before), now, path)
+
+
+def _complete_outer(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
+    """At a resume, take the outer momentum from the checkpoint where the options give none: what it has summed up is
+    by that rule, and the default was 0.9 before 0.3.0."""
+    said = {name: value for name, value in values.items() if value is not None}
+    before, now = (section_of(OuterConfig, each) for each in (stored.get("outer", {}), said))
+    if "outer_momentum" in said or not (before.outer_interval and now.outer_interval):
+        return
+    if before.outer_momentum != now.outer_momentum and not (averages(before) or averages(now)):
+        values["outer_momentum"] = before.outer_momentum
+        notes.append(f"from {path}: --outer-momentum {before.outer_momentum:g}")
 
 
 def _formats(stored: Mapping[str, Any]) -> dict[str, Any]:
