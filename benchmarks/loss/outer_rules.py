@@ -240,7 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{branch}: {losses[branch]:.4f} after {time.monotonic() - began:.0f} s", flush=True)
     only, seeds = " ".join(chosen.only), " ".join(map(str, chosen.seeds))
     found = {branch: losses[branch] for branch in wanted}
-    chosen.page.write_text(page(found, f"python -m benchmarks.loss.outer_rules --only {only} --seeds {seeds}"))
+    chosen.page.write_text(
+        page(found, f"python -m benchmarks.loss.outer_rules --only {only} --seeds {seeds}")
+    )
 
 
 def _branch(record: dict[str, Any]) -> Branch:
