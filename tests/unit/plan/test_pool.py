@@ -84,7 +84,7 @@ def test_residuals_are_of_the_slice_that_crosses_nodes(
     states = States(grid, Shards(*shards, "use"), Formats(2, 4), True, 0)
     shapes = [(UnitShape(unit.layout.numel, 0, True), 1) for unit in engine.units]
     elements = sum(shape.elements for shape, _ in shapes)
-    units: Any = SimpleNamespace(counts=shapes, elements=elements, matrices=0)
+    units: Any = SimpleNamespace(counts=shapes, elements=elements, matrices_apart={})
     held = sum(unit.feedback.open_residual().nbytes for unit in engine.units)
     assert model_states(units, states, OptimizerConfig(lr=0.1))["residuals"] == held > 0
 
