@@ -25,13 +25,13 @@ import torch
 from benchmarks import harness
 from benchmarks.loss import data
 from benchmarks.loss.run import CHUNK, MUON_OPTIONS, Settings, learning_rate
+from benchmarks.results import PAGES, RESULTS
 from benchmarks.steps import llama
 from megazero import zero
 from megazero.models import Decoder, initializer
 from megazero.zero.by_matrix import MATRIX
 
-KEEP = Path("benchmarks/results/loss_outer_rules.jsonl")
-PAGE = Path("docs/results/outer_rules.md")
+KEEP, PAGE = RESULTS / "loss_outer_rules.jsonl", PAGES / "outer_rules.md"
 REPLICAS, WARM = 2, 256
 INTERVALS = (8, 32)
 RATES, MOMENTA = (0.3, 0.5, 0.7, 1.0), (0.0, 0.5, 0.9)

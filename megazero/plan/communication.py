@@ -529,10 +529,8 @@ def nodes_of_token(model: ModelConfig, nodes: int) -> float:
     for node in range(nodes):
         first, last = node * share, (node + 1) * share
         here = [max(0, min(last, (g + 1) * size) - max(first, g * size)) for g in range(groups)]
-        ways = [
-            1.0,
-            *[0.0] * taken,
-        ]  # sums over the groups that may be taken: so many of them, and all missed
+        # By how many groups are taken: the sum, over all choices of these, of how likely all are missed.
+        ways = [1.0] + [0.0] * taken
         for probability in map(missed, here):
             for number in range(taken, 0, -1):
                 ways[number] += ways[number - 1] * probability
