@@ -56,8 +56,18 @@ class Faults:
             raise OSError(self.number, os.strerror(self.number))
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.folder and event in EVENTS and (event[0] == "s" or f"{arguments[0]}".startswith(self.folder)):
+        if self.folder and event in EVENTS and self._ours(event, arguments):
             self.operation()
+
+    def sync(self, file: int) -> None:
+        if self.folder and os.readlink(f"/proc/self/fd/{file}").startswith(self.folder):
+            self.operation()
+
+    def _ours(self, event: str, arguments: tuple[Any, ...]) -> bool:
+        """Tell whether a save has done it, and no thread that an earlier test has left."""
+        if event == "subprocess.Popen":
+            return str(image.PROGRAM) in map(str, arguments[1])
+        return f"{arguments[0]}".startswith(self.folder)
 
 
 FAULTS, FSYNC = Faults(), os.fsync
@@ -67,7 +77,7 @@ sys.addaudithook(FAULTS.audit)
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     monkeypatch.setattr(saving, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(os, "fsync", lambda file: FAULTS.operation() if FAULTS.folder else None)
+    monkeypatch.setattr(os, "fsync", FAULTS.sync)
     yield FAULTS
     FAULTS.folder = ""
 
