@@ -780,8 +780,8 @@ megazero/families/config_json/rotary_fields.py
   Phi-3's factor is asked for, and no published file has it
 
 megazero/models/masking.py
-- distance <= -self.window
-+ distance < -self.window
+- of_key <= at - self.window
++ of_key < at - self.window
   a window has a token more
 
 megazero/models/attention_pieces.py

@@ -61,18 +61,19 @@ class Masking(NamedTuple):
 
     def bias(self, queries: range, keys: range, like: Tensor) -> Tensor:
         """Return the bias of these positions, documents aside, like ``like``."""
+        # No matrix of distances: int64 ones would take more than all else.
         at = torch.arange(queries.start, queries.stop, device=like.device)[:, None]
-        distance = torch.arange(keys.start, keys.stop, device=like.device) - at
-        hidden = distance > 0
+        of_key = torch.arange(keys.start, keys.stop, device=like.device)
+        hidden = of_key > at
         if self.window is not None:
-            hidden |= distance <= -self.window
+            hidden |= of_key <= at - self.window
         if self.steps is not None:
             rows, columns = self.steps[:, queries.start : queries.stop], self.steps[:, keys.start : keys.stop]
             added = columns[:, None] - rows[:, :, None]
         elif self.slopes is not None:
-            added = self.slopes[:, None, None] * distance
+            added = self.slopes[:, None, None] * (of_key.to(self.slopes) - at.to(self.slopes))
         else:
-            added = like.new_zeros(1, 1, 1).expand(1, *hidden.shape)
+            added = like.new_zeros(1, 1, 1)
         return added.masked_fill(hidden, -torch.inf).to(like.dtype)
 
 

@@ -57,9 +57,9 @@ def layer_activations(
     wide, pairs = max(width, 4), heads * model.seq_length
     backend = _backend(config, width, on_host, groups > 1)
     scores = 3 * tokens * pairs * wide if on_host and backend == TORCH and model.attention_dropout else 0.0
-    # Scores, their softmax, and the gradients of both; tanh of capped ones.
-    held = 5 if model.attn_logit_softcapping else 4
-    transient = held * min(BAND, model.seq_length) * pairs / ranks * wide if backend == "math" else 0.0
+    transient = 0.0
+    if backend == "math" or (on_host and backend == "flash"):
+        transient = _piece(config, layer, heads / ranks, width, backend == "math", groups > 1)
     whole = tokens * (width * elements + masks + 4 * heads) + scores
     inner: float = layer.gradients.inner
     if layer.experts and (nodes := config.expert_nodes(world)) > 1:
@@ -72,6 +72,24 @@ def layer_activations(
         core = tokens * (width * (layer.query / tp + again) + 4 * heads) + scores
         return LayerActivations(whole - core, core + gradients)
     return LayerActivations(whole, gradients)
+
+
+def _piece(
+    config: RunConfig, layer: LayerSpec, heads: float, width: int, matrix: bool, chunks: bool
+) -> float:
+    """Return the bytes of a piece of queries while its attention is computed (models/attention_pieces.py).
+
+    heads: those of this rank between the swaps. matrix: by matrices of scores. chunks: as for ``wants_of``.
+    """
+    model, wide = config.model, max(width, 4)
+    length, alibi = model.seq_length, model.position_embedding_type == "alibi"
+    back = max(min(kind.window or length, length) for kind in layer_kinds(model, layer.places))
+    whole = matrix or alibi or chunks or back < length  # else only short documents share a bias
+    queries, keys = min(BAND, length), min(back + BAND, length) if whole else min(BAND, length)
+    bias = queries * keys * ((heads if alibi else 1) * width + 1)  # with whether a key is hidden
+    # Scores, their softmax, and the gradients of both; tanh of capped ones.
+    held = (5 if model.attn_logit_softcapping else 4) if matrix else 0
+    return held * queries * heads * length * wide + bias
 
 
 def rows_between_nodes(model: ModelConfig, nodes: int) -> float:
