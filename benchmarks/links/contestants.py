@@ -266,7 +266,7 @@ def fsdp2_experts() -> Contestant:
         def clip(held: list[torch.Tensor]) -> None:
             own, others = ([p for p in held if (p.device_mesh is mesh) is apart] for apart in (True, False))
             squared = total_norm(own).square()
-            dist.all_reduce(squared, group=ep.axis.gather_group)
+            dist.all_reduce(squared, group=ep.inside.axis.gather_group)
             norm = (squared + total_norm(others).square()).sqrt()
             for each in (own, others):
                 torch.nn.utils.clip_grads_with_norm_(each, CLIP, norm)
@@ -295,7 +295,7 @@ def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = Fa
             return nullcontext()
 
         step = torch_step(model, AdamW(model.parameters(), False), shape, where, quiet)
-        return Running(step, patch.channel.traffic)
+        return Running(step, patch.traffic)
 
     sent = partial(volume.patched, codecs_of(options.wire), hybrid=hybrid)
     return Contestant(build, sent, peer=False)

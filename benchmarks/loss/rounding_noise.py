@@ -21,7 +21,7 @@ from benchmarks.loss.ladder import RUNGS
 from benchmarks.loss.plan import Runs
 from benchmarks.loss.rounding_errors import GRADIENTS, KINDS, gradients_of, rounded, steps
 from benchmarks.loss.run import RANKS, Settings
-from benchmarks.results import data_of
+from benchmarks.results import PAGES, data_of
 from megazero.comm.codec import Blockwise
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
@@ -118,7 +118,7 @@ def measured(store: harness.Store, rung: str, settings: Settings) -> bool:
 
 def main() -> None:
     options = harness.parser(
-        __doc__, work=Path("runs/loss"), out=harness.PAGES, rungs=["0.3M x 1", "0.3M x 4", "1.3M x 1"]
+        __doc__, work=Path("runs/loss"), out=PAGES, rungs=["0.3M x 1", "0.3M x 4", "1.3M x 1"]
     ).parse_args()
     torch.set_num_threads(1)
     data = data_of(options.out)

@@ -9,7 +9,6 @@ parameter is exact. What a run's loss is, and what is compared: loss.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,5 +34,9 @@ def losses(case: Case, contestant: tuple[str, dict[str, Any] | None]) -> list[fl
     return run_ranks(RANKS, train, replace(case, mesh=mesh), words, timeout=400)[0].losses
 
 
+def main() -> int:
+    return loss.main(__doc__, PLAIN, CONTESTANTS, CASE, losses)
+
+
 if __name__ == "__main__":
-    harness.start(partial(loss.main, __doc__, PLAIN, CONTESTANTS, CASE, losses))
+    harness.start(main)

@@ -8,8 +8,6 @@ megatron-core's GPTModel, DistributedDataParallel and DistributedOptimizer in bf
 
 from __future__ import annotations
 
-from functools import partial
-
 from benchmarks import harness
 from benchmarks.patches import loss
 from tests.dist.pool import run_ranks
@@ -30,5 +28,9 @@ def losses(case: Case, formats: Formats | None) -> list[float]:
     return step_losses(case, run_ranks(case.world, train, case, formats, timeout=400))
 
 
+def main() -> int:
+    return loss.main(__doc__, PLAIN, CONTESTANTS, Case(dp=4, bf16=True), losses)
+
+
 if __name__ == "__main__":
-    harness.start(partial(loss.main, __doc__, PLAIN, CONTESTANTS, Case(dp=4, bf16=True), losses))
+    harness.start(main)

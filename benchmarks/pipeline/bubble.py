@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.pipeline.sleeping import Case, Run, take_turns
 from benchmarks.pipeline.timelines import Timeline, chrome_trace, draw
+from benchmarks.results import PAGES
 from megazero.pp.schedules import SCHEDULES, make_schedule, peak_activations
 from megazero.pp.timeline import Times, ideal_bubble, simulate
 from tests.dist.pool import run_ranks
@@ -73,7 +74,7 @@ def typical(case: Case, runs: list[Run]) -> Timeline:
 
 def main() -> None:
     parser = harness.parser(
-        __doc__, pp=([4, 2], "ranks; the first is drawn"), micro_batches=8, rounds=7, out=harness.PAGES
+        __doc__, pp=([4, 2], "ranks; the first is drawn"), micro_batches=8, rounds=7, out=PAGES
     )
     parser.add_argument(
         "--times", type=float, nargs=3, default=[40, 40, 40], metavar=("F", "I", "W"), help="milliseconds"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
+from benchmarks.results import PAGES
 from benchmarks.steps import Shape, options_of
 from megazero.comm.codec import Identity
 from megazero.config import RunConfig, World, make_config
@@ -230,7 +231,7 @@ def main() -> None:
         __doc__,
         rate=("none", "of the links; bytes do not depend on it"),
         micro_batches=[2, 4, 8],
-        out=harness.PAGES,
+        out=PAGES,
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()

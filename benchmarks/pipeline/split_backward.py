@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import harness
+from benchmarks.results import PAGES
 from benchmarks.steps import Shape, llama
 from megazero.models import Decoder
 from megazero.tp import DeferredGradients, TensorParallel
@@ -243,7 +244,7 @@ def rows(recompute: str, options: argparse.Namespace) -> list[list[str]]:
 
 def main() -> None:
     sizes = {"layers": 4, "hidden": 256, "ffn": 688, "heads": 4, "sequence": 256, "batch": 2, "rounds": 7}
-    options = harness.parser(__doc__, **sizes, out=harness.PAGES).parse_args()
+    options = harness.parser(__doc__, **sizes, out=PAGES).parse_args()
     torch.set_num_threads(1)
     every = [row for recompute in RECOMPUTE for row in rows(recompute, options)]
     said = {name: getattr(options, name) for name in sizes}

@@ -23,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks import harness
 from benchmarks.pipeline.bytes import ZEROPP_AT_ONE
+from benchmarks.results import PAGES
 from benchmarks.steps import Shape, Step, options_of, pipelined
 from megazero.config import RunConfig, World, make_config
 from megazero.models import Decoder
@@ -242,7 +243,7 @@ def main() -> None:
         sequence=256,
         layers=8,
         timeout=(1200.0, "seconds per rate"),
-        out=harness.PAGES,
+        out=PAGES,
     )
     parser.add_argument("--contestants", nargs="+", choices=NAMES, default=list(NAMES))
     options = parser.parse_args()
