@@ -12,10 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, model_spec
 from megazero.models import Decoder
+from megazero.models.attention import attend, make_tables
 from megazero.models.decoder import Head
+from megazero.models.masking import Masking
 from megazero.plan.activations import (
     LayerActivations,
     MicroBatchActivations,
+    _piece,
     layer_activations,
     mask_elements,
 )
@@ -156,6 +159,31 @@ def test_bands_of_queries_hold_the_matrices_of_one(on_host: bool) -> None:
     assert more == [rows * length * (4 * heads * 4 + 4 + 1) for rows, length in pieces]
 
 
+@pytest.mark.parametrize("window", [None, 600])
+def test_nothing_of_a_piece_is_larger_than_its_bias(window: int | None) -> None:
+    """Of the pieces of two chunks of queries, as ranks have that gather keys."""
+    length = 4096
+    masking = Masking(0.25, window=window, queries=(range(512), range(length - 512, length)))
+    q = torch.zeros(1024, 1, 2, 16, requires_grad=True)
+    k, v = (torch.zeros(length, 1, 1, 16, requires_grad=True) for _ in range(2))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        attend(q, k, v, make_tables(masking, "flash", length, q)).sum().backward()
+    sizes = {"seq_length": length, "max_position_embeddings": length, "params_dtype": "fp32"}
+    sizes |= {"context_parallel_size": 2, "cp_comm_type": ("all_gather",), "sliding_window": window}
+    config = make_config({**SIZES, **sizes, "position_embedding_type": "rope"}, World(2, 2))
+    (layer,) = model_spec(config.model).layers
+    bias = _piece(config, layer, 4, 4, False, True) * 4 / 5  # beside which keys are hidden
+    keys = length if window is None else window + 256
+    assert max(allocations(found)) <= bias == 256 * keys * 4
+
+
+def allocations(found: profile) -> list[int]:
+    """Return the bytes that memory grew by, negative where it shrank, in order."""
+    assert found.profiler is not None and found.profiler.kineto_results is not None
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+
 @pytest.mark.parametrize("chunk", [None, 200, 256, 1024])
 @pytest.mark.parametrize("family, dtype", [("llama", "fp32"), ("llama", "bf16"), ("gemma2", "fp32")])
 def test_what_the_head_has_at_its_peak(family: str, dtype: str, chunk: int | None) -> None:
@@ -168,10 +196,7 @@ def test_what_the_head_has_at_its_peak(family: str, dtype: str, chunk: int | Non
     x = torch.zeros(256, 2, 128, dtype=DTYPES[dtype], requires_grad=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         head(x, tokens, torch.ones(2, 256)).backward()
-    assert found.profiler is not None and found.profiler.kineto_results is not None
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda e: e.start_ns())
-    measured = max(itertools.accumulate(e.nbytes() for e in events))
+    measured = max(itertools.accumulate(allocations(found)))
     predicted = MicroBatchActivations(config, width, True).of(config.stages(), chunk).head
     assert predicted == pytest.approx(measured, rel=0.03)
 
