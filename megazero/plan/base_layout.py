@@ -32,6 +32,7 @@ from megazero.pp.schedules import (
     make_schedule,
     needs,
     peak_activations,
+    turns,
 )
 
 Shared = TypeVar("Shared")
@@ -42,6 +43,7 @@ Step = tuple[int, Action, int, tuple[tuple[int, int], ...]]
 
 # All ranks and layouts of a base ask for one schedule: making it anew each time was 3/4 of a search's seconds.
 schedule_of = lru_cache(maxsize=64)(make_schedule)
+turns_of, peaks_of = lru_cache(maxsize=4096)(turns), lru_cache(maxsize=4096)(peak_activations)
 _made_grid = lru_cache(maxsize=4096)(make_grid)
 
 
@@ -324,7 +326,13 @@ class BaseLayout:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        return peak_activations(self.schedule_name, self.pp, self.virtual, self.micro_batches)
+        return peaks_of(self.schedule_name, self.pp, self.virtual, self.micro_batches)
+
+    @cached_property
+    def turns(self) -> float:
+        """How often the first rank computes a stage right after it computed the same one the other way round."""
+        each = [turns_of(self.schedule_name, self.pp, self.virtual, n) for n in self.sampled]
+        return self.extrapolated(each)
 
     @cached_property
     def distinct_ranks(self) -> list[int]:

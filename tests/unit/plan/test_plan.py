@@ -17,6 +17,7 @@ from megazero.config.options.cluster import (
     Cluster,
     Device,
     InterNode,
+    InterSite,
     IntraNode,
     MeasuredCollective,
     known_clusters,
@@ -435,6 +436,22 @@ def test_search_finds_what_asking_everything_finds(
                 everything += [seconds] * plan.fits
     assert [f.timing.seconds for f in sorted(best, key=lambda f: f.timing.seconds)] == sorted(everything)[:5]
     assert len(simulated) < len(everything) / 2
+
+
+def test_what_crosses_nodes_takes_no_longer_than_a_step_between_sites() -> None:
+    """Between sites is a link of its own, beside the one between nodes: without that a bound would be too large."""
+    on = replace(cluster(4, 2, 0.05), inter_site=InterSite(0.2, 2))
+    one = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "recompute_granularity": "none",
+    }
+    search, shares = Search({**MODEL, **one, "num_layers": 8, "ranks_per_node": 2}, on, "zeropp"), []
+    for base in search.bases():
+        for choice in search.choices(base):
+            crossing = least_crossing(base, search._widths(base)[choice.formats.name], choice.shard)
+            shares += [crossing / simulate(plan).seconds for plan in search.layouts(choice)]
+    assert 0.5 < max(shares) <= 1 + 1e-9
 
 
 def test_drafts_are_what_the_command_line_completes() -> None:
