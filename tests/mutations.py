@@ -724,6 +724,12 @@ megazero/plan/bounds.py
 - max(0.0, *map(sub, moved, hidden))
 + max(0.0, *moved)
   the bound of a layout is above its time
+- crossed / (1 if cluster.inter_site is None else 2)
++ crossed
+  what crosses sites counts on the link between nodes
+- self.outlast else base.turns
++ False else base.turns
+  short parts are gathered anew after each other part
 
 megazero/plan/activations.py
 - left = (peak - 1) * self.one

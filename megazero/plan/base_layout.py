@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from megazero.config import RunConfig, World
-from megazero.config.model.spec import ModelSpec, is_layer
+from megazero.config.model.spec import HEAD, ModelSpec, is_layer
 from megazero.config.options.cluster import Cluster
 from megazero.config.validate import find_errors
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
@@ -277,6 +277,18 @@ class BaseLayout:
         for kind, number in (pair for part in self.partition.of[rank] for pair in part if is_layer(pair[0])):
             for p in self.spec.modules[kind].parameters:
                 if p.multiplies:
+                    found[self.whole.ep_data if p.experts else 1] += number * p.local_numel(self.tp)
+        return tuple(found.items())
+
+    def elements_of(self, rank: int) -> Sequence[tuple[int, int]]:
+        """Return the elements of all parameters of a rank, beside how many data-parallel ranks hold others."""
+        return self.shared(("elements", self.partition.kinds[rank]), lambda: self._elements_of(rank))
+
+    def _elements_of(self, rank: int) -> Sequence[tuple[int, int]]:
+        found = Counter[int]()
+        for kind, number in (pair for part in self.partition.of[rank] for pair in part):
+            for p in self.spec.modules[kind].parameters:
+                if not (kind == HEAD and p.tied):  # of one rank, it is the embedding's
                     found[self.whole.ep_data if p.experts else 1] += number * p.local_numel(self.tp)
         return tuple(found.items())
 

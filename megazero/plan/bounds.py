@@ -26,7 +26,8 @@ Shard = tuple[int, int, int]  # P, G, OS
 LINKS = (INTRA, INTER, INTER_SITE)
 NOTHING = LinkSeconds()
 Counted = Sequence[tuple[UnitChains, int]]  # the chains of units, and how many of them are alike
-MODULES_HELD = 4  # from one segment to the next: the last one and the next one, each with a tied table
+# From one segment to the next: the module in use, and the one before, which a backward of inputs alone ends late.
+MODULES_HELD = 2
 MODULES_PASSED = 2  # of a part that are no bytes ahead: the one in use and the next one
 
 
@@ -47,17 +48,19 @@ class LinkWork:
     stays: float
 
     @classmethod
-    def of(cls, link: str, units: Counted, parts: Sequence[Counted], held: float) -> LinkWork:
-        """Return the work of the rank's units, and of those that its parts are the first to use.
-
-        held: bytes that may stay from one use of a part to the next.
-        """
+    def of(
+        cls, link: str, units: Counted, alike: Sequence[Counted], parts: Sequence[int], held: float
+    ) -> LinkWork:
+        """Return the work of the rank's units. alike: those that a part is the first to use, for each kind of part.
+        parts: the kind of each part. held: bytes that may stay from one use of a part to the next."""
         each = [(one.by_link.get(link, NOTHING), number) for one, number in units]
-        own = [[(one.by_link.get(link, NOTHING), number) for one, number in part] for part in parts]
+        own = [[(one.by_link.get(link, NOTHING), number) for one, number in part] for part in alike]
+        first = [sum(number * one.first for one, number in part) for part in own]
+        last = [sum(number * one.last for one, number in part) for part in own]
         shares = [one.by_link.get(link, NOTHING).gather / (one.ahead_bytes or 1.0) for one, _ in units]
         return cls(
-            refresh=list(accumulate(sum(number * one.first for one, number in part) for part in own)),
-            reduce=list(accumulate(sum(number * one.last for one, number in part) for part in own)),
+            refresh=list(accumulate(first[kind] for kind in parts)),
+            reduce=list(accumulate(last[kind] for kind in parts)),
             once=sum(number * one.once for one, number in each),
             every=sum(number * one.every for one, number in each),
             gather=sum(number * one.gather for one, number in each),
@@ -81,7 +84,8 @@ class LinkWork:
 class ChainWork:
     """The work of each link. local: of the rank's own memory. update: seconds of the update.
 
-    outlast: weights may stay here while all of another part is used, or all of their own.
+    outlast: a unit may stay here while all of another part is used, or all of its own: both are within the bytes that
+    may be held ahead.
     """
 
     of: Mapping[str, LinkWork]
@@ -95,19 +99,19 @@ class ChainWork:
         units, parts = layout.units(0), layout.base.partition.of[0]
         chains = {unit: layout.chains_of(unit) for unit, _ in units.counts}
         every = [(chains[unit], number) for unit, number in units.counts]
-        alike = {
-            modules: [(chains[unit], number) for unit, number in counts]
-            for modules, counts in dict(zip(parts, units.part_counts, strict=True)).items()
-        }
+        kinds = dict(zip(parts, units.part_counts, strict=True))  # parts with the same modules are alike
+        alike = [[(chains[unit], number) for unit, number in counts] for counts in kinds.values()]
         prefetch, module = layout.states.prefetch_bytes, max(units.modules.values()) * layout.formats.width
-        least = min(sum(number * one.ahead_bytes for one, number in own) for own in alike.values())
+        part = min(sum(number * one.ahead_bytes for one, number in own) for own in alike)
+        unit = min((one.ahead_bytes for one, _ in every if one.gather), default=0.0)
         held = prefetch + MODULES_HELD * module
-        own = [alike[modules] for modules in parts]
+        numbers = {modules: number for number, modules in enumerate(kinds)}
+        order = [numbers[modules] for modules in parts]
         links = {link for one, _ in every for link in one.by_link} | {INTRA}
-        of = {link: LinkWork.of(link, every, own, held) for link in LINKS if link in links}
-        local = LinkWork.of(LOCAL, every, (), held)
+        of = {link: LinkWork.of(link, every, alike, order, held) for link in LINKS if link in links}
+        local = LinkWork.of(LOCAL, every, (), (), held)
         update = layout.base.compute.update(units.elements / layout.shards.os) + layout.matrix_seconds(0)
-        return cls(of, local, update, least <= prefetch + MODULES_PASSED * module)
+        return cls(of, local, update, part - MODULES_PASSED * module + unit <= prefetch)
 
     def least_seconds(self, base: BaseLayout, gathered: bool, exactly: bool = False) -> float:
         """Return a lower bound of the step time of a layout on this base. exactly: run its schedule for that.
@@ -119,7 +123,7 @@ class ChainWork:
         forwards, backwards = base.beside[Kind.FORWARD], base.beside[Kind.BACKWARD]
         lead = max(_exposed(work.refresh, forwards) for work in self.of.values())
         tail = max(_exposed(work.reduce, backwards) for work in self.of.values())
-        held = None if gathered else self._held(base)
+        held = None if gathered else self.held(base)
         links = {link: work.seconds(base.micro_batches, held) for link, work in self.of.items()}
         local = self.local.seconds(base.micro_batches, held)
         makespan, first_rank = base.compute_only if exactly else (base.least_seconds, base.first_rank_busy)
@@ -129,7 +133,7 @@ class ChainWork:
         first = busy + _contended(base, links, local, sum(waits) if base.virtual == 1 else max(waits))
         return self.update + max(makespan, first, *links.values())
 
-    def _held(self, base: BaseLayout) -> float:
+    def held(self, base: BaseLayout) -> float:
         """Return from how many uses of a part to the next some of its weights may stay.
 
         If no part's weights can be ahead all at once, those are the uses that follow each other the other way round.
@@ -182,26 +186,27 @@ def _crossing(base: BaseLayout, shard: Shard | None, once: bool) -> tuple[float,
     return gradients, sums, weights
 
 
-def least_memory(base: BaseLayout, shard: Shard | None = None) -> float:
-    """Return a lower bound of the bytes of the fullest rank, whatever the formats, for these shards or for all: its
-    layers' matrices in the fewest bytes, and its activations."""
-    kinds = base.partition.kinds
+def least_memory(base: BaseLayout, shard: Shard | None = None, coded: bool = True) -> float:
+    """Return a lower bound of the bytes of the fullest rank, for these shards or for all: its parameters without
+    padding, and its activations. coded: weights may stay as they were received, in few bits."""
+    kinds, make = base.partition.kinds, partial(_least_states, base, shard, coded)
     least = max(
-        activations + base.shared(("least", shard, kinds[rank]), partial(_least_states, base, rank, shard))
+        activations + base.shared(("least", shard, coded, kinds[rank]), partial(make, rank))
         for rank, activations in base.least_activations.items()
     )
     return least if base.cluster.on_host else least * (1 + ALLOCATOR_MARGIN)
 
 
-def _least_states(base: BaseLayout, rank: int, shard: Shard | None) -> float:
-    """Return the least bytes of a rank's model state and gathered parameters, if its layers' matrices were all."""
+def _least_states(base: BaseLayout, shard: Shard | None, coded: bool, rank: int) -> float:
+    """Return the least bytes of a rank's model state and gathered parameters."""
     config, width = base.config, base.compute.width
     copy, sums, updated = least_state(config, base.world, width, base.cluster.on_host)
     whole = config.zero.zero_gradients_lifetime == "step"
     states = gathered = 0.0
-    for apart, elements in base.matrices_of(rank):
+    for apart, elements in base.elements_of(rank):
         p, g, os = expert_shards(shard or (base.d, base.d, base.d), apart)
-        states += elements * (copy / p + sums / (1 if whole else g) + updated / os)
+        kept = copy if coded and p > 1 or not copy else width  # what one rank holds whole is decoded at once
+        states += elements * (kept / p + sums / (1 if whole else g) + updated / os)
         gathered += elements * width * (shard is not None and apart < shard[0])
     return states + min(gathered, config.zero.zero_prefetch_bytes)
 

@@ -85,6 +85,12 @@ class FormatChoice:
         }
         return all(effect.get(name, True) for name in self.values)
 
+    @cached_property
+    def codes_weights(self) -> bool:
+        """Whether weights may stay as they were received, in few bits: differences are added to what is there."""
+        differences = "zero_quantized_weights_delta" in self.values
+        return self == AS_GIVEN or "zero_quantized_weights" in self.values and not differences
+
     def least_widths(self, given: Mapping[str, Any], width: float, exact: float) -> Widths:
         """Return the bytes of an element at least. width, exact: of a weight and of a gradient without a format.
         given: options that stay."""
@@ -226,20 +232,18 @@ class Search:
             spans = parallel.context_parallel_size > 1 or parallel.moe_dispatch_across_nodes != "no"
             beside = STAGES if spans else OF_STAGES
             place = tuple(value for name, value in choices[0].items() if name not in (*OF_BATCH, *beside))
-            mesh: BaseLayout | None = None
-            for choice in choices:
-                batch = {name: choice[name] for name in OF_BATCH if name in choice}
-                config, key = self._template.changed(batch, first), (place, *batch.values())
-                try:
-                    partition, known = self._partition_of(config), computes.get(key)
-                    if mesh is None:
-                        mesh = BaseLayout(
-                            config, self.world, self.cluster, self.collectives, partition, known
-                        )
-                    base = mesh.varied(config, partition, known)
-                except ValueError as error:
-                    self._count([str(error)])
-                    continue
+            batches = [{name: choice[name] for name in OF_BATCH if name in choice} for choice in choices]
+            keys = [(place, *batch.values()) for batch in batches]
+            try:
+                partition, known = self._partition_of(first), computes.get(keys[0])
+                mesh = BaseLayout(first, self.world, self.cluster, self.collectives, partition, known)
+            except ValueError as error:
+                self._count([str(error)], len(choices))
+                continue
+            computes[keys[0]] = mesh.compute
+            for batch, key in zip(batches, keys, strict=True):
+                config = self._template.changed(batch, first)
+                base = mesh.varied(config, self._partition_of(config), computes.get(key))
                 computes[key] = base.compute
                 yield base
 
@@ -361,8 +365,9 @@ class Search:
         """Yield the choices whose model state could fit, each with a lower bound of its seconds."""
         widths, once = self._widths(base), self.values.get(WHOLE) == "step"
         for shard, alike in groupby(self.choices(base), attrgetter("shard")):
-            if least_memory(base, shard) <= self.cluster.device.room:
-                for choice in alike:
+            fits = [least_memory(base, shard, coded) <= self.cluster.device.room for coded in (False, True)]
+            for choice in alike:
+                if fits[choice.formats.codes_weights]:
                     yield choice, least_crossing(base, widths[choice.formats.name], shard, once)
 
     def _widths(self, base: BaseLayout) -> Mapping[str, Widths]:
