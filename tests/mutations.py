@@ -176,8 +176,8 @@ megazero/zero/gather.py
   with P over two axes the first hop sends nothing
 
 megazero/mesh/grid.py
-- p, g, o = (max(1, k // together) for k in shards)
-+ p, g, o = (max(1, k) for k in shards)
+- return max(1, p // together), max(1, g // together), max(1, o // together)
++ return shards
   experts that ranks share are cut as other parameters are
 - self.expert_shards, self.dp_stride * together)
 + self.expert_shards, self.dp_stride)
