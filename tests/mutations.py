@@ -176,8 +176,8 @@ megazero/zero/gather.py
   with P over two axes the first hop sends nothing
 
 megazero/mesh/grid.py
-- p, g, o = (max(1, k // together) for k in shards)
-+ p, g, o = (max(1, k) for k in shards)
+- return max(1, p // together), max(1, g // together), max(1, o // together)
++ return shards
   experts that ranks share are cut as other parameters are
 - self.expert_shards, self.dp_stride * together)
 + self.expert_shards, self.dp_stride)
@@ -724,6 +724,12 @@ megazero/plan/bounds.py
 - max(0.0, *map(sub, moved, hidden))
 + max(0.0, *moved)
   the bound of a layout is above its time
+- crossed / (1 if cluster.inter_site is None else 2)
++ crossed
+  what crosses sites counts on the link between nodes
+- self.outlast else base.turns
++ False else base.turns
+  short parts are gathered anew after each other part
 
 megazero/plan/activations.py
 - left = (peak - 1) * self.one

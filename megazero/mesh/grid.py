@@ -294,8 +294,8 @@ def context_problem(cp: int, d: int, h: int, keys: int = 1) -> str:
 
 def expert_shards(shards: tuple[int, int, int], together: int) -> tuple[int, int, int]:
     """Return (P, G, OS) of experts, of which ``together`` data-parallel ranks hold different ones."""
-    p, g, o = (max(1, k // together) for k in shards)
-    return p, g, o
+    p, g, o = shards
+    return max(1, p // together), max(1, g // together), max(1, o // together)
 
 
 def expert_problem(

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from megazero.config import RunConfig, World
-from megazero.config.model.spec import ModelSpec, is_layer
+from megazero.config.model.spec import HEAD, ModelSpec, is_layer
 from megazero.config.options.cluster import Cluster
 from megazero.config.validate import find_errors
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
@@ -32,6 +32,7 @@ from megazero.pp.schedules import (
     make_schedule,
     needs,
     peak_activations,
+    turns,
 )
 
 Shared = TypeVar("Shared")
@@ -42,6 +43,7 @@ Step = tuple[int, Action, int, tuple[tuple[int, int], ...]]
 
 # All ranks and layouts of a base ask for one schedule: making it anew each time was 3/4 of a search's seconds.
 schedule_of = lru_cache(maxsize=64)(make_schedule)
+turns_of, peaks_of = lru_cache(maxsize=4096)(turns), lru_cache(maxsize=4096)(peak_activations)
 _made_grid = lru_cache(maxsize=4096)(make_grid)
 
 
@@ -278,6 +280,18 @@ class BaseLayout:
                     found[self.whole.ep_data if p.experts else 1] += number * p.local_numel(self.tp)
         return tuple(found.items())
 
+    def elements_of(self, rank: int) -> Sequence[tuple[int, int]]:
+        """Return the elements of all parameters of a rank, beside how many data-parallel ranks hold others."""
+        return self.shared(("elements", self.partition.kinds[rank]), lambda: self._elements_of(rank))
+
+    def _elements_of(self, rank: int) -> Sequence[tuple[int, int]]:
+        found = Counter[int]()
+        for kind, number in (pair for part in self.partition.of[rank] for pair in part):
+            for p in self.spec.modules[kind].parameters:
+                if not (kind == HEAD and p.tied):  # of one rank, it is the embedding's
+                    found[self.whole.ep_data if p.experts else 1] += number * p.local_numel(self.tp)
+        return tuple(found.items())
+
     @cached_property
     def message_costs(self) -> dict[str, Cost]:
         """Return the cost of an activation's way to the next stage by link, all ranks of a node sending at once."""
@@ -324,7 +338,13 @@ class BaseLayout:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        return peak_activations(self.schedule_name, self.pp, self.virtual, self.micro_batches)
+        return peaks_of(self.schedule_name, self.pp, self.virtual, self.micro_batches)
+
+    @cached_property
+    def turns(self) -> float:
+        """How often the first rank computes a stage right after it computed the same one the other way round."""
+        each = [turns_of(self.schedule_name, self.pp, self.virtual, n) for n in self.sampled]
+        return self.extrapolated(each)
 
     @cached_property
     def distinct_ranks(self) -> list[int]:

@@ -6,7 +6,7 @@ from what depends on the schedule, the micro-batch and recompute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -17,16 +17,18 @@ from megazero.config import RunConfig, World
 from megazero.mesh.grid import INTER, INTRA, expert_shards
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.communication import OuterFormat
-from megazero.plan.layout import LOCAL, Layout, LinkSeconds
+from megazero.plan.layout import LOCAL, Layout, LinkSeconds, UnitChains
 from megazero.plan.memory import ALLOCATOR_MARGIN, States
 from megazero.plan.seconds import INTER_SITE
 from megazero.pp.schedules import Kind
 
 Shard = tuple[int, int, int]  # P, G, OS
-ACROSS = (INTER, INTER_SITE)  # links between nodes
-LINKS = (INTRA, *ACROSS)
+LINKS = (INTRA, INTER, INTER_SITE)
 NOTHING = LinkSeconds()
-MODULES_HELD = 4  # from one segment to the next: the last one and the next one, each with a tied table
+Counted = Sequence[tuple[UnitChains, int]]  # the chains of units, and how many of them are alike
+# From one segment to the next: the module in use, and the one before, which a backward of inputs alone ends late.
+MODULES_HELD = 2
+MODULES_PASSED = 2  # of a part that are no bytes ahead: the one in use and the next one
 
 
 @dataclass(frozen=True)
@@ -45,57 +47,71 @@ class LinkWork:
     gather: float
     stays: float
 
-    def seconds(self, base: BaseLayout, gathered: bool) -> float:
-        """Return a lower bound of the seconds of a step. gathered: units are gathered once per step.
+    @classmethod
+    def of(
+        cls, link: str, units: Counted, alike: Sequence[Counted], parts: Sequence[int], held: float
+    ) -> LinkWork:
+        """Return the work of the rank's units. alike: those that a part is the first to use, for each kind of part.
+        parts: the kind of each part. held: bytes that may stay from one use of a part to the next."""
+        each = [(one.by_link.get(link, NOTHING), number) for one, number in units]
+        own = [[(one.by_link.get(link, NOTHING), number) for one, number in part] for part in alike]
+        first = [sum(number * one.first for one, number in part) for part in own]
+        last = [sum(number * one.last for one, number in part) for part in own]
+        shares = [one.by_link.get(link, NOTHING).gather / (one.ahead_bytes or 1.0) for one, _ in units]
+        return cls(
+            refresh=list(accumulate(first[kind] for kind in parts)),
+            reduce=list(accumulate(last[kind] for kind in parts)),
+            once=sum(number * one.once for one, number in each),
+            every=sum(number * one.every for one, number in each),
+            gather=sum(number * one.gather for one, number in each),
+            stays=held * max(shares),
+        )
+
+    def seconds(self, micro_batches: int, held: float | None) -> float:
+        """Return a lower bound of the seconds of a step. held: from how many uses of a part to the next some of its
+        weights may stay; None: units are gathered once per step.
 
         Weights are gathered once per step, and again for each further forward and backward, except those that may
         stay from one to the next: the modules in use and around it, and the bytes that may be held ahead.
         """
-        again = base.micro_batches
-        total = self.once + (again - 1) * self.every + self.gather
-        if gathered:
+        total = self.once + (micro_batches - 1) * self.every + self.gather
+        if held is None:
             return total
-        further = (2 * again - 1) * self.gather - (2 * again * base.virtual - 1) * self.stays
-        return total + max(0.0, further)
+        return total + max(0.0, (2 * micro_batches - 1) * self.gather - held * self.stays)
 
 
 @dataclass(frozen=True)
 class ChainWork:
-    """The work of each link and of the rank's own memory. update: seconds of the update."""
+    """The work of each link. local: of the rank's own memory. update: seconds of the update.
+
+    outlast: a unit may stay here while all of another part is used, or all of its own: both are within the bytes that
+    may be held ahead.
+    """
 
     of: Mapping[str, LinkWork]
+    local: LinkWork
     update: float
+    outlast: bool
 
     @classmethod
     def of_layout(cls, layout: Layout) -> ChainWork:
         """Return the work of a step of the first pipeline rank."""
-        units, base = layout.units(0), layout.base
+        units, parts = layout.units(0), layout.base.partition.of[0]
         chains = {unit: layout.chains_of(unit) for unit, _ in units.counts}
-        alike = dict(
-            zip(base.partition.of[0], range(base.virtual), strict=True)
-        )  # parts with the same modules
-        counted = {modules: units.counts_of(part) for modules, part in alike.items()}
-        parts = [
-            [(chains[unit].by_link, n) for unit, n in counted[modules]] for modules in base.partition.of[0]
-        ]
         every = [(chains[unit], number) for unit, number in units.counts]
-        held = (
-            layout.states.prefetch_bytes + MODULES_HELD * max(units.modules.values()) * layout.formats.width
-        )
-        of = {}
-        for link in {link for one, _ in every for link in one.by_link} | {INTRA, LOCAL}:
-            each = [(one.by_link.get(link, NOTHING), n) for one, n in every]
-            shares = [one.by_link.get(link, NOTHING).gather / (one.ahead_bytes or 1.0) for one, _ in every]
-            of[link] = LinkWork(
-                refresh=_upto(sum(n * one.get(link, NOTHING).first for one, n in p) for p in parts),
-                reduce=_upto(sum(n * one.get(link, NOTHING).last for one, n in p) for p in parts),
-                once=sum(n * one.once for one, n in each),
-                every=sum(n * one.every for one, n in each),
-                gather=sum(n * one.gather for one, n in each),
-                stays=held * max(shares),
-            )
+        kinds = dict(zip(parts, units.part_counts, strict=True))  # parts with the same modules are alike
+        alike = [[(chains[unit], number) for unit, number in counts] for counts in kinds.values()]
+        prefetch, module = layout.states.prefetch_bytes, max(units.modules.values()) * layout.formats.width
+        part = min(sum(number * one.ahead_bytes for one, number in own) for own in alike)
+        unit = min((one.ahead_bytes for one, _ in every if one.gather), default=0.0)
+        held = prefetch + MODULES_HELD * module
+        numbers = {modules: number for number, modules in enumerate(kinds)}
+        order = [numbers[modules] for modules in parts]
+        links = {link for one, _ in every for link in one.by_link} | {INTRA}
+        of = {link: LinkWork.of(link, every, alike, order, held) for link in LINKS if link in links}
+        local = LinkWork.of(LOCAL, every, (), (), held)
         update = layout.base.compute.update(units.elements / layout.shards.os) + layout.matrix_seconds(0)
-        return cls(of, update)
+        return cls(of, local, update, part - MODULES_PASSED * module + unit <= prefetch)
 
     def least_seconds(self, base: BaseLayout, gathered: bool, exactly: bool = False) -> float:
         """Return a lower bound of the step time of a layout on this base. exactly: run its schedule for that.
@@ -104,29 +120,25 @@ class ChainWork:
         gradients of its last backward are summed. Only what is computed before, or after, can hide them. A lane has
         one hop at a time on a link, and a link carries one message at a time. What is hidden slows the device down.
         """
-        used = {link: self.of[link] for link in LINKS if link in self.of}
         forwards, backwards = base.beside[Kind.FORWARD], base.beside[Kind.BACKWARD]
-        lead = max(_exposed(work.refresh, forwards) for work in used.values())
-        tail = max(_exposed(work.reduce, backwards) for work in used.values())
-        links = {link: work.seconds(base, gathered) for link, work in used.items()}
+        lead = max(_exposed(work.refresh, forwards) for work in self.of.values())
+        tail = max(_exposed(work.reduce, backwards) for work in self.of.values())
+        held = None if gathered else self.held(base)
+        links = {link: work.seconds(base.micro_batches, held) for link, work in self.of.items()}
+        local = self.local.seconds(base.micro_batches, held)
         makespan, first_rank = base.compute_only if exactly else (base.least_seconds, base.first_rank_busy)
         busy = base.first_rank_busy
         # With one stage a rank, all wait for the first rank's forward; else it may wait for both at once.
         waits = [first_rank - busy, lead + tail]
-        first = busy + self._contended(base, links, gathered, sum(waits) if base.virtual == 1 else max(waits))
+        first = busy + _contended(base, links, local, sum(waits) if base.virtual == 1 else max(waits))
         return self.update + max(makespan, first, *links.values())
 
-    def _contended(self, base: BaseLayout, links: Mapping[str, float], gathered: bool, waits: float) -> float:
-        """Return the seconds of a device's waits, and what it loses beside computing (simulate.py), at least.
+    def held(self, base: BaseLayout) -> float:
+        """Return from how many uses of a part to the next some of its weights may stay.
 
-        More waits, or longer messages, make more of both: a message costs no more than its own seconds.
+        If no part's weights can be ahead all at once, those are the uses that follow each other the other way round.
         """
-        if base.cluster.on_host:
-            return waits
-        inside, work = base.collectives.rate(INTRA), self.of[LOCAL].seconds(base, gathered)
-        costs = sum(n * min(1.0, base.collectives.rate(link) / inside) for link, n in links.items() if n)
-        lost = work + min(base.cluster.device.contention, 1.0) * costs
-        return waits + max(0.0, lost * (1 - waits / (work + sum(links.values())))) if lost else waits
+        return 2 * base.micro_batches * base.virtual - 1 if self.outlast else base.turns
 
 
 class Widths(NamedTuple):
@@ -150,42 +162,51 @@ def least_crossing(base: BaseLayout, widths: Widths, shard: Shard | None = None,
     cluster = base.cluster
     if base.d == base.h or cluster.collectives:  # measured times need not follow the bytes
         return 0.0
-    crossed = 0.0
-    for apart, elements in base.matrices_of(0):
-        h = max(base.h // apart, 1)
-        nodes = base.d // apart // h
-        # How many nodes share a copy of each.
-        _, g, os = (max(k // h, 1) for k in expert_shards(shard or (1, 1, 1), apart))
-        there = 1 / g - 1 / nodes + (1 - 1 / g) * (1 if once else base.micro_batches)
-        if shard is None:
-            back = (1 - 1 / nodes) * min(widths.weight, widths.back)
-        else:
-            back = (1 - 1 / os) * widths.weight + (1 / os - 1 / nodes) * widths.back
-        crossed += elements / h * (there * widths.gradient + back)
+    key = "crossing", base.partition.kinds[0], base.micro_batches, shard, once
+    there, back, copied = base.shared(key, partial(_crossing, base, shard, once))
+    least = min(widths.weight, widths.back) if shard is None else widths.back
+    crossed = there * widths.gradient + back * least + copied * widths.weight
     # Between sites is another link, which may be busy at the same time.
     return crossed / (1 if cluster.inter_site is None else 2) / base.collectives.rate(INTER)
 
 
-def least_memory(base: BaseLayout, shard: Shard | None = None) -> float:
-    """Return a lower bound of the bytes of the fullest rank, whatever the formats, for these shards or for all: its
-    layers' matrices in the fewest bytes, and its activations."""
-    kinds = base.partition.kinds
+def _crossing(base: BaseLayout, shard: Shard | None, once: bool) -> tuple[float, float, float]:
+    """Return how many elements of the first rank's matrices cross nodes in a step at least: as gradients, as sums
+    that come back, and as weights; for all shards, those that come back as either."""
+    gradients = sums = weights = 0.0
+    for apart, elements in base.matrices_of(0):
+        h = max(base.h // apart, 1)
+        nodes = base.d // apart // h
+        # How many nodes share a copy of each.
+        _, g, os = expert_shards(expert_shards(shard or (1, 1, 1), apart), h)
+        share = elements / h
+        gradients += share * (1 / g - 1 / nodes + (1 - 1 / g) * (1 if once else base.micro_batches))
+        sums += share * (1 / os - 1 / nodes)
+        weights += share * (1 - 1 / os)
+    return gradients, sums, weights
+
+
+def least_memory(base: BaseLayout, shard: Shard | None = None, coded: bool = True) -> float:
+    """Return a lower bound of the bytes of the fullest rank, for these shards or for all: its parameters without
+    padding, and its activations. coded: weights may stay as they were received, in few bits."""
+    kinds, make = base.partition.kinds, partial(_least_states, base, shard, coded)
     least = max(
-        activations + base.shared(("least", shard, kinds[rank]), partial(_least_states, base, rank, shard))
+        activations + base.shared(("least", shard, coded, kinds[rank]), partial(make, rank))
         for rank, activations in base.least_activations.items()
     )
     return least if base.cluster.on_host else least * (1 + ALLOCATOR_MARGIN)
 
 
-def _least_states(base: BaseLayout, rank: int, shard: Shard | None) -> float:
-    """Return the least bytes of a rank's model state and gathered parameters, if its layers' matrices were all."""
+def _least_states(base: BaseLayout, shard: Shard | None, coded: bool, rank: int) -> float:
+    """Return the least bytes of a rank's model state and gathered parameters."""
     config, width = base.config, base.compute.width
     copy, sums, updated = least_state(config, base.world, width, base.cluster.on_host)
     whole = config.zero.zero_gradients_lifetime == "step"
     states = gathered = 0.0
-    for apart, elements in base.matrices_of(rank):
+    for apart, elements in base.elements_of(rank):
         p, g, os = expert_shards(shard or (base.d, base.d, base.d), apart)
-        states += elements * (copy / p + sums / (1 if whole else g) + updated / os)
+        kept = copy if coded and p > 1 or not copy else width  # what one rank holds whole is decoded at once
+        states += elements * (kept / p + sums / (1 if whole else g) + updated / os)
         gathered += elements * width * (shard is not None and apart < shard[0])
     return states + min(gathered, config.zero.zero_prefetch_bytes)
 
@@ -198,8 +219,18 @@ def least_state(config: RunConfig, world: World, width: int, on_host: bool) -> t
     return copy, sums, sums * (1 + anchors) + config.optimizer.moment_bytes(sums, 1.0)
 
 
-def _upto(parts: Iterable[float]) -> Sequence[float]:
-    return list(accumulate(parts))
+def _contended(base: BaseLayout, links: Mapping[str, float], work: float, waits: float) -> float:
+    """Return the seconds of a device's waits, and what it loses beside computing (simulate.py), at least.
+
+    More waits, or longer messages, make more of both: a message costs no more than its own seconds. work: seconds of
+    the rank's own work on messages.
+    """
+    if base.cluster.on_host:
+        return waits
+    inside = base.collectives.rate(INTRA)
+    costs = sum(n * min(1.0, base.collectives.rate(link) / inside) for link, n in links.items() if n)
+    lost = work + min(base.cluster.device.contention, 1.0) * costs
+    return waits + max(0.0, lost * (1 - waits / (work + sum(links.values())))) if lost else waits
 
 
 def _exposed(moved: Sequence[float], hidden: Sequence[float]) -> float:

@@ -296,10 +296,11 @@ def step_hops(
     """
     # Of experts, all that is left of P may be one rank: they are not gathered then.
     sizes = [0 if unit.apart >= max(grid.shards[0], 2) else unit.elements * formats.width for unit in units]
-    gathered = gathers(copies, program, sizes)
-    for index, unit in enumerate(units):
+    weights = [weight_hops(unit, unit.axes(grid), formats) for unit in units]
+    moves = any(gather for _, gather in weights)
+    gathered = gathers(copies, program, sizes) if moves else Counter[int]()
+    for index, (unit, (refresh, gather)) in enumerate(zip(units, weights, strict=True)):
         axes = unit.axes(grid)
-        refresh, gather = weight_hops(unit, axes, formats)
         reduction = gradient_hops(unit, axes, formats, micro_batches, copies.whole_gradients)
         yield from (("refresh", hop, 1) for hop in refresh)
         yield from (("gather", hop, gathered[index]) for hop in gather)

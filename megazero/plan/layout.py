@@ -183,15 +183,19 @@ class Layout:
         sums: the bytes of a sum of gradients, if not at least 4. all_reduce: sums beyond G return to all ranks, not
         only to those that update them. Raises ValueError if the choice is not legal on the base's world.
         """
-        self.base, self.all_reduce = base, all_reduce
-        self.given: RunConfig = replace(base.config, zero=zero)
+        self.base, self.zero, self.all_reduce = base, zero, all_reduce
         self.sharding = base.shared(("sharding", zero, sums), lambda: sharding_of(base, self.given, sums))
         self.shards, self.wire, self.grid = self.sharding.shards, self.sharding.wire, self.sharding.grid
         self.formats, self.states = self.sharding.formats, self.sharding.states
 
+    @cached_property
+    def given(self) -> RunConfig:
+        """The configuration of the layout, in which --loss-chunk-tokens may be auto."""
+        return replace(self.base.config, zero=self.zero)
+
     def units(self, rank: int) -> RankUnits:
         """Return the units of a pipeline rank."""
-        config, base, stages = self.given, self.base, self.base.of_rank[rank]
+        base, config, zero, stages = self.base, self.base.config, self.zero, self.base.of_rank[rank]
         return base.shared(
             ("units", base.partition.keys[rank], self.sharding.sizes),
             lambda: rank_units(
@@ -200,8 +204,8 @@ class Layout:
                 base.tp,
                 config.parallel.sequence_parallel,
                 self.wire,
-                config.zero.zero_unit_layers,
-                config.zero.zero_chunk_numel,
+                zero.zero_unit_layers,
+                zero.zero_chunk_numel,
                 base.d * self.grid.outer,  # slices are cut once more by outer steps
                 self.shards.os,
                 base.ep,
@@ -219,7 +223,7 @@ class Layout:
 
         This is the largest of the allowed sizes whose peak is at most WORTHWHILE above the least.
         """
-        sizes = loss_chunks(self.given)
+        sizes = loss_chunks(self.base.config)
         if len(sizes) == 1:
             return sizes[0]
         least = min(self._fullest(size).total for size in sizes)
@@ -230,7 +234,7 @@ class Layout:
 
         pooled: with transient buffers, whose bytes take the longest to count.
         """
-        base, units, states, optimizer = self.base, self.units(rank), self.states, self.given.optimizer
+        base, units, states, optimizer = self.base, self.units(rank), self.states, self.base.config.optimizer
         key, passes = (units, self.sharding), min(base.micro_batches, WAITING)
         standing = base.shared(("standing", *key), lambda: Standing.of(units, states, optimizer))
         moments = base.activation_memory(rank, loss_chunk)
@@ -255,7 +259,7 @@ class Layout:
 
     @property
     def fits(self) -> bool:
-        least = min(self._fullest(size, pooled=False).total for size in loss_chunks(self.given))
+        least = min(self._fullest(size, pooled=False).total for size in loss_chunks(self.base.config))
         return least <= self.room and self.memory.total <= self.room
 
     def program(self, rank: int, micro_batches: int) -> list[Segment]:
@@ -335,15 +339,15 @@ class Layout:
     @cached_property
     def _matrix_width(self) -> int:
         """Return the bytes of an element of a matrix on its way; 0 if the optimizer is elementwise."""
-        optimizer = self.given.optimizer
+        optimizer = self.base.config.optimizer
         if not OPTIMIZERS[optimizer.optimizer].by_matrix:
             return 0
         return communication.matrix_width(optimizer, self.formats.width)
 
     @cached_property
     def _layer_matrices(self) -> Mapping[str, tuple[LayerMatrix, ...]]:
-        whole = self.given.optimizer.muon_tp_mode == "distributed"
-        return layer_matrices(self.given.model, self.base.tp, self.base.ep, whole)
+        whole = self.base.config.optimizer.muon_tp_mode == "distributed"
+        return layer_matrices(self.base.config.model, self.base.tp, self.base.ep, whole)
 
     def _stepped(self, rank: int) -> list[Stepped]:
         """Return the matrices of a pipeline rank, those on the same axes together: none if the optimizer is
@@ -368,7 +372,7 @@ class Layout:
 
         What is shorter, messages or products, is hidden but for one round. Those on other axes are stepped after.
         """
-        steps, total = 2 * self.given.optimizer.muon_num_ns_steps, 0.0
+        steps, total = 2 * self.base.config.optimizer.muon_num_ns_steps, 0.0
         for each in self._stepped(rank):
             products = steps * each.busiest / self.base.compute.matrix_rate
             messages = 2 * sum(self._timed_hop(hop).seconds for hop in each.hops)

@@ -85,6 +85,12 @@ class FormatChoice:
         }
         return all(effect.get(name, True) for name in self.values)
 
+    @cached_property
+    def codes_weights(self) -> bool:
+        """Whether weights may stay as they were received, in few bits: differences are added to what is there."""
+        differences = "zero_quantized_weights_delta" in self.values
+        return self == AS_GIVEN or "zero_quantized_weights" in self.values and not differences
+
     def least_widths(self, given: Mapping[str, Any], width: float, exact: float) -> Widths:
         """Return the bytes of an element at least. width, exact: of a weight and of a gradient without a format.
         given: options that stay."""
@@ -104,8 +110,8 @@ class Template:
     def __init__(self, config: RunConfig) -> None:
         self.config, self._made = config, dict[object, Any]()
 
-    def changed(self, values: Mapping[str, Any]) -> RunConfig:
-        """Do as ``RunConfig.changed``."""
+    def changed(self, values: Mapping[str, Any], of: RunConfig | None = None) -> RunConfig:
+        """Do as ``RunConfig.changed``. of: the configuration, if not this one: its other sections differ."""
         sections = defaultdict[str, dict[str, Any]](dict)
         for name, value in values.items():
             sections[all_options()[name].section][name] = value
@@ -115,7 +121,7 @@ class Template:
             if key not in self._made:
                 self._made[key] = getattr(self.config.changed(own), section)
             made[section] = self._made[key]
-        return replace(self.config, **made)
+        return replace(of or self.config, **made)
 
 
 def _apart_from_batch(choice: Mapping[str, Any]) -> object:
@@ -199,6 +205,7 @@ class Search:
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
         self._partitions: dict[tuple[int, int, str], Partition] = {}
         self._works: dict[object, tuple[ChainWork, float] | None] = {}
+        self._formats: dict[object, Sequence[FormatChoice]] = {}
         self._zeros: dict[object, Sequence[ZeroConfig]] = {}
         self._least_widths: dict[bool, Mapping[str, Widths]] = {}
 
@@ -224,20 +231,19 @@ class Search:
             # The mesh decides where messages of a layer go, if ranks share samples, or experts of several nodes.
             spans = parallel.context_parallel_size > 1 or parallel.moe_dispatch_across_nodes != "no"
             beside = STAGES if spans else OF_STAGES
-            mesh: BaseLayout | None = None
-            for choice in choices:
-                config = self._template.changed(choice)
-                key = tuple(value for name, value in choice.items() if name not in beside)
-                try:
-                    partition, known = self._partition_of(config), computes.get(key)
-                    if mesh is None:
-                        mesh = BaseLayout(
-                            config, self.world, self.cluster, self.collectives, partition, known
-                        )
-                    base = mesh.varied(config, partition, known)
-                except ValueError as error:
-                    self._count([str(error)])
-                    continue
+            place = tuple(value for name, value in choices[0].items() if name not in (*OF_BATCH, *beside))
+            batches = [{name: choice[name] for name in OF_BATCH if name in choice} for choice in choices]
+            keys = [(place, *batch.values()) for batch in batches]
+            try:
+                partition, known = self._partition_of(first), computes.get(keys[0])
+                mesh = BaseLayout(first, self.world, self.cluster, self.collectives, partition, known)
+            except ValueError as error:
+                self._count([str(error)], len(choices))
+                continue
+            computes[keys[0]] = mesh.compute
+            for batch, key in zip(batches, keys, strict=True):
+                config = self._template.changed(batch, first)
+                base = mesh.varied(config, self._partition_of(config), computes.get(key))
                 computes[key] = base.compute
                 yield base
 
@@ -350,14 +356,18 @@ class Search:
     def choices(self, base: BaseLayout) -> Iterator[Choice]:
         """Yield every choice of shards and formats; the rules of the configuration judge them."""
         for shard in [self.given_shards(base)] if self.shards_given else self._shards(base):
-            yield from (Choice(base, shard, each) for each in self.formats if each.has_effect(shard, base))
+            key = shard, base.d, base.h
+            if key not in self._formats:
+                self._formats[key] = [each for each in self.formats if each.has_effect(shard, base)]
+            yield from (Choice(base, shard, each) for each in self._formats[key])
 
     def _promising(self, base: BaseLayout) -> Iterator[tuple[Choice, float]]:
         """Yield the choices whose model state could fit, each with a lower bound of its seconds."""
         widths, once = self._widths(base), self.values.get(WHOLE) == "step"
         for shard, alike in groupby(self.choices(base), attrgetter("shard")):
-            if least_memory(base, shard) <= self.cluster.device.room:
-                for choice in alike:
+            fits = [least_memory(base, shard, coded) <= self.cluster.device.room for coded in (False, True)]
+            for choice in alike:
+                if fits[choice.formats.codes_weights]:
                     yield choice, least_crossing(base, widths[choice.formats.name], shard, once)
 
     def _widths(self, base: BaseLayout) -> Mapping[str, Widths]:

@@ -44,6 +44,9 @@ class Collectives:
             groups: sorted((size, *sorted(times)[len(times) // 2]) for size, times in points.items())
             for groups, points in table.items()
         }
+        inside, across = cluster.intra_node.gbytes_per_s * 1e9, self._rate_across()
+        self._rates = {INTRA: inside, INTER: across, INTER_SITE: across}
+        self._lines: dict[Groups, tuple[float, float]] = {}
 
     def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
         """Return the cost of a collective over a mesh axis; its groups lie in a node, or have a rank on each."""
@@ -93,7 +96,7 @@ class Collectives:
         if groups in self._table:
             return _interpolated(self._table[groups], sent)
         by_links = self.by_links(operation, ranks, nodes, sent)
-        near = self._nearest(groups)
+        near = self._nearest(groups) if self._table else None
         if near is None:
             return Cost(by_links, latency=self.steps(ranks, nodes))
         wider = by_links / self.by_links(operation, near[1], near[2], sent)
@@ -107,11 +110,14 @@ class Collectives:
 
     def by_links(self, operation: str, ranks: int, nodes: int, sent: float) -> float:
         """Return the seconds from rates and latencies."""
-        link = INTER if nodes > 1 else INTRA
-        rate = self.rate(link)
-        if operation == "exchange" and link == INTER:
-            rate *= self.cluster.inter_node.exchange_share
-        return self.steps(ranks, nodes) + sent / rate
+        groups = operation, ranks, nodes
+        if groups not in self._lines:
+            link = INTER if nodes > 1 else INTRA
+            whole = operation != "exchange" or link == INTRA
+            rate = self.rate(link) * (1.0 if whole else self.cluster.inter_node.exchange_share)
+            self._lines[groups] = self.steps(ranks, nodes), rate
+        latency, rate = self._lines[groups]
+        return latency + sent / rate
 
     def steps(self, ranks: int, nodes: int) -> float:
         """Return the latency of a collective: a ring, or pairwise exchanges, take one step per other rank."""
@@ -124,9 +130,10 @@ class Collectives:
 
     def rate(self, link: str) -> float:
         """Return the bytes per second of one rank while all ranks of its node send as much."""
+        return self._rates[link]
+
+    def _rate_across(self) -> float:
         across = self.cluster.inter_node
-        if link == INTRA:
-            return self.cluster.intra_node.gbytes_per_s * 1e9
         share = across.gbits_per_s / self.cluster.ranks_per_node
         most = across.rank_gbits_per_s
         return (share if most is None else min(share, most)) * across.efficiency * 1e9 / 8

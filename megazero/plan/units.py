@@ -6,10 +6,10 @@ It lays units out as zero/layout.py does: parameters begin on blocks, regions ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import NamedTuple, TypeVar
 
 from megazero.config.layout.outer import fragments
@@ -23,6 +23,7 @@ from megazero.pp.partition import StageSpec
 
 Parameter = TypeVar("Parameter")
 Joined = tuple[str, ...]  # the kinds of modules whose parameters are gathered together
+ShapeCounts = tuple[tuple[UnitShape, int], ...]  # how many units there are of each shape
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
 
 
@@ -52,21 +53,19 @@ class RankUnits:
         """joined: how many layers are gathered together. kinds: of all layers of the model. matrices: of a layer, by
         kind."""
         self._stages, self._joined, self._made, self._kinds = stages, joined, made, kinds
+        self._units = [joined_modules(stage, joined, kinds) for stage in stages]  # of each part
         self.layers = Counter(kinds[i] for s in stages for i in s.layers)
         self.matrices_apart: Counter[int] = Counter()
         for kind, number in self.layers.items():
             for matrix in matrices[kind]:
                 self.matrices_apart[matrix.apart] += number * matrix.numel
-        self.counts = self._counts(stages)
+        self.counts = self._counts(self._units)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
 
     @property
     def matrices(self) -> int:
         """Return the elements of all matrices of the layers."""
         return self.matrices_apart.total()
-
-    def _units(self, stage: StageSpec) -> tuple[Joined, ...]:
-        return joined_modules(stage, self._joined, self._kinds)
 
     @cached_property
     def modules(self) -> Mapping[str, int]:
@@ -82,7 +81,7 @@ class RankUnits:
 
     def _elements(self, counts: Callable[[UnitShape], bool]) -> Mapping[str, int]:
         sizes: dict[str, int] = {}
-        for unit in dict.fromkeys(unit for stage in self._stages for unit in self._units(stage)):
+        for unit in dict.fromkeys(chain.from_iterable(self._units)):
             elements = sum(shape.elements for shape in self._made[unit].shapes if counts(shape))
             sizes |= {kind: max(sizes.get(kind, 0), elements) for kind in unit}
         if self._table is not None:
@@ -99,10 +98,10 @@ class RankUnits:
         """Return the units of each fragment of outer steps, in which a rank may have none. Several fragments deal
         layers one by one, so none are joined then."""
         held: list[list[UnitShape]] = [[] for _ in range(len(self._kinds) + 2)]
-        for stage in self._stages:
+        for stage, units in zip(self._stages, self._units, strict=True):
             layers = stage.layers[:: self._joined]
             numbers = [0] * stage.embedding + [1 + i for i in layers] + [len(held) - 1] * stage.head
-            for unit, number in zip(self._units(stage), numbers, strict=True):
+            for unit, number in zip(units, numbers, strict=True):
                 for shape in self._made[unit].shapes:
                     # A table that the pipeline's two ends hold is the embedding's at both.
                     held[0 if shape.tied else number].append(shape)
@@ -111,30 +110,31 @@ class RankUnits:
     def reduced(self, most: int) -> tuple[UnitShape, ...]:
         """Return the units in the order of a backward's reductions. Of neighbours of one kind ``most`` are enough."""
         order: list[Joined] = []
-        for stage in reversed(self._stages):
-            for _, alike in groupby(reversed(self._units(stage)), key=lambda unit: unit[0]):
+        for units in reversed(self._units):
+            for _, alike in groupby(reversed(units), key=lambda unit: unit[0]):
                 order += islice(alike, most)
         return tuple(shape for unit in order for shape in reversed(self._made[unit].shapes))
 
-    def _counts(self, stages: Sequence[StageSpec]) -> tuple[tuple[UnitShape, int], ...]:
-        units = Counter(unit for stage in stages for unit in self._units(stage))
+    def _counts(self, parts: Iterable[Sequence[Joined]]) -> ShapeCounts:
         found: Counter[UnitShape] = Counter()
-        for unit, number in units.items():
+        for unit, number in Counter(chain.from_iterable(parts)).items():
             for shape in self._made[unit].shapes:
                 found[shape] += number
         return tuple(found.items())
 
-    def counts_of(self, part: int) -> tuple[tuple[UnitShape, int], ...]:
-        """Return how many units of each shape a part is the first to use."""
-        return self._counts([self._stages[part]])
+    @cached_property
+    def part_counts(self) -> Sequence[ShapeCounts]:
+        """How many units of each shape each part is the first to use."""
+        alike = {units: self._counts([units]) for units in set(self._units)}
+        return [alike[units] for units in self._units]
 
     @cached_property
     def _laid_out(self) -> tuple[tuple[UnitShape, ...], tuple[tuple[Module, ...], ...]]:
         shapes: list[UnitShape] = []
         parts: list[tuple[Module, ...]] = []
-        for stage in self._stages:
+        for units in self._units:
             modules: list[Module] = []
-            for unit in self._units(stage):
+            for unit in units:
                 own = list(range(len(shapes), len(shapes) + len(self._made[unit].shapes)))
                 shapes += self._made[unit].shapes
                 if unit == (HEAD,) and self._table is not None:

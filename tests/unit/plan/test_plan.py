@@ -17,6 +17,7 @@ from megazero.config.options.cluster import (
     Cluster,
     Device,
     InterNode,
+    InterSite,
     IntraNode,
     MeasuredCollective,
     known_clusters,
@@ -29,6 +30,7 @@ from megazero.plan.bounds import ChainWork, least_crossing, least_memory
 from megazero.plan.command import main
 from megazero.plan.communication import ExpertRows
 from megazero.plan.layout import Layout, TimedHop
+from megazero.plan.rank_step import RankStep
 from megazero.plan.report import layout_flags
 from megazero.plan.search import Search
 from megazero.plan.seconds import Collectives
@@ -431,10 +433,66 @@ def test_search_finds_what_asking_everything_finds(
                 bounds = [work.least_seconds(base, gathered, exactly) for exactly in (False, True)]
                 assert base.least_seconds <= bounds[0] * (1 + 1e-9) and bounds[0] <= bounds[1] * (1 + 1e-9)
                 assert max(crossing, *bounds) <= seconds * (1 + 1e-9), (bounds, plan.given.zero)
-                assert least_memory(base) <= least_memory(base, choice.shard) <= plan.memory.total
+                memory = least_memory(base, choice.shard, choice.formats.codes_weights)
+                assert least_memory(base) <= least_memory(base, choice.shard) <= memory
+                assert memory <= plan.memory.total * (1 + 1e-9)
                 everything += [seconds] * plan.fits
     assert [f.timing.seconds for f in sorted(best, key=lambda f: f.timing.seconds)] == sorted(everything)[:5]
     assert len(simulated) < len(everything) / 2
+
+
+@pytest.mark.parametrize("layers_ahead", [0, 1, 3, 8])
+@pytest.mark.parametrize(
+    ("stages", "pp"),
+    [
+        ({}, 1),
+        ({"pipeline_schedule": "1f1b"}, 2),
+        ({"pipeline_schedule": "zb-h1"}, 4),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, 2),
+        ({"num_virtual_stages_per_pipeline_rank": 3}, 2),
+        ({"num_virtual_stages_per_pipeline_rank": 3}, 4),
+        ({"num_virtual_stages_per_pipeline_rank": 6}, 2),
+    ],
+    ids=str,
+)
+def test_the_bound_has_no_more_gathers_than_a_step(
+    stages: dict[str, object], pp: int, layers_ahead: int
+) -> None:
+    """Of several parts, a part's weights are there again only if it is short beside what may be held ahead."""
+    model = {"num_layers": 24, "vocab_size": 64, "untie_embeddings_and_output_weights": True}
+    shape = {**model, **stages, "pipeline_model_parallel_size": pp, "global_batch_size": 64}
+    size = layout({**shape, "zero_preset": "zero3"}, cluster()).units(0).modules[LAYER] * 2
+    plan = layout({**shape, "zero_preset": "zero3", "zero_prefetch_bytes": layers_ahead * size}, cluster())
+    work, step, moved = ChainWork.of_layout(plan), RankStep(plan, 0, plan.base.micro_batches), 0.0
+    for use in step.uses:
+        chains = (step.chains[unit].gather for unit in use.begun)
+        moved += sum(
+            hop.seconds - hop.latency for chain in chains for hop in chain if hop.link == "intra_node"
+        )
+    link = work.of["intra_node"]
+    held = work.held(plan.base)
+    bound = (
+        link.seconds(plan.base.micro_batches, held) - link.once - (plan.base.micro_batches - 1) * link.every
+    )
+    assert bound <= moved * (1 + 1e-9)
+    if plan.base.virtual > 1 and layers_ahead == 0 and not work.outlast:
+        assert bound > 0.75 * moved
+
+
+def test_what_crosses_nodes_takes_no_longer_than_a_step_between_sites() -> None:
+    """Between sites is a link of its own, beside the one between nodes: without that a bound would be too large."""
+    on = replace(cluster(4, 2, 0.05), inter_site=InterSite(0.2, 2))
+    one = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "recompute_granularity": "none",
+    }
+    search, shares = Search({**MODEL, **one, "num_layers": 8, "ranks_per_node": 2}, on, "zeropp"), []
+    for base in search.bases():
+        for choice in search.choices(base):
+            crossing = least_crossing(base, search._widths(base)[choice.formats.name], choice.shard)
+            shares += [crossing / simulate(plan).seconds for plan in search.layouts(choice)]
+    assert 0.5 < max(shares) <= 1 + 1e-9
 
 
 def test_drafts_are_what_the_command_line_completes() -> None:
