@@ -13,7 +13,7 @@ from benchmarks.harness import filled
 from benchmarks.loss.intervals import Difference, effects, estimate
 from benchmarks.loss.ladder import LADDER, MORE, Rung, halve, parameters, plan
 from benchmarks.loss.plan import Runs
-from benchmarks.loss.report import describe
+from benchmarks.loss.report import coding_name, describe
 from benchmarks.loss.rounding_noise import ALL, CODECS
 from benchmarks.loss.run import Settings
 from benchmarks.loss.variants import BASELINE, VARIANTS
@@ -128,7 +128,7 @@ class LadderReport:
             shared = [rung.name, f"{self.settings[rung].peak:g}", f"{base.mean:.4f} ({base.runs})", spread]
             for name, found in self.gaps[rung].items():
                 runs = results.of(name)
-                errors = [run["errors"]["gradients"] for run in runs]
+                errors = [run["errors"]["gradients"] for run in runs if "gradients" in run["errors"]]
                 count = str(len(runs)) if runs else "-"
                 error = f"{fmean(errors):.3f}" if errors else "-"
                 rows.append([*shared, label(name), count, f"{found.percent:+.2f}", found.bounds, error])
@@ -226,4 +226,9 @@ def size_name(numel: float) -> str:
 
 
 def label(name: str) -> str:
-    return HALF if name == HALF else "; ".join(reversed(describe(VARIANTS[name])))
+    if name == HALF:
+        return HALF
+    variant = VARIANTS[name]
+    if variant.dispatch and not variant.quantised:
+        return f"rows to experts {coding_name(variant.dispatch)}"
+    return "; ".join(reversed(describe(variant)))
