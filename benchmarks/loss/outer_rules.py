@@ -1,6 +1,6 @@
 """Which rule of the outer optimizer loses least after a warm start: rates and momenta, AdamW and Muon inside.
 
-    python -m benchmarks.loss.outer_rules [--work runs/outer_rules] [--seeds 1] [--only adamw muon] [--seconds 500]
+    python -m benchmarks.loss.outer_rules [--work runs/outer_rules] [--seeds 1] [--only AdamW Muon] [--seconds 500]
 
 Two replicas in one process and in plain torch, which is what the engine's ranks compute (tests/dist/outer). They meet
 in each of the first WARM steps; then they part, and every branch meets every so many steps by a rule of its own. All
@@ -218,6 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         page=(PAGE, "what is written"),
     )
     chosen = parser.parse_args(arguments)
+    if unknown := set(chosen.only) - set(INNER):
+        parser.error(f"--only {' '.join(unknown)}: known are {', '.join(INNER)}")
     store, began = harness.Store(chosen.keep), time.monotonic()
     store.claim()
     text = data.prepare(chosen.work, SETTINGS.text, SETTINGS.vocabulary)
