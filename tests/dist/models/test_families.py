@@ -108,9 +108,12 @@ CORE = {
 
 
 def of_layout(layout: str) -> tuple[str, ...]:
-    """Ranks share experts alone."""
-    mixtures = LAYOUTS[layout].get("ep", 1) > 1
-    return tuple(name for name in VARIANTS if not mixtures or has_experts(name))
+    """Ranks share experts alone, and tensor-parallel ones have experts with sequence parallelism alone."""
+    where = LAYOUTS[layout]
+    if where.get("ep", 1) > 1:
+        return tuple(name for name in VARIANTS if has_experts(name))
+    refused = where["tp"] > 1 and not where["sequence_parallel"]
+    return tuple(name for name in VARIANTS if not (refused and has_experts(name)))
 
 
 def has_experts(variant: str) -> bool:
