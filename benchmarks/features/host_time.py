@@ -236,7 +236,7 @@ def measure(names: list[str], layers: int, hidden: int, rounds: int, steps: int)
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
     dist.init_process_group("fake", rank=1, world_size=RANKS, store=dist.HashStore())  # FSDP2's collectives
     with no_device(), ExitStack() as stack:
-        made = {name: BUILDERS[name](size, stack=stack) for name in names}
+        made = {name: BUILDERS[name](size, stack=stack) for name in names}  # type: ignore[call-arg]
         turn = partial(harness.step_seconds, device=CPU, steps=steps, clock=time.thread_time)
         turns = {name: partial(turn, step) for name, step in made.items()}
         seconds = harness.take_turns(turns, rounds, warm_up=2)

@@ -89,5 +89,5 @@ def masking_of(words: frozenset[str], length: int, heads: int, width: int, devic
 def gradients(tables: AttentionTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Return the output, and the gradients of q, k and v."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attend(*inputs, tables)
+    out = attend(*inputs, tables)  # type: ignore[call-arg]
     return (out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out)))

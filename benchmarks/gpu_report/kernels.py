@@ -98,14 +98,14 @@ def _updates(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
     beside = torch.zeros(ROWS * n, dtype=EXACT[bits], device=device)
     moved = state.nbytes + 3 * state[0].nbytes
     if bits == 32:  # the master is the copy
-        yield "update", "-", moved, lambda: adamw(*state, RATES)
+        yield "update", "-", moved, lambda: adamw(*state, RATES)  # type: ignore[call-arg]
         return
     yield (
-        "update, copy", "-", moved + beside.nbytes, lambda: adamw(*state, RATES, Refresh(copy=beside))
+        "update, copy", "-", moved + beside.nbytes, lambda: adamw(*state, RATES, Refresh(copy=beside))  # type: ignore[call-arg]
     )  # fmt: skip
     yield (
         "update, difference", "-", moved + beside.nbytes + state[0].nbytes,
-        lambda: adamw(*state, RATES, Refresh(held=beside)),
+        lambda: adamw(*state, RATES, Refresh(held=beside)),  # type: ignore[call-arg]
     )  # fmt: skip
 
 

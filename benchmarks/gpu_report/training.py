@@ -122,7 +122,7 @@ def _transformers(size: Size, device: torch.device, recompute: str) -> Step:
         raise Skip("transformers is not installed (pip install transformers)")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.ffn,

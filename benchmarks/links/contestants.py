@@ -235,7 +235,7 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
             return nullcontext()
 
         # Its shards are fp32, cast to bf16 for the gather.
-        return Running(torch_step(model, AdamW(model.parameters(), False), shape, where, quiet))
+        return Running(torch_step(model, AdamW(model.parameters(), False), shape, where, quiet))  # type: ignore[attr-defined]
 
     def sent(case: volume.Case) -> float:
         if hybrid:
@@ -264,7 +264,7 @@ def fsdp2_experts() -> Contestant:
             fully_shard(module, mesh=_kept_mesh(world_group(), where.type, (world,)), mp_policy=precision)
 
         def clip(held: list[torch.Tensor]) -> None:
-            own, others = ([p for p in held if (p.device_mesh is mesh) is apart] for apart in (True, False))
+            own, others = ([p for p in held if (p.device_mesh is mesh) is apart] for apart in (True, False))  # type: ignore[attr-defined]
             squared = total_norm(own).square()
             dist.all_reduce(squared, group=ep.inside.axis.gather_group)
             norm = (squared + total_norm(others).square()).sqrt()
@@ -278,7 +278,7 @@ def fsdp2_experts() -> Contestant:
 
 def total_norm(parameters: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of the gradients of DTensors of one mesh."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor()
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor()  # type: ignore[attr-defined]
 
 
 def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = False) -> Contestant:
@@ -294,7 +294,7 @@ def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = Fa
             model.set_requires_all_reduce(last)
             return nullcontext()
 
-        step = torch_step(model, AdamW(model.parameters(), False), shape, where, quiet)
+        step = torch_step(model, AdamW(model.parameters(), False), shape, where, quiet)  # type: ignore[attr-defined]
         return Running(step, patch.traffic)
 
     sent = partial(volume.patched, codecs_of(options.wire), hybrid=hybrid)

@@ -41,5 +41,5 @@ def compare(folder: str, values: dict[str, Any], names: list[str]) -> dict[str, 
                 data, micro_batch_size=settings.micro_batch, rank=engine.mesh.dp_rank, size=RANKS, limit=count
             )
             parts = (settings, model, engine, stack.enter_context(mine))
-            turns[name] = lambda parts=parts: harness.measure(lambda: one_step(*parts, 1), STEPS)[0]
+            turns[name] = lambda parts=parts: harness.measure(lambda: one_step(*parts, 1), STEPS)[0]  # type: ignore[call-arg]
         return harness.take_turns(turns, ROUNDS)

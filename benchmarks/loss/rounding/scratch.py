@@ -185,7 +185,7 @@ def train(
         )
         numbers = [order[(step * count + i) % len(order)] for i in range(count)]
         batch = (x.unflatten(0, (sizes.senders, -1)) for x in samples.at(numbers))
-        runs.step(hops, *batch, rate)
+        runs.step(hops, *batch, rate)  # type: ignore[call-arg]
         if (step + 1) % sizes.every == 0 or step + 1 == steps:
             curves.append([step + 1, *runs.evaluated(*held)])
     runs.evaluated(*(x[:1] for x in held))  # waits
