@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megazero import zero
 from megazero.comm.codec import Blockwise, Identity
 from megazero.config import RunConfig, World, make_config
+from megazero.config.options.sections import OuterConfig
 from megazero.log.metrics import read_metrics
 from megazero.mesh.mesh import create_mesh
 from megazero.plan.base_layout import BaseLayout
@@ -23,6 +24,7 @@ from tests.dist.pool import run_ranks
 from tests.dist.runs import checkpoint_of, differences, samples, train_each
 from tests.sizes import TINY
 
+RATE, MOMENTUM = OuterConfig().outer_lr, OuterConfig().outer_momentum
 OUTER = {"outer_interval": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -316,8 +318,8 @@ def test_other_replicas_first_take_the_step_that_is_due(tmp_path: Path) -> None:
     after = {name: checkpoint_of(tmp_path / name) for name in others}
     for name, anchor in two["weights"].items():
         mean = (two["replica 0 master"][name] + two["replica 1 master"][name]) / 2
-        velocity = 0.9 * two["outer momentum"][name] + (anchor - mean)
-        wanted = anchor - 0.7 * (anchor - mean + 0.9 * velocity)
+        velocity = MOMENTUM * two["outer momentum"][name] + (anchor - mean)
+        wanted = anchor - RATE * (anchor - mean + MOMENTUM * velocity)
         for found in after.values():
             torch.testing.assert_close(found["weights"][name], wanted, rtol=1e-12, atol=1e-14)
         four = after["four"]
@@ -492,11 +494,11 @@ def test_a_flight_on_other_replicas_and_layouts(tmp_path: Path) -> None:
         velocity = two["outer momentum"][name]
         if name in flying:
             gradient = flying[name] / 2
-            velocity = 0.9 * velocity + gradient
-            anchor = anchor - 0.7 * (gradient + 0.9 * velocity)
+            velocity = MOMENTUM * velocity + gradient
+            anchor = anchor - RATE * (gradient + MOMENTUM * velocity)
             mean = (mean + anchor) / 2
-        velocity = 0.9 * velocity + (anchor - mean)
-        wanted = anchor - 0.7 * (anchor - mean + 0.9 * velocity)
+        velocity = MOMENTUM * velocity + (anchor - mean)
+        wanted = anchor - RATE * (anchor - mean + MOMENTUM * velocity)
         for root, found in after.items():
             torch.testing.assert_close(found["weights"][name], wanted, rtol=1e-12, atol=1e-14)
             if root != "none":
