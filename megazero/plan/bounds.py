@@ -28,6 +28,7 @@ NOTHING = LinkSeconds()
 Counted = Sequence[tuple[UnitChains, int]]  # the chains of units, and how many of them are alike
 # From one segment to the next: the module in use, and the one before, which a backward of inputs alone ends late.
 MODULES_HELD = 2
+ROUNDING = 1e-12  # of a sum: the bytes themselves are added in another order
 MODULES_PASSED = 2  # of a part that are no bytes ahead: the one in use and the next one
 
 
@@ -194,6 +195,7 @@ def least_memory(base: BaseLayout, shard: Shard | None = None, coded: bool = Tru
         activations + base.shared(("least", shard, coded, kinds[rank]), partial(make, rank))
         for rank, activations in base.least_activations.items()
     )
+    least *= 1 - ROUNDING
     return least if base.cluster.on_host else least * (1 + ALLOCATOR_MARGIN)
 
 
