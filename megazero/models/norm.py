@@ -26,7 +26,11 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        out = wide * scale
+        # In a graph of torch 2.11 the backward gets other tensors than were saved where the output is what mul_
+        # returned, or a .to that copied nothing. Elsewhere a new tensor takes 8 ms more.
+        out = out * weight if torch.compiler.is_compiling() else out.mul_(weight)
+        return out if out.dtype == x.dtype else out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
