@@ -280,8 +280,7 @@ def _by_flex(
     q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables, dropout: float, key: Key | None
 ) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    compiled = q.is_cuda and not torch.compiler.is_compiling()  # uncompiled, it holds all scores
-    function: Any = _compiled_flex() if compiled else flex.flex_attention
+    function: Any = flex.flex_attention if torch.compiler.is_compiling() else _compiled_flex(q.is_cuda)
     out = function(
         *(q, k, v, changed_scores(tables.masking, k), tables.made),
         scale=tables.masking.scale,
@@ -291,9 +290,12 @@ def _by_flex(
 
 
 @lru_cache
-def _compiled_flex() -> Callable[..., Any]:
+def _compiled_flex(fused: bool) -> Callable[..., Any]:
+    """fused: as Triton's kernel. Without it, on CPUs, all scores are held; torch would trace it itself there, but for
+    sizes that may change, which flex attention of torch 2.15 does not take."""
     allow_graphs(2)  # with a window and without
-    return torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
+    backend = "inductor" if fused else "eager"
+    return torch.compile(flex.flex_attention, fullgraph=True, dynamic=False, backend=backend)
 
 
 def allow_graphs(kinds: int) -> None:

@@ -360,11 +360,11 @@ def test_flex_attention_may_have_graphs_of_many_lengths(monkeypatch):
     """Beyond torch's limit of 8 it would hold all scores."""
     graphs, compiled = [], torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda *a, **k: compiled(*a, backend=lambda g, _: graphs.append(g) or g, **k)
+        torch, "compile", lambda *a, **k: compiled(*a, **{**k, "backend": lambda g, _: graphs.append(g) or g})
     )
     attention._compiled_flex.cache_clear()
     torch._dynamo.reset()
-    function, tensors = attention._compiled_flex(), [x.detach() for x in inputs(2)]
+    function, tensors = attention._compiled_flex(True), [x.detach() for x in inputs(2)]
     for length in range(100, 112):
         q, k, v = (x[:length].permute(1, 2, 0, 3) for x in tensors)
         mask = attention.block_mask(Masking(0.3), "flex", length, q)
