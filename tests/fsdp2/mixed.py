@@ -44,9 +44,9 @@ def policies_of_parameters() -> Iterator[None]:
     reduce = _fsdp_param_group.foreach_reduce
 
     @wraps(reduce)
-    def cast_and_reduce(params: list[Any], grads: list[torch.Tensor], *rest: Any) -> Any:
+    def cast_and_reduce(params: list[Any], grads: list[torch.Tensor], *rest: Any, **words: Any) -> Any:
         grads[:] = [grad.float() for grad in grads]
-        return reduce(params, grads, *rest)
+        return reduce(params, grads, *rest, **words)
 
     with (
         mock.patch.object(_fsdp_param_group.FSDPParamGroup, "_init_mp_dtypes", dtypes),

@@ -33,6 +33,8 @@ torch.set_num_threads(1)
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 CHANGES = {"llama-rope-llama3": {"rope_parameters": LLAMA3}}  # of Llama 3.1
+# Heads of another width than hidden size over heads: 4.57's class of the family has none.
+CHANGES |= {name: {"head_dim": 12} for name in VARIANTS if name.startswith("qwen2_moe")}
 TOKENS = torch.arange(20)[None]
 READ = """
 import json, sys, torch, transformers
@@ -67,7 +69,7 @@ def version4(tmp_path_factory) -> str:
 
 @pytest.mark.slow
 def test_both_releases_of_transformers_read_the_same_models(version4: str, tmp_path: Path) -> None:
-    """Every family in each of its variants: 35 exports, read in one go by each release."""
+    """Every family in each of its variants, read in one go by each release."""
     folders, ours = [], []
     for name in VARIANTS:
         root = tmp_path / name
