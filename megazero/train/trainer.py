@@ -388,7 +388,7 @@ class Trainer:
         if folder is None or self.progress.iteration < self.length.last_iteration:
             return
         self.phase = "writing --save-hf"
-        self.saver.export(self.progress.iteration, folder)
+        self.saver.export(self.progress.checkpoint, folder)
 
     def _log(self, step: TrainedStep, rates: Mapping[str, float]) -> None:
         """Complete the iteration's line with what callbacks add, and hand it to them."""
