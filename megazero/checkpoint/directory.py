@@ -282,15 +282,19 @@ def fsync_directory(path: Path) -> None:
 
 
 def _clean(root: Path) -> None:
-    """Remove the leftovers of killed saves. Restore a checkpoint that was moved aside and not replaced.
+    """Remove the leftovers of killed saves, and ``restore``.
 
     A file that a hanging writer has open may not go yet, as on NFS: the next save tries again.
     """
     for path in leftovers(root):
         shutil.rmtree(path, ignore_errors=True)
+    restore(root)
+
+
+def restore(root: Path) -> None:
+    """Give a checkpoint that was moved aside and not replaced its name again."""
     for path in _entries(root):
-        hidden = _HIDDEN.fullmatch(path.name)
-        if hidden is not None and not (final := path.with_name(hidden[1])).exists():
+        if _stands_in(path) and not (final := root / path.name.split(".")[1]).exists():
             os.rename(path, final)
 
 

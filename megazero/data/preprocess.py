@@ -29,6 +29,7 @@ from megazero.data.tokenizer import Tokenizer, load_tokenizer, write_meta
 from megazero.files import exclusive, replacing
 
 CHUNK_BYTES = 4 << 20
+RECORD = "job.json"  # in PREFIX.parts/
 Encoded = tuple[list[int], list[int]]  # tokens of a document, lengths of its sequences
 
 
@@ -143,7 +144,7 @@ def preprocess(
             _join(output, key, chunks, parts, dtype)
             write_meta(output, info)
             outputs.append(output)
-        shutil.rmtree(parts)
+        _remove(parts)
         return outputs, sum(done.values(), Counts())
 
 
@@ -160,19 +161,28 @@ def _claim(
             "chunk_bytes": chunk_bytes,
         }
     ).encode()
-    record = parts / "job.json"
+    record = parts / RECORD
     if record.exists() and record.read_bytes() == identity:
         finished = {}
         for path in sorted(parts.glob("*.done")):
             finished[int(path.stem)] = Counts(**read_json(path))
         return finished
     if any(parts.iterdir()):
-        say(f"starting again: {parts} was made with other arguments or from inputs that have changed")
-        shutil.rmtree(parts)
+        say(
+            f"starting again: {parts} was made with other arguments or from inputs that have changed, or not wholly "
+            "removed"
+        )
+        _remove(parts)
         parts.mkdir()
     with replacing(record) as handle:
         handle.write(identity)
     return {}
+
+
+def _remove(parts: Path) -> None:
+    """Remove a job's folder, its record first: a kill halfway must not leave chunks that seem finished."""
+    (parts / RECORD).unlink(missing_ok=True)
+    shutil.rmtree(parts)
 
 
 def _run(job: Job, chunks: list[Chunk], parts: Path, workers: int) -> Iterator[tuple[int, Counts]]:

@@ -181,7 +181,12 @@ class NullTokenizer:
         self.info = TokenizerInfo(digest, vocab_size + 1, vocab_size)
 
     def encode(self, text: str) -> list[int]:
-        ids = [int(word) for word in text.split()]
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise ValueError(
+                f"text of the NullTokenizer is token ids and spaces, such as '5 12', not {text[:40]!r}"
+            ) from None
         wrong = next((i for i in ids if not 0 <= i < self.info.vocab_size), None)
         if wrong is not None:
             raise ValueError(

@@ -85,7 +85,7 @@ def sample_lines(files: Iterable[str], json_key: str = "text", limit_bytes: int 
     lines = [line for line in _all_lines(files, json_key) if 0 < len(line.encode()) < LONGEST_LINE]
     if not lines:
         raise ValueError("the input holds no text to train on")
-    total = sum(len(line) for line in lines)
+    total = sum(len(line.encode()) for line in lines)
     return lines[:: max(1, -(-total // limit_bytes))]
 
 

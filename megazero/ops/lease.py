@@ -250,8 +250,10 @@ class Lease:
     def of(cls, config: RunConfig, launch: Launch) -> Self:
         """Return the lease that a run needs, not yet taken."""
         saves = config.checkpoint
-        named = {"--save-copy": saves.save_copy, "--save": saves.save, "--log-dir": config.logging.log_dir}
-        places = {Path(folder).resolve(): flag for flag, folder in named.items() if folder}
+        save, copies, logs = ("--save", saves.save), ("--save-copy", saves.save_copy), config.logging.log_dir
+        # A folder with two flags has the rules of the last, so --save, whose are the strictest, comes once more.
+        named = (copies, save, ("--log-dir", logs), save)
+        places = {Path(folder).resolve(): flag for flag, folder in named if folder}
         return cls(tuple(Place(folder, flag) for folder, flag in places.items()), Leaseholder.of(launch))
 
     def take(self, note: Callable[[str], None] = lambda text: None) -> None:

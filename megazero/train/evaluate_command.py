@@ -75,6 +75,8 @@ def evaluation_config(flags: Sequence[str], world: World | None) -> RunConfig:
             said.errors.append(
                 beginning.error or f"--load {load} holds no checkpoint; name a folder of --save"
             )
+    if said.values.get("eval_iters") == 0:
+        said.errors.append("--eval-iters 0 measures nothing; nearest: --eval-iters 1")
     if said.errors:
         raise ConfigError(said.errors)
     if beginning.manifest is not None:

@@ -55,6 +55,8 @@ def mean_loss(
             if losses is not None:
                 sums[0] += losses.sum()
             sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
+            if replica:
+                mesh.gather_rows(sums)  # those that wait keep step: else they would seem to hang
             if left and interrupted():
                 break
     rows = mesh.stage_rows(mesh.gather_rows(sums), pipeline.loss_rank).sum(0)

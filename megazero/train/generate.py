@@ -99,11 +99,12 @@ def load_text_model(
 def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw a token from softmax(logits / temperature) over the top_k likeliest tokens.
 
-    logits: a floating-point tensor [vocabulary] on the CPU. Raises ValueError if one is NaN.
+    logits: a floating-point tensor [vocabulary] on the CPU. Raises ValueError if one is not finite.
     """
-    if logits.isnan().any():
+    if not logits.isfinite().all():
+        what = "NaN" if logits.isnan().any() else "infinite"
         raise ValueError(
-            "the model's logits are NaN: its weights are, or its products overflow; take an earlier checkpoint"
+            f"the model's logits are {what}: its weights are, or its products overflow; take an earlier checkpoint"
         )
     if sampling.temperature == 0:
         return int(logits.argmax())

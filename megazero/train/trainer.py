@@ -129,8 +129,13 @@ class Trainer:
             micro_batches=sizes.target // sizes.quantum,
             interrupted=lambda: stoppable and self._asked_to_stop(),
             replica=self.config.outer.outer_evaluation == "replica" and self.mesh.outer is not None,
-            advance=partial(self.outputs.console.evaluating, name or "validation"),
+            advance=partial(self._evaluating, name or "validation"),
         )
+
+    def _evaluating(self, name: str, done: int, steps: int) -> None:
+        """Say how far an evaluation is. By the phase an outer replica that waits for another one is seen to go on."""
+        self.phase = f"evaluation at iteration {self.progress.iteration}, batch {done + 1} of {steps}"
+        self.outputs.console.evaluating(name, done, steps)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -358,7 +363,6 @@ class Trainer:
 
     def _evaluate(self, data_sets: Mapping[str, Dataset], stoppable: bool = True) -> None:
         """Report the mean loss of each data set by its name. If stoppable, it ends when the run is to stop."""
-        self.phase = f"evaluation at iteration {self.progress.iteration}"
         for name, data_set in data_sets.items():
             loss = self.mean_loss(data_set, stoppable, name)
             if loss is None:
@@ -388,7 +392,7 @@ class Trainer:
         if folder is None or self.progress.iteration < self.length.last_iteration:
             return
         self.phase = "writing --save-hf"
-        self.saver.export(self.progress.iteration, folder)
+        self.saver.export(self.progress.checkpoint, folder)
 
     def _log(self, step: TrainedStep, rates: Mapping[str, float]) -> None:
         """Complete the iteration's line with what callbacks add, and hand it to them."""

@@ -93,7 +93,7 @@ class LossScaling:
                 self.scale = max(self.scale * BACKOFF, self.minimum)
             return
         self.growth_tracker += 1
-        if self.growth_tracker == self.window:
+        if self.growth_tracker >= self.window:  # above it after a resume with a shorter window
             self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
             self.scale *= GROWTH
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megazero.checkpoint import store
-from megazero.checkpoint.directory import TRIAL, checkpoint_name
+from megazero.checkpoint.directory import TRIAL
 from megazero.checkpoint.errors import agree
 from megazero.checkpoint.placement import Placement, Places
 from megazero.checkpoint.records import SliceRecord
@@ -290,12 +290,12 @@ class Checkpointing:
 
         return agree(world_group(), f"--save-hf {folder}: this run could not be exported", make)[0]
 
-    def export(self, iteration: int, folder: Path) -> Path | None:
-        """Write the ``folder`` of --save-hf from the checkpoint of ``iteration``. Returns it. Collective.
+    def export(self, checkpoint: Path, folder: Path) -> Path | None:
+        """Write the ``folder`` of --save-hf from a checkpoint, which --save need not hold. Returns it. Collective.
 
         It returns None if the folder exists, which a run that had ended before finds.
         """
-        source = Source(Path(self.root) / checkpoint_name(iteration))
+        source = Source(checkpoint)
         there = agree(world_group(), "--save-hf", lambda: converted_from(folder, source))
         if there[0]:
             return None

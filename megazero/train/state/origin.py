@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from megazero.checkpoint import store
-from megazero.checkpoint.directory import Look, complete, in_the_way, supersede
+from megazero.checkpoint.directory import Look, complete, in_the_way, restore, supersede
 from megazero.checkpoint.errors import agree, agree_local, error_number
 from megazero.checkpoint.manifest import open_manifest
 from megazero.config import RunConfig
@@ -101,6 +101,8 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
     options = config.checkpoint
     if options.load is None:
         return Origin()
+    if options.save is not None:  # all that follows keeps the checkpoint's path
+        _of_first_rank(mesh, partial(restore, Path(options.save)))
     values = config.values()
     chosen, damaged = _sound(mesh, lambda look: checkpoint_to_load(values, look))
     if chosen.path is None and not damaged and is_published(options.load):

@@ -121,11 +121,10 @@ class Saver:
         if self._copier is not None and path and os.path.realpath(Path(path).parent) == self._root:
             self._copier.finish(Path(path)) if last else self._copier.offer(Path(path))
 
-    def export(self, iteration: int, folder: str) -> None:
-        """Write the folder of --save-hf from the checkpoint of ``iteration``, once it is complete. Collective."""
-        self.wait()
+    def export(self, checkpoint: str, folder: str) -> None:
+        """Write the folder of --save-hf from a checkpoint. Collective."""
         began = time.perf_counter()
-        written = self._checkpointing.export(iteration, Path(folder))
+        written = self._checkpointing.export(Path(checkpoint), Path(folder))
         seconds = time.perf_counter() - began
         self._console.note(f"wrote {written} in {seconds:.1f} s" if written else "--save-hf is there already")
 

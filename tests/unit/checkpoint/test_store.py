@@ -511,6 +511,18 @@ def test_one_checkpoint_is_named_by_its_folder_or_its_step(tmp_path):
     assert store.find_checkpoint(tmp_path, 6).name == ".iter_0000006.replaced-1a2b3c4d"
 
 
+def test_what_cannot_be_removed_yet_takes_no_checkpoints_name(tmp_path, monkeypatch):
+    """On NFS, while a writer that hangs has a file open. Under that name no start could save there any more."""
+    left = [".iter_0000007.partial-1a2b3c4d", ".iter_0000008.removed-1a2b3c4d"]
+    for name in left:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(directory.shutil, "rmtree", lambda *_, **__: None)
+    saved(tmp_path, 9)
+    assert sorted(os.listdir(tmp_path)) == [*left, "iter_0000009"] and not directory.in_the_way(
+        tmp_path, 6, 9
+    )
+
+
 def test_what_is_superseded_is_kept_and_not_in_the_way(tmp_path):
     for step in (1, 2, 3):
         saved(tmp_path, step, float(step))

@@ -104,6 +104,26 @@ def test_interrupted_run_continues(jsonl: str, tmp_path: Path, monkeypatch: pyte
     assert contents(output) == contents(whole) and again == counts
 
 
+@pytest.mark.parametrize("by", [NULL, replace(NULL, append_eod=False)])
+def test_killed_while_chunks_are_removed_it_starts_again(
+    jsonl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: Job
+) -> None:
+    """The record says which chunks are finished: it must not outlive them. ``by``: the job that removes them."""
+    job, module = replace(NULL, files=(jsonl,)), "megazero.data.preprocess"
+    (whole,), _ = preprocess(job, tmp_path / "whole", chunk_bytes=12000)
+
+    def killed(folder: Path, *_: object) -> None:
+        next((tmp_path / "o.parts").glob("*.bin")).unlink() if folder == tmp_path / "o.parts" else None
+        raise KeyboardInterrupt
+
+    for step, each in (("_join", job), ("shutil.rmtree", replace(by, files=(jsonl,)))):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(f"{module}.{step}", killed)
+            preprocess(each, tmp_path / "o", chunk_bytes=12000)
+    (output,), _ = preprocess(job, tmp_path / "o", chunk_bytes=12000)
+    assert contents(output) == contents(whole) and not (tmp_path / "o.parts").exists()
+
+
 @pytest.mark.parametrize("change", ["arguments", "inputs"])
 def test_changed_job_starts_again_and_says_so(
     jsonl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str

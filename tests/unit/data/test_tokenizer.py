@@ -61,6 +61,11 @@ def test_a_bad_line_is_named_with_the_flag_of_its_key(tmp_path: Path) -> None:
         sample_lines([str(tmp_path / "bad.jsonl")], "a")
 
 
+def test_a_sample_is_thinned_by_bytes(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("漢字\n" * 300)
+    assert len(sample_lines([str(tmp_path / "text")], limit_bytes=600)) == 100
+
+
 def test_stdlib_sources() -> None:
     files = stdlib_sources()
     assert files == sorted(files) and len(files) > 300
@@ -104,6 +109,8 @@ def test_null_and_errors(tmp_path: Path) -> None:
     assert (null.info.vocab_size, null.info.eod) == (11, 10)
     with pytest.raises(ValueError, match="token 11 is outside 0..10"):
         null.encode("1 11")
+    with pytest.raises(ValueError, match="is token ids and spaces, such as '5 12', not 'The '"):
+        null.encode("The ")
     (tmp_path / "x").write_text("nonsense")
     for kind, model, message in (
         ("NullTokenizer", None, "needs its vocab size"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.config import make_config
 from megazero.mesh.launch import Launch
 from megazero.ops import lease as module
 from megazero.ops.lease import (
@@ -26,6 +27,7 @@ from megazero.ops.lease import (
     Place,
     read_lease,
 )
+from tests.sizes import SMALL
 
 SILENT_S = module.SILENT_S
 FOLDER = Path("/save")
@@ -490,6 +492,13 @@ def test_a_run_whose_save_was_moved_ends_and_makes_no_new_one(tmp_path) -> None:
     assert len(lost) == 1 and f"--save {save} was moved or deleted under this run" in lost[0]
     mine.release()
     assert [path.name for path in tmp_path.iterdir()] == ["aside"]
+
+
+def test_a_folder_of_checkpoints_and_logs_has_the_rules_of_save(tmp_path) -> None:
+    same, copies = tmp_path / "run", tmp_path / "copies"
+    folders = {"save": f"{same}", "save_copy": f"{copies}", "log_dir": f"{same}"}
+    mine = Lease.of(make_config({**SMALL, **folders}), Launch())
+    assert mine.places == (Place(copies, "--save-copy"), Place(same, "--save"))
 
 
 def test_a_full_log_disk_takes_no_lease_and_ends_no_run(tmp_path, monkeypatch) -> None:

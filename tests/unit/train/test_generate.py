@@ -146,9 +146,10 @@ def test_top_k_and_temperature_shape_the_draw():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_nan_are_an_error(temperature):
-    with pytest.raises(ValueError, match="logits are NaN: its weights are.*an earlier checkpoint"):
-        next_token(torch.tensor([0.0, torch.nan, 2.0]), Sampling(temperature, 0), torch.Generator())
+def test_logits_that_are_not_finite_are_an_error(temperature):
+    for value, what in ((torch.nan, "NaN"), (torch.inf, "infinite")):
+        with pytest.raises(ValueError, match=f"logits are {what}: its weights are.*an earlier checkpoint"):
+            next_token(torch.tensor([0.0, value, 2.0]), Sampling(temperature, 0), torch.Generator())
 
 
 def test_bf16_weights_run_as_fp32_on_a_cpu(tmp_path):

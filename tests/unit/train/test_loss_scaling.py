@@ -119,6 +119,14 @@ def test_scaled_gradients_are_those_of_a_ranks_mean() -> None:
     assert factor == 8 * 4 / 1000 and factor / divisor == 1 / 1000
 
 
+def test_a_scale_grows_on_after_a_resume_with_a_shorter_window() -> None:
+    saved = {**fp16(initial_loss_scale=8.0).state(), "growth_tracker": 500}
+    shorter = fp16(loss_scale_window=100)
+    shorter.load_state(saved)
+    shorter.update(False, samples=8)
+    assert (shorter.scale, shorter.growth_tracker) == (16.0, 0)
+
+
 def test_state_goes_through_json_and_old_checkpoints_have_none() -> None:
     one, two, fixed = fp16(hysteresis=3), fp16(hysteresis=3), fp16(loss_scale=2.0)
     for overflow in (True, False, True, True):

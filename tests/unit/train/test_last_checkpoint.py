@@ -1,0 +1,42 @@
+"""What a start finds as its last checkpoint: it is copied and exported even if nothing is left to train."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+
+from megazero.checkpoint import store
+from megazero.config import World, make_config
+from megazero.log.exit_status import ExitStatus
+from megazero.mesh.launch import Launch
+from megazero.train import setup
+from tests.sizes import TINY
+
+
+def train(folder: Path, **values: str) -> str:
+    """Train, or find that nothing is left to do, in this process. Return the path of the last checkpoint."""
+    sizes = {**TINY, "train_iters": 1, "lr_warmup_iters": 0, "global_batch_size": 1}
+    config = make_config({**sizes, "log_dir": f"{folder / 'logs'}", **values}, World(1, 1))
+    with ExitStack() as stack, redirect_stdout(io.StringIO()):
+        run = setup.prepare(config, Launch(0, 1, local_world_size=1), stack)
+        stack.enter_context(run.outputs.console)
+        assert run.run() == ExitStatus.FINISHED
+        run.outputs.event("end", status=0, why="")
+    return run.progress.checkpoint
+
+
+def test_one_that_a_killed_save_moved_aside_has_its_name_again_and_is_copied(tmp_path: Path) -> None:
+    save, copies = f"{tmp_path / 'a'}", tmp_path / "copies"
+    last = train(tmp_path, save=save)
+    os.rename(last, tmp_path / "a" / ".iter_0000001.replaced-1a2b3c4d")
+    assert train(tmp_path, save=save, load=save, save_copy=f"{copies}") == last
+    assert [path.name for path in store.checkpoints(copies)] == ["iter_0000001"]
+
+
+def test_one_that_lies_elsewhere_is_exported(tmp_path: Path) -> None:
+    last = train(tmp_path, save=f"{tmp_path / 'a'}")
+    again = {"load": f"{tmp_path / 'a'}", "save": f"{tmp_path / 'b'}", "save_hf": f"{tmp_path / 'out'}"}
+    assert train(tmp_path, **again) == last
+    assert (tmp_path / "out" / "model.safetensors").exists()
