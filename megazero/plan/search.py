@@ -301,7 +301,7 @@ class Search:
                                     experts: ep,
                                     pipeline: pp,
                                     mapping: order,
-                                    sequence: self.values.get(sequence, self._sequence_parallel(tp)),
+                                    sequence: self.values.get(sequence, self._sequence_parallel(tp, cp)),
                                     **stages,
                                     "recompute_granularity": recompute,
                                     "micro_batch_size": size,
@@ -326,8 +326,8 @@ class Search:
         sizes = common_divisors(most) if count else []
         return [1, *(k for k in sizes if k > 1 and k % tp == 0 and int(count or 0) % k == 0)]
 
-    def _sequence_parallel(self, tp: int) -> bool:
-        return tp > 1 and int(self.values.get("seq_length") or 1) % tp == 0
+    def _sequence_parallel(self, tp: int, cp: int) -> bool:
+        return tp > 1 and int(self.values.get("seq_length") or 1) % (tp * cp) == 0
 
     def _pipeline_sizes(self, tp: int) -> list[int]:
         replicas = int(self.values.get("outer_replicas") or 1) if self.values.get("outer_interval") else 1
