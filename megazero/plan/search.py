@@ -124,6 +124,12 @@ class Template:
         return replace(of or self.config, **made)
 
 
+def given_formats(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of given options that choose the messages: of quantised ones, or a preset that has them."""
+    preset = values.get("zero_preset") in QUANTISED
+    return [name for name in values if "quantized" in name or preset and name == "zero_preset"]
+
+
 def _apart_from_batch(choice: Mapping[str, Any]) -> object:
     """Return the choice of all options that decide where ranks lie, and what they hold."""
     return [value for name, value in choice.items() if name not in OF_BATCH]
@@ -416,9 +422,8 @@ class Search:
 
     @cached_property
     def _formats_free(self) -> bool:
-        """Return whether the planner chooses the messages: neither a flag nor preset zeropp sets them."""
-        quantised = any("quantized" in name for name in self.values)
-        return not quantised and self.values.get("zero_preset") not in QUANTISED
+        """Return whether the planner chooses the messages."""
+        return not given_formats(self.values)
 
     @property
     def formats(self) -> Sequence[FormatChoice]:
