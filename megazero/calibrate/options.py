@@ -44,7 +44,7 @@ class CalibrationConfig:
     cluster_name: str = option("measured", "name of the cluster in that file")
     calibrate_rounds: int = option(5, "repetitions of each measurement, whose median counts", low=3, high=100)
     calibrate_micro_batches: tuple[int, ...] = option(
-        (1, 2, 4), "micro-batch sizes at which modules are measured"
+        (1, 2, 4), "micro-batch sizes at which modules are measured", low=1
     )
     calibrate_largest_bytes: int = option(
         64 << 20, "bytes of the largest message; slow ones end the series earlier", low=4096
@@ -81,8 +81,6 @@ def read_request(argv: Sequence[str]) -> CalibrationRequest:
     errors += faults
     if given.get("vocab_size") is None:
         errors.append("--vocab-size is required: a calibration reads no tokenizer")
-    if bad := [size for size in options.calibrate_micro_batches if size < 1]:
-        errors.append(f"--calibrate-micro-batches {bad[0]} must be at least 1; nearest: 1")
     values = with_stand_ins(given)
     own = [all_options()[name].flag for name in OWN if values.pop(name, None) is not None]
     try:

@@ -65,10 +65,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def links(collectives: Rows, memory_gbytes_per_s: float) -> dict[str, dict[str, float]]:
+def links(collectives: Rows, memory_gbytes_per_s: float, ranks_per_node: int) -> dict[str, dict[str, float]]:
     """Return the sections of the links: rates of the largest gathers or exchanges, latencies of the smallest.
 
-    A link that does not exist (one rank per node, or one node) gets the other one's figures, or the memory's.
+    Rows have the bytes of one rank while all ranks of a node send: a node's link carries as many times more. A link
+    that does not exist (one rank per node, or one node) gets the other one's figures, or the memory's.
     """
     rates: dict[bool, tuple[float, float]] = {}
     for across in (False, True):
@@ -82,7 +83,11 @@ def links(collectives: Rows, memory_gbytes_per_s: float) -> dict[str, dict[str, 
     outside, delay = rates.get(True) or (inside, latency)
     return {
         "intra_node": {"gbytes_per_s": inside / 1e9, "latency_us": latency * 1e6},
-        "inter_node": {"gbits_per_s": outside * 8 / 1e9, "latency_us": delay * 1e6, "efficiency": 1.0},
+        "inter_node": {
+            "gbits_per_s": outside * ranks_per_node * 8 / 1e9,
+            "latency_us": delay * 1e6,
+            "efficiency": 1.0,
+        },
     }
 
 

@@ -98,8 +98,8 @@ class Calibration:
                     self.request.options.progress, of, self.request.options.calibrate_fresh
                 )
                 told = progress.done
-            except ConfigError as error:
-                told = list(error.errors)
+            except (OSError, ValueError) as error:  # the others wait to be told
+                told = list(getattr(error, "errors", [f"--cluster-output: {error}"]))
         told = gather_objects(told)[0]
         if isinstance(told, list):
             raise ConfigError(told)
@@ -159,7 +159,7 @@ class Calibration:
             "nodes": self.world // self.per_node,
             "ranks_per_node": self.per_node,
             **device,
-            **links(collectives, device["device"]["memory_gbytes_per_s"]),
+            **links(collectives, device["device"]["memory_gbytes_per_s"], self.per_node),
             "collectives": collectives,
             "codecs": done["codecs"],
             "layers": layers,

@@ -61,10 +61,19 @@ def ordered_steps(name: str, pp: int, virtual: int, micro_batches: int) -> tuple
 
 @lru_cache(maxsize=256)
 def ring_of(grid: Grid, site_ranks: int) -> tuple[str, ...]:
-    """Return the link from each pipeline rank to the next; the last one's is that to the first."""
-    first = [grid.rank_of(rank, 0, 0) for rank in range(grid.pp)]
-    pairs = zip(first, (*first[1:], first[0]), strict=True)
-    return tuple(grid.link(a, b) if a // site_ranks == b // site_ranks else INTER_SITE for a, b in pairs)
+    """Return the link from each pipeline rank to the next; the last one's is that to the first.
+
+    Some pipelines may cross to another site where others do not. All wait for those.
+    """
+    axis, across = grid.axis("pp"), set[int]()
+    for rank in range(grid.world_size):
+        own = axis.index(rank)
+        target = rank + axis.stride * ((own + 1) % grid.pp - own)
+        if rank // site_ranks != target // site_ranks:
+            across.add(own)
+    first = axis.ranks(0)
+    pairs = enumerate(zip(first, (*first[1:], first[0]), strict=True))
+    return tuple(INTER_SITE if own in across else grid.link(*pair) for own, pair in pairs)
 
 
 @lru_cache(maxsize=1)

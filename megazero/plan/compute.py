@@ -37,7 +37,7 @@ from megazero.plan.units import WIDTHS
 from megazero.pp.schedules import Kind
 
 ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
-# Per element of an optimizer slice: gradient, master and two moments read, three written; the norm.
+# Per element of an optimizer slice: the norm reads 4, the clip reads and writes 8, the update reads 16 and writes 12.
 UPDATE_BYTES = 40
 COMPILED = 0.5  # of the bytes of a layer's operations that are no products, where a compiler joins them
 CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no codecs

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 
 from megazero.mesh.grid import INTER
 from megazero.plan.communication import step_hops
@@ -49,7 +49,7 @@ def place(layout: Layout, topology: Topology, hosts: Sequence[str]) -> NodeOrder
     before = _under(axes, [leaf_of[host] for host in hosts])
     chosen, most = tuple(hosts), before
     tall = sorted(hosts, key=lambda host: topology.path(leaf_of[host]))  # neighbours in the tree; stable
-    for order in permutations([axis for axis in axes if axis.size > 1]):
+    for order in permutations(_cut(axes, len(hosts))):
         packed = _packed([axis.size for axis in order], tall, leaf_of)
         placed = [""] * len(hosts)
         for at, host in zip(_coordinates(order, len(hosts)), packed, strict=True):
@@ -63,10 +63,10 @@ def place(layout: Layout, topology: Topology, hosts: Sequence[str]) -> NodeOrder
 
 def rings(layout: Layout) -> list[Ring]:
     """Return the axes that cross nodes, with the bytes of the mean rank's node."""
-    per_node = layout.grid.ranks_per_node
+    grid, per_node = layout.grid, layout.grid.ranks_per_node
     sent = axis_bytes(layout)
     out = []
-    for axis in (*layout.grid.axes, *layout.grid.cp_axes):
+    for axis in dict.fromkeys((*grid.axes, *grid.cp_axes, *grid.expert_axes, *grid.ep_axes)):
         if axis.link == INTER and axis.size > 1:
             inside = max(1, per_node // axis.stride)  # ranks of a group that share a node
             out.append(
@@ -80,6 +80,18 @@ def rings(layout: Layout) -> list[Ring]:
     return out
 
 
+def _cut(axes: Sequence[Ring], nodes: int) -> list[Ring]:
+    """Return axes, outermost first, by which each node has one place: the nodes, cut where groups begin and end.
+
+    Axes of ranks that share samples or experts lie in the data-parallel ones. Where groups of two axes end at numbers
+    of nodes that do not divide each other, the smaller one counts.
+    """
+    cuts = [1]
+    for end in sorted({end for axis in axes for end in (axis.stride, axis.stride * axis.size)} | {nodes}):
+        cuts += [end] * (end > cuts[-1] and end % cuts[-1] == 0)
+    return [Ring("", high // low, low, 0.0) for low, high in pairwise(cuts)][::-1]
+
+
 def axis_bytes(layout: Layout) -> dict[str, float]:
     """Return the bytes that a rank sends over each axis that crosses nodes in a step: the mean over stages.
 
@@ -87,8 +99,8 @@ def axis_bytes(layout: Layout) -> dict[str, float]:
     """
     base = layout.base
     out: defaultdict[str, float] = defaultdict(float)
-    names = {"pp": "pp"}  # of the axis on which a kind crosses: of context-parallel ranks one does
-    names |= [("cp", a.name) for a in layout.grid.cp_axes if a.link == INTER and a.size > 1]
+    names = {"pp": "pp", "ep": layout.grid.ep_axes[1].name}  # of the axis on which a kind crosses
+    names |= [("cp", a.name) for a in layout.grid.cp_axes if a.link == INTER and a.size > 1]  # one does
     for rank in range(base.pp):
         for _, hop, times in step_hops(*layout.step(rank)):
             out[hop.axis.name] += hop.sent * times / base.pp

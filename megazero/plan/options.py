@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import ConfigError, make_config
-from megazero.config.options.cluster import Cluster, known_clusters, load_cluster
+from megazero.config.options.cluster import MOST, Cluster, known_clusters, load_cluster
 from megazero.config.options.data_inputs import run_vocabulary
 from megazero.config.options.fields import fault, option, section_options
 from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
 from megazero.config.read.resolve import complete_megatron, unfused_gelu
 from megazero.config.run import all_options
-from megazero.plan.search import OUTER
+from megazero.plan.search import OUTER, given_formats
 from megazero.plan.topology import Topology, check_nodes, expand, read_topology
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
@@ -34,7 +34,7 @@ EXPLAIN = "--explain"
 class PlanConfig:
     """The plan itself."""
 
-    nodes: int | None = option(None, "nodes to plan for (default: all of the cluster's)", low=1)
+    nodes: int | None = option(None, "nodes to plan for (default: all of the cluster's)", low=1, high=MOST)
     plan_output: str = option("plan", "folder of plan.json and plan.png")
     pays: bool = option(
         False,
@@ -135,6 +135,7 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
         values["ranks_per_node"] = cluster.ranks_per_node
     topology, hosts = _topology(options, cluster, errors)
     errors += _useless(options, policy, layout is not None)
+    errors += _not_beside_schemes(options, policy, values)
     errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
@@ -153,6 +154,14 @@ def _useless(options: PlanConfig, policy: str, explains: bool) -> Iterator[str]:
         yield "--pays tries every scheme: leave out --loss-policy"
     if options.pays and (explains or options.topology is not None):
         yield f"--pays prints one table: leave out {EXPLAIN} and --topology"
+
+
+def _not_beside_schemes(options: PlanConfig, policy: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what would make the rows of exact and of quantised messages the same."""
+    words = "--pays" if options.pays else f"--loss-policy {OUTER}" if policy == OUTER else ""
+    if words and (given := given_formats(values)):
+        flags = ", ".join(all_options()[name].flag for name in given)
+        yield f"{words} compares exact messages with quantised ones: leave out {flags}"
 
 
 def _topology(

@@ -18,10 +18,10 @@ from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
 from megazero.plan.report import describe, tokens_per_second
 from megazero.plan.rounding import tokens_needed
-from megazero.plan.search import LOSS_POLICIES, PARALLEL, Found, Search, smallest_layout
+from megazero.plan.search import LOSS_POLICIES, PARALLEL, STAGES, ZERO, Found, Search, smallest_layout
 from megazero.plan.search import OUTER as SLOW_OUTER
 from megazero.plan.simulate import Timing
-from megazero.plan.slow_links import POOLED, on_ladder, replica_counts, rung_options, rungs
+from megazero.plan.slow_links import POOLED, on_ladder, replica_counts, rung_options, rungs, without_outer
 
 # Presets as others know them: one rank holds whole layers, and every message is exact.
 KNOWN = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "zero3", "HSDP, once a step": "hsdp"}
@@ -29,7 +29,7 @@ EXACT, QUANTISED, OUTER = "best exact", "best quantised", "outer steps"
 POLICY = "zeropp"  # of --loss-policy: the formats that are tried
 SAME = 0.005  # of the time: rows that differ by less are one
 WORTH = 1.02  # times as fast to the same loss: what pays; less is within the planner's error
-NOT_WHOLE = (*PARALLEL, "num_virtual_stages_per_pipeline_rank")
+NOT_WHOLE = (*PARALLEL, *STAGES, *ZERO)
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,12 @@ class Schemes:
     rows: Sequence[Scheme]
     missing: Mapping[str, float]
 
+    @property
+    def link(self) -> str:
+        """The rate of the slow link, in words."""
+        whose = "node" if self.cluster.inter_site is None else "site"
+        return f"{self.cluster.slow_link.gbits_per_s:g} Gb/s a {whose}"
+
     def row(self, name: str) -> Scheme | None:
         return next((row for row in self.rows if row.name == name), None)
 
@@ -87,15 +93,16 @@ class Schemes:
 def compare(values: Mapping[str, Any], places: Sequence[Cluster]) -> Iterator[Schemes]:
     """Yield every scheme's fastest layout on each of these clusters, which differ in the slow link alone.
 
-    There are no rows if nothing fits.
+    There are no rows if nothing fits. Options of outer steps are those of that scheme alone.
     """
     bases: list[BaseLayout] = []
+    plain = without_outer(values)
     for place in places:
-        bases = list(moved(bases, place) if bases else Search(values, place, "exact").drafts())
-        rows, missing = _known(values, place)
-        rows += [Scheme(EXACT, one, 1.0) for one in Search(values, place, "exact").best(1, bases)]
+        bases = list(moved(bases, place) if bases else Search(plain, place, "exact").drafts())
+        rows, missing = _known(plain, place)
+        rows += [Scheme(EXACT, one, 1.0) for one in Search(plain, place, "exact").best(1, bases)]
         if place.nodes > 1:
-            rows += _quantised(values, place, bases)
+            rows += _quantised(plain, place, bases)
             outer = _outer(values, place)
             rows += [Scheme(OUTER, one, None) for one in outer]
             missing |= {} if outer else _least_outer(values, place)
@@ -173,8 +180,7 @@ def lines(found: Schemes, price: float | None) -> Iterator[str]:
     """Yield the table and the sentence. price: dollars of a GPU for an hour."""
     exact = found.row(EXACT)
     assert exact is not None
-    link = found.cluster.slow_link.gbits_per_s
-    yield f"{link:g} Gb/s a node:"
+    yield f"{found.link}:"
     head = f"{'scheme':32} {'step s':>8} {'GiB':>6} {'GB/node':>8} {'link':>5} {'even at Gb/s':>13}"
     yield f"{head} {'tokens':>7} {'worth':>6}" + ("  $ a day more" if price else "")
     for row in joined(found.rows):
@@ -230,8 +236,8 @@ def sentence(found: Schemes) -> str:
     assert exact is not None
     if quantised is None:
         return f"Nothing crosses nodes: use {advised(found)}."
-    saved, link = 1 - quantised.seconds / exact.seconds, found.cluster.slow_link.gbits_per_s
-    begin = f"At {link:g} Gb/s a node quantised hops save {max(saved, 0.0):.0%} of a step"
+    saved = 1 - quantised.seconds / exact.seconds
+    begin = f"At {found.link} quantised hops save {max(saved, 0.0):.0%} of a step"
     if quantised.needed is None:
         return f"{begin}; nobody published what they cost at size: compare losses before you use them."
     worth = quantised.worth(exact) or 0.0

@@ -124,6 +124,12 @@ class Template:
         return replace(of or self.config, **made)
 
 
+def given_formats(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of given options that choose the messages: of quantised ones, or a preset that has them."""
+    preset = values.get("zero_preset") in QUANTISED
+    return [name for name in values if "quantized" in name or preset and name == "zero_preset"]
+
+
 def _apart_from_batch(choice: Mapping[str, Any]) -> object:
     """Return the choice of all options that decide where ranks lie, and what they hold."""
     return [value for name, value in choice.items() if name not in OF_BATCH]
@@ -301,7 +307,7 @@ class Search:
                                     experts: ep,
                                     pipeline: pp,
                                     mapping: order,
-                                    sequence: self.values.get(sequence, self._sequence_parallel(tp)),
+                                    sequence: self.values.get(sequence, self._sequence_parallel(tp, cp)),
                                     **stages,
                                     "recompute_granularity": recompute,
                                     "micro_batch_size": size,
@@ -326,8 +332,8 @@ class Search:
         sizes = common_divisors(most) if count else []
         return [1, *(k for k in sizes if k > 1 and k % tp == 0 and int(count or 0) % k == 0)]
 
-    def _sequence_parallel(self, tp: int) -> bool:
-        return tp > 1 and int(self.values.get("seq_length") or 1) % tp == 0
+    def _sequence_parallel(self, tp: int, cp: int) -> bool:
+        return tp > 1 and int(self.values.get("seq_length") or 1) % (tp * cp) == 0
 
     def _pipeline_sizes(self, tp: int) -> list[int]:
         replicas = int(self.values.get("outer_replicas") or 1) if self.values.get("outer_interval") else 1
@@ -416,9 +422,8 @@ class Search:
 
     @cached_property
     def _formats_free(self) -> bool:
-        """Return whether the planner chooses the messages: neither a flag nor preset zeropp sets them."""
-        quantised = any("quantized" in name for name in self.values)
-        return not quantised and self.values.get("zero_preset") not in QUANTISED
+        """Return whether the planner chooses the messages."""
+        return not given_formats(self.values)
 
     @property
     def formats(self) -> Sequence[FormatChoice]:

@@ -7,7 +7,7 @@ its own group, so they share the node's link. Measured tables were measured in t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 from megazero.config.options.cluster import Cluster
@@ -29,6 +29,29 @@ class Cost(NamedTuple):
     latency: float = 0.0
 
 
+class Spread(NamedTuple):
+    """Where the groups of an axis lie, each figure of the group or site with the most.
+
+    sites: on how many a group lies. here: how many ranks of a group are on one site. rings: groups of one site that
+    have ranks on others. rows: of an exchange, those that leave one site.
+    """
+
+    sites: int
+    here: int
+    rings: int
+    rows: int
+
+    @classmethod
+    def of(cls, axis: AxisSpec, world_size: int, site_ranks: int) -> Spread:
+        """Return that of an axis, on sites of so many consecutive ranks."""
+        own = Counter((r - axis.index(r) * axis.stride, r // site_ranks) for r in range(world_size))
+        sites, rings, rows = Counter(group for group, _ in own), Counter[int](), Counter[int]()
+        for (group, site), here in own.items():
+            rings[site] += sites[group] > 1
+            rows[site] += here * (axis.size - here)
+        return cls(*(max(found.values()) for found in (sites, own, rings, rows)))
+
+
 class Collectives:
     """The seconds of collectives on one cluster."""
 
@@ -47,6 +70,7 @@ class Collectives:
         inside, across = cluster.intra_node.gbytes_per_s * 1e9, self._rate_across()
         self._rates = {INTRA: inside, INTER: across, INTER_SITE: across}
         self._lines: dict[Groups, tuple[float, float]] = {}
+        self._spreads: dict[tuple[int, int], Spread] = {}  # by size and stride of an axis
 
     def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
         """Return the cost of a collective over a mesh axis; its groups lie in a node, or have a rank on each."""
@@ -55,20 +79,26 @@ class Collectives:
         return self.cost(operation, axis.size, axis.size if axis.link == INTER else 1, sent)
 
     def link_of(self, axis: AxisSpec) -> str:
-        """Return the slowest link that the groups of an axis use."""
-        return INTER_SITE if axis.size * axis.stride > self.cluster.site_ranks else axis.link
+        """Return the slowest link that the groups of an axis use: of some groups, if sites divide them unevenly."""
+        return INTER_SITE if self._spread(axis).sites > 1 else axis.link
+
+    def _spread(self, axis: AxisSpec) -> Spread:
+        if self.cluster.inter_site is None:
+            return Spread(1, axis.size, 0, 0)
+        key = axis.size, axis.stride
+        if key not in self._spreads:
+            self._spreads[key] = Spread.of(axis, self.cluster.world_size, self.cluster.site_ranks)
+        return self._spreads[key]
 
     def _between_sites(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
         """Return the cost where groups lie on several sites, all groups of a site at once.
 
         Of an exchange, each row for another site leaves its site; a ring's pieces leave it once for each group.
         """
-        ranks = self.cluster.site_ranks
-        here = max(1, ranks // axis.stride)  # of a group, on one site
-        sites = axis.size // here
-        leaving = sent * (axis.size - here) / (axis.size - 1) if operation == "exchange" else sent / here
+        sites, here, rings, rows = self._spread(axis)
+        leaving = sent * (rows / (axis.size - 1) if operation == "exchange" else rings)
         delay = (sites - 1) * self.latency(INTER_SITE) + self.steps(here, min(here, 2))
-        return Cost(delay + max(ranks * leaving / self.site_rate, sent / self.rate(INTER)), 0.0, delay)
+        return Cost(delay + max(leaving / self.site_rate, sent / self.rate(INTER)), 0.0, delay)
 
     def message(self, link: str, sent: float, senders: int) -> Cost:
         """Return the cost of a message of ``sent`` bytes over a link, where ``senders`` ranks of a site send at once.

@@ -111,8 +111,7 @@ def answer(
     points = [(rate, delay) for delay in delays for rate in sorted(rates, reverse=True)]
     places = {point: cluster.with_slow_link(*point) for point in points}
     ends = [cluster, places[points[0]], places[points[-1]]]
-    plain = {name: value for name, value in values.items() if not name.startswith("outer_")}
-    pools = dict(zip(POLICIES, _pools(plain, ends, POLICIES.values(), POOLED), strict=True))
+    pools = dict(zip(POLICIES, _pools(without_outer(values), ends, POLICIES.values(), POOLED), strict=True))
     best: list[Found] = []
     # On the last rung residuals of what was rounded and buffers of what crosses take memory that the first has left.
     for count, rung in product(replica_counts(values, cluster), dict.fromkeys((ladder[-1], ladder[0]))):
@@ -130,12 +129,16 @@ def answer(
     return Proposal(best, [row for row in rows if any(row.found.values())])
 
 
+def without_outer(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the schemes whose every step crosses."""
+    return {name: value for name, value in values.items() if not name.startswith("outer_")}
+
+
 def rungs(values: Mapping[str, Any]) -> list[Steps]:
     """Return the rungs with what is given instead of theirs, as far as fragments have room in an interval."""
     options = {field.name: values.get("outer_" + field.name) for field in fields(Steps)}
     given = {name: value for name, value in options.items() if value is not None}
-    apart = {name: value for name, value in values.items() if not name.startswith("outer_")}
-    config = make_config({"micro_batch_size": 1, **apart})
+    config = make_config({"micro_batch_size": 1, **without_outer(values)})
     # A fragment has whole modules: the embedding, a layer or the head, and no layers that are joined.
     modules = 1 if config.zero.zero_unit_layers > 1 else config.model.num_layers + 2
     bounded = (replace(rung, fragments=min(rung.fragments, modules)) for rung in LADDER)

@@ -8,11 +8,13 @@ Everything that is wrong with a file is reported at once.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
+from math import prod
 
+from megazero.bounded import read_bytes
 from megazero.config.errors import ConfigError
 from megazero.config.nearest import did_you_mean
 
@@ -43,8 +45,8 @@ class Topology:
 def read_topology(path: str) -> Topology:
     """Read a file. Raises ConfigError with every fault."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(path).decode("utf-8")
+    except (OSError, ValueError) as error:
         said = getattr(error, "strerror", None) or error
         raise ConfigError([f"--topology {path} cannot be read: {said}"]) from None
     return parse_topology(text, path)
@@ -75,8 +77,9 @@ def parse_topology(text: str, where: str) -> Topology:
                 near = did_you_mean(switch, [*topology.leaves, *uplinks])
                 errors.append(f"{where}: switch {name} is over {switch}, which has no line{near}")
             topology.above[switch] = name
-    twice = {node for node in topology.nodes if topology.nodes.count(node) > 1} if not errors else set()
-    errors += [f"{where}: node {node} lies under two leaf switches" for node in sorted(twice)]
+    if not errors:
+        twice = sorted(node for node, number in Counter(topology.nodes).items() if number > 1)
+        errors += [f"{where}: node {node} lies under two leaf switches" for node in twice]
     if not errors and not topology.leaves:
         errors.append(
             f"{where} names no leaf switch: a line is SwitchName=s1 Nodes=gpu[01-16], or s1: gpu[01-16]"
@@ -142,6 +145,8 @@ def expand(text: str) -> tuple[str, ...]:
         if any("[" in piece or "]" in piece for piece in pieces[::2]):
             raise ValueError(f"{part!r} is no node list: brackets do not match")
         choices = [_numbers(p, part) if i % 2 else [p] for i, p in enumerate(pieces)]
+        if len(out) + prod(map(len, choices)) > MOST_NODES:
+            raise ValueError(f"{part!r} is no node list: it names more than {MOST_NODES:,} nodes")
         out += ["".join(chosen) for chosen in product(*choices)]
     return tuple(out)
 
@@ -153,7 +158,7 @@ def _numbers(text: str, part: str) -> Sequence[str]:
         if found is None:
             raise ValueError(f"{part!r} is no node list: {span!r} is neither a number nor a range")
         first, last = found[1], found[2] or found[1]
-        if not 0 <= int(last) - int(first) < MOST_NODES:
+        if not 0 <= int(last) - int(first) < MOST_NODES - len(out):
             raise ValueError(f"{part!r} is no node list: the range {span} does not go upward, or is too long")
         out += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     return out

@@ -62,11 +62,6 @@ class RankUnits:
         self.counts = self._counts(self._units)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
 
-    @property
-    def matrices(self) -> int:
-        """Return the elements of all matrices of the layers."""
-        return self.matrices_apart.total()
-
     @cached_property
     def modules(self) -> Mapping[str, int]:
         """Return, for each kind of module that is here, the elements of the units that it needs.

@@ -20,6 +20,7 @@ CLUSTERS = Path(__file__).parent / "clusters"
 OPERATIONS = ("gather", "exchange", "sum", "message")  # all-gather, all-to-all, all-reduce, point to point
 MODULES = ("embedding", "layer", "head")
 DATA_SHEET, PUBLISHED, CALIBRATED = "data sheet", "published", "calibrated"  # where rates come from
+MOST = 1 << 17  # nodes, or ranks of one: a slip of some digits is not to begin a search without an end
 Section = TypeVar("Section")
 
 
@@ -256,8 +257,8 @@ class _Top:
     """The keys of a cluster file that hold one value."""
 
     name: str = option(MISSING, "what the cluster is called", required=True)
-    nodes: int = option(MISSING, "how many nodes", low=1, required=True)
-    ranks_per_node: int = option(MISSING, "how many ranks a node has", low=1, required=True)
+    nodes: int = option(MISSING, "how many nodes", low=1, high=MOST, required=True)
+    ranks_per_node: int = option(MISSING, "how many ranks a node has", low=1, high=MOST, required=True)
     source: str = option("", "where its figures come from")
     rates: str = option(
         DATA_SHEET, "where the device's rates come from", choices=(DATA_SHEET, PUBLISHED, CALIBRATED)

@@ -223,9 +223,10 @@ def _number(kind: str, raw: Any, word: str = "") -> int | float:
         raise ValueError(f"{rule}, got {raw!r}")
     try:
         value = int(raw) if kind == "int" else float(raw)
-    except (TypeError, ValueError, OverflowError):
+        finite = math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):  # the last: a whole number that no float holds
         raise ValueError(f"{rule}, got {raw!r}") from None
-    if not math.isfinite(value):
+    if not finite:
         raise ValueError(f"takes a finite number, got {raw!r}")
     return value
 
@@ -263,7 +264,7 @@ def default_text(opt: Option) -> str:
 
 
 def fault(opt: Option, value: Any) -> str:
-    """Return the range or choice that a value of ``opt`` breaks, or '' if it breaks none."""
+    """Return the range or choice that a value of ``opt``, or one of several, breaks, or '' if it breaks none."""
     if value is None:
         return f"{opt.flag} is required" if opt.required else ""
     if opt.choices and value not in opt.choices:
@@ -273,19 +274,25 @@ def fault(opt: Option, value: Any) -> str:
         else:
             nearest = misspelt(str(value), choices)
         return f"{opt.flag} {value} is not one of {', '.join(choices)}{nearest}"
-    if opt.kind in ("int", "float") and value != opt.word:
-        default = _default_words(opt) if not _within(opt, value) else ""
-        if opt.low is not None and value < opt.low:
-            # Below 0, and at 0 where it may be left out, it often stands for "none" or "all", as no neighbour does.
-            unset = value <= 0 and opt.default is None and not opt.needed
-            nearest = "; or leave it out" if unset else f"; nearest: {opt.low:g}" if value >= 0 else default
-            return f"{opt.flag} {show(value)} must be at least {opt.low:g}{nearest}"
-        if opt.high is not None and value > opt.high:
-            return f"{opt.flag} {show(value)} must be at most {opt.high:g}; nearest: {opt.high:g}"
-        if opt.above is not None and value <= opt.above:
-            return f"{opt.flag} {show(value)} must be above {opt.above:g}{default}"
-        if opt.below is not None and value >= opt.below:
-            return f"{opt.flag} {show(value)} must be below {opt.below:g}{default}"
+    if opt.kind in ("ints", "floats"):
+        return next(filter(None, (_out_of_range(opt, each) for each in value)), "")
+    return _out_of_range(opt, value) if opt.kind in ("int", "float") and value != opt.word else ""
+
+
+def _out_of_range(opt: Option, value: float) -> str:
+    """Return the range that a number breaks, or ''."""
+    default = _default_words(opt) if not _within(opt, value) else ""
+    if opt.low is not None and value < opt.low:
+        # Below 0, and at 0 where it may be left out, it often stands for "none" or "all", as no neighbour does.
+        unset = value <= 0 and opt.default is None and not opt.needed
+        nearest = "; or leave it out" if unset else f"; nearest: {opt.low:g}" if value >= 0 else default
+        return f"{opt.flag} {show(value)} must be at least {opt.low:g}{nearest}"
+    if opt.high is not None and value > opt.high:
+        return f"{opt.flag} {show(value)} must be at most {opt.high:g}; nearest: {opt.high:g}"
+    if opt.above is not None and value <= opt.above:
+        return f"{opt.flag} {show(value)} must be above {opt.above:g}{default}"
+    if opt.below is not None and value >= opt.below:
+        return f"{opt.flag} {show(value)} must be below {opt.below:g}{default}"
     return ""
 
 

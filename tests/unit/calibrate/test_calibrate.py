@@ -16,6 +16,7 @@ from megazero.calibrate.command import main
 from megazero.calibrate.options import read_request
 from megazero.calibrate.points import CollectivePoint, modules, sizes, wires
 from megazero.calibrate.record import Measurements, cluster_text, links, series, write_cluster
+from megazero.calibrate.run import Calibration
 from megazero.calibrate.timing import Clock
 from megazero.cli import check_nodes
 from megazero.config import ConfigError, World, make_config, read_arguments
@@ -45,7 +46,7 @@ def sections(**more: Any) -> dict[str, Any]:
         for nodes, size, seconds in ((1, 4096, 1e-5), (1, 1 << 20, 1e-3), (2, 4096, 1e-4), (2, 1 << 20, 1e-2))
     ]
     top = {"name": "lab: two # nodes", "source": "a test", "nodes": 2, "ranks_per_node": 2, "device": DEVICE}
-    return {**top, **links(rows, 10.0), "collectives": rows, **more}
+    return {**top, **links(rows, 10.0, 2), "collectives": rows, **more}
 
 
 def test_every_collective_of_a_step_is_asked_for() -> None:
@@ -80,10 +81,18 @@ def test_a_written_cluster_is_read_as_it_was_measured(tmp_path: Path) -> None:
 def test_links_are_those_of_the_measured_collectives() -> None:
     found = parse_cluster(cluster_text(sections()), "lab")
     assert found.intra_node.gbytes_per_s == pytest.approx((1 << 20) / 1e-3 / 1e9, rel=1e-4)
-    assert found.inter_node.gbits_per_s == pytest.approx((1 << 20) / 1e-2 * 8 / 1e9, rel=1e-4)
+    assert found.inter_node.gbits_per_s == pytest.approx(2 * (1 << 20) / 1e-2 * 8 / 1e9, rel=1e-4)
     assert found.intra_node.latency_us == 10 and found.inter_node.latency_us == 100
-    alone = links([], 10.0)
+    alone = links([], 10.0, 1)
     assert alone["intra_node"]["gbytes_per_s"] == 10 and alone["inter_node"]["gbits_per_s"] == 80
+
+
+def test_a_link_without_its_measurements_takes_as_long_as_measured() -> None:
+    """--pays and outer steps ask for a rate of a node, at which nothing was measured (Cluster.with_slow_link)."""
+    found = parse_cluster(cluster_text(sections()), "lab")
+    same = found.with_slow_link(found.inter_node.gbits_per_s, 0.0)
+    measured, computed = (Collectives(each).cost("gather", 2, 2, 1 << 20).seconds for each in (found, same))
+    assert measured == 1e-2 and computed == pytest.approx(measured, rel=0.02)
 
 
 def test_what_is_timed_has_random_operands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +129,20 @@ def test_progress_goes_on_and_refuses_another_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another model: --calibrate-fresh forgets it"):
         Measurements(path, {"model": 2})
     assert Measurements(path, {"model": 2}, fresh=True).done == {}
+
+
+def test_a_file_that_cannot_be_kept_is_every_rank_s_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first rank touches it, and the others wait to be told."""
+    (tmp_path / "file").touch()
+    told: list[Any] = []
+    monkeypatch.setattr("megazero.calibrate.run.gather_objects", lambda value: told.append(value) or told)
+    run = object.__new__(Calibration)
+    run.first, run.request = True, read_request([*WORDS, "--cluster-output", f"{tmp_path}/file/lab.yaml"])
+    with pytest.raises(ConfigError, match="--cluster-output: .*file"):
+        run._progress({})
+    assert len(told) == 1
 
 
 def test_measured_modules_stretch_what_is_counted() -> None:

@@ -55,6 +55,16 @@ def test_it_is_proposed_where_memory_asks_for_it() -> None:
     assert smallest is not None and smallest.base.cp > 1
 
 
+def test_ranks_whose_part_of_a_sequence_cannot_be_cut_once_more_are_tried_without() -> None:
+    """2 of 4 tensor-parallel ranks cut 6 tokens, but not the 3 of a rank that shares samples with another."""
+    sizes = {"seq_length": 6, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    found = {}
+    for cp in (1, 2):
+        search = Search({**MODEL, **sizes, "context_parallel_size": cp}, cluster(1, 4), "exact")
+        found[cp] = {base.config.parallel.sequence_parallel for base in search.bases()}
+    assert found == {1: {True}, 2: {False}}
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("word", ["all_gather", None])
 def test_bytes_of_gathered_keys(word: str | None, recompute: str) -> None:

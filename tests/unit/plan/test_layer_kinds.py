@@ -62,7 +62,7 @@ def numbers(plan: Layout) -> dict[str, float]:
         "cost": stage_costs(config.model, "selective").layer,
         "checkpoint": checkpoint_bytes(config.model, "bf16", config.optimizer, plan.wire),
         "elements": sum(each.elements for each in held),
-        "matrices": sum(each.matrices for each in held),
+        "matrices": sum(each.matrices_apart.total() for each in held),
         "states": sum(plan.memory_of(rank, None).model_states for rank in range(base.pp)),
         "kept": sum(
             each[HEAD]["activations"]

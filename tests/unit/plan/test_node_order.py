@@ -11,7 +11,7 @@ from megazero.config import ConfigError
 from megazero.mesh.mesh import check_hosts
 from megazero.plan.command import main
 from megazero.plan.layout import Layout
-from megazero.plan.node_order import axis_bytes, host_files, place, rings
+from megazero.plan.node_order import host_files, place, rings
 from megazero.plan.topology import check_nodes, expand, parse_topology
 from tests.unit.plan.test_plan import ALONE, WORDS, cluster, layout, write_cluster
 
@@ -44,7 +44,7 @@ def test_node_lists() -> None:
     assert expand("gpu[08-10],login,r[1-2]n[1,3]") == (
         "gpu08", "gpu09", "gpu10", "login", "r1n1", "r1n3", "r2n1", "r2n3",
     )  # fmt: skip
-    for wrong in ("gpu[1-", "gpu]1[", "gpu[b-c]", "gpu[5-2]", "gpu[0-99999999]"):
+    for wrong in ("gpu[1-", "gpu]1[", "gpu[b-c]", "gpu[5-2]", "gpu[0-99999999]", "r[0-9999]n[0-9999]"):
         with pytest.raises(ValueError, match="no node list"):
             expand(wrong)
 
@@ -97,6 +97,15 @@ def test_the_axis_that_sends_most_is_kept_together() -> None:
     assert found.under == pytest.approx(busiest.sent * 8) and found.before < 0.1 * found.under
 
 
+def test_ranks_that_share_samples_come_under_one_leaf_where_the_whole_group_does_not() -> None:
+    """Pairs of nodes share samples; parameters are gathered over all four, of which a leaf has two."""
+    tree = plan(4, context_parallel_size=8, num_query_groups=2, zero_preset="zero3")
+    near, wide = (next(r for r in rings(tree) if r.size == size) for size in (2, 4))
+    found = place(tree, parse_topology("a: n0 n2\nb: n1 n3\n", "t"), ALTERNATING[:4])
+    assert found.before == pytest.approx(4 * wide.sent / 3)
+    assert found.under == pytest.approx(4 * (wide.sent / 3 + near.sent))
+
+
 def test_leaves_that_are_no_multiples_of_groups() -> None:
     topology = parse_topology("a: n[0-2]\nb: n[3-5]\nc: n[6-7]\n", "t")
     hosts = ("n0", "n3", "n1", "n4", "n2", "n6", "n5", "n7")
@@ -118,19 +127,21 @@ def test_leaves_that_are_no_multiples_of_groups() -> None:
             "untie_embeddings_and_output_weights": False,
         },
         {"zero_preset": "zero3", "outer_interval": 8, "outer_replicas": 2},
+        {
+            **{"zero_preset": "zero3", "num_experts": 16, "moe_ffn_hidden_size": 64},
+            **{"expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "exact"},
+        },
     ],
     ids=str,
 )
 def test_bytes_of_axes_are_those_of_the_layout(values: dict[str, object]) -> None:
     tree = plan(4, **values)
-    sent = axis_bytes(tree)
     stages = [
         sum(n for (kind, link), n in stage.items() if link == "inter_node" and kind != "scalar")
         for stage in tree.bytes_by_stage
     ]
     crossing = sum(stages) / len(stages) + tree.bytes_of_meetings[0]
-    axes = [axis.name for axis in tree.grid.axes if axis.link == "inter_node"]
-    assert sum(sent[name] for name in axes) == pytest.approx(crossing, rel=1e-6)
+    assert sum(ring.sent for ring in rings(tree)) == pytest.approx(crossing * 4, rel=1e-6)
 
 
 def test_ranks_and_collectives_stay_what_they_are() -> None:

@@ -145,6 +145,27 @@ def test_a_site_is_left_once_by_a_ring_and_by_every_row_of_an_exchange() -> None
     assert stages.base.message_seconds[INTER_SITE] > stages.base.message_seconds[INTER] + 0.02
 
 
+def test_what_some_groups_send_between_sites_counts_as_between_sites() -> None:
+    """Sites of 3 nodes: of the pairs of neighbours one has a node on each site, of the triples none."""
+    on = replace(cluster(6, 4), inter_site=InterSite(0.1, 2, latency_us=20_000.0))
+    collectives = Collectives(on)
+    pairs, triples, fours = (AxisSpec("g_inter", "g", size, 4, INTER) for size in (2, 3, 4))
+    assert collectives.link_of(pairs) == INTER_SITE and collectives.link_of(triples) == INTER
+    rate, sent = 0.1e9 / 8 * 0.8, 3e6
+    for operation in ("gather", "exchange"):  # 4 groups, of which a site has one rank each
+        cost = collectives.of_axis(operation, pairs, sent)
+        assert cost.seconds == pytest.approx(0.02 + 4 * sent / rate, rel=1e-3)
+    on = replace(cluster(12, 4), inter_site=InterSite(0.1, 4, latency_us=20_000.0))
+    assert Collectives(on).of_axis("gather", fours, sent).latency == pytest.approx(0.02, rel=0.01)
+    stages = {
+        "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 4,
+        "use_tp_pp_dp_mapping": True,
+    }
+    base = layout({**stages, "global_batch_size": 24}, on).base
+    assert base.link(0, 1) == INTER_SITE, "of nodes 2 and 3"
+
+
 def test_the_slower_the_link_the_rarer_the_meetings_and_the_likelier_that_outer_steps_win() -> None:
     on = cluster(2, 4, gbits=1.0)
     found = slow_links.answer(question(on), on, (400.0, 1.0, 0.01), (0.0, 50.0))

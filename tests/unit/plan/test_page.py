@@ -6,7 +6,9 @@ from benchmarks.planning.memory import draw, predict, words_of
 from benchmarks.planning.page import bloom_table, memory_table
 from benchmarks.planning.papers import bloom_layout, table_4
 from megazero.config.options.cluster import parse_cluster
+from megazero.mesh.grid import INTER
 from tests import ROOT
+from tests.unit.plan.test_plan import cluster, layout
 
 PAGE = ROOT / "docs" / "guide" / "planning.md"
 
@@ -42,3 +44,10 @@ def test_the_cluster_file_of_the_page_is_legal() -> None:
     text = PAGE.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     cluster = parse_cluster(text, "docs/guide/planning.md")
     assert cluster.collectives and cluster.layers
+
+
+def test_the_scalars_of_the_formula_are_those_that_are_counted() -> None:
+    """Of two nodes, each rank sends its row once to the other."""
+    (sent,) = layout({"zero_preset": "zeropp"}, cluster(2, 4)).bytes_by_stage
+    page = (ROOT / "docs" / "guide" / "parallelism.md").read_text(encoding="utf-8")
+    assert f"+ {sent['scalar', INTER]} (Y - 1) h    bytes" in page

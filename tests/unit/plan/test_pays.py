@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megazero.comm.wire import Codecs, Coding
+from megazero.config.options.cluster import InterSite
 from megazero.plan import pays
 from megazero.plan.command import main
 from megazero.plan.rounding import HADAMARD, INT4, SDP4BIT, ZEROPP, tokens_needed
@@ -118,3 +119,27 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--pays", "--loss-policy", "zeropp", "--explain", "--zero-stage", "3"]) == 2
     faults = capsys.readouterr().err
     assert "leave out --loss-policy" in faults and "leave out --explain" in faults
+    rates = ["--link-rates", "10,0", "--link-delays", "-5"]
+    assert main([*words, "--pays", *rates, "--zero-preset", "zeropp", "--zero-quantized-weights"]) == 2
+    faults = capsys.readouterr().err
+    assert "--link-rates 0 must be above 0" in faults and "--link-delays -5 must be at least 0" in faults
+    assert "compares exact messages with quantised ones: leave out --zero-" in faults
+    assert main([*words, "--loss-policy", "outer", "--zero-preset", "zeropp"]) == 2
+    assert "leave out --zero-preset" in capsys.readouterr().err
+
+
+def test_given_shards_and_outer_steps_are_of_the_schemes_that_they_concern() -> None:
+    """Known presets have their own shards, and outer steps are no part of an exact row."""
+    on = cluster(2, 4, SLOW)
+    (found,) = pays.compare(question(on, zero_shard=(1, 4, 4), outer_interval=20, outer_replicas=2), [on])
+    assert {row.name for row in found.rows} == {*pays.KNOWN, pays.EXACT, pays.QUANTISED, pays.OUTER}
+    for row in found.rows:
+        assert row.layout.grid.outer == 1 + (row.name == pays.OUTER)
+    exact, outer = found.row(pays.EXACT), found.row(pays.OUTER)
+    assert exact and exact.layout.shards.factors == (1, 4, 4)
+    assert outer and outer.layout.config.outer.outer_interval == 20
+
+
+def test_a_rate_between_sites_is_a_site_s() -> None:
+    on = replace(cluster(2, 4), inter_site=InterSite(0.5, 2))
+    assert pays.Schemes(on, (), {}).link == "0.5 Gb/s a site"

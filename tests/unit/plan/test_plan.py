@@ -225,7 +225,7 @@ def test_matrices_have_one_moment_and_cross_nodes_twice() -> None:
     plan, adamw = (
         layout({"zero_shard": (1, 1, 8), "optimizer": name}, cluster()) for name in ("muon", "adamw")
     )
-    matrices = plan.units(0).matrices
+    matrices = plan.units(0).matrices_apart.total()
     assert adamw.memory.optimizer - plan.memory.optimizer == pytest.approx(4 * matrices / 8, rel=1e-6)
     (total,), (plain,) = plan.bytes_by_stage, adamw.bytes_by_stage
     more = {key: sent - plain[key] for key, sent in total.items() if sent != plain[key]}
@@ -597,8 +597,8 @@ ranks_per_node: 4
 colour: red
 device: {name: card, memory_gib: -3, memory_gbytes_per_s: 100, matmul_efficiency: 1.5, memroy: 2}
 intra_node: {latency_us: x}
-collectives: [{operation: gathr, ranks: 2, nodes: 1, bytes: 10}]
-"""
+collectives: [{operation: gathr, ranks: 2, nodes: 1, bytes: 1%s}]
+""" % ("0" * 400)
     with pytest.raises(ConfigError) as error:
         parse_cluster(text, "lab.yaml")
     found = "\n".join(error.value.errors)
@@ -612,9 +612,12 @@ collectives: [{operation: gathr, ranks: 2, nodes: 1, bytes: 10}]
         "intra_node: gbytes_per_s is required",
         "inter_node: gbits_per_s is required",
         "gathr is not one of",
+        "bytes takes a whole number, got 1000",
         "seconds is required",
     ):
         assert part in found, (part, found)
+    with pytest.raises(ConfigError, match="nodes 10{20} must be at most 131072"):
+        parse_cluster(text.replace("nodes: 0", f"nodes: {10**20}"), "lab.yaml")
 
 
 def write_cluster(path: Path, gib: float) -> str:
