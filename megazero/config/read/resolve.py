@@ -132,6 +132,12 @@ def _complete_schedule(
     changed = [name for name in now if before[name] != now[name]]
     if before["lr"] is None or not changed:  # nothing is continued, or what was imported
         return []
+    lengths = [f"--train-{'samples' if each.get('train_samples') else 'iters'}" for each in (saved, values)]
+    if use and lengths[0] != lengths[1]:
+        return [
+            f"--use-checkpoint-opt-param-scheduler: {path} has a schedule by {lengths[0]}, and this run's length is "
+            f"{lengths[1]}; nearest: {lengths[0]}, or the flags of the schedule without that flag"
+        ]
     if use:
         values |= before
         said = " ".join(

@@ -389,3 +389,7 @@ def test_a_resume_takes_the_schedule_of_the_flags_or_of_the_checkpoint(tmp_path)
         assert any("--lr-decay-style cosine" in note and "as in" in note for note in kept.notes)
     with pytest.raises(ConfigError, match="exclude each other"):
         begun(parse([*other, "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler"]))
+    samples = [w.replace("--train-iters", "--train-samples") for w in other]
+    with pytest.raises(ConfigError, match="has a schedule by --train-iters") as found:
+        begun(parse([*samples, "--use-checkpoint-opt_param-scheduler"]))
+    assert len(found.value.errors) == 1
