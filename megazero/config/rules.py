@@ -294,7 +294,7 @@ def _named_checkpoint(config: RunConfig) -> Iterator[str]:
 
 
 def _exportable(config: RunConfig) -> Iterator[str]:
-    if config.checkpoint.save_hf is None:
+    if config.checkpoint.save_hf is None or any(model_rules.frequencies(config.model)):
         return
     try:
         architecture_of(config.model)
@@ -419,6 +419,9 @@ def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
     yield wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"
     yield decaying, opt.lr_decay_style != "constant", "a --lr-decay-style that decays"
     yield ["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"
+    warmup = bool(opt.lr_warmup_iters or opt.lr_warmup_samples or opt.lr_warmup_fraction)
+    yield ["lr_warmup_init"], warmup, "a warm-up"
+    yield ["loss_policy"], config.zero.zero_preset == AUTO, "--zero-preset auto"
     yield ["reset_position_ids"], positions, "--reset-attention-mask, or positions other than ALiBi"
     yield ["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"
     yield ["tokenizer_model", "vocab_file", "merge_file"], tokenized, "--tokenizer-type"
@@ -447,7 +450,8 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
     yield [*kept, "async_save", copies[0]], files.save_interval is not None, "--save-interval"
     yield copies, files.save_copy is not None, "--save-copy"
     loading = ["allow_fresh_start", "finetune", "load_optim", "load_rng"]
-    yield [*loading, "use_checkpoint_opt_param_scheduler"], files.load is not None, "--load"
+    loading += ["exit_on_missing_checkpoint", "use_checkpoint_opt_param_scheduler"]
+    yield loading, files.load is not None, "--load"
     yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
     yield ["accept_field"], published, "--load hf:DIR"
     rollback = config.skipping.rollback_on_spike

@@ -356,20 +356,35 @@ def stored_values(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     A checkpoint that was imported has no learning rate, an older one not every option. Raises ConfigError, which
     names every section or key that does not exist.
     """
-    errors, read = list[str](), dict[str, Any]()
+    read, errors = known_values(stored)
     for section, values in stored.items():
         if section not in section_types():
             errors.append(f"section {section!r} does not exist{did_you_mean(section, section_types())}")
             continue
-        known = {opt.name: opt for opt in all_options().values() if opt.section == section}
-        for key, value in values.items():
-            try:
-                if key in known:
-                    read |= {} if value is None else {key: convert(known[key], value)}
-                elif key not in REMOVED:
-                    errors.append(f"{section}.{key} does not exist{did_you_mean(key, known)}")
-            except ValueError as error:
-                errors.append(f"{section}.{key} {error}")
+        known = [opt.name for opt in all_options().values() if opt.section == section]
+        errors += [
+            f"{section}.{key} does not exist{did_you_mean(key, known)}"
+            for key in values
+            if key not in known and key not in REMOVED
+        ]
     if errors:
         raise ConfigError(errors)
     return {name: opt.default for name, opt in all_options().items()} | complete(as_trained(read))
+
+
+def known_values(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return stored options by name, and a line for each that its option cannot have. Other names are left out."""
+    read, errors = dict[str, Any](), list[str]()
+    for section in section_types():
+        values = stored.get(section, {})
+        if not isinstance(values, Mapping):
+            errors.append(f"section {section} holds {values!r}, not names and values")
+            continue
+        for opt in all_options().values():
+            if opt.section != section or values.get(opt.name) is None:
+                continue
+            try:
+                read[opt.name] = convert(opt, values[opt.name])
+            except ValueError as error:
+                errors.append(f"{section}.{opt.name} {error}")
+    return read, errors

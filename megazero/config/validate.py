@@ -151,10 +151,13 @@ def uneven_ranks(config: RunConfig, world: World) -> list[str]:
     if not config.knows_nodes(world):
         config = replace(config, outer=OuterConfig())  # replicas are groups of nodes
         world = World(world.world_size, world.world_size)
+    where = ""
     try:
+        if config.replica_world(world) != world:
+            where = "in each outer replica, "
         d, h = config.shard_ranks(world), config.data_ranks_per_node(world)
     except ValueError as error:
-        return [str(error)]
+        return [f"{where}{error}"]
     problem = context_problem(config.parallel.context_parallel_size, d, h)
     return [problem] if problem else []
 

@@ -269,6 +269,8 @@ def _read_variables(env: Mapping[str, str], launcher: str, names: tuple[str, ...
         raise ValueError(
             f"{names[0]}={env[names[0]]!r} and {names[1]}={env[names[1]]!r} are not both numbers"
         )
+    if local_rank is not None and ranks_here is not None and not 0 <= local_rank < ranks_here:
+        raise ValueError(f"{names[2]}={local_rank} is not one of the ranks of {names[3]}={ranks_here}")
     ranks_here = 1 if world == 1 else ranks_here
     hosts = _hosts(env)
     local = "127.0.0.1" if ranks_here == world else None
@@ -280,7 +282,7 @@ def _read_variables(env: Mapping[str, str], launcher: str, names: tuple[str, ...
         local_rank=local_rank,
         local_world_size=ranks_here,
         master_addr=env.get("MASTER_ADDR") or local or next(iter(hosts), None),
-        master_port=_number(env, "MASTER_PORT") or port,
+        master_port=_port(env, port),
         launcher=launcher,
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0) or 0,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -302,10 +304,19 @@ def _read_slurm(env: Mapping[str, str], world: int) -> Launch:
         local_rank=_number(env, "SLURM_LOCALID"),
         local_world_size=tasks[0] if tasks else None,
         master_addr=env.get("MASTER_ADDR") or next(iter(hosts), None),
-        master_port=_number(env, "MASTER_PORT") or FIRST_PORT + (job * STEPS + step) % PORTS,
+        master_port=_port(env, FIRST_PORT + (job * STEPS + step) % PORTS),
         launcher="SLURM",
         hosts=hosts,
     )
+
+
+def _port(env: Mapping[str, str], usual: int) -> int:
+    """Return the port at which ranks meet. Raises ValueError for a number that is none, such as 10000 + a job's."""
+    port = _number(env, "MASTER_PORT") or usual
+    if not 0 < port < 1 << 16:
+        near = FIRST_PORT + port % PORTS
+        raise ValueError(f"MASTER_PORT={port} is not from 1 to 65535; nearest: leave it out, or {near}")
+    return port
 
 
 def expand_tasks_per_node(text: str) -> list[int]:

@@ -81,8 +81,8 @@ def connect(launch: Launch, timeout_s: float, *, serve: bool = False) -> dist.St
         if error.errno != errno.EADDRINUSE:
             raise
         raise ValueError(
-            f"port {port} on {launch.host} is in use, by another run or program: the ranks cannot meet "
-            "there; set MASTER_PORT to a free port, the same on all ranks"
+            f"port {port} on {launch.host} is in use, by another run or program, or by another process of this run "
+            "with RANK=0: the ranks cannot meet there; set MASTER_PORT to a free port, the same on all ranks"
         ) from error  # of which the exit status is made
     return dist.PrefixStore(f"megazero/{launch.attempt}", store)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import ConfigError, make_config
+from megazero.config.foreign.megatron import unmet_conditions
+from megazero.config.model.section import complete
 from megazero.config.options.cluster import MOST, Cluster, known_clusters, load_cluster
 from megazero.config.options.data_inputs import run_vocabulary
 from megazero.config.options.fields import fault, option, section_options
@@ -91,6 +93,7 @@ def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     said = read_layers(read_flags(argv))
     values, errors = dict(said.values), list(said.errors)
     errors += complete_megatron(said, values, [])
+    errors += unmet_conditions(said.conditions, complete(values))
     list(unfused_gelu(values))  # its notes are the run's
     return values, errors
 

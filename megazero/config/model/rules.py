@@ -241,7 +241,7 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
 
 def head_shares(model: ModelConfig, tp: int) -> list[int]:
     """Return the numbers of ranks that can share the heads of a tensor-parallel rank evenly."""
-    heads, groups = model.num_attention_heads // tp, max(1, model.num_query_groups // tp)
+    heads, groups = (max(1, size // tp) for size in (model.num_attention_heads, model.num_query_groups))
     return [k for k in common_divisors(heads) if groups % k == 0 or k % groups == 0]
 
 
@@ -249,13 +249,10 @@ def context_parallel(
     model: ModelConfig, tp: int, ranks: int, flag: str = "--context-parallel-size"
 ) -> Iterator[str]:
     """Report heads of a tensor-parallel rank that the ``ranks`` of ``flag`` cannot share evenly."""
-    heads, groups, legal = (
-        model.num_attention_heads // tp,
-        max(1, model.num_query_groups // tp),
-        head_shares(model, tp),
-    )
-    if ranks in legal:
+    legal = head_shares(model, tp)
+    if ranks in legal or model.num_attention_heads < tp:  # that is reported elsewhere
         return
+    heads, groups = model.num_attention_heads // tp, max(1, model.num_query_groups // tp)
     of = f" on each of {tp} tensor-parallel ranks" if tp > 1 else ""
     yield (
         f"{flag} {ranks} does not share {heads} heads over {groups}{of} evenly: each rank attends with its own "

@@ -237,7 +237,9 @@ def show(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, tuple):
         return " ".join(map(str, value)) if value and isinstance(value[0], str) else ",".join(map(str, value))
-    return "unset" if value is None else str(value).removesuffix(".0")
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
+    return "unset" if value is None else str(value)
 
 
 def stand_in(opt: Option) -> Any:
@@ -285,14 +287,14 @@ def _out_of_range(opt: Option, value: float) -> str:
     if opt.low is not None and value < opt.low:
         # Below 0, and at 0 where it may be left out, it often stands for "none" or "all", as no neighbour does.
         unset = value <= 0 and opt.default is None and not opt.needed
-        nearest = "; or leave it out" if unset else f"; nearest: {opt.low:g}" if value >= 0 else default
-        return f"{opt.flag} {show(value)} must be at least {opt.low:g}{nearest}"
+        nearest = "; or leave it out" if unset else f"; nearest: {show(opt.low)}" if value >= 0 else default
+        return f"{opt.flag} {show(value)} must be at least {show(opt.low)}{nearest}"
     if opt.high is not None and value > opt.high:
-        return f"{opt.flag} {show(value)} must be at most {opt.high:g}; nearest: {opt.high:g}"
+        return f"{opt.flag} {show(value)} must be at most {show(opt.high)}; nearest: {show(opt.high)}"
     if opt.above is not None and value <= opt.above:
-        return f"{opt.flag} {show(value)} must be above {opt.above:g}{default}"
+        return f"{opt.flag} {show(value)} must be above {show(opt.above)}{default}"
     if opt.below is not None and value >= opt.below:
-        return f"{opt.flag} {show(value)} must be below {opt.below:g}{default}"
+        return f"{opt.flag} {show(value)} must be below {show(opt.below)}{default}"
     return ""
 
 

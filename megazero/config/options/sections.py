@@ -378,7 +378,7 @@ class TrainingConfig:
         False, "evaluate before the first iteration of a fresh run, too", whole_run=True
     )
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
-    seed: int = option(1234, "seed of weights, samples and dropout", low=0)
+    seed: int = option(1234, "seed of weights, samples and dropout", low=0, high=2**32 - 1)
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "activations that the backward recomputes", choices=RECOMPUTE)
     attention_backend: str = option(

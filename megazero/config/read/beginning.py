@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazero.checkpoint.directory import Look, described, latest, named, stated
+from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -22,7 +23,7 @@ from megazero.checkpoint.manifest import (
     to_json,
 )
 from megazero.config.model.published import is_published
-from megazero.config.run import all_options
+from megazero.config.run import all_options, known_values
 
 # Two commands with equal values of these start from the same checkpoint, whatever their ranks and layout.
 BEGINNING = ("load", "ckpt_step", "finetune", "load_optim", "load_rng")
@@ -51,7 +52,7 @@ def checkpoint_to_load(values: Mapping[str, Any], look: Look = described) -> Cho
         return Chosen(None)
     own = latest(save, look=look) if save else None
     by_name = not is_published(load) and (step is not None or named(load) is not None)
-    if own is not None and _begins_alike(values, read_manifest(own), by_name):
+    if own is not None and _begins_alike(values, _manifest(own), by_name):
         return Chosen(own, again=True)
     if is_published(load):
         return Chosen(None)
@@ -100,9 +101,20 @@ def read_beginning(values: Mapping[str, Any]) -> Beginning:
         if chosen.path is None:
             return Beginning()
         consumed = stated(chosen.path).get("consumed_samples", 0) if values.get("rampup_batch_size") else 0
-        return Beginning(chosen.path, read_manifest(chosen.path), chosen.again, consumed)
+        return Beginning(chosen.path, _manifest(chosen.path), chosen.again, consumed)
     except ValueError as error:
         return Beginning(error=f"{error}")
+
+
+def _manifest(path: Path) -> Manifest:
+    """Read a checkpoint's manifest. Raises ValueError, too, if its configuration is none that a run can have."""
+    manifest = read_manifest(path)
+    if errors := known_values(manifest.configuration)[1]:
+        raise CheckpointError(
+            f"the configuration in '{path / MANIFEST_FILE}' is none that a run can have: {'; '.join(errors)}; load "
+            "another checkpoint"
+        )
+    return manifest
 
 
 def _begins_alike(values: Mapping[str, Any], saved: Manifest, by_name: bool) -> bool:

@@ -3,8 +3,8 @@
 1. Each source's foreign words become options (parse.py: settle). Then the sources become one layer (sources.py:
    merge).
 2. Megatron's derived values become options (complete_megatron).
-3. The checkpoint or folder of --load gives the architecture (take_architecture) and, to a run that goes on, the
-   schedule (_complete_schedule).
+3. The checkpoint or folder of --load gives the architecture (take_architecture), by which Megatron's flags are judged
+   that change nothing (unmet_conditions), and, to a run that goes on, the schedule (_complete_schedule).
 4. The family's defaults and the derived sizes of the model follow (complete).
 5. The ZeRO options become one preset or factors (_complete_zero), the formats of a run that goes on follow
    (_complete_formats), then the batch (_complete_batch), which needs the parallel sizes.
@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_derived
+from megazero.config.foreign.derived import UNFUSED_GELU, complete_derived
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.outer import averages
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
@@ -68,8 +68,6 @@ def resolve(
     accumulation = values.pop("gradient_accumulation_steps", None)
     notes, errors = list(said.notes), list[str]()
     errors += complete_megatron(said, values, notes)
-    if "group-query-attention" in said.accepted and values.get("num_query_groups") is None:
-        errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
     beginning, read = beginning or Beginning(), beginning is not None
     values, taken, clashes = take_architecture(values, beginning) if read else (values, [], [])
     notes, errors = [*notes, *taken], [*errors, *clashes]
@@ -78,6 +76,9 @@ def resolve(
         said.failed.update(
             o.name for o in all_options().values() if o.section == "model" and o.name not in values
         )
+    if "group-query-attention" in said.accepted and values.get("num_query_groups") is None:
+        errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
+    errors += unmet_conditions(said.conditions, complete(values))
     stored = beginning.manifest if beginning.goes_on(values) else None
     goes_on = (beginning.path, stored.configuration) if stored else (None, {})
     errors += _complete_schedule(values, said.accepted, *goes_on, notes)
@@ -106,12 +107,12 @@ def resolve(
 
 
 def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
-    """Turn Megatron's derived values into options, and note flags that change nothing. Returns error lines."""
-    if not said.accepted and not any(name in values for name in DERIVED):
-        return []
+    """Turn Megatron's derived values into options, and note flags that change nothing. Returns error lines.
+
+    Whether conditional ones change nothing is judged when the model is known (unmet_conditions).
+    """
     notes += accepted_note(said.accepted)
-    errors = complete_derived(values, notes)
-    return errors + unmet_conditions(said.conditions, complete(values))
+    return complete_derived(values, notes)
 
 
 def _complete_schedule(
@@ -131,6 +132,12 @@ def _complete_schedule(
     changed = [name for name in now if before[name] != now[name]]
     if before["lr"] is None or not changed:  # nothing is continued, or what was imported
         return []
+    lengths = [f"--train-{'samples' if each.get('train_samples') else 'iters'}" for each in (saved, values)]
+    if use and lengths[0] != lengths[1]:
+        return [
+            f"--use-checkpoint-opt-param-scheduler: {path} has a schedule by {lengths[0]}, and this run's length is "
+            f"{lengths[1]}; nearest: {lengths[0]}, or the flags of the schedule without that flag"
+        ]
     if use:
         values |= before
         said = " ".join(

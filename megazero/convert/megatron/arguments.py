@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.errors import ConfigError
-from megazero.config.foreign.megatron import flags
+from megazero.config.foreign.megatron import flags, unmet_conditions
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, Row
+from megazero.config.model.section import complete
 from megazero.config.options.fields import show
 from megazero.config.read.files import put
 from megazero.config.read.flags import read_flags
@@ -124,6 +125,7 @@ def read_arguments(args: Mapping[str, Any], words: Collection[str], accept: Coll
     said = merge([layer, read_layers(read_flags(others)), read_layers(read_flags(list(words)))])
     options = dict(said.values)
     errors = [*said.errors, *complete_megatron(said, options, notes)]
+    errors += unmet_conditions(said.conditions, complete(options))
     notes += unfused_gelu(options)
     if errors:
         raise ConfigError(errors)

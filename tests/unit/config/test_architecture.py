@@ -76,6 +76,25 @@ def test_what_is_not_said_comes_from_the_checkpoint(tmp_path):
     assert same.model == before.model and not [note for note in same.notes if "from the checkpoint" in note]
 
 
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [
+        ({"model": {"num_layers": "x"}}, "model.num_layers takes a whole number, got 'x'"),
+        ({"model": []}, "section model holds [], not names and values"),
+        (
+            {"zero": {"zero_gradient_bits": "x", "zero_preset": "zeropp"}},
+            "zero.zero_gradient_bits takes a whole",
+        ),
+    ],
+)
+def test_a_stored_configuration_that_is_none_is_an_error(tmp_path, stored, text):
+    (tmp_path / "iter_0000001").mkdir()
+    write_manifest(tmp_path / "iter_0000001", Manifest(1, 0, 1, {}, {}, stored, {}))
+    for words in (f"--load {tmp_path}", f"--load {tmp_path} --save {tmp_path}"):
+        (line,) = errors(f"{MODEL} {words} --zero-preset zeropp")
+        assert line.startswith(f"--load {tmp_path}: the configuration in") and text in line
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt", "bloom"])
 def test_the_family_and_learned_positions_come_along(tmp_path, family):
     before = run(f"{MODEL} --model-family {family} --max-position-embeddings 40")

@@ -75,6 +75,19 @@ def test_experts_make_errors_of_flags_that_would_change_results_with_them():
     assert config.model.num_experts == 4
 
 
+def test_flags_are_judged_by_the_model_of_load(tmp_path):
+    """A resume that does not repeat the model has its experts, its positions and its key/value heads all the same."""
+    model = (
+        "--num-experts 4 --swiglu --disable-bias-linear --position-embedding-type rope --num-query-groups 2"
+    )
+    before = run(model)
+    (tmp_path / "iter_0000001").mkdir()
+    write_manifest(tmp_path / "iter_0000001", Manifest(1, 0, 1, {}, {}, before.to_dict(), {}))
+    assert run(f"--load {tmp_path} --no-position-embedding --group-query-attention").model == before.model
+    (line,) = errors(f"--load {tmp_path} --moe-expert-capacity-factor 2")
+    assert line.startswith("--moe-expert-capacity-factor 2 is Megatron's flag, not built here")
+
+
 def test_values_that_published_scripts_of_forks_give():
     config = run("--eval-iters -1 --main-grads-dtype bf16 --max-padding-length 8 --patch-tokenizer-type A")
     assert config.training.eval_iters == 0 and "--eval-iters -1 is 0" in config.notes
@@ -376,3 +389,7 @@ def test_a_resume_takes_the_schedule_of_the_flags_or_of_the_checkpoint(tmp_path)
         assert any("--lr-decay-style cosine" in note and "as in" in note for note in kept.notes)
     with pytest.raises(ConfigError, match="exclude each other"):
         begun(parse([*other, "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler"]))
+    samples = [w.replace("--train-iters", "--train-samples") for w in other]
+    with pytest.raises(ConfigError, match="has a schedule by --train-iters") as found:
+        begun(parse([*samples, "--use-checkpoint-opt_param-scheduler"]))
+    assert len(found.value.errors) == 1

@@ -105,6 +105,10 @@ def test_every_mistake_is_named_at_once() -> None:
             {**STEPS, "outer_fragment_pattern": "sequential"},
             ["has no effect without --outer-fragments above 1"],
         ),
+        (
+            {**STEPS, "pipeline_model_parallel_size": 4},
+            ["in each outer replica, 2 ranks do not divide by tensor-parallel size 1 x pipeline size 4"],
+        ),
     ):
         with pytest.raises(ConfigError) as error:
             config(**values)

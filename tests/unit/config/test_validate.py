@@ -126,7 +126,12 @@ def test_a_configuration_that_holds_has_the_types_that_it_states() -> None:
         ({"num_layers": 0}, "--num-layers 0 must be at least 1; nearest: 1"),
         ({"attention_dropout": 1.0}, "--attention-dropout 1 must be below 1"),
         ({"hidden_dropout": -0.1}, "--hidden-dropout -0.1 must be at least 0"),
+        (
+            {"num_experts": 4, "moe_layer_freq": (0, 1), "save": "a", "save_hf": "b"},
+            "--moe-layer-freq 0,1 has 2 numbers for --num-layers",
+        ),
         ({"lr": 0.0}, "--lr 0 must be above 0"),
+        ({"seed": 2**32}, "--seed 4294967296 must be at most 4294967295; nearest: 4294967295"),
         ({"min_lr": 1.0}, "--min-lr 1 exceeds --lr 0.001; nearest: 0.001"),
         ({"decoupled_lr": 1e-4, "min_lr": 2e-4}, "--min-lr 0.0002 exceeds --decoupled-lr 0.0001"),
         (
@@ -225,6 +230,9 @@ def test_faults(changes, part):
         {"data_cache_path": "x"},
         {"min_lr": 1e-4, "lr_decay_style": "constant"},
         {"eval_interval": 5, "eval_iters": 0},
+        {"lr_warmup_init": 1e-4},
+        {"exit_on_missing_checkpoint": True},
+        {"loss_policy": "int8"},
     ],
 )
 def test_options_of_megatron_without_effect_are_noted(changes):
@@ -313,6 +321,7 @@ FLAGS = st.sampled_from([opt.flag for opt in all_options().values()])
 @example([("--pipeline-model-parallel-size", "2"), ("--num-virtual-stages-per-pipeline-rank", "2")], 4, 2)
 @example([("--pipeline-model-parallel-size", "3"), ("--num-layers-per-virtual-pipeline-stage", "0")], 3, 3)
 @example([("--pipeline-model-parallel-size", "2"), ("--pipeline-partition", "-1,5")], 2, 2)
+@example([("--context-parallel-size", "2"), ("--tensor-model-parallel-size", "16")], 4, 2)
 def test_any_command_line_gives_a_configuration_or_the_list_of_its_faults(extra, size, per_node):
     """Never another exception; what is accepted is whole on its world."""
     argv = [

@@ -104,6 +104,15 @@ FAULTS = {
     "a size that is no number": ({**BARE, "WORLD_SIZE": "two"}, "WORLD_SIZE='two' is no whole number"),
     "a rank that is empty": ({**BARE, "RANK": ""}, "RANK=''"),
     "a rank beyond the world": ({**BARE, "RANK": "16"}, "rank 16 is not in a world of 16"),
+    "a local rank beyond its node": (
+        {**BARE, "LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": "8"},
+        "LOCAL_RANK=8 is not one of the ranks of LOCAL_WORLD_SIZE=8",
+    ),
+    "a port of a high job number": (
+        {**BARE, "MASTER_PORT": "81234"},
+        "MASTER_PORT=81234.*1 to 65535.* 29234",
+    ),
+    "a negative port under SLURM": ({**SLURM, "MASTER_PORT": "-1"}, "MASTER_PORT=-1.*1 to 65535"),
     "PMIx without a size": ({"PMIX_RANK": "3"}, "PMIX_RANK=3.*mpirun.*RANK, WORLD_SIZE"),
 }
 
