@@ -330,7 +330,7 @@ def make_plan(ranks: int, iterations: int | None, gpus: int) -> QuickstartPlan:
     if iterations is not None and (iterations < phases or iterations % phases):
         raise ValueError(
             f"--iterations {iterations} is not a multiple of the {phases} phases of {ranks} ranks; nearest: "
-            f"{max(1, iterations // phases) * phases}"
+            f"{max(1, round(iterations / phases)) * phases}"
         )
     dtype = "bf16" if gpus else cpu_dtype()
     default = ITERATIONS["cuda" if gpus else dtype]

@@ -83,8 +83,8 @@ class LossyGradients:
 
     A measurement is a module's ||sent - exact|| / ||exact||, another module's each time. One of them says little: in
     young models modules lie between 0.08 and 0.17 in INT4 in blocks of 64 (docs/results/loss_at_size.md), with a
-    median of 0.107 to 0.12. A trained model loses 0.17 in that format, where its step keeps 0.95 of an exact step's
-    gain in loss, and 0.09 with a Hadamard transform, where it keeps 0.99 (docs/results/rounding_trained.md). LIMIT
+    median of 0.107 to 0.12. A trained model loses 0.17 in that format, where its step keeps 0.88 of an exact step's
+    gain in loss, and 0.09 with a Hadamard transform, where it keeps 0.98 (docs/results/rounding_trained.md). LIMIT
     lies between. 2 bits are above it always (0.69).
     """
 

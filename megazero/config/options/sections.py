@@ -372,7 +372,7 @@ class TrainingConfig:
         "save and exit at the end of an iteration if this file exists; do not begin if it exists at the start",
         whole_run=True,
     )
-    exit_signal_handler: bool = option(False, "save and exit on SIGTERM", whole_run=True)
+    exit_signal_handler: bool = option(False, "save and exit on SIGTERM, SIGUSR1 or SIGINT", whole_run=True)
     eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0, whole_run=True)
     eval_at_start: bool = option(
         False, "evaluate before the first iteration of a fresh run, too", whole_run=True

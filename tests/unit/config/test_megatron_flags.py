@@ -14,6 +14,7 @@ from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED
 from megazero.config.options.optimizers import of_schedule
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options
+from megazero.ops.exit_conditions import STOP_SIGNALS
 from tests import ROOT
 from tests.unit.config.command_lines import BASE, base_without, errors, run, write
 from tools.megatron_page import NOT_BUILT, markdown
@@ -91,6 +92,16 @@ def test_flags_are_judged_by_the_model_of_load(tmp_path):
 def test_values_that_published_scripts_of_forks_give():
     config = run("--eval-iters -1 --main-grads-dtype bf16 --max-padding-length 8 --patch-tokenizer-type A")
     assert config.training.eval_iters == 0 and "--eval-iters -1 is 0" in config.notes
+
+
+def test_every_signal_that_stops_a_run_may_be_megatrons_exit_signal():
+    for number in STOP_SIGNALS:
+        for value in (number.name, number.name.lower(), str(int(number))):
+            notes = run(f"--exit-signal {value} --exit-signal-handler").notes
+            assert any("--exit-signal " in note and number.name in note for note in notes), notes
+        assert number.name in all_options()["exit_signal_handler"].help
+    (error,) = errors("--exit-signal SIGUSR2")
+    assert all(number.name in error for number in STOP_SIGNALS)
 
 
 def test_every_refused_flag_says_so_with_the_cure():

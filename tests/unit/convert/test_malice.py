@@ -44,7 +44,8 @@ def test_code_of_a_folder_never_runs(
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setenv("HF_MODULES_CACHE", f"{tmp_path / 'modules'}")
     folder = save_model(tmp_path / "published", vocab_size=280)
-    known = "PreTrainedTokenizerFast" if name != "tokenizer_config.json" else "Tokenizer"  # with code, a name of its own
+    # Code gives a class a name of its own.
+    known = "Tokenizer" if name == "tokenizer_config.json" else "PreTrainedTokenizerFast"
     publish_tokenizer(folder, train_byte_level(), tokenizer_config={"tokenizer_class": known})
     (folder / "evil.py").write_text(CODE.format(path=f"{tmp_path / 'ran'}"))
     (classes, words, said), file = MAPS[name], folder / name.partition(",")[0]

@@ -61,8 +61,9 @@ def test_out_folder_belongs_to_one_plan(tmp_path):
         with pytest.raises(ValueError, match="no quickstart"):
             quickstart.claim(foreign, plan, fresh=fresh)
     assert (foreign / "thesis.tex").exists()
-    with pytest.raises(ValueError, match="--iterations 7 .* nearest: 6"):
-        quickstart.make_plan(4, 7, 0)
+    for wrong, near in ((0, 3), (7, 6), (8, 9)):
+        with pytest.raises(ValueError, match=f"--iterations {wrong} .* nearest: {near}$"):
+            quickstart.make_plan(4, wrong, 0)
 
 
 def test_failed_step_is_named_with_its_log(tmp_path, capfd):
