@@ -38,7 +38,8 @@ class Entry:
 def read_entries(file: Path) -> dict[str, Entry]:
     """Return the tensors of a safetensors file by name, from its header.
 
-    Raises ValueError if it is no such file, or if it is shorter or longer than its header says.
+    Raises ValueError if it is no such file, if it is shorter or longer than its header says, or if two tensors share
+    bytes: then others are in no tensor.
     """
     size = file.stat().st_size
     with open(file, "rb") as stream:
@@ -51,7 +52,13 @@ def read_entries(file: Path) -> dict[str, Entry]:
             entries = {name: _entry(file, 8 + length, **told) for name, told in header.items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"'{file}' has a damaged header ({error}): get it again") from None
-    end = max((entry.stop for entry in entries.values()), default=8 + length)
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            raise ValueError(
+                f"'{file}': '{name}' begins at byte {entry.start}, and what is before it ends at {end}: get it again"
+            )
+        end = entry.stop
     if end != size:
         raise ValueError(f"'{file}' is {size} bytes long and its header says {end}: get it again")
     return entries
@@ -59,6 +66,8 @@ def read_entries(file: Path) -> dict[str, Entry]:
 
 def _entry(file: Path, base: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
     start, stop = data_offsets
+    if any(type(number) is not int or number < 0 for number in (start, stop - start, *shape)):
+        raise ValueError(f"bytes {start} to {stop} for shape {shape}, which are no sizes")
     if dtype in DTYPES and stop - start != prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"{stop - start} bytes for shape {shape} in {dtype}")
     return Entry(file, dtype, tuple(shape), base + start, base + stop)

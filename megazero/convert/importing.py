@@ -81,13 +81,14 @@ class Published:
     def open(cls, path: Path, accept: Collection[str] = ()) -> Published:
         """Open a folder and check it. Raises ValueError if a field or a tensor is not understood, or is missing."""
         published = cls(Folder.open(path), tuple(accept))
-        head = tied_head(published.model)
-        shapes = published.folder.shapes
-        if head and head[0] in shapes:  # some hold it twice; a head of its own would be another model
-            ours = published.names[head[1]]
-            if not torch.equal(published.folder.tensor(head[0]), published.folder.tensor(ours)):
+        names = published.names
+        head, embedding = tied_head(published.model) or (None, "")
+        tensor, aliases = published.folder.tensor, published.model.tensor_names.aliases
+        # Some folders hold the head, too. One of its own would be another model.
+        for name in [there for there in published.folder.shapes if aliases.get(there, there) == head]:
+            if not torch.equal(tensor(name), tensor(names[embedding])):
                 raise ValueError(
-                    f"'{path}': config.json ties '{head[0]}' to the embedding, and the files hold another one: "
+                    f"'{path}': config.json ties '{name}' to the embedding, and the files hold another one: "
                     "tie_word_embeddings has to be false"
                 )
         return published
@@ -107,6 +108,8 @@ class Published:
     def names(self) -> dict[str, str]:
         """Map each tensor of the model to its name in the folder, in the order of the model."""
         shapes, further = self.folder.shapes, self.folder.config.get(MORE_TOKENS) or 0
+        if not isinstance(further, int):
+            raise ValueError(f"{MORE_TOKENS} takes a whole number, got {further!r}")
         behind = layers_behind(self.model, shapes, further)
         if behind and MORE_TOKENS not in self.accept:
             raise ValueError(

@@ -45,8 +45,9 @@ _ROTARY = rotary(share="partial_rotary_factor")
 def _read_rotary(config: Config) -> dict[str, Any]:
     """Return the options of rotary positions, whose only scaling is longrope, under its older names, too."""
     scaling = config.get("rope_scaling") or {}
-    if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
-        config = {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}}
+    older = {name: "longrope" for name in ("rope_type", "type") if scaling.get(name) in ("su", "yarn")}
+    if older:
+        config = {**config, "rope_scaling": {**scaling, **older}}
     read = _ROTARY.read({"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, **config})
     if read["rotary_scaling"] not in ("none", "longrope"):
         raise ValueError(f"rope_type = {read['rotary_scaling']!r} is none of default, longrope")

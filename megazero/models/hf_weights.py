@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from megazero.config.model.section import ModelConfig
+from megazero.families.layer_kinds import layer_kinds
 from megazero.models.decoder import Decoder
 from megazero.models.placements import stored_tensors
 
@@ -48,8 +50,16 @@ def tied_head(config: ModelConfig) -> tuple[str, str] | None:
 def layers_behind(config: ModelConfig, names: Iterable[str], count: int) -> list[str]:
     """Return which tensors are of ``count`` layers behind the model's last one."""
     behind = range(config.num_layers, config.num_layers + count)
-    prefixes = tuple(f"{config.tensor_names.layer_prefix}{i}." for i in behind)
-    return sorted(name for name in names if name.startswith(prefixes))
+    of_layer = re.compile(re.escape(config.tensor_names.layer_prefix) + r"(\d{1,9})\.")
+    found = ((name, of_layer.match(name)) for name in names)
+    return sorted(name for name, layer in found if layer and int(layer[1]) in behind)
+
+
+def _experts_apart(config: ModelConfig) -> int:
+    """Return how many experts of all layers have tensors of their own."""
+    layers = [i for i, kind in enumerate(layer_kinds(config)) if kind.experts]
+    apart = layers and "{}" in config.tensor_names.stored(f"layers.{layers[0]}.mlp.experts.up_proj.weight")[0]
+    return len(layers) * (config.num_experts or 0) if apart else 0
 
 
 def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -57,17 +67,24 @@ def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> d
 
     Names may lack the leading "model.", "transformer." or "gpt_neox.", as in published GPT-2 and BLOOM. A tied head
     may be present too.
-    Raises ValueError listing every missing, unexpected or misshapen tensor.
+    Raises ValueError listing every missing, unexpected or misshapen tensor, and every one under two names.
     """
+    if (experts := _experts_apart(config)) > len(shapes):  # whose names are not to be counted out
+        raise ValueError(
+            f"config.json has {experts} experts in all layers, and the files {len(shapes)} tensors"
+        )
     wanted, tied = stored_tensors(config), tied_head(config)
     prefix = next(iter(wanted)).split(".", 1)[0] + "."
-    ours = {}
+    ours, errors = dict[str, str](), list[str]()
     for there in shapes:
         name = config.tensor_names.aliases.get(there, there)
-        ours[prefix + name if name not in wanted and prefix + name in wanted else name] = there
+        name = prefix + name if name not in wanted and prefix + name in wanted else name
+        if name in ours:
+            errors.append(f"{ours[name]} and {there} are one tensor of the model")
+        ours[name] = there
     if tied is not None and tied[0] not in wanted:
         ours.pop(tied[0], None)
-    errors = [f"{name} is missing" for name in sorted(wanted.keys() - ours.keys())]
+    errors += [f"{name} is missing" for name in sorted(wanted.keys() - ours.keys())]
     unexpected = sorted(name for name in ours.keys() - wanted.keys() if not name.endswith(_BUFFERS))
     errors += [f"{name} belongs to no parameter" for name in unexpected]
     errors += [

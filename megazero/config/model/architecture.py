@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megazero.config.model.rules import conditions
+from megazero.config.errors import ConfigError
+from megazero.config.model.rules import check_model, conditions
 from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, convert, section_options, show
 from megazero.families import FAMILIES, Family
@@ -37,7 +38,8 @@ def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **op
     ``accept`` has the fields that are set aside although the decoder does not know them.
     ``options`` are given by name and replace what is read. Dropout is 0 and sequences are as long as the model can
     take unless it is given here.
-    Raises ValueError, which names a model type, or every field that the decoder does not have.
+    Raises ValueError, which names a model type, or every field that the decoder does not have, or every rule that its
+    values break.
     """
     known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
     kind = config.get("model_type")
@@ -48,7 +50,12 @@ def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **op
         text = inner.get("model_type") if isinstance(inner, Mapping) else None
         more = f" (its text_config is of {text}, so a folder of that alone is read)" if text in known else ""
         raise ValueError(f"model_type = {kind!r} {why} {', '.join(known)}{more}")
-    return _read(known[kind], config, accept, options)
+    model = _read(known[kind], config, accept, options)
+    try:
+        check_model(model)
+    except ConfigError as error:
+        raise ValueError(f"{kind} config: {'; '.join(error.errors)}") from None
+    return model
 
 
 def _read(
@@ -57,6 +64,8 @@ def _read(
     if faults := list(_other_kinds(family, config)):
         raise ValueError(f"{family.hugging_face.model_type} config: {'; '.join(faults)}")
     read = family.hugging_face.options(config, accept)
+    if faults := list(_other_kinds_of_options(read)):
+        raise ValueError(f"{family.hugging_face.model_type} config: {'; '.join(faults)}")
     without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     return make_model(**{"model_family": family.name, **without, **read, **options})
 
@@ -68,16 +77,28 @@ def _other_kinds(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
     spelt = {there: name for name, there in plain.items() if name in options}
     spelt |= {alias: spelt[there] for alias, there in family.hugging_face.aliases.items() if there in spelt}
     for field, name in spelt.items():
-        value = config.get(field)
-        if value is None:
-            continue
-        try:
-            convert(options[name], value)
-        except ValueError as error:
-            yield f"{field} {error}"
-        else:
-            if isinstance(value, str) and options[name].kind in ("int", "float"):
-                yield f"{field} takes a number, got the text {value!r}: leave its quotes out"
+        if why := _other_kind(options[name], config.get(field)):
+            yield f"{field} {why}"
+
+
+def _other_kinds_of_options(read: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the same of what groups of fields were read as."""
+    for option in section_options("model", ModelConfig):
+        if why := _other_kind(option, read.get(option.name)):
+            yield f"{option.flag} {why}"
+
+
+def _other_kind(option: Option, value: Any) -> str:
+    """Return why this is no value of an option, or '' if it is one."""
+    if value is None:
+        return ""
+    try:
+        convert(option, value)
+    except (ValueError, TypeError) as error:
+        return f"{error}"
+    if isinstance(value, str) and option.kind in ("int", "float"):
+        return f"takes a number, got the text {value!r}: leave its quotes out"
+    return ""
 
 
 def architecture_of(options: ModelConfig) -> Family:

@@ -220,6 +220,8 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
         "--num-query-groups": groups,
         "--ffn-hidden-size": model.ffn_hidden_size,
     }
+    if model.num_experts is not None and model.moe_shared_expert_intermediate_size is not None:
+        sizes["--moe-shared-expert-intermediate-size"] = model.moe_shared_expert_intermediate_size
     if groups == model.num_attention_heads or groups < tp:  # one line, not two
         del sizes["--num-query-groups"]
     if sequence_parallel:

@@ -200,7 +200,13 @@ def _kind(flag: str) -> str | None:
 
 
 def _refused(args: Mapping[str, Any], accept: Collection[str]) -> Iterator[str]:
-    """Yield an error for each argument that makes another model, or of which nothing is known."""
+    """Yield an error for each argument that makes another model, or of which nothing is known, and for each that
+    cannot be set aside."""
+    for name in accept:
+        if name not in args:
+            yield f"{_HERE} have no {name} to accept"
+        elif _known(name, args[name]):
+            yield f"{name} of {_HERE} is read, so it cannot be set aside"
     for name, value in sorted(args.items()):
         key = name.replace("_", "-")
         if not value or name in accept or _known(name, value):

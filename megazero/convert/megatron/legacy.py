@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ FILES = ("model_optim_rng.pt", "model_rng.pt")
 OF_MIXTURES = (
     "mixtures are read as torch_dist alone; load and save it with Megatron's --ckpt-format torch_dist"
 )
+_SHOWN = 5
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
 
 
@@ -38,11 +40,12 @@ class Legacy:
         self.path = path
         files = _files(path)
         self._tp, self._pp = (max(each) + 1 for each in zip(*files, strict=True))
-        missing = [
+        missing = (
             f"mp_rank_{t:02d}" + f"_{p:03d}" * (self._pp > 1) for t, p in self._grid() if (t, p) not in files
-        ]
-        if missing:
-            raise CheckpointError(f"'{path}' lacks {', '.join(missing)}: every rank's folder is needed")
+        )
+        if first := list(islice(missing, _SHOWN)):  # a folder's name may have any number
+            more = ", ..." if self._tp * self._pp - len(files) > len(first) else ""
+            raise CheckpointError(f"'{path}' lacks {', '.join(first)}{more}: every rank's folder is needed")
         self._ranks = {rank: read_saved(file) for rank, file in files.items()}
         self.saved: Mapping[str, Any] = self._ranks[_LegacyRank(0, 0)]
         version = self.saved.get("checkpoint_version", 0)

@@ -66,8 +66,13 @@ class TorchDist:
         places: dict[str, _Place] = {}
         for name, shape in self._stored.shapes.items():
             for there, place in _parts(name, shape):
-                if (ours := own_spelling(there)) is not None:
-                    places[ours] = place
+                if (ours := own_spelling(there)) is None:
+                    continue
+                if ours in places:
+                    raise CheckpointError(
+                        f"'{self.path}' has {ours} twice: as {places[ours].name} and as {name}"
+                    )
+                places[ours] = place
         return places
 
     @cached_property

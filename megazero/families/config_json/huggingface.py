@@ -19,6 +19,8 @@ Config = Mapping[str, Any]
 FIELDS = {"vocab_size": "vocab_size", "init_method_std": "initializer_range"}
 ABSENT = {"init_method_std": 0.02}
 TIED = "tie_word_embeddings"
+# Options whose field may be null, whatever its absence means: as many as heads, and of no meaning to a trained model.
+_NULL = ("num_query_groups", "init_method_std")
 
 
 def _nothing(_: object) -> dict[str, Any]:
@@ -101,6 +103,11 @@ class HuggingFace:
             for name, value in options.items()
             if value is None and name not in absent
         ]
+        errors += [
+            f"{there} = null has no meaning"
+            for name, there in self.plain_fields.items()
+            if there in given and given[there] is None and absent.get(name) is not None and name not in _NULL
+        ]
         layers = options["num_layers"]
         if isinstance(layers, int) and layers > MOST_LAYERS:  # the groups count them out
             raise ValueError(f"{self.model_type} config: {layers} layers; at most {MOST_LAYERS} can be meant")
@@ -110,9 +117,11 @@ class HuggingFace:
                 options |= group.read(given)
             except ValueError as error:
                 errors.append(str(error))
-            except (TypeError, AttributeError):
+            except (TypeError, AttributeError, ArithmeticError) as error:
                 said = ", ".join(f"{name} = {given[name]!r}" for name in group.names if name in given)
-                errors.append(f"{said or 'a field'} is of another kind than the field takes")
+                number = isinstance(error, ArithmeticError)
+                why = "a number out of its range" if number else "of another kind than the field takes"
+                errors.append(f"{said or 'a field'} is {why}")
         if errors:
             raise ValueError(f"{self.model_type} config: " + "; ".join(errors))
         return options

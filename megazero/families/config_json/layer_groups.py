@@ -152,6 +152,21 @@ UNTURNED_LAYERS = FieldGroup(
 )
 
 
+def _of_full_layers(config: Config, others: FieldGroup) -> dict[str, Any]:
+    """Return the options of layers without a window, which ``config`` says by the kind of layer.
+
+    What is written here says their scaling twice, once for transformers 4. Raises ValueError where that differs, and
+    for positions of other kinds of layers, or of all.
+    """
+    if further := sorted(config[ROPE].keys() - {FULL, SLIDING}):
+        raise ValueError(f"{ROPE} has {', '.join(further)} beside {FULL} and {SLIDING}")
+    options = others.read({**config, "rope_scaling": None, ROPE: config[ROPE].get(FULL)})
+    flat = config.get("rope_scaling")
+    if flat and others.read({**config, "rope_theta": options["rotary_base"], ROPE: None}) != options:
+        raise ValueError(f"rope_scaling = {flat!r} and {FULL} of {ROPE} differ")
+    return options
+
+
 def two_rotaries(
     windows: FieldGroup, others: FieldGroup, base: float, local: str | None = None
 ) -> FieldGroup:
@@ -165,9 +180,7 @@ def two_rotaries(
         """Return the options that a config.json says. Raises ValueError for what they cannot."""
         chosen, rope = windows.read(config), config.get(ROPE) or {}
         nested = FULL in rope or SLIDING in rope
-        # Said twice, as it is written here: once for transformers 4.
-        flat = {**config, "rope_scaling": None, ROPE: rope.get(FULL)} if nested else config
-        options = others.read(flat)
+        options = _of_full_layers(config, others) if nested else others.read(config)
         inner = rope.get(SLIDING) or {} if nested else {}
         said = {"rope_theta of the windows": inner.get("rope_theta")}
         if local:
@@ -178,10 +191,9 @@ def two_rotaries(
                 f"rope_theta = {options['rotary_base']:g}: transformers 4 and 5 differ on layers with a window; say "
                 f"{ROPE}"
             )
-        if ROTARY.read({ROPE: {**inner, "rope_theta": theta}})["rotary_scaling"] != "none":
-            raise ValueError(
-                f"rope_type = {inner['rope_type']!r} of {SLIDING} is not supported (only default)"
-            )
+        kind = ROTARY.read({ROPE: {**inner, "rope_theta": theta}})["rotary_scaling"]
+        if kind != "none":
+            raise ValueError(f"rope_type = {kind!r} of {SLIDING} is not supported (only default)")
         plain = theta == options["rotary_base"] and options["rotary_scaling"] == "none"
         idle = plain or chosen["sliding_window"] is None
         return {**chosen, **options, "rotary_window_base": None if idle else theta}

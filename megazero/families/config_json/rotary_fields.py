@@ -77,7 +77,8 @@ class _Rotary:
         Raises ValueError, which names a kind, a field or a share that the decoder does not have.
         """
         rope = agreed({name: config.get(name) for name in ("rope_scaling", "rope_parameters")}, {})
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        # Where both stand there, transformers 4 takes type, and 5 takes rope_type.
+        kind = agreed({name: rope.get(name) for name in ("rope_type", "type")}, "default")
         if kind not in _SCALINGS:
             raise ValueError(f"rope_type = {kind!r} is none of {', '.join(_SCALINGS)}")
         share = self._value("partial_rotary_factor", self.share, config, rope, self.absent_share)

@@ -26,6 +26,10 @@ SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
             f"{EXPERTS} --moe-router-topk 5 --moe-router-num-groups 4 --moe-router-group-topk 1",
             "groups of 3 experts have fewer than --moe-router-topk 5; nearest: 2",
         ),
+        (
+            f"{EXPERTS} --moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2 --sequence-parallel",
+            "--moe-shared-expert-intermediate-size 33 does not divide by --tensor-model-parallel-size 2",
+        ),
         ("--num-experts 4 --add-bias-linear", "nearest: --disable-bias-linear"),
         (f"{SIGMOID} --moe-router-enable-expert-bias --outer-interval 4", "move the bias apart; nearest"),
     ],

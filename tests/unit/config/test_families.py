@@ -286,6 +286,43 @@ def config_of(family: str, **changes) -> dict:
             {"rope_parameters": {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_type": "yarn"}}},
             "yarn",
         ),
+        (
+            "Olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": ROPE,
+                    "sliding_attention": {"type": "linear", "factor": 2},
+                }
+            },
+            "rope_type = 'linear' of sliding_attention is not supported (only default)",
+        ),
+        (
+            "Olmo3",
+            {"rope_parameters": {"full_attention": ROPE, "rope_theta": 5e5}},
+            "rope_parameters has rope_theta beside full_attention and sliding_attention",
+        ),
+        (
+            "Gemma3Text",
+            {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_parameters": {"full_attention": ROPE}},
+            "rope_scaling = {'type': 'linear', 'factor': 8.0} and full_attention of rope_parameters differ",
+        ),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}},
+            "rope_type = 'linear' and type = 'dynamic' differ",
+        ),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": float("inf")}},
+            "'factor': inf} is a number out of its range",
+        ),
+        ("Gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0 is a number out of its range"),
+        ("Gemma2", {"query_pre_attn_scalar": -4}, "--softmax-scale takes a number"),
+        ("Gemma2", {"attn_logit_softcapping": -3.0}, "--attn-logit-softcapping -3 must be at least 0"),
+        ("Mistral", {"sliding_window": "16"}, "--sliding-window takes a number, got the text '16'"),
+        ("Llama", {"attention_bias": "false"}, "--add-attention-bias takes true or false, got 'false'"),
+        ("Llama", {"rms_norm_eps": None}, "rms_norm_eps = null has no meaning"),
+        ("Llama", {"output_multiplier": 2.0}, "output_multiplier = 2.0 is not known here"),
         ("Olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "transformers 4 and 5 differ on layers with"),
         ("Olmo3", {"rope_parameters": None}, "rope_theta is missing"),
         ("Qwen2", {"use_mrope": True}, "use_mrope = True is not supported (only False)"),

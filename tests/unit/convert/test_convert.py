@@ -31,6 +31,7 @@ from megazero.convert.importing import Published, fill, write_checkpoint
 from megazero.convert.source import Source
 from megazero.train.generate import load_text_model
 from tests import ROOT
+from tests.family_models import save
 from tests.hugging_face import save_model, weights_digest
 
 pytest.importorskip("transformers")
@@ -291,6 +292,41 @@ def remove_shard(folder):
     first_shard(folder).unlink()
 
 
+def share_bytes(folder):
+    """Let a norm lie where another one lies."""
+    rewrite(
+        folder, lambda told: told["model.norm.weight"] | {"data_offsets": first_norm(told)["data_offsets"]}
+    )
+
+
+def measure_in_floats(folder):
+    rewrite(folder, lambda told: told["model.norm.weight"] | {"shape": [32.0]})
+
+
+def rewrite(folder, norm):
+    """Replace what a header says of the last norm."""
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        told = json.loads(data[8:end])
+        if "model.norm.weight" in told:
+            text = json.dumps({**told, "model.norm.weight": norm(told)}).encode()
+            file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+def first_norm(told):
+    return next(each for name, each in told.items() if name.endswith("post_attention_layernorm.weight"))
+
+
+def spell_twice(folder):
+    """Add a tensor that is the last norm, too, without "model." before its name."""
+    from safetensors.torch import load_file, save_file
+
+    file, index = first_shard(folder), folder / "model.safetensors.index.json"
+    save_file({**load_file(file), "norm.weight": torch.zeros(32)}, file)
+    reindex(folder, {**json.loads(index.read_text())["weight_map"], "norm.weight": file.name})
+
+
 def edit(folder, **fields):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
@@ -309,6 +345,13 @@ MISTAKES = {
         "'mamba' is not built here: it has state space",
     ),
     "another size": (lambda f: edit(f, hidden_size=48, head_dim=6), "not of this model"),
+    "tensors that share bytes": (share_bytes, r"begins at byte \d+, and what is before it ends at"),
+    "a length that is no whole number": (measure_in_floats, "for shape \\[32.0\\], which are no sizes"),
+    "two names of one tensor": (spell_twice, "not of this model"),
+    "a number in quotes": (
+        lambda f: edit(f, num_nextn_predict_layers="1"),
+        "num_nextn_predict_layers takes a whole number, got '1'",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json' is missing"),
 }
 
@@ -365,6 +408,19 @@ def test_a_tied_head_that_is_stored_twice_must_be_the_embedding(tmp_path):
     assert "lm_head.weight" not in Published.open(hf).names
     save_file({**tensors, "lm_head.weight": embedding + 1}, file)
     with pytest.raises(ValueError, match="tie_word_embeddings has to be false"):
+        Published.open(hf)
+
+
+def test_a_tied_head_under_the_name_of_transformers_5_must_be_the_embedding(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    hf = save("gpt_neox", tmp_path / "hf", tie_word_embeddings=True)
+    weights = load_file(hf / "model.safetensors")
+    embedding = weights["gpt_neox.embed_in.weight"]
+    save_file({**weights, "lm_head.weight": embedding.clone()}, hf / "model.safetensors")
+    assert not [name for name in Published.open(hf).names.values() if name == "lm_head.weight"]
+    save_file({**weights, "lm_head.weight": embedding + 1}, hf / "model.safetensors")
+    with pytest.raises(ValueError, match="ties 'lm_head.weight' to the embedding"):
         Published.open(hf)
 
 

@@ -521,6 +521,30 @@ def test_all_that_is_not_built_is_said_at_once(tmp_path):
     assert len(caught.value.errors) == 3
 
 
+def test_what_cannot_be_set_aside_is_said():
+    with pytest.raises(ConfigError) as caught:
+        read_arguments(vars(arguments("llama", mystery=1)), [], ("mystery", "mistery", "hidden_size"))
+    nothing, known = caught.value.errors
+    assert nothing.endswith("have no mistery to accept") and known.startswith("hidden_size of ")
+
+
+def test_two_spellings_of_one_tensor_are_refused(tmp_path):
+    tensors = megatron(original("llama"))
+    twin = {"decoder.layers.1.input_norm.weight": torch.zeros(32)}
+    with pytest.raises(CheckpointError, match=r"layers.1.input_layernorm.weight twice: as .* and as "):
+        MegatronWeights.open(torch_dist(tmp_path, {**tensors, **twin}, arguments("llama"), stacked=False))
+
+
+def test_a_rank_of_any_number_is_not_counted_out(tmp_path):
+    root = legacy(tmp_path, original("gpt"), arguments("gpt"))
+    folder = root / "iter_0000007" / "mp_rank_01_000"
+    folder.rename(folder.with_name("mp_rank_999999999_999999"))
+    with pytest.raises(
+        CheckpointError, match=r"lacks mp_rank_00_002, .*, \.\.\.: every rank's folder is needed"
+    ):
+        MegatronWeights.open(root)
+
+
 def test_folders_that_are_not_read_say_why(tmp_path):
     decoder = original("gpt")
     root = legacy(tmp_path / "legacy", decoder, arguments("gpt"))

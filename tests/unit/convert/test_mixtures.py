@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megazero.cli import main
 from megazero.config import ConfigError, World, begun, parse
+from megazero.convert.importing import Published
 from tests import ROOT
 from tests.family_models import save
 from tests.hugging_face import weights_digest
@@ -74,6 +76,19 @@ def test_a_folder_whose_experts_are_not_its_configs(
     *_, head, line = capsys.readouterr().err.strip().splitlines()
     assert "these weights are not of this model" in head and line.strip() == said
     assert weights_digest(folder) == before and not (tmp_path / "checkpoint").exists()
+
+
+def test_more_experts_than_tensors_are_not_counted_out(published: Path, tmp_path: Path) -> None:
+    """A stranger's config.json with 10^12 experts took all memory."""
+    folder = changed(published, tmp_path / "hf", lambda weights: None)
+    told = json.loads((folder / "config.json").read_text())
+    for name in ("num_experts", "num_local_experts"):
+        told |= {name: 10**12} if name in told else {}
+    (folder / "config.json").write_text(json.dumps(told))
+    with pytest.raises(
+        ValueError, match=r"config.json has \d+ experts in all layers, and the files \d+ tensors"
+    ):
+        Published.open(folder)
 
 
 @pytest.mark.slow
