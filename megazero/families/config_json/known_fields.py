@@ -38,6 +38,7 @@ INERT = (
     "output_router_logits",
     "output_past",
     "output_scores",
+    "ignore_keys_at_rope_validation",
     "return_dict",
     "id2label",
     "label2id",

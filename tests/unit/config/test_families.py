@@ -27,7 +27,8 @@ PUBLISHED = {
         {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
         | {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096}
         | {"hidden_act": "silu", "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False}
-        | {"vocab_size": 32000, "pretraining_tp": 1, "torch_dtype": "float16", "_name_or_path": "x"},
+        | {"vocab_size": 32000, "pretraining_tp": 1, "torch_dtype": "float16", "_name_or_path": "x"}
+        | {"ignore_keys_at_rope_validation": None},
         "llama",
     ),
     "qwen2.5-7b": (
