@@ -27,8 +27,7 @@ PUBLISHED = {
         {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
         | {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096}
         | {"hidden_act": "silu", "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False}
-        | {"vocab_size": 32000, "pretraining_tp": 1, "torch_dtype": "float16", "_name_or_path": "x"}
-        | {"ignore_keys_at_rope_validation": None},
+        | {"vocab_size": 32000, "pretraining_tp": 1, "torch_dtype": "float16", "_name_or_path": "x"},
         "llama",
     ),
     "qwen2.5-7b": (
@@ -179,6 +178,11 @@ def test_published_configs_are_read(name):
     config, family = PUBLISHED[name]
     model = from_hf_config(config)
     assert architecture_of(model).name == model.model_family == family
+
+
+def test_a_field_by_which_transformers_only_checks_changes_nothing():
+    config = PUBLISHED["llama-2-7b"][0]
+    assert from_hf_config(config | {"ignore_keys_at_rope_validation": None}) == from_hf_config(config)
 
 
 @pytest.mark.parametrize("family", sorted({values[0] for values in VARIANTS.values()}))
