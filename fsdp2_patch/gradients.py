@@ -34,7 +34,8 @@ from megazero.zero.rounding import GRADIENTS
 class TwoHopReduceScatter(ReduceScatter):
     """Stands for a group's reduce-scatter on a 1-D mesh; ``cross`` is its all-reduce hook.
 
-    sums: [nodes, n], fp32, what this rank's node has summed and has not sent. params: whose they are.
+    sums: [nodes, n], fp32, what this rank's node has summed and has not sent. params: whose they are. factor: FSDP2's
+        divide factor of these gradients, if it was set.
     exact: [n], what FSDP2's own collective would have given, in verified steps.
     """
 
@@ -43,6 +44,7 @@ class TwoHopReduceScatter(ReduceScatter):
         self.params: list[Any] = []
         self.sums: torch.Tensor | None = None
         self.exact: torch.Tensor | None = None
+        self.factor: float | None = None
         self.last, self.divisor = True, 1.0
 
     def allocate(
@@ -57,15 +59,11 @@ class TwoHopReduceScatter(ReduceScatter):
                 f"fsdp2_patch: {self.group.name} was given another reduce-scatter or all-reduce hook behind "
                 "enable(), and its gradients would not cross nodes: leave that out, or call disable() before it"
             )
-        if self.sums is not None and self.params != given["fsdp_params"]:
-            names = {self.group.names[id(p)] for p in {*self.params} ^ {*given["fsdp_params"]}}
-            raise RuntimeError(
-                f"fsdp2_patch: {', '.join(sorted(names))} had gradients in some micro-batches of a step alone: call "
-                "model.set_reduce_scatter_unused_params(True) (torch 2.13), or model.set_requires_all_reduce(True) "
-                "in every micro-batch"
-            )
+        factor = given["gradient_divide_factor"]
+        if self.sums is not None:
+            self._refuse_other_sums(given["fsdp_params"], factor)
         self.params, self.last = list(given["fsdp_params"]), given["all_reduce_grads"]
-        self.divisor = given["gradient_divide_factor"] or 1.0
+        self.factor = factor
         return original()
 
     def __call__(
@@ -81,8 +79,8 @@ class TwoHopReduceScatter(ReduceScatter):
         self.group.check_sums(input_tensor, self.params, group.size())
         if op == ReduceOp.SUM:
             self.divisor = 1.0
-        elif op == ReduceOp.AVG:
-            self.divisor = float(group.size())
+        else:
+            self.divisor = float(group.size()) if op == ReduceOp.AVG else self.factor or 1.0
         if self.group.verifies:
             exact = torch.empty_like(output_tensor, dtype=torch.float32)
             reduce_scatter_flat(exact, input_tensor.float(), group=group)
@@ -109,6 +107,31 @@ class TwoHopReduceScatter(ReduceScatter):
             self.group.differences.note(
                 GRADIENTS, self.group.updates + 1, output, exact.div_(self.divisor), self.group.shard_group
             )
+
+    def _refuse_other_sums(self, params: list[Any], factor: float | None) -> None:
+        """Raise RuntimeError unless the sums that wait are of these parameters, of this step and for this factor."""
+        if self.params != params:
+            raise RuntimeError(
+                f"fsdp2_patch: {self._named({*self.params} ^ {*params})} had gradients in some micro-batches of a "
+                "step alone: call model.set_reduce_scatter_unused_params(True) (torch 2.13), or "
+                "model.set_requires_all_reduce(True) in every micro-batch"
+            )
+        gone = {p for p in params if p.sharded_param.grad is None}
+        if gone:
+            raise RuntimeError(
+                f"fsdp2_patch: gradients of {self._named(gone)} were dropped (zero_grad) while their sums wait for "
+                "the step's last backward, and would be in the next step's: drop these, too, by "
+                "model.reset_iter_state() (torch 2.13) or by disable() and enable()"
+            )
+        if self.factor != factor:
+            raise RuntimeError(
+                f"fsdp2_patch: {self.group.name} was given another gradient divide factor, {factor}, between "
+                "micro-batches whose sums are divided once: set it before a step's first micro-batch, or call "
+                "model.set_requires_all_reduce(True) in every micro-batch"
+            )
+
+    def _named(self, params: set[Any]) -> str:
+        return ", ".join(sorted(self.group.names[id(p)] for p in params))
 
     def drop(self) -> None:
         """Forget the sums that wait."""

@@ -132,6 +132,8 @@ class Patch:
                 self.teller = Teller(self.version, self.carrier.codecs, pipeline_of(ddp))
             self._add_buckets("dense", ddp.bucket_groups, exact, given)
             self._add_buckets("expert", ddp.expert_parallel_bucket_groups, exact, given)
+        except ConfigError as error:
+            self._refuse(error.errors)
         except ValueError as error:
             self._refuse([str(error)])
         self.largest = max(self.largest, largest_but(exact, ddp.module))
@@ -144,8 +146,8 @@ class Patch:
         if not self.has_effect:  # of this rank's first optimizer: all of its model chunks are there
             try:
                 refuse_without_effect(self.options, self._carrier.groups.values(), self.largest)
-            except ValueError as error:
-                self._refuse([str(error)])
+            except ConfigError as error:
+                self._refuse(error.errors)
             self.has_effect = True
         original(*args, **kwargs)
 

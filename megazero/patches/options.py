@@ -24,7 +24,14 @@ from megazero.config.layout.wire_rules import (
     message_conditions,
     unquantised_changes,
 )
-from megazero.config.options.fields import fault, option, option_of, section_options, without_effect
+from megazero.config.options.fields import (
+    convert,
+    fault,
+    option,
+    option_of,
+    section_options,
+    without_effect,
+)
 from megazero.config.options.sections import BITS, BITS_INTRA_NODE, ROUNDINGS, ParallelConfig, ZeroConfig
 from megazero.config.run import REMOVED
 
@@ -176,14 +183,31 @@ def read_words(
         raise ConfigError([f"{name} was removed: {REMOVED[f'zero_{name}'].cure}" for name in gone])
     for name in others.keys() - names.keys():
         raise TypeError(f"unexpected keyword {name!r}; nearest: one of {', '.join(sorted(names))}")
+    values = _converted(kind, {names[name]: value for name, value in others.items()})
     try:
-        return check(kind(**coded, **{names[name]: value for name, value in others.items()}))
+        return check(kind(**coded, **values))
     except ConfigError as error:
         said = WORDS | {field: name for name, field in names.items()}
         words = {f"--{field.replace('_', '-')}": name for field, name in said.items()}
         raise ConfigError(
             [re.sub(r"--[a-z-]+", lambda m: words.get(m[0], m[0]), line) for line in error.errors]
         ) from None
+
+
+def _converted(kind: type[Options], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the values as a configuration file's are read. Raises ConfigError for those of another kind."""
+    values, errors = dict[str, Any](), []
+    for opt in section_options("patch", kind):
+        if opt.name not in given:
+            continue
+        value = given[opt.name]
+        try:
+            values[opt.name] = value if value is None and opt.default is None else convert(opt, value)
+        except ValueError as error:
+            errors.append(f"{opt.name.removeprefix('zero_')} {error}")
+    if errors:
+        raise ConfigError(errors)
+    return values
 
 
 def _bits(word: str) -> int | None:

@@ -655,10 +655,20 @@ def refusals_at_work() -> dict[str, str]:
             handle.remove()
 
     def uneven() -> None:
-        job.model.set_requires_all_reduce(False)
         job.loss(job.batch(0, 0)).backward()
         with mock.patch.object(Model, "forward", unscaled):
             job.loss(job.batch(0, 1)).backward()
+
+    def given_up() -> None:
+        job.loss(job.batch(0, 0)).backward()
+        job.optimizer.zero_grad()  # and begin anew
+        job.loss(job.batch(1, 0)).backward()
+
+    def divided_otherwise() -> None:
+        job.loss(job.batch(0, 0)).backward()
+        for module in (*job.model.blocks, job.model):
+            module.set_gradient_divide_factor(2.0 * RANKS)
+        job.loss(job.batch(0, 1)).backward()
 
     def scattered() -> None:
         with mock.patch.object(raw_of(job.model), "_reduce_scatter_comm", Other()):
@@ -682,18 +692,21 @@ def refusals_at_work() -> dict[str, str]:
         except RuntimeError as error:
             found["backward"] = str(error)
         job.model.reset_iter_state()
-        try:
-            uneven()
-        except RuntimeError as error:
-            found["uneven"] = str(error)
-        job.model.reset_iter_state()
-        job.model.set_requires_all_reduce(True)
-        for name, replace_one in (("reduce-scatter", scattered), ("hook", hooked)):
+        acts = {
+            "uneven": uneven,
+            "given up": given_up,
+            "divided": divided_otherwise,
+            "reduce-scatter": scattered,
+            "hook": hooked,
+        }
+        for name, act in acts.items():
+            job.model.set_requires_all_reduce(name in ("reduce-scatter", "hook"))
             try:
-                replace_one()
+                act()
             except RuntimeError as error:
                 found[name] = str(error)
             job.model.reset_iter_state()
+            job.optimizer.zero_grad()
     return found
 
 
@@ -710,6 +723,8 @@ def test_what_is_refused_at_work() -> None:
         assert "an optimizer steps while gradients" in found["early"]
         assert "head.weight has a hook behind its gradient" in found["backward"]
         assert "scale had gradients in some micro-batches of a step alone" in found["uneven"]
+        assert "blocks.1.up.weight were dropped (zero_grad) while their sums wait" in found["given up"]
+        assert "blocks.1 was given another gradient divide factor, 8.0, between" in found["divided"]
         for name in ("reduce-scatter", "hook"):
             assert "the model was given another" in found[name]
 

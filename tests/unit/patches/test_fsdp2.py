@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -54,6 +55,30 @@ def test_words() -> None:
         ValueError, match="exact_numel 0 has no effect without weights='int8' or gradients='int4'"
     ):
         read_words(MessageOptions, exact_numel=0)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"exact_numel": "few"}, "exact_numel takes a whole number, got 'few'"),
+        ({"verify_first_steps": 2.5}, "verify_first_steps takes a whole number, got 2.5"),
+        ({"verify_first_steps": None}, "verify_first_steps takes a whole number, got None"),
+        ({"gradient_transform": True}, "gradient_transform takes text, got True"),
+        ({"gradient_error_bound": math.nan}, "gradient_error_bound takes a finite number, got nan"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_word(given: dict, said: str) -> None:
+    """NaN is above no bound and below none: a bound of it would never be passed."""
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_words(PatchOptions, gradients="int4", **given)
+
+
+def test_values_are_read_as_those_of_a_file() -> None:
+    options = read_words(
+        MessageOptions, gradients="int4", block_size=32.0, ranks_per_node="8", exact_numel=None
+    )
+    assert (options.zero_block_size, options.ranks_per_node) == (32, 8)
+    assert options.wire.exact_numel == EXACT_NUMEL
 
 
 @pytest.mark.parametrize("gradients", ["int8", "int4", "int2"])
