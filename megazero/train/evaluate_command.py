@@ -80,7 +80,7 @@ def evaluation_config(flags: Sequence[str], world: World | None) -> RunConfig:
     if said.errors:
         raise ConfigError(said.errors)
     if beginning.manifest is not None:
-        stored = beginning.manifest.configuration["model"]
+        stored = beginning.manifest.configuration.get("model", {})
         said.values.setdefault("seq_length", stored.get("seq_length"))
     return begun(make_run(said, world), world, beginning)
 

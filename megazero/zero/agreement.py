@@ -27,7 +27,8 @@ from megazero.zero.unit import Unit
 class IssueHash:
     """A hash of everything issued in a step. It has 32 bits, so it is exact in a float64 that ranks exchange.
 
-    history: the issued collectives, for ranks that differ (``Agreement``), kept until the next step issues something.
+    history: the issued collectives, for ranks that differ (``Agreement``), kept until what comes after the step, or
+        after an evaluation, issues something.
     units: all of this rank, which the history names by their places.
     """
 
@@ -146,10 +147,14 @@ class Agreement(StepPart):
     def end_evaluation(self) -> None:
         """Wait until all ranks have ended their evaluation. Raises RuntimeError where peers used other units in it.
 
-        This rank leaves word before it waits: a peer that waits for it in a gather finds that it has ended.
+        This rank leaves word before it waits: a peer that waits for it in a gather finds that it has ended. What has
+        been compared is not kept: a loop that only evaluates ends no step.
         """
-        if not self.engine:
-            return
+        if self.engine:
+            self._compare_evaluations()
+        self.issued.take()
+
+    def _compare_evaluations(self) -> None:
         self.evaluations += 1
         told = json.dumps([self.evaluations, len(self.issued.of_step())])
         self._store().set(f"megazero/evaluated/{self.engine}/{self.rank}", told)

@@ -102,9 +102,9 @@ def test_the_megatron_pages_install_line_beside_an_images_torch(tmp_path: Path) 
 def installed(python: Path) -> set[str]:
     """What an interpreter's environment has, as NAME==VERSION."""
     command = [python, "-m", "pip", "list", "--format", "freeze"]
-    return set(
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.split()
-    )
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = partial(subprocess.run, env=bare, check=True, timeout=120)
+    return set(run(command, capture_output=True, text=True).stdout.split())
 
 
 def install_line(page: str) -> str:

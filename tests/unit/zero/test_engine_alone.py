@@ -507,3 +507,12 @@ def test_both_ends_residuals_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     expected = [3 * alone[at : at + high - low] for _, low, high, at in unit.layout.ranges(unit.axes.os)]
     assert all(map(torch.equal, saved, expected)) and len(saved) == len(expected) == 2
+
+
+def test_a_loop_that_only_evaluates_keeps_the_last_evaluation_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, lengths = engine(monkeypatch, (2, 2, 2), prefetch_bytes=0), []
+    for _ in range(3):
+        with cluster.engine.evaluation():
+            cluster.module(cluster.inputs)
+        lengths.append(len(cluster.engine.agreement.issued.history))
+    assert lengths[0] > 0 and len(set(lengths)) == 1
