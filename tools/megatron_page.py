@@ -37,7 +37,7 @@ Megatron's checkpoints, weights and arguments, become checkpoints by `megazero c
 Any other name is an error that suggests the nearest known name, DeepSpeed's keys included. As in Megatron, names
 cannot be abbreviated. `_` may replace `-`.
 """
-NOT_BUILT = "megazero pretrains decoders of text, and this is none of that"
+NOT_BUILT = "megazero pretrains decoders of text, and has nothing of this kind"
 FORMS = ("", "X", "[X]", "X ...", "[X ...]")
 # (flag, what Megatron does, what megazero does, why)
 DIFFERENCES: list[tuple[str, str, str, str]] = [

@@ -251,7 +251,7 @@ default.
 On gloo, FSDP2's reduce-scatter costs the bytes of an all-reduce. NCCL would send half of that: 2.1 instead of 2.8 x
 2N per micro-batch. {sharing:g} ranks share a core here, so compute weighs more than on a cluster. The cores' own
 speed varied by a fifth while this was measured: compare within a heat. Speed is of steps, not of losses: with INT4
-gradients, *zeropp* and *patched* may take 1.07 to 1.37 times the tokens for the same loss, *Hadamard* 1.01 to 1.03
+gradients, *zeropp* and *patched* may take 1.07 to 1.37 times the tokens for the same loss, *Hadamard* 1.02 to 1.04
 times ([loss.md](loss.md#what-is-published)).
 """
 
