@@ -33,8 +33,10 @@ torch.set_num_threads(1)
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 CHANGES = {"llama-rope-llama3": {"rope_parameters": LLAMA3}}  # of Llama 3.1
-# Heads of another width than hidden size over heads: 4.57's class of the family has none.
-CHANGES |= {name: {"head_dim": 12} for name in VARIANTS if name.startswith("qwen2_moe")}
+# 4.57's class of Qwen2-MoE has no heads of another width than hidden size over heads, and windows in other layers.
+CHANGES |= {
+    name: {"head_dim": 12, "use_sliding_window": False} for name in VARIANTS if name.startswith("qwen2_moe")
+}
 TOKENS = torch.arange(20)[None]
 READ = """
 import json, sys, torch, transformers
