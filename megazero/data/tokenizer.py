@@ -181,6 +181,7 @@ class NullTokenizer:
         self.info = TokenizerInfo(digest, vocab_size + 1, vocab_size)
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids that ``text`` spells. Raises ValueError for other words, and for ids that are none."""
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:

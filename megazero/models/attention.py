@@ -291,8 +291,9 @@ def _by_flex(
 
 @lru_cache
 def _compiled_flex(fused: bool) -> Callable[..., Any]:
-    """fused: as Triton's kernel. Without it, on CPUs, all scores are held; torch would trace it itself there, but for
-    sizes that may change, which flex attention of torch 2.15 does not take."""
+    """Return flex attention, traced for sizes that stay: traced by itself, as uncompiled, that of torch 2.15 refuses
+    other sizes than its first. fused: as Triton's kernel. Without it, on CPUs, all scores are held.
+    """
     allow_graphs(2)  # with a window and without
     backend = "inductor" if fused else "eager"
     return torch.compile(flex.flex_attention, fullgraph=True, dynamic=False, backend=backend)

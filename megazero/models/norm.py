@@ -28,7 +28,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, scale)
         out = wide * scale
         # In a graph of torch 2.11 the backward gets other tensors than were saved where the output is what mul_
-        # returned, or a .to that copied nothing. Elsewhere a new tensor takes 8 ms more.
+        # returned, or a .to that copied nothing. Elsewhere a new tensor of [2048, 1024] takes 8 ms more.
         out = out * weight if torch.compiler.is_compiling() else out.mul_(weight)
         return out if out.dtype == x.dtype else out.to(x.dtype)
 

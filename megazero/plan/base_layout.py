@@ -66,7 +66,7 @@ def ring_of(grid: Grid, site_ranks: int) -> tuple[str, ...]:
     Some pipelines may cross to another site where others do not. All wait for those.
     """
     axis, across = grid.axis("pp"), set[int]()
-    for rank in range(grid.world_size):
+    for rank in range(grid.world_size if site_ranks < grid.world_size else 0):
         own = axis.index(rank)
         target = rank + axis.stride * ((own + 1) % grid.pp - own)
         if rank // site_ranks != target // site_ranks:
