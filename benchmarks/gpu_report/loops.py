@@ -32,7 +32,8 @@ AS_A_RUN = partial(best_adamw, lr=1e-4, weight_decay=0.1)
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama-like decoder and the tokens of one step: ``batch`` sequences, one micro-batch."""
+    """A Llama-like decoder and the tokens of one step: ``batch`` sequences, one micro-batch. A token goes to ``topk``
+    of ``experts``, each as wide as ``ffn``."""
 
     name: str
     layers: int
@@ -42,6 +43,8 @@ class Size:
     vocabulary: int = 32000
     sequence: int = 4096
     batch: int = 1
+    experts: int = 0
+    topk: int = 2
 
     @property
     def tokens(self) -> int:

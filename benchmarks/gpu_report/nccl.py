@@ -2,8 +2,9 @@
 
 NCCL refuses communicators whose ranks share a device of one host. Here each rank says that it is a host of its own
 (NCCL_HOSTID), and data go through sockets: what is shown is that the collectives and their order are right, not how
-fast they are. To megazero the ranks are 2 nodes of 2. Every case trains the same model on the same samples, built as
-a run builds it, with its default optimizer. The rehearsal runs on gloo.
+fast they are. To megazero the ranks are 2 nodes of 2. Every case trains on the same samples, built as a run builds
+it: a dense model, one with 8 experts, and the dense one with Muon. Each kind has one rank's losses beside it. The
+rehearsal runs on gloo.
 """
 
 from __future__ import annotations
@@ -34,43 +35,83 @@ from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline
 
 SMALL = Size("small", layers=4, hidden=256, ffn=512, heads=4, vocabulary=512, sequence=128)
 WORLD, PER_NODE, SAMPLES, STEPS = 4, 2, 8, 4
-ALONE = "one rank"
-# By name, the options of a run. The first is what the others are compared with.
-CASES: dict[str, dict[str, Any]] = {
-    ALONE: {},
-    **{preset: {"zero_preset": preset} for preset in ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", "zeropp")},
-    "PP 2, zb-h1, zero2": {
-        "zero_preset": "zero2", "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1",
-    },
-    "TP 2 + SP, zero3": {"zero_preset": "zero3", "tensor_model_parallel_size": 2, "sequence_parallel": True},
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", "zeropp")
+PP = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
+TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+ACROSS = {"expert_model_parallel_size": 4, "moe_dispatch_across_nodes": "exact"}
+EXPERTS = {
+    "num_experts": 8, "moe_ffn_hidden_size": 256, "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
 }  # fmt: skip
+Cases = Mapping[str, Mapping[str, Any]]
+# By kind, the options of its one rank, and by name what its layouts have besides.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "dense": (
+        {},
+        {
+            **{preset: {"zero_preset": preset} for preset in PRESETS},
+            "PP 2, zb-h1, zero2": {"zero_preset": "zero2", **PP},
+            "TP 2 + SP, zero3": {"zero_preset": "zero3", **TP},
+            "CP 2, zero3": {"zero_preset": "zero3", "context_parallel_size": 2},
+            "CP 4, zero1": {"zero_preset": "zero1", "context_parallel_size": 4},
+            "CP 4, keys in INT8, zero3": {
+                "zero_preset": "zero3", "context_parallel_size": 4, "cp_gather_bits": 8,
+            },
+        },
+    ),
+    "experts": (
+        EXPERTS,
+        {
+            "experts, zero3": {"zero_preset": "zero3"},
+            "EP 2, zero2": {"zero_preset": "zero2", "expert_model_parallel_size": 2},
+            "EP 2, zeropp": {"zero_preset": "zeropp", "expert_model_parallel_size": 2},
+            "EP 4 of 2 nodes, zero3": {"zero_preset": "zero3", **ACROSS},
+            "EP 4, rows in INT8, zero3": {"zero_preset": "zero3", **ACROSS, "moe_dispatch_across_nodes": "int8"},
+            "EP 2, PP 2, zero2": {"zero_preset": "zero2", "expert_model_parallel_size": 2, **PP},
+            "EP 2, TP 2 + SP, zero3": {"zero_preset": "zero3", "expert_model_parallel_size": 2, **TP},
+            "EP 2, CP 2, zero3": {
+                "zero_preset": "zero3", "expert_model_parallel_size": 2, "context_parallel_size": 2,
+            },
+        },
+    ),
+    "Muon": (
+        {"optimizer": "muon"},
+        {"Muon, zero3": {"zero_preset": "zero3"}, "Muon, TP 2 + SP, zero1": {"zero_preset": "zero1", **TP}},
+    ),
+}  # fmt: skip
+KIND_OF = {name: kind for kind, (_, cases) in KINDS.items() for name in cases}
 # Of a loss, from one rank's, in all 4 steps: what sums in another order, and INT4 messages, may change.
 APART = 0.05
 SHARED_CARD = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-TIMEOUT = 90.0  # seconds, of all ranks together
+TIMEOUT = 120.0  # seconds, of all ranks together
 GRACE = 2.0  # for the other ranks when one has failed
 Rows = list[dict[str, Any]]
 
 
 def run(setting: Setting, record: Record) -> None:
-    alone = together(1, {ALONE: {}}, setting, lambda row: None)[0]["losses"]
-    record.row(what=ALONE, found=_told(alone), difference=None)
+    alone = {name: list[float]() for name in KINDS}
+
+    def tell_one(row: dict[str, Any]) -> None:
+        alone[row["what"]] = row["losses"]
+        record.row(what=f"{row['what']}, one rank", found=_told(row["losses"]), difference=None)
 
     def tell(row: dict[str, Any]) -> None:
-        losses = row.pop("losses", None)
+        losses, kind = row.pop("losses", None), KIND_OF.get(row["what"], "")
         if losses is not None:
-            apart = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
+            apart = max(abs(a - b) for a, b in zip(losses, alone[kind], strict=True))
             row |= {"found": _told(losses) + " (**apart**)" * (not apart <= APART), "difference": apart}
         record.row(**row)
 
+    together(1, {name: options for name, (options, _) in KINDS.items()}, setting, tell_one)
+    layouts = {name: base | own for base, cases in KINDS.values() for name, own in cases.items()}
     with record.attempt(what=f"all cases on {WORLD} ranks") as row:
-        together(WORLD, {name: CASES[name] for name in CASES if name != ALONE}, setting, tell)
+        together(WORLD, layouts, setting, tell)
         row["found"] = "done"
 
 
 def together(
     world: int,
-    cases: Mapping[str, Mapping[str, Any]],
+    cases: Cases,
     setting: Setting,
     tell: Callable[[dict[str, Any]], object],
 ) -> Rows:
@@ -122,9 +163,7 @@ def _collect(
     return answers
 
 
-def _rank(
-    rank: int, world: int, store: str, setting: Setting, cases: Mapping[str, Mapping[str, Any]], queue: Any
-) -> None:
+def _rank(rank: int, world: int, store: str, setting: Setting, cases: Cases, queue: Any) -> None:
     if world > 1:
         os.environ.update(SHARED_CARD, NCCL_HOSTID=f"host{rank}")
     prepare_cuda(world)
@@ -144,7 +183,7 @@ def _rank(
         work += [partial(_collective, verb, world, setting) for verb in VERBS] if world > 1 else []
         for each in work:
             rows.append(each())
-            if rank == 0 and world > 1:
+            if rank == 0:
                 queue.put((rank, dict(rows[-1])))
             free(setting.device)
         queue.put((rank, rows))
@@ -171,7 +210,7 @@ def _train(name: str, options: Mapping[str, Any], world: int, setting: Setting) 
     pipeline = build_pipeline(decoder, engine, config, mesh)
     drawn = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, size.vocabulary, (SAMPLES, size.sequence), generator=drawn).to(device)
-    own = tokens.chunk(mesh.dp_size)[mesh.dp_rank].split(1)
+    own = decoder.cp.own(tokens.chunk(mesh.batch_ranks)[mesh.batch_rank], 1).contiguous().split(1)
     batches = [MicroBatch(t, t, torch.ones(t.shape, device=device)) for t in own]
     losses = []
     for _ in range(STEPS):

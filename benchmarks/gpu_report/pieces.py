@@ -30,13 +30,15 @@ class Piece:
 # Seconds are what an H100 took, and a third more.
 PIECES = (
     Piece("tests", "Tests marked gpu", "gpu_tests.run", 120),
-    Piece("nccl", "Several ranks on one card", "nccl.run", 120),
+    Piece("nccl", "Several ranks on one card", "nccl.run", 150),
     Piece("rounding", "What rounding costs a trained model", "rounding.run", 240),
     Piece("overhead", "The engine's cost on one rank", "overhead.run", 50),
     Piece("profile", "A profile of training steps", "profile_steps.run", 20),
     Piece("kernels", "Bandwidth of the kernels", "kernels.run", 40, {"TRITON_INTERPRET": "1"}),
     Piece("products", "Rates of a decoder's operations", "products.run", 40),
     Piece("train-1b", "Training, 1B parameters", "training.run_one", 65),
+    Piece("train-experts", "Training, a mixture of experts", "training.run_mixture", 70),
+    Piece("profile-experts", "A profile of a mixture's steps", "profile_steps.run_mixture", 30),
     Piece("allocations", "Allocations and host waits in steady steps", "allocations.run", 25),
     Piece("memory", "Peak memory against the formula", "memory.run", 20),
     Piece("race", "The race of hpZ", "race.run", 20),

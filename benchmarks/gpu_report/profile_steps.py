@@ -1,7 +1,7 @@
 """A profile of a few training steps: kernels by time, and the labels that the engine sets around its hops.
 
 The engine runs as one rank of 2 nodes of 2 in preset zeropp (lone_rank.py), so that every kind of hop and kernel is
-in it. The Chrome trace lies beside the report's other files (chrome://tracing, perfetto).
+in it; a mixture's alone. The Chrome trace lies beside the report's other files (chrome://tracing, perfetto).
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.allocations import stepping
+from benchmarks.gpu_report.loops import Step
 from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting
+from benchmarks.gpu_report.training import MIXTURE, TINY_MIXTURE
 from benchmarks.harness import wait
 from megazero.train.callbacks.profiling import label
+from megazero.zero import Engine
 
 STEPS, MOST = 3, 15
 STEP = "training step"
@@ -29,18 +32,26 @@ LABELS = ("user_annotation", "gpu_user_annotation")
 
 
 def run(setting: Setting, record: Record) -> None:
-    file = setting.folder / "profile.json.gz"
     with stepping("zeropp", setting.pick(loops.HALF, loops.TINY), setting.device) as (step, engine):
-        for _ in range(2):
-            step()
-        for lane in engine.lanes:
-            lane.label = label
-        activities = [ProfilerActivity.CPU] + ([] if setting.rehearsal else [ProfilerActivity.CUDA])
-        with profile(activities=activities) as profiler:
-            for _ in range(STEPS):
-                with record_function(STEP):
-                    step()
-            wait(setting.device)
+        _profile(step, engine, setting.folder / "profile.json.gz", setting, record)
+
+
+def run_mixture(setting: Setting, record: Record) -> None:
+    step, engine = loops.ours(setting.pick(MIXTURE, TINY_MIXTURE), setting.device)
+    _profile(step, engine, setting.folder / "profile-experts.json.gz", setting, record)
+
+
+def _profile(step: Step, engine: Engine, file: Path, setting: Setting, record: Record) -> None:
+    for _ in range(2):
+        step()
+    for lane in engine.lanes:
+        lane.label = label
+    activities = [ProfilerActivity.CPU] + ([] if setting.rehearsal else [ProfilerActivity.CUDA])
+    with profile(activities=activities) as profiler:
+        for _ in range(STEPS):
+            with record_function(STEP):
+                step()
+        wait(setting.device)
     file.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(file))
     record.note(f"the trace of {STEPS} steps is {file.name} in the folder of the report's results")

@@ -1,8 +1,10 @@
-"""Training of decoders of 1B and 3B parameters on one card: tokens per second, share of the peak, peak memory.
+"""Training of decoders of 1B and 3B parameters, and of a mixture of experts, on one card: tokens per second, share of
+the peak, peak memory.
 
 megazero's engine as a run has it (--optimizer-impl auto: the update in one pass), with torch's AdamW, and with
 --compile; the same decoder in a plain torch loop, with its modules compiled and without; under FSDP2 as torchtitan
-has it (blocks compiled, then sharded); and transformers' LlamaForCausalLM of the same sizes in the plain loop. All
+has it (blocks compiled, then sharded); and transformers' LlamaForCausalLM, or MixtralForCausalLM with its grouped
+products, of the same sizes in the plain loop. All
 compute in bf16 with an fp32 master, AdamW, clipping, one micro-batch a step. FLOPs are
 megazero/config/model/spec.py's for all: recompute is not counted.
 
@@ -34,6 +36,8 @@ from megazero.config.model.spec import parameter_count, training_flops
 
 ONE = Size("1B", layers=18, hidden=2048, ffn=5632, heads=16, batch=4)
 THREE = Size("3B", layers=26, hidden=3072, ffn=8192, heads=24)
+MIXTURE = Size("2.7B of 64 experts", layers=6, hidden=2048, ffn=1024, heads=16, batch=2, experts=64, topk=8)
+TINY_MIXTURE = replace(loops.TINY, experts=4)
 RECOMPUTE = ("none", "selective", "full")
 LEAST_LAYERS = 4
 AS_A_RUN, TORCHS = "megazero, as a run has it", "megazero, torch's AdamW"
@@ -67,6 +71,14 @@ def contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device],
             yield "transformers", recompute, lambda device, r=recompute: _transformers(size, device, r)
 
 
+def mixture_contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device], Step]]]:
+    """Yield as ``contestants`` does. Neither compiles experts."""
+    for recompute in ("none", "full"):
+        yield AS_A_RUN, recompute, lambda device, r=recompute: loops.ours(size, device, r)[0]
+        yield "plain torch", recompute, lambda device, r=recompute: _plain(size, device, r)
+        yield "transformers", recompute, lambda device, r=recompute: _transformers(size, device, r)
+
+
 def compiled_contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device], Step]]]:
     """Yield as ``contestants`` does: --compile off and on, the plain loop compiled, FSDP2 as torchtitan compiles
     it."""
@@ -88,6 +100,7 @@ def compiled_contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch
 
 run_one = partial(run, ONE, loops.TINY, contestants)
 run_one_compiled = partial(run, ONE, loops.TINY, compiled_contestants)
+run_mixture = partial(run, MIXTURE, TINY_MIXTURE, mixture_contestants)
 run_three = partial(run, THREE, replace(loops.TINY, layers=3), contestants)
 run_three_compiled = partial(run, THREE, replace(loops.TINY, layers=3), compiled_contestants)
 
@@ -120,9 +133,12 @@ def _fsdp2(size: Size, device: torch.device, recompute: str) -> Step:
 def _transformers(size: Size, device: torch.device, recompute: str) -> Step:
     if importlib.util.find_spec("transformers") is None:
         raise Skip("transformers is not installed (pip install transformers)")
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    config = LlamaConfig(  # type: ignore[call-arg]
+    made: Any = MixtralConfig if size.experts else LlamaConfig
+    experts = {"num_local_experts": size.experts, "num_experts_per_tok": size.topk, "head_dim": None}
+    config = made(
+        **(experts if size.experts else {}),
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.ffn,
@@ -134,13 +150,15 @@ def _transformers(size: Size, device: torch.device, recompute: str) -> Step:
         attn_implementation="sdpa",
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model: Any = (MixtralForCausalLM if size.experts else LlamaForCausalLM)(config).to(torch.bfloat16)
     model = model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(loops.value(parameter, device))
         with device:  # its frequencies are a buffer, which to_empty left without values
             model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    if size.experts:
+        model.set_experts_implementation("grouped_mm")
     if recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -201,6 +219,8 @@ def needed(size: Size) -> float:
     """Return the bytes of the largest contestant with full recompute: the plain loop's 20 per parameter (two kinds of
     gradients), one layer's activations, inputs of all, and the logits in bf16 and three times in fp32."""
     layer = size.tokens * (22 * size.hidden + 8 * size.ffn)
+    if size.experts:
+        layer += size.tokens * size.topk * (8 * size.hidden + 8 * size.ffn)
     inputs = 2 * size.tokens * size.hidden * size.layers
     return 20 * parameter_count(size.config) + layer + inputs + 14 * size.tokens * size.vocabulary
 
