@@ -15,6 +15,7 @@ from benchmarks.gpu_report.setting import ROOT, Setting
 
 WORDS = {"PASSED": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped"}
 MANY = {"test_kernels.py": ("-n", "4")}  # tests that compile for long and time nothing
+LAST = ("test_patches.py",)  # what takes most of a minute or more
 # A test's own line, with and without xdist: the summary at the end names failures once more.
 OUTCOME = re.compile(
     r"(PASSED|FAILED|ERROR|SKIPPED)(?: \(.*\))?\s+\[ *\d+%\]|\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) "
@@ -25,7 +26,10 @@ def run(setting: Setting, record: Record) -> None:
     if importlib.util.find_spec("pytest") is None:
         record.row(file="tests/gpu", reason="pytest is not installed (pip install pytest)")
         return
-    for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+    files = sorted(
+        (ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda file: (file.name in LAST, file.name)
+    )
+    for file in files:
         many = MANY.get(file.name, ()) if importlib.util.find_spec("xdist") is not None else ()
         command = [
             sys.executable,

@@ -98,7 +98,12 @@ def charts(stored: Stored, folder: Path) -> list[str]:
 
     drawn = []
     kernels = [row for row in _rows(stored, "kernels") if REASON not in row]
-    training = [row for name in ("train-1b", "train-3b") for row in _rows(stored, name) if REASON not in row]
+    training = [
+        row
+        for name in ("train-1b", "train-experts", "train-3b")
+        for row in _rows(stored, name)
+        if REASON not in row
+    ]
     for name, bars, label in (
         ("gpu-kernels.png", _of_kernels(kernels), "share of a device copy"),
         ("gpu-training.png", _of_training(training), "tokens per second"),

@@ -41,7 +41,8 @@ class Case:
     dtypes: of parameters and of reductions, by MixedPrecisionPolicy. deferring: set_requires_all_reduce is called.
     whole: set_requires_gradient_sync is called instead, so that whole gradients wait for the last micro-batch.
     frozen: the embedding has no gradient. divide: the gradients' divide factor. nudge: numbers the element of the
-    embedding whose last bit in bf16 is changed at the start (0: none).
+    embedding whose last bit in bf16 is changed at the start (0: none). device: 'cpu', or 'cuda' for ranks on one
+    card.
     """
 
     mesh: str = "1d"
@@ -58,6 +59,7 @@ class Case:
     steps: int = 5
     seed: int = 1
     nudge: int = 0
+    device: str = "cpu"
 
     @property
     def ranks_per_node(self) -> int:
@@ -155,9 +157,9 @@ def build(case: Case) -> nn.Module:
         with torch.no_grad():
             model.embedding.weight.view(torch.int32).view(-1)[case.nudge] ^= 1 << 16
     mesh = {
-        "1d": lambda: init_device_mesh("cpu", (RANKS,)),
-        "2d": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
-        "tp": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp")),
+        "1d": lambda: init_device_mesh(case.device, (RANKS,)),
+        "2d": lambda: init_device_mesh(case.device, (2, 2), mesh_dim_names=("replicate", "shard")),
+        "tp": lambda: init_device_mesh(case.device, (2, 2), mesh_dim_names=("shard", "tp")),
     }[case.mesh]()
     if case.mesh == "tp":
         for block in model.blocks:
@@ -169,7 +171,7 @@ def build(case: Case) -> nn.Module:
     if case.experts:
         replicas = 2 if case.mesh == "2d" else 1
         shape = (replicas, RANKS // replicas // case.experts, case.experts)
-        every = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "efsdp", "ep"))
+        every = init_device_mesh(case.device, shape, mesh_dim_names=("replicate", "efsdp", "ep"))
         placed = {"shard_placement_fn": experts_on_their_mesh(model, every)}
     for block in model.blocks:
         if case.compiled:
@@ -219,7 +221,7 @@ class Job:
         tokens = [torch.randint(VOCABULARY, (4,), generator=generator)]
         for _ in range(LENGTH):  # each of 8 that follow from the one before: a model can learn down to log 8
             tokens.append((3 * tokens[-1] + torch.randint(8, (4,), generator=generator)) % VOCABULARY)
-        return torch.stack(tokens, dim=1)
+        return torch.stack(tokens, dim=1).to(self.case.device)
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.model(tokens[:, :-1])
@@ -245,7 +247,7 @@ class Job:
         self.norms.append(clip(list(self.model.parameters())))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        every = torch.tensor(total)
+        every = torch.tensor(total, device=self.case.device)
         dist.all_reduce(every)
         self.losses.append(every.item() / RANKS)
 
@@ -275,7 +277,8 @@ def clip(parameters: list[nn.Parameter]) -> float:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    held = tensor.detach().contiguous().view(torch.uint8).cpu()
+    return hashlib.sha256(held.numpy().tobytes()).hexdigest()[:16]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ class Case:
     step, of one sequence each. ``bucket_size`` is in elements and has effect where a bucket's sum overlaps the
     backward. ``ranks_per_node`` is what the patch takes for a node. ``nudge`` numbers the element of the embedding
     whose last bit is changed at the start (0: none). ``gated``: SwiGLU without biases and two query groups, as Llama.
+    ``device``: "cpu", or "cuda" for ranks on one card.
     """
 
     dp: int = 1
@@ -47,6 +48,7 @@ class Case:
     nudge: int = 0
     steps: int = 4
     ranks_per_node: int = 2
+    device: str = "cpu"
 
     @property
     def world(self) -> int:

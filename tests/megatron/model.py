@@ -77,7 +77,7 @@ def build_chunks(case: Case, config: Any) -> list[Any]:
             position_embedding_type="rope",
             vp_stage=stage,
         )
-        chunks.append(chunk.to(case.dtype))
+        chunks.append(chunk.to(case.device, case.dtype))
     for name, parameter in named(chunks):
         _set_initial(case, name.partition("@")[0], parameter)
     return chunks

@@ -2,7 +2,7 @@
 
 megatron-core writes its device into its code, and says what a tensor is by the name of its type. Here its RNG, its
 streams and its tensors are the CPU's, torch's norms know sequence parallelism, and nothing is compiled. No arithmetic
-of megatron-core is replaced.
+of megatron-core is replaced. ``megatron_on_card`` leaves the device as it is.
 """
 
 from __future__ import annotations
@@ -106,38 +106,52 @@ def _of_torch() -> dict[str, Any]:
 
 
 def _of_megatron() -> list[tuple[Any, str, Any]]:
-    """Import megatron-core and return the names to replace in its modules."""
+    """Import megatron-core and return the names to replace in its modules, wherever it runs."""
     from megatron.core import dist_checkpointing, distributed, optimizer, pipeline_parallel  # noqa: F401
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: F401
-    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils
+
+    return [
+        (torch_norm.WrappedTorchNorm, "__new__", lambda _, *args, **kwargs: _torch_norm(*args, **kwargs)),
+        # without TransformerEngine the router asks for a name that is not there
+        (moe_utils, "te_general_gemm", None),
+    ]
+
+
+def _of_megatron_on_cpu() -> list[tuple[Any, str, Any]]:
+    """Return what is to be replaced besides on a CPU."""
+    from megatron.core.tensor_parallel import random
 
     return [
         (dist, "all_to_all_single", _all_to_all_single),
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-        (torch_norm.WrappedTorchNorm, "__new__", lambda _, *args, **kwargs: _torch_norm(*args, **kwargs)),
-        (
-            moe_utils,
-            "te_general_gemm",
-            None,
-        ),  # without TransformerEngine the router asks for a name that is not there
     ]
 
 
 @contextlib.contextmanager
-def megatron_on_cpu() -> Iterator[None]:
-    """Let megatron-core run on this rank's CPU for the time of the block; import it if nobody has."""
+def megatron_on_card() -> Iterator[None]:
+    """Let megatron-core run uncompiled, and without what TransformerEngine brings, for the time of the block."""
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, value in _of_torch().items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
         # At its import, megatron-core asks torch.compile for every function that it might fuse: 10 s of imports.
         first = "megatron.core" not in sys.modules
         with mock.patch.object(torch, "compile", _uncompiled) if first else contextlib.nullcontext():
             names = _of_megatron()
         for owner, name, value in names:
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        yield
+
+
+@contextlib.contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Let megatron-core run on this rank's CPU for the time of the block; import it if nobody has."""
+    with contextlib.ExitStack() as stack:
+        for name, value in _of_torch().items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(megatron_on_card())
+        for owner, name, value in _of_megatron_on_cpu():
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         stack.enter_context(_CudaMeansCpu())
         yield

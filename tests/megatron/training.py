@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megazero.comm.lane import Lane
 from tests.megatron.case import Case, Run
 from tests.megatron.model import build_chunks, model_config, named
-from tests.megatron.on_cpu import megatron_on_cpu, unshimmed
+from tests.megatron.on_cpu import megatron_on_card, megatron_on_cpu, unshimmed
 
 Formats = Mapping[str, Any]  # what megatron_core_patch.enable takes
 
@@ -47,7 +47,7 @@ def a_job(case: Case, formats: Formats | None = None) -> Iterator[Job]:
 @contextmanager
 def megatron_ranks(case: Case, formats: Formats | None = None) -> Iterator[None]:
     """Shims, parallel_state and patch of a case, undone after it: a rank serves many cases."""
-    with megatron_on_cpu(), patched(case, formats):
+    with megatron_on_cpu() if case.device == "cpu" else megatron_on_card(), patched(case, formats):
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import random
 
@@ -69,11 +69,12 @@ def megatron_ranks(case: Case, formats: Formats | None = None) -> Iterator[None]
 
 
 def cache_by_ranks(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Each group has the default one's backends, so it serves where Megatron asks for gloo, too."""
     made: dict[tuple[int, ...], Any] = {}
 
     def create_group(ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         if tuple(ranks) not in made:
-            made[tuple(ranks)] = create(ranks, *args, **kwargs)
+            made[tuple(ranks)] = create(ranks, *args, **{**kwargs, "backend": None})
         return made[tuple(ranks)]
 
     return create_group
@@ -184,7 +185,9 @@ class Job:
         counts = first and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         digests = {}
         for name, parameter in named(self.chunks):
-            digests[name] = hashlib.sha256(parameter.detach().view(torch.uint8).numpy()).hexdigest()[:16]
+            digests[name] = hashlib.sha256(parameter.detach().view(torch.uint8).cpu().numpy()).hexdigest()[
+                :16
+            ]
         buckets = [
             (
                 bucket.grad_data.numel(),
@@ -255,10 +258,11 @@ def sample(case: Case, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def forward_step(losses: list[tuple[float, int]], data: Iterator, model: torch.nn.Module) -> tuple[Any, Any]:
     """Run the model on the next micro-batch; the second result takes the loss of the last stage's output."""
-    tokens, mask = next(data)
+    device = next(model.parameters()).device
+    tokens, mask = (x.to(device) for x in next(data))
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    positions = torch.arange(inputs.shape[1])[None]
-    causal = torch.ones(1, 1, inputs.shape[1], inputs.shape[1]).triu(1).bool()
+    positions = torch.arange(inputs.shape[1], device=device)[None]
+    causal = torch.ones(1, 1, inputs.shape[1], inputs.shape[1], device=device).triu(1).bool()
     output = model(inputs, positions, causal, labels=labels)
     return output, partial(_loss, losses, mask, model)
 
