@@ -9,7 +9,7 @@ from typing import Any
 from megazero.config import ConfigError, make_config
 from megazero.config.foreign.megatron import unmet_conditions
 from megazero.config.model.section import complete
-from megazero.config.options.cluster import MOST, Cluster, known_clusters, load_cluster
+from megazero.config.options.cluster import LEAST, MOST, Cluster, known_clusters, load_cluster
 from megazero.config.options.data_inputs import run_vocabulary
 from megazero.config.options.fields import fault, option, section_options
 from megazero.config.read.flags import options_help, read_flags, read_section
@@ -48,7 +48,7 @@ class PlanConfig:
         None,
         "rates in Gb/s of the slowest kind of link at which schemes are compared (default, with --pays: the "
         "cluster's; with --loss-policy outer: 400,100,25,10,1,0.1)",
-        above=0,
+        low=LEAST,
     )
     link_delays: tuple[float, ...] | None = option(
         None,

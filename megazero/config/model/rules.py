@@ -218,8 +218,9 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
     sizes = {
         "--num-attention-heads": model.num_attention_heads,
         "--num-query-groups": groups,
-        "--ffn-hidden-size": model.ffn_hidden_size,
     }
+    if model.num_experts is None or {*model.moe_layer_freq} != {1}:  # some layer has an MLP
+        sizes["--ffn-hidden-size"] = model.ffn_hidden_size
     if model.num_experts is not None and model.moe_shared_expert_intermediate_size is not None:
         sizes["--moe-shared-expert-intermediate-size"] = model.moe_shared_expert_intermediate_size
     if groups == model.num_attention_heads or groups < tp:  # one line, not two

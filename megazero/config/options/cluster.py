@@ -21,6 +21,7 @@ OPERATIONS = ("gather", "exchange", "sum", "message")  # all-gather, all-to-all,
 MODULES = ("embedding", "layer", "head")
 DATA_SHEET, PUBLISHED, CALIBRATED = "data sheet", "published", "calibrated"  # where rates come from
 MOST = 1 << 17  # nodes, or ranks of one: a slip of some digits is not to begin a search without an end
+LEAST = 1e-6  # of a rate, or of a share of one: by less a step takes no number of seconds that JSON has
 Section = TypeVar("Section")
 
 
@@ -37,26 +38,26 @@ class Device:
 
     name: str = option(MISSING, "what it is called", required=True)
     memory_gib: float = option(MISSING, "memory of a rank, in GiB", above=0, required=True)
-    memory_gbytes_per_s: float = option(MISSING, "rate of that memory, in GB/s", above=0, required=True)
+    memory_gbytes_per_s: float = option(MISSING, "rate of that memory, in GB/s", low=LEAST, required=True)
     matmul_efficiency: float = option(
-        MISSING, "share of the peak that matrices reach", above=0, high=1, required=True
+        MISSING, "share of the peak that matrices reach", low=LEAST, high=1, required=True
     )
-    bf16_tflops: float | None = option(None, "peak rate of matrix products in bf16", above=0)
-    fp16_tflops: float | None = option(None, "the same in fp16", above=0)
-    fp32_tflops: float | None = option(None, "the same in fp32", above=0)
+    bf16_tflops: float | None = option(None, "peak rate of matrix products in bf16", low=LEAST)
+    fp16_tflops: float | None = option(None, "the same in fp16", low=LEAST)
+    fp32_tflops: float | None = option(None, "the same in fp32", low=LEAST)
     product_us: float = option(0.0, "time of a product beside its operations, in microseconds", low=0)
     attention_efficiency: float | None = option(
-        None, "share of the peak that attention reaches (default: matmul_efficiency)", above=0, high=1
+        None, "share of the peak that attention reaches (default: matmul_efficiency)", low=LEAST, high=1
     )
     attention_half_keys: float = option(0.0, "keys of a query at which attention reaches half of that", low=0)
     memory_efficiency: float = option(
-        1.0, "share of the memory's rate that operations reach", above=0, high=1
+        1.0, "share of the memory's rate that operations reach", low=LEAST, high=1
     )
     contention: float = option(0.0, "of messages' time, what computing beside them loses", low=0, high=1)
     reserved_gib: float = option(1.5, "memory that is not for tensors, in GiB", low=0)
-    codec_gbytes_per_s: float | None = option(None, "bytes that codecs read and write, in GB/s", above=0)
+    codec_gbytes_per_s: float | None = option(None, "bytes that codecs read and write, in GB/s", low=LEAST)
     update_gbytes_per_s: float | None = option(
-        None, "bytes that the norm and the optimizer read and write, in GB/s", above=0
+        None, "bytes that the norm and the optimizer read and write, in GB/s", low=LEAST
     )
 
     @property
@@ -80,7 +81,7 @@ class Device:
 class IntraNode:
     """The link of a rank to the others of its node."""
 
-    gbytes_per_s: float = option(MISSING, "rate of a rank, in GB/s", above=0, required=True)
+    gbytes_per_s: float = option(MISSING, "rate of a rank, in GB/s", low=LEAST, required=True)
     latency_us: float = option(5.0, "time of a step of a collective, in microseconds", low=0)
 
 
@@ -92,13 +93,13 @@ class InterNode:
     of that which all-to-alls reach, where many pairs of ranks meet on one adapter.
     """
 
-    gbits_per_s: float = option(MISSING, "rate of a node, in Gb/s", above=0, required=True)
+    gbits_per_s: float = option(MISSING, "rate of a node, in Gb/s", low=LEAST, required=True)
     rank_gbits_per_s: float | None = option(
-        None, "the most that one rank reaches (default: the node's)", above=0
+        None, "the most that one rank reaches (default: the node's)", low=LEAST
     )
     latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
-    efficiency: float = option(0.8, "share of the line rate that collectives reach", above=0, high=1)
-    exchange_share: float = option(1.0, "share of that which all-to-alls reach", above=0, high=1)
+    efficiency: float = option(0.8, "share of the line rate that collectives reach", low=LEAST, high=1)
+    exchange_share: float = option(1.0, "share of that which all-to-alls reach", low=LEAST, high=1)
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,10 @@ class InterSite:
     Sites are consecutive nodes. Nodes of one site are joined as ``InterNode`` says.
     """
 
-    gbits_per_s: float = option(MISSING, "rate of a site, in Gb/s", above=0, required=True)
+    gbits_per_s: float = option(MISSING, "rate of a site, in Gb/s", low=LEAST, required=True)
     sites: int = option(2, "sites that the nodes divide into, in their order", low=2)
     latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
-    efficiency: float = option(0.8, "share of the line rate that collectives reach", above=0, high=1)
+    efficiency: float = option(0.8, "share of the line rate that collectives reach", low=LEAST, high=1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from megazero.config.model.loaded import take_architecture
 from megazero.config.model.section import complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import section_of, show, stand_in, typed
-from megazero.config.options.optimizers import of_schedule
+from megazero.config.options.optimizers import OPTIMIZERS, of_schedule
 from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.config.read.beginning import Beginning
 from megazero.config.read.data_files import read_data_files
@@ -51,6 +51,11 @@ KEPT_PLAIN = (
     ", so gradients are sent as they were, with a larger error than by today's default; --zero-gradient-transform "
     "hadamard changes to that"
 )
+# What beside the optimizer's own options changes a step: its gradients, or what it is trained on.
+OF_UPDATE = (
+    "clip_grad", "hidden_dropout", "attention_dropout", "z_loss_strength", "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
+)  # fmt: skip
 ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
 
 
@@ -84,6 +89,7 @@ def resolve(
     errors += _complete_schedule(values, said.accepted, *goes_on, notes)
     notes += [*_unlike_megatron(values, said.accepted), *unfused_gelu(values)]
     values = complete(values)
+    notes += _changed_update(values, *goes_on)
     errors += _complete_zero(values, notes)
     _complete_formats(values, *goes_on, notes)
     _complete_outer(values, *goes_on, notes)
@@ -145,14 +151,28 @@ def _complete_schedule(
         )
         notes.append(f"--use-checkpoint-opt-param-scheduler: {said}, as in {path}")
     else:
-        said = ", ".join(
-            f"{all_options()[name].flag} {show(now[name])} (was {show(before[name])})" for name in changed
-        )
         notes.append(
-            f"the flags decide the schedule, which is not that of {path}: {said}. "
+            f"the flags decide the schedule, which is not that of {path}: {_changes(changed, before, now)}. "
             "--use-checkpoint-opt-param-scheduler takes the checkpoint's"
         )
     return []
+
+
+def _changed_update(values: Mapping[str, Any], path: Path | None, stored: Stored) -> Iterator[str]:
+    """Yield a note if a run that goes on has another update, beside its schedule, or another loss than before."""
+    saved = {name: value for section in stored.values() for name, value in section.items()}
+    optimizer = OPTIMIZERS.get(values.get("optimizer") or "adamw")
+    read = [name for name in optimizer.options if not of_schedule(name)] if optimizer else []
+    names = [name for name in dict.fromkeys((*read, *OF_UPDATE)) if name in saved]
+    now = {name: all_options()[name].default if values.get(name) is None else values[name] for name in names}
+    if changed := [name for name in names if now[name] != saved[name]]:
+        said = _changes(changed, saved, now)
+        yield f"the flags decide the update and the loss, which are not those of {path}: {said}"
+
+
+def _changes(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return options with their values as they are typed, and as they were."""
+    return ", ".join(f"{all_options()[n].flag} {show(now[n])} (was {show(before[n])})" for n in names)
 
 
 def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
@@ -212,11 +232,9 @@ def _changed_format(was: ZeroConfig, now: ZeroConfig, path: Path | None) -> Iter
         return
     formats = [(w.gradients_intra, w.gradients_inter) for w in (asked_for(was), asked_for(now))]
     if formats[0] != formats[1]:
-        names = (n for n in (*OF_GRADIENTS, *OF_BOTH) if getattr(was, n) != getattr(now, n))
-        said = (
-            f"{all_options()[n].flag} {show(getattr(now, n))} (was {show(getattr(was, n))})" for n in names
-        )
-        yield f"the flags decide the format of gradients, which is not that of {path}: {', '.join(said)}"
+        names = [n for n in (*OF_GRADIENTS, *OF_BOTH) if getattr(was, n) != getattr(now, n)]
+        said = _changes(names, vars(was), vars(now))
+        yield f"the flags decide the format of gradients, which is not that of {path}: {said}"
 
 
 def _schedule(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,13 @@ def test_other_sizes_are_errors(changes: dict[str, object], line: str) -> None:
     assert any(line in error for error in caught.value.errors), caught.value.errors
 
 
+def test_ranks_need_not_share_an_mlp_that_no_layer_has() -> None:
+    odd = {"ffn_hidden_size": 50, "tensor_model_parallel_size": 4, "sequence_parallel": True}
+    assert config(**odd).parallel.tensor_model_parallel_size == 4
+    with pytest.raises(ConfigError, match="--ffn-hidden-size 50 does not divide"):
+        config(**odd, moe_layer_freq=(2,))
+
+
 def test_shards_between_which_the_size_lies_are_an_error() -> None:
     six = {"num_experts": 12, "global_batch_size": 24, "expert_model_parallel_size": 2}
     with pytest.raises(ConfigError, match="neither divide P = 3 nor are a multiple of it; nearest: 3"):

@@ -370,6 +370,27 @@ def test_help_and_own_flags_do_not_read_the_tables():
     assert out.stdout.split()[-2:] == ["0", "1"]
 
 
+def test_a_resume_tells_what_else_the_flags_change_of_the_update_and_the_loss(tmp_path):
+    """Of the optimizer that runs: another one's options change nothing. A family's dropout is as if it were given."""
+    before = run("--adam-beta2 0.95 --hidden-dropout 0.1")
+    (tmp_path / "iter_0000001").mkdir()
+    write_manifest(tmp_path / "iter_0000001", Manifest(1, 0, 1, {}, {}, before.to_dict(), {}))
+    load = f"--load {tmp_path} --hidden-dropout 0.1"
+    for words, said in (
+        ("--adam-beta2 0.95 --lion-beta1 0.5", ""),
+        (
+            "--adam-beta1 0.8 --z-loss-strength 1e-4",
+            "--adam-beta1 0.8 (was 0.9), --adam-beta2 0.999 (was 0.95), --z",
+        ),
+        ("--adam-beta2 0.95 --hidden-dropout 0", "--hidden-dropout 0 (was 0.1)"),
+        ("--finetune", ""),
+    ):
+        notes = [
+            note for note in begun(run(f"{load} {words}")).notes if "the flags decide the update" in note
+        ]
+        assert len(notes) == bool(said) and all(said in note for note in notes), (words, notes)
+
+
 def test_a_resume_takes_the_schedule_of_the_flags_or_of_the_checkpoint(tmp_path):
     """Megatron refuses other flags; here they decide, with a note, unless the checkpoint is asked for."""
     before = run("--lr-decay-style cosine --lr-warmup-fraction 0.1 --min-lr 1e-5 --weight-decay 0.3")
@@ -390,6 +411,8 @@ def test_a_resume_takes_the_schedule_of_the_flags_or_of_the_checkpoint(tmp_path)
     ):
         assert part in note, note
     assert "clip-grad" not in note and flags.lr_lengths.decay == 40 and flags.optimizer.weight_decay == 0.1
+    (note,) = (note for note in flags.notes if "the flags decide the update" in note)
+    assert note.endswith(f"{tmp_path / 'iter_0000001'}: --clip-grad 2 (was 1)")
     for word in ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"):
         kept = begun(parse([*other, word]))
         named = [name for name in all_options() if of_schedule(name) and name != "lr_decay_iters"]

@@ -122,7 +122,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rates = ["--link-rates", "10,0", "--link-delays", "-5"]
     assert main([*words, "--pays", *rates, "--zero-preset", "zeropp", "--zero-quantized-weights"]) == 2
     faults = capsys.readouterr().err
-    assert "--link-rates 0 must be above 0" in faults and "--link-delays -5 must be at least 0" in faults
+    assert (
+        "--link-rates 0 must be at least 1e-06" in faults and "--link-delays -5 must be at least 0" in faults
+    )
     assert "compares exact messages with quantised ones: leave out --zero-" in faults
     assert main([*words, "--loss-policy", "outer", "--zero-preset", "zeropp"]) == 2
     assert "leave out --zero-preset" in capsys.readouterr().err

@@ -595,7 +595,7 @@ name: lab
 nodes: 0
 ranks_per_node: 4
 colour: red
-device: {name: card, memory_gib: -3, memory_gbytes_per_s: 100, matmul_efficiency: 1.5, memroy: 2}
+device: {name: card, memory_gib: -3, memory_gbytes_per_s: 1e-320, matmul_efficiency: 1.5, memroy: 2}
 intra_node: {latency_us: x}
 collectives: [{operation: gathr, ranks: 2, nodes: 1, bytes: 1%s}]
 """ % ("0" * 400)
@@ -606,6 +606,7 @@ collectives: [{operation: gathr, ranks: 2, nodes: 1, bytes: 1%s}]
         "nodes 0 must be at least 1",
         "colour does not exist",
         "memory_gib -3 must be above 0",
+        "memory_gbytes_per_s 1e-320 must be at least 1e-06",
         "matmul_efficiency 1.5 must be at most 1",
         "memroy does not exist",
         "intra_node: latency_us takes a number",
