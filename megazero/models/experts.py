@@ -19,6 +19,7 @@ from megazero.moe import (
     dispatch_to,
     grouped_linear,
     route,
+    weighted,
 )
 from megazero.tp import TensorParallel, start_all_reduce
 
@@ -70,8 +71,7 @@ class Experts(nn.Module):
             inner = activation(self.config, up)
         else:
             inner = activation(self.config, grouped_linear(rows, self.gate_proj.weight, ends)) * up
-        inner = (inner * probabilities.unsqueeze(-1)).to(rows.dtype)
-        return grouped_linear(inner, self.down_proj.weight, ends)
+        return grouped_linear(weighted(inner, probabilities), self.down_proj.weight, ends)
 
 
 def router_of(config: ModelConfig) -> Router:

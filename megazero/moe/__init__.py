@@ -3,7 +3,7 @@
 from megazero.moe.balance import Balance, BalanceLosses
 from megazero.moe.context import ExpertParallel, Holders
 from megazero.moe.dispatch import Dispatch, RowCounts, Told, TwoLevels, dispatch_to
-from megazero.moe.grouped import grouped_linear
+from megazero.moe.grouped import grouped_linear, weighted
 from megazero.moe.routing import Decision, Router, route
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "dispatch_to",
     "grouped_linear",
     "route",
+    "weighted",
 ]

@@ -128,7 +128,7 @@ ROUNDINGS: dict[str, Formats] = {
         "gradient_feedback_beta": 0.5,
         "gradient_feedback_reset": 3,
     },
-    "hadamard": {"gradient_transform": "hadamard"},
+    "no transform": {"gradient_transform": "none"},
 }
 
 
@@ -146,7 +146,7 @@ ROUNDINGS: dict[str, Formats] = {
     ],
 )
 def test_every_rounding(name: str, layout: str) -> None:
-    """Replicas' bits, those of tensor-parallel ranks and tied stages too, and losses near those of plain INT4."""
+    """Replicas' bits, those of tensor-parallel ranks and tied stages too, and losses near those of default INT4."""
     case = replace({**CASES, **LARGE}[layout], bf16=True, steps=6)
     runs = run_ranks(case.world, train, case, {**DELTA_INT4, **ROUNDINGS[name]}, timeout=120)
     plain = run_ranks(case.world, train, case, DELTA_INT4, timeout=120)

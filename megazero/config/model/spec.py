@@ -416,13 +416,14 @@ def _experts(c: ModelConfig) -> Block:
     beside = _mlp(c, "mlp.shared_expert", shared) if shared else Block((), 0, 0)
     gate = ParameterSpec("mlp.shared_gate.weight", (1, h), std=c.init_method_std, multiplies=True)
     gated = (gate,) if shared and c.moe_shared_expert_gate else ()
-    # Rows are laid out by expert (2 h), and laid out by token and added (3 h). Their activation is multiplied by the
-    # probability in fp32 and rounded (6 w); the one before is kept, too. Scores are in fp32 and indices in int64:
-    # some elements of each expert and row. Behind a gate an output is kept.
+    # Rows are laid out by expert, and by token and added: 5 h elements of each in a forward, 8 h in a backward, which
+    # counts as two forwards. Its activation is multiplied by its probability, 2 w and 12 w; the one before is kept,
+    # too. Scores are in fp32 and indices in int64: some elements of each expert and row. Behind a gate an output is
+    # kept.
     width, scores, kept_gate = c.expert_width, 2 * count + 16 * topk, h if gated else 0
     return Block(
         (router, *stacked, *beside.parameters, *gated),
-        moved=topk * (each.moved + 5 * h + 6 * width) + beside.moved + scores,
+        moved=topk * (each.moved + (13 * h + 14 * width) // 3) + beside.moved + scores,
         kept=topk * (each.kept + h + width) + beside.kept + scores + kept_gate,
         gradients=topk * (each.gradients + 2 * h) + beside.gradients,
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megazero.models import Decoder, make_model
 from megazero.models.hf_weights import load_hf_state_dict
-from megazero.moe import Decision, Dispatch, ExpertParallel, Router, grouped_linear, route
+from megazero.moe import Decision, Dispatch, ExpertParallel, Router, grouped_linear, route, weighted
 from tests.hugging_face import to_hf_state_dict
 
 T, H, E, K = 23, 12, 5, 2
@@ -217,3 +217,19 @@ def test_a_bias_is_stored_in_fp32_under_the_families_name_and_read_back() -> Non
     load_hf_state_dict(again, state)
     assert torch.equal(again.full_logits(tokens), decoder.full_logits(tokens))
     assert not torch.equal(decoder.full_logits(tokens), free)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [0, 1, T])
+def test_rows_are_weighted_as_by_a_product_that_is_rounded(rows: int, dtype: torch.dtype) -> None:
+    """Bit for bit, gradients too."""
+    x, grad = (drawn(rows, H, dtype=dtype, seed=seed) for seed in (0, 1))
+    probabilities = drawn(rows, seed=2).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    x.requires_grad_()
+    found, wanted = weighted(x, probabilities), (x * probabilities.unsqueeze(-1)).to(dtype)
+    pairs = zip(
+        (found, *torch.autograd.grad(found, (x, probabilities), grad)),
+        (wanted, *torch.autograd.grad(wanted, (x, probabilities), grad)),
+        strict=True,
+    )
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
