@@ -21,6 +21,7 @@ one() { # name, seconds, command
     return $rc
 }
 SIZES="--num-layers 12 --hidden-size 1536 --ffn-hidden-size 4096 --num-attention-heads 12 --seq-length 2048 --vocab-size 32000"
+EXPERTS="--num-experts 8 --moe-ffn-hidden-size 1024 --moe-aux-loss-coeff 0.01"
 [ "$DEVICE" = cuda ] || SIZES="--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 --vocab-size 256"
 trained() { # name, seconds, flags: one rank, with every default of a run
     local name=$1 limit=$2; shift 2
@@ -32,10 +33,8 @@ trainer() {
     trained train 60 --train-iters 20 --save "$RESULTS/checkpoint" --async-save --save-interval 10 &&
         trained resume 60 --train-iters 25 --load "$RESULTS/checkpoint" --save "$RESULTS/checkpoint"
     rm -rf "$RESULTS/checkpoint"
-    trained experts 60 --train-iters 10 --num-experts 8 --moe-ffn-hidden-size 1024 --moe-aux-loss-coeff 0.01 \
-        --save "$RESULTS/checkpoint" &&
-        trained experts-resumed 60 --train-iters 15 --num-experts 8 --moe-ffn-hidden-size 1024 \
-            --moe-aux-loss-coeff 0.01 --load "$RESULTS/checkpoint"
+    trained experts 60 $EXPERTS --train-iters 10 --save "$RESULTS/checkpoint" &&
+        trained experts-resumed 60 $EXPERTS --train-iters 15 --load "$RESULTS/checkpoint"
     rm -rf "$RESULTS/checkpoint"
     [ "$DEVICE" != cuda ] || trained compile 110 --train-iters 10 --compile
 }

@@ -15,7 +15,7 @@ from benchmarks.gpu_report.setting import ROOT, Setting
 
 WORDS = {"PASSED": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped"}
 MANY = {"test_kernels.py": ("-n", "4")}  # tests that compile for long and time nothing
-LAST = ("test_patches.py",)  # what takes most of a minute or more
+LAST = ("test_fsdp2_patch.py", "test_megatron_patch.py")  # which take a minute or more
 # A test's own line, with and without xdist: the summary at the end names failures once more.
 OUTCOME = re.compile(
     r"(PASSED|FAILED|ERROR|SKIPPED)(?: \(.*\))?\s+\[ *\d+%\]|\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) "

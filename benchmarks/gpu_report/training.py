@@ -4,9 +4,8 @@ the peak, peak memory.
 megazero's engine as a run has it (--optimizer-impl auto: the update in one pass), with torch's AdamW, and with
 --compile; the same decoder in a plain torch loop, with its modules compiled and without; under FSDP2 as torchtitan
 has it (blocks compiled, then sharded); and transformers' LlamaForCausalLM, or MixtralForCausalLM with its grouped
-products, of the same sizes in the plain loop. All
-compute in bf16 with an fp32 master, AdamW, clipping, one micro-batch a step. FLOPs are
-megazero/config/model/spec.py's for all: recompute is not counted.
+products, of the same sizes in the plain loop. All compute in bf16 with an fp32 master, AdamW, clipping, one
+micro-batch a step. FLOPs are megazero/config/model/spec.py's for all: recompute is not counted.
 
 The plain contestant compiles the head with its loss, and each layer with its recompute inside. megazero and FSDP2
 compile layers alone. In megazero full recompute is around the compiled layer, which then runs whole once more.

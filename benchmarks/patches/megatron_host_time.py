@@ -4,7 +4,7 @@
 
 One rank of a cluster, two nodes of four, steps a GPT of tiny tensors. Collectives do nothing, so a step's time is the
 host's; streams are a CPU's, which does nothing with them. Seconds are of one thread, and hold what lets megatron-core
-run on a CPU (tests/megatron/on_cpu.py). Operations are those that launch a kernel on a card; megazero's own kernels
+run on a CPU (tests/megatron/devices.py). Operations are those that launch a kernel on a card; megazero's own kernels
 are not launched. A contestant has all its rounds before the next one begins: Megatron's groups are the process's.
 """
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megazero.comm.lane import Lane
 from tests.megatron.case import Case, Run
+from tests.megatron.devices import megatron_on_card, megatron_on_cpu, unshimmed
 from tests.megatron.model import build_chunks, model_config, named
-from tests.megatron.on_cpu import megatron_on_card, megatron_on_cpu, unshimmed
 
 Formats = Mapping[str, Any]  # what megatron_core_patch.enable takes
 

@@ -53,8 +53,8 @@ KEPT_PLAIN = (
 )
 # What beside the optimizer's own options changes a step: its gradients, or what it is trained on.
 OF_UPDATE = (
-    "clip_grad", "hidden_dropout", "attention_dropout", "z_loss_strength", "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
+    "optimizer", "clip_grad", "hidden_dropout", "attention_dropout", "z_loss_strength",
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
 )  # fmt: skip
 ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
 
@@ -161,7 +161,7 @@ def _complete_schedule(
 def _changed_update(values: Mapping[str, Any], path: Path | None, stored: Stored) -> Iterator[str]:
     """Yield a note if a run that goes on has another update, beside its schedule, or another loss than before."""
     saved = {name: value for section in stored.values() for name, value in section.items()}
-    optimizer = OPTIMIZERS.get(values.get("optimizer") or "adamw")
+    optimizer = OPTIMIZERS.get(values.get("optimizer") or all_options()["optimizer"].default)
     read = [name for name in optimizer.options if not of_schedule(name)] if optimizer else []
     names = [name for name in dict.fromkeys((*read, *OF_UPDATE)) if name in saved]
     now = {name: all_options()[name].default if values.get(name) is None else values[name] for name in names}

@@ -1,8 +1,8 @@
 """Lets the ranks of Megatron-LM's own training programs run on CPUs: python imports it before anything else.
 
 In ranks with MEGATRON_LM (the folder of Megatron-LM) and this folder on PYTHONPATH. Beside what megatron-core needs
-(``on_cpu``), the program's questions to the GPU are answered, and it compiles nothing. megatron-core is the installed
-one, whose helpers are compiled.
+(``devices``), the program's questions to the GPU are answered, and it compiles nothing. megatron-core is the
+installed one, whose helpers are compiled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def shims() -> contextlib.ExitStack:
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     import torch
 
-    from tests.megatron.on_cpu import megatron_on_cpu
+    from tests.megatron.devices import megatron_on_cpu
 
     sys.path.pop(0)
     stack = contextlib.ExitStack()

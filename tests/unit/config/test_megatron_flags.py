@@ -383,6 +383,7 @@ def test_a_resume_tells_what_else_the_flags_change_of_the_update_and_the_loss(tm
             "--adam-beta1 0.8 (was 0.9), --adam-beta2 0.999 (was 0.95), --z",
         ),
         ("--adam-beta2 0.95 --hidden-dropout 0", "--hidden-dropout 0 (was 0.1)"),
+        ("--optimizer lion --no-load-optim", "--optimizer lion (was adamw)"),
         ("--finetune", ""),
     ):
         notes = [

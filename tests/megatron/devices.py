@@ -1,4 +1,6 @@
-"""megatron-core on CPU ranks: "cuda" means "cpu" inside ``megatron_on_cpu``, and everything is as before after it.
+"""megatron-core on CPU ranks, and on ranks of one card.
+
+"cuda" means "cpu" inside ``megatron_on_cpu``, and everything is as before after it.
 
 megatron-core writes its device into its code, and says what a tensor is by the name of its type. Here its RNG, its
 streams and its tensors are the CPU's, torch's norms know sequence parallelism, and nothing is compiled. No arithmetic
