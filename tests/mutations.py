@@ -45,6 +45,9 @@ megazero/zero/axes.py
 - levels = range(self.g + 1, self.all + 1)
 + levels = range(self.p + 1, self.all + 1)
   errors are fed back at a hop that runs with every micro-batch
+- mesh.expert_axes, mesh.grid.expert_shards, mesh.outer
++ mesh.expert_axes, (1, 1, 1), mesh.outer
+  states of experts that ranks share are cut by no factor
 
 megazero/zero/outer.py
 - row.add_(owed)
@@ -182,6 +185,11 @@ megazero/mesh/grid.py
 - self.expert_shards, self.dp_stride * together)
 + self.expert_shards, self.dp_stride)
   experts are reduced over ranks that hold others
+
+megazero/mesh/mesh.py
+- dist.all_reduce(x, group=nodes.reduce_group)
++ pass
+  experts are balanced by the tokens of a node
 
 megazero/mesh/dealing.py
 - message = sorted(held, key=lambda i: (pieces[i].owner[axis], i))
@@ -502,6 +510,49 @@ megazero/moe/balance.py
 - bias.add_((load.sum() - len(load) * load).sign().to(bias.dtype), alpha=rate)
 + bias.add_((len(load) * load - load.sum()).sign().to(bias.dtype), alpha=rate)
   a bias moves to what is full
+- .square().sum() / (length * samples)
++ .square().mean()
+  the z loss is the mean of a rank's own tokens
+
+megazero/models/experts.py
+- length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1) * self.cp.size
++ length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1)
+  a sample has the tokens of one context-parallel rank
+- x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1) * self.cp.size
++ x.shape[0] * self.cp.size
+  a sample has the tokens of one tensor-parallel rank
+- counts = start_all_reduce(counts, self.tp).wait()
++ pass
+  tokens of one tensor-parallel rank are counted
+- return summed(counts, self.cp)
++ return counts
+  tokens of one context-parallel rank are counted
+
+megazero/cp/exchange.py
+- for peers in (cp.heads, *cp.keys):
++ for peers in (cp.heads,):
+  tokens of groups that gather keys are not counted
+- dtype=torch.promote_types(rows.dtype, torch.float32))
++ dtype=rows.dtype)
+  gradients of gathered keys are rounded with every addition
+
+megazero/train/expert_balance.py
+- self.engine.micro_batches * self.mesh.replica_batch_ranks)
++ self.engine.micro_batches * self.mesh.batch_ranks)
+  with outer replicas losses of experts weigh less
+- def aborted(self) -> None:
+-         for balance in self.own.values():
++ def aborted(self) -> None:
++         for balance in ():
+  tokens of an aborted step count in the next
+- values /= self.engine.micro_batches * self.mesh.batch_ranks
++ values /= self.engine.micro_batches
+  losses of experts are told as sums over ranks
+
+megazero/config/rules.py
+- if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
++ if False:
+  every tensor-parallel rank computes the experts of all tokens
 
 megazero/moe/dispatch.py
 - self.order = flat.argsort(stable=True)
@@ -522,6 +573,9 @@ megazero/moe/dispatch.py
 - own = came.long() - ep.across.index * share
 + own = came.long()
   every node has the first node's experts
+- return self._placed(rows).sum(1)
++ return sum(self._placed(rows).unbind(1))
+  a token's rows are rounded with every addition
 
 megazero/moe/context.py
 - out[coming : coming + len(kept)] = kept
@@ -907,6 +961,9 @@ megazero/plan/communication.py
 - backward -= wire * has_loss_chunks(config)
 + backward -= 0
   the head's input is gathered again for a loss in chunks
+- again + sent * there + back + received * values
++ again + sent * there + back
+  gradients of probabilities take no bytes
 
 megazero/config/nearest.py
 - return f"; nearest: {stems[near]}" if near is not None and alike else ""

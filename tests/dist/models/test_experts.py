@@ -52,6 +52,7 @@ CORE = (
     case(1, 2, 4, "zero3", family="shared experts", pp=2, schedule="zb-h1", recompute="full"),
     case(1, 4, 2, "zero2", family="balanced experts", recompute="full", ep=2),
     case(2, 2, 4, "zero3", family="experts of micro-batches", recompute="full"),
+    case(1, 4, 4, "zero1", family="balanced experts", cp=4, keys=2),
     case(1, 2, 4, "zero1", family="balanced experts", pp=2, schedule="zb-h1", cp=2),
     case(1, 1, 2, "zero1", pp=2, schedule="interleaved", virtual=2, layers=4, micro_batches=6),
 )
@@ -113,7 +114,7 @@ def faults(cases: list[Case]) -> list[str]:
     ]
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(7)
 @pytest.mark.parametrize("each", (*CORE, *SHARED, ACROSS), ids=lambda each: each.id)
 def test_experts_train_on_a_layout_as_on_one_rank(each: Case) -> None:
     assert not faults([each])

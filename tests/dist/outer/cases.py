@@ -12,6 +12,7 @@ import torch
 from megazero.config import RunConfig, World, make_config
 from megazero.models import Decoder
 from megazero.train.distributed import make_mesh
+from megazero.train.expert_balance import balance_losses
 from megazero.train.parallelize import (
     DTYPES,
     MicroBatch,
@@ -225,7 +226,7 @@ def _take_up(
 
 class _Replica:
     def __init__(self, config: RunConfig, dtype: torch.dtype) -> None:
-        self.decoder = Decoder(config.model, dtype=dtype)
+        self.decoder = Decoder(config.model, balance=balance_losses(config), dtype=dtype)
         self.decoder.initialize(config.training.seed)
         self.names, self.params = map(list, zip(*self.decoder.named_parameters(), strict=True))
         o, undecayed = config.optimizer, self.decoder.no_weight_decay()

@@ -20,6 +20,7 @@ from megazero.plan.seconds import Collectives
 from megazero.train import forecast
 from megazero.zero.layout import Slice
 from tests.dist.outer.cases import OuterCase, error, on_ranks, plain, whole
+from tests.dist.parity_cases import EXPERTS
 from tests.dist.pool import run_ranks
 from tests.dist.runs import checkpoint_of, differences, samples, train_each
 from tests.sizes import TINY
@@ -34,7 +35,7 @@ STREAMED = {"outer_interval": 4, "outer_fragments": 2, "outer_delay": 1, "outer_
 RUNS, OFFLOAD = {"outer_fragment_pattern": "sequential"}, {"outer_offload": True}
 TIED = {"untie_embeddings_and_output_weights": False}
 CASES = [
-    OuterCase("zero3 inside", 2, {**OUTER, "zero_preset": "zero3"}),
+    OuterCase("zero3 inside", 2, {**OUTER, **EXPERTS["balanced experts"], "zero_preset": "zero3"}),
     OuterCase("zero3 inside, fp32", 2, {**OUTER, **SGD, "zero_preset": "zero3"}, dtype="fp32"),
     OuterCase("tp 2", 2, {**OUTER, **TP2, "outer_optimizer": "sgd"}),
     OuterCase("pp 2", 2, {**OUTER, **PP2, "untie_embeddings_and_output_weights": False}),

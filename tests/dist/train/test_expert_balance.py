@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {
             **{"tensor_model_parallel_size": 2, "sequence_parallel": True, "zero_preset": "zero2"},
-            **{"recompute_granularity": "full"},
+            **{"recompute_granularity": "full", "ranks_per_node": 2},
         },
     ),
     "context parallel": (2, {"context_parallel_size": 2}),
@@ -39,14 +39,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [line["experts"] for line in read_metrics(folder) if "lm_loss" in line]
 
 
-@pytest.mark.slow
-def test_every_layout_balances_as_one_rank(tmp_path: Path) -> None:
+@pytest.mark.first(1)
+@pytest.mark.parametrize("layouts", [["tp 2 x zero2, recompute"], sorted(LAYOUTS)], ids=["one", "every"])
+def test_a_layout_balances_as_one_rank(tmp_path: Path, layouts: list[str]) -> None:
     jobs = {
         name: (
             world,
             {**MODEL, **values, "save": str(tmp_path / name), "log_dir": str(tmp_path / f"{name} logs")},
         )
-        for name, (world, values) in LAYOUTS.items()
+        for name, (world, values) in ((name, LAYOUTS[name]) for name in ("one rank", *layouts))
     }
     seen = train_each(jobs)
     wanted, own = lines(tmp_path / "one rank logs"), checkpoint_of(tmp_path / "one rank")["weights"]
@@ -58,7 +59,7 @@ def test_every_layout_balances_as_one_rank(tmp_path: Path) -> None:
         assert torch.equal(moves, moves.round())
     assert set(wanted[0]["layers"]) == {"1", "2"} and f"{wanted[0]['fullest_layer']}" in wanted[0]["layers"]
     assert wanted[0]["load"] == max(each["load"] for each in wanted[0]["layers"].values()) > 1
-    for name in LAYOUTS:
+    for name in layouts:
         weights = checkpoint_of(tmp_path / name)["weights"]
         for bias in BIASES:
             assert torch.equal(weights[bias], own[bias]), (name, bias)

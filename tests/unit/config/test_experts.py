@@ -30,6 +30,7 @@ SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
             f"{EXPERTS} --moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2 --sequence-parallel",
             "--moe-shared-expert-intermediate-size 33 does not divide by --tensor-model-parallel-size 2",
         ),
+        (f"{EXPERTS} --tensor-model-parallel-size 2", "needs --sequence-parallel"),
         ("--num-experts 4 --add-bias-linear", "nearest: --disable-bias-linear"),
         (f"{SIGMOID} --moe-router-enable-expert-bias --outer-interval 4", "move the bias apart; nearest"),
     ],

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
-from megazero.cp import ContextParallel, Peers, exchange, gather, swap, swap_back
+from megazero.cp import ContextParallel, Peers, exchange, gather, summed, swap, swap_back
 from megazero.cp.exchange import _dealt
 from megazero.mesh.grid import INTER, INTRA, make_grid, own_spans
 from megazero.models.dropout import sharded_key
@@ -149,6 +149,20 @@ def test_gradients_of_rounded_keys_are_those_of_exact_ones(monkeypatch: pytest.M
         for one, other in zip(got[:2], want[:2], strict=True):
             assert 0 < (one - other).norm() < 0.01 * other.norm()
         assert (sent, fewer) == (2 * 2 * n * 4, 2 * (n + 2 * n // 128) + 2 * n * 4)
+
+
+def test_counts_are_added_up_over_all_ranks_that_share_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of groups of 2 ranks, 3 on each of 5 nodes, without ranks: a gather finds the same of each."""
+    monkeypatch.setattr(exchange, "_all_gather", lambda own, cp, peers: own.expand(peers.size, *own.shape))
+    cp = ContextParallel(Peers(None, 0, 2), (Peers(None, 0, 3), Peers(None, 0, 5)))
+    assert summed(torch.tensor([1, 2]), cp).tolist() == [30, 60]
+
+
+def test_gradients_of_gathered_keys_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 + 1 is 256 in bf16."""
+    monkeypatch.setattr(exchange, "_all_to_all", lambda rows, cp, peers: rows)
+    rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    assert exchange._sum_of_own(rows, ContextParallel(), Peers(None, 0, 3)).tolist() == [258]
 
 
 def test_one_rank_swaps_nothing() -> None:

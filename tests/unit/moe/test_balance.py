@@ -154,7 +154,7 @@ def test_a_loss_scale_changes_no_gradient() -> None:
     assert not torch.allclose(plain[router], without[router])
 
 
-def test_a_skipped_step_moves_no_bias_and_its_tokens_are_forgotten() -> None:
+def test_a_skipped_or_aborted_step_moves_no_bias_and_its_tokens_are_forgotten() -> None:
     values = {**TINY, "num_experts": 4, "moe_ffn_hidden_size": 8, "init_method_std": 0.3}
     values |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     config = make_config(values, World(1, 1))
@@ -162,6 +162,9 @@ def test_a_skipped_step_moves_no_bias_and_its_tokens_are_forgotten() -> None:
     decoder = build_decoder(config, mesh)
     engine = shard_decoder(decoder, config, mesh)
     bias = decoder.layers["0"].mlp.router.e_score_correction_bias
+    engine.begin_step(1, 24)
+    decoder(tokens, tokens.roll(-1, 1))
+    engine.abort_step()
     for factor, moved in ((torch.inf, False), (1.0, True)):
         engine.begin_step(1, 24)
         (decoder(tokens, tokens.roll(-1, 1)).sum() * factor).backward()

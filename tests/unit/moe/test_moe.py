@@ -139,6 +139,12 @@ def test_rows_go_to_their_experts_and_back() -> None:
         assert torch.allclose(got, want, rtol=1e-12)
 
 
+def test_a_tokens_rows_are_added_before_they_are_rounded() -> None:
+    """256 + 1 is 256 in bf16."""
+    rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    assert Dispatch(torch.tensor([[0, 1, 2]]), 3).collect(rows).tolist() == [[258]]
+
+
 SIZES = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 40, "num_experts": 4}
 MIXTURE = {"model_family": "qwen3_moe", "moe_layer_freq": (0, 1, 1), "max_position_embeddings": 16, **SIZES}
 

@@ -11,12 +11,17 @@ from torch import Tensor
 from benchmarks.rank_threads import MeshOf, run_threads
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
-from megazero.mesh.grid import INTER, INTRA
+from megazero.config import World, make_config
+from megazero.config.model.spec import model_spec
+from megazero.mesh.grid import INTER, INTRA, make_grid
 from megazero.moe import ExpertParallel, TwoLevels, dispatch_to
+from megazero.plan.communication import Activation, ExpertRows, expert_rows
+from tests.sizes import TINY
 from tests.unit.moe.test_moe import drawn
 
 RANKS, H, E = 4, 16, 8
 ROW, VALUE = 8 * H, 8  # bytes, in fp64
+MODEL = {**TINY, "num_layers": 1, "hidden_size": H, "num_experts": E, "moe_router_pre_softmax": True}
 Found = dict[str, Any]
 
 
@@ -120,10 +125,15 @@ def test_rows_of_several_nodes_are_computed_as_on_one_rank(case: Case, codec: Bl
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_bytes_are_those_of_rows_that_leave(case: Case, bits: int | None) -> None:
-    """A forward, one that repeats it, and a backward; numbers of rows and of experts are told once."""
+    """A forward, one that repeats it, and a backward; numbers of rows and of experts are told once.
+    The planner counts the same."""
     codec = bits and Blockwise(bits, H)
     found = run_threads(RANKS, computed, case, codec)
     coded = codec.message_numel(H) if codec else ROW
+    shared = {"expert_model_parallel_size": case.ep, "moe_dispatch_across_nodes": "int8" if bits else "exact"}
+    config = make_config({**MODEL, **shared, "moe_router_topk": case.k}, World(RANKS, case.node))
+    (layer,) = model_spec(config.model).layers
+    grid, activation = make_grid(RANKS, case.node, ep=case.ep), Activation(1, 1, H, VALUE)
     for rank, each in enumerate(found):
         rows = leaving(case, rank)
         values, told = case.k * VALUE, (case.ep // rows.places - 1) * 4 + rows.away * case.k * 4
@@ -138,6 +148,10 @@ def test_bytes_are_those_of_rows_that_leave(case: Case, bits: int | None) -> Non
         ]
         told = (rows.places - 1) * (E // case.ep) * 4
         assert [step.get(("ep", INTRA), 0) for step in each["sent"]] == [inside[0] + told, *inside]
+        moved = ExpertRows(rows.sent, rows.received, rows.away, rows.came)
+        planned = expert_rows(config, layer, grid, activation, moved)
+        sent = [{link: step.get(("ep", link), 0) for link in (INTRA, INTER)} for step in each["sent"]]
+        assert list(planned) == sent[::2]
 
 
 class Leaving(NamedTuple):
