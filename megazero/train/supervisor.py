@@ -18,6 +18,7 @@ from megazero.log.history import record_end
 from megazero.log.units import duration, plural
 from megazero.mesh.launch import Launch
 from megazero.mesh.sealed import SealedStore, job_secret
+from megazero.mesh.waiting import waiting
 from megazero.ops.failures import RankFailure
 from megazero.ops.heartbeat import Where
 from megazero.ops.lease import SAVING, FolderInUse, Lease
@@ -89,7 +90,9 @@ class Supervisor:
             return
         # Rank 0 is stopped, or its store is; or another program has written there.
         with suppress(RuntimeError, ValueError, TypeError):
-            owner, numbers = load_json(store.wait("lease") or "")
+            with waiting:
+                told = store.wait("lease")
+            owner, numbers = load_json(told or "")
             self.lease.adopt(f"{owner}", {folder: int(number) for folder, number in dict(numbers).items()})
 
     def stop_watchdog(self) -> None:
@@ -133,9 +136,6 @@ class Supervisor:
             self._seen[name] = value, since
             seconds[name] = round(time.monotonic() - since, 1)
         return {"phase": self.phase[:LONGEST_PHASE], **seconds}
-
-    def awaits(self) -> tuple[int, str, float] | None:
-        return None if self.trainer is None else self.trainer.pipeline.links.awaited
 
     def limit(self) -> Limit:
         name = "distributed_init_timeout_minutes" if self.joining else "distributed_timeout_minutes"
