@@ -47,8 +47,12 @@ class Heartbeat:
     stack: str
 
     @property
+    def who(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.pid})"
+
+    @property
     def words(self) -> str:
-        return f"rank {self.rank} on {self.host} (process {self.pid}), in {in_words(self.where)}"
+        return f"{self.who}, in {in_words(self.where)}"
 
 
 def read(text: str, rank: int) -> Heartbeat | None:
@@ -68,7 +72,9 @@ def missing_ranks(
     silent: their heartbeats stopped. busy: not in a collective. never: they sent no heartbeat.
     """
     found = [
-        f"{each.words}: no answer, so its process is stopped or lost, or the link to it is" for each in silent
+        f"{each.who}, last heard in {in_words(each.where)}: no answer, so its process is stopped or lost, or the "
+        "link to it is"
+        for each in silent
     ]
     found += [f"{each.words}: not in a collective but at {each.stack}" for each in busy]
     found += [f"rank {rank}: it never came" for rank in never]

@@ -112,7 +112,8 @@ def main(
         with waiting:
             dist.barrier()
             supervisor.stop_watchdog()
-            # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED; rank 0 may hold it.
+            # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED; rank 0 may hold the
+            # store.
             dist.barrier()
         dist.destroy_process_group()
     return status

@@ -25,7 +25,7 @@ from megazero.ops.lease import SAVING, FolderInUse, Lease
 from megazero.ops.watchdog import Limit, Watchdog, connect
 from megazero.train.trainer import Trainer
 
-LONGEST, LONGEST_PHASE = 500, 100  # characters of a reason, and of a phase in the lease
+LONGEST, LONGEST_PHASE = 10_000, 100  # characters of a reason, and of a phase in the lease
 SAID_AFTER = 2.0  # seconds of a step of the start: a screen is for what is slow
 
 
@@ -47,6 +47,7 @@ class Supervisor:
         self.joining = f"waiting for {plural(launch.world_size - 1, 'other rank')}"
         self.refused: str | None = None  # on the first rank: which run holds a folder of this one
         self._watchdog: Watchdog | None = None
+        self._told = ""  # of the error that was printed here: its kind
 
     @property
     def joining(self) -> str | None:
@@ -158,7 +159,7 @@ class Supervisor:
 
     def tell(self, kind: str, text: str) -> None:
         """Print an error in one line. This rank's number is the last word: it need not be the rank that failed."""
-        line = f"{kind}: {text} (reported by rank {self.launch.rank})"
+        self._told, line = kind, f"{kind}: {text} (reported by rank {self.launch.rank})"
         print(line, file=sys.stderr, flush=True)
         report_to_torchrun(line)
 
@@ -175,7 +176,8 @@ class Supervisor:
             self.trainer.outputs.close_lines()  # lines that waited for room come before the end, and whole
         record_end(log_dir if ours else None, status, reason, facts)
         if self.trainer is not None:
-            self.trainer.outputs.console.note(end_line(reason, facts))
+            why = f"{self._told}, as above" if self._told else reason
+            self.trainer.outputs.console.note(end_line(why, facts))
         if self.launch.rank == 0:
             self.lease.release()
 

@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from typing import Any
 import pytest
 
 from megazero.checkpoint.saving import Part
-from megazero.cp import exchange
 from megazero.log.exit_status import ExitStatus
 from megazero.models import Decoder
 from megazero.moe.context import Holders
@@ -39,6 +39,7 @@ from megazero.zero.scalars import StepScalars
 from tests.dist.failures.test_failing_ranks import LONG, errors, iterations
 from tests.dist.runs import Processes
 
+CP = "megazero.cp.exchange"
 LIMIT, CALLS = 6.0, 8  # seconds; what is called so often hangs
 TRAINING = {**LONG, "global_batch_size": 3, "distributed_timeout_minutes": LIMIT / 60, "lr_warmup_iters": 0}
 PAIR = {**TRAINING, "global_batch_size": 2, "zero_preset": "ddp"}
@@ -79,7 +80,7 @@ def in_data(began: Path, rank: int) -> None:
 
 def in_a_loop(owner: Any, name: str, began: Path, rank: int) -> None:
     if rank == 1:
-        at_call(owner, name, began, endless)
+        at_call(import_module(owner) if isinstance(owner, str) else owner, name, began, endless)
 
 
 def before(owner: Any, name: str, values: dict[str, Any], world: int = 2) -> tuple[Any, ...]:
@@ -122,7 +123,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "held by ptrace": (1, trace, TRAINING, "where it is held, as by a debugger", 3),
     "reads a FIFO nobody writes": (1, in_data, TRAINING, BUSY, 3),
     "loops before a gather": before(Decoder, "run_stage", {**TRAINING, "zero_preset": "zero3"}, 3),
-    "loops before a reduction": before(Reducer, "submit", {**TRAINING, "zero_preset": "zero2"}, 3),
+    "loops before a reduction": before(Reducer, "_submit", {**TRAINING, "zero_preset": "zero2"}, 3),
     "loops before the step's exchange": before(
         StepScalars, "exchange", {**TRAINING, "zero_preset": "ddp"}, 3
     ),
@@ -131,9 +132,9 @@ KINDS: dict[str, tuple[Any, ...]] = {
         Exits, "before_step", {**EXPERTS, "expert_model_parallel_size": 4, "global_batch_size": 4}, 4
     ),
     "loops before a swap of heads": before(
-        exchange, "_all_to_all", {**PAIR, "context_parallel_size": 2, "cp_comm_type": ("a2a",)}
+        CP, "_all_to_all", {**PAIR, "context_parallel_size": 2, "cp_comm_type": ("a2a",)}
     ),
-    "loops before a gather of keys": before(exchange, "_all_gather", GATHERED),
+    "loops before a gather of keys": before(CP, "_all_gather", GATHERED),
     "loops before a stage's message": before(
         Links, "send", {**TRAINING, "pipeline_model_parallel_size": 3, "num_layers": 3}, 3
     ),

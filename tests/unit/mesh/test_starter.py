@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import pytest
 
 from megazero.mesh.launch import allocator_settings
+from megazero.ops.processes import is_gone, started
 from tests import ROOT
 
 START = """
@@ -166,3 +167,18 @@ def test_ranks_are_started_by_one(words: list[str], environ: dict[str, str], sai
     done = program("--lr", "1", *words, **environ)
     assert done.returncode == 2 and re.search(said, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own ties")
+def test_ranks_end_with_a_starter_that_is_killed() -> None:
+    process = start(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
+    )
+    assert process.stdout is not None
+    ranks = [int(process.stdout.readline()) for _ in range(2)]
+    starts = [started(pid) for pid in ranks]
+    process.kill()
+    assert (
+        process.stdout.read() == ""
+    )  # it is theirs, too: it ends with the last of them, or is empty for 99 s
+    assert all(map(is_gone, ranks, starts))
