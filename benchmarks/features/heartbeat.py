@@ -6,7 +6,7 @@ A training of a few seconds in which each rank counts, besides the seconds of it
 
 - timing: the main thread's seconds in the time bill's spans, in reading stalls, and in gathering and judging times
   of ranks, less what it takes to count a call of nothing;
-- heartbeat: the seconds of the watchdog's threads and of the link meter, which hold the interpreter for no longer.
+- heartbeat: the seconds of the watchdog's threads, which hold the interpreter for no longer.
 
 All are CPU seconds of a thread, which other programs do not change. Timing is divided by the main thread's CPU
 seconds in its steps, which are at most the real ones; heartbeats, which come once a second, by real seconds. The
@@ -26,7 +26,6 @@ from typing import Any
 from benchmarks import harness
 from megazero.log.time_bill import _Span
 from megazero.ops.stragglers import Stragglers
-from megazero.ops.tcp import LinkMeter
 from megazero.train.trainer import Trainer
 from tests.dist.runs import Processes
 
@@ -80,8 +79,6 @@ def count(rank: int) -> None:
         return info
 
     def run(self: Trainer) -> Any:
-        meter = LinkMeter()  # it looks at what there is, though all ranks are on one host
-        meter.start()
         began, beats = time.perf_counter(), cpu_seconds()
         status = train(self)
         figures = {
@@ -91,7 +88,6 @@ def count(rank: int) -> None:
             "calls": calls[0] / len(steps),
             "heartbeat": (cpu_seconds() - beats) / (time.perf_counter() - began),
         }
-        meter.stop()
         Path(self.config.logging.log_dir, f"cost{rank}.json").write_text(json.dumps(figures))
         return status
 
@@ -99,9 +95,9 @@ def count(rank: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of the watchdog's threads and the link meter so far."""
-    ours = [each for each in threading.enumerate() if each.name == "link meter" or "watch" in each.name]
-    assert len(ours) == 3, ours
+    """Return the CPU seconds of the watchdog's threads so far."""
+    ours = [each for each in threading.enumerate() if "watch" in each.name]
+    assert ours
     return sum(
         time.clock_gettime(time.pthread_getcpuclockid(each.ident)) for each in ours if each.ident is not None
     )

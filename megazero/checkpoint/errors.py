@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from megazero.mesh.objects import gather_objects
+from megazero.mesh.waiting import waiting
 
 if TYPE_CHECKING:  # a checkpoint's description is read without torch
     import torch.distributed as dist
@@ -73,7 +74,8 @@ def first_bytes(group: dist.ProcessGroup | None, doing: str, action: Callable[[]
         if made
         else torch.empty(size, dtype=torch.uint8)
     )
-    dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
+    with waiting:
+        dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
     return data.numpy().tobytes()
 
 

@@ -59,6 +59,7 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.checkpoint.writer import Row, Writer
 from megazero.files import appears, encodable
 from megazero.mesh.objects import gather_to_first
+from megazero.mesh.waiting import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,8 @@ class Part:
             self._done.wait(min(LOOK_S, limit_s / 4))
             ended = torch.tensor(float(self.ended(limit_s)))
             if group is not None:
-                dist.all_reduce(ended, dist.ReduceOp.MIN, group=group)
+                with waiting:
+                    dist.all_reduce(ended, dist.ReduceOp.MIN, group=group)
             if ended:
                 return
 
@@ -342,6 +344,7 @@ class _Task:
         directory.retain(self.root, self.final, rule)
 
 
+@waiting
 def _plan(writer: Writer, records: Sequence[SliceRecord], group: dist.ProcessGroup | None) -> None:
     """Let torch's checkpointing arrange what each rank writes. Collective."""
     with warnings.catch_warnings():

@@ -27,6 +27,7 @@ from megazero.kernels.arena import Arena, Frame, Take
 from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Axis, all_gather_flat
+from megazero.mesh.waiting import waiting
 
 Result = TypeVar("Result")
 Moves = Generator[dist.Work, None, Result]  # a hop, or several: what it returns is there at its end
@@ -298,7 +299,9 @@ def run_through(chain: Moves[Result]) -> Result:
     """Run a chain to its end, on the current stream, and return its result. On gloo the host waits for each hop."""
     while True:
         try:
-            next(chain).wait()
+            work = next(chain)
+            with waiting:
+                work.wait()
         except StopIteration as end:
             result: Result = end.value
             return result

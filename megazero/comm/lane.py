@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from megazero.comm.hops import HopSpec, Moves
 from megazero.comm.timing import Label, Stalls, no_label, no_timing
+from megazero.mesh.waiting import waiting
 
 Chain = Moves[None]
 PATIENCE = timedelta(seconds=10)  # after which ``Lane.overdue`` is asked what is wrong
@@ -148,7 +149,7 @@ class Lane:
             self.poll()
         while not ticket.done:
             first = next(t for t in self.tickets if not t.done)
-            with self.timed(f"exposed_{first.plan[max(first.issued - 1, 0)].hop}"):
+            with waiting, self.timed(f"exposed_{first.plan[max(first.issued - 1, 0)].hop}"):
                 self._finish_work(first)
                 self.poll()
 

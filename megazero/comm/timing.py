@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from megazero.mesh.waiting import waiting
+
 if TYPE_CHECKING:
     import torch
 
@@ -69,7 +71,7 @@ class Stalls:
 
 class Waits:
     """Times waits for collectives where they are issued, by name: on a CPU the host's, as spans of ``timed``; on CUDA
-    the compute stream's, by events.
+    the compute stream's, by events. Inside, the watchdog sees this rank as ``waiting``.
     """
 
     def __init__(self, device: torch.device | None = None, timed: Callable[[str], Any] = no_timing) -> None:
@@ -79,7 +81,7 @@ class Waits:
 
     def __call__(self, name: str) -> AbstractContextManager[Any]:
         """Time the waits inside under ``name``, an item of the time bill ('exposed_tp_intra')."""
-        return self._between_events(name) if self.by_events else self.timed(name)
+        return _Wait(self._between_events(name) if self.by_events else self.timed(name))
 
     @contextmanager
     def _between_events(self, name: str) -> Iterator[None]:
@@ -90,3 +92,20 @@ class Waits:
         yield
         after.record()
         self.stalls.add((name,), (before, after))
+
+
+class _Wait:
+    """``timed``, and ``waiting`` set inside it."""
+
+    __slots__ = ("timed",)
+
+    def __init__(self, timed: AbstractContextManager[Any]) -> None:
+        self.timed = timed
+
+    def __enter__(self) -> None:
+        waiting.depth += 1
+        self.timed.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        waiting.depth -= 1
+        self.timed.__exit__(*error)

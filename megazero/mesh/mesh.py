@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megazero.mesh.grid import AxisSpec, Grid, make_grid
 from megazero.mesh.launch import Launch
 from megazero.mesh.objects import gather_objects
+from megazero.mesh.waiting import waiting
 
 # torch's flat collectives: 2.13 renames *_tensor to *_single and warns of the old names.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -149,6 +150,7 @@ class Mesh:
     def replica_batch_rank(self) -> int:
         return self.dp_rank // self.grid.cp
 
+    @waiting
     def gather_rows(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows [world, k] of all ranks by rank, with the dtype of ``row``, for ordered sums of scalars.
 
@@ -173,6 +175,7 @@ class Mesh:
         out.view(nodes.size, node.size, -1).copy_(rows.transpose(0, 1))
         return out
 
+    @waiting
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """Add up integers of any shape over all ranks, in place: inside each node, then across nodes."""
         if self.world_size == 1:
@@ -184,6 +187,7 @@ class Mesh:
             dist.all_reduce(x, group=nodes.reduce_group)
         return x
 
+    @waiting
     def gather_along(self, axes: Sequence[Axis], row: torch.Tensor) -> torch.Tensor:
         """Return the rows [ranks, k] of the ranks along these axes, innermost first, with the dtype of ``row``.
 
@@ -209,6 +213,7 @@ class Mesh:
         return [self.grid.rank_of(stage, i, 0, replica) for replica in outer for i in inner]
 
 
+@waiting
 def create_mesh(
     *,
     tp: int = 1,
@@ -251,6 +256,7 @@ def create_mesh(
     return mesh
 
 
+@waiting
 def destroy_mesh(mesh: Mesh) -> None:
     """Free the communicators of the mesh that was made last, without ends. Collective.
 
@@ -333,6 +339,7 @@ def _level_group_counts(rank: int, timeout: timedelta | None) -> None:
         _new_group([rank], timeout)
 
 
+@waiting
 def _connect(axes: Sequence[Axis], device: torch.device) -> None:
     """Run a small collective of each kind that an axis will carry on each of its communicators, axis by axis.
 
@@ -387,6 +394,7 @@ def _new_group(
     return dist.new_group(list(ranks), timeout=timeout, pg_options=options(), use_local_synchronization=True)
 
 
+@waiting
 def init_distributed(launch: Launch, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
     """Form the default process group. CPU tensors always have gloo, and CUDA tensors have NCCL.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.bounded import load_json
+from megazero.mesh.waiting import waiting
 
 if TYPE_CHECKING:  # who only describes checkpoints needs no torch
     import torch.distributed as dist
@@ -94,6 +95,7 @@ def _instance(cls: type, held: list[Any]) -> Any:
     return cls(*held)
 
 
+@waiting
 def _exchange(own: bytes, group: dist.ProcessGroup | None, to_all: bool = True) -> list[bytes]:
     """Return every rank's bytes, by rank; without ``to_all`` on the group's first rank only. Collective."""
     import torch

@@ -5,6 +5,7 @@ It needs no torch. The ranks read torchrun's variables and meet at a store of ra
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import random
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -22,6 +23,7 @@ from megazero.mesh.launch import FIRST_PORT, PORTS, allocator_settings, computes
 
 GRACE_S = 20.0  # that the other ranks have once one has failed, and again once they were sent SIGTERM
 LOOK_S = 0.05
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -50,7 +52,8 @@ def start_ranks(
     """Run ``command`` as ``count`` ranks, wait for all of them and return the exit status.
 
     Signals are forwarded to every rank once: ranks have their own process groups, so the terminal's Ctrl-C does not
-    reach them a second time. ``device`` is the ranks' --device. ``good`` are the statuses of ranks that did not fail.
+    reach them a second time. If this process is killed, the kernel kills them, too (Linux). ``device`` is the ranks'
+    --device. ``good`` are the statuses of ranks that did not fail.
     Once a rank has failed, the others have ``grace`` seconds to report what they know of it; then they are ended.
 
     The status is the first that is not 0. A rank's own status precedes the signal of a killed one, which counts as
@@ -65,11 +68,12 @@ def start_ranks(
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's: the ranks ignore it, too
             signal.signal(number, hear)
     ours = {"OMP_NUM_THREADS": "1", **(allocator_settings(os.environ) if computes_on_host(device) else {})}
-    port, ranks = free_port(), list[subprocess.Popen[bytes]]()
+    port, ranks, tie = free_port(), list[subprocess.Popen[bytes]](), _tied_to_this_process()
     try:
         for rank in range(count):
             environ = {**ours, **os.environ, **rank_variables(rank, count, port)}
-            ranks.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, process_group=0))
+            given = {"env": environ, "stdin": subprocess.DEVNULL, "process_group": 0, "preexec_fn": tie}
+            ranks.append(subprocess.Popen(command, **given))
         statuses = _wait(ranks, heard, good, grace)
     finally:
         for process in ranks:
@@ -77,6 +81,20 @@ def start_ranks(
             process.wait()
     first = next((status for status in statuses if status > 0), next(filter(None, statuses), 0))
     return first if first >= 0 else 128 - first
+
+
+def _tied_to_this_process() -> Callable[[], None] | None:
+    """Return what a rank calls before it becomes the command: from then on it is killed when this process ends."""
+    prctl, starter = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()
+    if prctl is None:  # not on Linux
+        return None
+
+    def tie() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != starter:  # it has ended before
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return tie
 
 
 def _wait(

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.comm.codec import Blockwise
+from megazero.mesh.waiting import waiting
 from megazero.moe.context import ALONE, ExpertParallel, Holders
 
 NOWHERE = -1  # in the place of an expert
@@ -213,7 +214,8 @@ def _sizes(counts: Tensor, holders: Holders) -> RowCounts:
     if holders.size > 1:
         each = [len(counts) // holders.size] * holders.size
         received = holders.exchange(counts, each, each)
-    sent, came = torch.stack([counts, received]).view(2, holders.size, -1).tolist()
+    with waiting:  # on CUDA the host waits where it reads
+        sent, came = torch.stack([counts, received]).view(2, holders.size, -1).tolist()
     return RowCounts(sent, came)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megazero.comm.hops import Traffic, start_gather
 from megazero.mesh.mesh import Axis, Mesh
+from megazero.mesh.waiting import waiting
 
 NODES = "nodes"  # the kind of pairs of neighbouring nodes
 SLOW = 4.0  # times slower than the median of its kind: that is not chance
@@ -79,6 +80,7 @@ def _own_rates(mesh: Mesh, firsts: Sequence[int], group: dist.ProcessGroup | Non
     return rates
 
 
+@waiting
 def gather_rate(device: torch.device, axis: Axis) -> float:
     """Return the bytes per second that this rank sends in a run's gather over an axis. Collective."""
     part = torch.zeros(_message(device) // axis.size, dtype=torch.uint8, device=device)
@@ -87,6 +89,7 @@ def gather_rate(device: torch.device, axis: Axis) -> float:
     return part.numel() * (axis.size - 1) / seconds
 
 
+@waiting
 def _between(mesh: Mesh, line: Sequence[int], group: dist.ProcessGroup | None) -> dict[Ranks, float]:
     """Measure the pairs of neighbours on a line of ranks, no rank in two at a time. The ends are neighbours, too."""
     message = torch.zeros(_message(mesh.device), dtype=torch.uint8, device=mesh.device)

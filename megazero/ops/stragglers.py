@@ -3,13 +3,12 @@
 In synchronous training an iteration takes all ranks the same time. Ranks differ in how much of it they work and how
 much they wait for others in collectives. The time bill separates the two without a wait of its own: on a CPU by the
 host's clock, on CUDA by events that are read after the step's one wait for the device. A step's figures are complete
-when it is over, so they travel with the norm of the next step. There are three kinds:
+when it is over, so they travel with the norm of the next step. There are two kinds:
 
 - compute: the iteration without data and without waits (for hops, stages, tensor-parallel peers, the norm).
 - data: the bill's item. It includes no wait for other ranks.
-- link: how long the rank's TCP connections to other hosts were busy sending (ops/tcp.py), at most what it waited.
-  All ranks wait alike for a slow link, but only the rank behind it is slow to all others. Between two nodes the slow
-  end is not known, so neither is named. A slow link is not seen on InfiniBand, nor if only receiving is slow.
+
+All ranks wait alike for a slow link, so none is named: `megazero check-nodes` measures links.
 
 A rank's peers are the ranks of its pipeline stage, which have the same work. It is slower than they are if it takes
 longer than their median by more than SLOWER of the iteration, and steadily so if that holds in STEADY of the last
@@ -19,21 +18,18 @@ WINDOW iterations. A rank alone in its stage is compared with all ranks, but not
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 from typing import Any, NamedTuple
 
 from megazero.mesh.mesh import Mesh
 from megazero.mesh.objects import gather_objects
-from megazero.ops.tcp import LinkMeter
 
 SLOWER = 0.1
 WINDOW, STEADY = 20, 18
 ADVICE = {
     "compute": "its device or cores are slower, or shared: look at clocks, temperature, other processes",
     "data": "it waits for its data: look at the disk or file system it reads from",
-    "link": "what it sends to other hosts takes longer: look at its network interface, port and cable",
 }
 
 
@@ -42,14 +38,13 @@ class RankSeconds(NamedTuple):
 
     compute: float = 0.0
     data: float = 0.0
-    link: float = 0.0
 
 
 class Stragglers:
     """Measures this rank's seconds, and compares those of all ranks.
 
     stages: the ranks of each pipeline stage. hosts: of every rank. judges: whether this rank compares; one rank
-    does. link: called once an iteration; returns the fraction of the time that this rank's links were busy.
+    does.
     """
 
     def __init__(
@@ -57,32 +52,24 @@ class Stragglers:
         stages: Sequence[Sequence[int]],
         hosts: Sequence[str],
         judges: bool,
-        link: Callable[[], float] = lambda: 0.0,
     ) -> None:
         every = range(len(hosts))
         self.peers = [stage if len(stage) > 1 else every for stage in stages]
         self.alone = {stage[0] for stage in stages if len(stage) == 1}
         self.group = {rank: place for place, stage in enumerate(stages) for rank in stage}
-        self.hosts, self.judges, self.link = hosts, judges and len(hosts) > 1, link
+        self.hosts, self.judges = hosts, judges and len(hosts) > 1
         self.own = RankSeconds()  # of the last iteration
         self.seconds = 0.0
         self.seen: deque[tuple[int, str] | None] = deque(maxlen=WINDOW)  # the slowest rank, and its kind
         self.named: tuple[int, str] | None = None  # in the last warning
 
     @classmethod
-    def of(cls, mesh: Mesh, host: str, stack: ExitStack) -> Stragglers:
-        """Make one for the ranks of this mesh. Collective.
-
-        host: this rank's. stack: ends the link meter, which runs if there are several hosts.
-        """
+    def of(cls, mesh: Mesh, host: str) -> Stragglers:
+        """Make one for the ranks of this mesh. Collective. host: this rank's."""
         hosts = gather_objects(host)
         stage = mesh.grid.axis("pp").index
         stages = [[rank for rank in range(mesh.world_size) if stage(rank) == s] for s in range(mesh.pp.size)]
-        meter = LinkMeter()
-        if len(set(hosts)) > 1:
-            meter.start()
-            stack.callback(meter.stop)
-        return cls(stages, hosts, mesh.rank == 0, lambda: meter.share)
+        return cls(stages, hosts, mesh.rank == 0)
 
     def take(
         self, rows: Sequence[RankSeconds], bill: Mapping[str, float], seconds: float
@@ -93,9 +80,7 @@ class Stragglers:
         """
         out = self._judge(rows) if self.judges and self.seconds else ({}, [])
         waited = sum(value for name, value in bill.items() if name.startswith("exposed_"))
-        # Sending that is hidden behind compute delays nobody: links count for at most the time that was waited.
-        link = min(self.link() * seconds, waited)
-        self.own = RankSeconds(seconds - bill["data"] - waited, bill["data"], link)
+        self.own = RankSeconds(seconds - bill["data"] - waited, bill["data"])
         self.seconds = seconds
         return out
 

@@ -39,7 +39,8 @@ from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
 from megazero.mesh.sealed import SealedStore, Store
-from megazero.ops.heartbeat import Heartbeat, Where, at_work, in_words, innermost, missing_ranks, read, waits
+from megazero.mesh.waiting import waiting
+from megazero.ops.heartbeat import Heartbeat, Where, in_words, innermost, missing_ranks, read
 from megazero.ops.processes import is_held, name_process, named_process
 
 INTERVAL = 1.0  # seconds between heartbeats of up to RANKS_PER_SECOND ranks; more ranks send fewer
@@ -64,9 +65,6 @@ class Watched(Protocol):
 
     def progress(self) -> object:
         """Return a value that changes whenever the main thread moves on."""
-
-    def awaits(self) -> tuple[int, str, float] | None:
-        """Return the pipeline message it waits for, as in Heartbeat."""
 
     def limit(self) -> Limit:
         """Return how long ``progress`` may stay the same before this is a hang."""
@@ -187,25 +185,27 @@ class Watchdog:
 
     def _send(self) -> None:
         self._count += 1
-        frame, held = self._frame(), is_held(os.getpid())
-        stack = innermost(frame)
+        held, stack = is_held(os.getpid()), innermost(self._frames()[-1])
         heartbeat = {
             "count": self._count,
             "host": self._host,
             "pid": os.getpid(),
             "since": time.monotonic() - self._since,
-            "waiting": (bool(self.error) or waits(frame)) and not held,
+            "waiting": bool(self.error or waiting) and not held,
             "where": dict(self.watched.where()),
             "stack": f"{stack}, where it is held, as by a debugger" if held else stack,
-            "awaits": self.watched.awaits(),
         }
         self.store.set(f"heartbeat/{self.rank}", json.dumps(heartbeat))
 
-    def _frame(self) -> FrameType | None:
-        """Return the innermost frame of what this rank does. It is only looked at: no source is read."""
-        threads = threading.enumerate()
-        pythons = {each.ident or 0 for each in threads if not isinstance(each, threading._DummyThread)}
-        return at_work(self._main, sys._current_frames(), pythons)
+    def _frames(self) -> list[FrameType | None]:
+        """Return the innermost frames of the main thread and of those that Python did not start: in a backward on
+        CUDA autograd's, which runs the hooks. They are only looked at: no source is read.
+        """
+        frames = sys._current_frames()
+        pythons = {
+            each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)
+        }
+        return [frames.get(self._main), *(frame for ident, frame in frames.items() if ident not in pythons)]
 
     def _answer(self, first: bool) -> None:
         """Write this rank's stack. The first rank to notice finds the missing; the others wait for its verdict.
@@ -266,8 +266,7 @@ class Watchdog:
         self._leave([0])
 
     def _write_stack(self, folder: Path) -> None:
-        frames = dict.fromkeys([sys._current_frames().get(self._main), self._frame()])
-        text = "".join(line for frame in frames for line in traceback.format_stack(frame))
+        text = "".join(line for frame in self._frames() for line in traceback.format_stack(frame))
 
         def write() -> None:
             with suppress(OSError):  # a full log disk: the line that names the ranks is printed all the same

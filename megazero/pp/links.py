@@ -13,11 +13,10 @@ waiting, between two events where it is timed.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,18 +25,11 @@ from torch import Tensor
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits
 from megazero.mesh.mesh import Mesh
+from megazero.mesh.waiting import waiting
 from megazero.pp.schedules import Message
 
 AHEAD = 2  # receives posted per peer beyond the one that is waited for
 POLL_S = 0.0005  # how often the engine's chains are looked at while a stage waits
-
-
-class Awaited(NamedTuple):
-    """The host's current wait: the other (world) rank, the message, and since when, in seconds since 1970."""
-
-    rank: int
-    message: str
-    began: float
 
 
 class Links:
@@ -65,8 +57,8 @@ class Links:
         self.posted: dict[int, dict[Message, tuple[Tensor, Any]]] = {}  # by source, not asked for yet
         self.sent: deque[tuple[Tensor, int, Any]] = deque()  # with the target
         self.aborted = False
-        self.awaited: Awaited | None = None  # on gloo; read by the watch, from a thread of its own
 
+    @waiting
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Send a number each way between these pipeline ranks. This is collective and comes before the first message.
 
@@ -124,7 +116,7 @@ class Links:
         self._post(source, message)
         tensor, work = self.posted[source].pop(message)
         self._post(source)
-        self._wait(work, source, f"{message.kind} of micro-batch {message.micro_batch}")
+        self._wait(work, source)
         return tensor
 
     def close(self) -> None:
@@ -177,7 +169,7 @@ class Links:
         self._wait(work, target)
         self.sent.popleft()
 
-    def _wait(self, work: Any, other: int, what: str = "receipt of a message") -> None:
+    def _wait(self, work: Any, other: int) -> None:
         if _is_done(work):
             _finish(work)
             return
@@ -185,12 +177,10 @@ class Links:
         link = self.mesh.grid.link(self.mesh.rank, peer).removesuffix("_node")
         with self.waits(f"exposed_pipeline_{link}"):
             if isinstance(work, Future):
-                self.awaited = Awaited(peer, what, time.time())
                 # Not result(timeout): work that ends as a look at it does would seem to have timed out itself.
                 while self.poll() and not wait([work], POLL_S).done:
                     pass
             _finish(work)
-        self.awaited = None  # not after an error: then it says what failed
 
 
 def _is_done(work: Any) -> bool:

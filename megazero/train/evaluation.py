@@ -13,6 +13,7 @@ from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.data.build import Dataset
 from megazero.log.metrics import perplexity
 from megazero.mesh.launch import Launch
+from megazero.mesh.waiting import waiting
 from megazero.pp.executor import Pipeline
 from megazero.train.data.datasets import evaluation_sets, tokenizer_info, with_vocabulary
 from megazero.train.data.feeding import Feeding, own_tokens
@@ -59,9 +60,10 @@ def mean_loss(
                 mesh.gather_rows(sums)  # those that wait keep step: else they would seem to hang
             if left and interrupted():
                 break
-    rows = mesh.stage_rows(mesh.gather_rows(sums), pipeline.loss_rank).sum(0)
+    with waiting:  # on CUDA the host waits where it reads
+        loss, tokens = mesh.stage_rows(mesh.gather_rows(sums), pipeline.loss_rank).sum(0).tolist()
     engine.traffic.take()  # of no iteration
-    return float(rows[0] / rows[1].clamp(min=1)) if left == 0 else None
+    return loss / max(tokens, 1.0) if left == 0 else None
 
 
 def evaluate_checkpoint(config: RunConfig, launch: Launch) -> list[str]:

@@ -30,6 +30,7 @@ from megazero.log.time_bill import TimeBill
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh, world_group
 from megazero.mesh.objects import gather_objects
+from megazero.mesh.waiting import waiting
 from megazero.models import Decoder
 from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
 from megazero.ops.failures import NonFiniteLoss, RankFailure, readable_failures, reported_elsewhere
@@ -108,10 +109,12 @@ def main(
     if launch.rank == 0:
         supervisor.report_end(status, trainer.exits.reason or "the last iteration is done")
     if dist.is_initialized():
-        dist.barrier()
-        supervisor.stop_watchdog()
-        # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED; rank 0 may hold the store.
-        dist.barrier()
+        with waiting:
+            dist.barrier()
+            supervisor.stop_watchdog()
+            # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED; rank 0 may hold the
+            # store.
+            dist.barrier()
         dist.destroy_process_group()
     return status
 
@@ -329,7 +332,7 @@ def prepare(
         signals.hold()
     own: list[Callback] = [
         outputs,
-        StragglerWatch(Stragglers.of(mesh, launch.host, stack)),
+        StragglerWatch(Stragglers.of(mesh, launch.host)),
         CodecCosts(engine),
         RoundingWatch(engine.policy.codecs),
         exits,

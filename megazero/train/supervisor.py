@@ -18,13 +18,14 @@ from megazero.log.history import record_end
 from megazero.log.units import duration, plural
 from megazero.mesh.launch import Launch
 from megazero.mesh.sealed import SealedStore, job_secret
+from megazero.mesh.waiting import waiting
 from megazero.ops.failures import RankFailure
 from megazero.ops.heartbeat import Where
 from megazero.ops.lease import SAVING, FolderInUse, Lease
 from megazero.ops.watchdog import Limit, Watchdog, connect
 from megazero.train.trainer import Trainer
 
-LONGEST, LONGEST_PHASE = 500, 100  # characters of a reason, and of a phase in the lease
+LONGEST, LONGEST_PHASE = 10_000, 100  # characters of a reason, and of a phase in the lease
 SAID_AFTER = 2.0  # seconds of a step of the start: a screen is for what is slow
 
 
@@ -46,6 +47,7 @@ class Supervisor:
         self.joining = f"waiting for {plural(launch.world_size - 1, 'other rank')}"
         self.refused: str | None = None  # on the first rank: which run holds a folder of this one
         self._watchdog: Watchdog | None = None
+        self._told = ""  # of the error that was printed here: its kind
 
     @property
     def joining(self) -> str | None:
@@ -89,7 +91,9 @@ class Supervisor:
             return
         # Rank 0 is stopped, or its store is; or another program has written there.
         with suppress(RuntimeError, ValueError, TypeError):
-            owner, numbers = load_json(store.wait("lease") or "")
+            with waiting:
+                told = store.wait("lease")
+            owner, numbers = load_json(told or "")
             self.lease.adopt(f"{owner}", {folder: int(number) for folder, number in dict(numbers).items()})
 
     def stop_watchdog(self) -> None:
@@ -134,9 +138,6 @@ class Supervisor:
             seconds[name] = round(time.monotonic() - since, 1)
         return {"phase": self.phase[:LONGEST_PHASE], **seconds}
 
-    def awaits(self) -> tuple[int, str, float] | None:
-        return None if self.trainer is None else self.trainer.pipeline.links.awaited
-
     def limit(self) -> Limit:
         name = "distributed_init_timeout_minutes" if self.joining else "distributed_timeout_minutes"
         return Limit(getattr(self.config.training, name) * 60, f"--{name.replace('_', '-')}")
@@ -158,7 +159,7 @@ class Supervisor:
 
     def tell(self, kind: str, text: str) -> None:
         """Print an error in one line. This rank's number is the last word: it need not be the rank that failed."""
-        line = f"{kind}: {text} (reported by rank {self.launch.rank})"
+        self._told, line = kind, f"{kind}: {text} (reported by rank {self.launch.rank})"
         print(line, file=sys.stderr, flush=True)
         report_to_torchrun(line)
 
@@ -175,7 +176,8 @@ class Supervisor:
             self.trainer.outputs.close_lines()  # lines that waited for room come before the end, and whole
         record_end(log_dir if ours else None, status, reason, facts)
         if self.trainer is not None:
-            self.trainer.outputs.console.note(end_line(reason, facts))
+            why = f"{self._told}, as above" if self._told else reason
+            self.trainer.outputs.console.note(end_line(why, facts))
         if self.launch.rank == 0:
             self.lease.release()
 

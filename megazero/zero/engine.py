@@ -24,6 +24,7 @@ from megazero.comm.hops import Traffic
 from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.mesh.mesh import Mesh, all_gather_flat
+from megazero.mesh.waiting import waiting
 from megazero.zero.agreement import Agreement, IssueHash, unlike
 from megazero.zero.build import UnitPlan
 from megazero.zero.context import Context
@@ -438,7 +439,8 @@ class Engine:
         held = torch.cat([rows.view(-1) for rows in unit.gradients.slice.rows(os, 1)])
         for axis in reversed(unit.axes.axes[:os]):  # slices nest: the innermost axis varies slowest
             own, held = held, held.new_empty(axis.size * held.numel())
-            all_gather_flat(held, own, group=axis.gather_group)
+            with waiting:
+                all_gather_flat(held, own, group=axis.gather_group)
         whole = Slice(layout, held.new_empty(layout.numel), 0)
         slices = held.view(-1, layout.level_numel(os))
         regions = whole.rows(0, len(slices))

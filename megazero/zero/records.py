@@ -18,6 +18,7 @@ from megazero.comm.codec import Identity
 from megazero.comm.hops import Traffic, run_through
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import all_gather_flat
+from megazero.mesh.waiting import waiting
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slice, Slot
 from megazero.zero.reduce import ReduceHop, descend, share_back
@@ -202,7 +203,8 @@ def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
     owed = residual_sum(engine, unit)
     if unit.tied and engine.mesh.ends is not None:  # both ends owe, the first one saves
         both = owed.new_empty(2, owed.numel())
-        all_gather_flat(both.view(-1), owed, group=engine.mesh.ends.reduce_group)
+        with waiting:
+            all_gather_flat(both.view(-1), owed, group=engine.mesh.ends.reduce_group)
         owed = both[0] + both[1]
     return owed
 

@@ -22,6 +22,7 @@ from megazero.comm.lane import Lane
 from megazero.comm.timing import Waits
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Mesh
+from megazero.mesh.waiting import waiting
 
 Rows = tuple[tuple[float, ...], ...]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -160,7 +161,8 @@ class StepScalars:
 
     def read(self) -> dict[str, Any]:
         """Let the parts read the rows. Return the fields of StepInfo."""
-        received = self.received.tolist()  # the host waits here, for all that the step has enqueued
+        with waiting:  # on CUDA for all that the step has enqueued
+            received = self.received.tolist()
         found: dict[str, Any] = {}
         for part, place in zip(self.parts, self.places, strict=True):
             every = tuple(tuple(row[place]) for row in received)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 
 from megazero.mesh.mesh import Mesh
+from megazero.mesh.waiting import waiting
 from megazero.ops.exit_conditions import ExitConditions
 from megazero.train.callbacks.callback import Callback, TrainedStep
 
@@ -39,7 +40,9 @@ class Exits(Callback):
         if self.polled:
             own = self._look()
             flag = torch.tensor([float(own is not None)], device=mesh.device)
-            self.reason = self.conditions.agreed_reason(own, bool(mesh.gather_rows(flag).any()))
+            with waiting:  # on CUDA the host waits where it reads
+                any_stops = bool(mesh.gather_rows(flag).any())
+            self.reason = self.conditions.agreed_reason(own, any_stops)
         return self.reason is not None
 
     def _look(self) -> str | None:

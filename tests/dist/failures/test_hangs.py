@@ -4,34 +4,50 @@
 
 It prints how long after the limit each was named, and all had ended.
 
-Always run are one of these, and one that is stopped, one in a loop and a stage that stalls: test_failing_ranks.py,
-test_watchdog.py, tests/dist/pipeline/test_failures.py. A link that is cut is in tests/netlab/test_hangs.py.
+A rank in an endless loop is tried before every kind of wait for other ranks: it alone is named. One of these runs
+always. Others are in test_failing_ranks.py, test_watchdog.py and tests/dist/pipeline/test_failures.py. A link that is
+cut is in tests/netlab/test_hangs.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megazero.checkpoint.saving import Part
 from megazero.log.exit_status import ExitStatus
 from megazero.models import Decoder
+from megazero.moe.context import Holders
+from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
+from megazero.tp.collectives import Pending
+from megazero.train.callbacks.exits import Exits
 from megazero.train.data import feeding
+from megazero.zero.reduce import Reducer
+from megazero.zero.scalars import StepScalars
 from tests.dist.failures.test_failing_ranks import LONG, errors, iterations
 from tests.dist.runs import Processes
 
+CP = "megazero.cp.exchange"
 LIMIT, CALLS = 6.0, 8  # seconds; what is called so often hangs
 TRAINING = {**LONG, "global_batch_size": 3, "distributed_timeout_minutes": LIMIT / 60, "lr_warmup_iters": 0}
-STAGES = {**TRAINING, "global_batch_size": 6, "pipeline_model_parallel_size": 3, "num_layers": 3}
+PAIR = {**TRAINING, "global_batch_size": 2, "zero_preset": "ddp"}
+EXPERTS = {
+    **{**PAIR, "model_family": "qwen3_moe", "num_experts": 4, "moe_router_topk": 2},
+    **{"moe_ffn_hidden_size": 12, "expert_model_parallel_size": 2},
+}
+GATHERED = {**PAIR, "context_parallel_size": 2, "cp_comm_type": ("all_gather",), "ranks_per_node": 1}
 PTRACE_ATTACH = 16
 BUSY = "not in a collective but at "
 
@@ -62,15 +78,14 @@ def in_data(began: Path, rank: int) -> None:
         at_call(feeding.Batches, "next_step", began, fifo.read_bytes)
 
 
-def in_a_loop(began: Path, rank: int) -> None:
-    if rank == 2:
-        at_call(Decoder, "run_stage", began, endless)
-
-
-def sends_nothing(began: Path, rank: int) -> None:
-    """The middle stage leaves a message out and goes on."""
+def in_a_loop(owner: Any, name: str, began: Path, rank: int) -> None:
     if rank == 1:
-        at_call(Links, "send", began, lambda: None)
+        at_call(import_module(owner) if isinstance(owner, str) else owner, name, began, endless)
+
+
+def before(owner: Any, name: str, values: dict[str, Any], world: int = 2) -> tuple[Any, ...]:
+    """Rank 1 loops where it would call this, for which the others then wait."""
+    return 1, partial(in_a_loop, owner, name), values, BUSY, world
 
 
 def hold(pid: int) -> None:
@@ -100,30 +115,53 @@ def trace(pid: int) -> None:
         pytest.skip(f"ptrace is not allowed ({os.strerror(debugger.exitcode or 0)})")
 
 
-# name -> (the rank, what it or the test does, the run, what is said of it)
-KINDS: dict[str, tuple[int, Callable[..., None], dict[str, Any], str]] = {
-    "stopped, first rank": (0, stop, TRAINING, "which holds the store: it is stopped or lost"),
-    "stopped, middle rank": (1, stop, TRAINING, "no answer, so its process is stopped or lost"),
-    "stopped, last rank": (2, stop, TRAINING, "no answer, so its process is stopped or lost"),
-    "held by ptrace": (1, trace, TRAINING, "where it is held, as by a debugger"),
-    "reads a FIFO nobody writes": (1, in_data, TRAINING, BUSY),
-    "endless loop": (2, in_a_loop, TRAINING, BUSY),
-    "a stage never sends": (1, sends_nothing, STAGES, "it waits, too"),
+# name -> (the rank, what it or the test does, the run, what is said of it, the number of ranks)
+KINDS: dict[str, tuple[Any, ...]] = {
+    "stopped, first rank": (0, stop, TRAINING, "which holds the store: it is stopped or lost", 3),
+    "stopped, middle rank": (1, stop, TRAINING, "no answer, so its process is stopped or lost", 3),
+    "stopped, last rank": (2, stop, TRAINING, "no answer, so its process is stopped or lost", 3),
+    "held by ptrace": (1, trace, TRAINING, "where it is held, as by a debugger", 3),
+    "reads a FIFO nobody writes": (1, in_data, TRAINING, BUSY, 3),
+    "loops before a gather": before(Decoder, "run_stage", {**TRAINING, "zero_preset": "zero3"}, 3),
+    "loops before a reduction": before(Reducer, "_submit", {**TRAINING, "zero_preset": "zero2"}, 3),
+    "loops before the step's exchange": before(
+        StepScalars, "exchange", {**TRAINING, "zero_preset": "ddp"}, 3
+    ),
+    "loops before experts' rows": before(Holders, "_exchanged", EXPERTS),
+    "loops in a callback, EP 4": before(
+        Exits, "before_step", {**EXPERTS, "expert_model_parallel_size": 4, "global_batch_size": 4}, 4
+    ),
+    "loops before a swap of heads": before(
+        CP, "_all_to_all", {**PAIR, "context_parallel_size": 2, "cp_comm_type": ("a2a",)}
+    ),
+    "loops before a gather of keys": before(CP, "_all_gather", GATHERED),
+    "loops before a stage's message": before(
+        Links, "send", {**TRAINING, "pipeline_model_parallel_size": 3, "num_layers": 3}, 3
+    ),
+    "loops before a tensor-parallel sum": before(Pending, "wait", {**PAIR, "tensor_model_parallel_size": 2}),
+    "loops before a part of a save": before(Part, "wait_for_all", {**PAIR, "save_interval": 1}),
+    "loops in an evaluation": before(Pipeline, "evaluate", {**PAIR, "eval_interval": 1, "eval_iters": 3}),
+    "loops before the ranks agree to stop": before(
+        Exits, "ask", {**PAIR, "eval_interval": 1, "eval_iters": 3}
+    ),
 }
-
-
-ALWAYS = "a stage never sends"
+ALWAYS = "loops before experts' rows"
 
 
 @pytest.mark.parametrize(
     "kind", [ALWAYS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != ALWAYS)]
 )
 def test_a_hang_is_named_and_all_end(tmp_path: Path, kind: str) -> None:
-    victim, act, values, words = KINDS[kind]
+    victim, act, values, words, world = KINDS[kind]
     began = tmp_path / "began"
     outside = act in (stop, trace)
+    if "save_interval" in values:
+        values = {**values, "save": str(tmp_path / "run"), "save_keep_last": 1}
     ranks = Processes.start(
-        3, {**values, "log_dir": str(tmp_path / "logs")}, tmp_path, None if outside else partial(act, began)
+        world,
+        {**values, "log_dir": str(tmp_path / "logs")},
+        tmp_path,
+        None if outside else partial(act, began),
     )
     if outside:
         ranks.wait_for(lambda: iterations(tmp_path / "logs") > 2)
@@ -132,9 +170,13 @@ def test_a_hang_is_named_and_all_end(tmp_path: Path, kind: str) -> None:
     codes, ended = ranks.statuses(), time.time()
     texts = ranks.texts()
     assert codes[victim] in (-signal.SIGKILL, ExitStatus.RANK_LOST), texts
-    assert [codes[rank] for rank in range(3) if rank != victim] == [ExitStatus.RANK_LOST] * 2, texts
+    assert [codes[rank] for rank in range(world) if rank != victim] == [ExitStatus.RANK_LOST] * (world - 1), (
+        texts
+    )
     said = errors("\n".join(texts))
-    assert said and all(f"missing: rank {victim} " in line and words in line for _, line in said), texts
+    assert said and all(
+        words in line and re.findall(r"[:;] rank (\d+) ", line) == [f"{victim}"] for _, line in said
+    ), texts
     late = [log.stat().st_mtime for log, text in zip(ranks.logs, texts, strict=True) if "missing: " in text]
     named, all_ended = (at - began.stat().st_mtime - LIMIT for at in (min(late), ended))
     print(f"\n| {kind} | {named:.1f} s | {all_ended:.1f} s |")

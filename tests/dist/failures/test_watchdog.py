@@ -19,6 +19,7 @@ from megazero.log.exit_status import ExitStatus
 from megazero.mesh.launch import Launch
 from megazero.mesh.rendezvous import meet
 from megazero.mesh.starter import free_port
+from megazero.mesh.waiting import waiting
 from megazero.ops.watchdog import INTERVAL, REQUEST, Limit, Watchdog, connect
 
 WORLD, LIMIT, HANGS_AT = 3, 2.0, 5
@@ -50,9 +51,6 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
         def progress(self) -> int:
             return at[0]
 
-        def awaits(self) -> None:
-            return None
-
         def limit(self) -> Limit:
             return Limit(LIMIT if came else 60.0, "--limit")
 
@@ -73,7 +71,8 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
                 came.append(time.time())
                 if rank == victim:
                     hang(kind, folder)
-            dist.all_reduce(torch.zeros(1))
+            with waiting:
+                dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
         watchdog.find_missing(f"a collective failed: {error}")
 

@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 
 import pytest
 
 from megazero.mesh.launch import allocator_settings
+from megazero.ops.processes import is_gone, started
 from tests import ROOT
 
 START = """
@@ -166,3 +168,18 @@ def test_ranks_are_started_by_one(words: list[str], environ: dict[str, str], sai
     done = program("--lr", "1", *words, **environ)
     assert done.returncode == 2 and re.search(said, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own ties")
+def test_ranks_end_with_a_starter_that_is_killed() -> None:
+    process = start(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
+    )
+    assert process.stdout is not None
+    ranks = [int(process.stdout.readline()) for _ in range(2)]
+    starts, until = [started(pid) for pid in ranks], time.monotonic() + 20
+    process.kill()
+    process.wait()
+    while not all(map(is_gone, ranks, starts)):
+        assert time.monotonic() < until, "they would run for 99 s"
+        time.sleep(0.05)

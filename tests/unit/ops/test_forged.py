@@ -45,9 +45,6 @@ class Idle:
     def progress(self) -> float:
         return time.monotonic()
 
-    def awaits(self) -> None:
-        return None
-
     def limit(self) -> Limit:
         return Limit(60.0, "--limit")
 
@@ -137,7 +134,7 @@ FAULTY: tuple[dict[str, Any], ...] = (
     {"count": "1"},
     {"where": [1]},
     {"since": None},
-    {"awaits": [1]},
+    {"waiting": 1},
     {"evil": 1},
 )
 

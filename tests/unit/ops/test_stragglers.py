@@ -6,8 +6,6 @@ tests/dist/failures/test_stragglers.py has a run of it.
 from __future__ import annotations
 
 import math
-import socket
-import threading
 from typing import Any
 
 import pytest
@@ -16,13 +14,11 @@ import torch
 from megazero.comm import timing
 from megazero.comm.timing import Waits
 from megazero.log.time_bill import ITEMS, TimeBill
-from megazero.ops import tcp
 from megazero.ops.stragglers import STEADY, WINDOW, RankSeconds, Stragglers
-from megazero.ops.tcp import LinkMeter, Sent, busy_share, connections
 
 HOSTS = ["n0", "n0", "n1", "n1"]
 BILL = dict.fromkeys(ITEMS, 0.0) | {"compute": 1.0, "exposed_reduce_inter": 0.8, "data": 0.2}
-EVEN = RankSeconds(1.0, 0.2, 0.1)
+EVEN = RankSeconds(1.0, 0.2)
 
 
 def judged(rows: list[Any], times: int, judge: Stragglers) -> tuple[list[dict[str, Any]], list[str]]:
@@ -40,9 +36,7 @@ def stragglers(stages: list[list[int]]) -> Stragglers:
     return judge
 
 
-@pytest.mark.parametrize(
-    ("kind", "row"), [("compute", (1.5, 0.2, 0.1)), ("data", (1.0, 0.6, 0.1)), ("link", (1.0, 0.2, 0.7))]
-)
+@pytest.mark.parametrize(("kind", "row"), [("compute", (1.5, 0.2)), ("data", (1.0, 0.6))])
 def test_a_steadily_slower_rank_is_named_once_with_its_kind(kind: str, row: tuple[float, ...]) -> None:
     judge = stragglers([[0, 1, 2, 3]])
     _, early = judged([EVEN, EVEN, EVEN, row], STEADY - 1, judge)
@@ -51,16 +45,15 @@ def test_a_steadily_slower_rank_is_named_once_with_its_kind(kind: str, row: tupl
     assert lines[0].startswith(
         f"rank 3 on n1 is slower than its peers, in {STEADY} of the last {STEADY} iterations"
     )
-    assert f"{kind} takes it {row[('compute', 'data', 'link').index(kind)]:.3g} s of 2 s, them" in lines[0]
-    if kind != "link":
-        want = {"least_s": 1.2, "most_s": sum(row[:2]), "slowest_rank": 3, "slowest_host": "n1"}
-        assert metrics[-1] == {"rank_times": want}
+    assert f"{kind} takes it {row[('compute', 'data').index(kind)]:.3g} s of 2 s, them" in lines[0]
+    want = {"least_s": 1.2, "most_s": sum(row), "slowest_rank": 3, "slowest_host": "n1"}
+    assert metrics[-1] == {"rank_times": want}
     _, lines = judged([EVEN] * 4, 2 * WINDOW, judge)
     assert lines == ["rank 3 on n1 is as fast as its peers again"]
 
 
 def test_now_and_then_is_not_steady_and_a_little_is_not_slow() -> None:
-    slow, little = (1.5, 0.2, 0.1), (1.19, 0.2, 0.1)
+    slow, little = (1.5, 0.2), (1.19, 0.2)
     judge = stragglers([[0, 1, 2, 3]])
     for turn in range(5 * WINDOW):
         rows = [EVEN] * 4
@@ -70,50 +63,27 @@ def test_now_and_then_is_not_steady_and_a_little_is_not_slow() -> None:
 
 
 def test_stages_have_other_work_and_are_not_compared() -> None:
-    heavy = (1.9, 0.2, 0.1)
+    heavy = (1.9, 0.2)
     assert judged([EVEN, EVEN, heavy, heavy], WINDOW, stragglers([[0, 1], [2, 3]]))[1] == []
-    (line,) = judged([EVEN, EVEN, heavy, (2.3, 0.2, 0.1)], WINDOW, stragglers([[0, 1], [2, 3]]))[1]
+    (line,) = judged([EVEN, EVEN, heavy, (2.3, 0.2)], WINDOW, stragglers([[0, 1], [2, 3]]))[1]
     assert "rank 3 on n1" in line and "compute takes it 2.3 s of 2 s, them 1.9 s" in line
 
 
-def test_a_rank_alone_in_its_stage_is_judged_by_its_data_and_links_only() -> None:
+def test_a_rank_alone_in_its_stage_is_judged_by_its_data_only() -> None:
     alone = [[0], [1], [2], [3]]
-    assert judged([EVEN, EVEN, EVEN, (1.9, 0.2, 0.1)], WINDOW, stragglers(alone))[1] == []
-    (line,) = judged([EVEN, EVEN, EVEN, (1.9, 0.6, 0.1)], WINDOW, stragglers(alone))[1]
+    assert judged([EVEN, EVEN, EVEN, (1.9, 0.2)], WINDOW, stragglers(alone))[1] == []
+    (line,) = judged([EVEN, EVEN, EVEN, (1.9, 0.6)], WINDOW, stragglers(alone))[1]
     assert "rank 3 on n1" in line and "data takes it 0.6 s of 2 s, them 0.2 s" in line
 
 
-def test_own_time_is_without_waits_and_links_count_for_what_was_waited() -> None:
-    judge = Stragglers([[0, 1, 2, 3]], HOSTS, judges=False, link=lambda: 0.9)
+def test_own_time_is_without_waits() -> None:
+    judge = Stragglers([[0, 1, 2, 3]], HOSTS, judges=False)
     assert judge.take([EVEN] * 4, BILL, 2.0) == ({}, [])
-    assert judge.own == pytest.approx(
-        RankSeconds(1.0, 0.2, 0.8)
-    )  # not 0.9 x 2 s: the rest was hidden behind compute
+    assert judge.own == pytest.approx(RankSeconds(1.0, 0.2))
     assert judge.take([EVEN, EVEN, EVEN, RankSeconds(9.0)], BILL, 2.0) == ({}, [])  # another rank speaks
 
 
 # -- what is measured -------------------------------------------------------------------------------
-
-
-def test_a_share_is_the_mean_over_connections_that_sent() -> None:
-    before = {"a": Sent(0, 0.0), "b": Sent(100, 1.0), "store": Sent(0, 0.0), "gone": Sent(7, 7.0)}
-    now = {"a": Sent(10_000, 1.0), "b": Sent(10_100, 1.5), "store": Sent(50, 2.0), "new": Sent(9, 9.0)}
-    assert busy_share(before, now, 2.0) == pytest.approx((0.5 + 0.25) / 2)
-    assert busy_share(now, now, 2.0) == busy_share({}, {}, 2.0) == 0.0
-
-
-def test_the_kernel_tells_what_a_connection_sent_and_one_host_s_own_do_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        to = server.getsockname()
-        with socket.create_connection(to) as own, server.accept()[0] as other:
-            own.sendall(b"x" * 1000)
-            assert other.recv(1000, socket.MSG_WAITALL) == b"x" * 1000
-            assert not any(to in ends for ends in connections())  # loopback
-            monkeypatch.setattr(tcp, "is_here", lambda own, other: False)
-            (sent,) = [each for ends, each in connections().items() if ends == (own.getsockname(), to)]
-    assert 1000 <= sent.bytes < 2000 and 0 <= sent.busy < 60
 
 
 class FakeEvent:
@@ -164,10 +134,3 @@ def test_a_wait_that_is_not_over_is_left_for_the_next_look(monkeypatch: pytest.M
     assert timer.stalls.take() == {}
     monkeypatch.setattr(FakeEvent, "reached", FakeEvent.now)
     assert timer.stalls.take() == pytest.approx({"exposed_tp_intra": 4e-3})
-
-
-def test_the_meter_stops() -> None:
-    meter = LinkMeter()
-    meter.start()
-    meter.stop()
-    assert not any(thread.name == "link meter" for thread in threading.enumerate())

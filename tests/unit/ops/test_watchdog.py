@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megazero.comm.timing import Waits
 from megazero.mesh.launch import Launch
 from megazero.mesh.sealed import SealedStore
+from megazero.mesh.waiting import waiting
 from megazero.ops import watchdog
-from megazero.ops.heartbeat import innermost, waits
+from megazero.ops.heartbeat import innermost
 from megazero.ops.watchdog import Limit, Watchdog
+from megazero.zero.scalars import StepScalars
 
 
 class Rank:
@@ -37,9 +41,6 @@ class Rank:
 
     def progress(self) -> int:
         return next(self.count)
-
-    def awaits(self) -> None:
-        return None
 
     def limit(self) -> Limit:
         return Limit(600.0, "--limit")
@@ -95,24 +96,51 @@ def stand(file: str, lock: threading.Lock) -> None:
     exec(compile("lock.acquire()", file, "exec"), {"lock": lock})
 
 
-def test_in_a_backward_a_rank_waits_where_autograds_thread_does(tmp_path: Path, monkeypatch) -> None:
-    """On CUDA the hooks of a backward, which gather and reduce, run in a thread that Python did not start."""
+def test_a_backward_on_cuda_is_shown_where_autograds_thread_is(tmp_path: Path) -> None:
+    """There the hooks of a backward, which gather and reduce, run in a thread that Python did not start."""
     (lock := threading.Lock()).acquire()
-    main = threading.Thread(target=stand, args=("/x/torch/autograd/graph.py", lock))
+    main = threading.Thread(target=stand, args=("/x/backward.py", lock))
     main.start()
     watching = Watchdog(dist.HashStore(), Launch(0, 2, 0, 2), Rank(), tmp_path)
     watching._main = main.ident or 0
-    for number, file in enumerate(
-        ("/x/torch/autograd/graph.py", "/x/other.py", "/x/megazero/comm/lane.py"), 1
-    ):
+    for number, file in enumerate(("backward.py", "hook.py"), 1):
         if number > 1:
-            _thread.start_new_thread(stand, (file, lock))
+            _thread.start_new_thread(stand, (f"/x/{file}", lock))
         while sum("<module>" in innermost(each) for each in sys._current_frames().values()) < number:
             time.sleep(0.01)
-        assert waits(watching._frame()) == ("lane" in file)
+        assert innermost(watching._frames()[-1]).startswith(file)
     watching._write_stack(tmp_path)
-    assert all(file in (tmp_path / "rank_0.txt").read_text() for file in ("graph.py", "lane.py"))
-    for _ in range(3):
+    assert all(file in (tmp_path / "rank_0.txt").read_text() for file in ("backward.py", "hook.py"))
+    for _ in range(2):
         lock.release()
         time.sleep(0.05)
     main.join(20)
+
+
+def test_the_heartbeat_says_whether_this_rank_waits(tmp_path: Path) -> None:
+    watching = Watchdog(dist.HashStore(), Launch(0, 2, 0, 2), Rank(), tmp_path)
+
+    def waits() -> bool:
+        watching._send()
+        return watching._heartbeats([0])[0].waiting
+
+    assert not waits()
+    with waiting:
+        with Waits(timed=lambda name: nullcontext())("exposed_ep_inter"):
+            assert waits()
+        assert waits()
+    with pytest.raises(RuntimeError), waiting:
+        raise RuntimeError("the collective's")
+    assert not waits()
+    watching.error = "a collective failed"
+    assert waits()
+
+
+def test_on_cuda_the_host_waits_where_it_reads_the_steps_numbers() -> None:
+    """There collectives are only enqueued: the read is where the host stands in a hang."""
+    scalars = StepScalars.__new__(StepScalars)
+    seen: list[bool] = []
+    scalars.received = SimpleNamespace(tolist=lambda: seen.append(bool(waiting)) or [])  # type: ignore[assignment]
+    scalars.parts, scalars.places = (), []
+    scalars.read()
+    assert seen == [True] and not waiting
