@@ -159,6 +159,24 @@ def _experts(config: RunConfig) -> Iterator[str]:
         )
 
 
+def idle_router(config: RunConfig) -> Iterator[str]:
+    """Say of a router that learns nothing from the model's loss that no other loss teaches it either."""
+    model, training = config.model, config.training
+    balanced = training.moe_router_load_balancing_type != "none" and training.moe_aux_loss_coeff > 0
+    softmax = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    if model.num_experts is not None and model.moe_router_topk == 1 and softmax and not balanced:
+        yield (
+            "--moe-router-topk 1 needs --moe-router-pre-softmax, or --moe-aux-loss-coeff above 0 for a model that is "
+            "published so: the softmax of one chosen score is always 1, which the router cannot learn from"
+        )
+
+
+def _idle_router_of_new_model(config: RunConfig) -> Iterator[str]:
+    """Report such a router, but not of a model that --load names: it is computed as published, and a note says so."""
+    if config.checkpoint.load is None:
+        yield from idle_router(config)
+
+
 def _dispatch(config: RunConfig) -> Iterator[str]:
     """Report a way across nodes that no row takes, or for which rows are too short."""
     parallel, hidden = config.parallel, config.model.hidden_size
@@ -369,6 +387,7 @@ RULES: tuple[Rule, ...] = (
     _weight_decay,
     _newton_schulz,
     _experts,
+    _idle_router_of_new_model,
     _source,
     _data,
     _vocabulary,

@@ -12,7 +12,7 @@ from megazero.config.layout.shards import QUANTISED, resolve_shards
 from megazero.config.nearest import multiples_around
 from megazero.config.options.fields import Unjudged, fault, guarded, without_effect
 from megazero.config.options.sections import OuterConfig, ZeroConfig
-from megazero.config.rules import RULES, conditions
+from megazero.config.rules import RULES, conditions, idle_router
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
 from megazero.mesh.grid import context_problem, expert_problem
@@ -61,7 +61,13 @@ def notes_on(config: RunConfig, world: World | None) -> list[str]:
     vain = _without_effect(config, ())
     idle = [line.split("; leave it out")[0] for name, line in vain if not all_options()[name].strict]
     layout = [*_other_lifetime(config, world), *_lone_ranks(config, world)]
-    return [*idle, *outer_notes(config), *context_rules.context_notes(config, world), *layout]
+    return [
+        *idle,
+        *idle_router(config),
+        *outer_notes(config),
+        *context_rules.context_notes(config, world),
+        *layout,
+    ]
 
 
 def _lone_ranks(config: RunConfig, world: World | None) -> Iterator[str]:

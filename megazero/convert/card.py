@@ -54,16 +54,11 @@ def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None
         "dtype": ", ".join(dtypes),
         "parameters": f"{sum(t.nbytes // t.dtype.itemsize for t in source.tensors):,}",
     }
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        *([f"base_model: {base}"] if HUB_NAME.fullmatch(base) else []),
-        "---",
-        "",
-        "# Model card",
-        "",
-    ]
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if HUB_NAME.fullmatch(hub := base.split()[-1]):  # also of a run that began from another run of it
+        front |= {"base_model": hub}
+    front |= state.get("license", {})
+    lines = ["---", yaml.safe_dump(front, sort_keys=False).rstrip(), "---", "", "# Model card", ""]
     lines += ["Trained with megazero and exported from its checkpoint.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in facts.items()]
     lines += ["", f"Tokenizer: {note}."] if note else []

@@ -20,9 +20,15 @@ from megazero.config.model.published import find_tokenizer
 from megazero.config.model.section import ModelConfig
 from megazero.convert.importing import ImportedWeights, Published
 from megazero.convert.source import Source
-from megazero.convert.their_tokenizer import their_tokenizer
-from megazero.convert.tokenizer import RunTokenizer, compare_encodings, of_checkpoint, sample_texts
-from megazero.data.tokenizer import load_tokenizer
+from megazero.convert.their_tokenizer import Theirs, their_tokenizer
+from megazero.convert.tokenizer import (
+    RunTokenizer,
+    compare_encodings,
+    of_checkpoint,
+    sample_texts,
+    unknown_id,
+)
+from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.models import Decoder
 
@@ -100,7 +106,9 @@ def compare_logits(source: Source, published: Published) -> Iterator[Line]:
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.vocabulary, (_BATCH, length), generator=draw)
     ours = _our_logits(source, published, layers, tokens)
-    theirs = _their_logits(published.folder.path, layers, tokens)
+    theirs, note = _their_logits(published.folder.path, layers, tokens)
+    if note:
+        yield Line("  transformers", note)
     whole = source.model.num_layers
     part = "" if layers == whole else f", of the first {layers} of {whole} layers: the model is too large"
     yield from _figures(ours.double(), theirs.double(), f"{_BATCH} x {length} random tokens in fp32{part}")
@@ -144,8 +152,12 @@ def _our_logits(source: Source, published: Published, layers: int, tokens: torch
 
 
 @torch.no_grad()
-def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The logits of transformers' own class, which reads the folder as any user of it does."""
+def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """The logits of transformers' own class, which reads the folder as any user of it does.
+
+    Also a note if that class refuses by its default what it computes expert by expert: its grouped products do so
+    where a width is no multiple of 16 bytes (5.24, torch 2.13).
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -166,7 +178,16 @@ def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tens
         raise ValueError(
             f"transformers does not find {absent[0]!r} in '{folder}' ({len(absent)} such tensors)"
         )
-    return model.eval()(input_ids=tokens, use_cache=False).logits.float()
+    model, note = model.eval(), ""
+    try:
+        made = model(input_ids=tokens, use_cache=False)
+    except RuntimeError as error:
+        if not hasattr(model, "set_experts_implementation"):
+            raise
+        model.set_experts_implementation("eager")
+        made = model(input_ids=tokens, use_cache=False)
+        note = f'{transformers.__version__} needs experts_implementation="eager" for this model: {error}'
+    return made.logits.float(), note
 
 
 def _dtype_key(version: str) -> str:
@@ -190,7 +211,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def compare_tokens(source: Source, folder: Path, named: Path | None = None) -> Iterator[Line]:
-    """Compare the ids that transformers gives to sample texts with those of the training's tokenizer."""
+    """Compare what transformers makes of sample texts, and of their ids, with the training's tokenizer."""
     run = of_checkpoint(source.path, source.values, named)
     if run.kind == "NullTokenizer":
         yield Line("tokenizer", "not compared: the checkpoint was trained on token ids, without a tokenizer")
@@ -223,3 +244,25 @@ def compare_ids(run: RunTokenizer, folder: Path, texts: Sequence[str]) -> Iterat
     rest = f"; {out} that spell special tokens left out, which are tokens there" if out else ""
     same = f"{outcome.count - len(outcome.wrong)} of {outcome.count} texts the same ids, by {by}{rest}"
     yield Line("tokenizer", same, not outcome.wrong)
+    if not outcome.wrong:
+        yield from _compare_decoded(run, ours, theirs, texts)
+
+
+def _compare_decoded(
+    run: RunTokenizer, ours: Tokenizer, theirs: Theirs | None, texts: Sequence[str]
+) -> Iterator[Line]:
+    """Compare the texts that ids become. Those with the id of what is unknown are left out: each has its mark.
+
+    Where transformers' class decodes otherwise than the folder's files, which ``ours`` reads, a line names it.
+    """
+    unknown = unknown_id(run)
+    every = [ids for ids in map(run.tokenizer.encode, texts) if unknown not in ids]
+    meant = [run.tokenizer.decode(ids) for ids in every]
+    if theirs:
+        pairs = zip(meant, map(theirs.decode, every), strict=True)
+        if others := [(text, made) for text, made in pairs if text != made]:
+            text, made = max(others, key=lambda pair: pair[0].strip() != pair[1])  # by more than spaces
+            told = f"decodes the ids of {len(others)} of {len(meant)} texts otherwise: {text[:40]!r} as {made[:40]!r}"
+            yield Line(f"  {theirs.name}", f"of transformers {theirs.version} {told}")
+    good = sum(ours.decode(ids) == text for ids, text in zip(every, meant, strict=True))
+    yield Line("decoded", f"{good} of {len(meant)} texts the same, by the folder's files", good == len(meant))

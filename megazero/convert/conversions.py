@@ -15,7 +15,7 @@ from rich.progress import Progress as Bars
 from megazero.checkpoint.directory import TRIAL, checkpoint_name, fsync_directory
 from megazero.checkpoint.reading import verify
 from megazero.checkpoint.store import find_checkpoint
-from megazero.config.model.published import CONFIG_FILE, unread_tokenizer
+from megazero.config.model.published import unread_tokenizer
 from megazero.convert.card import by_section, changed, flag_lines, flag_text, with_effect, yaml_text
 from megazero.convert.check import Line, compare, compare_tensors
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
@@ -46,11 +46,10 @@ def _to_hf(options: ToHf) -> int:
         try:
             good = not options.check or _compared(source, Published.open(partial), tokenizer, progress)
         finally:
-            if not good:  # without it no reader takes the folder for a model
-                (partial / CONFIG_FILE).unlink()
+            if not good:
+                shutil.rmtree(partial)
     if not good:
-        what = f"is not the checkpoint's model: it was not renamed, and has no {CONFIG_FILE}"
-        print(f"'{partial}' {what}", file=sys.stderr)
+        print(f"'{options.folder}' was not written: it would be another model", file=sys.stderr)
         return 1
     print(finish(partial))
     return 0
@@ -63,7 +62,7 @@ def _from_hf(options: FromHf) -> int:
         if note := unread_tokenizer(Path(options.folder)):
             progress.note(note)
         progress.say("writing", 0)
-        path = write_checkpoint(published, trial)
+        path = write_checkpoint(published, trial, published.of_model)
         return not options.check or _compared(Source(path), published, None, progress)
 
     return _import(Path(options.checkpoint), write)

@@ -42,7 +42,8 @@ from megazero.convert.tokenizer import (
     of_checkpoint,
     token_ids,
 )
-from megazero.data.tokenizer_settings import GENERATION
+from megazero.data.tokenizer_settings import GENERATION, json_object
+from megazero.families.config_json.known_fields import of_training
 from megazero.files import replacing
 
 CONVERSION_FILE, CARD_FILE = "conversion.json", "README.md"
@@ -146,6 +147,7 @@ def _conversion(folder: Path) -> Mapping[str, Any]:
 def hub_config(source: Source, run: RunTokenizer) -> dict[str, Any]:
     """Return config.json of a checkpoint's model, with the ids of its special tokens and the dtype of its weights.
 
+    Fields of training alone are those of the folder that was imported, if it is of the same architecture.
     Raises ValueError if no architecture in Hugging Face has its mixture of choices.
     """
     counts: dict[torch.dtype, int] = {}
@@ -153,7 +155,10 @@ def hub_config(source: Source, run: RunTokenizer) -> dict[str, Any]:
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.nbytes
     dtype = max(counts, key=lambda dtype: counts[dtype])
     config = architecture_of(source.model).hugging_face.config(source.model)
-    return {**config, **token_ids(run), "torch_dtype": str(dtype).removeprefix("torch.")}
+    told = json_object(CONFIG_FILE, run.files.get(CONFIG_FILE, b"{}"))
+    same = told.get("model_type") == config["model_type"]
+    kept = {name: value for name, value in told.items() if same and of_training(name)}
+    return {**kept, **config, **token_ids(run), "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def _describe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megazero.bounded import load_yaml, read_bytes
 from megazero.checkpoint import store
 from megazero.checkpoint.boxes import boxes, gaps
 from megazero.checkpoint.placement import Placement
@@ -25,18 +27,21 @@ from megazero.config.options.sections import DataConfig
 from megazero.config.run import to_store
 from megazero.convert.folder import Folder
 from megazero.data.tokenizer_files import load_run_tokenizer, read_tokenizer_files, tokenizer_options
+from megazero.data.tokenizer_settings import OF_MODEL
 from megazero.families.config_json.known_fields import MORE_TOKENS
 from megazero.models.dtypes import PRECISIONS
 from megazero.models.hf_weights import layers_behind, match_names, tied_head
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_CACHED = "models--"  # of the Hub's cache: a folder models--ORG--NAME has the revisions of ORG/NAME
 
 
 class ImportedWeights(Protocol):
     """Weights that become a checkpoint: the decoder's stored tensors, which are read or made one at a time.
 
     model, data: the sections of their model and of its tokenizer. origin: where they come from, in words. base: the
-    name of the model. shapes: of every tensor, in the order of the model. dtype: that of most of them.
+    name of the model. license: as model cards have it, by field. shapes: of every tensor, in the order of the model.
+    dtype: that of most of them.
     """
 
     @property
@@ -50,6 +55,9 @@ class ImportedWeights(Protocol):
 
     @property
     def base(self) -> str: ...
+
+    @property
+    def license(self) -> Mapping[str, str]: ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -100,9 +108,29 @@ class Published:
 
     @property
     def base(self) -> str:
-        """The model's name on a hub, if config.json has one, else the folder's name."""
+        """The model's name on a hub, if the cache's folder or config.json has one, else the folder's name."""
+        path = self.folder.path.resolve()
+        cached = (part.removeprefix(_CACHED) for part in path.parts if part.startswith(_CACHED))
         named = (f"{self.folder.config.get(field)}" for field in ("_name_or_path", "_model_name_or_path"))
-        return next(filter(HUB_NAME.fullmatch, named), self.folder.path.resolve().name)
+        names = (*(part.replace("--", "/", 1) for part in cached), *named)
+        return next(filter(HUB_NAME.fullmatch, names), path.name)
+
+    @cached_property
+    def license(self) -> dict[str, str]:
+        """What the folder's model card says of the model's license, by field. A card that is damaged says nothing."""
+        with suppress(ValueError, OSError):
+            front = read_bytes(self.folder.path / "README.md").decode().split("---\n")
+            told = load_yaml(front[1])[0] if len(front) > 2 and not front[0] else None
+            if isinstance(told, dict):
+                fields = ("license", "license_name", "license_link")
+                return {name: told[name] for name in fields if isinstance(told.get(name), str)}
+        return {}
+
+    @property
+    def of_model(self) -> dict[str, bytes]:
+        """The files of ``OF_MODEL`` by name, which a checkpoint keeps."""
+        there = {name: self.folder.path / name for name in OF_MODEL}
+        return {name: file.read_bytes() for name, file in there.items() if file.is_file()}
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -180,6 +208,7 @@ def write_checkpoint(weights: ImportedWeights, root: Path, files: Mapping[str, b
         "tokenizer": tokenizer.info.fingerprint,
         "imported": weights.origin,
         "base": weights.base,
+        "license": weights.license,
     }
     held = read_tokenizer_files(values["tokenizer_type"], tokenizer_options(values))
     snapshot = store.Snapshot(

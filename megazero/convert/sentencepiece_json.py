@@ -155,7 +155,9 @@ def to_tokenizer_json(raw: bytes) -> Any:
         longest_first = sorted(defined, key=len, reverse=True)
         made.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
     back: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*back, *([decoders.Strip(" ", 1, 0)] if spec.dummy_prefix else [])])
+    # Before a text the piece of a prefix is dropped, or the mark of every piece where spaces are removed.
+    leading = len(spec.pieces) if spec.remove_extra_spaces else int(spec.dummy_prefix)
+    made.decoder = decoders.Sequence([*back, *([decoders.Strip(" ", leading, 0)] if leading else [])])
     return made
 
 

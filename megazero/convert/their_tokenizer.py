@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,12 +18,17 @@ class Theirs:
     """The tokenizer that transformers makes of a folder, in which a text's special tokens are what its files say."""
 
     def __init__(self, transformers: Any, folder: Path) -> None:
+        from transformers.utils import is_protobuf_available
+
         self.version = transformers.__version__
         try:
             self._made = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # noqa: BLE001 - what a reader of that library would see
-            own = "trust_remote_code" in f"{error}"
-            why = "it asks for code of its own, which is never run" if own else error
+            why: Any = error
+            if "trust_remote_code" in f"{error}":
+                why = "it asks for code of its own, which is never run"
+            elif (folder / "tokenizer.model").is_file() and not is_protobuf_available():
+                why = "it reads tokenizer.model with protobuf, which is not installed (pip install protobuf)"
             raise ValueError(
                 f"transformers {self.version} cannot read the tokenizer in '{folder}': {why}\nWhere the folder's "
                 "files are right, --no-check leaves the comparison out"
@@ -32,6 +37,9 @@ class Theirs:
 
     def __call__(self, text: str) -> list[int]:
         return self._made.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._made.decode(ids)
 
     def rebuilt(self, ours: Tokenizer) -> tuple[str, Callable[[str], list[int]]] | None:
         """Return what of the file the class replaces, and how ids are found with the file's own; None if nothing.

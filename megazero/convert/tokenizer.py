@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor
 
 from megazero.bounded import load_json
 from megazero.checkpoint import store
-from megazero.config.model.published import CONFIG_FILE, MODEL_FILES, held_tokenizer
+from megazero.config.model.published import MODEL_FILES, held_tokenizer
 from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
 from megazero.convert.their_tokenizer import is_rebuilt
 from megazero.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -24,7 +24,7 @@ from megazero.data.tokenizer_files import (
     read_tokenizer_files,
     tokenizer_options,
 )
-from megazero.data.tokenizer_settings import CONFIG, GENERATION, TokenizerSettings
+from megazero.data.tokenizer_settings import CONFIG, GENERATION, OF_MODEL, TokenizerSettings
 
 # transformers 4 and 5 both have this class; what 5 writes by itself, "TokenizersBackend", 4 does not know.
 CLASS = "PreTrainedTokenizerFast"
@@ -64,7 +64,10 @@ SAMPLES = (
 
 @dataclass(frozen=True)
 class RunTokenizer:
-    """A checkpoint's tokenizer: its type, its loaded model, and its files by name (none for a null tokenizer)."""
+    """A checkpoint's tokenizer: its type, its loaded model, and its files by name.
+
+    A null tokenizer has at most those of ``OF_MODEL``, of the folder that was imported.
+    """
 
     kind: str
     tokenizer: Tokenizer
@@ -80,10 +83,11 @@ def of_checkpoint(path: Path, values: Mapping[str, Any], named: Path | None = No
     tokenizer is not there, or is not the one that the model was trained with.
     """
     kind, manifest = values["tokenizer_type"] or "NullTokenizer", store.read_manifest(path)
+    files = {name: store.read_file(path, name) for name in manifest.files if name in TOKENIZER_FILES}
     if kind == "NullTokenizer":
         if named:
             raise ValueError(f"--tokenizer {named}: '{path}' was trained on token ids, without a tokenizer")
-        return RunTokenizer(kind, load_tokenizer(kind, vocab_size=values["vocab_size"] - 1), {})
+        return RunTokenizer(kind, load_tokenizer(kind, vocab_size=values["vocab_size"] - 1), files)
     held, names = held_tokenizer(kind, path, manifest.files), MODEL_FILES[kind]
     given = (
         {option: named / name if named.is_dir() else named for option, name in names.items()} if named else {}
@@ -99,7 +103,6 @@ def of_checkpoint(path: Path, values: Mapping[str, Any], named: Path | None = No
             f"{tokenizer.info.fingerprint[:12]}, that one's {trained[:12]}; name that one with --tokenizer"
         )
     if held and not named:
-        files = {name: store.read_file(path, name) for name in manifest.files if name in TOKENIZER_FILES}
         return RunTokenizer(kind, tokenizer, files)
     return RunTokenizer(kind, tokenizer, read_tokenizer_files(kind, {**tokenizer_options(values), **given}))
 
@@ -120,8 +123,15 @@ def added_to_texts(raw: bytes) -> dict[str, bool]:
 
 def token_ids(run: RunTokenizer) -> dict[str, Any]:
     """Return bos_token_id, eos_token_id and pad_token_id: what was imported says, else the tokenizer, else None."""
-    ids = {role: i for role, (i, _) in _special(run).items()} | dict(TokenizerSettings.read(run.files).ids)
+    ids: dict[str, Any] = dict(TokenizerSettings.read(run.files).ids)
+    if run.kind != "NullTokenizer" or not run.files:  # whose ids an imported folder says, if one does
+        ids = {role: i for role, (i, _) in _special(run).items()} | ids
     return {f"{role}_token_id": ids.get(role) for role in ("bos", "eos", "pad")}
+
+
+def unknown_id(run: RunTokenizer) -> int | None:
+    """Return the id of what has no token, if there is one."""
+    return next((i for role, (i, _) in _special(run).items() if role == "unk"), None)
 
 
 def _special(run: RunTokenizer) -> dict[str, tuple[int, str]]:
@@ -159,7 +169,7 @@ def hub_tokenizer(run: RunTokenizer) -> HubTokenizer:
         return HubTokenizer({})
     told, note = load_json(run.files.get(CONFIG, b"{}")), None
     own = {**special_tokens(run), "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
-    files = {name: data for name, data in run.files.items() if name not in (GENERATION, CONFIG_FILE)}
+    files = {name: data for name, data in run.files.items() if name not in OF_MODEL}
     if run.kind == "SentencePieceTokenizer":
         raw = files["tokenizer.model"]
         own |= SPELT
@@ -168,11 +178,13 @@ def hub_tokenizer(run: RunTokenizer) -> HubTokenizer:
             own |= added_to_texts(raw)
         except ValueError as error:
             files[EXACT_FILE] = raw
+            spelt_out = ", and bytes are spelt (<0xC3>)" if read_spec(raw).byte_fallback else ""
             own |= {"tokenizer_class": EXACT_CLASS, "legacy": True, "sp_model_kwargs": {}}
             own = {"sep_token": None, "pad_token": None, **own}
             note = (
                 f"the folder has no tokenizer.json: {error}. It has tokenizer.model, and {EXACT_FILE} for "
-                f"transformers' {EXACT_CLASS}, which gives the ids of the training by sentencepiece"
+                f"transformers' {EXACT_CLASS}, which gives the ids of the training by sentencepiece. transformers 5 "
+                f"decodes them without it: spaces at a text's ends are lost{spelt_out}"
             )
     elif isinstance(run.tokenizer, GPT2BPETokenizer):
         files["tokenizer.json"] = run.tokenizer.to_json()

@@ -15,8 +15,9 @@ from megazero.config.model.published import CONFIG_FILE
 
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 ADDED, GENERATION = "added_tokens.json", "generation_config.json"
+OF_MODEL = (GENERATION, CONFIG_FILE)  # they say the model's ids, with a tokenizer or without
 # The files that say how a tokenizer is used. They travel with it, byte for byte.
-BESIDE = (CONFIG, SPECIAL, ADDED, "chat_template.jinja", GENERATION, CONFIG_FILE)
+BESIDE = (CONFIG, SPECIAL, ADDED, "chat_template.jinja", *OF_MODEL)
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -40,7 +41,7 @@ class TokenizerSettings:
     @classmethod
     def read(cls, files: Mapping[str, bytes]) -> TokenizerSettings:
         """Read the files of ``BESIDE`` by name, of which any may be absent. Raises ValueError for a damaged one."""
-        told = {name: _object(name, files.get(name, b"{}")) for name in BESIDE if name.endswith(".json")}
+        told = {name: json_object(name, files.get(name, b"{}")) for name in BESIDE if name.endswith(".json")}
         config, marks = told[CONFIG], told[SPECIAL]
         special = {role: text for role in ROLES if (text := _first(f"{role}_token", config, marks))}
         extra = tuple(dict.fromkeys([*_extra(config), *_extra(marks)]))
@@ -114,7 +115,8 @@ class TokenizerSettings:
         return {**changed, "split_special_tokens": True} if self.split else changed
 
 
-def _object(name: str, raw: bytes) -> dict[str, Any]:
+def json_object(name: str, raw: bytes) -> dict[str, Any]:
+    """Return what one of ``BESIDE`` holds. Raises ValueError if it is no JSON object, but {} for config.json."""
     try:
         read = load_json(raw)
         if isinstance(read, dict):

@@ -99,7 +99,7 @@ FIELDS = {
 }
 WITHOUT_HEAD_DIM = {name: field for name, field in FIELDS.items() if name != "kv_channels"}
 ABSENT = {"num_query_groups": None, "kv_channels": None, "norm_epsilon": 1e-6}
-SILU = {"hidden_act": ("silu",)}
+SILU = {"hidden_act": ("silu", "swish")}  # one function of transformers, by two names
 
 
 def relative(

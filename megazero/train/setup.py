@@ -246,10 +246,11 @@ def _checkpointing(
     decoder: Decoder,
     users: Mapping[str, Callback],
     lease: Lease,
+    origin: Origin,
 ) -> Checkpointing:
     """Return what saves and loads this engine's state, and all else that a checkpoint holds."""
     named, first = tokenizer_options(vars(config.data)), engine.mesh.rank == 0
-    files = read_tokenizer_files(config.data.tokenizer_type, named) if first else {}
+    files = (read_tokenizer_files(config.data.tokenizer_type, named) or origin.of_model) if first else {}
     return Checkpointing(
         config,
         engine,
@@ -308,7 +309,7 @@ def prepare(
     decoder = build_decoder(config, mesh, Traffic(), bill.span)
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh)
-    checkpointing = _checkpointing(config, tokenizer, engine, decoder, users, supervisor.lease)
+    checkpointing = _checkpointing(config, tokenizer, engine, decoder, users, supervisor.lease, origin)
     if config.checkpoint.save is not None and origin.progress.iteration < length.last_iteration:
         checkpointing.try_saving()
         if config.checkpoint.save_hf is not None:

@@ -64,7 +64,13 @@ def _read(
     if faults := list(_other_kinds(family, config)):
         raise ValueError(f"{family.hugging_face.model_type} config: {'; '.join(faults)}")
     read = family.hugging_face.options(config, accept)
-    if faults := list(_other_kinds_of_options(read)):
+    faults = list(_other_kinds_of_options(read))
+    if read.get("num_experts") == 1:  # Megatron's word for none
+        there = family.hugging_face.fields["num_experts"]
+        faults.append(
+            f"{there} = 1: a mixture of one expert is not built; nearest: a dense model of that MLP"
+        )
+    if faults:
         raise ValueError(f"{family.hugging_face.model_type} config: {'; '.join(faults)}")
     without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     return make_model(**{"model_family": family.name, **without, **read, **options})

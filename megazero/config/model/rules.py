@@ -127,13 +127,7 @@ def experts(model: ModelConfig) -> Iterator[str]:
         return
     if topk > count:
         yield f"--moe-router-topk {topk} exceeds --num-experts {count}; nearest: {count}"
-    softmax = model.moe_router_score_function == "softmax"
-    if topk == 1 and softmax and not model.moe_router_pre_softmax:
-        yield (
-            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one chosen score is always 1, which "
-            "the router cannot learn from"
-        )
-    if model.moe_router_enable_expert_bias and softmax:
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function == "softmax":
         yield (
             "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: the bias is as large as a "
             "score of one expert, whatever the others' are"

@@ -77,6 +77,10 @@ class MegatronWeights:
         """What model cards say of its weights: Megatron's checkpoints have no name."""
         return self.origin
 
+    @property
+    def license(self) -> Mapping[str, str]:
+        return {}
+
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Map the decoder's stored tensors to their shapes, in the order of the model."""

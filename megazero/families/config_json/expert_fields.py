@@ -119,6 +119,7 @@ class _DeepSeek:
         shared, kept = options.moe_shared_expert_intermediate_size, options.moe_router_group_topk
         experts = [kind.experts for kind in layer_kinds(options)]
         return {
+            "n_routed_experts": options.num_experts or 0,
             "moe_intermediate_size": options.expert_width,
             **({} if shared is None else {"n_shared_experts": shared // options.expert_width}),
             "first_k_dense_replace": [*experts, True].index(True),

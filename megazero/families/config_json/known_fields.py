@@ -10,10 +10,12 @@ from megazero.families.config_json.missing import EXPERTS, part_of
 
 # Such layers stand behind the model's own. Their tensors are left out only where this field is set aside.
 MORE_TOKENS = "num_nextn_predict_layers"
-# They change nothing in the function that a model computes: names, dtypes, tokens of generation, dropout, losses that
-# balance experts, layers that predict further tokens, labels of classifiers, the order of sums. Patterns as of file
-# names.
+# Of training alone: dropout, losses that balance experts. Patterns as of file names, here and below.
+OF_TRAINING = ("*_dropout", "*_pdrop", "output_router_logits", "router_aux_loss_coef")
+# They change nothing in the function that a model computes: names, dtypes, tokens of generation, training, layers
+# that predict further tokens, labels of classifiers, the order of sums.
 INERT = (
+    *OF_TRAINING,
     "model_type",
     "architectures",
     "transformers_version",
@@ -35,7 +37,6 @@ INERT = (
     "initializer_range",
     "output_attentions",
     "output_hidden_states",
-    "output_router_logits",
     "output_past",
     "output_scores",
     "ignore_keys_at_rope_validation",
@@ -46,13 +47,7 @@ INERT = (
     "problem_type",
     "task_specific_params",
     "summary_*",
-    "classifier_dropout",
-    "attention_dropout",
-    "hidden_dropout",
-    "residual_dropout",
-    "embedding_dropout",
     "scale_attention_softmax_in_fp32",
-    "*_pdrop",
     "pretraining_tp",
     "slow_but_exact",
     "attention_softmax_in_fp32",
@@ -64,7 +59,6 @@ INERT = (
     "n_ctx",
     "gradient_checkpointing",
     "reorder_and_upcast_attn",
-    "router_aux_loss_coef",
     MORE_TOKENS,
     "num_mtp_layers",
     "is_llama_config",
@@ -130,6 +124,11 @@ REFUSED = (
     ("qk_layernorm", "is a norm of queries and keys that this family does not have here"),
     ("auto_map", "is custom code, which is not run"),
 )
+
+
+def of_training(name: str) -> bool:
+    """Tell whether a field of config.json says how transformers trains the model, and nothing else."""
+    return any(fnmatchcase(name, pattern) for pattern in OF_TRAINING)
 
 
 def refusal(name: str) -> str:

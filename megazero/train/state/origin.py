@@ -21,6 +21,7 @@ from megazero.config.options.fields import section_of
 from megazero.config.options.sections import CheckpointConfig, OuterConfig
 from megazero.config.read.beginning import Chosen, checkpoint_to_load
 from megazero.convert.importing import Published
+from megazero.data.tokenizer_settings import OF_MODEL
 from megazero.mesh.mesh import Mesh, world_group
 from megazero.train.state.progress import Progress, impossible_numbers
 
@@ -83,6 +84,16 @@ class Origin:
     published: Published | None = None
     own: bool = False
 
+    @property
+    def of_model(self) -> dict[str, bytes]:
+        """The files of ``OF_MODEL`` by name: those of the folder that the weights are from, if they are from one."""
+        if self.published is not None:
+            return self.published.of_model
+        held = self.saved.manifest.files if self.saved else ()
+        return {
+            name: store.read_file(self.saved.path, name) for name in OF_MODEL if self.saved and name in held
+        }
+
 
 def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
     """Find the checkpoint that --load means, or begin from random weights (``_start_fresh``). Collective.
@@ -112,12 +123,13 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
             f"'{folder}' not loaded",
             lambda: Published.open(folder, options.accept_field),
         )
-        return Origin(Progress(base=opened.base), published=opened)
+        return Origin(Progress(base=opened.base, license=opened.license), published=opened)
     if chosen.path is None:
         return _start_fresh(options, options.load, mesh, damaged)
     saved = _opened(chosen.path)
     if options.finetune and not chosen.again:
-        return Origin(Progress(notes=tuple(_passed_over(damaged)), base=saved.name), saved)
+        license = saved.progress.license
+        return Origin(Progress(notes=tuple(_passed_over(damaged)), base=saved.name, license=license), saved)
     root, step = chosen.path.parent, saved.manifest.step
     notes = (
         *_gone_on(options, chosen),

@@ -58,7 +58,7 @@ class Progress:
     of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the path of
     the last one. rollbacks: how often the run has gone back from a spike. tokens: those it was trained on, without
     those of iterations left out and those that growing lengths drop. base: the model whose weights the run began
-    with, or "" for random ones. starts: those whose flags changed.
+    with, or "" for random ones. license: that model's, as model cards have it. starts: those whose flags changed.
     """
 
     iteration: int = 0
@@ -73,6 +73,7 @@ class Progress:
     rollbacks: int = 0
     tokens: int = 0
     base: str = ""
+    license: Mapping[str, str] = field(default_factory=dict)
     starts: tuple[Started, ...] = ()
 
     def state(self) -> dict[str, Any]:
@@ -88,6 +89,7 @@ class Progress:
             "rollbacks": self.rollbacks,
             "tokens": self.tokens,
             "base": self.base,
+            "license": dict(self.license),
             "starts": [asdict(each) for each in self.starts],
         }
 
@@ -119,6 +121,7 @@ class Progress:
             rollbacks=state.get("rollbacks", sum(each.rollback for each in left_out)),
             tokens=state.get("tokens", trained * seq_length),
             base=state.get("base", state.get("imported", NOT_RECORDED)),
+            license=state.get("license", {}),
             starts=tuple(Started(**each) for each in state.get("starts", ())),
         )
 

@@ -16,7 +16,7 @@ SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
     ("words", "error"),
     [
         (f"{EXPERTS} --moe-router-topk 13", "exceeds --num-experts 12; nearest: 12"),
-        (f"{EXPERTS} --moe-router-topk 1", "needs --moe-router-pre-softmax"),
+        (f"{EXPERTS} --moe-router-topk 1", "needs --moe-router-pre-softmax, or --moe-aux-loss-coeff above 0"),
         (f"{EXPERTS} --moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),
         (f"{EXPERTS} --moe-router-group-topk 2", "needs --moe-router-num-groups"),
         (f"{EXPERTS} --moe-router-num-groups 5 --moe-router-group-topk 1", "nearest groups: 4 or 6"),
@@ -59,6 +59,10 @@ def test_what_a_router_cannot_do_is_an_error_with_the_nearest_choice(words: str,
 def test_what_changes_nothing_is_a_note(words: str, note: str) -> None:
     (found,) = (line for line in run(words).notes if "--moe" in line)
     assert note in found
+
+
+def test_a_loss_that_balances_teaches_a_router_of_one_expert() -> None:
+    assert run(f"{EXPERTS} --moe-router-topk 1 --moe-aux-loss-coeff 0.01").model.moe_router_topk == 1
 
 
 def test_one_sigmoid_needs_no_softmax() -> None:

@@ -236,7 +236,7 @@ def config_of(family: str, **changes) -> dict:
             {"n_routed_experts": 8},
             "n_routed_experts = 8 is of a mixture of experts, which this family",
         ),
-        ("Llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported (only 'silu')"),
+        ("Llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported (only 'silu', 'swish')"),
         (
             "Llama",
             {"rope_parameters": {"rope_type": "proportional"}},
@@ -463,6 +463,7 @@ def test_a_published_mixture_has_its_parameters(name, count, active):
             "shared_expert_intermediate_size = 0 is not supp",
         ),
         ("Mixtral", {"num_local_experts": None}, "num_local_experts = None is not supported: all layers of"),
+        ("Mixtral", {"num_local_experts": 1}, "num_local_experts = 1: a mixture of one expert is not built"),
         ("Mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported (only 0.0)"),
         ("Mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok takes a number, got the text '2'"),
         ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported (only None)"),
@@ -484,6 +485,11 @@ def test_a_mixtures_fields_that_differ_or_have_no_meaning_are_errors(family, fie
     with pytest.raises(ValueError) as error:
         from_hf_config({**config, **fields})
     assert message in str(error.value)
+
+
+def test_swish_is_silu():
+    config = config_of("Llama")
+    assert from_hf_config({**config, "hidden_act": "swish"}) == from_hf_config(config)
 
 
 SIGMOIDS = {"num_experts": 8, "moe_shared_expert_intermediate_size": 64, "moe_ffn_hidden_size": 32}
@@ -530,6 +536,7 @@ SIGMOIDS |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_b
             {"num_experts": 4, "swiglu": False},
             "the nearest is llama, without --swiglu off, --num-e",
         ),
+        ("glm4_moe", {}, "glm4_moe"),
         ("glm4_moe", SIGMOIDS, "glm4_moe"),
         ("glm4_moe", {**SIGMOIDS, "moe_router_group_topk": 4, "moe_router_num_groups": 4}, "glm4_moe"),
         ("glm4_moe", {**SIGMOIDS, "moe_router_topk_scaling_factor": 1.0}, "glm4_moe"),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from megazero.config import World, make_config
 from megazero.config.run import stored_values
@@ -37,13 +38,18 @@ def told(progress: Progress, config: Any, **more: Any) -> str:
 
 
 def test_a_card_has_the_base_model_and_what_each_start_changed() -> None:
-    first, _ = started(Progress(base="HuggingFaceTB/SmolLM2-135M"), zero_preset="zeropp", save="/home/me/a")
+    license = {"license": "other", "license_name": "a: b"}
+    first, _ = started(
+        Progress(base="HuggingFaceTB/SmolLM2-135M", license=license), zero_preset="zeropp", save="/home/me/a"
+    )
     same, _ = started(first, zero_preset="zeropp", save="/home/me/b")
     assert same.starts == first.starts and len(first.starts) == 1  # places are no change
     later = Progress.of_state({**first.state(), "iteration": 7, "run_id": "a"}, "", 12)
     later, config = started(later, zero_preset="zero1", weight_decay=0.5)
     text = told(later, config)
-    assert "base_model: HuggingFaceTB/SmolLM2-135M" in text and "/home/me" not in text
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["base_model"] == "HuggingFaceTB/SmolLM2-135M" and license.items() <= front.items()
+    assert "/home/me" not in text
     assert "| base model | HuggingFaceTB/SmolLM2-135M |" in text
     one, two = text.split("## Changed after iteration 7")
     assert "--zero-preset zeropp" in one and "--hidden-size 32" in one
@@ -73,3 +79,35 @@ def test_a_card_says_random_weights_or_that_nothing_was_recorded() -> None:
 )
 def test_a_published_model_is_called_by_its_name(fields: dict[str, str], name: str, tmp_path: Path) -> None:
     assert Published(Folder(tmp_path / "folder", fields, {})).base == name
+
+
+def test_a_folder_of_the_hubs_cache_has_the_models_name() -> None:
+    folder = Path("/home/me/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/93efa2f")
+    assert Published(Folder(folder, {"_name_or_path": "org/base"}, {})).base == "HuggingFaceTB/SmolLM2-135M"
+
+
+def test_a_run_from_another_run_of_a_model_names_the_model() -> None:
+    progress, config = started(Progress(base="iteration 3 of run a, which began from org/model"))
+    assert "\nbase_model: org/model\n" in told(progress, config)
+
+
+@pytest.mark.parametrize(
+    "card, license",
+    [
+        ("---\nlicense: apache-2.0\nlanguage: [en]\n---\n# Model\n", {"license": "apache-2.0"}),
+        (
+            "---\nlicense: other\nlicense_link: LICENSE\n---\n",
+            {"license": "other", "license_link": "LICENSE"},
+        ),
+        ("---\nlicense: [\n---\n", {}),
+        ("---\nlicense: 3\n---\n", {}),
+        ("# Model\n---\nlicense: mit\n---\n", {}),
+        (None, {}),
+    ],
+)
+def test_the_license_is_what_the_models_card_says(
+    card: str | None, license: dict[str, str], tmp_path: Path
+) -> None:
+    if card is not None:
+        (tmp_path / "README.md").write_text(card)
+    assert Published(Folder(tmp_path, {}, {})).license == license

@@ -131,6 +131,51 @@ def test_an_imported_run_resumes_with_unchanged_flags(published: Path, tmp_path:
     assert (told["bos_token_id"], told["eos_token_id"], told["vocab_size"]) == (5, 2, 280)
 
 
+def test_a_folder_without_a_tokenizer_keeps_its_ids(tmp_path: Path) -> None:
+    """And what says how transformers trains the model: converted, and trained and resumed."""
+    folder = save_model(tmp_path / "hf", bos_token_id=7, eos_token_id=5, attention_dropout=0.1)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"router_aux_loss_coef": 0.02, "output_router_logits": True, "_name_or_path": "org/model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["from-hf", str(folder), str(tmp_path / "converted"), "--no-check"]) == 0
+    words = ("seq_length", "micro_batch_size", "global_batch_size", "lr", "mock_data", "device", "eval_iters")
+    values = {**{name: TINY[name] for name in words}, "log_dir": str(tmp_path / "logs")}
+    values["save"] = str(tmp_path / "trained")
+    run({**values, "load": f"hf:{folder}", "train_iters": 1})
+    run({**values, "load": values["save"], "train_iters": 2})
+    kept = (
+        "bos_token_id",
+        "eos_token_id",
+        "router_aux_loss_coef",
+        "output_router_logits",
+        "attention_dropout",
+    )
+    for root in ("converted", "trained"):
+        assert main(["to-hf", str(tmp_path / root), str(tmp_path / "out" / root), "--no-check"]) == 0
+        told = json.loads((tmp_path / "out" / root / "config.json").read_text())
+        assert {name: told.get(name) for name in kept} == {name: config[name] for name in kept}
+        assert "_name_or_path" not in told
+        ids = "generation_config.json"
+        assert (tmp_path / "out" / root / ids).read_bytes() == (folder / ids).read_bytes()
+
+
+def test_a_tokenizer_model_that_transformers_reads_with_protobuf_names_it(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """transformers asks for tiktoken then."""
+    transformers = pytest.importorskip("transformers")
+    folder = save_model(tmp_path / "hf", vocab_size=300)
+    train_sentencepiece(folder / "tokenizer.model")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("`tiktoken` is required to read a `tiktoken` file")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.utils, "is_protobuf_available", lambda: False)
+    refused(["from-hf", str(folder), str(tmp_path / "ck")], tmp_path, 2)
+    assert "pip install protobuf" in capsys.readouterr().err
+
+
 def test_save_hf_is_proved_before_the_first_iteration(tmp_path: Path) -> None:
     """A folder that is there ends the run at its start. What the export will lack is a note of the start."""
     model = train_sentencepiece(tmp_path / "spm.model", normalization_rule_name="nmt_nfkc")
@@ -209,7 +254,7 @@ def test_a_failed_check_leaves_nothing(published: Path, tmp_path: Path, capsys, 
     assert main(["from-hf", str(published), str(tmp_path / "good"), "--no-check"]) == 0
     monkeypatch.setattr(conversions, "compare", lambda *_: iter([Line("tensors", "1 of 2", False)]))
     assert main(["to-hf", str(tmp_path / "good"), str(tmp_path / "out")]) == 1
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial" / "config.json").exists()
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_folder_that_transformers_cannot_read_names_the_way_past_it(tmp_path: Path, capsys) -> None:

@@ -91,6 +91,37 @@ def test_more_experts_than_tensors_are_not_counted_out(published: Path, tmp_path
         Published.open(folder)
 
 
+@pytest.mark.parametrize(
+    ("variant", "fields", "note"),
+    [
+        # transformers' grouped products refuse rows that are no multiple of 16 bytes.
+        ("qwen2_moe", {"moe_intermediate_size": 11}, "experts_implementation"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "tensors"),
+        ("mixtral", {"num_experts_per_tok": 1}, "tensors"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "tensors"),
+        ("granitemoe", {"num_experts_per_tok": 1}, "tensors"),
+    ],
+)
+def test_a_mixture_that_is_seldom_goes_in_and_out(
+    variant: str, fields: dict, note: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = save(variant, tmp_path / "hf", **fields)
+    root, out = tmp_path / "checkpoint", tmp_path / "out"
+    assert main(["convert", "from-hf", str(folder), str(root)]) == 0
+    assert main(["convert", "to-hf", str(root), str(out)]) == 0
+    assert capsys.readouterr().out.count(note) == 2
+    before, after = Published.open(folder), Published.open(out)
+    assert before.model == after.model and before.shapes == after.shapes
+
+
+def test_a_router_that_learns_nothing_is_noted_of_a_published_model(tmp_path: Path) -> None:
+    folder = save("mixtral", tmp_path / "hf", num_experts_per_tok=1)
+    words = f"{TRAINING} --load hf:{folder}".split()
+    for more, said in (([], True), (["--moe-aux-loss-coeff", "0.01"], False)):
+        notes = begun(parse([*words, *more], World(1, 1)), World(1, 1)).notes
+        assert any("--moe-router-topk 1 needs" in line for line in notes) == said
+
+
 @pytest.mark.slow
 def test_routers_whose_scores_are_nan(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The check of an import finds them, and a run's first loss."""
