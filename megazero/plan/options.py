@@ -148,7 +148,8 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
     topology, hosts = _topology(options, cluster, errors)
     errors += _useless(options, policy, layout is not None)
     errors += _not_beside_schemes(options, policy, values)
-    errors += _model_errors(values)
+    if not any(line.startswith("--load ") for line in errors):  # what is missing may stand there
+        errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
     return PlanRequest(values, cluster, policy, options, explain, topology, hosts)
