@@ -26,7 +26,7 @@ TINY = {
 }
 
 # A config.json of Hugging Face.
-PUBLISHED = {
+CONFIG_JSON = {
     **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
     **{"num_attention_heads": 4, "vocab_size": 500, "rms_norm_eps": 1e-5, "max_position_embeddings": 128},
 }

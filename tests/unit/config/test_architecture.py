@@ -12,7 +12,7 @@ from megazero.comm.wire import Coding
 from megazero.config import ConfigError, RunConfig, World, begun, parse
 from megazero.config.model.section import ModelConfig
 from megazero.config.run import all_options, stored_values
-from tests.sizes import PUBLISHED
+from tests.sizes import CONFIG_JSON
 
 REST = "--seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 4 --mock-data"
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 51"
@@ -69,7 +69,7 @@ def architecture(model: ModelConfig) -> dict[str, object]:
 
 def test_a_folder_of_another_dtype_than_the_run_is_told_of(tmp_path):
     for field in ("dtype", "torch_dtype"):  # today's name and the old one
-        (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED, field: "bfloat16"}))
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIG_JSON, field: "bfloat16"}))
         load = f"--load hf:{tmp_path} --seq-length 16"
         (note,) = [note for note in run(load).notes if "bfloat16" in note]
         assert "fp32" in note and "--bf16" in note

@@ -38,7 +38,7 @@ from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, _Lane, simulate
 from megazero.pp.schedules import Kind
 from megazero.verify.expected_bytes import ExpectedBytes, LayerRows
-from tests.sizes import PLANNED, PUBLISHED, words
+from tests.sizes import CONFIG_JSON, PLANNED, words
 
 MODEL = {**PLANNED, "params_dtype": "bf16"}
 TRAINED = ("micro_batch_size", "lr", "train_iters", "mock_data")  # what a plan does not take
@@ -73,7 +73,7 @@ def test_the_model_may_be_that_of_a_folder(tmp_path: Path) -> None:
         write_cluster(tmp_path / "lab.yaml", 16),
         ["--global-batch-size", "16", "--seq-length", "128"],
     )
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG_JSON))
     request = read_request(["--load", f"hf:{tmp_path}", *batch, "--cluster", lab])
     sizes = {"num_layers": 3, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 500}
     assert request.values.items() >= sizes.items() and "load" not in request.values
