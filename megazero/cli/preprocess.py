@@ -34,7 +34,9 @@ class PreprocessOptions:
     )
     output_prefix: str = option(MISSING, "beginning of the output files' names", required=True)
     pattern: str = option("*", "files to read in a directory, such as '*.py'")
-    skip_binary: bool = option(False, "leave out files that are not UTF-8 text, and report their number")
+    skip_binary: bool = option(
+        False, "leave out files that are neither UTF-8 text nor JSON lines, and report their number"
+    )
     json_keys: tuple[str, ...] = option(("text",), "keys of the JSON lines; each gives a dataset")
     tokenizer_type: str | None = option(
         None, f"tokenizer (default with --vocab-file: {GPT2BPE})", choices=tuple(TOKENIZERS)

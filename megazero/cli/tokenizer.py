@@ -28,7 +28,9 @@ class TokenizerOptions:
     vocab_size: int = option(MISSING, "number of pieces", required=True, low=1)
     model_prefix: str = option(MISSING, "name of the model without .model", required=True)
     pattern: str = option("*", "files to read in a directory, such as '*.py'")
-    skip_binary: bool = option(False, "leave out files that are not UTF-8 text, and report their number")
+    skip_binary: bool = option(
+        False, "leave out files that are neither UTF-8 text nor JSON lines, and report their number"
+    )
     json_key: str = option("text", "key of the JSON lines that holds the text")
     model_type: str = option("bpe", "algorithm", choices=("bpe", "unigram"))
     character_coverage: float = option(

@@ -52,18 +52,18 @@ def find_inputs(inputs: Sequence[str], pattern: str = "*") -> tuple[str, ...]:
 
 
 def only_text(files: Sequence[str], skip_binary: bool, say: Callable[[str], None]) -> tuple[str, ...]:
-    """Return the files of JSON lines and those that are UTF-8 text. Others are left out, if ``skip_binary`` allows
-    it, and ``say`` gets a line. Raises ValueError with their number otherwise, or if no file is left.
+    """Return the files that are UTF-8 text or JSON lines. Others are left out, if ``skip_binary`` allows it, and
+    ``say`` gets a line. Raises ValueError with their number otherwise, or if no file is left.
     """
     faults = dict[str, str]()
     for file in files:
         try:
-            _ = is_json(file) or read_text(file)
+            refuse_document(file) if is_json(file) else read_text(file)
         except ValueError as error:
             faults[file] = f"{error}"
     if not faults:
         return tuple(files)
-    said = f"{len(faults)} of {len(files)} files are no text"
+    said = f"{len(faults)} of {len(files)} files are neither text nor JSON lines"
     if skip_binary and len(faults) < len(files):
         say(f"{said} and are left out")
         return tuple(file for file in files if file not in faults)
@@ -86,6 +86,13 @@ def read_text(file: str) -> str:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{file}, line {line}: not UTF-8 text ({error.reason})") from None
+
+
+def refuse_document(file: str) -> None:
+    """Raise ValueError if a file with the name of JSON lines is one document of JSON over many lines."""
+    with open(file, "rb") as handle:
+        if handle.readline(_PIECE).strip() in (b"{", b"[", b"[{"):
+            raise ValueError(f"{file}: one JSON document, not JSON lines")
 
 
 def json_lines(file: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
