@@ -58,13 +58,16 @@ def stacked_bars(axes: Axes, names: Sequence[str], items: Mapping[str, Sequence[
         left = [start + value for start, value in zip(left, values, strict=True)]
 
 
-def text_chart(points: Sequence[Point], width: int = 80, height: int = 12, braille: bool = True) -> list[str]:
-    """Draw points (x, y) as lines of text of ``width`` characters. Points that are not finite are left out.
+def text_chart(
+    points: Sequence[Point], x_name: str, y_name: str, width: int = 80, height: int = 12, braille: bool = True
+) -> list[str]:
+    """Draw points as lines of text of ``width`` characters below ``y_name`` and above ``x_name``, whose values are
+    whole numbers. Points that are not finite are left out.
 
     Each column of dots has the least and the greatest value that fall into it, and what is between them; columns
     without a value lie on the straight line between their neighbours.
     """
-    points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    points = [point for point in points if all(map(math.isfinite, point))]
     if not points:
         return ["no finite value"]
     (left, right), (low, high) = (_range([point[axis] for point in points]) for axis in (0, 1))
@@ -82,13 +85,14 @@ def text_chart(points: Sequence[Point], width: int = 80, height: int = 12, brail
     for column, found in spans.items():
         for row in range(round(min(found)), round(max(found)) + 1):
             cells[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
-    lines = []
+    lines = [" " * margin + y_name]
     for number, cell in enumerate(cells):
         label = labels[0] if number == 0 else labels[1] if number == height - 1 else ""
         drawn = "".join((chr(0x2800 + dots) if braille else "*") if dots else " " for dots in cell)
         lines.append(f"{label:>{margin - 2}} {'│' if braille else '|'}{drawn}".rstrip())
     ends = f"{left:,.0f}", f"{right:,.0f}"
-    return [*lines, " " * margin + ends[0] + ends[1].rjust(columns // 2 - len(ends[0]))]
+    between = columns // 2 - sum(map(len, ends))
+    return [*lines, " " * margin + ends[0] + x_name.center(between) + ends[1]]
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

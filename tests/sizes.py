@@ -25,6 +25,12 @@ TINY = {
     **{"mock_data": True, "eval_iters": 0, "device": "cpu"},
 }
 
+# A config.json of Hugging Face.
+CONFIG_JSON = {
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "vocab_size": 500, "rms_norm_eps": 1e-5, "max_position_embeddings": 128},
+}
+
 # -- models that are configured, planned or refused ----------------------------------------------------------
 
 SMALL = {

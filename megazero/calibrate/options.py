@@ -80,7 +80,9 @@ def read_request(argv: Sequence[str]) -> CalibrationRequest:
     given, faults = read_values(rest)
     errors += faults
     if given.get("vocab_size") is None:
-        errors.append("--vocab-size is required: a calibration reads no tokenizer")
+        errors.append(
+            "--vocab-size is required: a calibration reads no tokenizer; --load takes it from what it names"
+        )
     values = with_stand_ins(given)
     own = [all_options()[name].flag for name in OWN if values.pop(name, None) is not None]
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,7 +12,7 @@ from megazero.config import ConfigError, run_with_arguments
 from megazero.config.options.data_inputs import GPT2BPE, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import option
 from megazero.data.preprocess import Job, preprocess
-from megazero.data.text import find_inputs
+from megazero.data.text import find_inputs, only_text
 from megazero.log.terminal import SafeConsole
 
 USAGE = """usage: megazero preprocess --input PATH ... --output-prefix PREFIX [flags below]
@@ -34,6 +34,9 @@ class PreprocessOptions:
     )
     output_prefix: str = option(MISSING, "beginning of the output files' names", required=True)
     pattern: str = option("*", "files to read in a directory, such as '*.py'")
+    skip_binary: bool = option(
+        False, "leave out files that are neither UTF-8 text nor JSON lines, and report their number"
+    )
     json_keys: tuple[str, ...] = option(("text",), "keys of the JSON lines; each gives a dataset")
     tokenizer_type: str | None = option(
         None, f"tokenizer (default with --vocab-file: {GPT2BPE})", choices=tuple(TOKENIZERS)
@@ -57,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _preprocess(options: PreprocessOptions) -> int:
-    console, began, job = SafeConsole(), time.monotonic(), _job(options)
+    console, began = SafeConsole(), time.monotonic()
+    job = _job(options, console.print)
     columns = (TextColumn("tokenizing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("chunks", total=None)
@@ -75,7 +79,7 @@ def _preprocess(options: PreprocessOptions) -> int:
     return 0
 
 
-def _job(options: PreprocessOptions) -> Job:
+def _job(options: PreprocessOptions, say: Callable[[str], None]) -> Job:
     """Return the work that the flags describe. Raises ValueError."""
     given = [name for name, value in vars(options).items() if value is not None]
     kind = tokenizer_type(options.tokenizer_type, given)
@@ -84,7 +88,7 @@ def _job(options: PreprocessOptions) -> Job:
             [f"--tokenizer-type is required: {', '.join(TOKENIZERS)}; {GPT2BPE} with --vocab-file"]
         )
     return Job(
-        files=find_inputs(options.input, options.pattern),
+        files=only_text(find_inputs(options.input, options.pattern), options.skip_binary, say),
         json_keys=options.json_keys,
         tokenizer_type=kind,
         tokenizer_model=options.tokenizer_model,

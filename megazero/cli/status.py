@@ -7,17 +7,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.charts import text_chart
 from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
+from megazero.config.run import all_options
 from megazero.files import write_text
 from megazero.ops.status import Judgement, compared, facts, judge, restarts
 from megazero.ops.vitals import Vitals, read_run
 
-USAGE = """usage: megazero status LOG_DIR ... [flags below]
+USAGE = """usage: megazero status [LOG_DIR ...] [flags below]
        megazero status runs/*/logs --html runs.html
        */5 * * * * megazero status /shared/runs/a/logs --quiet --alert 'mail -s "run a" me@example.org'   # cron
 
@@ -32,7 +33,9 @@ is not a run's, or something cannot be written.
 class StatusOptions:
     """The words of the command."""
 
-    log_dir: tuple[str, ...] = option(MISSING, "folders that --log-dir named in training", place="LOG_DIR")
+    log_dir: tuple[str, ...] = option(
+        (all_options()["log_dir"].default,), "folders that --log-dir named in training", place="LOG_DIR"
+    )
     html: str | None = option(
         None, "also write a page there with curves, time breakdown and bytes (needs matplotlib)"
     )
@@ -59,7 +62,11 @@ def report(run: Vitals, chart: bool, width: int, braille: bool) -> list[str]:
     lines = [f"{name:<12}  {words}" for name, words in said.items()]
     lines += [f"{'':<12}  {line}" for line in restarts(run)[-10:]]
     losses = [(line["iteration"], line["lm_loss"]) for line in run.iterations]
-    return lines + (["", *text_chart(losses, width, 12, braille)] if chart and losses else [])
+    return lines + (
+        ["", *text_chart(losses, "iteration", "loss, nats per token", width, 12, braille)]
+        if chart and losses
+        else []
+    )
 
 
 def alert(command: str, run: Vitals, found: Judgement) -> None:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 
 from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
-from megazero.data.text import find_inputs
+from megazero.data.text import find_inputs, only_text
 from megazero.data.tokenizer_training import SAMPLE_BYTES, sample_lines, train_tokenizer
 from megazero.log.terminal import SafeConsole
 
@@ -28,6 +28,9 @@ class TokenizerOptions:
     vocab_size: int = option(MISSING, "number of pieces", required=True, low=1)
     model_prefix: str = option(MISSING, "name of the model without .model", required=True)
     pattern: str = option("*", "files to read in a directory, such as '*.py'")
+    skip_binary: bool = option(
+        False, "leave out files that are neither UTF-8 text nor JSON lines, and report their number"
+    )
     json_key: str = option("text", "key of the JSON lines that holds the text")
     model_type: str = option("bpe", "algorithm", choices=("bpe", "unigram"))
     character_coverage: float = option(
@@ -44,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _train(options: TokenizerOptions) -> int:
     console, began = SafeConsole(), time.monotonic()
-    files = find_inputs(options.input, options.pattern)
+    files = only_text(find_inputs(options.input, options.pattern), options.skip_binary, console.print)
     model = f"{options.model_prefix}.model"
     with console.status(f"reading {len(files)} files") as status:
         lines = sample_lines(files, options.json_key, options.sample_bytes)

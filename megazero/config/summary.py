@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from megazero.comm.wire import Coding
 from megazero.config.layout.outer import BF16_BITS, EXACT_BITS, averages, feeds_back
@@ -30,8 +30,15 @@ def describe(config: RunConfig, world: World | None = None, *, every: bool = Tru
 
     With ``every``, all options are listed, and '*' marks those that are not the default. Without, only those are.
     """
-    tp = config.parallel.tensor_model_parallel_size
-    lines = [f"{'decoder':<11}{model_summary(config.model, tp)}"]
+    return [decoder_line(config), *_options(config, every), *layout_lines(config, world), *note_lines(config)]
+
+
+def decoder_line(config: RunConfig) -> str:
+    """Describe the architecture."""
+    return f"{'decoder':<11}{model_summary(config.model, config.parallel.tensor_model_parallel_size)}"
+
+
+def _options(config: RunConfig, every: bool) -> Iterator[str]:
     family = FAMILIES[config.model.model_family].defaults
     for section in section_types():
         words = []
@@ -42,11 +49,17 @@ def describe(config: RunConfig, world: World | None = None, *, every: bool = Tru
                 mark = "*" if every and not default else ""
                 words.append(f"{mark}{opt.key}={show(value)}".replace(" ", "\0"))
         text = textwrap.wrap(" ".join(words), width=120, break_long_words=False, break_on_hyphens=False)
-        lines += [f"{'' if i else section:<11}{line}".replace("\0", " ") for i, line in enumerate(text)]
-    if world is not None and config.knows_nodes(world):
-        layout = _layout(config, world)
-        lines += [f"{'layout' if not i else '':<11}{line}" for i, line in enumerate(layout)]
-    return lines + [f"note: {note}" for note in config.notes]
+        yield from (f"{'' if i else section:<11}{line}".replace("\0", " ") for i, line in enumerate(text))
+
+
+def layout_lines(config: RunConfig, world: World | None) -> list[str]:
+    """Describe the layout on ``world``, if its nodes are known."""
+    layout = _layout(config, world) if world is not None and config.knows_nodes(world) else []
+    return [f"{'layout' if not i else '':<11}{line}" for i, line in enumerate(layout)]
+
+
+def note_lines(config: RunConfig) -> list[str]:
+    return [f"note: {note}" for note in config.notes]
 
 
 def _layout(config: RunConfig, world: World) -> list[str]:

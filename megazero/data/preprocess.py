@@ -138,6 +138,13 @@ def preprocess(
         for count, (number, counts) in enumerate(_run(job, left, parts, workers), len(done) + 1):
             done[number] = counts
             progress(count, len(chunks))
+        total = sum(done.values(), Counts())
+        if not total.tokens:
+            _remove(parts)
+            raise ValueError(
+                f"the input holds no text: {len(job.files)} files have {total.documents} empty documents and "
+                f"{total.skipped} bad lines; name others with --input"
+            )
         dtype, outputs = token_dtype(info.vocab_size), []
         for key in job.json_keys:
             output = f"{prefix}_{key}_document"
@@ -145,7 +152,7 @@ def preprocess(
             write_meta(output, info)
             outputs.append(output)
         _remove(parts)
-        return outputs, sum(done.values(), Counts())
+        return outputs, total
 
 
 def _claim(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +17,7 @@ JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 Text = str | list[str]
 MOST_LINE = 1 << 26  # bytes of a JSON line: encoding one takes 18 times as much memory
 _PIECE = 1 << 20
+_SHOWN = 3  # files that an error names
 LEFT_OUT = {
     "test",
     "tests",
@@ -42,10 +43,35 @@ def find_inputs(inputs: Sequence[str], pattern: str = "*") -> tuple[str, ...]:
         else:
             anchor = Path(path.anchor) if path.is_absolute() else Path()
             matches = sorted(p for p in anchor.glob(str(path.relative_to(anchor))) if p.is_file())
+        if not matches and path.is_dir():
+            raise ValueError(f"input {word}: this folder holds no file that matches {pattern!r} (--pattern)")
         if not matches:
             raise ValueError(f"input {word}: no such file, and nothing matches it")
         found += matches
     return tuple(dict.fromkeys(str(p) for p in found))
+
+
+def only_text(files: Sequence[str], skip_binary: bool, say: Callable[[str], None]) -> tuple[str, ...]:
+    """Return the files that are UTF-8 text or JSON lines. Others are left out, if ``skip_binary`` allows it, and
+    ``say`` gets a line. Raises ValueError with their number otherwise, or if no file is left.
+    """
+    faults = dict[str, str]()
+    for file in files:
+        try:
+            refuse_document(file) if is_json(file) else read_text(file)
+        except ValueError as error:
+            faults[file] = f"{error}"
+    if not faults:
+        return tuple(files)
+    said = f"{len(faults)} of {len(files)} files are neither text nor JSON lines"
+    if skip_binary and len(faults) < len(files):
+        say(f"{said} and are left out")
+        return tuple(file for file in files if file not in faults)
+    more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    raise ValueError(
+        f"{said}: {'; '.join(list(faults.values())[:_SHOWN])}{more}. Leave them out (--skip-binary), name those to "
+        "read (--pattern '*.txt'), or convert them"
+    )
 
 
 def is_json(file: str) -> bool:
@@ -59,9 +85,14 @@ def read_text(file: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{file}, line {line}: not UTF-8 text ({error.reason}); convert or remove it"
-        ) from None
+        raise ValueError(f"{file}, line {line}: not UTF-8 text ({error.reason})") from None
+
+
+def refuse_document(file: str) -> None:
+    """Raise ValueError if a file with the name of JSON lines is one document of JSON over many lines."""
+    with open(file, "rb") as handle:
+        if handle.readline(_PIECE).strip() in (b"{", b"[", b"[{"):
+            raise ValueError(f"{file}: one JSON document, not JSON lines")
 
 
 def json_lines(file: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -107,7 +138,7 @@ def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__}, not an object")
+        raise ValueError(f"{_in_json(record)}, not an object")
     texts = {}
     for key in keys:
         if key not in record:
@@ -115,10 +146,16 @@ def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
         texts[key] = text = record[key]
         for piece in text if isinstance(text, list) else [text]:
             if not isinstance(piece, str):
-                raise ValueError(f"{key!r} holds a {type(piece).__name__}, not text")
+                raise ValueError(f"{key!r} holds {_in_json(piece)}, not text")
             if not _is_unicode(piece):
                 raise ValueError(f"{key!r} holds half a surrogate pair, which is no character")
     return texts
+
+
+def _in_json(value: object) -> str:
+    """Say what JSON calls a value."""
+    words = {type(None): "null", bool: "true or false", list: "a list", dict: "an object", str: "a string"}
+    return words.get(type(value), "a number")
 
 
 def _is_unicode(text: str) -> bool:

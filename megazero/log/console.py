@@ -1,8 +1,8 @@
 """The console output of a training run: a header, a progress bar, one line per log interval.
 
 On a terminal, rich draws a progress bar with the time left below the lines. Anywhere else (CI, SLURM logs, a pipe)
-the same lines are written plainly: no control characters, no colours, no bar. One rank prints; on the others a
-TrainConsole is silent.
+the same lines are written plainly: no control characters, no colours, no bar, but a line for the first iteration and
+one at least every LINE_S seconds. One rank prints; on the others a TrainConsole is silent.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megazero.log.terminal import SafeConsole
 from megazero.log.units import duration, human_bytes, human_count
 
 SAY_S = 30.0  # between lines of an evaluation
+LINE_S = 60.0  # of iterations without a line, where there is no bar
 
 
 class TrainConsole:
@@ -71,11 +72,9 @@ class TrainConsole:
             self._progress.stop()
 
     def header(self, title: str, facts: Mapping[str, Any]) -> None:
-        """The run in a few aligned lines: name, then value as text."""
-        width = max((len(name) for name in facts), default=0)
+        """The run in two lines: its title, and facts by name."""
         self._line(title, style="bold")
-        for name, value in facts.items():
-            self._line(f"  {name:<{width}}  {value}")
+        self._line(f" {' | '.join(f'{name} {value}' for name, value in facts.items())}")
 
     def note(self, text: str) -> None:
         """A thing that happened: a checkpoint saved, a batch size changed, why training stops."""
@@ -85,14 +84,18 @@ class TrainConsole:
         self._line(f" warning: {text}", style="yellow")
 
     def iteration(self, metrics: IterationMetrics) -> None:
-        """Advance the bar; every log_interval iterations, print their mean as one line."""
+        """Advance the bar; every log_interval iterations, print their mean as one line. Without a bar a line comes
+        also for the first iteration, and when those without one have taken LINE_S seconds.
+        """
         if not self._enabled:
             return
         self._pending.append(metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.iteration, loss=f"loss {metrics.lm_loss:.4f}")
         since, self._reached = self._reached, metrics.iteration
-        if due(self._log_interval, since, metrics.iteration) or metrics.iteration >= self._total:
+        silent = sum(each.iteration_time_s for each in self._pending)
+        early = self._progress is None and (since == self._begin or silent >= LINE_S)
+        if early or due(self._log_interval, since, metrics.iteration) or metrics.iteration >= self._total:
             self._interval()
 
     def undo(self, first: int) -> None:

@@ -113,7 +113,8 @@ def lines(title: str, curves: Mapping[str, Points], marks: Sequence[float] = ())
     if not thin:
         return ""
     figure = new_figure(6.4, 2.2, dpi=100)
-    axes = figure.add_subplot()
+    axes = figure.add_subplot(xlabel="iteration", ylabel=title.partition(",")[0])
+    axes.xaxis.get_major_locator().set_params(integer=True)
     for name, points in thin.items():
         dots = "." if name.startswith("evaluation") or len(points) == 1 else None
         axes.plot(*zip(*points, strict=True), label=name, marker=dots, linewidth=1.2)
@@ -133,7 +134,7 @@ def bars(title: str, parts: Mapping[str, float], unit: str) -> str:
         f"{name.replace('_', ' ')}: {_scaled(value)}{unit}, {value / total:.1%}" for name, value in by_size
     ]
     figure = new_figure(6.4, 0.4 + 0.25 * len(names), dpi=100)
-    stacked_bars(figure.add_subplot(), names, {"": [value for _, value in by_size]})
+    stacked_bars(figure.add_subplot(xlabel=unit), names, {"": [value for _, value in by_size]})
     return _figure(f"{title}, {_scaled(total)}{unit} in all", figure)
 
 

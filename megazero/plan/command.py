@@ -97,6 +97,7 @@ def _pays(request: PlanRequest, values: dict[str, Any]) -> int:
             print("\n".join([headline(each.rows[0].layout.config, cluster), source_of_rates(cluster)]))
         print("\n".join(["", *pays.lines(each, options.price)]), flush=True)
         found.append(pays.as_dict(each))
+    print("\n".join(["", *pays.LEGEND]))
     path = Path(options.plan_output) / "plan.json"
     write_text(path, json.dumps({"version": 1, "cluster": cluster.name, "pays": found}, indent=1) + "\n")
     print(f"\n{path}: all of it")

@@ -8,10 +8,12 @@ from typing import Any
 
 from megazero.config import ConfigError, make_config
 from megazero.config.foreign.megatron import unmet_conditions
+from megazero.config.model.loaded import take_architecture
 from megazero.config.model.section import complete
 from megazero.config.options.cluster import LEAST, MOST, Cluster, known_clusters, load_cluster
 from megazero.config.options.data_inputs import run_vocabulary
 from megazero.config.options.fields import fault, option, section_options
+from megazero.config.read.beginning import BEGINNING, read_beginning
 from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
 from megazero.config.read.resolve import complete_megatron, unfused_gelu
@@ -89,10 +91,17 @@ def help_text() -> str:
 
 
 def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the options that flags and the files that they name say, by name, and the faults."""
+    """Return the options that flags and the files that they name say, by name, and the faults.
+
+    Of what --load names the plan takes the model. Raises OSError if the storage does not answer.
+    """
     said = read_layers(read_flags(argv))
     values, errors = dict(said.values), list(said.errors)
     errors += complete_megatron(said, values, [])
+    if values.get("load") is not None:
+        values, _, clashes = take_architecture(values, read_beginning(values))
+        errors += clashes
+        values = {name: value for name, value in values.items() if name not in BEGINNING}
     errors += unmet_conditions(said.conditions, complete(values))
     list(unfused_gelu(values))  # its notes are the run's
     return values, errors
@@ -139,7 +148,8 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
     topology, hosts = _topology(options, cluster, errors)
     errors += _useless(options, policy, layout is not None)
     errors += _not_beside_schemes(options, policy, values)
-    errors += _model_errors(values)
+    if not any(line.startswith("--load ") for line in errors):  # what is missing may stand there
+        errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
     return PlanRequest(values, cluster, policy, options, explain, topology, hosts)
@@ -210,7 +220,9 @@ def _model_errors(values: dict[str, Any]) -> list[str]:
     """Return the errors in the training's flags on any world, and missing flags that a plan needs."""
     errors = []
     if values.get("vocab_size") is None:
-        errors.append("--vocab-size is required: a plan reads no tokenizer")
+        errors.append(
+            "--vocab-size is required: a plan reads no tokenizer; --load takes it from what it names"
+        )
     if values.get("global_batch_size") is None:
         errors.append(
             "--global-batch-size is required: the planner chooses the micro-batches that it is cut into"

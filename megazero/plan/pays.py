@@ -6,6 +6,7 @@ over the tokens that it needs. rounding.py has what others published of that; wh
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from megazero.config.options.cluster import Cluster
 from megazero.plan.base_layout import BaseLayout, moved
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
-from megazero.plan.report import describe, tokens_per_second
+from megazero.plan.report import describe, layout_flags, tokens_per_second
 from megazero.plan.rounding import tokens_needed
 from megazero.plan.search import LOSS_POLICIES, PARALLEL, STAGES, ZERO, Found, Search, smallest_layout
 from megazero.plan.search import OUTER as SLOW_OUTER
@@ -30,6 +31,12 @@ POLICY = "zeropp"  # of --loss-policy: the formats that are tried
 SAME = 0.005  # of the time: rows that differ by less are one
 WORTH = 1.02  # times as fast to the same loss: what pays; less is within the planner's error
 NOT_WHOLE = (*PARALLEL, *STAGES, *ZERO)
+LEGEND = (
+    "GB/node: what a node sends to others in a step. link: the share of a step in which its link is busy.",
+    "even at: the rate of a node's link at which this takes as long as computing.",
+    "tokens: how many times the tokens of exact messages bring the same loss; ?: nobody published it.",
+    "worth: how many times as fast as the best exact layout it comes to the same loss.",
+)
 
 
 @dataclass(frozen=True)
@@ -202,46 +209,52 @@ def lines(found: Schemes, price: float | None) -> Iterator[str]:
     if price:
         yield f"All GPUs cost {_day(found.cluster, price):,.0f} $ a day; a worth of 1.10 is a tenth of it."
     yield sentence(found)
+    use = to_use(found)
+    yield f"flags of {use.name}: {shlex.join(layout_flags(use.layout.config))}"
 
 
 def _day(cluster: Cluster, price: float) -> float:
     return price * 24 * cluster.world_size
 
 
-def advised(found: Schemes) -> str:
-    """Return the exact scheme to use: a known preset if it is hardly slower than the best layout."""
-    exact = found.row(EXACT)
+def to_use(found: Schemes) -> Scheme:
+    """Return the quantised scheme if it pays, else a known preset if it is hardly slower than the best exact one."""
+    exact, quantised = found.row(EXACT), found.row(QUANTISED)
     assert exact is not None
+    if quantised is not None and (quantised.worth(exact) or 0.0) > WORTH:
+        return quantised
     named = [row for row in found.rows if row.name in KNOWN and row.seconds <= WORTH * exact.seconds]
-    if not named:
-        return "the best exact layout"
-    best = min(named, key=lambda row: row.layout.memory.total)
-    return f"--zero-preset {KNOWN[best.name]}"
+    return min(named, key=lambda row: row.layout.memory.total, default=exact)
 
 
-def quantised_name(layout: Layout) -> str:
+def _in_words(use: Scheme) -> str:
     """Return the flag of a preset if the layout is one, else its words."""
-    grid, d, h = layout.base, layout.base.d, layout.base.h
+    if use.name in KNOWN:
+        return f"--zero-preset {KNOWN[use.name]}"
+    layout, grid, d, h = use.layout, use.layout.base, use.layout.base.d, use.layout.base.h
     sizes = {"1": 1, "h": h, "d": d}
     one_rank = grid.tp == grid.pp == 1
     preset = PRESETS["zeropp"]
-    if one_rank and layout.shards.factors == tuple(sizes[each] for each in (preset.p, preset.g, preset.os)):
+    if (
+        use.name == QUANTISED
+        and one_rank
+        and layout.shards.factors == tuple(sizes[each] for each in (preset.p, preset.g, preset.os))
+    ):
         return "--zero-preset zeropp"
-    return "the best quantised layout"
+    return f"the {use.name} layout"
 
 
 def sentence(found: Schemes) -> str:
     """Return whether it pays, in a sentence."""
-    exact, quantised = found.row(EXACT), found.row(QUANTISED)
+    exact, quantised, use = found.row(EXACT), found.row(QUANTISED), _in_words(to_use(found))
     assert exact is not None
     if quantised is None:
-        return f"Nothing crosses nodes: use {advised(found)}."
+        return f"Nothing crosses nodes: use {use}."
     saved = 1 - quantised.seconds / exact.seconds
     begin = f"At {found.link} quantised hops save {max(saved, 0.0):.0%} of a step"
     if quantised.needed is None:
         return f"{begin}; nobody published what they cost at size: compare losses before you use them."
     worth = quantised.worth(exact) or 0.0
-    use = quantised_name(quantised.layout) if worth > WORTH else advised(found)
     verdict = f"{worth - 1:.0%} faster to the same loss" if worth > WORTH else "they do not pay"
     return f"{begin} and cost {quantised.needed - 1:.0%} of tokens: {verdict}; use {use}."
 

@@ -19,7 +19,7 @@ import megazero
 from megazero.config import RunConfig, World
 from megazero.config.options.sections import LoggingConfig
 from megazero.config.secrets import redact, secret_options
-from megazero.config.summary import describe
+from megazero.config.summary import decoder_line, describe, layout_lines, note_lines
 from megazero.convert.card import flag_lines
 from megazero.files import replacing
 from megazero.log.console import TrainConsole
@@ -38,6 +38,7 @@ from megazero.train.callbacks.callback import Callback, TrainedStep
 from megazero.train.state.progress import LeftOut, Progress
 
 RESOLVED_FILE = "config.yaml"
+START_LINES = 12  # of the console at a start; the file has all
 
 
 @dataclass(eq=False)
@@ -233,9 +234,10 @@ def report_start(
     outputs: Outputs,
     predicted: Sequence[str] = (),
 ) -> None:
-    """Print what is about to run: where it starts, the decoder, the options that are not defaults, the layout, notes.
+    """Print what is about to run in START_LINES lines: where it starts, notes, the decoder, memory and the layout.
 
-    LOG_DIR/config.yaml has the same and every option. predicted: lines with the planner's prediction.
+    LOG_DIR/config.yaml has all of it, what differs from the defaults and every option. predicted: lines with the
+    planner's prediction.
     """
     start = outputs.start_of
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
@@ -244,9 +246,8 @@ def report_start(
         **start.header(),
         "device": str(mesh.device),
         "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
-        "options": f"those that are not the default; all of them: {file}",
     }
-    outputs.console.header(f"megazero on {plural(world.world_size, 'rank')}", facts)
+    outputs.console.header(f"megazero on {plural(world.world_size, 'rank')}", {**facts, "all options": file})
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     choice = config.training.attention_backend
     of_attention = dtype, choice, packed, mesh.grid.cp_keys > 1
@@ -257,14 +258,29 @@ def report_start(
         "checkpoint have it as it is, so only you may read what this run writes; give secrets by the environment"
         for name in secret_options(config.values())
     ]
-    described = describe(config, world, every=False)
-    lines = [*start.notes, *progress.notes, *described, *remarks, *predicted]
-    for line in lines:
+    told = [*start.notes, *progress.notes]
+    shown = [
+        *told,
+        *remarks,
+        decoder_line(config),
+        *note_lines(config),
+        *predicted,
+        *layout_lines(config, world),
+    ]
+    for line in shortened(shown, START_LINES - 2, file):  # below the two of the header
         outputs.console.note(line)
     if outputs.metrics is not None:
+        lines = [*told, *describe(config, world, every=False), *remarks, *predicted]
         _write_config(
             [f"{name}: {fact}" for name, fact in facts.items()] + lines, config, file, outputs.console
         )
+
+
+def shortened(lines: Sequence[str], most: int, file: Path) -> Sequence[str]:
+    """Return at most ``most`` lines, whose last one says where the others are."""
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], f"and {len(lines) - most + 1} lines more: {file}"]
 
 
 def export_note(config: RunConfig) -> str | None:

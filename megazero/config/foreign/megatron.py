@@ -11,7 +11,7 @@ from typing import Any
 
 from megazero.config.foreign.derived import DERIVED
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED, Row, rows
-from megazero.config.options.fields import Option, convert, fault, show
+from megazero.config.options.fields import Option, convert, fault, of_script, show
 from megazero.config.options.fields import typed as spelled
 from megazero.config.read.sources import Conditional, Layer, all_switches
 from megazero.config.run import all_options
@@ -26,6 +26,7 @@ COUNTS = {
 }
 
 
+OPEN = {"attention_backend": "auto"}  # values that leave it to what else is said
 # By option and flag of Megatron: the value that the flag gives, and what was typed after it.
 Implied = dict[tuple[str, str], tuple[Any, str]]
 
@@ -59,7 +60,7 @@ def take(layer: Layer, words: Iterable[tuple[str, str, Sequence[str]]]) -> None:
     for name, flag, values in words:
         meant = flags()[name]
         if not _fits(meant[-1].value, len(values)) and kind(name) != REFUSE:
-            got = " ".join(values) or "none"
+            got = " ".join(values) or f"none{of_script(flag)}"
             layer.errors.append(f"{flag} takes {COUNTS[meant[-1].value]}, got {got}")
             continue
         row = _meaning(meant, values)
@@ -127,6 +128,7 @@ def _put(layer: Layer, name: str, raw: Any, whole: str) -> Iterator[str]:
     """Put the value of a mapped flag, unless the option itself says another one. Yields what the flag means."""
     option = derived_options()[name] if name in DERIVED else all_options()[name]
     given = layer.values.pop(name, None)
+    given = None if given == OPEN.get(name) else given
     layer.put(option, raw, whole)
     value = layer.values.get(name, given)
     if given is not None and given != value:

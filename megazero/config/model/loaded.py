@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ SHAPELESS = ("rotary_", "yarn_", "norm_epsilon")
 _FRESH = (
     "--load {}: the weights come from there; optimizer states, schedule and data start fresh (--finetune)"
 )
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_NAMED = 3  # options that a note names; LOG_DIR/config.yaml has all
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Loaded:
     """The model that --load names.
 
     architecture: options by name that the run must have. defaults: options that it may override.
-    tokenizer: the options of its tokenizer, unless the run names one. note: what the folder lacks.
+    tokenizer: the options of its tokenizer, unless the run names one. note: what the folder lacks. dtype: of its
+    weights, where the folder says it.
     """
 
     where: str
@@ -42,6 +45,7 @@ class Loaded:
     defaults: Mapping[str, Any]
     tokenizer: Mapping[str, Any]
     note: str | None = None
+    dtype: str | None = None
 
 
 def take_architecture(
@@ -65,7 +69,7 @@ def take_architecture(
         return values, [], []
     if is_published(load):
         values["finetune"] = True
-        notes += [] if beginning.again else [_FRESH.format(load)]
+        notes += [] if beginning.again else [_FRESH.format(load), *_other_dtype(loaded.dtype, said)]
     notes += [loaded.note] if loaded.note else []
     options, architecture, defaults = all_options(), dict(loaded.architecture), dict(loaded.defaults)
     if said.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in architecture:
@@ -90,7 +94,8 @@ def take_architecture(
     would_be = {name: options[name].default for name in saved} | complete(said)
     taken = [typed(options[n], v) for n, v in saved.items() if said.get(n) is None and would_be[n] != v]
     if taken:
-        notes.append(f"from {loaded.where}: {' '.join(taken)}")
+        more = f" and {len(taken) - _NAMED} more" if len(taken) > _NAMED else ""
+        notes.append(f"from {loaded.where}: {' '.join(taken[:_NAMED])}{more}")
     return values, notes, errors
 
 
@@ -121,7 +126,15 @@ def _published(said: Mapping[str, Any]) -> Loaded:
     model = asdict(from_hf_config(config, tuple(said.get("accept_field") or ())))
     longest = {"max_position_embeddings": model["max_position_embeddings"]}
     tokenizer, note = find_tokenizer(folder), unread_tokenizer(folder)
-    return Loaded(f"the Hugging Face folder {folder}", _architecture(model), longest, tokenizer, note)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return Loaded(f"the Hugging Face folder {folder}", _architecture(model), longest, tokenizer, note, dtype)
+
+
+def _other_dtype(dtype: str | None, said: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note if a folder's weights are of another dtype than the run."""
+    run = said.get("params_dtype") or all_options()["params_dtype"].default
+    if dtype in _DTYPES and _DTYPES[dtype] != run:
+        yield f"the folder is {dtype}, this run {run}: --{_DTYPES[dtype]} trains in the folder's dtype"
 
 
 def _architecture(model: Mapping[str, Any]) -> dict[str, Any]:

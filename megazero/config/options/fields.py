@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, field
@@ -177,6 +178,8 @@ def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...] | None:
         return tuple(map(word_of, items))
     if opt.kind == "strs":  # numbers are weights of a blend
         return tuple(str(item) for item in items)
+    if all(isinstance(item, str) for item in items):
+        items = [" ".join(items)]  # a shell cuts [1 2] in two
     pieces = [piece for item in items for piece in (_pieces(item) if isinstance(item, str) else [item])]
     if not pieces and opt.default:
         raise ValueError("takes at least one number, got none")
@@ -186,11 +189,12 @@ def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...] | None:
 
 
 def _pieces(text: str) -> list[Any]:
-    """Split text at commas and spaces. Brackets are of a list or tuple of Python, whose sums and products count, as
-    in Megatron's ([1]*5+[0])*8. Raises ValueError.
+    """Split text at commas and spaces, also within one pair of brackets. Others are of lists and tuples of Python,
+    whose sums and products count, as in Megatron's ([1]*5+[0])*8. Raises ValueError.
     """
-    if not text.strip().startswith(("(", "[")):
-        return text.replace(",", " ").split()
+    plain = re.sub(r"^\s*[\[(]([^\[\]()*+]*)[\])]\s*$", r"\1", text)
+    if not plain.strip().startswith(("(", "[")):
+        return plain.replace(",", " ").split()
 
     def items(node: ast.expr) -> list[Any]:
         """Return the numbers of an expression."""
@@ -240,6 +244,12 @@ def show(value: Any) -> str:
     if isinstance(value, float):
         return str(value).removesuffix(".0")
     return "unset" if value is None else str(value)
+
+
+def of_script(flag: str) -> str:
+    """Say where a flag without its value comes from: a line of a script whose variable is empty."""
+    variable = flag.lstrip("-").replace("-", "_").upper()
+    return f"; perhaps a variable of the script is empty, in a line such as {flag} ${variable}"
 
 
 def stand_in(opt: Option) -> Any:

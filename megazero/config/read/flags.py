@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 
 from megazero.config.errors import ConfigError
 from megazero.config.nearest import did_you_mean
-from megazero.config.options.fields import MANY, Option, Section, default_text, fault, section_options
+from megazero.config.options.fields import (
+    MANY,
+    Option,
+    Section,
+    default_text,
+    fault,
+    of_script,
+    section_options,
+)
 from megazero.config.read.sources import Layer, Switch, Unknown, all_switches, switches
 from megazero.config.run import all_options, section_types
 
@@ -171,8 +179,9 @@ def _put(flags: Flags, word: str, words: list[str]) -> None:
     elif not word.startswith("--"):
         layer.errors.append(f"{word} is no flag: flags start with --; nearest: --{key}")
     elif key in FILES:
-        if len(words) != 1 or key in flags.files:
-            layer.errors.append(f"{word} takes one file and stands once, got {' '.join(words) or 'none'}")
+        if len(words) != 1 or not words[0] or key in flags.files:
+            got = " ".join(words) or f"none{of_script(word)}"
+            layer.errors.append(f"{word} takes one file and stands once, got {got}")
         else:
             flags.files[key] = words[0]
     elif switch is None:
@@ -193,12 +202,10 @@ def _put_switch(layer: Layer, switch: Switch, word: str, words: list[str]) -> No
 
 def _put_values(layer: Layer, opt: Option, word: str, words: list[str]) -> None:
     many = opt.kind in MANY
-    if words and (many or len(words) == 1):
+    if any(words) and (many or len(words) == 1):
         layer.put(opt, words if many else words[0], word)
     else:
-        got = " ".join(words) or "none"
-        if not words and opt.section == "data":
-            got += "; if a variable of the script stands there, it is empty"
+        got = " ".join(words) or f"none{of_script(word)}"
         layer.errors.append(f"{word} takes {'at least one value' if many else 'one value'}, got {got}")
         layer.failed.add(opt.name)
 

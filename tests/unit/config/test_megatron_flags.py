@@ -16,7 +16,7 @@ from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options
 from megazero.ops.exit_conditions import STOP_SIGNALS
 from tests import ROOT
-from tests.unit.config.command_lines import BASE, base_without, errors, run, write
+from tests.unit.config.command_lines import BASE, WORLD, base_without, errors, run, write
 from tools.megatron_page import NOT_BUILT, markdown
 
 ORIGINAL = "rotary_original_max_position"
@@ -258,6 +258,9 @@ def test_other_names_and_spellings(line, name, value):
         ("--num-experts 8 --expert-tensor-parallel-size 2", "ranks do not share one expert"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 needs --num-experts"),
         ("--num-experts 1 8", "--num-experts takes one value, got 1 8"),
+        ("--extra-vocab-size 100", "use --vocab-size"),
+        ("--dataloader-type cyclic", "use --dataloader-type single"),
+        ("--use-flash-attn --attention-backend math", "but --attention-backend math is given"),
         ("--data-impl cached", "convert the data"),
         ("--glu-activation reglu", "SwiGLU and GEGLU are built"),
         ("--window-size 7,1", "--window-size 7,1 must be tokens before and after a query"),
@@ -288,6 +291,23 @@ def test_other_names_and_spellings(line, name, value):
 def test_contradictions_and_values_that_are_not_built(line, part):
     found = errors(line)
     assert len(found) == 1 and part in found[0]
+
+
+def test_a_backend_that_is_left_open_is_no_contradiction():
+    config = run("--use-flash-attn --attention-backend auto --fp16 --attention-dropout 0")
+    assert config.training.attention_backend == "flash"
+
+
+@pytest.mark.parametrize("sizes", [["2", "2"], ["[2 2]"], ["[2", "2]"], ["2,2"], ["[2, 2]"]])
+def test_sizes_may_stand_in_brackets(sizes):
+    words = [
+        "--context-parallel-size",
+        "4",
+        "--cp-comm-type",
+        "a2a+p2p",
+        "--hierarchical-context-parallel-sizes",
+    ]
+    assert parse([*BASE, *words, *sizes], WORLD).parallel.hierarchical_context_parallel_sizes == (2, 2)
 
 
 def in_tokens(line):

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megazero import cli
 from megazero.data import IndexedDataset
 from megazero.data.preprocess import Counts, Encoder, Job, cut, preprocess
 from megazero.data.text import find_inputs, json_lines
@@ -147,9 +148,11 @@ def test_changed_job_starts_again_and_says_so(
 
 BAD = {
     "not JSON": b"{oops",
-    "a JSON list, not an object": b"[1]",
+    "a list, not an object": b"[1]",
+    "null, not an object": b"null",
     "no key 'text'; it has 'a'": b'{"a": "1"}',
-    "'text' holds a int": b'{"text": 5}',
+    "'text' holds a number": b'{"text": 5}',
+    "'text' holds null": b'{"text": [null]}',
     "not UTF-8": b'{"text": "\xff"}',
     "half a surrogate": b'{"text": "\\ud800"}',
     "outside 0..1000": b'{"text": "2000"}',
@@ -185,12 +188,42 @@ def test_text_files_and_directories(tmp_path: Path) -> None:
     assert len(find_inputs([str(tmp_path / "d")], "*.txt")) == 2
     with pytest.raises(ValueError, match="nothing matches"):
         find_inputs([str(tmp_path / "*.none")])
+    with pytest.raises(ValueError, match="this folder holds no file"):
+        find_inputs([str(tmp_path / "d")], "*.none")
     (output,), counts = preprocess(replace(NULL, files=files), tmp_path / "o", workers=2, chunk_bytes=2)
     data = IndexedDataset(output)
     assert [data.get(i).tolist() for i in range(4)] == [[2, 1000], [3, 4, 1000], [5, 1000], [1, 1000]]
     (tmp_path / "bad.txt").write_bytes(b"1\n2 \xff")
     with pytest.raises(ValueError, match="bad.txt, line 2: not UTF-8"):
         preprocess(replace(NULL, files=(str(tmp_path / "bad.txt"),)), tmp_path / "p")
+
+
+@pytest.mark.parametrize("flags", [("preprocess", "--output-prefix"), ("tokenizer", "--model-prefix")])
+def test_files_that_are_no_text_are_counted_or_left_out(
+    flags: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real folders hold archives: one start tells of all, and how to go on without them."""
+    (folder := tmp_path / "doc").mkdir()
+    (folder / "package.json").write_text('{\n"name": "x"\n}\n')
+    for number in range(5):
+        (folder / f"{number}.gz").write_bytes(b"\x1f\x8b\x08")
+    (folder / "numbers").write_text("\n".join(map(str, range(300))))
+    name, prefix = flags
+    words = [name, "--input", f"{folder}", "--vocab-size", "300", prefix, f"{tmp_path / 'out'}"]
+    words += ["--tokenizer-type", "NullTokenizer"] * (name == "preprocess")
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert "6 of 7 files" in said and "and 3 more" in said and "--skip-binary" in said and "--pattern" in said
+    assert cli.main([*words, "--skip-binary"]) == 0
+    assert "6 of 7 files" in capsys.readouterr().err
+    assert cli.main([*words, "--skip-binary", "--pattern", "*.gz"]) == 2
+
+
+def test_input_without_a_token_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match="holds no text"):
+        preprocess(replace(NULL, files=(f"{tmp_path / 'empty.txt'}",)), tmp_path / "o")
+    assert [path.name for path in tmp_path.glob("o*")] == []
 
 
 def command(*arguments: str) -> list[str]:

@@ -17,7 +17,7 @@ from megazero.log.loggers import Loggers, TensorBoardLogger, WandbLogger, scalar
 from megazero.log.metrics import MetricsWriter, average, read_metrics
 from megazero.log.plot import plot_loss
 from megazero.log.units import human_bytes, human_count, plural
-from megazero.train.outputs import Outputs
+from megazero.train.outputs import Outputs, shortened
 from megazero.train.state.progress import LeftOut
 from tests import ROOT
 from tests.unit.log.test_metrics import _line
@@ -44,9 +44,9 @@ def test_plain_lines_without_a_terminal() -> None:
     assert all(c == "\n" or c.isprintable() for c in text), "control characters in a log file"
     lines = text.splitlines()
     assert [line.split("|")[0].strip() for line in lines if "iteration " in line] == [
-        "iteration 3/7", "iteration 6/7", "iteration 7/7",
+        "iteration 1/7", "iteration 3/7", "iteration 6/7", "iteration 7/7",
     ]  # fmt: skip
-    assert "  model  llama [tiny]" in lines
+    assert lines[:2] == ["megazero [run]", " model llama [tiny] | ranks 4"]
     assert " evaluation at 7 on validation | loss 2.0000 | perplexity 7.389" in lines
     assert " warning: a [bracketed] warning" in lines
 
@@ -54,11 +54,26 @@ def test_plain_lines_without_a_terminal() -> None:
 def test_an_interval_whose_end_was_left_out_ends_with_the_next_iteration() -> None:
     stream = io.StringIO()
     with TrainConsole(total=20, begin=4, log_interval=5, stream=stream) as console:
-        for iteration in (8, 9, 11, 12, 16):
+        for iteration in (6, 8, 9, 11, 12, 16):
             console.iteration(_line(iteration))
     assert [line.split("|")[0].strip() for line in stream.getvalue().splitlines()] == [
-        "iteration  8/20", "iteration 11/20", "iteration 16/20",
+        "iteration  6/20", "iteration 11/20", "iteration 16/20",
     ]  # fmt: skip
+
+
+def test_a_start_has_a_few_lines_and_says_where_the_others_are() -> None:
+    lines = list("abcdef")
+    assert shortened(lines, 6, Path("f")) == lines
+    cut = shortened(lines, 4, Path("logs/config.yaml"))
+    assert cut[:3] == lines[:3] and len(cut) == 4 and "3 lines" in cut[3] and "logs/config.yaml" in cut[3]
+
+
+def test_a_log_of_long_iterations_has_a_line_a_minute() -> None:
+    stream = io.StringIO()
+    with TrainConsole(total=99, log_interval=100, stream=stream) as console:
+        for iteration in range(1, 9):
+            console.iteration(_line(iteration, iteration_time_s=20.0))
+    assert re.findall(r"iteration +(\d+)/99", stream.getvalue()) == ["1", "4", "7", "8"]
 
 
 def test_what_a_rollback_undid_is_in_no_mean() -> None:

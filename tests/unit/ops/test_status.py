@@ -19,6 +19,7 @@ import pytest
 
 from megazero.charts import text_chart
 from megazero.cli import status
+from megazero.config.run import all_options
 from megazero.ops import vitals
 from megazero.ops.lease import Leaseholder
 from megazero.ops.status import State, facts, judge, restarts
@@ -415,14 +416,28 @@ def test_the_page_is_whole_escaped_and_needs_no_network(tmp_path: Path) -> None:
 
 def test_a_chart_of_text_has_the_curve_between_its_ends() -> None:
     falling = [(float(i), 10.0 - i) for i in range(11)]
-    lines = text_chart(falling, width=26, height=4)
-    assert len(lines) == 5 and all(len(line) <= 26 for line in lines)
-    assert lines[0].startswith("10 │") and lines[3].startswith(" 0 │") and lines[4].split() == ["0", "10"]
+    name, *lines = text_chart(falling, "step", "loss", width=26, height=4)
+    assert name.strip() == "loss" and len(lines) == 5 and all(len(line) <= 26 for line in lines)
+    assert (
+        lines[0].startswith("10 │")
+        and lines[3].startswith(" 0 │")
+        and lines[4].split() == ["0", "step", "10"]
+    )
     places = [line.index(next(c for c in line[4:] if c != " "), 4) for line in lines[:4]]
     assert places == sorted(places) and places[0] == 4  # from the upper left to the lower right
-    assert all(c in " 01|*" for line in text_chart(falling, 26, 4, braille=False) for c in line)
-    assert text_chart([(1.0, float("nan"))]) == ["no finite value"]
-    assert len(text_chart([(1.0, 2.0)], height=3)) == 4  # one point has no range
+    plain = text_chart(falling, "", "", 26, 4, braille=False)
+    assert all(c in " 01|*" for line in plain for c in line)
+    assert text_chart([(1.0, float("nan"))], "", "") == ["no finite value"]
+    assert len(text_chart([(1.0, 2.0)], "", "", height=3)) == 5  # one point has no range
+
+
+def test_without_a_folder_it_reports_the_run_of_the_default_log_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert status.main([]) == 2 and "--log-dir" in capsys.readouterr().err
+    write_run(tmp_path / all_options()["log_dir"].default, 2)
+    assert status.main(["--quiet"]) in (0, 1)
 
 
 def test_the_program_prints_writes_and_loads_no_torch(tmp_path: Path) -> None:

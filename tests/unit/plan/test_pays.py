@@ -52,11 +52,12 @@ def test_it_pays_on_a_slow_link_alone() -> None:
 def test_speed_that_the_loss_eats_does_not_pay() -> None:
     slow = answers()[1]
     exact, quantised = slow.row(pays.EXACT), slow.row(pays.QUANTISED)
-    assert exact and quantised
+    assert exact and quantised and pays.to_use(slow) is quantised
     needed = exact.seconds / quantised.seconds
     eaten = changed(slow, pays.QUANTISED, needed=needed)
     assert eaten.row(pays.QUANTISED).worth(exact) == pytest.approx(1.0)  # type: ignore[union-attr]
     assert f"cost {needed - 1:.0%} of tokens: they do not pay" in pays.sentence(eaten)
+    assert pays.to_use(eaten).needed == 1.0
     assert "nobody published" in pays.sentence(changed(slow, pays.QUANTISED, needed=None))
 
 
@@ -111,6 +112,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--pays", "--price", "2", "--link-rates", "10,0.01"]) == 0
     said = capsys.readouterr().out
     assert "10 Gb/s a node:" in said and "0.01 Gb/s a node:" in said and "$ a day" in said
+    assert said.count("flags of ") == 2 and all(f"{word}: " in said for word in ("link", "even at", "worth"))
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())["pays"]
     assert [each["gbits_per_s"] for each in plan] == [10, 0.01]
     assert all("quantised hops save" in each["verdict"] for each in plan)

@@ -30,6 +30,7 @@ from megazero.plan.bounds import ChainWork, least_crossing, least_memory
 from megazero.plan.command import main
 from megazero.plan.communication import ExpertRows
 from megazero.plan.layout import Layout, TimedHop
+from megazero.plan.options import read_request
 from megazero.plan.rank_step import RankStep
 from megazero.plan.report import layout_flags
 from megazero.plan.search import Search
@@ -37,7 +38,7 @@ from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, _Lane, simulate
 from megazero.pp.schedules import Kind
 from megazero.verify.expected_bytes import ExpectedBytes, LayerRows
-from tests.sizes import PLANNED, words
+from tests.sizes import CONFIG_JSON, PLANNED, words
 
 MODEL = {**PLANNED, "params_dtype": "bf16"}
 TRAINED = ("micro_batch_size", "lr", "train_iters", "mock_data")  # what a plan does not take
@@ -64,6 +65,20 @@ def layout(values: dict[str, object], on: Cluster) -> Layout:
     world = World(on.world_size, on.ranks_per_node)
     config = make_config({**MODEL, **values, "ranks_per_node": on.ranks_per_node}, world)
     return Layout(BaseLayout(config, world, on, Collectives(on)), config.zero)
+
+
+def test_the_model_may_be_that_of_a_folder(tmp_path: Path) -> None:
+    """Its config.json has the vocabulary, too."""
+    lab, batch = (
+        write_cluster(tmp_path / "lab.yaml", 16),
+        ["--global-batch-size", "16", "--seq-length", "128"],
+    )
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG_JSON))
+    request = read_request(["--load", f"hf:{tmp_path}", *batch, "--cluster", lab])
+    sizes = {"num_layers": 3, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 500}
+    assert request.values.items() >= sizes.items() and "load" not in request.values
+    with pytest.raises(ConfigError, match="--num-layers 4 is not the model"):
+        read_request(["--load", f"hf:{tmp_path}", *batch, "--cluster", lab, "--num-layers", "4"])
 
 
 def test_tied_ends_send_gradients_as_they_are_coded() -> None:
