@@ -126,16 +126,6 @@ megazero/patches/two_hops.py
 + pass
   every enable() makes new communicators
 
-megazero/convert/megatron/legacy.py
-- if gated and ".linear_fc1." in name:
-+ if not held:
-  ranks' gates and projections alternate
--         for key in keys:
--             for pp in range(self._pp):
-+         for pp in range(self._pp):
-+             for key in keys:
-  virtual stages are taken rank by rank
-
 megazero/convert/megatron/weights.py
 - names_of(self.model.gated_mlp, self.arguments.gate_last)
 + names_of(self.model.gated_mlp, False)
