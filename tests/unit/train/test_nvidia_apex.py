@@ -1,4 +1,4 @@
-"""NVIDIA's apex: refused where it is not, and against a stand-in of its signatures; on a card against the real one."""
+"""NVIDIA's apex: refused where it is absent, compared with a stand-in; on a GPU against the real one."""
 
 from __future__ import annotations
 
