@@ -648,7 +648,7 @@ megazero/train/data/feeding.py
   every stage's tokens count in the mean
 
 megazero/train/callbacks/spikes.py
-- if len(self.losses) < config.spike_window:
+- if len(self.losses) < USUAL:
 + if not self.losses:
   noise of a run's first steps is a spike
 
