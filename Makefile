@@ -12,7 +12,7 @@ RANKS ?= 4
 OUT ?= runs/quickstart
 PYTEST_ARGS ?=
 REPORT_ARGS ?=
-RELEASES_ARGS ?=
+NOX_ARGS ?=
 
 BIN := $(VENV)/bin
 # Tests start hundreds of processes: they find megazero compiled, also where the environment says not to keep that.
@@ -108,11 +108,12 @@ test-slow: $(VENV)/.test
 slurm-test: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow -rs tests/slurm $(PYTEST_ARGS)
 
-# The tests under the oldest and newest releases of Python, torch, transformers and megatron-core, each in an environment
-# of its own under .releases (some 20 GB, two hours). PYTHON_3_13=... names an interpreter that is not on the PATH. For
-# example RELEASES_ARGS="--only newest --stages unit wheel".
+# The tests under the oldest and newest releases of Python, torch, transformers and megatron-core (noxfile.py: some 20 GB,
+# two hours). For example NOX_ARGS="-s tests-3.13 wheel".
 test-releases:
-	$(PYTHON) tools/releases.py --workers 2 $(RELEASES_ARGS)
+	$(PYTHON) -m venv .nox/own
+	.nox/own/bin/pip install --quiet nox
+	.nox/own/bin/nox $(NOX_ARGS)
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/step_time.py

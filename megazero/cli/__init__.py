@@ -34,6 +34,7 @@ COMMANDS = {
     "generate": Command("Continue a text with a trained model.", "megazero.cli.generate"),
     "preprocess": Command("Turn text into the token files that training reads.", "megazero.cli.preprocess"),
     "tokenizer": Command("Train a SentencePiece tokenizer on text.", "megazero.cli.tokenizer"),
+    "flags": Command("Explain a flag of megazero or Megatron, or a key of DeepSpeed.", "megazero.cli.flags"),
     "status": Command("Report the state, progress and restarts of runs.", "megazero.cli.status"),
     "inspect": Command("Describe a checkpoint and check its files, or compare two.", "megazero.cli.inspect"),
     "convert": Command(

@@ -28,7 +28,7 @@ from megazero.config.options.optimizers import (
     optimizer_conditions,
 )
 from megazero.config.options.sections import INDUCTOR
-from megazero.config.options.skipping import iteration_ranges
+from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
 from megazero.config.run import RunConfig, all_options
 from megazero.config.schedule.batch_sizes import ramp_fault
 from megazero.config.schedule.sequence_lengths import growth_fault
@@ -282,6 +282,16 @@ def _retention(config: RunConfig) -> Iterator[str]:
         yield f"--save-copy {copy} is the folder of --save: name another one, on another disk"
 
 
+def _spikes(config: RunConfig) -> Iterator[str]:
+    kept, every = config.checkpoint.save_keep_last, config.checkpoint.save_interval
+    least = -(-IN_A_ROW // every) + 1 if every else 1
+    if config.skipping.stop_on_spike and kept is not None and kept < least:
+        yield (
+            f"--save-keep-last {kept} with --save-interval {every} may delete the checkpoint from before a spike of "
+            f"{IN_A_ROW} iterations, which --stop-on-spike needs; nearest: {least}"
+        )
+
+
 def _profiled_steps(config: RunConfig) -> Iterator[str]:
     start, end = config.profiling.profile_step_start, config.profiling.profile_step_end
     if end <= start:
@@ -397,6 +407,7 @@ RULES: tuple[Rule, ...] = (
     _loss_scale,
     _implementations,
     _retention,
+    _spikes,
     _missing_checkpoint,
     _named_checkpoint,
     _skipped_ranges,
@@ -473,11 +484,9 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
     yield loading, files.load is not None, "--load"
     yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
     yield ["accept_field"], published, "--load hf:DIR"
-    rollback = config.skipping.rollback_on_spike
-    of_rollback = ["max_rollbacks", *(name for name in all_options() if name.startswith("spike_"))]
     saves = files.save is not None and files.save_interval is not None
-    yield ["rollback_on_spike"], saves, "--save and --save-interval"
-    yield of_rollback, rollback, "--rollback-on-spike"
+    yield ["stop_on_spike"], saves, "--save and --save-interval"
+    yield ["spike_loss_bound", "spike_norm_bound"], config.skipping.stop_on_spike, "--stop-on-spike"
     continuing = ["load_optim", "load_rng", "use_checkpoint_opt_param_scheduler"]
     yield continuing, not files.finetune, "continuing the run (no --finetune)"
     yield ["profile_step_start", "profile_step_end", "profile_ranks"], profile, "--profile"

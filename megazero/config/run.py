@@ -58,6 +58,10 @@ _NO_CLIP = Removed(
     "--zero-gradient-transform hadamard",
     off="0",
 )
+_NO_ROLLBACK = Removed(
+    "--stop-on-spike ends the run at a spike, and its error has the flags that go back and leave the samples out"
+)
+_SPIKE = Removed("--stop-on-spike takes the medians of 100 iterations, and ten in a row: leave it out")
 _AVERAGE = "a loop of your own on the engine has it in the policy's codecs, zero.Codecs({}=...)"
 _BOUND = "a loop of your own on the engine has zero.Policy({}=...)"
 REMOVED = {
@@ -65,6 +69,10 @@ REMOVED = {
         "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
         "--log-dir LOGS (--tee 3 prints it, too)"
     ),
+    "rollback_on_spike": _NO_ROLLBACK,
+    "max_rollbacks": _NO_ROLLBACK,
+    "spike_window": _SPIKE,
+    "spike_iterations": _SPIKE,
     "zero_weight_clip_search": _NO_CLIP,
     "zero_gradient_clip_search": _NO_CLIP,
     "zero_weight_transform": Removed(

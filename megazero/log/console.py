@@ -98,10 +98,6 @@ class TrainConsole:
         if early or due(self._log_interval, since, metrics.iteration) or metrics.iteration >= self._total:
             self._interval()
 
-    def undo(self, first: int) -> None:
-        """Take the iterations from ``first`` on out of the next line's means: their updates were undone."""
-        self._pending = [each for each in self._pending if each.iteration < first]
-
     def evaluation(self, iteration: int, loss: float, split: str = "validation") -> None:
         """The result of an evaluation; loss in nats per token."""
         self._line(

@@ -61,18 +61,6 @@ class LineFile:
             self.lost += 1
             self._warn(f"{self._most:,} bytes wait for room on the disk: the oldest lines are being lost")
 
-    def reopen(self, prepare: Callable[[], None]) -> None:
-        """Prepare the file again, by another function that changes its lines."""
-        self._write()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        self._prepare, self._prepared = prepare, False
-        try:
-            self._open()
-        except OSError as error:
-            self._failed(error)
-
     def close(self) -> None:
         """Write the waiting lines if there is room now, else warn how many are lost."""
         self._write()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from math import nan
 from typing import Any, Protocol
 
 from megazero.checkpoint.errors import error_number
@@ -21,9 +19,6 @@ class Logger(Protocol):
     """Takes the values of an iteration. Nested mappings become names that are joined by '/'."""
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None: ...
-
-    def undo(self, first: int) -> None:
-        """Remove what was logged from iteration ``first`` on: those updates were undone."""
 
     def flush(self) -> None: ...
 
@@ -50,24 +45,14 @@ class TensorBoardLogger:
             raise ValueError(
                 f"--tensorboard-dir {directory} needs TensorBoard ({error}): pip install tensorboard"
             ) from error
-        self._reached: dict[str, int] = {}  # the iteration of the last value of each name
-        self._open = partial(SummaryWriter, str(directory))
         # A start from the beginning takes the place of one that never saved, evaluations before training included.
-        self._writer = self._open(purge_step=iteration + 1 if iteration else 0)
+        self._writer = SummaryWriter(str(directory), purge_step=iteration + 1 if iteration else 0)
         for name, text in (texts or {}).items():
             self._writer.add_text(name, text, iteration)
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         for name, value in scalars(values):
             self._writer.add_scalar(name, value, iteration)
-            self._reached[name] = iteration
-
-    def undo(self, first: int) -> None:
-        for name, last in self._reached.items():
-            if last >= first:  # of all, this is what the fast reader keeps
-                self._writer.add_scalar(name, nan, first)
-        self._writer.close()
-        self._writer = self._open(purge_step=first)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -120,9 +105,6 @@ class WandbLogger:
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         self._run.log(dict(scalars(values)) | {"iteration": iteration})
 
-    def undo(self, first: int) -> None:
-        """Do nothing: wandb keeps what it has."""
-
     def flush(self) -> None:
         """Do nothing: wandb's own process has what was logged, and outlives this one."""
 
@@ -151,9 +133,6 @@ class Loggers:
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         self._each(lambda member: member.log(iteration, values))
-
-    def undo(self, first: int) -> None:
-        self._each(lambda member: member.undo(first))
 
     def flush(self) -> None:
         """Write what members have buffered, so that it survives a kill."""

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from megazero.bounded import load_json
-from megazero.config.options.skipping import range_around
 from megazero.files import decoded, encodable, replacing
 from megazero.log.line_file import LineFile
 
@@ -114,10 +113,10 @@ def average(lines: Sequence[IterationMetrics]) -> IterationMetrics:
 class MetricsWriter:
     """Appends lines to LOG_DIR/metrics.jsonl. It is made on one rank only.
 
-    iteration: training continues after this iteration (0: it starts from the beginning). On opening, lines of later
-    iterations, which this run is about to write again, and of those that were undone, (first, last), move to
-    metrics.superseded.jsonl. A torn line (the process was killed while it wrote) moves there as {"torn": text}. The
-    first iteration line has the extra keys of ``start`` and, after a resume, resumed_from. guard: as LineFile's.
+    iteration: training continues after this iteration (0: it starts from the beginning). On opening, lines of
+    later iterations, which this run is about to write again, move to metrics.superseded.jsonl. A torn line (the
+    process was killed while it wrote) moves there as {"torn": text}. The first iteration line has the extra keys
+    of ``start`` and, after a resume, resumed_from. guard: as LineFile's.
 
     Each line is one unbuffered write. What a full disk does not take waits in memory (LineFile); training goes on.
     """
@@ -127,17 +126,12 @@ class MetricsWriter:
         log_dir: str | os.PathLike[str],
         *,
         iteration: int,
-        undone: Sequence[tuple[int, int]] = (),
         start: Mapping[str, Any] | None = None,
         guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = Path(log_dir) / METRICS_FILE
-        self._file = LineFile(self.path, lambda: _supersede(self.path, iteration, undone), guard=guard)
+        self._file = LineFile(self.path, lambda: _supersede(self.path, iteration), guard=guard)
         self._first = {**({"resumed_from": iteration} if iteration else {}), **(start or {})}
-
-    def undo(self, first: int, last: int) -> None:
-        """Move the lines of these iterations, whose updates were undone, to metrics.superseded.jsonl."""
-        self._file.reopen(lambda: _supersede(self.path, last, [(first, last)]))
 
     def iteration(self, metrics: IterationMetrics) -> None:
         self._write(metrics.as_dict() | self._first)
@@ -220,12 +214,11 @@ def read_lines(data: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], list[by
     return good, torn
 
 
-def _supersede(path: Path, iteration: int, undone: Sequence[tuple[int, int]]) -> None:
-    """Leave in `path` the whole lines up to `iteration` that were not `undone`, and move the rest beside it.
+def _supersede(path: Path, iteration: int) -> None:
+    """Leave in `path` the whole lines up to `iteration`, and move the rest beside it.
 
-    An evaluation at the last iteration of an undone range came after the rollback, so it stays. This is safe to
-    repeat: the moved lines are on disk before the file loses them, and after a kill in between they are not appended
-    twice.
+    This is safe to repeat: the moved lines are on disk before the file loses them, and after a kill in between they
+    are not appended twice.
     """
     if not path.exists():
         return
@@ -233,10 +226,7 @@ def _supersede(path: Path, iteration: int, undone: Sequence[tuple[int, int]]) ->
     good, torn = read_lines(data)
     keep, move = list[bytes](), list[bytes]()
     for raw, line in good:
-        at = line.get("iteration", 0)
-        found = range_around(undone, at)
-        superseded = found is not None and ("lm_loss" in line or at < found[1])
-        (move if at > iteration or superseded else keep).append(raw + b"\n")
+        (move if line.get("iteration", 0) > iteration else keep).append(raw + b"\n")
     move += [encode({"torn": raw.decode("utf-8", "replace")}) for raw in torn]
     kept = b"".join(keep)
     if kept == data:

@@ -284,7 +284,7 @@ def compared(runs: Sequence[Vitals]) -> list[str]:
 
 
 def restarts(run: Vitals) -> list[str]:
-    """Return a line for every start but the first, with why the one before ended, and for every rollback."""
+    """Return a line for every start but the first, with why the one before ended."""
     out, why = list[str](), ""
     for event in run.events:
         at = when(event)
@@ -292,8 +292,6 @@ def restarts(run: Vitals) -> list[str]:
         kind = event.get("event")
         if kind == "end" or (kind == "job" and not why):
             why = f"status {event['status']}: {event['why']}"
-        elif kind == "rollback":
-            out.append(f"{clock}  back to iteration {event['first'] - 1}  ({event['why']})")
         elif kind == "start":
             if event is not run.starts[0]:
                 reason = why or "it said nothing: killed, or its node lost"

@@ -128,7 +128,7 @@ class Vitals:
     def seconds_per_iteration(self) -> float | None:
         """By the clock, so evaluations and saves count; by the iterations' own time before the clock is known.
 
-        Iterations of --skip-train-iteration-range took no time. Those undone after a spike did.
+        Iterations of --skip-train-iteration-range took no time.
         """
         latest = self.latest
         times = [when(line) for line in (latest[0], latest[-1])] if latest else []

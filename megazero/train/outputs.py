@@ -35,7 +35,7 @@ from megazero.models import Decoder, architecture_of
 from megazero.models.attention import attention_note
 from megazero.models.dtypes import DTYPES
 from megazero.train.callbacks.callback import Callback, TrainedStep
-from megazero.train.state.progress import LeftOut, Progress
+from megazero.train.state.progress import Progress
 
 RESOLVED_FILE = "config.yaml"
 START_LINES = 12  # of the console at a start; the file has all
@@ -96,15 +96,6 @@ class Outputs(Callback):
         self.loggers.flush()
         self.event("save", iteration=iteration, path=str(path), seconds=round(seconds, 3))
 
-    def undone(self, why: str, out: LeftOut) -> None:
-        """Report that the updates of the iterations ``out`` were undone, and why."""
-        self.console.warning(f"{why}: back to iteration {out.first - 1}; left out from here on: {out}")
-        if self.metrics is not None:
-            self.metrics.undo(out.first, out.last)
-        self.console.undo(out.first)
-        self.loggers.undo(out.first)
-        self.event("rollback", why=why, first=out.first, last=out.last)
-
     def close_lines(self) -> None:
         """Write the lines that still wait for room on the log disk, or warn how many are lost. No more follow."""
         for file in (self.metrics, self.events):
@@ -148,10 +139,7 @@ def open_outputs(
     )
     if not first:
         return Outputs(start, console, Loggers(), None)
-    undone = [(each.first, each.last) for each in progress.left_out if each.rollback]
-    metrics = MetricsWriter(
-        log.log_dir, iteration=progress.iteration, undone=undone, start=start.facts(), guard=guard
-    )
+    metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, start=start.facts(), guard=guard)
     stack.callback(metrics.close)
     events = LineFile(Path(log.log_dir) / EVENTS_FILE, guard=guard)
     stack.callback(events.close)

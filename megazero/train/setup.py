@@ -50,7 +50,7 @@ from megazero.train.callbacks.reports import (
     RoundingWatch,
     StragglerWatch,
 )
-from megazero.train.callbacks.spikes import SpikeMonitor
+from megazero.train.callbacks.spikes import SpikeWatch
 from megazero.train.callbacks.users import make_callbacks
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.distributed import find_world, make_mesh, start_rank
@@ -66,7 +66,6 @@ from megazero.train.schedule.run_length import run_length
 from megazero.train.state.checkpointing import Checkpointing, SavedTokenizer
 from megazero.train.state.origin import Origin, find_origin, leave_behind
 from megazero.train.state.progress import Progress
-from megazero.train.state.rollback import LossSpike
 from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Trainer
 from megazero.zero import Engine
@@ -101,7 +100,7 @@ def main(
                 supervisor.trainer = trainer
                 with trainer.outputs.console:
                     status = trainer.run()
-        except (RankFailure, ValueError, NonFiniteLoss, LossSpike, OSError) as error:
+        except (RankFailure, ValueError, NonFiniteLoss, OSError) as error:
             _fail(supervisor, error, signals)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
@@ -257,7 +256,6 @@ def _checkpointing(
         decoder.placements(),
         SavedTokenizer(tokenizer.fingerprint, files),
         LossScaling.of(config.precision),
-        SpikeMonitor(config.skipping),
         Callbacks(users=users),
         partial(lease.check, fresh=True),
     )
@@ -341,7 +339,7 @@ def prepare(
         *([ExpertReport(balance)] if (balance := ExpertBalance.of(engine)) else []),
         *([CompileNews()] if config.training.compile else []),
         *([Prediction(forecast)] if forecast else []),
-        checkpointing.spikes,
+        *([SpikeWatch(config.skipping)] if config.skipping.stop_on_spike else []),
     ]
     return Trainer(
         decoder=decoder,

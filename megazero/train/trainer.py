@@ -40,7 +40,6 @@ from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED, Learning
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.progress import Progress, leave_out, next_to_leave_out, without_effect
-from megazero.train.state.rollback import go_back
 from megazero.train.state.saver import Saver
 from megazero.zero import Engine, StepInfo
 
@@ -91,7 +90,7 @@ class Trainer:
     def __post_init__(self) -> None:
         checkpointing, self.mesh = self.checkpointing, self.engine.mesh
         self.config, self.guard = checkpointing.config, NonFiniteGuard()
-        self.scaling, self.spikes = checkpointing.scaling, checkpointing.spikes
+        self.scaling = checkpointing.scaling
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
         self.lengths = SequenceLengths.of(self.config.model.seq_length, self.config.batch)
         masked = self.config.data.eod_mask_loss
@@ -169,17 +168,16 @@ class Trainer:
 
     def _train(self, batches: Batches) -> int:
         """Train, evaluate and save until the last iteration or a reason to stop. Returns the iteration last saved."""
-        saved_at, save_due = self.progress.iteration, False
+        saved_at = self.progress.iteration
         while not self.exits.reason and self.progress.iteration < self.length.last_iteration:
             since = self.progress.iteration
-            if not self._leave_out(batches) and self._iterate_or_go_back(batches):
-                since, save_due = self.progress.left_out[-1].first - 1, True
+            if not self._leave_out(batches):
+                self._iterate_or_end(batches)
             iteration = self.progress.iteration
             self._evaluate_if(due(self.config.training.eval_interval, since, iteration))
             self.exits.reason = self.exits.reason or self.exits.conditions.planned(since, iteration)
-            save_due |= due(self.config.checkpoint.save_interval, since, iteration)
-            if self.exits.reason or save_due and not self.spikes.beyond:  # else it may be in a spike
-                saved_at, save_due = self._save(saved_at), False
+            if self.exits.reason or due(self.config.checkpoint.save_interval, since, iteration):
+                saved_at = self._save(saved_at)
         return saved_at
 
     def _leave_out(self, batches: Batches) -> bool:
@@ -191,37 +189,14 @@ class Trainer:
             self.note(f"left out: {self.progress.left_out[-1]}: --skip-train-iteration-range")
         return last is not None
 
-    def _iterate_or_go_back(self, batches: Batches) -> bool:
-        """Train one iteration. If it makes a spike and --rollback-on-spike is given, go back to before the spike.
-
-        Returns whether it went back: then a save is due, so that a resume continues after what is left out. Raises
-        LossSpike if there is no way back (any more).
-        """
-        reached = self.progress.iteration + 1
-        self.callbacks.tell(Callback.before_step, reached)
+    def _iterate_or_end(self, batches: Batches) -> None:
+        """Train one iteration. Completes the save under way before NonFiniteLoss, also a spike's, ends the run."""
+        self.callbacks.tell(Callback.before_step, self.progress.iteration + 1)
         try:
             self._iterate(batches)
-            why = self.spikes.found
         except NonFiniteLoss as error:
-            if not self.config.skipping.rollback_on_spike:
-                self._end_save(f"{error}")
-                raise
-            why = f"{error}"
-        if why is not None:
-            self._go_back(batches, reached, why)
-        return why is not None
-
-    def _go_back(self, batches: Batches, reached: int, why: str) -> None:
-        """Go back to before the spike that iteration ``reached`` completes, and leave out what was trained since."""
-        self.phase = f"going back from iteration {reached}"
-        self.saver.wait()
-        begin = self.spikes.began or reached  # the steps that the guard skipped made no update
-        before = go_back(self.checkpointing, self.progress, begin, f"iteration {reached}: {why}")
-        self.progress = leave_out(before, reached, self.length.batch_sizes, rollback=True)
-        batches.seek(self.progress.consumed_samples)
-        self.guard = NonFiniteGuard()
-        self.engine.traffic.take()  # of no iteration
-        self.callbacks.tell(Callback.undone, why, self.progress.left_out[-1])
+            self._end_save(f"{error}")
+            raise
 
     def _end_save(self, why: str) -> None:
         """Finish the running save before an error that all ranks see ends the run. The exit status is the error's.

@@ -28,12 +28,12 @@ def suggestion(key: str, prefix: str = "--", others: Sequence[str] = ()) -> str:
     if near in own:
         return f"; nearest: {prefix}{near}"
     if near in megatron.flags():
-        return f"; nearest: {prefix}{near} (Megatron's, {_meaning(near)})"
+        return f"; nearest: {prefix}{near} (Megatron's, {meaning(near)})"
     here = [f"here {all_options()[name].flag}" for name in keys[near].options]
     return f"; nearest: {keys[near].name} (DeepSpeed's, {here[0] if here else 'a key of --deepspeed-config'})"
 
 
-def _meaning(name: str) -> str:
+def meaning(name: str) -> str:
     """Say what a flag of Megatron is here."""
     kind, meant = megatron.kind(name), megatron.flags()[name]
     if kind == REFUSE:

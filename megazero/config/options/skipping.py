@@ -1,4 +1,4 @@
-"""What is left out of the training: iterations that are named, and the samples that led to a spike."""
+"""Iterations that are left out of the training, and when a spike ends it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import ClassVar
 
 from megazero.config.options.fields import option
 
+IN_A_ROW = 10  # iterations beyond a bound that make a spike; a run recovers from shorter ones
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
 class SkippingConfig:
-    """Iterations whose samples are consumed without an update: those named, and those undone after a spike."""
+    """Iterations whose samples are consumed without an update, and what counts as a spike of the loss."""
 
     STRICT: ClassVar[bool] = True
 
@@ -24,25 +25,14 @@ class SkippingConfig:
         "rate's schedule waits, and what is due at one of them (an evaluation, a save) comes after the last",
         aliases=("iterations-to-skip",),
     )
-    rollback_on_spike: bool = option(
+    stop_on_spike: bool = option(
         False,
-        "after a spike (or a loss or norm that is not finite), go back to the newest checkpoint from before "
-        "it, which is never deleted, and leave out the iterations from there to the end of the spike",
-    )
-    max_rollbacks: int = option(3, "rollbacks after which the next spike ends the run with an error", low=1)
-    spike_window: int = option(
-        100,
-        "good iterations whose median loss and norm are the usual ones; while there are fewer, nothing is a spike",
-        low=1,
+        "end the run when loss or gradient norm leave their usual range for ten iterations in a row; the error names "
+        "the flags that go back to before the spike and leave its samples out",
     )
     spike_loss_bound: float = option(0.5, "nats by which a spike's loss is above the usual one", above=0)
     spike_norm_bound: float = option(
         10.0, "times by which a spike's gradient norm (before clipping) is above the usual one", above=1
-    )
-    spike_iterations: int = option(
-        10,
-        "iterations in a row beyond either bound that make a spike; a run recovers from shorter ones",
-        low=1,
     )
 
 

@@ -290,6 +290,6 @@ def help_text() -> str:
         lines += options_help(opt for opt in all_options().values() if opt.section == section)
     lines += [
         "",
-        "Megatron's other flags are taken, too, or refused with what to do instead: docs/reference/megatron.md",
+        "Megatron's other flags are taken, too, or refused with what to do instead: megazero flags WORD",
     ]
     return "\n".join(lines)

@@ -1,8 +1,7 @@
-"""What Megatron calls the decoder's tensors, and how it cuts them over tensor-parallel ranks.
+"""What Megatron calls the decoder's tensors.
 
 megatron-core has two spellings: of its own layers, and of TransformerEngine's, which hold a norm with the linear
-behind it. torch_dist has the second for both. Megatron's models before megatron-core have a third. All are read as
-the first.
+behind it. torch_dist has the second for both. Both are read as the first.
 """
 
 from __future__ import annotations
@@ -47,27 +46,17 @@ NAMES = TensorNames(
     },
 )
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 # Other spellings, in the order in which they are replaced.
 _SPELLINGS = tuple(
     (re.compile(pattern), ours)
     for pattern, ours in (
         (r"^module\.", ""),
-        (r"^language_model\.(embedding|output_layer)\.", r"\1."),
-        (r"^language_model\.(encoder|transformer)\.", "decoder."),
-        (r"\.final_norm\.", ".final_layernorm."),
         (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
-        (r"\.input_norm\.", ".input_layernorm."),
-        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
-        (r"\.(self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
-        (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
         (r"\.mlp\.experts\.experts\.(?=\d)", ".mlp.experts."),
         (r"\.mlp\.router\.expert_bias$", ".mlp.router.e_score_correction_bias"),
         (r"\.mlp\.shared_experts\.gate_weight$", ".mlp.shared_experts.gate.weight"),
-        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
-        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
     )
 )
 # What is no weight: states of the optimizer and of random generators, scales of fp8, frequencies of rotary positions.
@@ -75,8 +64,6 @@ _PASSED_OVER = re.compile(
     r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state|\._extra_state|rotary_pos_emb\.inv_freq$"
     r"|^word_embeddings_for_head\.|\.local_tokens_per_expert$"
 )
-_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", EMBEDDING, HEAD)
-_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def own_spelling(name: str) -> str | None:
@@ -98,8 +85,3 @@ def names_of(gated: bool, gate_last: bool) -> TensorNames:
         for half, part in halves.items()
     }
     return replace(NAMES, layer={**NAMES.layer, **fused}) if gated else NAMES
-
-
-def split_dim(name: str) -> int | None:
-    """Return the dim that tensor-parallel ranks share of a tensor, or None if each has all of it."""
-    return 0 if name.endswith(_ROWS) else 1 if name.endswith(_COLUMNS) else None

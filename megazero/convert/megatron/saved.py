@@ -11,7 +11,7 @@ import argparse
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -29,26 +29,6 @@ class StandIn:
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-
-class Stored(Protocol):
-    """The weights of a checkpoint under ``names.NAMES``: whole tensors, whatever ranks wrote it.
-
-    saved: what lies beside them, such as arguments and iteration. shapes, dtypes: of each tensor, padding included.
-    """
-
-    path: Path
-    saved: Mapping[str, Any]
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]: ...
-
-    def tensor(self, name: str, gated: bool) -> torch.Tensor:
-        """Return a whole tensor on the CPU. It may be a view of a mapped file. gated: the MLP has a gate."""
-        ...
 
 
 def read_saved(file: Path, data: bytes | None = None) -> dict[str, Any]:

@@ -46,13 +46,16 @@ class _Place(NamedTuple):
 
 
 class TorchDist:
-    """The weights of one iteration's folder (``saved.Stored``). Tensors are read when they are asked for."""
+    """The weights of one iteration's folder under ``names.NAMES``. Tensors are read when they are asked for.
+
+    saved: what lies beside them, such as arguments and iteration. shapes, dtypes: of each tensor, padding included.
+    """
 
     def __init__(self, path: Path) -> None:
         backend = read_json(path / CONFIG_FILE, "it says how the tensors are stored").get("sharded_backend")
         if backend != "torch_dist":
             raise CheckpointError(
-                f"'{path}' is stored as {backend}; torch_dist and mp_rank folders are read: load and save it with "
+                f"'{path}' is stored as {backend}: torch_dist alone is read; load and save it with "
                 "Megatron's --ckpt-format torch_dist (or --ckpt-convert-format torch_dist)"
             )
         metadata = read_metadata(path, foreign=True)
@@ -83,7 +86,8 @@ class TorchDist:
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: self._stored.dtypes[place.name] for name, place in self._places.items()}
 
-    def tensor(self, name: str, gated: bool) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor on the CPU."""
         place = self._places[name]
         if place.row is None:
             return self._stored.read(place.name)

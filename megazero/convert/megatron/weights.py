@@ -20,9 +20,8 @@ from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import DataConfig
 from megazero.convert.megatron.arguments import Arguments, read_arguments
-from megazero.convert.megatron.legacy import OF_MIXTURES, Legacy, is_legacy
 from megazero.convert.megatron.names import EMBEDDING, HEAD, NAMES, names_of
-from megazero.convert.megatron.saved import Stored, arguments, find_iteration
+from megazero.convert.megatron.saved import arguments, find_iteration
 from megazero.convert.megatron.torch_dist import TorchDist, is_other_dcp, is_torch_dist
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_files import tokenizer_options
@@ -37,7 +36,7 @@ _SHOWN = 5
 class MegatronWeights:
     """A checkpoint whose arguments are understood, and whose tensors are those of their model."""
 
-    stored: Stored
+    stored: TorchDist
     arguments: Arguments
     model: ModelConfig
     data: DataConfig
@@ -58,8 +57,6 @@ class MegatronWeights:
         """
         stored = _open(find_iteration(path, step))
         told = read_arguments(arguments(stored.saved), words, accept)
-        if isinstance(stored, Legacy) and (told.options.get("num_experts") or 0) > 1:
-            raise CheckpointError(f"'{stored.path}' has mp_rank folders: {OF_MIXTURES}")
         _refuse_dtypes(stored)
         data, found, notes = _tokenizer(told.options)
         model, more = _model(stored, told.options, found)
@@ -101,7 +98,7 @@ class MegatronWeights:
         read: dict[str, torch.Tensor] = {}  # a fused tensor there is often one here
         for here, there in self._parts[name]:
             if there.name not in read:
-                read = {there.name: self.stored.tensor(there.name, self.model.gated_mlp)}
+                read = {there.name: self.stored.tensor(there.name)}
             parameter = torch.empty(here.local_shape, dtype=out.dtype)
             for ours, theirs in there.boxes(parameter, read[there.name]):
                 ours.copy_(theirs)
@@ -127,7 +124,7 @@ class MegatronWeights:
         wanted = {there.name: there.shape for parts in self._parts.values() for _, there in parts}
         shapes = dict(self.stored.shapes)
         if HEAD in shapes and HEAD not in wanted:  # the copy of the embedding that the last stage held
-            if not torch.equal(*(self.stored.tensor(name, False) for name in (HEAD, EMBEDDING))):
+            if not torch.equal(*(self.stored.tensor(name) for name in (HEAD, EMBEDDING))):
                 raise CheckpointError(
                     f"'{self.stored.path}' has an {HEAD} of its own: add --untie-embeddings-and-output-weights"
                 )
@@ -151,21 +148,24 @@ class MegatronWeights:
             )
 
 
-def _open(path: Path) -> Stored:
+def _open(path: Path) -> TorchDist:
     if is_torch_dist(path):
         return TorchDist(path)
-    if is_legacy(path):
-        return Legacy(path)
-    if is_other_dcp(path):
+    if any(path.glob("mp_rank_*")):
+        why = (
+            "Megatron itself turns mp_rank folders to torch_dist: start pretrain_gpt.py as the run did, with --load "
+            "that folder --ckpt-convert-format torch_dist --ckpt-convert-save DIR, and name DIR/torch_dist"
+        )
+    elif is_other_dcp(path):
         why = "it is of --ckpt-format torch_dcp or fsdp_dtensor; save it once more with --ckpt-format torch_dist"
     elif any(path.glob("layer_*-model_*-model_states.pt")):
         why = "it is of DeepSpeed's pipelines, which are not read; convert it to Megatron's format first"
     else:
         why = "name a folder of Megatron's --save, or one of its iter_* folders"
-    raise CheckpointError(f"'{path}' holds neither torch_dist nor mp_rank folders: {why}")
+    raise CheckpointError(f"'{path}' holds no torch_dist checkpoint: {why}")
 
 
-def _refuse_dtypes(stored: Stored) -> None:
+def _refuse_dtypes(stored: TorchDist) -> None:
     strange = {name: dtype for name, dtype in stored.dtypes.items() if dtype not in PRECISIONS}
     if strange:
         name, dtype = next(iter(strange.items()))
@@ -192,7 +192,7 @@ def _tokenizer(options: Mapping[str, Any]) -> tuple[DataConfig, int | None, list
 
 
 def _model(
-    stored: Stored, options: Mapping[str, Any], vocabulary: int | None
+    stored: TorchDist, options: Mapping[str, Any], vocabulary: int | None
 ) -> tuple[ModelConfig, list[str]]:
     """Return the model section, with the true vocabulary where it is known, else with all rows of the embedding."""
     if EMBEDDING not in stored.shapes:

@@ -19,7 +19,7 @@ from megazero.data.build import Dataset
 from megazero.log.metrics import IterationMetrics
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
-from megazero.train.state.progress import LeftOut, Progress
+from megazero.train.state.progress import Progress
 from megazero.zero import Engine, StepInfo
 
 Numbers = Mapping[str, float | torch.Tensor]
@@ -110,9 +110,6 @@ class Callback:
 
     def saved(self, iteration: int, path: Path, seconds: float) -> None:
         """A checkpoint is complete, so many seconds after its save began."""
-
-    def undone(self, why: str, out: LeftOut) -> None:
-        """The updates of the iterations ``out`` were undone (--rollback-on-spike)."""
 
     def closing(self) -> None:
         """The last iteration of this start is trained. The last save follows."""

@@ -23,7 +23,6 @@ from megazero.checkpoint.errors import agree
 from megazero.checkpoint.placement import Placement, Places
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig
-from megazero.config.options.skipping import SkippingConfig
 from megazero.convert.export import CONVERSION_FILE, converted_from, finish, refuse_existing, write_folder
 from megazero.convert.importing import Published, fill
 from megazero.convert.source import Source
@@ -33,7 +32,6 @@ from megazero.mesh.mesh import Mesh, world_group
 from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
 from megazero.train.callbacks.chain import Callbacks
-from megazero.train.callbacks.spikes import SpikeMonitor
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.state.origin import Origin
 from megazero.train.state.progress import Progress
@@ -64,7 +62,7 @@ class SavedTokenizer:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, spikes, and callbacks.
+    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, and callbacks.
 
     guard: called on the first rank with a folder before that is changed; it does not return if another run has it.
     """
@@ -74,7 +72,6 @@ class Checkpointing:
     placements: Mapping[str, Places]
     tokenizer: SavedTokenizer = SavedTokenizer()
     scaling: LossScaling = field(default_factory=LossScaling)
-    spikes: SpikeMonitor = field(default_factory=lambda: SpikeMonitor(SkippingConfig()))
     callbacks: Callbacks = field(default_factory=Callbacks)
     guard: Callable[[str], None] = lambda folder: None
 
@@ -119,8 +116,7 @@ class Checkpointing:
         checkpoint not to delete. Older ones stay until this one is complete.
         """
         options = self.config.checkpoint
-        way_back = self.spikes.began or None
-        retention = store.Retention(options.save_keep_last, options.save_retain_interval, way_back, busy)
+        retention = store.Retention(options.save_keep_last, options.save_retain_interval, busy)
         # A run that resumed from an older checkpoint writes its iterations again.
         return store.saving(
             self.root,
@@ -170,7 +166,6 @@ class Checkpointing:
             **progress.state(),
             **self._counters(),
             "loss_scaling": self.scaling.state(),
-            "spikes": self.spikes.state(),
             "callbacks": self.callbacks.state(),
             "tokenizer": self.tokenizer.fingerprint,
         }
@@ -194,7 +189,7 @@ class Checkpointing:
 
     @property
     def root(self) -> str:
-        """The folder of --save, without which nothing is saved, exported or rolled back."""
+        """The folder of --save, without which nothing is saved or exported."""
         assert self.config.checkpoint.save is not None
         return self.config.checkpoint.save
 
@@ -245,7 +240,6 @@ class Checkpointing:
         if "engine" in state:  # not in checkpoints of before quantised messages
             self.engine.load_state(state["engine"])
         self.scaling.load_state(state.get("loss_scaling", {}))  # not in checkpoints of before fp16
-        self.spikes.load_state(state.get("spikes", {}))
         self.callbacks.load_state(state.get("callbacks", {}))
         if with_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)

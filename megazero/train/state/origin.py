@@ -163,22 +163,6 @@ def _sound(mesh: Mesh, find: Callable[[Look], Chosen]) -> tuple[Chosen, Damaged]
             damaged[chosen.path] = f"{error}"
 
 
-def origin_before(save: str, iteration: int, mesh: Mesh) -> Origin:
-    """Return the newest checkpoint under ``save`` from before an iteration. Collective.
-
-    Raises CheckpointError on every rank if there is none.
-    """
-
-    (path, *_), damaged = _sound(mesh, lambda look: Chosen(store.latest(save, iteration, look)))
-    if path is None:
-        why = "; ".join(
-            [f"--save {save} holds no checkpoint from before iteration {iteration}", *damaged.values()]
-        )
-        raise store.CheckpointError(f"{why}; lower --save-interval")
-    saved = _opened(path)
-    return Origin(saved.progress, saved, own=True)
-
-
 def leave_behind(config: RunConfig, origin: Origin, mesh: Mesh, last: int) -> tuple[str, ...]:
     """Rename checkpoints in --save that are newer than the one the run continues from. Returns a note. Collective.
 

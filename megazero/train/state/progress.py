@@ -16,16 +16,12 @@ NOT_RECORDED = "not recorded"  # in checkpoints of before the base model was kep
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The iterations ``first`` to ``last``, counted from 1, and their samples ``begin`` to ``end`` - 1, from 0.
-
-    rollback: they had been trained, up to a spike, and were undone.
-    """
+    """The iterations ``first`` to ``last``, counted from 1, and their samples ``begin`` to ``end`` - 1, from 0."""
 
     first: int
     last: int
     begin: int
     end: int
-    rollback: bool = False
 
     def __str__(self) -> str:
         return f"iterations {self.first} to {self.last} (samples {self.begin} to {self.end - 1})"
@@ -56,9 +52,9 @@ class Progress:
     or 0 if the order is the same for any number. It stays the same over restarts, so a longer run keeps the order.
     evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss"
     of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the path of
-    the last one. rollbacks: how often the run has gone back from a spike. tokens: those it was trained on, without
-    those of iterations left out and those that growing lengths drop. base: the model whose weights the run began
-    with, or "" for random ones. license: that model's, as model cards have it. starts: those whose flags changed.
+    the last one. tokens: those it was trained on, without those of iterations left out and those that growing lengths
+    drop. base: the model whose weights the run began with, or "" for random ones. license: that model's, as model
+    cards have it. starts: those whose flags changed.
     """
 
     iteration: int = 0
@@ -70,7 +66,6 @@ class Progress:
     losses: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[LeftOut, ...] = ()
     checkpoint: str = ""
-    rollbacks: int = 0
     tokens: int = 0
     base: str = ""
     license: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +81,6 @@ class Progress:
             "owes_evaluation": self.evaluation_pending,
             "losses": dict(self.losses),
             "left_out": [asdict(each) for each in self.left_out],
-            "rollbacks": self.rollbacks,
             "tokens": self.tokens,
             "base": self.base,
             "license": dict(self.license),
@@ -107,7 +101,10 @@ class Progress:
         checkpoint: its path. seq_length: of its run. A checkpoint that does not count tokens was trained on all
         tokens of each sample.
         """
-        left_out = tuple(LeftOut(**each) for each in state.get("left_out", ()))
+        left_out = tuple(
+            LeftOut(*(each[name] for name in ("first", "last", "begin", "end")))
+            for each in state.get("left_out", ())
+        )
         trained = state["consumed_samples"] - sum(each.end - each.begin for each in left_out)
         return cls(
             iteration=state["iteration"],
@@ -118,7 +115,6 @@ class Progress:
             losses=state.get("losses", {}),
             left_out=left_out,
             checkpoint=checkpoint,
-            rollbacks=state.get("rollbacks", sum(each.rollback for each in left_out)),
             tokens=state.get("tokens", trained * seq_length),
             base=state.get("base", state.get("imported", NOT_RECORDED)),
             license=state.get("license", {}),
@@ -129,7 +125,7 @@ class Progress:
 def impossible_numbers(state: Mapping[str, Any], step: int) -> Iterator[str]:
     """Yield each number in the ``state`` of a checkpoint of iteration ``step`` that no run has written there."""
     scaling, left_out = state.get("loss_scaling", {}), state.get("left_out", ())
-    counts = {name: state.get(name, 0) for name in ("consumed_samples", "rollbacks", "tokens")}
+    counts = {name: state.get(name, 0) for name in ("consumed_samples", "tokens")}
     counts |= {f"loss_scaling {name}": scaling.get(name, 0) for name in ("growth_tracker", *SKIPPED)}
     counts["optimizer step"] = state.get("optimizer", {}).get("step", 0)
     counts |= {f"left_out {name}": value for each in left_out for name, value in each.items()}
@@ -142,10 +138,10 @@ def impossible_numbers(state: Mapping[str, Any], step: int) -> Iterator[str]:
         yield f"iteration is {state['iteration']!r}, and the checkpoint is of iteration {step}"
 
 
-def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup, rollback: bool = False) -> Progress:
+def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup) -> Progress:
     """Return the progress after the iterations up to ``last`` are left out."""
     begin, count = progress.consumed_samples, last - progress.iteration
-    out = LeftOut(progress.iteration + 1, last, begin, sizes.consumed_after(count, begin), rollback)
+    out = LeftOut(progress.iteration + 1, last, begin, sizes.consumed_after(count, begin))
     return replace(progress, iteration=last, consumed_samples=out.end, left_out=(*progress.left_out, out))
 
 
@@ -178,9 +174,7 @@ def without_effect(
 def just_before(progress: Progress, iteration: int) -> dict[str, Any]:
     """Return the metrics of ``iteration`` about iterations left out right before it, or none."""
     found = list(_just_before(progress, iteration))[::-1]
-    names = {False: "left_out", True: "rolled_back"}
-    of = {names[kind]: [out.as_metrics() for out in found if out.rollback == kind] for kind in names}
-    return {name: every for name, every in of.items() if every}
+    return {"left_out": [out.as_metrics() for out in found]} if found else {}
 
 
 def _just_before(progress: Progress, iteration: int) -> Iterator[LeftOut]:

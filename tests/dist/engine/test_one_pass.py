@@ -13,7 +13,6 @@ from megazero.kernels.adamw import NOTHING
 from megazero.train.nvidia_apex import fused_adam
 from megazero.zero.elementwise import OnePassAdamW
 from megazero.zero.weights import Weights
-from tests.apex_stand_in import installed
 from tests.dist.pool import by_case
 from tests.dist.quantised.cases import (
     ADAMW,
@@ -30,6 +29,7 @@ from tests.dist.quantised.cases import (
     several,
     step_with,
 )
+from tests.unit.train.test_nvidia_apex import installed
 
 BF16, FP64 = torch.bfloat16, torch.float64
 ONE_PASS = partial(OnePassAdamW, lr=1e-2, weight_decay=0.1)

@@ -1,4 +1,4 @@
-"""Defaults are Megatron's, which are read as facts; where they are not, tools/megatron_page.py says so."""
+"""Defaults are Megatron's, which are read as facts; where they are not, differences.tsv says so."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.cli.flags import differences
 from megazero.config import parse
 from megazero.config.options.fields import show
 from megazero.config.run import all_options
 from megazero.config.summary import describe
-from tools.megatron_page import DIFFERENCES
 
 LEAST = (
     "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
@@ -95,7 +95,7 @@ BLOOM = {"embed_layernorm": False, "norm_epsilon": 1e-5, "attention_dropout": 0.
 
 def different() -> dict[str, str]:
     """The options whose default differs, and what the list says of Megatron's and of ours."""
-    rows = [(flag, theirs, ours) for flag, theirs, ours, _ in DIFFERENCES if ours.startswith("default ")]
+    rows = [(flag, theirs, ours) for flag, theirs, ours, _ in differences() if ours.startswith("default ")]
     return {flag.removeprefix("--").replace("-", "_"): f"{theirs}|{ours}" for flag, theirs, ours in rows}
 
 
@@ -144,8 +144,8 @@ def test_defaults_are_those_of_the_installed_megatron_core() -> None:
 
 
 def test_every_difference_is_of_a_flag_and_says_all() -> None:
-    assert len({row[0] for row in DIFFERENCES}) == len(DIFFERENCES)
-    assert all(flag.startswith("--") and all(said) for flag, *said in DIFFERENCES)
+    assert len({row[0] for row in differences()}) == len(differences())
+    assert all(flag.startswith("--") and all(said) for flag, *said in differences())
 
 
 @pytest.mark.parametrize(

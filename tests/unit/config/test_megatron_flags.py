@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megazero.checkpoint.manifest import Manifest, write_manifest
+from megazero.cli.flags import differences, explain, main
 from megazero.config import ConfigError, begun, parse
 from megazero.config.foreign import deepspeed, megatron
 from megazero.config.foreign.megatron import COUNTS, flags, kind, other_values
@@ -17,7 +18,6 @@ from megazero.config.run import all_options
 from megazero.ops.exit_conditions import STOP_SIGNALS
 from tests import ROOT
 from tests.unit.config.command_lines import BASE, WORLD, base_without, errors, run, write
-from tools.megatron_page import NOT_BUILT, markdown
 
 ORIGINAL = "rotary_original_max_position"
 WORDS = {"": "", "X": "1", "[X]": "", "[X ...]": "", "X ...": "1"}  # values that stand for each form
@@ -371,11 +371,19 @@ def test_yaml_takes_megatrons_names(tmp_path):
     assert any("manual-gc" in note for note in config.notes)
 
 
-def test_megatron_page_is_current_and_has_every_flag_that_means_something_here_or_has_a_cure():
-    page = (ROOT / "docs" / "reference" / "megatron.md").read_text()
-    assert page == markdown(), "run: python tools/megatron_page.py > docs/reference/megatron.md"
-    listed = [name for name, meant in flags().items() if not meant[0].text.startswith(NOT_BUILT)]
-    assert all(re.search(rf"\b{name}\b", page) for name in listed) and len(listed) > 1000
+def test_the_command_explains_every_flag_and_key(capsys):
+    """What it is here, why it changes nothing, or what to do instead; a word that is near is named."""
+    for word in (
+        *flags(),
+        *all_options(),
+        *deepspeed.keys(),
+        *(row[0].split()[0].strip(",") for row in differences()),
+    ):
+        assert [*explain(word)], word
+    assert main(["--use-distributed-optimizer", "moe-z-loss-coef"]) == 2
+    said = capsys.readouterr()
+    assert "--zero-preset zero1" in said.out and "nearest: --moe-z-loss-coeff" in said.err
+    assert main([]) == 0 and "--eval-interval" in capsys.readouterr().out
 
 
 def test_help_and_own_flags_do_not_read_the_tables():

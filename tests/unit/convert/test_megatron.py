@@ -144,19 +144,19 @@ def arguments(kind, **more):
     return argparse.Namespace(**{**args, **more})
 
 
-def megatron(decoder, tp=1, rank=0):
-    """The tensors of a tensor-parallel rank, as megatron-core's own layers name them."""
+def megatron(decoder):
+    """The tensors, as megatron-core's own layers name them."""
     c, p = decoder.config, {name: value.detach() for name, value in decoder.stored()}
     padded = {
         name: torch.full((ROWS, c.hidden_size), 9.0) for name in ("embedding.tokens.weight", "head.weight")
     }
     for name in padded.keys() & p.keys():
         padded[name][:WORDS] = p[name][:WORDS]
-    out = {"embedding.word_embeddings.weight": padded["embedding.tokens.weight"].chunk(tp)[rank]}
+    out = {"embedding.word_embeddings.weight": padded["embedding.tokens.weight"]}
     if "embedding.positions" in p:
         out["embedding.position_embeddings.weight"] = p["embedding.positions"]
     if "head.weight" in p and c.untie_embeddings_and_output_weights:
-        out["output_layer.weight"] = padded["head.weight"].chunk(tp)[rank]
+        out["output_layer.weight"] = padded["head.weight"]
     for kind in ("weight", "bias"):
         if f"head.norm.{kind}" in p:
             out[f"decoder.final_layernorm.{kind}"] = p[f"head.norm.{kind}"]
@@ -179,18 +179,17 @@ def megatron(decoder, tp=1, rank=0):
             if "attention.q_proj" in mine:
                 q, k, v = (mine[f"attention.{n}_proj"].unflatten(0, (groups, -1)) for n in "qkv")
                 fused = torch.cat([q, k, v], 1).flatten(0, 1)
-                out[f"{there}self_attention.linear_qkv.{kind}"] = fused.chunk(tp)[rank]
+                out[f"{there}self_attention.linear_qkv.{kind}"] = fused
                 assert fused.shape[0] == (c.num_attention_heads + 2 * groups) * d
             if "mlp.up_proj" in mine:
-                parts = [mine[n].chunk(tp)[rank] for n in ("mlp.gate_proj", "mlp.up_proj") if n in mine]
+                parts = [mine[n] for n in ("mlp.gate_proj", "mlp.up_proj") if n in mine]
                 out[f"{there}mlp.linear_fc1.{kind}"] = torch.cat(parts)
             for n, name in (
                 ("attention.o_proj", "self_attention.linear_proj"),
                 ("mlp.down_proj", "mlp.linear_fc2"),
             ):
                 if n in mine:
-                    whole = kind == "bias"
-                    out[f"{there}{name}.{kind}"] = mine[n] if whole else mine[n].chunk(tp, 1)[rank]
+                    out[f"{there}{name}.{kind}"] = mine[n]
         out |= {f"{there}mlp.{name}": value for name, value in mixture(p, f"{here}mlp.")}
     return {name: value.clone() for name, value in out.items()}
 
@@ -217,26 +216,6 @@ def fused_names(tensors):
     return tensors
 
 
-def old_names(tensors):
-    """The spelling of Megatron's models before megatron-core, in nested dicts."""
-    tree = {}
-    for name, value in tensors.items():
-        for old, new in (
-            ("decoder.", "encoder."),
-            ("pre_mlp_layernorm", "post_attention_norm"),
-            ("input_layernorm", "input_norm"),
-            ("final_layernorm", "final_norm"),
-            ("linear_qkv", "query_key_value"),
-            ("linear_proj", "dense"),
-            ("linear_fc1", "dense_h_to_4h"),
-            ("linear_fc2", "dense_4h_to_h"),
-        ):
-            name = name.replace(old, new)
-        owner, _, rest = name.partition(".")
-        tree.setdefault(owner, {})[rest] = value
-    return {"language_model": tree}
-
-
 def torch_dist(root, tensors, args, stacked=True):
     """An iteration as megatron-core saves it: layers in one tensor per kind and the arguments in common.pt, or layers
     in one each and the arguments among the tensors, as from 0.19 on."""
@@ -260,45 +239,9 @@ def torch_dist(root, tensors, args, stacked=True):
     return root
 
 
-def legacy(root, decoder, args, tp=2, pp=2, virtual=1, spell=lambda tensors: tensors):
-    """mp_rank folders: layer i of n is in virtual stage i // (n / virtual), and numbered from 0 there."""
-    for t in range(tp):
-        tensors = megatron(decoder, tp, t)
-        for p in range(pp):
-            saved = {
-                "args": args,
-                "checkpoint_version": 3.0,
-                "iteration": 7,
-                "optimizer": {"x": ModelType(1)},
-            }
-            for v in range(virtual):
-                stage, each = v * pp + p, LAYERS // pp // virtual
-                own, last = {}, stage == pp * virtual - 1
-                for name, value in tensors.items():
-                    words = name.split(".")
-                    if words[1] == "layers" and int(words[2]) // each == stage:
-                        own[".".join([*words[:2], str(int(words[2]) % each), *words[3:]])] = value
-                    elif words[1] != "layers" and (
-                        last if words[0] in ("output_layer", "decoder") else not stage
-                    ):
-                        own[name] = value
-                if last and pp > 1 and "output_layer.weight" not in own:
-                    own["output_layer.weight"] = tensors["embedding.word_embeddings.weight"]
-                own["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
-                saved["model" if virtual == 1 else f"model{v}"] = spell(own)
-            folder = root / "iter_0000007" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
-            folder.mkdir(parents=True)
-            torch.save(saved, folder / "model_optim_rng.pt")
-    (root / "latest_checkpointed_iteration.txt").write_text("7")
-    return root
-
-
 LAYOUTS = {
     "torch_dist": lambda root, d, args: torch_dist(root, megatron(d), args),
     "torch_dist, layers apart": lambda root, d, args: torch_dist(root, megatron(d), args, stacked=False),
-    "legacy": lambda root, d, args: legacy(root, d, args, 1, 1),
-    "legacy TP 2 x PP 2 x 2": lambda root, d, args: legacy(root, d, args, virtual=2),
-    "legacy TP 2 x PP 2, old names": lambda root, d, args: legacy(root, d, args, spell=old_names),
 }
 
 
@@ -351,12 +294,6 @@ def test_what_would_make_a_mixture_another_model_is_refused(more, said, tmp_path
         MegatronWeights.open(torch_dist(tmp_path, megatron(original("softmax")), args))
     dense = torch_dist(tmp_path / "dense", megatron(original("llama")), arguments("llama", **more))
     assert MegatronWeights.open(dense).model.num_experts is None
-
-
-def test_mixtures_in_folders_of_ranks_are_refused(tmp_path):
-    legacy(tmp_path, original("llama"), arguments("llama", num_experts=4, moe_ffn_hidden_size=24))
-    with pytest.raises(CheckpointError, match="has mp_rank folders: mixtures are read as torch_dist alone"):
-        MegatronWeights.open(tmp_path)
 
 
 def test_the_command_writes_weights_and_flags(tmp_path, capsys):
@@ -530,37 +467,23 @@ def test_what_cannot_be_set_aside_is_said():
 
 def test_two_spellings_of_one_tensor_are_refused(tmp_path):
     tensors = megatron(original("llama"))
-    twin = {"decoder.layers.1.input_norm.weight": torch.zeros(32)}
+    twin = {"module.decoder.layers.1.input_layernorm.weight": torch.zeros(32)}
     with pytest.raises(CheckpointError, match=r"layers.1.input_layernorm.weight twice: as .* and as "):
         MegatronWeights.open(torch_dist(tmp_path, {**tensors, **twin}, arguments("llama"), stacked=False))
 
 
-def test_a_rank_of_any_number_is_not_counted_out(tmp_path):
-    root = legacy(tmp_path, original("gpt"), arguments("gpt"))
-    folder = root / "iter_0000007" / "mp_rank_01_000"
-    folder.rename(folder.with_name("mp_rank_999999999_999999"))
-    with pytest.raises(
-        CheckpointError, match=r"lacks mp_rank_00_002, .*, \.\.\.: every rank's folder is needed"
-    ):
-        MegatronWeights.open(root)
-
-
 def test_folders_that_are_not_read_say_why(tmp_path):
     decoder = original("gpt")
-    root = legacy(tmp_path / "legacy", decoder, arguments("gpt"))
-    lost = root / "iter_0000007" / "mp_rank_01_000"
-    held = lost.rename(root / "iter_0000007" / "held")
-    with pytest.raises(CheckpointError, match="lacks mp_rank_01_000"):
-        MegatronWeights.open(root)
-    held.rename(root / "iter_0000007" / "mp_rank_01_000_000")
-    with pytest.raises(CheckpointError, match="expert-parallel ranks"):
-        MegatronWeights.open(root)
+    root = torch_dist(tmp_path / "m", megatron(decoder), arguments("gpt"))
     with pytest.raises(CheckpointError, match="iter_0000009' is missing; .* has iter_0000007"):
         MegatronWeights.open(root, step=9)
     tensors = megatron(decoder)
     tensors["decoder.final_layernorm.bias"] = torch.zeros(32).to(torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match="stored as torch.float8_e4m3fn .*without --fp8-param-gather"):
         MegatronWeights.open(torch_dist(tmp_path / "fp8", tensors, arguments("gpt")))
+    (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="--ckpt-convert-format torch_dist --ckpt-convert-save"):
+        MegatronWeights.open(tmp_path / "old")
     path = torch_dist(tmp_path / "other", megatron(decoder), arguments("gpt")) / "iter_0000007"
     (path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     with pytest.raises(CheckpointError, match="stored as zarr"):
@@ -578,19 +501,16 @@ class Malice:
         return os.mkdir, (self.target,)
 
 
-@pytest.mark.parametrize("file", ["common.pt", ".metadata", "model_optim_rng.pt"])
+@pytest.mark.parametrize("file", ["common.pt", ".metadata"])
 def test_nothing_that_a_file_asks_for_runs(file, tmp_path):
     target, decoder, args = tmp_path / "owned", original("gpt"), arguments("gpt")
-    if file == "model_optim_rng.pt":
-        legacy(tmp_path / "m", decoder, argparse.Namespace(**vars(args), plan=Malice(target)), 1, 1)
-    else:
-        extra = {"plan": Malice(target)} if file == "common.pt" else {}
-        root = torch_dist(tmp_path / "m", megatron(decoder), argparse.Namespace(**vars(args), **extra))
-        if file == ".metadata":
-            described = root / "iter_0000007" / file
-            metadata = pickle.loads(described.read_bytes())
-            metadata.all_local_plans = [Malice(target), ModelType(1)]  # as megatron-core 0.16 keeps its plans
-            described.write_bytes(pickle.dumps(metadata))
+    extra = {"plan": Malice(target)} if file == "common.pt" else {}
+    root = torch_dist(tmp_path / "m", megatron(decoder), argparse.Namespace(**vars(args), **extra))
+    if file == ".metadata":
+        described = root / "iter_0000007" / file
+        metadata = pickle.loads(described.read_bytes())
+        metadata.all_local_plans = [Malice(target), ModelType(1)]  # as megatron-core 0.16 keeps its plans
+        described.write_bytes(pickle.dumps(metadata))
     try:
         write_checkpoint(MegatronWeights.open(tmp_path / "m"), tmp_path / "ck")
     except ValueError:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tools.releases import interpreter
 
 # On PYTHONPATH their .pth files do nothing, and so neither does an editable install of this tree.
 PACKAGES = [path for path in sys.path if path.endswith("-packages")]
@@ -85,7 +84,7 @@ def test_the_megatron_pages_install_line_beside_an_images_torch(tmp_path: Path) 
     python, source, elsewhere = tmp_path / "image/bin/python", tmp_path / "source", tmp_path / "elsewhere"
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = partial(subprocess.run, env=bare, check=True, timeout=1200)
-    run([interpreter("3.12"), "-m", "venv", tmp_path / "image"])
+    run([os.environ.get("PYTHON_3_12", "python3.12"), "-m", "venv", tmp_path / "image"])
     run([python, "-m", "pip", "install", "--quiet", *IMAGE])
     run([python, "-m", "pip", "install", "--quiet", "--no-deps", "megatron-core==0.13.1"])
     before = installed(python)

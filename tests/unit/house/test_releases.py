@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ast
 import configparser
-import json
-import os
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 from tests import ROOT
-from tools import releases as tool
 
+NOX = ast.parse((ROOT / "noxfile.py").read_text())
+(VALUES,) = (
+    n.value for n in NOX.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "RELEASES"
+)
+RELEASES = {python: of[0].split() for python, of in ast.literal_eval(VALUES).items()}
 PAGE = (ROOT / "docs" / "develop" / "releases.md").read_text()
 SOURCES = [
     path
@@ -45,40 +43,17 @@ def numbers(version: str) -> list[int]:
 
 
 def test_the_oldest_release_is_the_lower_bounds() -> None:
-    oldest = dict(requirement.split("==") for requirement in tool.RELEASES[0].requirements)
+    oldest = dict(requirement.split("==") for requirement in RELEASES["3.11"])
     floors = {name: bounds.removeprefix(">=").split(",")[0] for name, bounds in requirements().items()}
     assert {name: version.removesuffix(".*") for name, version in oldest.items()} == floors
 
 
 def test_the_newest_release_is_below_the_upper_bound_and_the_next_is_not() -> None:
-    (torch,) = (r.split("==")[1] for r in tool.RELEASES[-1].requirements if r.startswith("torch=="))
+    (torch,) = (r.split("==")[1] for r in RELEASES["3.13"] if r.startswith("torch=="))
     major, minor = numbers(torch)[:2]
     assert requirements()["torch"].endswith(f"<{major}.{minor + 1}")
     default = re.search(r"^TORCH \?= torch==(\S+)$", (ROOT / "Makefile").read_text(), re.M)
     assert default and numbers("2.11") <= numbers(default[1]) <= numbers(torch)
-
-
-def test_the_table_is_of_the_newest_runs() -> None:
-    run = {"release": "a", "stage": "unit", "passed": 1, "failed": 1, "skipped": 2}
-    run["versions"] = {"python": "3.11.7", **dict.fromkeys(tool.SHOWN, "1.0")}
-    lines = [json.dumps(run), json.dumps({**run, "passed": 2, "failed": 0})]
-    row = "| 3.11.7 | 1.0 | 1.0 | 1.0 | 1.0 | 1.0 | 2, 2 skipped | not run | not run | not run |"
-    assert tool.table(lines).splitlines()[2:] == [row]
-    assert "| 1, 1 failed, 2 skipped |" in tool.table(lines[:1])
-
-
-def test_an_interpreter_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"no python3\.99 on the PATH: set PYTHON_3_99"):
-        tool.interpreter("3.99")
-    (command := tmp_path / "python3.99").write_text(
-        "#!/bin/sh\nexit 127\n"
-    )  # as pyenv's for what is not active
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(SystemExit, match=r"no python3\.99 on the PATH: set PYTHON_3_99"):
-        tool.interpreter("3.99")
-    monkeypatch.setenv("PYTHON_3_99", sys.executable)
-    assert tool.interpreter("3.99") == sys.executable
 
 
 def foreign(tree: ast.Module, own: set[str]) -> Iterator[str]:

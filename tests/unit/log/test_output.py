@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from megazero.log.console import TrainConsole, interval_line
-from megazero.log.history import Start, new_run_id
+from megazero.log.history import new_run_id
 from megazero.log.loggers import Loggers, TensorBoardLogger, WandbLogger, scalars
-from megazero.log.metrics import MetricsWriter, average, read_metrics
+from megazero.log.metrics import MetricsWriter, average
 from megazero.log.plot import plot_loss
 from megazero.log.units import human_bytes, human_count, plural
-from megazero.train.outputs import Outputs, shortened
-from megazero.train.state.progress import LeftOut
+from megazero.train.outputs import shortened
 from tests import ROOT
 from tests.unit.log.test_metrics import _line
 
@@ -74,17 +73,6 @@ def test_a_log_of_long_iterations_has_a_line_a_minute() -> None:
         for iteration in range(1, 9):
             console.iteration(_line(iteration, iteration_time_s=20.0))
     assert re.findall(r"iteration +(\d+)/99", stream.getvalue()) == ["1", "4", "7", "8"]
-
-
-def test_what_a_rollback_undid_is_in_no_mean() -> None:
-    stream = io.StringIO()
-    with TrainConsole(total=20, log_interval=10, stream=stream) as console:
-        for iteration in (1, 2, 6, 7):
-            console.iteration(_line(iteration, lm_loss=9.0 if iteration > 2 else 4.0))
-        console.undo(6)
-        for iteration in (8, 9, 10):
-            console.iteration(_line(iteration, lm_loss=4.0))
-    assert "iteration 10/20" in stream.getvalue() and "| loss 4.0000 |" in stream.getvalue()
 
 
 def test_terminal_draws_a_bar_and_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,46 +226,6 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     assert {"lm_loss", "time_bill/compute"} <= set(events.Tags()["scalars"])
     seen = [(e.step, e.value) for e in events.Scalars("lm_loss")]
     assert seen == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 4.0), (5, 4.0), (6, 4.0), (7, 4.0)]
-
-
-def test_what_a_rollback_undid_leaves_tensorboard_as_it_leaves_the_metrics(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    metrics, board = MetricsWriter(tmp_path, iteration=0), TensorBoardLogger(tmp_path / "board")
-    console = TrainConsole(total=8, enabled=False, stream=io.StringIO())
-    outputs = Outputs(Start("1"), console, Loggers([board]), metrics)
-    for iteration in (1, 2, 3, 4, 5, 8):
-        metrics.iteration(_line(iteration))
-        outputs.loggers.log(iteration, _line(iteration).as_dict())
-        if iteration == 5:
-            outputs.undone("a spike", LeftOut(3, 7, 16, 56, rollback=True))
-    for each in (outputs.loggers, metrics):
-        each.close()
-    events = EventAccumulator(str(tmp_path / "board"))
-    events.Reload()
-    kept = [event.step for event in events.Scalars("lm_loss")]
-    assert kept == [1, 2, 8] == [line["iteration"] for line in read_metrics(tmp_path)]
-    assert [(step, math.isnan(loss)) for step, loss in _seen_by_the_fast_reader(tmp_path / "board")] == [
-        (1, False), (2, False), (3, True), (8, False),
-    ]  # fmt: skip
-
-
-def _seen_by_the_fast_reader(board: Path) -> list[tuple[int, float]]:
-    """(iteration, lm_loss), as TensorBoard's own process for reading has them."""
-    pytest.importorskip("tensorboard_data_server")
-    from tensorboard.context import RequestContext
-    from tensorboard.data.server_ingester import SubprocessServerDataIngester, get_server_binary
-    from tensorboard.util.grpc_util import ChannelCredsType
-
-    server = SubprocessServerDataIngester(
-        server_binary=get_server_binary(), logdir=str(board), reload_interval=0, samples_per_plugin={},
-        channel_creds_type=ChannelCredsType.LOCAL,
-    )  # fmt: skip
-    server.start()
-    asked = {"experiment_id": "", "plugin_name": "scalars", "downsample": 100}
-    (of_run,) = server.data_provider.read_scalars(RequestContext(), **asked).values()
-    return [(point.step, point.value) for point in of_run["lm_loss"]]
 
 
 def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,6 @@ def test_what_lies_in_the_folder_of_a_run_from_elsewhere_is_left_behind(tmp_path
         ({"consumed_samples": -1}, "consumed_samples is -1, and a count is"),
         ({"consumed_samples": "8"}, "consumed_samples is '8'"),
         ({"tokens": math.nan}, "tokens is nan"),
-        ({"rollbacks": 1.5}, "rollbacks is 1.5"),
         ({"optimizer": {"step": -3.0}}, "optimizer step is -3.0"),
         ({"loss_scaling": {"scale": 0.0}}, "the loss scale is 0.0"),
         ({"loss_scaling": {"scale": math.inf}}, "the loss scale is inf"),

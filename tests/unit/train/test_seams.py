@@ -512,16 +512,15 @@ def test_a_way_back_loads_all_whatever_the_start_left_out(
         engine=engine,
         placements={},
         scaling=SimpleNamespace(**noted),
-        spikes=SimpleNamespace(**noted),
         callbacks=SimpleNamespace(**noted),
         _layout={},
         _moments=lambda *_: ["exp_avg"],
         _check_tokenizer=lambda *_: None,
     )
-    state = {"optimizer": {}, "engine": {}, "loss_scaling": {}, "spikes": {}}
+    state = {"optimizer": {}, "engine": {}, "loss_scaling": {}}
     saved = "iter_0000001", SimpleNamespace(kinds={}), state
     origin: Any = SimpleNamespace(published=None, saved=saved, own=whole)
     fake._load_rest = partial(checkpointing.Checkpointing._load_rest, fake)
     checkpointing.Checkpointing.load(fake, origin)
-    everything = ["invalidate", "load_scalars", "load_rank_tensors", *["load_state"] * 4]
+    everything = ["invalidate", "load_scalars", "load_rank_tensors", *["load_state"] * 3]
     assert asked == [whole] and did == (everything if whole else ["invalidate"])

@@ -51,7 +51,7 @@ def test_samples_follow_the_ramp_up_and_the_schedule_waits() -> None:
     assert after.left_out == (LeftOut(3, 4, 8, 20),)
     by_iterations, by_samples = (RunLength(sizes, 9, 100, by_samples) for by_samples in (False, True))
     assert (by_iterations.scheduled(after), by_samples.scheduled(after)) == (2, 8)
-    twice = leave_out(after, 6, sizes, rollback=True)
+    twice = leave_out(after, 6, sizes)
     assert by_iterations.scheduled(twice) == 2 and by_iterations.position(twice) == 6
     assert next_to_leave_out(((3, 8),), begin, 100) == 8 and next_to_leave_out(((3, 8),), begin, 5) == 5
     assert next_to_leave_out(((4, 8),), begin, 100) is None
@@ -65,7 +65,7 @@ def test_a_multiple_that_is_passed_over_is_due() -> None:
 
 
 def test_ranges_without_effect_are_said() -> None:
-    progress = Progress(iteration=20, left_out=(LeftOut(3, 4, 8, 20), LeftOut(5, 6, 20, 40, rollback=True)))
+    progress = Progress(iteration=20, left_out=(LeftOut(3, 4, 8, 20), LeftOut(5, 6, 20, 40)))
     assert not [*without_effect(((3, 6), (4, 5), (21, 30)), progress, 30)]
     ranges = ((2, 5), (8, 9), (18, 25), (28, 40), (50, 60))
     lines = [*without_effect(ranges, progress, 30)]
@@ -75,12 +75,11 @@ def test_ranges_without_effect_are_said() -> None:
 
 
 def test_the_next_line_of_metrics_tells() -> None:
-    one, two = LeftOut(3, 4, 8, 20), LeftOut(5, 6, 20, 40, rollback=True)
+    one, two = LeftOut(3, 4, 8, 20), LeftOut(5, 6, 20, 40)
     progress = Progress(iteration=7, left_out=(one, two))
     said = just_before(progress, 7)
     assert said == {
-        "left_out": [{"iterations": [3, 4], "samples": [8, 19]}],
-        "rolled_back": [{"iterations": [5, 6], "samples": [20, 39]}],
+        "left_out": [{"iterations": [3, 4], "samples": [8, 19]}, {"iterations": [5, 6], "samples": [20, 39]}],
     }
     assert just_before(progress, 8) == {} == just_before(Progress(), 1)
     assert f"{one}" == "iterations 3 to 4 (samples 8 to 19)"

@@ -1,1 +1,0 @@
-"""By this package NVIDIA's apex is told from PyPI's."""

@@ -1,1 +1,0 @@
-"""FusedLayerNorm and FusedRMSNorm are not used here, but the functions behind them."""

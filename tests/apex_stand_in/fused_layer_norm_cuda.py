@@ -1,1 +1,0 @@
-"""Apex's extension of norms: here it is only there."""
