@@ -79,10 +79,7 @@ CASES = {
     "hpz, bf16": Case(4, f"--bf16 --zero-preset hpz {NODES} {LLAMA}"),
     "zeropp": Case(4, f"{ZEROPP} {MIXED}", resume=True),
     "zeropp, no transform": Case(4, f"{ZEROPP} {PLAIN}", resume=True, kept=PLAIN),
-    "zeropp, INT8 weights, stochastic": Case(
-        4, f"{ZEROPP} {PLAIN} --no-zero-quantized-weights-delta --zero-gradient-rounding stochastic"
-    ),
-    "zeropp, feedback": Case(4, f"{ZEROPP} {MIXED} --zero-gradient-rounding feedback", resume=True),
+    "zeropp, INT8 weights": Case(4, f"{ZEROPP} {PLAIN} --no-zero-quantized-weights-delta"),
     "mics, bloom, ramp-up": Case(
         4, f"--zero-preset mics --model-family bloom --rampup-batch-size 4 4 16 {NODES}"
     ),

@@ -275,8 +275,7 @@ def held_bytes(engine: zero.Engine) -> dict[str, int]:
             if storage.nbytes() and storage.data_ptr() not in parameters:
                 parameters.add(storage.data_ptr())
                 total += storage.nbytes()
-        for each in (unit.gradients.grad, unit.feedback.residual, unit.feedback.lost, unit.feedback.carry):
-            gradients += 0 if each is None else each.nbytes
+        gradients += 0 if unit.gradients.grad is None else unit.gradients.grad.nbytes
         if unit.master.value.untyped_storage().data_ptr() not in parameters:
             optimizer += unit.master.value.nbytes
     for state in engine.optimizer.torch.state.values():

@@ -26,8 +26,8 @@ def enable(model: nn.Module, weights: str = "none", gradients: str = "none", **o
 
     model: what ``fully_shard`` was called on, or a module that holds such (ModuleList of a pipeline's stages).
     weights: 'none' (exact), 'int8', 'int4' or 'int2', or 'int8-delta', 'int4-delta', 'int2-delta' for the
-    differences to what the receivers hold; on a 1-D mesh alone. gradients: 'none', 'int8', 'int4', 'int2', where
-    they cross nodes; 'int4' and 'int2' after a Hadamard transform, unless ``gradient_transform='none'`` is given.
+    differences to what the receivers hold; on a 1-D mesh alone. gradients: 'none', 'int8', 'int4', where they
+    cross nodes; 'int4' after a Hadamard transform, unless ``gradient_transform='none'`` is given.
     options: ``ranks_per_node``, ``exact_numel`` and the others of docs/integrate/fsdp2.md.
 
     Raises ConfigError, a ValueError, on every rank with all that is wrong with the options, the model, its meshes or

@@ -205,7 +205,7 @@ class ReplicaAllReduce:
             regions = [values.view(axis.size, -1) for values in packed]
             sums = yield from group.sum_over(axis, codec, regions)
             share = tuple(total.div_(divisor).view(1, -1) for total in sums)
-            yield from give_back(Leg(axis, codec, group.noise()), share, tuple(regions), group.channel)
+            yield from give_back(Leg(axis, codec), share, tuple(regions), group.channel)
             if packing is not None:
                 packing.unpack(packed, tensor)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_patch.packing import Packing
-from megazero.comm.codec import Blockwise, Codec, Identity, Noise
+from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import Channel, Leg, Moves, reduce
 from megazero.comm.rows import Rows
 from megazero.comm.watch import Watch
@@ -29,8 +29,7 @@ class Group:
     exact: the FSDPParams that are never quantised. names: by id of an FSDPParam.
     updates: how many steps' gradients optimizers have written into its parameters. reduced: there are new ones.
     updated: parameters were written since they were last gathered.
-    roundings: how often gradients were encoded. samples: what looks at
-    its messages of gradients, by the step's number.
+    samples: what looks at its messages of gradients, by the step's number.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Group:
     updates: int = 0
     reduced: bool = False
     updated: bool = False
-    roundings: int = 0
     packings: dict[Any, Packing] = field(default_factory=dict)
 
     @property
@@ -99,17 +97,12 @@ class Group:
                 "(MixedPrecisionPolicy), or leave the patch out"
             )
 
-    def noise(self) -> Noise:
-        """Return the noise of this rank's next messages of gradients, for a codec that rounds at random."""
-        self.roundings += 1
-        return self.hops.noise(self.name, self.roundings)
-
     def sum_over(
         self, axis: Axis, codec: Codec, regions: Sequence[torch.Tensor]
     ) -> Moves[list[torch.Tensor]]:
         """Sum row i of every region [size, ...] at index i of the axis; return the sums [...], in new memory."""
-        rows = Rows(regions, axis.index, drawn_by_message=True)
+        rows = Rows(regions, axis.index)
         sums = rows.room(lambda numel, dtype: torch.empty(numel, dtype=dtype, device=self.channel.device))
         watches = self.samples(self.updates)
-        yield from reduce(Leg(axis, codec, self.noise()), rows, sums, self.channel, watches=watches)
+        yield from reduce(Leg(axis, codec), rows, sums, self.channel, watches=watches)
         return [total.view(region.shape[1:]) for total, region in zip(sums, regions, strict=True)]

@@ -1,11 +1,10 @@
 """Kernels that quantise messages. Each operation has one file, with its Triton kernel beside its torch reference.
 
 dispatch.py chooses between the two. The operations are quantize, dequantize, dequantize_accumulate,
-dequantize_sum_quantize, sum_rows and adamw. format.py lays out the message and bounds its error, noise.py draws the
-numbers for stochastic rounding. arena.py lends transient buffers, to the references and to the packages above;
+dequantize_sum_quantize, sum_rows and adamw. format.py lays out the message and bounds its error, noise.py draws
+numbers for the rounding of moments. arena.py lends transient buffers, to the references and to the packages above;
 add_to.py adds values of a narrower dtype without a copy of them; fingerprint.py hashes values.
 
 On a CPU (one core at 2.6 GHz, AVX-512, 1M elements, fp32), encoding, decoding and decode-accumulating one element
-take 0.95, 0.22 and 0.30 ns with 8 bits, and 1.1, 0.57 and 0.62 ns with 4 bits. Stochastic encoding takes 2.1 and
-2.4 ns.
+take 0.95, 0.22 and 0.30 ns with 8 bits, and 1.1, 0.57 and 0.62 ns with 4 bits.
 """

@@ -26,7 +26,7 @@ from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dispatch import CHUNK, tl, use_kernel
 from megazero.kernels.format import fp32
 from megazero.kernels.moments import close_tile, open_tile
-from megazero.kernels.noise import Draws, Noise, drawing_jit, launch_arguments, word_tile
+from megazero.kernels.noise import Draws, Noise, block_draws_tile, drawing_jit, launch_arguments
 from megazero.kernels.values import load_values, raw, rounded_values, store_values
 
 TILE = 1024  # elements that a program takes: two accesses of 16 bytes by 128 threads, of every fp32 operand
@@ -189,9 +189,9 @@ def _kernel(
     square = open_tile(exp_avg_sq, second_scales, at, g, n, 4) * second + gradient * gradient * second_share
     root = tl.sqrt_rn(square) * unbias + eps
     weight = tl.load(master + at, mask=valid, other=0) * keep - tl.div_rn(moment, root) * size
-    word = word_tile(g, word0, 1, BLOCK)
-    close_tile(exp_avg, first_scales, at, g, n, moment, word, key0, key1, 2, LARGEST, FIRST_SMALLEST)
-    close_tile(exp_avg_sq, second_scales, at, g, n, square, word, key0, key1, 4, LARGEST, SECOND_SMALLEST)
+    drawn = block_draws_tile(g, word0, key0, key1, BLOCK)
+    close_tile(exp_avg, first_scales, at, g, n, moment, drawn, 2, LARGEST, FIRST_SMALLEST)
+    close_tile(exp_avg_sq, second_scales, at, g, n, square, drawn, 4, LARGEST, SECOND_SMALLEST)
     tl.store(master + at, weight, mask=valid)
     if COPY:
         store_values(beside, at, weight, valid)

@@ -19,7 +19,7 @@ from megazero.kernels.dequantize_accumulate import Summed, sum_tile
 from megazero.kernels.dispatch import TILE, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import forward_tile, inverse_tile, transform_arguments
-from megazero.kernels.noise import Noise, drawing_jit, launch_arguments, word_tile
+from megazero.kernels.noise import drawing_jit
 from megazero.kernels.quantize import encode_rows, encode_tile, store_tile
 from megazero.kernels.values import tile_of
 
@@ -30,33 +30,23 @@ def dequantize_sum_quantize(
     form: Format,
     out: torch.Tensor,
     next_form: Format,
-    noise: Noise | None = None,
 ) -> None:
     """Decode the rows of ``messages``, sum them, and encode the sum into the rows of ``out``.
 
     ``messages`` is uint8 [k, m], and the coded part of each row holds n elements. ``out`` is uint8 [rows, m2] and
-    contiguous, and the coded part of each row gets n / rows elements. ``noise`` means the same as in quantize; its
-    start is the global index of the sum's element 0. If both formats have one transform, the sum stays transformed.
+    contiguous, and the coded part of each row gets n / rows elements. If both formats have one transform, the sum
+    stays transformed.
     """
-    if noise is not None:
-        noise.check(n)
     form.blocks(n // out.shape[0])  # a row of out is whole blocks of both
     if not n:
         return
     if use_kernel(messages, out):
-        _launch(messages, n, form, out, next_form, noise)
+        _launch(messages, n, form, out, next_form)
     else:
-        reference(messages, n, form, out, next_form, noise)
+        reference(messages, n, form, out, next_form)
 
 
-def reference(
-    messages: torch.Tensor,
-    n: int,
-    form: Format,
-    out: torch.Tensor,
-    next_form: Format,
-    noise: Noise | None = None,
-) -> None:
+def reference(messages: torch.Tensor, n: int, form: Format, out: torch.Tensor, next_form: Format) -> None:
     """Do the same as ``dequantize_sum_quantize`` in torch, on any device."""
     share = n // len(out)
     form, next_form = _untransformed(form, next_form)
@@ -67,7 +57,7 @@ def reference(
             total.add(low, high, buffer, accumulate=False)
             return buffer
 
-        encode_rows(load, out, share, next_form, noise)
+        encode_rows(load, out, share, next_form)
 
 
 def _untransformed(form: Format, next_form: Format) -> tuple[Format, Format]:
@@ -81,10 +71,10 @@ def _untransformed(form: Format, next_form: Format) -> tuple[Format, Format]:
 def _kernel(
     messages: tl.tensor, halves: tl.tensor, out: tl.tensor, out_halves: tl.tensor, sources: tl.tensor,
     row_blocks: tl.tensor, row_bytes: tl.tensor, share_blocks: tl.tensor, out_blocks: tl.tensor,
-    out_bytes: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor,
-    sign1: tl.tensor, SIZE: tl.constexpr, next_sign0: tl.tensor, next_sign1: tl.tensor, NEXT_SIZE: tl.constexpr,
+    out_bytes: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
+    next_sign0: tl.tensor, next_sign1: tl.tensor, NEXT_SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, NEXT_BITS: tl.constexpr, NEXT_BLOCK: tl.constexpr,
-    STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr, ELEMENTS: tl.constexpr,
+    LARGEST: tl.constexpr, ELEMENTS: tl.constexpr,
 ) -> None:  # fmt: skip
     NEXT_PACK: tl.constexpr = 8 // NEXT_BITS
     NEXT_PART: tl.constexpr = NEXT_BLOCK // NEXT_PACK
@@ -97,28 +87,19 @@ def _kernel(
     acc = inverse_tile(acc, sign0, sign1, SIZE)
     acc = tl.reshape(acc, (NEXT_R, NEXT_PACK, NEXT_PART))
     acc = forward_tile(acc, next_sign0, next_sign1, NEXT_SIZE)
-    word = word_tile(row * out_blocks + h, word0, NEXT_PACK, NEXT_PART)
-    payload, scale = encode_tile(acc, word, key0, key1, NEXT_BITS, STOCHASTIC, LARGEST)
+    payload, scale = encode_tile(acc, NEXT_BITS, LARGEST)
     store_tile(payload, scale, row, h, valid, out, out_halves, out_bytes, out_blocks, NEXT_PART)
 
 
-def _launch(
-    messages: torch.Tensor,
-    n: int,
-    form: Format,
-    out: torch.Tensor,
-    next_form: Format,
-    noise: Noise | None,
-) -> None:
+def _launch(messages: torch.Tensor, n: int, form: Format, out: torch.Tensor, next_form: Format) -> None:
     form, next_form = _untransformed(form, next_form)
     rows = out.shape[0]
     share = n // rows
     _kernel[(-(-share // TILE) * rows,)](
         messages.view(torch.int8), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
         messages.shape[0], form.blocks(n), messages.shape[1], form.blocks(share),
-        next_form.blocks(share), out.shape[1], *launch_arguments(noise),
+        next_form.blocks(share), out.shape[1],
         *transform_arguments(form.transform), *transform_arguments(next_form.transform),
-        form.bits, form.block, next_form.bits, next_form.block,
-        noise is not None, next_form.largest_scale, TILE,
+        form.bits, form.block, next_form.bits, next_form.block, next_form.largest_scale, TILE,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -40,7 +40,6 @@ from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import Unpacking
 from megazero.kernels.dispatch import CHUNK, jit, tl
 from megazero.kernels.format import Format
-from megazero.kernels.noise import draws_tile
 from megazero.kernels.quantize import Work, encode_blocks, encode_tile
 from megazero.kernels.values import load_values
 
@@ -161,7 +160,7 @@ class Pieces:
             self._take_roots(values, roots)
             work = self.rough.work.of_blocks(blocks.stop - blocks.start)
             form, payload = FORMS[self.power], self.payload[blocks]
-            found = encode_blocks(roots.view(-1, BLOCK), work, form, drawn, payload)
+            found = encode_blocks(roots.view(-1, BLOCK), work, form, payload, drawn)
             self.scales[blocks].view(torch.int16).copy_(found)
             return
         rounded = roots[: high - low].copy_(values)
@@ -213,10 +212,9 @@ def open_tile(
 @jit
 def close_tile(
     held: tl.tensor, scales: tl.tensor, at: tl.tensor, g: tl.tensor, n: tl.tensor, values: tl.tensor,
-    word: tl.tensor, key0: tl.tensor, key1: tl.tensor,
-    POWER: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    drawn: tl.tensor, POWER: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Keep ``values``, fp32 [r, 1, BLOCK], where ``open_tile`` finds them; word as in ``encode_tile``."""
+    """Keep ``values``, fp32 [r, 1, BLOCK], where ``open_tile`` finds them; drawn as in ``encode_tile``."""
     valid = at < n
     if held.dtype.element_ty == tl.int8:
         roots = tl.sqrt_rn(tl.abs(values))
@@ -225,13 +223,13 @@ def close_tile(
         else:
             roots = tl.where(values < 0, -roots, roots)
         roots = tl.where(valid, roots, 0.0)
-        payload, scale = encode_tile(roots, word, key0, key1, 8, True, LARGEST, 0x7FFFFF, SMALLEST)
+        payload, scale = encode_tile(roots, 8, LARGEST, 0x7FFFFF, SMALLEST, drawn)
         tl.store(held + at, payload[:, None, :], mask=valid)
         top = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
         tl.store(scales + g, top, mask=g * values.shape[2] < n)
     elif held.dtype.element_ty == tl.int16:
         bits = values.to(tl.int32, bitcast=True)
-        random = draws_tile(word, key0, key1).to(tl.int32) + 32768
+        random = drawn.to(tl.int32) + 32768
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, (bits + random) >> 16)
         tl.store(held + at, rounded.to(tl.int16), mask=valid)
     else:

@@ -1,10 +1,9 @@
-"""Noise for stochastic rounding, drawn from a counter hash.
+"""Noise for the rounding of small moments (moments.py), and signs for transforms, drawn from a counter hash.
 
-It is reproducible and the same in every layout. A draw is a function of (seed, step, stream, global
-element index) and of nothing else. The stream names who rounds what: the unit, the hop, and for gradients the
-sender, whose draws must be independent of others'. Two neighbouring elements share one 32-bit hash, and each takes
-16 bits of it. The lowest bit of each half is set, so a draw is an odd multiple of 2 ** -16: its mean is exactly
-zero, and an integer plus a draw is never a tie.
+It is reproducible and the same in every layout. A draw is a function of (seed, step, stream, global element index)
+and of nothing else. The stream names what is rounded. Two neighbouring elements share one 32-bit hash, and each takes
+16 bits of it. The lowest bit of each half is set, so a draw is an odd multiple of 2 ** -16: its mean is exactly zero,
+and an integer plus a draw is never a tie.
 
 The mixer is lowbias32 of Chris Wellons' hash-prospector (public domain), keyed before each multiplication. The keys
 are made by the finalizer of splitmix64 (Sebastiano Vigna, public domain).
@@ -22,7 +21,6 @@ from megazero.kernels.arena import Take
 from megazero.kernels.dispatch import jit, tl
 from megazero.kernels.values import small_floats
 
-LIMIT = 1 << 33  # elements of a stream: 2 per 32-bit counter
 # Decorates a kernel that draws. These arguments of it differ from step to step and from unit to unit; Triton would
 # make a constant of a 1, and compile anew for multiples of 16.
 drawing_jit = jit(do_not_specialize=("word0", "key0", "key1", "sign0", "sign1", "next_sign0", "next_sign1"))
@@ -46,7 +44,7 @@ def signed(x: int) -> int:
 class Noise:
     """Where draws are taken: element ``start`` of the stream is for the first rounded element.
 
-    ``start`` is even. ``start`` plus the number of rounded elements stays below 2 ** 33.
+    ``start`` is even. A stream has 2 ** 33 elements, 2 per 32-bit counter.
     """
 
     seed: int
@@ -59,17 +57,6 @@ class Noise:
         """Return the draws of the stream of this name."""
         stream = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
         return Noise(seed, step, stream, start)
-
-    def at(self, elements: int) -> Noise:
-        """Return the same stream, moved on by this many elements."""
-        return Noise(self.seed, self.step, self.stream, self.start + elements)
-
-    def check(self, n: int) -> None:
-        if self.start % 2 or self.start < 0 or self.start + n > LIMIT:
-            raise ValueError(
-                f"noise for elements {self.start} to {self.start + n}: start at an even element and end by "
-                f"{LIMIT}; give what lies beyond a stream of its own"
-            )
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -108,12 +95,12 @@ def _fold(word: torch.Tensor, bits: int, scratch: torch.Tensor | None) -> None:
     word.bitwise_xor_(shifted.bitwise_and_((1 << (32 - bits)) - 1))
 
 
-def launch_arguments(noise: Noise | None) -> tuple[int, int, int]:
+def launch_arguments(noise: Noise) -> tuple[int, int, int]:
     """Return word0, key0, key1 for a kernel that draws, all int32.
 
     The first element's counter wraps here as it does in the kernel.
     """
-    return (signed(noise.start // 2), *noise.keys) if noise is not None else (0, 0, 0)
+    return (signed(noise.start // 2), *noise.keys)
 
 
 class Draws:
@@ -144,11 +131,14 @@ class Draws:
 
 
 @jit
-def word_tile(block: tl.tensor, word0: tl.tensor, PACK: tl.constexpr, PART: tl.constexpr) -> tl.tensor:
-    """Counters uint32 [r, PACK, PART / 2] of blocks int64 [r] of PACK * PART elements from counter word0 on."""
-    first = (block * (PACK * PART // 2) + word0).to(tl.uint32)
-    p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART // 2)[None, None, :]
-    return first[:, None, None] + (p * (PART // 2) + j).to(tl.uint32)
+def block_draws_tile(
+    block: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Draws fp32 [r, 1, BLOCK] of blocks int64 [r] of BLOCK elements from counter word0 on."""
+    first = (block * (BLOCK // 2) + word0).to(tl.uint32)
+    return draws_tile(
+        first[:, None, None] + tl.arange(0, BLOCK // 2)[None, None, :].to(tl.uint32), key0, key1
+    )
 
 
 @jit

@@ -1,21 +1,20 @@
 """Encodes values to payload and scales (kernels/format.py has their layout).
 
-Each block has an absmax a and a scale s, which is a / qmax rounded up to bf16. Its digits are rint(clamp(x / s) [+
-draw]), where a draw in (-1/2, 1/2) makes the rounding stochastic. x / s is computed as x times the reciprocal of s.
+Each block has an absmax a and a scale s, which is a / qmax rounded up to bf16. Its digits are rint(clamp(x / s)).
+x / s is computed as x times the reciprocal of s. Moments (moments.py) add a draw in (-1/2, 1/2) before they round.
 
 For each element, the one pass reads 4 bytes (fp32) or 2 (bf16, fp16) and writes bits / 8 + 2 / block. A program
 keeps its blocks in registers between absmax and digits. Accesses are 16 bytes wide (the compiled code is checked), 8
 for the payload of 2 bits, and less where a block's payload is less.
 
 ``error_bound`` bounds how far a decoded value may be from the value that was encoded. With y = x / s, computed in
-fp32 and clamped to -qmax .. qmax, and q = rint(y + draw), the decoded value is q * s, which is exact. Then:
+fp32 and clamped to -qmax .. qmax, and q = rint(y), the decoded value is q * s, which is exact. Then:
 
-    |x - q s| <= s * (1/2 + |draw|) + max(0, |x| - qmax s) + slack
+    |x - q s| <= s / 2 + max(0, |x| - qmax s) + slack
 
-|draw| is 0 when rounding to nearest and below 1/2 when rounding stochastically. The second term is what a scale at
-the format's upper limit cuts off. slack is s * qmax * 2 ** -21. It covers the conversion of x to fp32 (2 ** -24, for
-fp64), the reciprocal and the product (2 ** -24 each), and the sum with the draw (2 ** -24), all relative to at most
-qmax.
+The second term is what a scale at the format's upper limit cuts off. slack is s * qmax * 2 ** -21. It covers the
+conversion of x to fp32 (2 ** -24, for fp64), and the reciprocal and the product (2 ** -24 each), all relative to at
+most qmax.
 
 Under a transform of T elements (hadamard.py) that holds for the transformed values, and an element is T times that
 from what was encoded at most: D H adds up T errors. Rounding in the transform adds log2(T) * 2 ** -24 of absmax and
@@ -37,35 +36,24 @@ from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, TILE, jit, tl, use_kernel
 from megazero.kernels.format import NAN_SCALE, Format
 from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
-from megazero.kernels.noise import (
-    NOISE_UNIT,
-    Draws,
-    Noise,
-    drawing_jit,
-    draws_tile,
-    launch_arguments,
-    word_tile,
-)
+from megazero.kernels.noise import NOISE_UNIT, drawing_jit
 from megazero.kernels.values import load_values, raw, scales_at, small_integers, tile_of
 
 
-def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None = None) -> None:
+def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format) -> None:
     """Encode x, which is [k, n] of any float dtype and contiguous, into the coded part of ``messages``.
 
     ``messages`` is uint8 [k, m] and contiguous, and m is a multiple of 16.
-    With ``noise``, the rounding is stochastic. Its start is the global index of x[0, 0], and rows follow each other.
     """
-    if noise is not None:
-        noise.check(x.numel())
     if not x.numel():
         return
     if use_kernel(messages, x):
-        _launch(x, messages, form, noise)
+        _launch(x, messages, form)
     else:
-        reference(x, messages, form, noise)
+        reference(x, messages, form)
 
 
-def reference(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None = None) -> None:
+def reference(x: torch.Tensor, messages: torch.Tensor, form: Format) -> None:
     """Do the same as ``quantize`` in torch, on any device."""
 
     values = x.view(-1)
@@ -74,7 +62,7 @@ def reference(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Nois
         piece = values[low:high]
         return piece if x.dtype == torch.float32 else out.copy_(piece)
 
-    encode_rows(load, messages, x.shape[1], form, noise)
+    encode_rows(load, messages, x.shape[1], form)
 
 
 def encode_rows(
@@ -82,7 +70,6 @@ def encode_rows(
     messages: torch.Tensor,
     n: int,
     form: Format,
-    noise: Noise | None,
 ) -> None:
     """Encode every row of ``messages``, uint8 [k, m], in chunks: of a part of a row, or of many short rows.
 
@@ -96,7 +83,6 @@ def encode_rows(
         take = frame.take
         most = size * together
         buffer, work = take(most, torch.float32), Work.of(take, most, form)
-        draws = Draws(noise, most, take) if noise is not None else None
         mixing = Mixing.of(frame, form.transform, most) if form.transform is not None else None
         for row in range(0, len(messages), together):
             for low in range(0, n, size):
@@ -109,10 +95,7 @@ def encode_rows(
                 values = load(start, start + count, buffer[:count])
                 if mixing is not None:
                     values = mixing.forward(values)
-                drawn = draws(start, count) if draws is not None else None
-                found = encode_blocks(
-                    values.view(-1, form.block), work.of_blocks(own.numel()), form, drawn, coded
-                )
+                found = encode_blocks(values.view(-1, form.block), work.of_blocks(own.numel()), form, coded)
                 own.copy_(found.view(own.shape))  # bits: a NaN's would not survive a conversion
 
 
@@ -144,10 +127,11 @@ class Work(NamedTuple):
 
 
 def encode_blocks(
-    values: torch.Tensor, work: Work, form: Format, drawn: torch.Tensor | None, payload: torch.Tensor
+    values: torch.Tensor, work: Work, form: Format, payload: torch.Tensor, drawn: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Encode ``values``, fp32 [b, block], into ``payload``, int8 [b, part] or, of k rows, [k, b / k, part].
 
+    drawn: fp32 [b * block], as ``Draws`` gives it; None rounds to nearest.
     Returns the bf16 bits of the scales as int32 [b], which lie in ``work``.
     """
     scale = _scaled(values, work, form)
@@ -173,7 +157,7 @@ def scales_of(values: torch.Tensor, form: Format) -> torch.Tensor:
         return _scaled(values, Work.of(frame.take, values.numel(), form), form).clone()
 
 
-def error_bound(x: torch.Tensor, form: Format, stochastic: bool) -> torch.Tensor:
+def error_bound(x: torch.Tensor, form: Format) -> torch.Tensor:
     """Return the largest difference between an element of x and its decoded fp32 value, per block.
 
     x is [k, n] of any float dtype; the result is fp32 [k, n / block]. It is NaN for blocks that have NaN or Inf. A
@@ -187,7 +171,7 @@ def error_bound(x: torch.Tensor, form: Format, stochastic: bool) -> torch.Tensor
     blocks = values.unflatten(1, (-1, form.block))
     scale = scales_of(blocks.flatten(0, 1), form).view(blocks.shape[:2])
     clipped = (blocks.abs().amax(2) - form.qmax * scale).clamp_(min=0.0)
-    bound = scale * ((1.0 if stochastic else 0.5) + form.qmax * 2.0**-21) + clipped
+    bound = scale * (0.5 + form.qmax * 2.0**-21) + clipped
     if transform is None:
         return bound
     size = transform.size
@@ -234,11 +218,10 @@ def inverse_tile(scale: tl.tensor) -> tl.tensor:
 
 @jit
 def encode_tile(
-    x: tl.tensor, word: tl.tensor, key0: tl.tensor, key1: tl.tensor,
-    BITS: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr,
-    DROPPED: tl.constexpr = 0xFFFF, SMALLEST: tl.constexpr = 0x00800000,
+    x: tl.tensor, BITS: tl.constexpr, LARGEST: tl.constexpr,
+    DROPPED: tl.constexpr = 0xFFFF, SMALLEST: tl.constexpr = 0x00800000, drawn: tl.tensor | None = None,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """x fp32 [r, pack, part], word uint32 [r, pack, part / 2] -> payload int8 [r, part], scale fp32 [r]."""
+    """x fp32 [r, pack, part] -> payload int8 [r, part], scale fp32 [r]; drawn, as x, in units of 2 ** -16."""
     PACK: tl.constexpr = 8 // BITS
     QMAX: tl.constexpr = (1 << (BITS - 1)) - 1
     bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2), axis=1)
@@ -246,8 +229,8 @@ def encode_tile(
     x = tl.where(finite[:, None, None], x, 0.0)
     scale = scale_tile(bits, 1.0 / QMAX, LARGEST, DROPPED, SMALLEST)
     y = tl.clamp(x * inverse_tile(scale)[:, None, None], -1.0 * QMAX, 1.0 * QMAX)
-    if STOCHASTIC:
-        y = y + draws_tile(word, key0, key1) * 0.0000152587890625
+    if drawn is not None:
+        y = y + drawn * 0.0000152587890625
     digits = small_integers(y)
     p = tl.arange(0, PACK)[None, :, None]
     return tl.sum(digits << (p * BITS), axis=1).to(tl.int8), scale
@@ -270,9 +253,8 @@ def store_tile(
 @drawing_jit
 def _kernel(
     x: tl.tensor, messages: tl.tensor, halves: tl.tensor, row_blocks: tl.tensor, row_bytes: tl.tensor,
-    word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr,
-    LARGEST: tl.constexpr, R: tl.constexpr,
+    sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
@@ -281,16 +263,15 @@ def _kernel(
     p = tl.arange(0, PACK)[None, :, None]
     at = g[:, None, None] * BLOCK + p * PART + tl.arange(0, PART)[None, None, :]
     values = forward_tile(load_values(x, at, valid[:, None, None]), sign0, sign1, SIZE)
-    word = word_tile(g, word0, PACK, PART)
-    payload, scale = encode_tile(values, word, key0, key1, BITS, STOCHASTIC, LARGEST)
+    payload, scale = encode_tile(values, BITS, LARGEST)
     store_tile(payload, scale, row, b, valid, messages, halves, row_bytes, row_blocks, PART)
 
 
-def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None) -> None:
+def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format) -> None:
     row_blocks, r = form.blocks(x.shape[1]), TILE // form.block
     _kernel[(-(-row_blocks // r) * x.shape[0],)](
         raw(x), messages.view(torch.int8), messages.view(torch.int16),
-        row_blocks, messages.shape[1], *launch_arguments(noise), *transform_arguments(form.transform),
-        form.bits, form.block, noise is not None, form.largest_scale, r,
+        row_blocks, messages.shape[1], *transform_arguments(form.transform),
+        form.bits, form.block, form.largest_scale, r,
         enable_fp_fusion=False,
     )  # fmt: skip

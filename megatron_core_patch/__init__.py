@@ -27,7 +27,7 @@ def enable(weights: str = "none", gradients: str = "none", **options: Any) -> No
 
     It is called before Megatron builds its DistributedDataParallel. weights: 'none' (exact), 'int8', 'int4' or
     'int2', or 'int8-delta', 'int4-delta', 'int2-delta' for the differences to what the receivers hold. gradients:
-    'none', 'int8', 'int4', 'int2', where they cross nodes; 'int4' and 'int2' after a Hadamard transform, unless
+    'none', 'int8', 'int4', where they cross nodes; 'int4' after a Hadamard transform, unless
     ``gradient_transform='none'`` is given. With 'none' messages take two hops, too.
     options: ``ranks_per_node``, ``exact_numel`` and the others of docs/integrate/megatron-patch.md.
 

@@ -15,6 +15,7 @@ from megatron_core_patch.options import PatchOptions
 from megazero.config.errors import ConfigError
 from megazero.config.options.fields import section_options
 from megazero.config.read.flags import options_help, read_section
+from megazero.config.run import REMOVED
 from megazero.patches.options import check
 
 
@@ -29,9 +30,10 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 def parse(words: list[str]) -> PatchOptions:
     """Return the options that flags mean. Raises ConfigError with all faults."""
     options, rest, faults = read_section(PatchOptions, words)
-    faults += [
-        f"{word} is no flag of megatron_core_patch; flags of the script follow the script" for word in rest
-    ]
+    for word in rest:
+        removed = REMOVED.get(word.removeprefix("--").replace("-", "_"))
+        why = f"was removed: {removed.cure}" if removed else "is no flag of megatron_core_patch"
+        faults.append(f"{word} {why}; flags of the script follow the script")
     if faults:
         raise ConfigError(faults)
     return check(options)

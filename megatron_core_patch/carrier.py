@@ -11,30 +11,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from megatron_core_patch.chains import (
-    BucketRounding,
-    gather_coded,
-    gather_columns,
-    gather_exact,
-    reduce_exact,
-    reduce_rows,
-)
+from megatron_core_patch.chains import gather_coded, gather_columns, gather_exact, reduce_exact, reduce_rows
 from megatron_core_patch.checks import Check, MessageChecks
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact, Range, cut_bucket, exact_ranges
 from megatron_core_patch.options import PatchOptions
-from megatron_core_patch.rounding import Residual
 from megazero.comm.codec import Blockwise, Codec, codecs_of
 from megazero.comm.hops import Channel, Traffic, hop_spec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
-from megazero.comm.watch import Errors, Watch
 from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Axis
@@ -58,16 +49,11 @@ class Held:
     equal: all ranks hold the same, as Megatron takes for granted at the start, and as they do since the last gather.
     updated: the optimizer has written this rank's shard since then.
     updates: how often it has done so. before: how often before a checkpoint was loaded.
-    shared: another pipeline stage holds the same weight, so weights are coded whatever one stage's errors are.
-    alike: the ranks that hold other parts of the same parameters, or copies (tensor-parallel). All send alike.
     coded: what other ranks hold of this rank's coded blocks, where differences to it are sent.
     pieces, beside: how the bucket is cut where it is quantised (``layout``).
-    residuals: by piece. errors, exceeded: by kind, what rounding lost, and whether that was too much.
     """
 
     number: int
-    shared: bool = False
-    alike: dist.ProcessGroup | None = None
     before: int = 0
     equal: bool = True
     updated: bool = False
@@ -75,9 +61,6 @@ class Held:
     coded: torch.Tensor | None = None
     pieces: Sequence[CodedBlocks] | None = None
     beside: Exact | None = None
-    residuals: dict[int, Residual] = field(default_factory=dict)
-    errors: dict[str, Errors] = field(default_factory=dict)
-    exceeded: set[str] = field(default_factory=set)
 
 
 class Carrier:
@@ -115,11 +98,9 @@ class Carrier:
             )
         return self.groups[ranks]
 
-    def add(
-        self, bucket: Any, exact: Iterable[Any], shared: bool, alike: dist.ProcessGroup | None = None
-    ) -> None:
-        """Take a new bucket, of whose parameters these are never quantised. shared, alike: as ``Held`` has them."""
-        self.held[bucket] = Held(next(self.numbers), shared, alike)
+    def add(self, bucket: Any, exact: Iterable[Any]) -> None:
+        """Take a new bucket, of whose parameters these are never quantised."""
+        self.held[bucket] = Held(next(self.numbers))
         self.exact[bucket] = exact_ranges(bucket, exact)
 
     def weights_codec(self, hops: TwoHops, dtype: torch.dtype) -> Blockwise | None:
@@ -132,22 +113,17 @@ class Carrier:
         hops = self.hops_of(group)
         self.checks.tell(GRADIENTS)
         self.samples.tell(self.channel.device)
-        self._compare_errors(buckets, group)
         for bucket in buckets:
             held, params = self.state(bucket), bucket.param_data
             if self.codecs.delta and held.equal and self.weights_codec(hops, params.dtype):
                 own = [piece.own(params) for piece in self._pieces(bucket, hops)]
                 held.coded = torch.cat(own) if own else params.new_empty(0)
             held.equal, held.updated, held.updates = False, True, held.updates + 1
-            reset = self.codecs.feedback_reset
-            if reset and held.updates % reset == 0:
-                held.residuals.clear()
 
     def loaded(self, buckets: Iterable[Any]) -> None:
         """Forget these buckets' states, as a checkpoint may write their parameters: the next gather is exact."""
         for bucket in buckets:
-            held = self.state(bucket)
-            self.held[bucket] = Held(held.number, held.shared, held.alike)
+            self.held[bucket] = Held(self.state(bucket).number)
 
     def go_on(self, buckets: Iterable[Any], step: int) -> None:
         """Note that the checkpoint was made after so many updates."""
@@ -167,7 +143,7 @@ class Carrier:
             return []
         codec, known = None, held.coded if self.codecs.delta else None
         # Differences need what the others hold, which nobody knows after an update that followed no gather.
-        if held.updated and WEIGHTS not in held.exceeded and not (self.codecs.delta and known is None):
+        if held.updated and not (self.codecs.delta and known is None):
             codec = self.weights_codec(hops, params.dtype)
         held.equal, held.updated = True, False
         self.gathers.follow()
@@ -176,10 +152,8 @@ class Carrier:
             parts = self._whole(params, hops)
             chains = [(hops.axes, gather_columns(part, params, self.channel)) for part in parts]
         else:
-            bound = None if held.shared else self.options.zero_weight_error_bound
-            errors = self._errors(held, WEIGHTS, bound)
             chains = [
-                (hops.axes, gather_coded(part, params, codec, known, self.channel, errors))
+                (hops.axes, gather_coded(part, params, codec, known, self.channel))
                 for part in self._pieces(bucket, hops)
             ]
             if held.beside is not None:
@@ -192,7 +166,8 @@ class Carrier:
         grads, held, codecs = bucket.grad_data, self.state(bucket), self.codecs
         factor = 1 / len(hops.ranks) if average else 1.0
         until = self.options.zero_quantized_gradients_until_step
-        if GRADIENTS in held.exceeded or until is not None and held.before + held.updates >= until:
+        step = held.before + held.updates
+        if until is not None and step >= until:
             codecs = Codecs[Codec]()
         quantised = bool(
             hops.intra.size > 1 and codecs.gradients_intra or hops.inter.size > 1 and codecs.gradients_inter
@@ -201,12 +176,9 @@ class Carrier:
         parts = list[Columns | CodedBlocks](
             self._pieces(bucket, hops) if quantised else self._whole(grads, hops)
         )
+        watches = self.samples.watches(held.number, len(self.held), step)
         chains: list[tuple[Sequence[Axis], Chain]] = [
-            (
-                hops.axes,
-                reduce_rows(part, grads, codecs, factor, self.channel, self._rounding(held, codecs, hops, i)),
-            )
-            for i, part in enumerate(parts)
+            (hops.axes, reduce_rows(part, grads, codecs, factor, self.channel, watches)) for part in parts
         ]
         if quantised and held.beside is not None:
             chains.append((held.beside.axes, reduce_exact(held.beside, grads, factor, self.channel)))
@@ -256,52 +228,6 @@ class Carrier:
         least = -(-max(-(-n // PIECES), LEAST) // block)
         size = block * (most if given else min(most, least))
         return [slice(low, min(n, low + size)) for low in range(0, n, size)]
-
-    def _rounding(self, held: Held, codecs: Codecs[Codec], hops: TwoHops, piece: int) -> BucketRounding:
-        """Return how gradients of one piece are rounded in this step."""
-        step, name = held.before + held.updates, f"bucket {held.number} piece {piece}"
-        watches: list[Watch] = [*self.samples.watches(held.number, len(self.held), step)]
-        if errors := self._errors(held, GRADIENTS, self.options.zero_gradient_error_bound):
-            watches.append(errors.sent)
-        return BucketRounding(
-            lambda hop: hops.noise(f"{name} {hop}", step),
-            held.residuals.setdefault(piece, Residual(codecs.feedback_beta)) if codecs.feedback else None,
-            watches,
-        )
-
-    def _errors(self, held: Held, kind: str, bound: float | None) -> Errors | None:
-        return None if bound is None else held.errors.setdefault(kind, Errors())
-
-    def _compare_errors(self, buckets: Sequence[Any], group: dist.ProcessGroup) -> None:
-        """Send a bucket exactly from now on whose messages of the last step lost more than was allowed.
-
-        Errors are those of all ranks that share the bucket, and of those that hold other parts of its parameters.
-        """
-        bounds = {
-            GRADIENTS: self.options.zero_gradient_error_bound,
-            WEIGHTS: self.options.zero_weight_error_bound,
-        }
-        for kind, bound in bounds.items():
-            if bound is None or not buckets:
-                continue
-            held = [self.state(bucket) for bucket in buckets]
-            squares = torch.stack(
-                [each.errors.setdefault(kind, Errors()).take(self.channel.device) for each in held]
-            )
-            groups = [group, *([held[0].alike] if held[0].alike else [])]
-            for each_group in groups:
-                dist.all_reduce(squares, group=each_group)
-            tells = all(each_group.rank() == 0 for each_group in groups)
-            for each, (lost, exact) in zip(held, squares.tolist(), strict=True):
-                if lost > bound**2 * exact and kind not in each.exceeded:
-                    each.exceeded.add(kind)
-                    if tells:
-                        print(
-                            f"megatron_core_patch: step {each.before + each.updates + 1}: {kind} of bucket "
-                            f"{each.number} lost {(lost / exact) ** 0.5:.2e} by rounding, more than {bound:g}: sent "
-                            "exactly from now on",
-                            flush=True,
-                        )
 
 
 class Sync:

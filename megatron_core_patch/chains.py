@@ -12,29 +12,18 @@ sums the same rows in the same order has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from megatron_core_patch.layout import CodedBlocks, Columns, Exact
-from megatron_core_patch.rounding import Residual
-from megazero.comm.codec import Blockwise, Codec, Identity, Noise, at_least_fp32
+from megazero.comm.codec import Blockwise, Codec, Identity, at_least_fp32
 from megazero.comm.hops import Channel, Leg, gather, reduce, route
 from megazero.comm.lane import Chain
 from megazero.comm.rows import Rows
-from megazero.comm.watch import Errors, Watch
+from megazero.comm.watch import Watch
 from megazero.comm.wire import Codecs
 from megazero.kernels.arena import Take
-
-
-@dataclass(frozen=True)
-class BucketRounding:
-    """How a chain's gradients are rounded: noise by a hop's name, a residual across nodes, what looks at messages."""
-
-    noise: Callable[[str], Noise]
-    residual: Residual | None = None
-    watches: Sequence[Watch] = ()
 
 
 def reduce_rows(
@@ -43,34 +32,27 @@ def reduce_rows(
     codecs: Codecs[Codec],
     factor: float,
     channel: Channel,
-    rounding: BucketRounding,
+    watches: Sequence[Watch] = (),
 ) -> Chain:
     """Sum a part of the bucket's gradients [d * n] into this rank's row, in place, and multiply by ``factor``.
 
     Other rows keep this rank's own gradients. Yields the Work of each hop.
     """
     hops = part.hops
-    watches = [*rounding.watches]
     with channel.frame() as frame:
         rows, own = part.rows(grads, frame.take)
         sums = rows[own]
         if hops.intra.size > 1:
             codec = codecs.gradients_intra or Identity(rows.dtype)
-            sent = Rows([rows], own, drawn_by_message=True)
+            sent = Rows([rows], own)
             out = sent.room(frame.take)
-            leg = Leg(hops.intra, codec, rounding.noise("inside"))
-            yield from reduce(leg, sent, out, channel, watches=watches)
+            yield from reduce(Leg(hops.intra, codec), sent, out, channel, watches=watches)
             sums = out[0].view(sums.shape)
         if hops.inter.size > 1:
             codec = codecs.gradients_inter or Identity(sums.dtype)
-            if rounding.residual is not None and isinstance(codec, Blockwise):
-                sums = sums.to(at_least_fp32(sums.dtype))
-                rounding.residual.add(sums, hops.inter.index)
-                watches.append(rounding.residual.sent)
-            sent = Rows([sums], hops.inter.index, drawn_by_message=True)
+            sent = Rows([sums], hops.inter.index)
             out = sent.room(frame.take)
-            leg = Leg(hops.inter, codec, rounding.noise("across"))
-            yield from reduce(leg, sent, out, channel, watches=watches)
+            yield from reduce(Leg(hops.inter, codec), sent, out, channel, watches=watches)
             sums = out[0]
         else:
             sums = sums[0]
@@ -96,7 +78,6 @@ def gather_coded(
     codec: Blockwise,
     held: torch.Tensor | None,
     channel: Channel,
-    errors: Errors | None,
 ) -> Chain:
     """Give every rank these blocks of all rows, quantised, from each row's owner.
 
@@ -115,8 +96,6 @@ def gather_coded(
             values[0, : own.numel()].sub_(held)
         message = frame.take(codec.message_numel(part.width), codec.wire_dtype).view(1, -1)
         codec.encode(values, out=message)
-        if errors is not None:
-            errors.sent(codec, Rows([values], 0).every[0], message, frame)
         every = yield from gather(part.hops.axes[::-1], message.view(-1), "refresh", frame.take, channel)
         rows = frame.take(len(part.blocks) * part.width, params.dtype).view(-1, part.width)
         messages = every.view(len(rows), -1)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megazero.config.layout.wire import Wire
-from megazero.config.options.fields import option, option_of
-from megazero.config.options.sections import ZeroConfig
+from megazero.config.options.fields import option
 from megazero.patches.options import MessageOptions
 
 
@@ -14,31 +12,8 @@ from megazero.patches.options import MessageOptions
 class PatchOptions(MessageOptions):
     """The formats of messages between Megatron's data-parallel ranks, and checks of these messages."""
 
-    zero_gradient_rounding: str | None = option_of(ZeroConfig, "zero_gradient_rounding")
-    zero_gradient_feedback_beta: float = option(
-        0.0,
-        "error feedback: share of the residual that stays when a step's rounding error is averaged in (LoCo; 0: the "
-        "residual is the step's error)",
-        low=0,
-        below=1,
-    )
-    zero_gradient_feedback_reset: int = option(
-        0, "error feedback: updates after which residuals are dropped (LoCo); 0: never", low=0
-    )
     zero_quantized_gradients_until_step: int | None = option(
         None, "updates after which gradients are sent exactly, those before a resume included", low=1
-    )
-    zero_weight_error_bound: float | None = option(
-        None,
-        "relative rounding error of a bucket's weights (norm of the error / norm) past which they are sent exactly "
-        "from the next step on (default: no bound)",
-        above=0,
-    )
-    zero_gradient_error_bound: float | None = option(
-        None,
-        "relative rounding error of a bucket's gradients past which they are sent exactly from the next step on "
-        "(default: no bound)",
-        above=0,
     )
     zero_chunk_numel: int | None = option(
         None,
@@ -46,15 +21,3 @@ class PatchOptions(MessageOptions):
         "the bucket, at least 2^18 for each data-parallel rank, at most 2^25)",
         low=1,
     )
-
-    @property
-    def wire(self) -> Wire:
-        """Return the formats that are asked for; residuals of error feedback may be averages."""
-        average = (self.zero_gradient_feedback_beta, self.zero_gradient_feedback_reset)
-        beta, reset = average if super().wire.feedback else (0.0, 0)
-        return replace(super().wire, feedback_beta=beta, feedback_reset=reset)
-
-    @property
-    def bounded(self) -> bool:
-        """Return whether a bucket's errors decide how it is sent."""
-        return self.zero_weight_error_bound is not None or self.zero_gradient_error_bound is not None

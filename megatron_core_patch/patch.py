@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,11 +53,6 @@ GROUPS = {
     "dense": "intra_dp_cp_group",
     "expert": "intra_expt_dp_group",
 }  # attributes of DistributedDataParallel
-# Ranks that split a kind's parameters: their name in a collection of groups, Megatron's function and its size's name.
-TENSOR_GROUPS = {
-    "dense": ("tp", "get_tensor_model_parallel_group", "tensor_model_parallel_size"),
-    "expert": ("expt_tp", "get_expert_tensor_parallel_group", "expert_tensor_parallel_size"),
-}
 
 
 class Patch:
@@ -130,8 +125,7 @@ class Patch:
                 self.tied.clear()
                 self.largest, self.has_effect = 0, False
                 self.teller = Teller(self.version, self.carrier.codecs, pipeline_of(ddp))
-            self._add_buckets("dense", ddp.bucket_groups, exact, given)
-            self._add_buckets("expert", ddp.expert_parallel_bucket_groups, exact, given)
+            self._add_buckets((*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups), exact)
         except ConfigError as error:
             self._refuse(error.errors)
         except ValueError as error:
@@ -214,18 +208,14 @@ class Patch:
         """Whether the default process group is still the one that the carrier's communicators were made under."""
         return dist.is_initialized() and default_group() is self.world
 
-    def _add_buckets(
-        self, kind: str, bucket_groups: Iterable[Any], exact: Collection[Any], given: Mapping[str, Any]
-    ) -> None:
-        """Take the buckets of one kind of a model chunk, whose DistributedDataParallel was given these arguments."""
+    def _add_buckets(self, bucket_groups: Iterable[Any], exact: Collection[Any]) -> None:
+        """Take the buckets of a model chunk."""
         assert self.carrier is not None
         for bucket_group in bucket_groups:
             hops = self.carrier.hops_of(collective_group(bucket_group))
-            alike = tensor_group(kind, given) if self.options.bounded else None
             for bucket in bucket_group.buckets:
-                tied = is_tied(bucket)
-                self.carrier.add(bucket, [p for p in bucket.params_list if p in exact], tied, alike)
-                if tied:
+                self.carrier.add(bucket, [p for p in bucket.params_list if p in exact])
+                if is_tied(bucket):
                     self.tied[bucket] = hops
 
     def _make_carrier(self, ddp: Any) -> Carrier:
@@ -279,26 +269,6 @@ def exact_parameters(module: torch.nn.Module, numel: int) -> set[torch.nn.Parame
 def largest_but(exact: Collection[Any], module: torch.nn.Module) -> int:
     """Return the most elements of a trained parameter that is none of ``exact``, or 0."""
     return max((p.numel() for p in module.parameters() if p.requires_grad and p not in exact), default=0)
-
-
-def tensor_group(kind: str, given: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """Return the ranks that split parameters of a kind ('dense', 'expert') with this one, or None if there are none.
-
-    given: the arguments of DistributedDataParallel. Raises ValueError where there are some, but no group of them.
-    """
-    name, function, size = TENSOR_GROUPS[kind]
-    given_groups = given.get("pg_collection") or given.get("model_comm_pgs")  # the latter up to 0.14
-    group = getattr(given_groups, name, None)
-    if group is None:
-        group = getattr(importlib.import_module(STATE), function)(check_initialized=False)
-    sizes = [getattr(given["config"], each, None) for each in (size, TENSOR_GROUPS["dense"][2])]
-    if group is None and (sizes[0] or sizes[1] or 1) > 1:
-        raise ValueError(
-            "under --zero-weight-error-bound and --zero-gradient-error-bound tensor-parallel ranks decide alike, but "
-            f"neither the collection of groups ({name}) nor Megatron's parallel_state has their group: give it, or "
-            "leave the bound out"
-        )
-    return group if group is not None and group.size() > 1 else None
 
 
 def step_of(optimizer: Any) -> int:

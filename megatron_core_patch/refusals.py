@@ -100,11 +100,6 @@ def optimizer_problems(config: Any, options: PatchOptions) -> Iterator[str]:
             "--optimizer-cuda-graph records the optimizer's step once, and the patch does not see when it is run "
             "again; leave it out"
         )
-    if getattr(config, "fp16", False) and options.wire.feedback:
-        yield (
-            "--zero-gradient-rounding feedback adds what the last step lost, but with --fp16 the loss scale may have "
-            "changed since: choose stochastic or nearest"
-        )
     remainders = getattr(config, "use_precision_aware_optimizer", False) and getattr(
         config, "store_param_remainders", False
     )

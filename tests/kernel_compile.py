@@ -90,10 +90,10 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
     def values(form: Format, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(rows, blocks * form.block, dtype=dtype)
 
-    def sum_quantize(noise: Noise) -> None:
+    def sum_quantize(_: Noise) -> None:
         n = blocks * eight.block
         out = buffer(four, 1, n, "cpu")
-        dequantize_sum_quantize.dequantize_sum_quantize(encoded(eight), n, eight, out, four, noise)
+        dequantize_sum_quantize.dequantize_sum_quantize(encoded(eight), n, eight, out, four)
 
     def update(refresh: adamw.Refresh, noise: Noise, kept: torch.dtype = torch.float32) -> None:
         """The step's numbers change, and 1 and 16 are among them."""
@@ -109,9 +109,7 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
     beside = values(eight, half).view(-1)
     decode, accumulate = dequantize.dequantize, dequantize_accumulate.dequantize_accumulate
     return {
-        "quantize": lambda noise: quantize.quantize(
-            values(eight, torch.float32), encoded(eight), eight, noise
-        ),
+        "quantize": lambda _: quantize.quantize(values(eight, torch.float32), encoded(eight), eight),
         "quantize and mix": lambda noise: quantize.quantize(
             values(four, torch.float32), encoded(four), mixed(noise)
         ),

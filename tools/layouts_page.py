@@ -94,11 +94,6 @@ STATE: Mapping[str, Mapping[str, Any]] = {
         "zero_quantized_weights_delta": False,
         "zero_exact_numel": 64,
     },
-    "zeropp, error feedback": {
-        "zero_preset": "zeropp",
-        "zero_gradient_rounding": "feedback",
-        "zero_exact_numel": 64,
-    },
     "zeropp, gradients whole for the step": {
         "zero_preset": "zeropp",
         "zero_gradients_lifetime": "step",

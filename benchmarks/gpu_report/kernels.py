@@ -18,13 +18,11 @@ from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Hadamard
-from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import quantize
 from megazero.kernels.sum_rows import sum_rows
 
 BITS = (32, 16, 8, 4, 2)  # of an element of a message; 32 and 16: exact
 ROWS = 4  # messages of an operation: sources of a sum
-NOISE = Noise(1, 2, 3)
 RATES = Rates.of(10, 1e-4, (0.9, 0.95), 1e-8, 0.1, 0.5)
 EXACT = {32: torch.float32, 16: torch.bfloat16}
 Operation = tuple[str, str, int, Callable[[], object]]  # name, rounding, bytes read and written, what runs
@@ -64,16 +62,12 @@ def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
     exact = torch.randn(ROWS, n, device=device)
     half = exact.to(torch.bfloat16)
     sums = torch.zeros(n, device=device)
-    for rounding, noise in (("nearest", None), ("stochastic", NOISE)):
-        for x, of in ((exact, "fp32"), (half, "bf16")):
-            yield (
-                f"encode {of}", rounding, x.nbytes + coded,
-                lambda x=x, noise=noise: quantize(x, messages, form, noise),
-            )  # fmt: skip
-        yield (
-            "decode-sum-encode", rounding, coded + form.coded_bytes(n),
-            lambda noise=noise: dequantize_sum_quantize(messages, n, form, onward, form, noise),
-        )  # fmt: skip
+    for x, of in ((exact, "fp32"), (half, "bf16")):
+        yield f"encode {of}", "nearest", x.nbytes + coded, lambda x=x: quantize(x, messages, form)
+    yield (
+        "decode-sum-encode", "nearest", coded + form.coded_bytes(n),
+        lambda: dequantize_sum_quantize(messages, n, form, onward, form),
+    )  # fmt: skip
     mixed = replace(form, transform=Hadamard(form.block))
     yield "encode fp32", "Hadamard", exact.nbytes + coded, lambda: quantize(exact, messages, mixed)
     yield (

@@ -55,7 +55,6 @@ from megazero.zero import Policy
 MIXED = ZeroConfig(zero_preset="zeropp", zero_gradient_transform="hadamard")
 PLAIN = replace(MIXED, zero_gradient_transform="none")
 DELTA, INT8 = asked_for(PLAIN), asked_for(replace(PLAIN, zero_quantized_weights_delta=False))
-TWO_BITS = replace(MIXED, zero_gradient_bits=2, zero_gradient_rounding="feedback")
 EXPERTS = "experts"  # the heat that trains a mixture
 INTERVAL = 8  # steps from one meeting of outer replicas to the next
 
@@ -344,8 +343,6 @@ CONTESTANTS: dict[str, Contestant] = {
     "megazero zeropp INT8": megazero("zeropp", INT8),
     "megazero zeropp": megazero("zeropp", DELTA),
     "megazero zeropp Hadamard": megazero("zeropp", asked_for(MIXED)),
-    "megazero zeropp 0.20": megazero("zeropp", asked_for(TWO_BITS)),
-    "megazero zeropp 0.14": megazero("zeropp", asked_for(replace(TWO_BITS, zero_weight_bits=2))),
     "megazero 1,1,d INT8": megazero("1,1,d", INT8),
     "megazero 1,1,d delta": megazero("1,1,d", DELTA),
     **{f"megazero {preset}": megazero(preset) for preset in ("ddp", "zero1", "mics", "hpz", "zero3")},

@@ -42,7 +42,7 @@ SIZES = {
 }
 INT4, HADAMARD, DIFFERENCES = "qgz", "int4-hadamard", "zeropp-hadamard"
 DISPATCH = "dispatch-int8"
-TWO_BITS = ("int2-hadamard-clip", "int2-hadamard-clip-feedback")  # clipped: read alone
+TWO_BITS = ("int2-hadamard-clip", "int2-hadamard-clip-feedback")  # gone: read alone
 FLOPS = {"cpu": 45e9, "cuda": 2e14}  # of a second: one core at 1.3M, to be measured; of a card, a guess
 RANK_STEP_S = 0.012  # of CPU time beside them: 0.3M took 5.3 s for 39 steps
 POINTS = 8  # of a run's curve; a run that is to be left is left at one

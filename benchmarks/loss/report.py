@@ -253,21 +253,18 @@ def describe(variant: Variant) -> tuple[str, str]:
     """Return what crosses nodes, in words: weights, gradients."""
     codecs = variant.codecs
     weights = coding_name(codecs.weights, "bf16")
-    gradients = coding_name(codecs.gradients_inter, "fp32", variant.clipped)
+    gradients = variant.gone or coding_name(codecs.gradients_inter, "fp32")
     weights += " of differences" if codecs.delta else ""
     gradients += f"; {coding_name(codecs.gradients_intra)} inside nodes" if codecs.gradients_intra else ""
     gradients += f"; rows to experts {coding_name(variant.dispatch)}" if variant.dispatch else ""
-    feedback = f", error feedback{' averaged' if codecs.feedback_beta else ''}" if codecs.feedback else ""
-    return weights, gradients + feedback
+    return weights, gradients
 
 
-def coding_name(codec: Codec | None, exact: str = "", clipped: bool = False) -> str:
+def coding_name(codec: Codec | None, exact: str = "") -> str:
     """Return a format's name; ``exact`` if it does not quantise."""
     if not isinstance(codec, Blockwise):
         return exact
     name = f"INT{codec.bits}" if codec.bits > 2 else f"{codec.bits} bits"
-    name += ", stochastic" if codec.stochastic else ""
-    name += ", clip of 8 scales" if clipped else ""
     name += f", blocks of {codec.form.block}" if codec.form.block != DEFAULT_BLOCK[codec.bits] else ""
     return name + (f", Hadamard of {codec.transform.size}" if codec.transform else "")
 

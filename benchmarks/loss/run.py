@@ -228,9 +228,9 @@ class Training:
 
     def __init__(self, mesh_of: MeshOf, folder: Path, settings: Settings, run: Run) -> None:
         self.settings, self.run = settings, run
-        if EVERY[run.variant].clipped:
-            raise ValueError(f"{run.variant}: a clip is no longer searched; nearest: int2-hadamard-feedback")
         variant = EVERY[run.variant]
+        if variant.gone:
+            raise ValueError(f"{run.variant}: no message has {variant.gone} any more; nearest: int4-hadamard")
         self.model, self.engine = shard(mesh_of, settings, variant, seed=run.seed, nudge=run.nudge)
         self.mesh = self.engine.mesh
         self.evaluate = Evaluation(folder, settings, self.mesh)

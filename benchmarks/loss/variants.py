@@ -19,9 +19,9 @@ class Variant:
 
     target: the most by which the mean loss may lie above the baseline's, in percent, at the upper 95% bound; 0: bit
     for bit the same weights; None: reported only. adamw: options of AdamW that are not the rig's. muon: matrices are
-    updated by Muon. outer: each node is an outer replica. clipped: its runs searched a clip among 8 scales, which is
-    gone: they are read, and none is made. dispatch: all ranks share the experts, and rows go to those at other nodes,
-    and gradients of their outputs, in this format.
+    updated by Muon. outer: each node is an outer replica. gone: in what format its runs sent gradients, if no message
+    has that any more: they are read, and none is made. dispatch: all ranks share the experts, and rows go to those at
+    other nodes, and gradients of their outputs, in this format.
     """
 
     shards: str
@@ -30,7 +30,7 @@ class Variant:
     adamw: Mapping[str, Any] = field(default_factory=dict)
     muon: bool = False
     outer: OuterConfig | None = None
-    clipped: bool = False
+    gone: str = ""
     dispatch: Blockwise | None = None
 
     def factors(self, ranks: int, node: int) -> tuple[int, int, int]:
@@ -42,18 +42,19 @@ class Variant:
         return self.codecs != Codecs()
 
 
-def _crossing(codec: Codec, feedback: bool = False) -> Variant:
+def _crossing(codec: Codec, gone: str = "") -> Variant:
     """Make a variant with exact weights, and gradients exact inside a node and in ``codec`` across nodes, once per
     step."""
-    return Variant("hhd", Codecs(gradients_inter=codec, feedback=feedback))
+    return Variant("hhd", Codecs(gradients_inter=codec), gone=gone)
 
 
-def _both(weights: Blockwise, gradients: Blockwise, inside: Blockwise | None = None, **more: Any) -> Variant:
+def _both(
+    weights: Blockwise, gradients: Blockwise, inside: Blockwise | None = None, gone: str = ""
+) -> Variant:
     """Make a variant that quantises differences of weights and gradients across nodes, and with ``inside`` gradients
     in a node, too."""
-    return Variant(
-        "hhd", Codecs(weights=weights, delta=True, gradients_intra=inside, gradients_inter=gradients, **more)
-    )
+    codecs = Codecs(weights=weights, delta=True, gradients_intra=inside, gradients_inter=gradients)
+    return Variant("hhd", codecs, gone=gone)
 
 
 def _moments(first: str, second: str, **adamw: Any) -> Variant:
@@ -82,30 +83,23 @@ VARIANTS: dict[str, Variant] = {
     "0.999-moments-bf16": _moments("bf16", "bf16", betas=(0.9, 0.999)),
     "0.999-moments-int8": _moments("int8", "int8", betas=(0.9, 0.999)),
     # Candidates for the gradients' crossing; qgz is the first of them: INT4 to nearest.
-    "int4-stochastic": _crossing(Blockwise(4, stochastic=True)),
-    "int4-feedback": _crossing(INT4, feedback=True),
-    "int2": _crossing(INT2),
-    "int2-feedback": _crossing(INT2, feedback=True),
+    "int4-stochastic": _crossing(INT4, "INT4, stochastic"),
+    "int4-feedback": _crossing(INT4, "INT4, error feedback"),
+    "int2-feedback": _crossing(INT2, "2 bits, error feedback"),
     "int4-hadamard": _crossing(mixing(INT4)),
-    "int2-hadamard-clip": replace(_crossing(mixing(INT2)), clipped=True),
-    "int2-hadamard-feedback": _crossing(mixing(INT2), feedback=True),
-    "int2-hadamard-clip-feedback": replace(_crossing(mixing(INT2), feedback=True), clipped=True),
-    # The ladder of bytes over 2N: 0.266, 0.203 and 0.141, and exact parameters (docs/guide/parallelism.md).
+    "int2-hadamard-clip": _crossing(INT2, "2 bits, clip of 8 scales, Hadamard of 64"),
+    "int2-hadamard-clip-feedback": _crossing(
+        INT2, "2 bits, clip of 8 scales, Hadamard of 64, error feedback"
+    ),
     "zeropp-hadamard": _both(INT4, mixing(INT4)),
-    "zeropp-0.20": _both(INT4, mixing(INT2), feedback=True),
-    "zeropp-0.14": _both(INT2, mixing(INT2), feedback=True),
+    "zeropp-0.20": _both(INT4, INT2, gone="2 bits, Hadamard of 64, error feedback"),
+    "zeropp-0.14": _both(INT2, INT2, gone="2 bits, Hadamard of 64, error feedback"),
     # SDP4Bit (Jia et al. 2024): gradients with 8 bits inside the node and 4 across, a Hadamard transform of 32
     # elements, differences in blocks of 2048. "sdp4bit-ulq" is the same without the transform.
     "sdp4bit": _both(Blockwise(4, 2048), mixing(Blockwise(4, 128), 32), mixing(Blockwise(8, 128), 32)),
     "sdp4bit-ulq": _both(Blockwise(4, 2048), Blockwise(4, 128), Blockwise(8, 128)),
     # Of mixtures of experts: blocks that divide a row.
     "dispatch-int8": Variant("ddd", Codecs(), dispatch=Blockwise(8, 64)),
-    # LoCo (Xie et al. 2024): error averages as DeepSpeed has them by default. Their scale is one constant; ours has
-    # the widest block. They keep the averages in 8 bits.
-    "loco": Variant(
-        "hhd",
-        Codecs(gradients_inter=Blockwise(4, 2048), feedback=True, feedback_beta=0.8, feedback_reset=1024),
-    ),
 }
 DEFAULT = (BASELINE, "hpz", "qwz", "qgz", "zeropp-int8", "zeropp")
 
@@ -159,7 +153,6 @@ WEIGHT_CODECS: dict[str, Codecs] = {
     "bf16": Codecs(),
     "INT8": Codecs(weights=INT8),
     "INT4": Codecs(weights=INT4),
-    "INT4, stochastic": Codecs(weights=Blockwise(4, stochastic=True)),
     "2 bits": Codecs(weights=Blockwise(2)),
     "delta, INT8": Codecs(weights=INT8, delta=True),
     "delta, INT4": Codecs(weights=INT4, delta=True),

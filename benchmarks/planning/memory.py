@@ -181,7 +181,6 @@ def state_bytes(engine: Any) -> int:
             unit.weights.copy if unit.weights.copy_present else None,
             unit.master.value,
             unit.gradients.grad,
-            unit.feedback.residual,
         )
         for unit in engine.units
     )

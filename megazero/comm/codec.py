@@ -31,11 +31,10 @@ from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import Hadamard, mixed
-from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import error_bound, quantize
 from megazero.kernels.sum_rows import sum_rows
 
-__all__ = ["Blockwise", "Codec", "Hadamard", "Identity", "Noise", "decoded", "encoded"]
+__all__ = ["Blockwise", "Codec", "Hadamard", "Identity", "decoded", "encoded"]
 
 ALIGN = 16  # bytes: messages and exact regions start at multiples of it
 
@@ -46,23 +45,14 @@ class Codec(Protocol):
     @property
     def wire_dtype(self) -> torch.dtype: ...
 
-    @property
-    def stochastic(self) -> bool:
-        """Whether ``encode`` draws random numbers, from a noise."""
-        ...
-
     def message_numel(self, n: int, exact: int = 0) -> int:
         """Return how many elements of wire_dtype a slice of n elements and ``exact`` exact elements takes."""
         ...
 
-    def encode(
-        self, x: Tensor, exact: Tensor | None = None, *, noise: Noise | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def encode(self, x: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Encode x [k, n] and exact [k, e], of any float dtype, into messages [k, m] of wire_dtype.
 
         The messages are written to ``out`` if it is given; else they are a new tensor, or x itself.
-        noise: the source of a stochastic codec's draws. Its start is the global index of x[0, 0]; the rows follow
-            each other.
         """
         ...
 
@@ -93,17 +83,11 @@ class Identity:
 
     wire_dtype: torch.dtype
 
-    @property
-    def stochastic(self) -> bool:
-        return False
-
     def message_numel(self, n: int, exact: int = 0) -> int:
         return n + exact
 
-    def encode(
-        self, x: Tensor, exact: Tensor | None = None, *, noise: Noise | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """Encode as the protocol says. Nothing is rounded at random, so noise has no effect.
+    def encode(self, x: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Encode as the protocol says.
 
         Returns x itself if neither exact nor out is given and x already has the wire's dtype. ``out`` may be x.
         Without exact, x [k, ...] may have more dimensions and lie in pieces.
@@ -163,8 +147,8 @@ def _counted(coding: Method) -> Method:
 class Blockwise(Coding):
     """Sends INT8, INT4 or 2 bits, symmetric, with one bf16 scale per block (kernels/format.py), as uint8 messages.
 
-    Slices must be whole blocks. If it rounds at random, encode needs ``noise``. If it transforms
-    (kernels/hadamard.py), blocks that are partly padding decode to values there, too, which the caller clears.
+    Slices must be whole blocks. If it transforms (kernels/hadamard.py), blocks that are partly padding decode to
+    values there, too, which the caller clears.
 
     exact_dtype: the dtype of the exact region. seed: that of the transform's signs.
 
@@ -202,7 +186,7 @@ class Blockwise(Coding):
 
     def error_bound(self, x: Tensor) -> Tensor:
         """Return fp32 [k, n / block]: the most by which elements of x [k, n] and their decoded fp32 values differ."""
-        return error_bound(x, self.form, self.stochastic)
+        return error_bound(x, self.form)
 
     def mixed(self, x: Tensor) -> Tensor:
         """Return x [k, n], fp32 or fp64, as it is rounded: transformed where the codec transforms, else x itself.
@@ -212,16 +196,11 @@ class Blockwise(Coding):
         return x if self.transform is None else mixed(x, self.transform)
 
     @_counted
-    def encode(
-        self, x: Tensor, exact: Tensor | None = None, *, noise: Noise | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """Encode as the protocol says. ``out`` must be uint8 and contiguous.
-
-        A stochastic codec raises ValueError without ``noise``.
-        """
+    def encode(self, x: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Encode as the protocol says. ``out`` must be uint8 and contiguous."""
         e = 0 if exact is None else exact.shape[1]
         out = self._message(x.shape[0], x.shape[1], e, x.device, out)
-        quantize(x.contiguous(), out, self.form, self._drawn(noise))
+        quantize(x.contiguous(), out, self.form)
         if exact is not None:
             self.exact(out, x.shape[1], e).copy_(exact)
         return out
@@ -272,7 +251,6 @@ class Blockwise(Coding):
         rows: int = 1,
         *,
         exact: int = 0,
-        noise: Noise | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Between two hops, sum messages by source and encode the sum for the next hop.
@@ -280,13 +258,12 @@ class Blockwise(Coding):
         messages [k, m] (uint8) hold n coded and ``exact`` exact elements. The sum is encoded with next_codec
         as ``rows`` slices of n / rows elements (and exact / rows). Returns uint8 [rows, next m], ``out`` if it is
         given. Raises ValueError if n or exact does not cut into equal rows.
-        noise: next_codec's; its start is the global index of the sum's first element. Where both codecs have one
-        transform, the sum is encoded as it comes, without a transform.
+        Where both codecs have one transform, the sum is encoded as it comes, without a transform.
         """
         if n % rows or exact % rows:
             raise ValueError(f"{n} coded and {exact} exact elements do not cut into {rows} equal slices")
         out = next_codec._message(rows, n // rows, exact // rows, messages.device, out)
-        dequantize_sum_quantize(messages, n, self.form, out, next_codec.form, next_codec._drawn(noise))
+        dequantize_sum_quantize(messages, n, self.form, out, next_codec.form)
         if exact:
             with SCRATCH.frame(messages.device) as frame:
                 sums = frame.take(exact, at_least_fp32(self.exact_dtype))
@@ -304,13 +281,6 @@ class Blockwise(Coding):
     @made_once
     def _exact_start(self, n: int) -> int:
         return _aligned(self.form.coded_bytes(n))
-
-    def _drawn(self, noise: Noise | None) -> Noise | None:
-        if not self.stochastic:
-            return None
-        if noise is None:
-            raise ValueError("a stochastic codec needs noise=Noise(seed, step, stream, start) to round with")
-        return noise
 
     def _check(self, messages: Tensor, n: int, exact: Tensor | None) -> None:
         need = self.message_numel(n, 0 if exact is None else exact.shape[-1])
@@ -339,7 +309,7 @@ def codec_of(
     if isinstance(coding, Blockwise):
         return replace(coding, exact_dtype=exact)
     if isinstance(coding, Coding):
-        return Blockwise(coding.bits, coding.block, coding.stochastic, coding.hadamard, exact, seed)
+        return Blockwise(coding.bits, coding.block, coding.hadamard, exact, seed)
     return coding
 
 
@@ -358,7 +328,7 @@ def codecs_of(
     )
 
 
-def encoded(codec: Codec, regions: Sequence[Tensor], take: Take, noise: Noise | None = None) -> Tensor:
+def encoded(codec: Codec, regions: Sequence[Tensor], take: Take) -> Tensor:
     """Encode rows [k, n], one tensor per region, into messages [k, m] in a buffer that ``take`` gives.
 
     Rows [k, ...] of one region that are sent as they are and lie in one piece are their own messages: nothing is
@@ -368,7 +338,7 @@ def encoded(codec: Codec, regions: Sequence[Tensor], take: Take, noise: Noise | 
     if as_they_are and regions[0].is_contiguous():
         return regions[0].flatten(1)
     rows, m = regions[0].shape[0], codec.message_numel(*(r[0].numel() for r in regions))
-    return codec.encode(*regions, noise=noise, out=take(rows * m, codec.wire_dtype).view(rows, m))
+    return codec.encode(*regions, out=take(rows * m, codec.wire_dtype).view(rows, m))
 
 
 def decoded(

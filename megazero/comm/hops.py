@@ -24,7 +24,6 @@ from megazero.comm.codec import Blockwise, Codec, Identity, encoded
 from megazero.comm.rows import RowRun, Rows, Views
 from megazero.comm.watch import Watch
 from megazero.kernels.arena import Arena, Frame, Take
-from megazero.kernels.noise import Noise
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Axis, all_gather_flat
 from megazero.mesh.waiting import waiting
@@ -164,11 +163,10 @@ class Channel:
 
 @dataclass(frozen=True)
 class Leg:
-    """One axis of a hop, and the format of its messages. noise: for a codec that rounds at random."""
+    """One axis of a hop, and the format of its messages."""
 
     axis: Axis
     codec: Codec
-    noise: Noise | None = None
 
 
 def gather(
@@ -274,7 +272,7 @@ def give_back(
     The owner, too, takes the decoded values, so all ranks hold the same bits. ``share`` may be a row of ``out``.
     """
     with on.frame() as frame:
-        messages = encoded(leg.codec, share, frame.take, leg.noise)
+        messages = encoded(leg.codec, share, frame.take)
         received, *exact = out
         if exact or messages.dtype != received.dtype:  # else it lands in place
             received = _table(frame, leg.axis.size, messages.shape[1], messages.dtype)
@@ -289,7 +287,7 @@ def sum_all(leg: Leg, rows: Views, out: Views, on: Channel, *, watches: Sequence
     Every rank sends everything to all and adds up the same decoded messages by index, so all hold the same bits.
     """
     with on.frame() as frame:
-        own = encoded(leg.codec, rows, frame.take, leg.noise)
+        own = encoded(leg.codec, rows, frame.take)
         _show(leg, Rows(rows, 0).every, own, on, watches)
         every = yield from gather([leg.axis], own.view(-1), "reduce", frame.take, on)
         leg.codec.decode_sum(every.view(leg.axis.size, -1), out[0], False, *out[1:])
@@ -312,13 +310,12 @@ def run_through(chain: Moves[Result]) -> Result:
 
 def _encoded(leg: Leg, runs: Sequence[RowRun], frame: Frame) -> torch.Tensor:
     """Return the messages [k, m] of runs, in a buffer of the frame, or the rows themselves if they may be sent so."""
-    noise = [leg.noise and leg.noise.at(run.drawn) for run in runs]
     if len(runs) == 1:
-        return encoded(leg.codec, runs[0].rows, frame.take, noise[0])
+        return encoded(leg.codec, runs[0].rows, frame.take)
     m = leg.codec.message_numel(*(region[0].numel() for region in runs[0].rows))
     messages = _table(frame, runs[-1].to.stop, m, leg.codec.wire_dtype)
-    for run, drawn in zip(runs, noise, strict=True):
-        leg.codec.encode(*run.rows, noise=drawn, out=messages[run.to])
+    for run in runs:
+        leg.codec.encode(*run.rows, out=messages[run.to])
     return messages
 
 
@@ -346,9 +343,7 @@ def _pass_on(
     rows, exact = following.axis.size, sum(numels[1:])
     m = following.codec.message_numel(numels[0] // rows, exact // rows)
     out = _table(frame, rows, m, following.codec.wire_dtype)
-    return leg.codec.decode_sum_encode(
-        received, numels[0], following.codec, rows, exact=exact, noise=following.noise, out=out
-    )
+    return leg.codec.decode_sum_encode(received, numels[0], following.codec, rows, exact=exact, out=out)
 
 
 def _show(

@@ -18,13 +18,11 @@ class RowRun(NamedTuple):
     """Neighbouring rows that are encoded in one operation.
 
     rows: [k, n] of each region. at: their places among all rows. to: the places of their messages.
-    drawn: the element from which noise is drawn for them.
     """
 
     rows: Views
     at: slice
     to: slice
-    drawn: int
 
 
 class Rows:
@@ -32,13 +30,11 @@ class Rows:
 
     ``own`` is this rank's index. If it is another place, the rows of the other ranks are by index around it. A region
     may lie in pieces where its rows are sent as they are. Keep the object where its buffers stay.
-
-    drawn_by_message: noise counts the elements of messages, from which the own row is absent, not those of all rows.
     """
 
-    def __init__(self, regions: Sequence[torch.Tensor], own: int, drawn_by_message: bool = False) -> None:
+    def __init__(self, regions: Sequence[torch.Tensor], own: int) -> None:
         self.regions = tuple(r.flatten(1) if r.is_contiguous() else r for r in regions)
-        self.own, self.drawn_by_message = own, drawn_by_message
+        self.own = own
 
     @cached_property
     def kept(self) -> Views:
@@ -53,15 +49,15 @@ class Rows:
     def every(self) -> tuple[RowRun, ...]:
         """All rows, in one run."""
         all_of_them = slice(0, len(self.regions[0]))
-        return (RowRun(self.regions, all_of_them, all_of_them, 0),)
+        return (RowRun(self.regions, all_of_them, all_of_them),)
 
     @cached_property
     def others(self) -> tuple[RowRun, ...]:
         """The rows of other ranks, in two runs at most. Their messages lie side by side."""
-        runs, n = [], self.regions[0][0].numel()
+        runs = []
         before, after = slice(0, self.own), slice(self.own + 1, len(self.regions[0]))
         for at, to in ((before, before), (after, slice(self.own, after.stop - 1))):
             if at.stop > at.start:
                 rows = tuple(region[at] for region in self.regions)
-                runs.append(RowRun(rows, at, to, (to if self.drawn_by_message else at).start * n))
+                runs.append(RowRun(rows, at, to))
         return tuple(runs)

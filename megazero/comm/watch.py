@@ -1,4 +1,4 @@
-"""What looks at quantised messages: measures what rounding lost, keeps it, or warns of it."""
+"""What looks at quantised messages: measures what rounding lost, and warns of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megazero.comm.codec import Codec, at_least_fp32, decoded
-from megazero.comm.rows import RowRun, Views
+from megazero.comm.rows import RowRun
 from megazero.comm.wire import Codecs, Coding
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import Frame
@@ -19,13 +19,6 @@ from megazero.kernels.arena import Frame
 # A hop calls it with every run of rows [k, n] that it quantised, and their messages [k, m], while these are on their
 # way. It takes buffers from the frame.
 Watch = Callable[[Codec, RowRun, torch.Tensor, Frame], None]
-
-
-def write_lost(out: Views, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
-    """Write what the messages lost, row - decoded message, to the same places of ``out`` [size, n] per region."""
-    arrived = decoded(codec, messages, run.rows, frame.take)
-    for row, gone, lost in zip(run.rows, arrived, out, strict=True):
-        torch.sub(row, gone, out=lost[run.at])
 
 
 def write_squares(
@@ -85,7 +78,7 @@ class LossyGradients:
     young models modules lie between 0.08 and 0.17 in INT4 in blocks of 64 (docs/results/loss_at_size.md), with a
     median of 0.107 to 0.12. A trained model loses 0.17 in that format, where its step keeps 0.88 of an exact step's
     gain in loss, and 0.09 with a Hadamard transform, where it keeps 0.98 (docs/results/rounding_trained.md). LIMIT
-    lies between. 2 bits are above it always (0.69).
+    lies between.
     """
 
     LIMIT, WINDOW = 0.15, 16

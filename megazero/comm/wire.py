@@ -22,14 +22,12 @@ DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}
 class Coding:
     """A quantised format of ``bits`` bits, in which ``block`` elements share a scale (0: the default for the bits).
 
-    stochastic: it rounds at random, without bias. hadamard: the number of elements that a Hadamard transform mixes
-    before they are encoded; with 0, none does. Gradients of 4 bits or fewer want one of 64: what a run sends by
-    default is in config/layout/wire.py.
+    hadamard: the number of elements that a Hadamard transform mixes before they are encoded; with 0, none does.
+    Gradients of 4 bits or fewer want one of 64: what a run sends by default is in config/layout/wire.py.
     """
 
     bits: int
     block: int = 0
-    stochastic: bool = False
     hadamard: int = 0
 
     def __post_init__(self) -> None:
@@ -48,20 +46,12 @@ class Codecs(Generic[Format]):
     gradients_intra, gradients_inter: the formats of reductions inside a node and across nodes.
     delta: the refresh sends master - R instead of the master. R is the P copy that every receiver holds (see
         zero/weights.py). The gathers inside P then send R in the parameters' dtype. This takes effect where P < OS.
-    feedback: what a gradient lost by rounding at its crossing is added to the next step's gradient at the sender
-        (error feedback, Seide et al. 2014). This is done only for hops across nodes that run once per step.
-    feedback_beta: the residual is beta times what it was plus 1 - beta times what the step lost (LoCo, Xie et al.
-        2024). With 0 it is what the step lost.
-    feedback_reset: after so many updates residuals start from zero again. 0: never.
     """
 
     weights: Format | None = None
     gradients_intra: Format | None = None
     gradients_inter: Format | None = None
     delta: bool = False
-    feedback: bool = False
-    feedback_beta: float = 0.0
-    feedback_reset: int = 0
 
     @property
     def codings(self) -> list[Format]:

@@ -62,8 +62,14 @@ _NO_ROLLBACK = Removed(
     "--stop-on-spike ends the run at a spike, and its error has the flags that go back and leave the samples out"
 )
 _SPIKE = Removed("--stop-on-spike takes the medians of 100 iterations, and ten in a row: leave it out")
-_AVERAGE = "a loop of your own on the engine has it in the policy's codecs, zero.Codecs({}=...)"
-_BOUND = "a loop of your own on the engine has zero.Policy({}=...)"
+_FEEDBACK = (
+    "gradients are rounded to nearest, as error feedback and random rounding keep less of a step's gain after the "
+    "Hadamard transform (the default): leave it out; --zero-gradient-bits 8 loses less"
+)
+_BOUND = (
+    "no measurement shows that a fallback helps: leave it out; a run warns where gradients lose much by rounding, "
+    "and --zero-gradient-bits 8 loses less"
+)
 REMOVED = {
     "log_each_rank": Removed(
         "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
@@ -82,10 +88,11 @@ REMOVED = {
     "zero_quantized_gradients_until": Removed(
         "a callback sets engine.exact_gradients (docs/develop/extending.md), as does a loop of your own on the engine"
     ),
-    "zero_gradient_feedback_beta": Removed(_AVERAGE.format("feedback_beta"), off="0.0"),
-    "zero_gradient_feedback_reset": Removed(_AVERAGE.format("feedback_reset"), off="0"),
-    "zero_weight_error_bound": Removed(_BOUND.format("weight_error_bound")),
-    "zero_gradient_error_bound": Removed(_BOUND.format("gradient_error_bound")),
+    "zero_gradient_rounding": Removed(_FEEDBACK, off="nearest"),
+    "zero_gradient_feedback_beta": Removed(_FEEDBACK, off="0.0"),
+    "zero_gradient_feedback_reset": Removed(_FEEDBACK, off="0"),
+    "zero_weight_error_bound": Removed(_BOUND),
+    "zero_gradient_error_bound": Removed(_BOUND),
 }
 
 

@@ -224,13 +224,13 @@ def rounded_summary(config: RunConfig, world: World) -> str:
 
 def gathered_summary(coding: Coding) -> str:
     """Describe the format of keys and values that are gathered across nodes."""
-    return f"across nodes as {_name(coding)} after a Hadamard transform{_details(coding)}, gradients exact"
+    return f"across nodes as {_name(coding)} after a Hadamard transform (blocks of {coding.block}), gradients exact"
 
 
 def _weights(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
     coding = wire.weights
     refresh, gathers = _links(axes, ("g", "os")), _links(axes, ("p",))
-    details = _details(coding) if coding else ""
+    details = f" (blocks of {coding.block})" if coding else ""
     hops = []
     if refresh:
         what = "changes as " if wire.delta else ""
@@ -253,17 +253,11 @@ def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: 
             when = " and ".join(["with every micro-batch"] * often + ["once per step"] * once)
             details = ""
             if coding:
-                rounding = "stochastic" if coding.stochastic else "nearest"
-                rounding += ", error feedback" if wire.feedback and link == INTER else ""
                 mixed = f"Hadamard transform of {coding.hadamard}" if coding.hadamard else "no transform"
-                details = _details(coding, f"{rounding}, {mixed}")
+                details = f" (blocks of {coding.block}, {mixed})"
             hops.append(f"{WHERE[link]} {_name(coding)} {when}{details}")
     why = _why(zero, "gradients", asked_for(zero).gradients_inter, wire.gradients_inter)
     return f"gradients{why}: {', '.join(hops)}"
-
-
-def _details(coding: Coding, rounding: str = "nearest") -> str:
-    return f" (blocks of {coding.block}, {rounding})"
 
 
 def _why(zero: ZeroConfig, what: str, asked: Coding | None, sent: Coding | None) -> str:

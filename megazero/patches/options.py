@@ -15,8 +15,6 @@ from megazero.config.layout.wire import (
     asked_for,
     is_plain,
     quantizes_gradients,
-    quantizes_weights,
-    rounding,
 )
 from megazero.config.layout.wire_rules import (
     LEAST_BLOCK,
@@ -32,13 +30,12 @@ from megazero.config.options.fields import (
     section_options,
     without_effect,
 )
-from megazero.config.options.sections import BITS, BITS_INTRA_NODE, ROUNDINGS, ParallelConfig, ZeroConfig
+from megazero.config.options.sections import BITS, BITS_OF_GRADIENTS, ParallelConfig, ZeroConfig
 from megazero.config.run import REMOVED
 
 BLOCK = 64  # elements: Megatron starts parameters at multiples of it, so that no block holds two parameters
-GRADIENTS = ("none", *(f"int{bits}" for bits in BITS))
-GRADIENTS_INTRA_NODE = ("none", *(f"int{bits}" for bits in BITS_INTRA_NODE))
-WEIGHTS = (*GRADIENTS, *(f"int{bits}-delta" for bits in BITS))
+GRADIENTS = ("none", *(f"int{bits}" for bits in BITS_OF_GRADIENTS))
+WEIGHTS = ("none", *(f"int{bits}" for bits in BITS), *(f"int{bits}-delta" for bits in BITS))
 # The words of read_words for flags that it does not take by name.
 WORDS = {
     "zero_quantized_weights": "weights='int8'",
@@ -71,12 +68,6 @@ class MessageOptions:
     )
     zero_gradient_bits: int | None = option_of(ZeroConfig, "zero_gradient_bits")
     zero_gradient_bits_intra_node: int | None = option_of(ZeroConfig, "zero_gradient_bits_intra_node")
-    zero_gradient_rounding: str | None = option_of(
-        ZeroConfig,
-        "zero_gradient_rounding",
-        help="how gradients are rounded: to nearest, or at random, without bias (default: nearest)",
-        choices=ROUNDINGS[:2],
-    )
     zero_gradient_transform: str | None = option_of(
         ZeroConfig,
         "zero_gradient_transform",
@@ -129,14 +120,10 @@ def check(options: Options) -> Options:
 def _contradictions(options: MessageOptions) -> Iterator[str]:
     zero = options._zero
     own = {opt.name: opt for opt in section_options("patch", type(options))}
-    bounds = ["zero_weight_error_bound"], quantizes_weights(zero), "--zero-quantized-weights"
-    exact = ["zero_gradient_error_bound", "zero_quantized_gradients_until_step"]
-    ends = exact, quantizes_gradients(zero), "--zero-quantized-gradients"
-    averages = ["zero_gradient_feedback_beta", "zero_gradient_feedback_reset"]
-    fed_back = averages, rounding(zero) == "feedback", "--zero-gradient-rounding feedback"
+    ends = ["zero_quantized_gradients_until_step"], quantizes_gradients(zero), "--zero-quantized-gradients"
     table = [
         ([name for name in names if name in own], holds, cure)
-        for names, holds, cure in (*message_conditions(zero), bounds, ends, fed_back)
+        for names, holds, cure in (*message_conditions(zero), ends)
     ]
     yield from unquantised_changes(zero)
     yield from (line for _, line in without_effect(table, own, vars(options), {}))
@@ -153,8 +140,8 @@ def read_words(
 ) -> Options:
     """Return the options that these words mean. Raises ConfigError with all faults, TypeError for an unknown keyword.
 
-    weights: 'none', or 'int8', 'int4', 'int2', each also with '-delta' for differences. gradients: 'none', 'int8',
-    'int4' or 'int2' across nodes; of 4 bits or fewer they are transformed, unless gradient_transform='none' is given.
+    weights: 'none', or 'int8', 'int4', 'int2', each also with '-delta' for differences. gradients: 'none', 'int8' or
+    'int4' across nodes; of 4 bits they are transformed, unless gradient_transform='none' is given.
     gradients_intra_node: 'none', 'int8' or 'int4'. The others are the flags of
     their names, with --zero- before them. Errors name the words, not the flags.
     """
@@ -163,7 +150,7 @@ def read_words(
         for name, word, legal in (
             ("weights", weights, WEIGHTS),
             ("gradients", gradients, GRADIENTS),
-            ("gradients_intra_node", gradients_intra_node, GRADIENTS_INTRA_NODE),
+            ("gradients_intra_node", gradients_intra_node, GRADIENTS),
         )
         if word not in legal
     ]

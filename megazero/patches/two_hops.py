@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from megazero.comm.codec import Noise
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.launch import Launch, read_launch
 from megazero.mesh.mesh import Axis, GroupSettings, create_axes, discover_ranks_per_node
@@ -37,13 +36,6 @@ class TwoHops:
     def index(self) -> int:
         """Return which of the group's shards is this rank's."""
         return self.inter.index * self.intra.size + self.intra.index
-
-    def noise(self, name: str, step: int) -> Noise:
-        """Return the noise of this rank's messages of this name. It is that of the rank's index in the group.
-
-        So tensor-parallel ranks round alike what they replicate.
-        """
-        return Noise.named(0, step, f"{name} from {self.index}")
 
     @property
     def axes(self) -> tuple[Axis, ...]:

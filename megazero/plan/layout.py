@@ -163,7 +163,6 @@ def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> Shardi
         grid,
         shards,
         formats,
-        wire.feedback,
         config.zero.zero_prefetch_bytes,
         base.cluster.on_host,
         outer=OuterFormat.of(config.outer, config.outer_replicas(base.world), formats.sums),

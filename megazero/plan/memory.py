@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import cycle, islice
-from math import prod
 from typing import NamedTuple
 
 from megazero.config.layout.shards import Shards
@@ -18,7 +17,7 @@ from megazero.config.layout.wire import Wire
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import EMBEDDING, is_layer, model_spec, parameter_count
 from megazero.config.options.optimizers import OptimizerConfig
-from megazero.mesh.grid import INTER, Grid, expert_shards
+from megazero.mesh.grid import Grid, expert_shards
 from megazero.plan.communication import EXCHANGE, Formats, OuterFormat, UnitShape, gradient_hops, message
 from megazero.plan.units import WIDTHS, RankUnits
 
@@ -64,7 +63,6 @@ class States:
     grid: Grid
     shards: Shards
     formats: Formats
-    feedback: bool
     prefetch_bytes: int
     on_host: bool = False  # the ranks compute on processors, in their hosts' memory
     outer: OuterFormat | None = None
@@ -179,16 +177,12 @@ def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -
     """Return the bytes of parameters, gradients, optimizer and residuals on one rank."""
     sums, master = states.formats.sums, max(states.formats.width, 4)
     residuals = 0.0
-    if states.feedback:
-        # How many ranks share the slice that first crosses nodes.
-        crossing = {u: prod(a.size for a in u.axes(states.grid) if a.link != INTER) for u, _ in units.counts}
-        residuals = sum(n * u.elements / crossing[u] for u, n in units.counts if u.quantised) * sums
     if states.outer is not None:
         kept = states.outer.feedback * sum(n * u.elements * u.apart for u, n in units.counts)
         if states.outer.config.outer_delay:
             fragments = units.by_fragment(states.outer.config)
             kept += max(sum(shape.elements * shape.apart for shape in fragment) for fragment in fragments)
-        residuals += kept / states.grid.dp * sums
+        residuals = kept / states.grid.dp * sums
     owned, matrices = states.owned(units)
     moments = optimizer.moment_bytes(master, matrices / owned)
     return {
@@ -223,7 +217,7 @@ def saved_width(dtype: str, optimizer: OptimizerConfig, wire: Wire, matrices: fl
     """
     width, sums = WIDTHS[dtype], max(WIDTHS[dtype], 4)
     master = sums if width != sums or wire.delta else 0
-    return width + master + optimizer.stored_moment_bytes(sums, matrices) + wire.feedback * sums
+    return width + master + optimizer.stored_moment_bytes(sums, matrices)
 
 
 def gathered(units: RankUnits, states: States, kind: str) -> float:

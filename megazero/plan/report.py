@@ -30,7 +30,6 @@ FORMATS = (
     "zero_quantized_gradients",
     "zero_gradient_bits",
     "zero_gradient_bits_intra_node",
-    "zero_gradient_rounding",
     "zero_gradient_transform",
 )
 MOST_NODES = 64  # times as many as there are: the largest cluster that is tried if no layout fits

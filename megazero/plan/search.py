@@ -81,7 +81,6 @@ class FormatChoice:
             "zero_quantized_weights": os > base.h,
             "zero_quantized_weights_delta": os > base.h and p < os,  # parameter shards that stay
             "zero_quantized_gradients": base.d > base.h,
-            "zero_gradient_rounding": g <= base.h,  # feedback: gradients cross nodes once per step
         }
         return all(effect.get(name, True) for name in self.values)
 
@@ -143,13 +142,9 @@ _INT4 = FormatChoice("gradients INT4", {"zero_quantized_gradients": True})
 _INSIDE = FormatChoice(
     "gradients INT8 inside nodes, INT4 across", {**_INT4.values, "zero_gradient_bits_intra_node": 8}
 )
-_INT2 = FormatChoice(
-    "gradients INT2 with feedback",
-    {**_INT4.values, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"},
-)
 INT8 = (EXACT, _INT8, _SUMS_INT8, _INT8 + _SUMS_INT8)
 ZEROPP = (EXACT, _INT8, _DELTA, _INT4, _INT8 + _INT4, _DELTA + _INT4)
-AGGRESSIVE = (*ZEROPP, _INSIDE, _INT2, _DELTA + _INT2)
+AGGRESSIVE = (*ZEROPP, _INSIDE)
 OUTER = "outer"  # of the policies: outer steps are proposed (slow_links.py), and messages inside a replica are exact
 # By how much of the loss the planner may touch.
 LOSS_POLICIES: Mapping[str, tuple[FormatChoice, ...]] = MappingProxyType(
@@ -379,7 +374,7 @@ class Search:
     def _widths(self, base: BaseLayout) -> Mapping[str, Widths]:
         """Return the bytes of an element at least, by the name of formats."""
         if not self._formats_free:
-            return {AS_GIVEN.name: Widths(0.25, 0.25, 0.25)}  # two bits
+            return {AS_GIVEN.name: Widths(0.5, 0.5, 0.25)}  # four bits, and two
         width = base.compute.width
         raw = base.h == 1 or base.micro_batches == 1 or base.ep > 1  # no sums cross then
         if raw not in self._least_widths:

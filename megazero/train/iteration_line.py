@@ -55,8 +55,7 @@ def iteration_line(
 
 
 def _of_engine(info: StepInfo) -> dict[str, Any]:
-    """Return whether the step was skipped, the outer step before it, rounding errors, and what is sent exactly from
-    now on."""
+    """Return whether the step was skipped, the outer step before it, and rounding errors."""
     out: dict[str, Any] = {"skipped": info.skips} if info.skips else {}
     if info.outer_norm is not None:
         out["outer"] = {"norm": info.outer_norm, "drift": info.outer_drift}
@@ -65,7 +64,7 @@ def _of_engine(info: StepInfo) -> dict[str, Any]:
         out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
     if info.zeroed is not None:
         out["quantization_zeroed_gradients"] = info.zeroed
-    return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
+    return out
 
 
 def _of_replicas(step: TrainedStep) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from megazero.mesh.objects import gather_objects
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention import attention_note
 from megazero.models.dtypes import DTYPES
-from megazero.train.callbacks.callback import Callback, TrainedStep
+from megazero.train.callbacks.callback import Callback
 from megazero.train.state.progress import Progress
 
 RESOLVED_FILE = "config.yaml"
@@ -55,10 +55,6 @@ class Outputs(Callback):
     metrics: MetricsWriter | None
     events: LineFile | None = None
     peak: float | None = None
-
-    def after_step(self, step: TrainedStep) -> None:
-        for line in step.info.fallbacks:
-            self.console.warning(line)
 
     def logged(self, metrics: IterationMetrics) -> None:
         if self.peak:

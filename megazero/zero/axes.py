@@ -16,7 +16,7 @@ from operator import mul
 
 from megazero.comm.hops import HopSpec, hop_spec
 from megazero.comm.made_once import made_once
-from megazero.mesh.grid import INTER, nearest_chain
+from megazero.mesh.grid import nearest_chain
 from megazero.mesh.mesh import Axis, Mesh
 
 
@@ -97,12 +97,6 @@ class DataAxes:
         every axis does.
         """
         return not any(self.indices[self.os : self.all])
-
-    @cached_property
-    def crossing(self) -> int | None:
-        """The level whose slices the first once-per-step hop across nodes exchanges, or None."""
-        levels = range(self.g + 1, self.all + 1)
-        return next((level - 1 for level in levels if self.axis(level).link == INTER), None)
 
     def axis(self, level: int) -> Axis:
         """Return the axis between level - 1 and ``level``."""

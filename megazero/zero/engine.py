@@ -30,7 +30,6 @@ from megazero.zero.build import UnitPlan
 from megazero.zero.context import Context
 from megazero.zero.gather import Gatherer
 from megazero.zero.grad_norm import GlobalNorm, clip_factor, counted, sum_partial
-from megazero.zero.guard import Guard
 from megazero.zero.hooks import Hooks
 from megazero.zero.layout import Slice
 from megazero.zero.matrix_updates import MatrixUpdates
@@ -68,7 +67,7 @@ class Engine:
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
         self.arena = plan.arena
         names = unit_names(mesh, self.units)
-        self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, names)
+        self.rounding = Rounding(policy, mesh, names)
         self.waits = Waits(mesh.device, timed)
         self.issued = IssueHash(self.units)
         context = Context(traffic, self.arena, mesh.device, policy, self.rounding, self.issued)
@@ -92,7 +91,6 @@ class Engine:
         runs = counted(self.optimizer.runs, self.mesh)
         self.norm = GlobalNorm(runs, self.mesh)
         self.agreement = Agreement(self.mesh, self.issued)
-        guard = Guard(self.rounding, self.units, self.policy, self.mesh.replica)
         self.outer: OuterSteps | None = None
         if self.policy.outer is not None:
             self.outer = OuterSteps(
@@ -101,7 +99,7 @@ class Engine:
         self.parts: list[StepPart] = []
         self.scalars = StepScalars(self.mesh, self.waits, self.parts)
         self.gathers.overdue = self.reductions.overdue = self.agreement.check
-        own = (self.norm, self.agreement, self.reducer, guard, self.outer)
+        own = (self.norm, self.agreement, self.rounding, self.outer)
         for part in reversed([part for part in own if part is not None]):
             self.join(part)
 
@@ -112,7 +110,7 @@ class Engine:
     ) -> None:
         """Open a step of ``micro_batches`` backwards per rank; gradients are divided by ``divisor`` once.
 
-        divisor: includes the loss scale, where losses are scaled; the norm and error feedback see divided gradients.
+        divisor: includes the loss scale, where losses are scaled; the norm sees divided gradients.
         program: the (kind, part) pairs that the step will run, in order; the kinds F, B, I, W are in program.py.
             Gathers run ahead by it. By default each micro-batch has a forward and a backward of the whole module,
             all parts.
@@ -127,7 +125,7 @@ class Engine:
                 "begin_step was called twice: call step() after the step's last backward, or abort_step()"
             )
         self._check_parameters()
-        self.norm.divisor = self.rounding.divisor = float(divisor)
+        self.norm.divisor = float(divisor)
         self.reducer.micro_batches, self.reducer.exact = micro_batches, self.exact_gradients
         for unit in self.units:
             unit.gradients.begin_step()
@@ -302,11 +300,11 @@ class Engine:
             lane.drain()
 
     def state(self) -> dict[str, Any]:
-        """Return the rest of a checkpoint's state, in JSON types: counters for noise, units that fell back."""
+        """Return the rest of a checkpoint's state, in JSON types: counters."""
         return {name: value for part in self.parts for name, value in part.state().items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state`` after the weights were loaded. Names of units that are not here are ignored.
+        """Restore ``state`` after the weights were loaded.
 
         The outer steps' counters are restored before (``OuterSteps.resume``).
         """

@@ -1,4 +1,4 @@
-"""What a unit is. Nothing of it changes; weights.py, gradients.py and feedback.py hold what does."""
+"""What a unit is. Nothing of it changes; weights.py and gradients.py hold what does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Form:
     """What a unit is: parameters that are gathered together, and how.
 
     params: by name. trainable: the names of those with a gradient. layout, axes: how the axes cut its flat buffer.
-    dtype: of the parameters. lifetime: of the P copy (policy.py). codecs: the wire formats that were asked for.
+    dtype: of the parameters. lifetime: of the P copy (policy.py). codecs: the wire formats.
     part: of the module, a virtual pipeline stage. tied: the pipeline's other end holds the same parameter, in a unit
     of the same name.
     """

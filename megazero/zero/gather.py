@@ -14,8 +14,8 @@ lane's last ``follow``, not for compute enqueued since, so a gather may overlap 
   Such a block was freed in a chain of that stream (then stream order suffices) or by a drop. Before a drop the
   compute stream has waited for every chain that wrote or read the buffer, and every reader has been enqueued; work
   after the drop comes after those. Messages are taken and closed inside one chain (kernels/arena.py).
-- Data. Master weights, R, residuals, codecs and measured errors change on the compute stream, between the last drop
-  of a step and the next gathers, with nothing in flight (``drop_all``). Chains of one unit follow each other.
+- Data. Master weights, R and measured errors change on the compute stream, between the last drop of a step and the
+  next gathers, with nothing in flight (``drop_all``). Chains of one unit follow each other.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
         if not weights.direct:
             rows = prod(weights.wire.sizes)
             weights.codec.decode(every.view(rows, -1), *weights.full_slice.rows(0, rows))
-            if weights.codecs.mixes:
+            if unit.codecs.mixes:
                 weights.full_slice.clear_padding()
 
 
@@ -217,7 +217,7 @@ def _refresh(unit: Unit, context: Context) -> Chain:
                 weights.refresh_codec.decode_add(messages.view(rows, -1), *regions)
             else:
                 weights.refresh_codec.decode(messages.view(rows, -1), *regions)
-            if weights.codecs.mixes:  # R, too: the next difference is taken to it, and a checkpoint holds it
+            if unit.codecs.mixes:  # R, too: the next difference is taken to it, and a checkpoint holds it
                 weights.copy_slice.clear_padding()
     weights.refreshed()
     if context.rounding.measures(unit, weights.refresh_codec):
@@ -237,17 +237,15 @@ def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
         if not prepared:
             weights.codec.encode(source, out=message)  # a cast, or nothing where master is the copy
         return
-    start = unit.layout.pieces(axes.os)[0].start
-    noise = context.rounding.noise_for(weights.refresh_codec, unit, "refresh", start)
     with context.frame() as frame:
-        if unit.delta and weights.codecs.weights is not None and prepared:
+        if unit.delta and unit.codecs.weights is not None and prepared:
             source = unit.gradients.slice.rows(axes.os, 1)[0]
-        elif unit.delta and weights.codecs.weights is not None:
+        elif unit.delta and unit.codecs.weights is not None:
             held = weights.copy_slice.rows(axes.os, 1)[0]
             rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source)
             difference = frame.take(held.numel(), unit.sum_dtype).view(held.shape)
             source = add_to(difference.copy_(rounded), held, alpha=-1.0)
-        weights.refresh_codec.encode(source, *exact, noise=noise, out=message)
+        weights.refresh_codec.encode(source, *exact, out=message)
 
 
 def used_weights(unit: Unit, take: Take | None = None) -> torch.Tensor:

@@ -11,7 +11,6 @@ grad      Compact [n/G], at least fp32. The sum of this step's gradients. After 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -31,13 +30,12 @@ STAGED_BYTES = 32 << 20
 class Gradients:
     """Holds the gradients of one unit.
 
-    codecs: the wire formats in force; gradients that fell back are sent exactly. staged: the frame of the staging.
-    pending: trainable parameters without a gradient in this micro-batch. touched: parameters whose part of ``grad``
-    was written in this step. backwards: how many of this step are complete.
+    staged: the frame of the staging. pending: trainable parameters without a gradient in this micro-batch. touched:
+    parameters whose part of ``grad`` was written in this step. backwards: how many of this step are complete.
     """
 
     def __init__(self, form: Form, weights: Weights, arena: Arena) -> None:
-        self.form, self.weights, self.arena, self.codecs = form, weights, arena, form.codecs
+        self.form, self.weights, self.arena = form, weights, arena
         self.grad: torch.Tensor | None = None
         self.staging: Slice | None = None
         self.staged: Frame | None = None
@@ -46,10 +44,6 @@ class Gradients:
         self.arrived_bytes = 0
         self.touched: set[str] = set()
         self.backwards = 0
-
-    def send_exactly(self) -> None:
-        """Fall back to exact messages for good. This is called between steps."""
-        self.codecs = replace(self.codecs, gradients_intra=None, gradients_inter=None)
 
     @cached_property
     def slice(self) -> Slice:

@@ -39,6 +39,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -46,10 +47,10 @@ from weakref import finalize
 
 import torch
 
-from megazero.comm.codec import Identity, codec_of
+from megazero.comm.codec import Codec, Identity, codec_of, decoded
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
-from megazero.comm.rows import Views
+from megazero.comm.rows import RowRun, Views
 from megazero.kernels.arena import ALIGN, Arena, Frame
 from megazero.kernels.fingerprint import fingerprint
 from megazero.kernels.pages import lock_pages, unlock_pages
@@ -128,7 +129,7 @@ class OuterSteps(StepPart):
         self.runs = {unit: [run for run in runs if run.unit is unit] for unit in units}
         self.measured = context.rounding
         # Rounding here is not measured: no unit is the sample.
-        rounding = Rounding(context.policy.seed, mesh.rank, mesh.device)
+        rounding = Rounding(context.policy, mesh)
         # A fragment on its way holds buffers while steps take theirs.
         arena = Arena() if outer.delay else context.arena
         self.context = replace(context, rounding=rounding, arena=arena)
@@ -389,8 +390,11 @@ class OuterSteps(StepPart):
         rows, residual = sums.rows(level, self.axis.size), self._residual_rows(unit)
         for row, owed in zip(rows, residual, strict=False):
             row.add_(owed)
-        outermost = ReduceHop(self.axis, codec, number=level + 1, lost=residual)
-        yield from descend(unit, [outermost], sums, sums, self.context)
+            if isinstance(codec, Identity):  # a cast, which no watch sees
+                torch.sub(row, row.to(codec.wire_dtype), out=owed)
+        watches = [partial(_write_lost, residual)] if residual else []
+        outermost = ReduceHop(self.axis, codec, level + 1)
+        yield from descend(unit, [outermost], sums, sums, self.context, watches=watches)
         own = self.axis.index
         for kept, total in zip(residual, rows, strict=False):
             kept[own].copy_(total[own])
@@ -440,6 +444,13 @@ class OuterSteps(StepPart):
         out.zero_()
         for run in self.runs[unit]:
             out.add_(torch.linalg.vector_norm(values[run.start : run.stop], dtype=torch.float64).square())
+
+
+def _write_lost(out: Views, codec: Codec, run: RowRun, messages: torch.Tensor, frame: Frame) -> None:
+    """Write what the messages lost, row - decoded message, to the same places of ``out`` [size, n] per region."""
+    arrived = decoded(codec, messages, run.rows, frame.take)
+    for row, gone, lost in zip(run.rows, arrived, out, strict=True):
+        torch.sub(row, gone, out=lost[run.at])
 
 
 def new_sums(unit: Unit) -> torch.Tensor:

@@ -21,7 +21,7 @@ class Outer:
 
     interval: how many steps they train apart. lr, momentum, nesterov: of the outer optimizer, which is SGD.
         lr 1 without momentum averages the replicas.
-    codec: the format of outer gradients, rounded to nearest; None sends them as they are. feedback: what rounding
+    codec: the format of outer gradients; None sends them as they are. feedback: what rounding
         lost is added to the next outer gradient.
     fragments: the modules, by name, that meet together, in the order in which they do (Streaming DiLoCo, arXiv
         2501.18512). Each fragment meets once per interval. By default there is one, of all modules.
@@ -52,11 +52,6 @@ class Outer:
             raise ValueError(
                 f"{self.count} fragments do not each have a step of their own in interval={self.interval}; nearest: "
                 f"{self.interval}"
-            )
-        if isinstance(self.codec, Coding) and self.codec.stochastic:
-            raise ValueError(
-                f"codec={self.codec} rounds with noise, and meetings have none: outer gradients are rounded to "
-                "nearest; nearest: stochastic=False, with feedback=True for what rounding loses"
             )
         longest = self.interval // self.count - 1  # one fragment is on its way at a time
         if not 0 <= self.delay <= longest or not 0 < self.mixing <= 1:
@@ -106,10 +101,7 @@ class Policy:
     dtype: the parameters' dtype in forward and backward. None keeps the module's.
     loss_scaled: the caller multiplies the losses by a scale, includes it in ``begin_step``'s divisor, and lowers it
         when a step is skipped. Parameters in fp16 are trained only so: else their gradients would become zero.
-    codecs: the wire formats of the hops. seed: the seed of stochastic rounding, and of transforms' signs.
-    weight_error_bound, gradient_error_bound: the largest relative rounding error, ||sent - exact|| /
-        ||exact|| of a unit's messages in one step, that is allowed. A unit above it falls back to exact
-        messages. None sets no limit.
+    codecs: the wire formats of the hops. seed: that of transforms' signs, and of the rounding of small moments.
     outer: how outer replicas meet, where the mesh has some. It does not take ``codecs.delta``.
     """
 
@@ -125,8 +117,6 @@ class Policy:
     loss_scaled: bool = False
     codecs: Codecs[Any] = Codecs()
     seed: int = 0
-    weight_error_bound: float | None = None
-    gradient_error_bound: float | None = None
     outer: Outer | None = None
 
     def __post_init__(self) -> None:
@@ -164,22 +154,6 @@ class Policy:
                 "codecs.delta does not go with outer: evaluations would see the anchor through the rounding of "
                 "differences; nearest: delta=False"
             )
-        if codecs.feedback and codecs.gradients_inter is None:
-            problems.append("codecs.feedback needs codecs.gradients_inter, whose rounding is fed back")
-        if (codecs.feedback_beta or codecs.feedback_reset) and not codecs.feedback:
-            problems.append(
-                f"codecs.feedback_beta={codecs.feedback_beta} and codecs.feedback_reset={codecs.feedback_reset} need "
-                "codecs.feedback, whose residual they change; nearest: feedback=True"
-            )
-        if not 0 <= codecs.feedback_beta < 1 or codecs.feedback_reset < 0:
-            problems.append(
-                f"codecs.feedback_beta={codecs.feedback_beta} must be in [0, 1), and "
-                f"codecs.feedback_reset={codecs.feedback_reset} at least 0"
-            )
-        for name in ("weight_error_bound", "gradient_error_bound"):
-            bound = getattr(self, name)
-            if bound is not None and not bound > 0:
-                problems.append(f"{name}={bound} must be above 0, or None for no limit")
         return problems
 
     def lifetime_on(self, axes: DataAxes) -> str:

@@ -14,30 +14,25 @@ import torch
 
 from megazero.checkpoint.placement import Placement, Places
 from megazero.checkpoint.records import SliceRecord
-from megazero.comm.codec import Identity
-from megazero.comm.hops import Traffic, run_through
-from megazero.kernels.arena import Arena
-from megazero.mesh.mesh import all_gather_flat
-from megazero.mesh.waiting import waiting
 from megazero.zero.engine import Engine
-from megazero.zero.layout import Slice, Slot
-from megazero.zero.reduce import ReduceHop, descend, share_back
+from megazero.zero.layout import Slot
 from megazero.zero.rounding import KINDS
 from megazero.zero.unit import Unit
 
-WEIGHTS, MASTER, RESIDUAL, ERRORS = "weights", "master", "residual", "rounding errors"
+WEIGHTS, MASTER, ERRORS = "weights", "master", "rounding errors"
 MOMENTUM, LOST, MOVED = "outer momentum", "outer residual", "outer squares"
 SUMS, LEFT = "outer sums", "outer squares under way"  # of a fragment on its way between replicas
+RESIDUAL = "residual"  # of gradients' error feedback, in checkpoints of earlier versions; nobody loads it
 NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL, LOST)
 
 
 def save_records(engine: Engine, placements: Mapping[str, Places] | None = None) -> list[SliceRecord]:
-    """Return what this rank saves: its OS slice of every parameter. This is collective under error feedback.
+    """Return what this rank saves: its OS slice of every parameter.
 
     The kinds are: 'weights' in the parameters' dtype (under the delta refresh R, after ``engine.refresh``); 'master'
-    (at least fp32) where that is another dtype; the optimizer's elementwise state, by torch's names; and under error
-    feedback 'residual', summed over senders. By default a parameter's placement is its own name and shape. Buffers
-    that have a placement are saved as they are, as weights and masters.
+    (at least fp32) where that is another dtype; and the optimizer's elementwise state, by torch's names. By default a
+    parameter's placement is its own name and shape. Buffers that have a placement are saved as they are, as weights
+    and masters.
     """
     engine.optimizer.ensure_state()
     masters = any(_keeps_masters(engine, unit) for unit in engine.units)
@@ -47,7 +42,7 @@ def save_records(engine: Engine, placements: Mapping[str, Places] | None = None)
             raise RuntimeError(
                 "save_records() needs engine.refresh() before it: R is behind the master weights"
             )
-        owed, level = _owed(engine, unit), unit.axes.os
+        level = unit.axes.os
         weights = unit.weights.copy_slice if unit.delta else unit.master.slice
         for piece, held in zip(unit.layout.pieces(level), weights.flat(level), strict=True):
             for slot, placement, low, high, at in _placed(placements, unit.layout.ranges_of(piece)):
@@ -56,8 +51,6 @@ def save_records(engine: Engine, placements: Mapping[str, Places] | None = None)
                 tensors = {WEIGHTS: held[start : start + high - low]}
                 if _keeps_masters(engine, unit):
                     tensors[MASTER] = unit.master.value[own]
-                if owed is not None:
-                    tensors[RESIDUAL] = owed[own]
                 tensors.update(engine.optimizer.elementwise_state(unit, own.start, own.stop))
                 record = _record(engine, placement, unit, slot, (low, high), tensors)
                 make = partial(engine.optimizer.decoded, unit, own.start, own.stop)
@@ -145,16 +138,14 @@ def in_replica(records: Iterable[SliceRecord], replica: int) -> list[SliceRecord
     ]
 
 
-def load_replica_records(
-    engine: Engine, placements: Mapping[str, Places] | None = None, residual: bool = False
-) -> list[SliceRecord]:
+def load_replica_records(engine: Engine, placements: Mapping[str, Places] | None = None) -> list[SliceRecord]:
     """Return the places into which a load writes if the outer replicas stay the same: all of this rank's state.
 
-    residual: as in ``load_records``. Call ``engine.outer.resume`` before it, which makes room for the sums of a
-    fragment on its way, and ``engine.invalidate(anchored=True)`` after it.
+    Call ``engine.outer.resume`` before it, which makes room for the sums of a fragment on its way, and
+    ``engine.invalidate(anchored=True)`` after it.
     """
     assert engine.outer is not None
-    own = [*load_records(engine, placements, True, residual), *_lost_records(engine, placements)]
+    own = [*load_records(engine, placements), *_lost_records(engine, placements)]
     records = in_replica(own, engine.mesh.replica)
     for unit, anchor in engine.outer.anchors.items():
         tensors = {MASTER: anchor.value} | ({} if anchor.momentum is None else {MOMENTUM: anchor.momentum})
@@ -197,45 +188,8 @@ def slice_records(
     ]
 
 
-def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
-    if not engine.policy.codecs.feedback and unit.feedback.carry is None:
-        return None
-    owed = residual_sum(engine, unit)
-    if unit.tied and engine.mesh.ends is not None:  # both ends owe, the first one saves
-        both = owed.new_empty(2, owed.numel())
-        with waiting:
-            all_gather_flat(both.view(-1), owed, group=engine.mesh.ends.reduce_group)
-        owed = both[0] + both[1]
-    return owed
-
-
-def residual_sum(engine: Engine, unit: Unit) -> torch.Tensor:
-    """Return this slice's error-feedback residual: summed over senders, plus ``carry``.
-
-    The result is compact, [n/OS], in at least fp32. This is collective.
-    """
-    axes = unit.axes
-    owed = torch.zeros_like(unit.master.value)
-    if unit.feedback.residual is not None:
-        assert axes.crossing is not None
-        # If replicas share a node the OS slice is the larger one: the rest's residual belongs to the other replicas.
-        base = min(axes.os, axes.crossing)
-        sums = Slice(unit.layout, unit.feedback.residual.new_zeros(unit.layout.level_numel(base)), base)
-        sums.copy_(Slice(unit.layout, unit.feedback.residual, axes.crossing), axes.crossing)
-        # A save's bytes are not a step's, and its buffers are not kept for the next step.
-        context = replace(engine.reducer.context, traffic=Traffic(), arena=Arena())
-        exact = Identity(unit.sum_dtype)
-        levels = range(axes.crossing + 1, axes.all + 1)
-        hops = [ReduceHop(axes.axis(n), exact, number=n) for n in levels]
-        run_through(descend(unit, hops, sums, sums, context))
-        for n in range(axes.all, axes.os, -1):
-            run_through(share_back(unit, axes.axis(n), n, exact, sums, context))
-        Slice(unit.layout, owed, axes.os).copy_(sums, axes.os)
-    return owed if unit.feedback.carry is None else owed.add_(unit.feedback.carry)
-
-
 def is_second_end(engine: Engine, unit: Unit) -> bool:
-    """Whether this is the last stage's copy of a tied parameter: the first stage saves it and takes its residual."""
+    """Whether this is the last stage's copy of a tied parameter: the first stage saves it."""
     return unit.tied and engine.mesh.ends is not None and engine.mesh.ends.index > 0
 
 
@@ -243,24 +197,18 @@ def load_records(
     engine: Engine,
     placements: Mapping[str, Places] | None = None,
     optimizer: bool = True,
-    residual: bool = False,
 ) -> list[SliceRecord]:
     """Return where a load writes.
 
-    Kind 'master' is for the weights, 'weights' for R; the optimizer's state is there if asked for. With ``residual``
-    there is also the error-feedback residual, which the next step's gradient takes up. Call ``engine.invalidate()``
-    after the load. The engine's own residuals and measurements are discarded with its old weights.
+    Kind 'master' is for the weights, 'weights' for R; the optimizer's state is there if asked for. Call
+    ``engine.invalidate()`` after the load. The engine's measurements are discarded with its old weights.
     """
     engine.optimizer.ensure_state()
     engine.rounding.forget()
     records = _buffer_records(engine, placements, (WEIGHTS, MASTER))
     for unit in engine.units:
-        owed = torch.zeros_like(unit.master.value) if residual else None
-        unit.feedback.begin(None if is_second_end(engine, unit) else owed)
         for slot, placement, low, high, at in _placed(placements, unit.layout.ranges(unit.axes.os)):
             tensors = {MASTER: unit.master.value[at : at + high - low]}
-            if owed is not None:
-                tensors[RESIDUAL] = owed[at : at + high - low]
             if optimizer:
                 state = engine.optimizer.elementwise_state(unit, at, at + high - low, loading=True)
                 tensors.update(state)
@@ -273,27 +221,21 @@ def load_records(
     return records
 
 
-def kinds_to_load(
-    engine: Engine, stored: Sequence[str], optimizer: Sequence[str], residual: bool = False
-) -> dict[str, str]:
+def kinds_to_load(engine: Engine, stored: Sequence[str], optimizer: Sequence[str]) -> dict[str, str]:
     """Map each kind of ``load_records`` to a kind in the checkpoint: the master falls back to the weights."""
     kinds = {MASTER: MASTER if MASTER in stored else WEIGHTS}
     if engine.policy.codecs.delta:
         kinds[WEIGHTS] = WEIGHTS
-    if residual:
-        kinds[RESIDUAL] = RESIDUAL
     return {**kinds, **{kind: kind for kind in optimizer}}
 
 
 def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the state that only the same layout can load unchanged.
 
-    That is this rank's own residuals and, under the delta refresh, the errors that were measured as R was
-    brought up to date for the save.
+    Under the delta refresh these are the errors that were measured as R was brought up to date for the save; with
+    outer replicas also the squares of their differences.
     """
-    # A sum that was carried here and not yet paid (its step was skipped, say) is in no rank's own residual.
-    own = [u for u in engine.units if u.feedback.residual is not None and u.feedback.carry is None]
-    held = {f"{RESIDUAL} {u.name}": u.feedback.residual for u in own if u.feedback.residual is not None}
+    held = dict[str, torch.Tensor]()
     if engine.policy.codecs.delta:
         measured = zip(KINDS, engine.rounding.sums, strict=True)
         held |= {f"{ERRORS} {kind}": sums for kind, sums in measured if sums.any()}
@@ -305,11 +247,7 @@ def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give every sender its own residual, after a load on the layout that saved. Nothing is carried."""
-    for unit in engine.units:
-        held = tensors.get(f"{RESIDUAL} {unit.name}")
-        if held is not None and engine.policy.codecs.feedback:
-            unit.feedback.restore(held)
+    """Restore ``rank_tensors``, after a load on the layout that saved."""
     for kind, sums in zip(KINDS, engine.rounding.sums, strict=True):
         if f"{ERRORS} {kind}" in tensors and engine.policy.codecs.delta:
             sums.copy_(tensors[f"{ERRORS} {kind}"])

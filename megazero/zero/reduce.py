@@ -12,29 +12,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import HopSpec, Leg, give_back, hop_spec, reduce, reduce_through, sum_all
 from megazero.comm.lane import Chain, Lane, Ticket
-from megazero.comm.rows import Rows, Views
-from megazero.comm.watch import Watch, write_lost
+from megazero.comm.watch import Watch
 from megazero.comm.wire import Codecs
-from megazero.kernels.noise import Noise
-from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
 from megazero.zero.rounding import GRADIENTS
-from megazero.zero.scalars import StepPart
 from megazero.zero.unit import Unit
 
 EXACT = Codecs[Codec]()
 
 
-class Reducer(StepPart):
+class Reducer:
     """Submits reductions in the reverse of the forward's order of first use, whatever the order of gradients."""
 
     def __init__(self, units: Sequence[Unit], context: Context, lane: Lane) -> None:
@@ -80,13 +73,6 @@ class Reducer(StepPart):
             self.lane.wait(self.pending.popleft())
         self.lane.drain()
 
-    def updated(self, made: bool) -> None:
-        """After an update, take what the step's messages lost into the residuals."""
-        rounding = self.context.rounding
-        updates = rounding.updates + 1  # this one included, which the guard counts next
-        for unit in self.units if made else ():
-            unit.feedback.commit(rounding.divisor, self.exact, updates)
-
     def abort(self) -> None:
         """Finish the chains in flight and forget the rest of the step."""
         self.wait()
@@ -118,17 +104,9 @@ class Reducer(StepPart):
 
 @dataclass(frozen=True)
 class ReduceHop(Leg):
-    """One hop of a reduction, from level ``number`` - 1 to ``number``.
+    """One hop of a reduction, from level ``number`` - 1 to ``number``."""
 
-    lost: the hop writes here, by index, what rounding its messages lost; empty: nobody asks.
-    """
-
-    number: int = 0
-    lost: Views = ()
-
-    @property
-    def fusible(self) -> bool:
-        return isinstance(self.codec, Blockwise) and not self.lost
+    number: int
 
 
 @dataclass(frozen=True)
@@ -172,35 +150,23 @@ class Reduction:
         yield from descend(unit, hops, sums, sums, self.context)
         for number in range(axes.all, axes.os, -1):
             axis = axes.axis(number)
-            codec = None if self.exact else unit.gradients.codecs.gradients(axis.link)
+            codec = None if self.exact else unit.codecs.gradients(axis.link)
             yield from share_back(unit, axis, number, codec or Identity(unit.sum_dtype), sums, self.context)
-        if unit.gradients.codecs.mixes:
+        if unit.codecs.mixes:
             sums.clear_padding()
-        unit.feedback.pay(sums, self.context.rounding.divisor)
 
     def _hops(self, numbers: range) -> list[ReduceHop]:
         """Make the hops of these levels. Only the first level's codec may take raw gradients; others take sums."""
         unit = self.unit
-        codecs = EXACT if self.exact else unit.gradients.codecs
+        codecs = EXACT if self.exact else unit.codecs
         raw, sums = Identity(unit.dtype), Identity(unit.sum_dtype)
         hops: list[ReduceHop] = []
         for number in numbers:
             axis = unit.axes.axis(number)
             unsummed = number == 1 and (unit.axes.g > 0 or self.last and self.micro_batch == 0)
-            once = unit.axes.crossing is not None and number > unit.axes.crossing and axis.link == INTER
-            fed = once and unit.gradients.codecs.feedback
-            # When rounding ends, a residual may be left. It goes with the next exact message, so that one is a sum.
-            owing = fed and unit.feedback.residual is not None
-            codec = codecs.gradients(axis.link) or (raw if unsummed and not owing else sums)
-            feeds_back = owing or fed and isinstance(codec, Blockwise)
-            lost = unit.feedback.errors().rows(number - 1, axis.size) if feeds_back else ()
-            hops.append(ReduceHop(axis, codec, self._noise(codec, number), number, lost))
+            codec = codecs.gradients(axis.link) or (raw if unsummed else sums)
+            hops.append(ReduceHop(axis, codec, number))
         return hops
-
-    def _noise(self, codec: Codec, number: int) -> Noise | None:
-        rounding = self.context.rounding
-        where = f"reduce {number} micro-batch {self.micro_batch} from {rounding.rank}"
-        return rounding.noise_for(codec, self.unit, where)
 
 
 def descend(
@@ -211,13 +177,13 @@ def descend(
     context: Context,
     *,
     accumulate: bool = False,
+    watches: Sequence[Watch] = (),
 ) -> Chain:
     """Reduce-scatter from the source's level down to the last hop's. The sums go to ``target``.
 
     accumulate: they are added to what it holds. Every hop sends messages to the others, and sums theirs, decoded,
     into the slice of the next level; so each hop leaves 1/size of the elements. In place (target is source) the sums
-    of every hop stay where they are. Later hops need only the slice inside, so the rest of the buffer is free to keep
-    the errors of feedback.
+    of every hop stay where they are. watches: see the quantised messages, beside those of the context's rounding.
     """
     with context.frame() as frame:
         for group in fused(hops):
@@ -226,15 +192,16 @@ def descend(
             if source.buffer is not target.buffer and group[-1] is not hops[-1]:
                 empty = frame.take(unit.layout.level_numel(number), target.buffer.dtype)
                 sums = Slice(unit.layout, empty, number)
-            yield from _descend_by(unit, group, source, sums, context, accumulate and sums is target)
+            seen = (*context.rounding.watches(unit, GRADIENTS), *watches)
+            yield from _descend_by(unit, group, source, sums, context, accumulate and sums is target, seen)
             source = sums
 
 
 def fused(hops: Sequence[ReduceHop]) -> Iterator[list[ReduceHop]]:
-    """Yield the hops by groups: quantised ones in a row pass their sums straight on, unless rounding is fed back."""
+    """Yield the hops by groups: quantised ones in a row pass their sums straight on."""
     group: list[ReduceHop] = []
     for hop in hops:
-        if group and not (group[-1].fusible and hop.fusible):
+        if group and not (isinstance(group[-1].codec, Blockwise) and isinstance(hop.codec, Blockwise)):
             yield group
             group = []
         group.append(hop)
@@ -243,49 +210,35 @@ def fused(hops: Sequence[ReduceHop]) -> Iterator[list[ReduceHop]]:
 
 
 def _descend_by(
-    unit: Unit, group: Sequence[ReduceHop], source: Slice, sums: Slice, context: Context, accumulate: bool
+    unit: Unit,
+    group: Sequence[ReduceHop],
+    source: Slice,
+    sums: Slice,
+    context: Context,
+    accumulate: bool,
+    watches: Sequence[Watch],
 ) -> Chain:
     """Take one hop, or several that are fused."""
     hop = group[0]
-    if hop.lost and hop.number - 1 == unit.axes.crossing:
-        unit.feedback.add_to(source, context.rounding.divisor)
     rows = source.hop(hop.number - 1, hop.axis.size, hop.axis.index)
-    watches: tuple[Watch, ...] = context.rounding.watches(unit, GRADIENTS)
     if len(group) > 1:
         out = sums.flat(group[-1].number)
         yield from reduce_through(group, rows, out, context, accumulate=accumulate, watches=watches)
         return
-    if hop.lost:
-        watches = (*watches, partial(write_lost, hop.lost))
     apart = None if sums.buffer is source.buffer else sums.flat(hop.number)
-    cast = isinstance(hop.codec, Identity)
-    whole = cast and len(unit.layout.regions) == 1 and hop.axis.size > 2  # nothing is copied
+    one = isinstance(hop.codec, Identity) and len(unit.layout.regions) == 1
+    whole = one and hop.axis.size > 2  # nothing is copied
     yield from reduce(hop, rows, apart, context, accumulate=accumulate, whole=whole, watches=watches)
-    if hop.lost and cast:
-        _write_cast_errors(hop, rows)
-
-
-def _write_cast_errors(hop: ReduceHop, rows: Rows) -> None:
-    """Write what a cast of the other ranks' rows lost, to the same places of ``hop.lost``. These rows are as sent."""
-    for run, errors in zip(rows.others, Rows(hop.lost, hop.axis.index).others, strict=True):
-        for row, lost in zip(run.rows, errors.rows, strict=True):
-            if hop.codec.wire_dtype == row.dtype:
-                lost.zero_()  # not row - row, which is NaN for Inf
-            else:
-                torch.sub(row, row.to(hop.codec.wire_dtype), out=lost)
 
 
 def share_back(unit: Unit, axis: Axis, number: int, codec: Codec, sums: Slice, context: Context) -> Chain:
     """Return the sums of level ``number`` to replicas: this rank's share goes to the others of the axis, in place.
 
-    The owner, too, takes the decoded values, so that replicas stay equal to the bit. For the same reason noise is
-    drawn by element, not by sender: after the outer axes' way back several ranks hold the same share and round it.
+    The owner, too, takes the decoded values, so that replicas stay equal to the bit.
     """
-    rounding, start = context.rounding, unit.layout.pieces(number)[0].start
-    noise = rounding.noise_for(codec, unit, f"return {number}", start)
     share, out = sums.rows(number, 1), sums.rows(number - 1, axis.size)
-    watches = rounding.watches(unit, GRADIENTS)
-    yield from give_back(Leg(axis, codec, noise), share, out, context, watches=watches)
+    watches = context.rounding.watches(unit, GRADIENTS)
+    yield from give_back(Leg(axis, codec), share, out, context, watches=watches)
 
 
 def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
@@ -293,16 +246,12 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     link.
 
     The first and the last pipeline stage hold it (tied embeddings), each in a unit of its own with one name and
-    layout, and each has reduced its own gradients. Both add up the same decoded messages, so masters, moments and
-    what refreshes send (noise goes by name and element) stay the same bits at both.
+    layout, and each has reduced its own gradients. Both add up the same decoded messages, so masters, moments (whose
+    noise goes by name and element) and what refreshes send stay the same bits at both.
     """
-    codec = (None if exact else unit.gradients.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
-    rows = unit.gradients.slice.rows(unit.axes.os, 1)
-    start = unit.layout.pieces(unit.axes.os)[0].start
-    # By end, not by rank: replicas of an end hold the same sum and must send the same bits.
-    noise = context.rounding.noise_for(codec, unit, f"end {ends.index}", start)
-    out = unit.gradients.slice.flat(unit.axes.os)
+    codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
+    rows, out = unit.gradients.slice.rows(unit.axes.os, 1), unit.gradients.slice.flat(unit.axes.os)
     watches = context.rounding.watches(unit, GRADIENTS)
-    yield from sum_all(Leg(ends, codec, noise), rows, out, context, watches=watches)
-    if unit.gradients.codecs.mixes:
+    yield from sum_all(Leg(ends, codec), rows, out, context, watches=watches)
+    if unit.codecs.mixes:
         unit.gradients.slice.clear_padding()

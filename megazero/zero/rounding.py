@@ -1,15 +1,15 @@
-"""Rounding of messages: the noise and divisor it needs, the sampled errors that it leaves.
+"""Rounding: every step measures what the messages of one unit lost, in turn.
 
-There is one Rounding per engine; the chains of gather.py and reduce.py are given it. Noise is a function of
-(seed, updates, unit, hop, sender, element). So it is the same after a resume, and replicas that round the
-same slice draw the same.
+There is one Rounding per engine; the chains of gather.py and reduce.py are given it. It also has the noise of small
+moments, a function of (seed, updates, unit, element), so it is the same after a resume and on every replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,6 +20,8 @@ from megazero.kernels.arena import Frame
 from megazero.kernels.noise import Noise
 from megazero.mesh.mesh import Mesh
 from megazero.mesh.objects import gather_objects
+from megazero.zero.policy import Policy
+from megazero.zero.scalars import Rows, StepPart
 from megazero.zero.unit import Unit
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
@@ -31,22 +33,21 @@ MEASURED = 2 * len(KINDS) + 2  # numbers: two squares of each kind, two counts o
 Observer = Callable[[Unit, Codec, str, torch.Tensor, torch.Tensor], None]
 
 
-class Rounding:
-    """Gives noise to the codecs of one engine and sums up the errors they made.
+class Rounding(StepPart):
+    """Sums up the errors of the sample's messages. Where nothing is rounded it has no columns.
 
     names: the names of the units of all pipeline stages. updates: how many updates the master weights have had.
-    divisor: the open step's divisor of gradients. measured: fp64 [MEASURED], what the sample's messages lost since
-    the last step's end; always the same buffer, because a unit's chains alternate between streams on CUDA. Its
-    views are sums [KINDS, 2], ||sent - exact||^2 and ||exact||^2, and zeroed [2], how many elements of gradients were
-    not 0 and arrived as 0, and how many were not 0.
+    measured: fp64 [MEASURED], what the sample's messages lost since the last step's end; always the same buffer,
+    because a unit's chains alternate between streams on CUDA. Its views are sums [KINDS, 2], ||sent - exact||^2 and
+    ||exact||^2, and zeroed [2], how many elements of gradients were not 0 and arrived as 0, and how many were not 0.
     observer: it sees every unit's messages, not only the sample's. It keeps none of the tensors.
     """
 
-    def __init__(self, seed: int, rank: int, device: torch.device, names: Sequence[str] = ()) -> None:
-        self.seed, self.rank, self.names = seed, rank, names
+    def __init__(self, policy: Policy, mesh: Mesh, names: Sequence[str] = ()) -> None:
+        self.seed, self.replica, self.names = policy.seed, mesh.replica, names
+        self.columns = self.summed = 0 if policy.codecs.exact else MEASURED
         self.updates = 0
-        self.divisor = 1.0
-        self.measured = torch.zeros(MEASURED, dtype=torch.float64, device=device)
+        self.measured = torch.zeros(MEASURED, dtype=torch.float64, device=mesh.device)
         self.sums, self.zeroed = self.measured[:-2].view(len(KINDS), 2), self.measured[-2:]
         self.observer: Observer | None = None
 
@@ -59,16 +60,9 @@ class Rounding:
         """
         return self.names[self.updates % len(self.names)] if self.names else None
 
-    def noise(self, unit: Unit, hop: str, start: int = 0) -> Noise:
-        """Return the noise of a slice whose first element is ``start`` of the unit.
-
-        hop: a text that differs between hops and between senders.
-        """
-        return Noise.named(self.seed, self.updates, f"{unit.name}/{hop}", start)
-
-    def noise_for(self, codec: Codec, unit: Unit, hop: str, start: int = 0) -> Noise | None:
-        """Return ``noise`` if the codec draws from it. To name a stream takes the host a hash."""
-        return self.noise(unit, hop, start) if codec.stochastic else None
+    def noise(self, unit: Unit, what: str, start: int = 0) -> Noise:
+        """Return the noise of a slice whose first element is ``start`` of the unit. what: a text that names it."""
+        return Noise.named(self.seed, self.updates, f"{unit.name}/{what}", start)
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
@@ -114,16 +108,31 @@ class Rounding:
         if zeroed is not None:
             self.zeroed.add_(zeroed)
 
-    def take(self, out: torch.Tensor) -> None:
-        """Move this rank's measurements to ``out``, fp64 [MEASURED], and begin anew."""
-        out.copy_(self.measured)
-        self.forget()
-
     def forget(self) -> None:
         """Begin anew."""
         self.measured.zero_()
 
-    def abort(self) -> None:
+    def write(self, row: torch.Tensor) -> None:
+        if self.columns:
+            row.copy_(self.measured)
+            self.forget()
+
+    def read(self, rows: Rows, sums: Rows) -> Mapping[str, Any]:
+        if not self.columns:
+            return {"sampled": self.sampled}
+        lost = sums[self.replica]
+        return {"sampled": self.sampled, "errors": relative_errors(lost), "zeroed": zeroed_share(lost)}
+
+    def updated(self, made: bool) -> None:
+        self.updates += int(made)
+
+    def state(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.updates = int(state["updates"])
+
+    def aborted(self) -> None:
         """Forget the measurements of the open step's gradients. Those of the weights stay and count."""
         self.sums[KINDS.index(GRADIENTS)].zero_()
         self.zeroed.zero_()

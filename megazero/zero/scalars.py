@@ -37,9 +37,8 @@ class StepInfo:
         of its 'weights' and 'gradients', each only if it was sent quantised. zeroed: the share of the elements in its
         messages of gradients, over all ranks, that are not 0 and arrive as 0 (padding is 0); None if none was sent
         quantised. An element that lives on in a later message counts, too, so this bounds from above the share of
-        dead ones, which arrive as 0 in every message. A transform leaves few. fallbacks: one line for each
-        unit whose error was above the policy's bound. It sends exactly from the next step on. replica_norms: those
-        of all outer replicas. outer_norm: ||Delta|| (outer.py), if the step before took an outer step.
+        dead ones, which arrive as 0 in every message. A transform leaves few. replica_norms: those of all outer
+        replicas. outer_norm: ||Delta|| (outer.py), if the step before took an outer step.
         outer_drift: the root of the mean over replicas of ||theta_i - mean||^2 in it.
     """
 
@@ -48,7 +47,6 @@ class StepInfo:
     sampled: str = ""
     errors: Mapping[str, float] = field(default_factory=dict)
     zeroed: float | None = None
-    fallbacks: tuple[str, ...] = ()
     replica_norms: tuple[float, ...] = ()
     outer_norm: float | None = None
     outer_drift: float | None = None

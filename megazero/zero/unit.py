@@ -7,7 +7,6 @@ Nobody writes a unit. Its state is written by the owners alone: each class's own
 | ``Master`` (masters.py) | this rank's slice of the master weights |
 | ``Weights`` (weights.py) | full parameters and the P copy, by gathers and refreshes; who uses them |
 | ``Gradients`` (gradients.py) | gradients on their way, and their sums |
-| ``Feedback`` (feedback.py) | what rounding of gradients lost and the next step adds |
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from dataclasses import dataclass, fields
 import torch
 
 from megazero.kernels.arena import Arena
-from megazero.zero.feedback import Feedback
 from megazero.zero.form import Form
 from megazero.zero.gradients import Gradients
 from megazero.zero.masters import Master
@@ -32,13 +30,11 @@ class Unit(Form):
     master: Master
     weights: Weights
     gradients: Gradients
-    feedback: Feedback
 
 
 def make_unit(form: Form, values: Mapping[str, torch.Tensor], arena: Arena) -> Unit:
     """Make a unit of these parameter values [shape of each]. arena: of staging, one for all units of an engine."""
     weights = Weights(form, values)
     gradients = Gradients(form, weights, arena)
-    feedback = Feedback(form, gradients)
     own = {field.name: getattr(form, field.name) for field in fields(form)}
-    return Unit(**own, master=weights.master, weights=weights, gradients=gradients, feedback=feedback)
+    return Unit(**own, master=weights.master, weights=weights, gradients=gradients)

@@ -28,7 +28,6 @@ prepared  The version of the master whose refresh the optimizer's step has alrea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from math import prod
 
@@ -48,14 +47,13 @@ from megazero.zero.parameters import Binding, Read, Released, refuse_read, relea
 class Weights:
     """Holds the weights of one unit, and counts their uses.
 
-    codecs: the wire formats in force; weights that fell back are sent exactly. ticket: of the gather in flight.
-    active: how many modules in forward use them now. in_backward: a backward does. pinned: how many open
-    ``gathered`` blocks hold them. writers: how many of these are to write.
+    ticket: of the gather in flight. active: how many modules in forward use them now. in_backward: a backward does.
+    pinned: how many open ``gathered`` blocks hold them. writers: how many of these are to write.
     """
 
     def __init__(self, form: Form, values: Mapping[str, torch.Tensor]) -> None:
         """values: of the parameters, [shape of each]."""
-        self.form, self.codecs = form, form.codecs
+        self.form = form
         self.full = torch.empty(form.layout.numel, dtype=form.dtype, device=form.device)
         self.full_slice = Slice(form.layout, self.full, 0)
         self.full_present = self.copy_present = True
@@ -78,7 +76,7 @@ class Weights:
         """Choose the codecs and layouts of what refreshes and gathers send."""
         form, axes = self.form, self.form.axes
         identity = Identity(form.dtype)
-        self.refresh_codec = self.codecs.weights or identity
+        self.refresh_codec = form.codecs.weights or identity
         self.codec = identity if form.delta else self.refresh_codec  # of gathers
         self.direct = isinstance(self.codec, Identity) and self.codec.wire_dtype == form.dtype
         self.direct = self.direct and len(form.layout.regions) == 1
@@ -131,25 +129,6 @@ class Weights:
         elif self.stale:
             self.hide()
         return bindings
-
-    def send_exactly(self) -> None:
-        """Fall back to exact messages for good, from the next refresh on.
-
-        This is called between steps, when nothing is in flight or gathered.
-        """
-        if self.codecs.weights is None:  # a checkpoint's fallback, in a run that is exact anyway
-            return
-        self.codecs = replace(self.codecs, weights=None)
-        self._plan_wire()
-        # Rounded, or in another format: stale even if the step that found out was skipped.
-        self.version = 0
-        self.hide()
-        if self.form.delta:  # R goes on
-            return
-        self.copy = self.full  # frees the old one before the new one is made
-        self.copy = self._make_copy()
-        if self.form.axes.p and not self.copy_present:
-            self.copy.untyped_storage().resize_(0)
 
     def materialise_full(self) -> None:
         if not self.full_present:
@@ -237,7 +216,7 @@ class Weights:
         after the step.
         """
         form, axes = self.form, self.form.axes
-        if form.delta and self.codecs.weights is not None:
+        if form.delta and form.codecs.weights is not None:
             return Refresh(held=self.copy_slice.rows(axes.os, 1)[0].view(-1))
         if form.delta or not self.direct or form.dtype == form.sum_dtype or form.lifetime == "step":
             return NOTHING

@@ -31,7 +31,6 @@ NAMES: dict[str, Formats | None] = {
     "exact": EXACT,
     "INT8 + INT4": INT8_INT4,
     "4-bit differences + INT4": DELTA_INT4,
-    "stochastic": {**INT8_INT4, "gradient_rounding": "stochastic"},
 }
 
 

@@ -72,17 +72,17 @@ OUTER: Layouts = {
     ),
     "streamed, 8 bits, tp 2": (4, {**PAIRS, **STREAMED, "outer_bits": 8, "tensor_model_parallel_size": 2}),
 }
-# Biases of experts and what rounding owes are state besides the tensors' own.
+# Biases of experts are state besides the tensors' own.
 ROUTED = {"num_experts": 8, "moe_ffn_hidden_size": 12, "ranks_per_node": 2}
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 CODED = {"zero_preset": "zeropp", "zero_exact_numel": 64, "zero_block_size": 8}
 EXPERTS: Layouts = {
     "experts, zeropp": (4, {**ROUTED, **BIASED, **CODED, "expert_model_parallel_size": 2}),
-    "experts, zeropp, feedback, bf16": (
+    "experts, zeropp, bf16": (
         4,
         {
             **{**ROUTED, **CODED, "expert_model_parallel_size": 2, "params_dtype": "bf16"},
-            **{"zero_gradient_rounding": "feedback", "moe_aux_loss_coeff": 0.01},
+            "moe_aux_loss_coeff": 0.01,
         },
     ),
     "experts of two nodes, 8 bits, zero3": (

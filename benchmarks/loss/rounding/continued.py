@@ -16,7 +16,7 @@ from benchmarks.loss.rounding.training import Batch, State, Training
 # In order of value: what does not fit into the time is left out from the end.
 FORMATS = (
     EXACT, "INT4 64", "INT4 64 + H64", "INT4 2048", "INT4 128 + H128", "INT4 128", "INT4 2048 + H128",
-    "INT4 64, feedback", "INT8 128", "INT4 64 + H64, feedback", "2 bits 64 + H64, feedback", "3 bits 64 + H64",
+    "INT8 128", "3 bits 64 + H64",
 )  # fmt: skip
 WARM_RATE = 1 / 30  # of the rate
 COUNTED = 4  # steps that are timed, to plan

@@ -10,7 +10,6 @@ import torch
 from megazero.comm.codec import Blockwise
 from megazero.kernels.arena import SCRATCH
 from megazero.kernels.hadamard import Hadamard, Mixing
-from megazero.kernels.noise import Noise
 from megazero.zero.layout import UnitLayout
 
 BLOCK = 2048  # the largest: parameters start on it in every format
@@ -27,9 +26,8 @@ class Emulated:
     bits: int
     block: int
     hadamard: int
-    stochastic = False
 
-    def encode(self, x: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Return what x [k, n] decodes to."""
         with SCRATCH.frame(x.device) as frame:
             mixing = Mixing.of(frame, Hadamard(self.hadamard), x.numel(), x.dtype)
@@ -53,11 +51,10 @@ class Emulated:
 
 @dataclass(frozen=True)
 class Rounding:
-    """coding: None is exact. feedback: what a message lost is added to the sender's next one. columns: each column of
-    a matrix is divided by its rms in the step before, which the receivers decoded, too."""
+    """coding: None is exact. columns: each column of a matrix is divided by its rms in the step before, which the
+    receivers decoded, too."""
 
     coding: Blockwise | Emulated | None
-    feedback: bool = False
     columns: bool = False
 
     @cached_property
@@ -66,42 +63,33 @@ class Rounding:
         return 4.0 if self.coding is None else self.coding.bits / 8 + 2 / self.coding.block
 
 
-def coding(bits: int, block: int, hadamard: int = 0, **more: bool) -> Blockwise:
-    return Blockwise(bits, block, hadamard=hadamard, **more)
-
-
 EXACT = "exact"
 ROUNDINGS: dict[str, Rounding] = {
     EXACT: Rounding(None),
-    "INT4 64": Rounding(coding(4, 64)),
-    "INT4 64 + H64": Rounding(coding(4, 64, 64)),
-    "INT4 2048": Rounding(coding(4, 2048)),
-    "INT4 128": Rounding(coding(4, 128)),
-    "INT4 128 + H128": Rounding(coding(4, 128, 128)),
-    "INT4 2048 + H128": Rounding(coding(4, 2048, 128)),
-    "INT4 512 + H128": Rounding(coding(4, 512, 128)),
-    "INT8 128": Rounding(coding(8, 128)),
-    "INT4 128 + H32": Rounding(coding(4, 128, 32)),
-    "INT8 2048": Rounding(coding(8, 2048)),
-    "INT4 64, feedback": Rounding(coding(4, 64), feedback=True),
-    "INT4 64 + H64, feedback": Rounding(coding(4, 64, 64), feedback=True),
-    "INT4 64, stochastic": Rounding(coding(4, 64, stochastic=True)),
-    "INT4 64 + H64, stochastic": Rounding(coding(4, 64, 64, stochastic=True)),
-    "INT4 64, columns": Rounding(coding(4, 64), columns=True),
-    "INT4 128, columns": Rounding(coding(4, 128), columns=True),
+    "INT4 64": Rounding(Blockwise(4, 64)),
+    "INT4 64 + H64": Rounding(Blockwise(4, 64, 64)),
+    "INT4 2048": Rounding(Blockwise(4, 2048)),
+    "INT4 128": Rounding(Blockwise(4, 128)),
+    "INT4 128 + H128": Rounding(Blockwise(4, 128, 128)),
+    "INT4 2048 + H128": Rounding(Blockwise(4, 2048, 128)),
+    "INT4 512 + H128": Rounding(Blockwise(4, 512, 128)),
+    "INT8 128": Rounding(Blockwise(8, 128)),
+    "INT4 128 + H32": Rounding(Blockwise(4, 128, 32)),
+    "INT8 2048": Rounding(Blockwise(8, 2048)),
+    "INT4 64, columns": Rounding(Blockwise(4, 64), columns=True),
+    "INT4 128, columns": Rounding(Blockwise(4, 128), columns=True),
     "3 bits 64 + H64": Rounding(Emulated(3, 64, 64)),
-    "2 bits 64 + H64": Rounding(coding(2, 64, 64)),
-    "2 bits 64 + H64, feedback": Rounding(coding(2, 64, 64), feedback=True),
+    "2 bits 64 + H64": Rounding(Blockwise(2, 64, 64)),
 }
-WEIGHTS = {"INT8 128": coding(8, 128), "INT4 64": coding(4, 64), "INT4 64 + H64": coding(4, 64, 64)}
+WEIGHTS = {"INT8 128": Blockwise(8, 128), "INT4 64": Blockwise(4, 64), "INT4 64 + H64": Blockwise(4, 64, 64)}
 DIFFERENCES = {
-    "INT8 128": coding(8, 128),
-    "INT4 64": coding(4, 64),
-    "INT4 64 + H64": coding(4, 64, 64),
-    "INT4 128 + H128": coding(4, 128, 128),
-    "INT4 2048": coding(4, 2048),
-    "2 bits 64": coding(2, 64),
-    "2 bits 64 + H64": coding(2, 64, 64),
+    "INT8 128": Blockwise(8, 128),
+    "INT4 64": Blockwise(4, 64),
+    "INT4 64 + H64": Blockwise(4, 64, 64),
+    "INT4 128 + H128": Blockwise(4, 128, 128),
+    "INT4 2048": Blockwise(4, 2048),
+    "2 bits 64": Blockwise(2, 64),
+    "2 bits 64 + H64": Blockwise(2, 64, 64),
 }
 
 
@@ -114,8 +102,6 @@ class Hop:
     def __init__(self, rounding: Rounding, layout: UnitLayout) -> None:
         self.rounding, self.layout = rounding, layout
         self.senders, self.coded = layout.sizes[0], layout.regions[0][1]
-        self.step = 0
-        self.residual: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
 
     def mean(self, gradients: torch.Tensor) -> torch.Tensor:
@@ -125,16 +111,13 @@ class Hop:
             return gradients.mean(0)
         given = self._prepared(gradients[:, : self.coded])
         rows = given.unflatten(1, (senders, -1))  # by sender, then by owner
-        messages = [self._encoded(sender, rows[sender]) for sender in range(senders)]
+        messages = [coder.encode(row) for row in rows]
         total = torch.empty_like(gradients[0])
         sums = total[: self.coded].view(senders, -1)
         for owner in range(senders):
             sent = torch.stack([messages[s][owner] for s in range(senders) if s != owner])
             coder.decode_sum(sent, sums[owner], False, own=(rows[owner, owner],))
         total[self.coded :] = gradients[:, self.coded :].sum(0)
-        if self.residual is not None:
-            for sender in range(senders):
-                self._keep(sender, rows[sender], messages[sender])
         self._finished(
             total[: self.coded].div_(senders)
             if self.scale is None
@@ -151,40 +134,19 @@ class Hop:
         given = self._prepared(gradients.clone())
         out = torch.empty_like(given)
         for sender, row in enumerate(given):
-            coder.decode(self._encoded(sender, row[None]), out[sender][None])
-        if self.residual is not None:
-            torch.sub(given, out, out=self.residual)
+            coder.decode(coder.encode(row[None]), out[sender][None])
         if self.scale is not None:
             out.mul_(self.scale)
         self._finished(out.mean(0))
         return self._cleared(out)
 
     def _prepared(self, given: torch.Tensor) -> torch.Tensor:
-        if self.rounding.feedback:
-            if self.residual is None:
-                self.residual = torch.zeros_like(given)
-            given += self.residual
         if self.scale is not None:
             given /= self.scale
         return given
 
-    def _encoded(self, sender: int, rows: torch.Tensor) -> torch.Tensor:
-        coder = self.rounding.coding
-        assert coder is not None
-        noise = Noise(0, self.step, sender, 0) if coder.stochastic else None
-        return coder.encode(rows, noise=noise)
-
-    def _keep(self, sender: int, rows: torch.Tensor, messages: torch.Tensor) -> None:
-        """Keep what a sender's messages lost of rows [S, n / S]. Its own row was not sent."""
-        assert self.residual is not None and self.rounding.coding is not None
-        kept = self.residual[sender].view(rows.shape)
-        self.rounding.coding.decode(messages, kept)
-        torch.sub(rows, kept, out=kept)
-        kept[sender].zero_()
-
     def _finished(self, mean: torch.Tensor) -> None:
         """Take what all have decoded, fp32 [coded], to the next step."""
-        self.step += 1
         if self.rounding.columns:
             self.scale = self._columns(mean)
 

@@ -26,7 +26,7 @@ KINDS = {
     "norms": ("norm",),
 }
 ALL = "all matrices"
-STEPS = 3  # of messages at one set of weights; the last two are measured, the first is what feedback and columns know
+STEPS = 3  # of messages at one set of weights; the last two are measured, the first is what columns know
 Row = dict[str, Any]
 
 

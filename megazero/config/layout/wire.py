@@ -16,13 +16,9 @@ from megazero.config.options.sections import ZeroConfig
 
 # The options that say how messages are coded.
 OF_WEIGHTS = ("zero_weight_bits",)
-OF_GRADIENTS = (
-    *("zero_gradient_bits", "zero_gradient_bits_intra_node"),
-    *("zero_gradient_rounding", "zero_gradient_transform"),
-)
+OF_GRADIENTS = ("zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_transform")
 OF_BOTH = ("zero_block_size", "zero_exact_numel")
 WEIGHT_BITS, DELTA_BITS, GRADIENT_BITS = 8, 4, 4
-ROUNDING = "nearest"
 # 1% of the columns hold half of a trained model's squared gradients, and in AdamW all elements count alike. INT4 of
 # SmolLM2-135M's gradients errs by 0.17 of their norm, with a transform by 0.09; INT8 by 0.02 without one.
 TRANSFORM, MOST_TRANSFORMED_BITS = "hadamard", 4
@@ -81,11 +77,6 @@ def quantizes_gradients(zero: ZeroConfig) -> bool:
     return zero.zero_preset in QUANTISED if asked is None else asked
 
 
-def rounding(zero: ZeroConfig) -> str:
-    """Return how gradients are rounded: 'nearest', 'stochastic' or 'feedback'."""
-    return zero.zero_gradient_rounding or ROUNDING
-
-
 def transform(zero: ZeroConfig) -> str:
     """Return the transform of quantised gradients: 'none' or 'hadamard'.
 
@@ -120,44 +111,30 @@ def asked_for(zero: ZeroConfig) -> Wire:
         bits = zero.zero_weight_bits or (DELTA_BITS if quantizes_changes(zero) else WEIGHT_BITS)
         weights = _coding(zero, bits)
     if quantizes_gradients(zero):
-        stochastic = rounding(zero) == "stochastic"
-        inter = _coding(zero, zero.zero_gradient_bits or GRADIENT_BITS, stochastic)
+        inter = _coding(zero, zero.zero_gradient_bits or GRADIENT_BITS)
         if zero.zero_gradient_bits_intra_node:
-            intra = _coding(zero, zero.zero_gradient_bits_intra_node, stochastic)
+            intra = _coding(zero, zero.zero_gradient_bits_intra_node)
         inter, intra = _mixed([inter, intra], transform(zero))
-    feedback = inter is not None and rounding(zero) == "feedback"
     exact = EXACT_NUMEL if zero.zero_exact_numel is None else zero.zero_exact_numel
-    return Wire(weights, intra, inter, quantizes_changes(zero), feedback, exact_numel=exact)
+    return Wire(weights, intra, inter, quantizes_changes(zero), exact_numel=exact)
 
 
 def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
-    """Return the formats in use on d data-parallel ranks, h to a node: those asked for whose hops exist.
-
-    Raises ValueError for error feedback where gradients cross nodes with every micro-batch.
-    """
+    """Return the formats in use on d data-parallel ranks, h to a node: those asked for whose hops exist."""
     asked = asked_for(zero)
     refresh, reduction = weights_cross(shards.os, h), gradients_cross(d, h)
-    if asked.feedback and reduction and shards.g > h and not shards.whole_gradients:
-        p = min(shards.p, h)
-        raise ValueError(
-            "--zero-gradient-rounding feedback needs gradients that cross nodes once per step, but with G = "
-            f"{shards.g} they cross with every micro-batch ({h} data-parallel ranks share a node); nearest: "
-            f"--zero-shard {p},{h},{shards.os}{' (preset zeropp)' if (p, shards.os) == (h, d) else ''}, or "
-            "--zero-gradients-lifetime step, or --zero-gradient-rounding stochastic"
-        )
     wire = replace(
         asked,
         weights=asked.weights if refresh else None,
         gradients_intra=asked.gradients_intra if h > 1 else None,
         gradients_inter=asked.gradients_inter if reduction else None,
         delta=asked.delta and refresh,
-        feedback=asked.feedback and reduction,
     )
     return wire if wire.codings else Wire()
 
 
-def _coding(zero: ZeroConfig, bits: int, stochastic: bool = False) -> Coding:
-    return Coding(bits, zero.zero_block_size or 0, stochastic)
+def _coding(zero: ZeroConfig, bits: int) -> Coding:
+    return Coding(bits, zero.zero_block_size or 0)
 
 
 def _mixed(codings: Sequence[Coding | None], by: str) -> list[Coding | None]:

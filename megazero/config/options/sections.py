@@ -13,11 +13,10 @@ from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
-BITS_INTRA_NODE = (8, 4)
+BITS_OF_GRADIENTS = (8, 4)
 BITS_OF_KEYS = (8,)
 OUTER_BITS = (32, 16, *BITS)
 OUTER_OPTIMIZERS = ("nesterov", "sgd", "average")
-ROUNDINGS = ("nearest", "stochastic", "feedback")
 TRANSFORMS = ("none", "hadamard")
 RECOMPUTE = ("none", "selective", "full")
 DISPATCH = ("no", "exact", "int8")
@@ -182,19 +181,12 @@ class ZeroConfig:
     zero_gradient_bits: int | None = option(
         None,
         "bits of a quantised gradient across nodes; 8 where the link allows it (default: 4)",
-        choices=BITS,
+        choices=BITS_OF_GRADIENTS,
     )
     zero_gradient_bits_intra_node: int | None = option(
         None,
         "bits of a quantised gradient inside a node (default: not quantised there)",
-        choices=BITS_INTRA_NODE,
-    )
-    zero_gradient_rounding: str | None = option(
-        None,
-        "how gradients are rounded: to nearest; at random, without bias; or to nearest, adding what was lost to the "
-        "next step's gradient (error feedback, where sums cross nodes once per step; not for the gradients of tied "
-        "embeddings that the ends of a pipeline exchange) (default: nearest)",
-        choices=ROUNDINGS,
+        choices=BITS_OF_GRADIENTS,
     )
     zero_gradient_transform: str | None = option(
         None,
@@ -600,8 +592,8 @@ class PlanningConfig:
     loss_policy: str = option(
         "exact",
         "what the planner may quantise, the least loss first. exact: nothing; int8: weights and gradients in 8 bits; "
-        "zeropp: what ZeRO++ quantises, gradients after a transform (docs/results/loss.md); aggressive: more than "
-        "that; outer: megazero plan proposes outer steps and compares them with the others",
+        "zeropp: what ZeRO++ quantises, gradients after a transform (docs/results/loss.md); aggressive: gradients "
+        "inside nodes, too; outer: megazero plan proposes outer steps and compares them with the others",
         choices=("exact", "int8", "zeropp", "aggressive", "outer"),
     )
     memory_check: bool = option(

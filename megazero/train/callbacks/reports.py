@@ -58,7 +58,7 @@ class StragglerWatch(Callback):
 
 
 class RoundingWatch(Callback):
-    """Warns once in a start if gradients lose too much by rounding. It only warns: no fallback is known to help."""
+    """Warns once in a start if gradients lose too much by rounding. It only warns."""
 
     def __init__(self, codecs: Codecs[Any]) -> None:
         self.gradients = LossyGradients(codecs)

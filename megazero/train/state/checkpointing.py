@@ -3,7 +3,7 @@
 state.json holds the iteration, the consumed samples (the position in the data), the numbers of samples that the
 data's order was made for, the optimizer's scalars, the engine's counters, the loss scale, the state of callbacks,
 the tokenizer's fingerprint and the logger's run id. The tensors are the engine's slices. Each rank also keeps its
-random generators and, under error feedback, its own residuals.
+random generators.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from megazero.zero import Engine
 from megazero.zero.records import (
     MASTER,
     NOT_OPTIMIZER,
-    RESIDUAL,
     WEIGHTS,
     kinds_to_load,
     load_rank_tensors,
@@ -214,12 +213,11 @@ class Checkpointing:
             )
             return
         moments = self._moments(manifest.kinds, path) if with_optimizer else []
-        residual = with_optimizer and RESIDUAL in manifest.kinds
         loaded = store.load(
             path,
-            records=load_records(self.engine, self.placements, with_optimizer, residual),
+            records=load_records(self.engine, self.placements, with_optimizer),
             group=world_group(),
-            kinds=kinds_to_load(self.engine, list(manifest.kinds), moments, residual),
+            kinds=kinds_to_load(self.engine, list(manifest.kinds), moments),
             layout=self._layout,
             checked=True,  # train/state/origin.py has, before anything was allocated
         )

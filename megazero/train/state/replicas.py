@@ -58,8 +58,8 @@ class ReplicaCheckpoint:
 
     @property
     def kinds(self) -> list[str]:
-        """What it holds of each replica."""
-        return replica_kinds(self.manifest.kinds, 0)
+        """What it holds of each replica that is loaded."""
+        return [kind for kind in replica_kinds(self.manifest.kinds, 0) if kind != RESIDUAL]
 
     @property
     def counters(self) -> Mapping[str, Any]:
@@ -105,7 +105,7 @@ def load_replicas(
     assert engine.outer is not None
     engine.outer.resume(saved.counters)
     every = [of_replica(kind, replica) for kind in saved.kinds for replica in range(saved.count)]
-    records = load_replica_records(engine, placements, RESIDUAL in saved.kinds)
+    records = load_replica_records(engine, placements)
     loaded = saved.fill(records, kinds | {kind: kind for kind in every})
     engine.invalidate(anchored=True)
     return saved.state["replicas"][engine.mesh.replica], loaded
@@ -164,7 +164,7 @@ def _load_means(
     lost = {unit: torch.zeros_like(unit.master.value) for unit in engine.units}
     totals: list[torch.Tensor] = []
     for replica in range(saved.count):
-        own = load_records(engine, placements, True, RESIDUAL in saved.kinds)
+        own = load_records(engine, placements)
         if LOST in saved.kinds:
             own += _records_of(engine, placements, LOST, lost)
         records = in_replica(own, replica)

@@ -79,25 +79,6 @@ def test_a_checkpoint_goes_through_layouts_bit_for_bit(tmp_path: Path) -> None:
     assert sum("experts" in name for name in wanted["weights"]) == 4 * 8 * 3
 
 
-FEEDBACK = {
-    **{"zero_preset": "zeropp", "ranks_per_node": 2, "zero_gradient_rounding": "feedback"},
-    **{"zero_gradient_bits": 8, "zero_exact_numel": 64, "zero_block_size": 8},
-}
-
-
-@pytest.mark.slow
-def test_what_rounding_owes_goes_to_ranks_that_share_no_experts(tmp_path: Path) -> None:
-    """All else is the same: each sender's own is of other units, and the sums are loaded."""
-    values = {**MODEL, **FEEDBACK, "log_dir": str(tmp_path / "logs")}
-    first, second = (str(tmp_path / name) for name in ("first", "second"))
-    run_ranks(4, run_once, {**values, "expert_model_parallel_size": 2, "save": first}, True, timeout=180)
-    run_ranks(4, run_once, {**values, "load": first, "save": second, "train_iters": 3}, False, timeout=180)
-    found, wanted = (store.load_kinds(store.latest(Path(each))) for each in (second, first))
-    assert found.keys() == wanted.keys() >= {"weights", "residual"}
-    for kind, tensors in wanted.items():
-        assert all(torch.equal(found[kind][name], tensor) for name, tensor in tensors.items()), kind
-
-
 def saved_by_some(values: dict[str, Any]) -> None:
     """A run whose second expert-parallel rank writes nothing of its experts."""
     save = checkpointing.save_records

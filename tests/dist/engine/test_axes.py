@@ -215,7 +215,6 @@ QUANTISED = zero.Codecs(
     gradients_intra=Blockwise(8, 16),
     gradients_inter=Blockwise(4, 16),
     delta=True,
-    feedback=True,
 )
 
 

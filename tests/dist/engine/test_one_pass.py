@@ -16,9 +16,9 @@ from megazero.zero.weights import Weights
 from tests.dist.pool import by_case
 from tests.dist.quantised.cases import (
     ADAMW,
+    Q2,
     Q4,
     Q8,
-    S4,
     Case,
     Leaves,
     bits_of,
@@ -34,8 +34,8 @@ from tests.unit.train.test_nvidia_apex import installed
 BF16, FP64 = torch.bfloat16, torch.float64
 ONE_PASS = partial(OnePassAdamW, lr=1e-2, weight_decay=0.1)
 APEX = partial(fused_adam, lr=1e-2, weight_decay=0.1)
-DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4, feedback=True)
-NOISY = zero.Codecs(weights=S4, delta=True)
+DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4)
+DELTA2 = zero.Codecs(weights=Q2, delta=True)
 CODED = zero.Codecs(weights=Q8)
 EXACT = zero.Codecs()
 STEPS, DIRECT = 7, {"exact_numel": 0}
@@ -115,9 +115,9 @@ CASES = [
     (Case("11d", 2, EXACT, 2, dtype=BF16, options=DIRECT), 2),
     (Case("11d", 2, DELTA, 2, dtype=BF16), 2),
     (Case("11d", 2, DELTA), 2),
-    (Case("1dd", 2, NOISY, 2, dtype=BF16), 2),
+    (Case("1dd", 2, DELTA2, 2, dtype=BF16), 2),
     (Case("hhd", 2, DELTA, 2, dtype=BF16), 2),
-    (Case("hhd", 2, NOISY, 2, dtype=FP64), 2),
+    (Case("hhd", 2, DELTA2, 2, dtype=FP64), 2),
     (Case("hhd", 2, DELTA, dtype=BF16, options={"chunk_numel": 60, **DIRECT}), 4),
     (Case("hhd", 2, CODED, dtype=BF16), 0),
     (Case("hhd", 2, EXACT, dtype=BF16, options=DIRECT), 0),

@@ -91,7 +91,6 @@ def refusals():
         *unsaid("forever", lambda: zero.Policy(block=0, lifetime="forever")),
         *unsaid("nearest: 128", lambda: zero.Policy(block=64, codecs=wide)),
         *unsaid("does not go with outer", lambda: zero.Policy(codecs=differences, outer=zero.Outer(4))),
-        *unsaid("codecs.feedback, whose", lambda: zero.Policy(codecs=zero.Codecs(feedback_beta=0.8))),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What steps leave behind, and must not: aborts, gathers that ran ahead, memory that nobody wrote, fallbacks."""
+"""What steps leave behind, and must not: aborts, gathers that ran ahead, memory that nobody wrote."""
 
 from __future__ import annotations
 
@@ -117,45 +117,3 @@ def test_frozen_parameters_of_a_trained_unit_send_zeros():
         for info in infos:
             assert not info.skipped and set(info.errors) == set(KINDS)
             assert all(math.isfinite(error) for error in info.errors.values()), info
-
-
-def fallen_back_elsewhere():
-    _, engine = make()
-    state = {
-        "updates": 3,
-        "fallen_back": {engine.units[1].name: ["weights", "gradients"], "gone": ["weights"]},
-    }
-    engine.load_state(state)
-    shared = [u.master.value.data_ptr() == u.weights.copy.data_ptr() for u in engine.units]
-    del state["fallen_back"]["gone"]
-    return shared, engine.state() == state
-
-
-def test_a_fallback_changes_nothing_where_messages_are_exact():
-    assert run_ranks(2, fallen_back_elsewhere) == [([True] * 4, True)] * 2
-
-
-def paid():
-    """Residuals held and bytes per element sent across nodes, by step: two rounded, two exact."""
-    mesh = create_mesh(shards=(1, 1, 2), ranks_per_node=1)
-    model = Stack().bfloat16()
-    codecs = zero.Codecs(gradients_inter=Blockwise(4, 8), feedback=True)
-    engine = zero.shard(model, mesh=mesh, policy=zero.Policy(block=8, codecs=codecs), units=model.layers)
-    half = sum(u.layout.numel for u in engine.units) // 2
-    seen = []
-    for step in range(4):
-        engine.exact_gradients = step >= 2
-        engine.traffic.take()
-        engine.begin_step(1)
-        model(torch.randn(3, 8).bfloat16()).sum().backward()
-        engine.step()
-        sent = engine.traffic.take()["reduce_inter_node_bytes"]
-        seen.append((any(u.feedback.residual is not None for u in engine.units), sent / half))
-    return seen
-
-
-def test_what_is_owed_is_paid_once_by_an_exact_step():
-    """In fp32, being a sum; after that raw gradients go in bf16 again."""
-    for seen in run_ranks(2, paid):
-        assert [held for held, _ in seen] == [True, True, False, False]
-        assert seen[0][1] == seen[1][1] < 1 and [each for _, each in seen[2:]] == [4, 2]

@@ -109,7 +109,6 @@ def test_a_run_checks_its_nodes_when_it_is_told_to(tmp_path: Path) -> None:
             "zero_preset": "zeropp",
             "ranks_per_node": 2,
             "params_dtype": "bf16",
-            "zero_gradient_rounding": "feedback",
             "zero_exact_numel": 64,
             "exp_avg_dtype": "bf16",
             "exp_avg_sq_dtype": "int8",

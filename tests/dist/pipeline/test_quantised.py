@@ -1,8 +1,7 @@
-"""Quantised messages under a pipeline: bounds, equal ends, skipped steps, fallbacks and bytes on every stage."""
+"""Quantised messages under a pipeline: bounds, equal ends, skipped steps and bytes on every stage."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from typing import NamedTuple
@@ -19,16 +18,13 @@ from tests.dist.quantised.cases import (
     ADAMW,
     Q4,
     Q8,
-    S4,
-    S8,
     bits_of,
     digest,
-    flat,
     owned,
     reduced,
     take_step,
 )
-from tests.dist.quantised.test_rules import formula, size_of, spikes
+from tests.dist.quantised.test_rules import formula, size_of
 
 BF16, FP64 = torch.bfloat16, torch.float64
 
@@ -55,10 +51,7 @@ PLACES = {
 CODECS = {
     "across": zero.Codecs(weights=Q8, gradients_inter=Q4),
     "both": zero.Codecs(weights=Q8, gradients_intra=Q8, gradients_inter=Q4),
-    "both, stochastic": zero.Codecs(weights=S4, gradients_intra=S8, gradients_inter=S4),
-    "feedback": zero.Codecs(gradients_inter=Q4, feedback=True),
-    "differences": zero.Codecs(weights=Q4, delta=True, gradients_inter=S4),
-    "differences, feedback": zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4, feedback=True),
+    "differences": zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4),
 }
 LETTERS = ("hhd", "11d", "ddd", "hhh")
 
@@ -100,12 +93,10 @@ def against_the_bound(case: Staged, mesh: Mesh) -> tuple[float, set[str], str]:
     for exact in (False, True):
         engine.exact_gradients = exact
         step_with(case, model, engine)
-        rounded = sums(case, engine, case.codecs)
-        wanted = sums(case, engine, zero.Codecs()) if exact else rounded
-        for unit, sum_, lossy in zip(engine.units, wanted, rounded, strict=True):
+        wanted = sums(case, engine, zero.Codecs() if exact else case.codecs)
+        for unit, sum_ in zip(engine.units, wanted, strict=True):
             at = owned(unit)
-            # With feedback the exact step carries what the first one owed.
-            allowed = ((lossy.bound if case.codecs.feedback else sum_.bound) + sum_.slack)[at]
+            allowed = (sum_.bound + sum_.slack)[at]
             error = (reduced(unit) - sum_.value[at]).abs()
             assert (error <= allowed).all(), (case, unit.name, exact, float((error - allowed).max()))
             if unit.tied and not exact and (sum_.bound[at] > 0).any():
@@ -222,68 +213,8 @@ def poisoned(case: Staged, mesh: Mesh) -> None:
 @pytest.mark.slow
 @places
 def test_one_stage_that_is_not_finite_skips_the_step_on_all(place):
-    cases = everywhere(place, ("both, stochastic", "feedback", "differences, feedback"), dtype=BF16)
+    cases = everywhere(place, ("both", "across", "differences"), dtype=BF16)
     run_ranks(place.world, several, poisoned, cases, timeout=300)
-
-
-# -- fallback -----------------------------------------------------------------------------------
-
-
-def falling(case: Staged, mesh: Mesh, at: int | None) -> tuple:
-    """The unit of a stage that is given spikes: the last stage's plain one, or with ``at`` None the tied one."""
-    model, engine = make(case, mesh)
-    last = case.pp - 1
-
-    def gradients(index):
-        out = [[g.sign() for g in unit] for unit in drawn(case, mesh.pp.index, 0, index)]
-        u = case.tied(mesh.pp.index) if at is None else at if mesh.pp.index == last else None
-        if u is not None:
-            out[u] = [spikes(g.shape, case.dtype, 0.75) for g in out[u]]
-        return out
-
-    def exact(engine):
-        """Of every unit that has spikes here."""
-        seen = []
-        for u, unit in enumerate(engine.units):
-            times = mesh.dp_size * (2 if unit.tied else 1)
-            if (unit.tied and at is None) or (mesh.pp.index == last and u == at):
-                want = flat(unit, gradients(0)[u])[owned(unit)] * times
-                seen.append(bool(((reduced(unit) - want).abs() <= 1e-6 * want.abs()).all()))
-        return seen
-
-    infos, seen = [], []
-    for _ in range(2 * len(engine.rounding.names)):
-        infos.append(take_step(case, model, engine, gradients))
-        seen.append(exact(engine))
-    state = json.loads(json.dumps(engine.state()))
-    names = engine.rounding.names
-    model, engine = make(case, mesh)
-    engine.load_state(state)
-    take_step(case, model, engine, gradients)
-    assert engine.state()["fallen_back"] == state["fallen_back"]
-    return infos, names, state["fallen_back"], seen, exact(engine)
-
-
-@pytest.mark.first(1)
-@places
-@pytest.mark.parametrize("tied", [False, True], ids=["a stage's own", "tied"])
-def test_all_stages_fall_back_alike(place, tied):
-    lossy = zero.Codecs(gradients_intra=Q4, gradients_inter=Q4)
-    case = staged(place, "hhd", lossy, options={"gradient_error_bound": 0.04})
-    at = None if tied else 1
-    name = NAME if tied else f"leaves.{place.pp - 1}_1"
-    every = [rank for (rank,) in run_ranks(place.world, several, falling, [case], at, timeout=120)]
-    infos, names, fallen, *_ = every[0]
-    assert all(rank[:3] == (infos, names, fallen) for rank in every), case
-    assert len(names) == 2 * place.pp + 1 and [i.sampled for i in infos] == [*names, *names]
-    lines = [line for info in infos for line in info.fallbacks]
-    assert len(lines) == 1 and f"gradients of unit {name!r}" in lines[0] and fallen == {name: ["gradients"]}
-    told = next(i for i, info in enumerate(infos) if info.fallbacks)
-    holders = [rank for rank in every if rank[3][0]]
-    assert len(holders) == place.world // place.pp * (2 if tied else 1)
-    for *_, seen, resumed in holders:
-        assert seen[told + 1 :] == [[True]] * (len(seen) - told - 1) and resumed == [True]
-    assert not all(rank[3][0][0] for rank in holders), "what is rounded is not exact"
 
 
 # -- counted bytes ------------------------------------------------------------------------------
@@ -303,7 +234,7 @@ def counted(case: Staged, mesh: Mesh) -> tuple:
 
 @places
 @pytest.mark.parametrize(
-    "name", ["both", *(pytest.param(n, marks=pytest.mark.slow) for n in ("across", "differences, feedback"))]
+    "name", ["both", *(pytest.param(n, marks=pytest.mark.slow) for n in ("across", "differences"))]
 )
 def test_the_ends_send_one_message_of_a_slice_each_in_a_step(place, name):
     cases = [

@@ -47,7 +47,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shared experts": {**EXPERTS, "zero_preset": "zero2", "expert_model_parallel_size": 2},
     "shared experts, bf16": {**SHARED, "zero_preset": "hpz"},
     "shared experts, zeropp": {**SHARED, "zero_preset": "zeropp"},
-    "shared experts, feedback": {**SHARED, "zero_preset": "zeropp", "zero_gradient_rounding": "feedback"},
     "shared experts, muon": {**SHARED, "zero_preset": "zero3", "optimizer": "muon"},
     "experts of two nodes": {
         **{**EXPERTS, "zero_preset": "zero3", "expert_model_parallel_size": 4},

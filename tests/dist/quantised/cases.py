@@ -20,12 +20,11 @@ from torch import nn
 from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.mesh.grid import INTRA
-from megazero.mesh.mesh import Mesh, create_mesh
+from megazero.mesh.mesh import create_mesh
 from megazero.zero.unit import Unit
 
 Q8, Q4, Q2 = Blockwise(8, 16), Blockwise(4, 16), Blockwise(2, 8)
 H8, H4 = (Blockwise(bits, 16, hadamard=16) for bits in (8, 4))
-S8, S4 = Blockwise(8, 16, stochastic=True), Blockwise(4, 16, stochastic=True)
 # Two units: parameters that end inside a block, one below the threshold of EXACT; a unit of one parameter.
 UNITS = (((5, 9), (7, 13), (5,)), ((33, 9),))
 EXACT = 8
@@ -160,13 +159,10 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def bits_of(engine: zero.Engine) -> dict:
-    """All of this rank that an update changes, as digests: master, optimizer state, residuals, R."""
+    """All of this rank that an update changes, as digests: master, optimizer state, R."""
     out: dict = {"state": engine.state()}
     for unit in engine.units:
-        held = [
-            unit.master.value,
-            *(x for x in (unit.feedback.residual, unit.feedback.carry) if x is not None),
-        ]
+        held = [unit.master.value]
         if unit.delta:
             held.append(unit.weights.copy)
         out[unit.name] = digest(*held)
@@ -187,29 +183,16 @@ def full_masters(engine: zero.Engine) -> dict[str, torch.Tensor]:
     return out
 
 
-def owed_by(unit: Unit, mesh: Mesh) -> torch.Tensor:
-    """fp64 [n]: residuals of all data-parallel ranks, each where it is held, added up. Collective."""
-    at = torch.cat([torch.arange(p.start, p.start + p.numel) for p in unit.layout.pieces(unit.axes.crossing)])
-    every: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, (mesh.tp.index, at, unit.feedback.open_residual().double()))
-    total = torch.zeros(unit.layout.numel, dtype=torch.float64)
-    for tp, positions, residual in every:
-        if tp == mesh.tp.index:
-            total[positions] += residual
-    return total
-
-
 def several(function: Callable, cases: Sequence[Case], *args: Any) -> list:
     """One pool call for many cases."""
     return [function(case, *args) for case in cases]
 
 
 class Sum(NamedTuple):
-    """fp64 [n] each: the exact sum, how far the decoded one may be, its variance at most; fp32's slack."""
+    """fp64 [n] each: the exact sum, how far the decoded one may be; fp32's slack."""
 
     value: torch.Tensor
     bound: torch.Tensor
-    variance: torch.Tensor
     slack: torch.Tensor
 
 
@@ -297,10 +280,10 @@ class _Model:
         return total
 
     def _nothing(self) -> Sum:
-        return Sum(*(torch.zeros(self.layout.numel, dtype=torch.float64) for _ in range(4)))
+        return Sum(*(torch.zeros(self.layout.numel, dtype=torch.float64) for _ in range(3)))
 
     def _add(self, held: Sum, lost: torch.Tensor) -> Sum:
-        return held._replace(bound=held.bound + lost, variance=held.variance + lost**2 / 4)
+        return held._replace(bound=held.bound + lost)
 
     def _rounded(self, held: Sum, times: int) -> Sum:
         most = held.value.abs() + held.bound + held.slack
@@ -308,12 +291,10 @@ class _Model:
 
     def down(self, held: list[Sum], first: int, last: int) -> list[Sum]:
         """Reduce-scatter over axes first .. last - 1. Hops between two codecs are fused, so that nothing keeps its
-        own contribution exact, unless an error is fed back at either of them."""
-        fed = [self.case.codecs.feedback and first == self.cuts.g and link != INTRA for _, link in self.axes]
+        own contribution exact."""
         whole = False
         for j in range(first, last):
-            both = range(j, j + 2)
-            fused = j + 1 < last and all(self.codec(self.axes[i][1]) is not None and not fed[i] for i in both)
+            fused = j + 1 < last and all(self.codec(link) is not None for _, link in self.axes[j : j + 2])
             whole = whole or fused
             held = self._hop(held, j, whole)
             whole = fused

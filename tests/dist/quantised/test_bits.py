@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,8 +20,6 @@ from tests.dist.quantised.cases import (
     Q2,
     Q4,
     Q8,
-    S4,
-    S8,
     Case,
     Leaves,
     bits_of,
@@ -38,16 +35,16 @@ from tests.dist.quantised.cases import (
 BF16 = torch.bfloat16
 GRADIENTS = {"gradients_intra": Q8, "gradients_inter": Q4}
 ROUNDED = zero.Codecs(weights=Q8, **GRADIENTS)
-STOCHASTIC = zero.Codecs(weights=S4, gradients_intra=S8, gradients_inter=S4)
-DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4, feedback=True)
-DELTA2 = zero.Codecs(weights=Q2, delta=True, gradients_inter=S4)
+MIXED = zero.Codecs(weights=Q4, gradients_intra=H8, gradients_inter=H4)
+DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4)
+DELTA2 = zero.Codecs(weights=Q2, delta=True, gradients_inter=Q4)
 
 
 # -- every rank -----------------------------------------------------------------------------------
 
 
 def what_padding_holds(case: Case) -> float:
-    """The sum of what is in rows of no use, of gradients, masters and residuals, over some updates."""
+    """The sum of what is in rows of no use, of gradients and masters, over some updates."""
     used = {"layers.0.held.1": 5 * 13, "layers.1.held.0": 21 * 9}  # of 7 and of 33 rows
     model = Leaves(case)
     with torch.no_grad():
@@ -65,8 +62,6 @@ def what_padding_holds(case: Case) -> float:
         take_step(case, model, engine, partial(gradients, step=step), divisor=4.0)
         for unit in engine.units:
             held = [(unit.gradients.grad, unit.axes.g), (unit.master.value, unit.axes.os)]
-            if unit.feedback.residual is not None:
-                held.append((unit.feedback.open_residual(), unit.axes.crossing))
             for value, level in held:
                 for slot, low, high, at in unit.layout.ranges(level):
                     first = max(low, used.get(slot.name, high))
@@ -74,11 +69,10 @@ def what_padding_holds(case: Case) -> float:
     return most
 
 
-@pytest.mark.parametrize("feedback", [False, True], ids=["", "feedback"])
 @pytest.mark.parametrize("letters", ["hhd", "11d", "hhh"])
-def test_rows_that_pad_a_vocabulary_stay_zero_beside_values_that_a_transform_mixes(letters, feedback):
+def test_rows_that_pad_a_vocabulary_stay_zero_beside_values_that_a_transform_mixes(letters):
     """A block has the end of one row and the beginning of the next. No checkpoint holds such rows."""
-    mixed = zero.Codecs(gradients_intra=replace(H8, stochastic=True), gradients_inter=H4, feedback=feedback)
+    mixed = zero.Codecs(gradients_intra=H8, gradients_inter=H4)
     assert run_ranks(4, what_padding_holds, Case(letters, 2, mixed, dtype=BF16), timeout=200) == [0.0] * 4
 
 
@@ -117,7 +111,7 @@ def assert_agreed(found) -> None:
 def test_parameters_and_replicas_are_equal_on_every_rank():
     for letters, updates, kinds in (
         (("hhd", "11d"), 22, ((DELTA, BF16), (DELTA2, BF16))),  # R on every holder, the owner included
-        (("hhd", "11d", "ddd", "hhh", "111"), 4, ((ROUNDED, torch.float32), (STOCHASTIC, BF16))),
+        (("hhd", "11d", "ddd", "hhh", "111"), 4, ((ROUNDED, torch.float32), (MIXED, BF16))),
     ):
         cases = [Case(x, 2, codecs, dtype=dtype) for x in letters for codecs, dtype in kinds]
         assert_agreed(by_case(4, several, after_updates, cases, updates))
@@ -128,7 +122,7 @@ def test_parameters_and_replicas_are_equal_on_every_rank():
 def test_parameters_and_replicas_are_equal_on_other_grids(world, per_node, tp):
     cases = [
         Case(letters, per_node, codecs, tp=tp, dtype=BF16)
-        for letters, codecs in (("hhd", DELTA), ("11d", DELTA2), ("ddd", ROUNDED), ("hhh", STOCHASTIC))
+        for letters, codecs in (("hhd", DELTA), ("11d", DELTA2), ("ddd", ROUNDED), ("hhh", MIXED))
     ]
     assert_agreed(by_case(world, several, after_updates, cases, 6))
 
@@ -206,17 +200,17 @@ def uses(case: Case, evaluate: bool, steps: int = 4):
 
 
 LIFETIMES = [
-    ("hhd", "step", STOCHASTIC),
+    ("hhd", "step", MIXED),
     ("11d", "step", ROUNDED),
     ("hhd", None, DELTA),
     ("11d", None, DELTA2),
 ]
 MORE = [
-    ("hhd", "resident", STOCHASTIC),
+    ("hhd", "resident", MIXED),
     ("hdd", "step", ROUNDED),
-    ("11d", None, STOCHASTIC),
+    ("11d", None, MIXED),
     ("ddd", None, ROUNDED),
-    ("hhh", None, STOCHASTIC),
+    ("hhh", None, MIXED),
 ]
 
 
@@ -259,7 +253,7 @@ def tracking(case: Case, updates: int = 24) -> tuple[float, int]:
     model, engine = make(case, partial(torch.optim.AdamW, lr=1e-2, fused=True))
     codec = case.codecs.weights
     # |R - T| <= c (U + |R - T| before) + bf16's rounding: half a step of a scale that is rounded up to bf16.
-    c = (1.0 if codec.stochastic else 0.5) * (1 + 2**-7) / codec.form.qmax + 2**-20
+    c = 0.5 * (1 + 2**-7) / codec.form.qmax + 2**-20
     held, largest, change = full_of(engine), {}, {}
     targets = {n: m.to(BF16).double() for n, m in full_masters(engine).items()}
     for step in range(updates):
@@ -334,7 +328,7 @@ def test_writes_keep_what_was_not_written():
             ("hhd", DELTA),
             ("11d", DELTA),
             ("hhd", ROUNDED),
-            ("ddd", STOCHASTIC),
+            ("ddd", MIXED),
             ("11d", ROUNDED),
         )
     ]

@@ -1,10 +1,8 @@
-"""Quantised reductions on real ranks: within derived bounds, unbiased, of any size; what is not finite is told."""
+"""Quantised reductions on real ranks: within derived bounds, of any size; what is not finite is told."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megazero import zero
-from megazero.comm import hops
 from megazero.comm.codec import Blockwise
 from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised.cases import (
@@ -22,12 +19,9 @@ from tests.dist.quantised.cases import (
     Q2,
     Q4,
     Q8,
-    S4,
-    S8,
     SGD,
     Case,
     bits_of,
-    digest,
     drawn,
     expected,
     flat,
@@ -44,16 +38,13 @@ from tests.dist.quantised.cases import (
 PLACES = {"2x2": (4, 2, 1), "3x2": (6, 2, 1), "2x3": (6, 3, 1), "2x4 tp 2": (8, 4, 2)}
 LETTERS = ("hhd", "11d", "ddd", "hhh")
 ACROSS = zero.Codecs(gradients_inter=Q4)
-BOTH = zero.Codecs(gradients_intra=S8, gradients_inter=S4)
 CODECS = {
     "across": ACROSS,
     "both": zero.Codecs(gradients_intra=Q8, gradients_inter=Q4),
-    "both, stochastic": BOTH,
     "inside": zero.Codecs(gradients_intra=Q4),
     "other blocks": zero.Codecs(gradients_intra=Q4, gradients_inter=Q2),
     "both, mixed": zero.Codecs(gradients_intra=H8, gradients_inter=H4),
-    "one mixed, feedback": zero.Codecs(gradients_intra=Q8, gradients_inter=H4, feedback=True),
-    "feedback": zero.Codecs(gradients_intra=Q8, gradients_inter=Q4, feedback=True),
+    "one mixed": zero.Codecs(gradients_intra=Q8, gradients_inter=H4),
 }
 
 
@@ -78,9 +69,7 @@ def against_the_bound(case: Case) -> float:
                 if exact
                 else rounded
             )
-            # With feedback the exact step carries what the first one owed.
-            bound = rounded.bound if not exact or case.codecs.feedback else sums.bound
-            at = owned(unit)
+            at, bound = owned(unit), sums.bound
             error, allowed = (reduced(unit) - sums.value[at]).abs(), (bound + sums.slack)[at]
             assert (error <= allowed).all(), (case, unit.name, exact, float((error - allowed).max()))
             if not exact and (bound[at] > 0).any():
@@ -99,7 +88,7 @@ def test_reductions_are_within_the_derived_bound(place, every):
     All: pytest -m slow tests/dist/quantised/test_quantised.py.
     """
     world, per_node, tp = PLACES[place]
-    names = list(CODECS) if world == 4 else ["across", "both, stochastic"]
+    names = list(CODECS) if world == 4 else ["across", "both"]
     cases = [
         Case(letters, per_node, CODECS[name], micro_batches=1 if name == "across" else 3, tp=tp)
         for i, letters in enumerate(LETTERS)
@@ -111,106 +100,6 @@ def test_reductions_are_within_the_derived_bound(place, every):
         # that a transform adds up are not all at theirs.
         least = 0.05 if case.codecs.gradients_inter and case.codecs.gradients_inter.transform else 0.3
         assert least < max(worst) <= 1, (case, worst)
-
-
-# -- bias and draws -------------------------------------------------------------------------------
-
-
-def bias(case: Case, draws: int, count: int | None = None) -> float:
-    """Largest |mean of draws - sum| / what 5.5 standard errors of ``count`` draws allow, by the derived variance."""
-    model, engine = make(case)
-    mesh, means, worst = engine.mesh, {}, 0.0
-    for _ in range(draws):
-        step_with(case, model, engine)
-        for unit in engine.units:
-            means[unit] = means.get(unit, 0) + reduced(unit) / draws
-    for u, unit in enumerate(engine.units):
-        every = [
-            [flat(unit, drawn(case, r, mesh.tp.index, m)[u]) for m in range(case.micro_batches)]
-            for r in range(mesh.dp_size)
-        ]
-        at = owned(unit)
-        value, bound, variance, slack = (x[at] for x in expected(case, unit, mesh, every)[mesh.dp_rank])
-        # Draws have a grain of 2 ** -16 of a step.
-        allowed = 5.5 * (variance / (count or draws)).sqrt() + bound * 2**-15 + slack
-        worst = max(worst, float(((means[unit] - value).abs() / allowed.clamp_min(1e-30)).max()))
-    return worst
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("draws", [40, pytest.param(400, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.slow)])
-def test_stochastic_rounding_is_unbiased_through_every_hop(world, draws):
-    """40 draws on half of the layouts, 400 on all."""
-    limit = max(300, 4 * draws)  # seconds for all layouts, on two busy cores, too
-    layouts = LETTERS if draws > 40 else LETTERS[::2]
-    stochastic = [Case(letters, 2, BOTH, micro_batches=1 + (letters == "ddd")) for letters in layouts]
-    for case, worst in by_case(world, several, bias, stochastic, draws, timeout=limit):
-        assert max(worst) < 1, (case, worst)
-    nearest = [case.but(codecs=CODECS["both"]) for case in stochastic]
-    for case, worst in by_case(world, several, bias, nearest, 2, draws, timeout=limit):
-        assert max(worst) > 1, (case, "the test could not fail")
-
-
-def messages_sent(case: Case, steps: int) -> dict:
-    """Digests of messages by (bytes, receiver's index on the axis), all ranks having equal gradients."""
-    model, engine = make(case)
-    sent, exchange = defaultdict(list), hops.start_exchange
-
-    def recorded(axis, out, messages, traffic):
-        others = [i for i in range(axis.size) if i != axis.index]
-        rows = messages if len(messages) < axis.size else messages[others]
-        for i, row in zip(others, rows, strict=True):
-            if row.any():
-                sent[len(row), i].append(digest(row))
-        return exchange(axis, out, messages, traffic)
-
-    hops.start_exchange = recorded
-    try:
-        for _ in range(steps):
-            take_step(case, model, engine, lambda index: drawn(case, 0, 0, 0))
-    finally:
-        hops.start_exchange = exchange
-    return dict(sent)
-
-
-@pytest.mark.parametrize("letters", ["ddd", "11d", "hhd"])
-def test_draws_differ_between_senders_micro_batches_and_steps(letters):
-    case = Case(letters, 2, BOTH, micro_batches=2, options={"exact_numel": 0})
-
-    def digests(case):
-        found = defaultdict(list)
-        for sent in run_ranks(4, messages_sent, case, 3):
-            for key, values in sent.items():
-                found[key] += values
-        return found
-
-    for key, values in digests(case).items():
-        assert len(values) >= 6 and len(set(values)) == len(values), key
-    nearest = digests(case.but(codecs=CODECS["both"]))
-    # Two micro-batches with equal gradients and four ranks: without draws all are the same.
-    assert all(len(set(values)) <= 2 for values in nearest.values())
-
-
-def resumed_draws(case: Case) -> bool:
-    model, engine = make(case)
-    for step in range(5):
-        if step == 3:
-            state = engine.state()
-        step_with(case, model, engine)
-        last = [reduced(unit) for unit in engine.units]
-    model, engine = make(case)
-    engine.load_state(state)
-    step_with(case, model, engine)
-    other = [reduced(unit) for unit in engine.units]
-    step_with(case, model, engine)
-    again = [reduced(unit) for unit in engine.units]
-    assert not all(torch.equal(a, b) for a, b in zip(other, last, strict=True))
-    return all(torch.equal(a, b) for a, b in zip(again, last, strict=True))
-
-
-def test_draws_go_on_after_a_resume():
-    assert all(run_ranks(4, resumed_draws, Case("hhd", 2, BOTH)))
 
 
 # -- not finite -----------------------------------------------------------------------------------
@@ -251,7 +140,7 @@ def poisoned(case: Case) -> None:
 
 FINITE = [
     zero.Codecs(weights=Q4, gradients_intra=Q8, gradients_inter=Q4),
-    zero.Codecs(weights=Q4, gradients_inter=Q4, delta=True, feedback=True),
+    zero.Codecs(weights=Q4, gradients_inter=Q4, delta=True),
     zero.Codecs(weights=H4, gradients_intra=H8, gradients_inter=H4, delta=True),
 ]
 
@@ -266,38 +155,6 @@ def test_what_is_not_finite_reaches_the_norm_and_nothing_else(every):
         if every or (i + j) % 3 == 1
     ]
     run_ranks(4, several, poisoned, cases, timeout=300)
-
-
-# -- error averages ---------------------------------------------------------------------------------
-
-
-def averaged(case: Case, beta: float) -> None:
-    """Residuals after a step, after one without gradients, and after the third, which drops them."""
-    model, engine = make(case)
-    (plain_model, plain) = make(case.but(codecs=replace(case.codecs, feedback_beta=0.0, feedback_reset=0)))
-    step_with(case, model, engine, divisor=4.0)
-    step_with(case, plain_model, plain, divisor=4.0)
-    first = [unit.feedback.residual.clone() for unit in engine.units]
-    assert any(lost.any() for lost in first)
-    for lost, whole in zip(first, plain.units, strict=True):
-        torch.testing.assert_close(lost, (1 - beta) * whole.feedback.residual, rtol=1e-6, atol=0)
-    nothing = [[torch.zeros(shape, dtype=case.dtype) for shape in shapes] for shapes in case.units]
-    take_step(case, model, engine, lambda m: nothing, divisor=4.0)
-    for unit, owed in zip(engine.units, first, strict=True):
-        codec, n = unit.codecs.gradients_inter, unit.layout.pieces(unit.axes.crossing)[0].numel
-        sent = torch.zeros(1, n)
-        codec.decode(codec.encode(owed[:n].view(1, -1)), sent)
-        wanted = torch.zeros_like(owed)
-        wanted[:n] = beta * owed[:n] + (1 - beta) * (owed[:n] - sent[0])
-        wanted[n:] = beta * owed[n:]
-        torch.testing.assert_close(unit.feedback.residual, wanted, rtol=1e-5, atol=1e-7)
-    step_with(case, model, engine, 2, divisor=4.0)
-    assert not any(unit.feedback.residual.any() for unit in engine.units)
-
-
-def test_error_feedback_averages_and_is_reset():
-    codecs = zero.Codecs(gradients_inter=Q4, feedback=True, feedback_beta=0.8, feedback_reset=3)
-    run_ranks(4, averaged, Case("hhd", 2, codecs), 0.8, timeout=120)
 
 
 # -- any size -------------------------------------------------------------------------------------
@@ -341,20 +198,14 @@ def any_size(cases) -> None:
 def codec_of(block: int):
     bits, inner = st.sampled_from([2, 4, 8]), st.sampled_from([b for b in (8, 16, 32) if block % b == 0])
     hadamard = st.sampled_from([0, 8])
-    return st.none() | st.builds(Blockwise, bits, inner, st.booleans(), hadamard=hadamard)
+    return st.none() | st.builds(Blockwise, bits, inner, hadamard=hadamard)
 
 
 @st.composite
 def odd_cases(draw) -> Case:
     block = draw(st.sampled_from([8, 16, 32]))
     weights, intra, inter = (draw(codec_of(block)) for _ in range(3))
-    codecs = zero.Codecs(
-        weights,
-        intra,
-        inter,
-        weights is not None and draw(st.booleans()),
-        inter is not None and draw(st.booleans()),
-    )
+    codecs = zero.Codecs(weights, intra, inter, weights is not None and draw(st.booleans()))
     shapes = st.lists(st.tuples(st.integers(1, 99)), min_size=1, max_size=4)
     return Case(
         draw(st.sampled_from([*LETTERS, "hdd", "1hd", "111"])),

@@ -139,10 +139,10 @@ def _lost_activation(place: Place) -> None:
 
 
 def _wrong_noise(place: Place) -> None:
-    """Ranks that round the same slice at random draw different numbers."""
+    """Ranks that round moments of the same slice draw different numbers."""
     rounding, rank = place.engine.rounding, place.mesh.rank
     noise = rounding.noise
-    place.replace(rounding, "noise", lambda unit, hop, start=0: noise(unit, f"{hop} of rank {rank}", start))
+    place.replace(rounding, "noise", lambda unit, what, start=0: noise(unit, f"{what} of rank {rank}", start))
 
 
 def _wrong_bytes(place: Place) -> None:

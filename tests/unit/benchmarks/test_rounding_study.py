@@ -20,12 +20,13 @@ from benchmarks.loss.rounding.__main__ import (
     TINY_SCRATCH,
     TINY_TABLE,
 )
-from benchmarks.loss.rounding.formats import BLOCK, EXACT, ROUNDINGS, Emulated, Hop, Rounding, coding
+from benchmarks.loss.rounding.formats import BLOCK, EXACT, ROUNDINGS, Emulated, Hop, Rounding
 from benchmarks.loss.rounding.keys import Row
 from benchmarks.loss.rounding.statistics import direction, measured, stability, worth
 from benchmarks.loss.rounding.text import NONE, Samples, Text, random_text
 from benchmarks.loss.rounding.training import Training
 from benchmarks.loss.rounding.weights import MISSING, NAMES, Gguf, NoModel, decoded, find, parameters_of, tiny
+from megazero.comm.codec import Blockwise
 from megazero.families.layer_kinds import layer_kinds
 from megazero.zero.layout import UnitLayout, make_layout
 
@@ -83,7 +84,7 @@ def test_a_gap_is_worth_tokens() -> None:
 
 
 def test_the_hop_sends_all_but_a_senders_own_part() -> None:
-    layout, codec = two_senders(), coding(4, 64)
+    layout, codec = two_senders(), Blockwise(4, 64)
     g = torch.randn(2, layout.numel, generator=torch.Generator().manual_seed(1))
     for low, high in layout.gaps(0):
         g[:, low:high] = 0
@@ -95,18 +96,6 @@ def test_the_hop_sends_all_but_a_senders_own_part() -> None:
     expected[half : 2 * half] = g[1, half : 2 * half] + sent[0, half:]
     assert torch.allclose(Hop(Rounding(codec), layout).mean(g.clone()), expected / 2, atol=1e-7)
     assert torch.equal(Hop(ROUNDINGS[EXACT], layout).mean(g), g.mean(0))
-
-
-def test_feedback_sends_later_what_it_lost() -> None:
-    layout = two_senders()
-    steps = torch.randn(5, 2, layout.numel, generator=torch.Generator().manual_seed(1))
-    for low, high in layout.gaps(0):
-        steps[..., low:high] = 0
-    hop = Hop(ROUNDINGS["2 bits 64 + H64, feedback"], layout)
-    total = sum(hop.mean(step.clone()) for step in steps)
-    assert hop.residual is not None
-    total[: hop.coded] += hop.residual.mean(0)
-    assert torch.allclose(total, steps.mean(1).sum(0), atol=1e-5)
 
 
 def test_columns_are_even_after_a_step() -> None:
@@ -125,7 +114,7 @@ def test_columns_are_even_after_a_step() -> None:
 
 def test_the_emulation_is_the_codec_where_there_is_one() -> None:
     x = torch.randn(2, 4096, generator=torch.Generator().manual_seed(1)) ** 3
-    real, sent = coding(4, 64, 64), torch.empty_like(x)
+    real, sent = Blockwise(4, 64, 64), torch.empty_like(x)
     real.decode(real.encode(x), sent)
     assert torch.equal(Emulated(4, 64, 64).encode(x), sent)
 
@@ -298,10 +287,7 @@ def test_branches_fit_into_the_time() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_rehearsal_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {
-        name: ROUNDINGS[name]
-        for name in (EXACT, "INT4 64", "INT4 64 + H64", "INT4 2048", "INT4 64, feedback")
-    }
+    kept = {name: ROUNDINGS[name] for name in (EXACT, "INT4 64", "INT4 64 + H64", "INT4 2048")}
     monkeypatch.setattr(table, "ROUNDINGS", kept)
     monkeypatch.setattr(scratch, "FORMATS", (EXACT, "INT4 64"))
     text = random_text(TINY, 20_000)

@@ -14,7 +14,6 @@ from megazero.comm import hops
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.comm.hops import Channel, Leg, Traffic
 from megazero.comm.rows import RowRun, Rows
-from megazero.comm.watch import write_lost
 from megazero.kernels.arena import Arena, Frame
 
 AXIS: Any = SimpleNamespace(
@@ -210,20 +209,3 @@ def test_all_have_the_same_bits_of_what_is_given_back(codec: Codec, monkeypatch:
     atol = 0.0 if codec is EXACT else 0.02
     torch.testing.assert_close(backs[0], torch.cat(shares), rtol=0, atol=atol)
     torch.testing.assert_close(sums[0], torch.cat(shares).sum(0), rtol=0, atol=atol * SIZE + 1e-6)
-
-
-def test_what_was_lost_is_kept_where_the_rows_lie() -> None:
-    (row,) = values(3, 3, 8)[:1]
-    kept, frame = torch.zeros(4, 8), channel().frame()
-    _, run = Rows([torch.cat([row[:1], row])], 1).others  # rows 2 and 3
-    messages = CODED.encode(run.rows[0])
-    write_lost((kept,), CODED, run, messages, frame)
-    arrived = torch.empty(2, 8)
-    CODED.decode(messages, arrived)
-    assert torch.equal(kept[2:], run.rows[0] - arrived) and kept[2:].any() and not kept[:2].any()
-
-
-@pytest.mark.parametrize("by_message, drawn", [(False, [0, 24]), (True, [0, 16])])
-def test_noise_is_counted_by_row_or_by_message(by_message: bool, drawn: list[int]) -> None:
-    others = Rows([torch.zeros(4, 8)], 2, drawn_by_message=by_message).others
-    assert [run.drawn for run in others] == drawn and [run.to for run in others] == [slice(0, 2), slice(2, 3)]

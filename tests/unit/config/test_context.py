@@ -144,7 +144,7 @@ def test_keys_across_nodes_in_eight_bits() -> None:
     coding = run.gathered_keys(EIGHT)
     assert coding is not None and (coding.bits, coding.block, coding.hadamard) == (8, 128, 128)
     assert config(**{**CODED, "cp_gather_bits": None}, **EIGHT_HEADS).gathered_keys(EIGHT) is None
-    said = "across nodes as INT8 after a Hadamard transform (blocks of 128, nearest), gradients exact"
+    said = "across nodes as INT8 after a Hadamard transform (blocks of 128), gradients exact"
     assert any(said in line for line in describe(run, EIGHT))
     assert said in rounded_summary(run, EIGHT)
 

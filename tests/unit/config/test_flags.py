@@ -268,25 +268,27 @@ def test_a_removed_format_is_refused_unless_it_was_off(name: str, on: str, off: 
     assert RunConfig.of(stored_values(stored)) == run("")
 
 
-def test_knobs_that_moved_to_the_engine_say_where(tmp_path: Path) -> None:
+def test_removed_knobs_of_rounding_say_what_serves_instead(tmp_path: Path) -> None:
     """At their default, as every config.yaml of before has them, they say nothing; a resume says what it drops."""
-    names = {"zero_quantized_gradients_until": None, "zero_weight_error_bound": None}
-    names |= {"zero_gradient_error_bound": None}
-    names |= {"zero_gradient_feedback_beta": 0.0, "zero_gradient_feedback_reset": 0}
-    unset = write(tmp_path, "unset.yaml", json.dumps({"zero": names}))
+    bits = "--zero-gradient-bits 8"
+    names = {"zero_quantized_gradients_until": (None, "engine.exact_gradients")}
+    names |= {"zero_weight_error_bound": (None, bits), "zero_gradient_error_bound": (None, bits)}
+    names |= {"zero_gradient_feedback_beta": (0.0, bits), "zero_gradient_feedback_reset": (0, bits)}
+    names |= {"zero_gradient_rounding": ("nearest", bits)}
+    defaults = {name: default for name, (default, _) in names.items()}
+    unset = write(tmp_path, "unset.yaml", json.dumps({"zero": defaults}))
     assert run(f"--config {unset}") == run("")
-    for name in names:
+    for name, (_, instead) in names.items():
         flag = f"--{name.replace('_', '-')}"
-        (line,) = errors(f"{flag} 0.1")
-        assert line.startswith(f"{flag} was removed: ") and "engine" in line
+        (line,) = errors(f"{flag} {'feedback' if 'rounding' in name else 0.1}")
+        assert line.startswith(f"{flag} was removed: ") and instead in line
     stored = run("").to_dict()
-    stored["zero"] |= {"zero_quantized_gradients_until": None, "zero_gradient_error_bound": 0.2}
-    stored["zero"] |= {"zero_gradient_feedback_beta": 0.0, "zero_gradient_feedback_reset": 0}
+    stored["zero"] |= {**defaults, "zero_gradient_rounding": "feedback"}
     folder = tmp_path / "iter_0000001"
     folder.mkdir()
     write_manifest(folder, Manifest(1, 0, 1, {}, {}, stored, {}))
     (note,) = [note for note in run(f"--load {tmp_path}").notes if "was removed" in note]
-    assert "zero_gradient_error_bound 0.2" in note and "zero.Policy(gradient_error_bound=...)" in note
+    assert "zero_gradient_rounding feedback" in note and bits in note
 
 
 def test_stage_0_in_bf16_shards_states_as_deepspeed_does():

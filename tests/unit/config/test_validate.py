@@ -248,7 +248,6 @@ def test_options_of_megatron_without_effect_are_noted(changes):
         {"zero_weight_bits": 8},
         {"zero_gradient_bits": 4},
         {"zero_gradient_bits_intra_node": 8},
-        {"zero_gradient_rounding": "nearest"},
         {"zero_gradient_transform": "hadamard"},
         {"zero_block_size": 64},
         {"zero_exact_numel": 0},

@@ -63,7 +63,7 @@ def test_nothing_is_quantised_unless_asked_for():
 def test_zeropp_sends_differences_at_4_bits_against_resident_copies():
     whole = wire(**ZEROPP)
     assert whole.weights == Coding(4, 64) and whole.gradients_inter == SUMS and whole.delta
-    assert whole.gradients_intra is None and not whole.feedback
+    assert whole.gradients_intra is None
     assert whole.block == 64 and whole.exact_numel == 16384
     assert config(**ZEROPP).shards(TWO_NODES).lifetime == "resident"
     for same in (DELTA, BOTH, {"zero_params_lifetime": "resident"}, {"zero_quantized_weights": True}):
@@ -85,7 +85,7 @@ def test_zeropp_without_quantised_weights_has_no_differences():
 def test_zeropp_in_int8_and_its_parts():
     whole = wire(**INT8)
     assert whole.weights == Coding(8, 128) and whole.gradients_inter == SUMS
-    assert whole.gradients_intra is None and not whole.delta and not whole.feedback
+    assert whole.gradients_intra is None and not whole.delta
     assert whole.block == 128 and whole.exact_numel == 16384
     assert wire(**INT8, zero_quantized_gradients=False).codings == [Coding(8, 128)]
     for factors in ((4, 4, 8), (1, 1, 8)):
@@ -101,21 +101,16 @@ def test_every_choice_arrives():
     chosen = wire(
         **INT8,
         zero_weight_bits=4,
-        zero_gradient_bits=2,
+        zero_gradient_bits=4,
         zero_gradient_bits_intra_node=8,
         zero_block_size=256,
         zero_exact_numel=0,
-        zero_gradient_rounding="feedback",
     )
     assert chosen.weights == Coding(4, 256) and chosen.gradients_intra == Coding(8, 256, hadamard=128)
-    assert chosen.gradients_inter == Coding(2, 256, hadamard=128)
-    assert chosen.feedback and chosen.block == 256 and chosen.exact_numel == 0
+    assert chosen.gradients_inter == Coding(4, 256, hadamard=128)
+    assert chosen.block == 256 and chosen.exact_numel == 0
     assert not chosen.delta
-    random = wire(**INT8, zero_gradient_rounding="stochastic", zero_gradient_bits_intra_node=4)
-    assert random.gradients_intra == random.gradients_inter == Coding(4, 64, stochastic=True, hadamard=64)
-    assert random.weights == Coding(8, 128) and not random.feedback
     assert wire(**ZEROPP, zero_block_size=16).block == 64
-    assert wire(**ZEROPP, zero_gradient_rounding="feedback").feedback
 
 
 def test_a_transform_mixes_the_smallest_block_of_its_hops():
@@ -133,12 +128,9 @@ def test_a_transform_mixes_the_smallest_block_of_its_hops():
     "changes, size",
     [
         ({}, 64),
-        ({"zero_gradient_bits": 2}, 64),
         ({"zero_gradient_bits": 8}, 0),
         ({"zero_gradient_bits": 8, "zero_gradient_bits_intra_node": 8}, 0),
         ({"zero_gradient_bits": 8, "zero_gradient_bits_intra_node": 4}, 64),
-        ({"zero_gradient_rounding": "stochastic"}, 64),
-        ({"zero_gradient_rounding": "feedback"}, 64),
         ({"zero_gradient_transform": "none"}, 0),
         ({"zero_gradient_transform": "hadamard", "zero_gradient_bits": 8}, 128),
     ],
@@ -171,7 +163,6 @@ def test_gradients_in_few_bits_without_a_transform_are_noted_with_the_published_
         assert f"{published.gap(INT4):+.2f}".removesuffix("%") in note and published.model in note
     for published in SDP4BIT:
         assert f"{published.gap(HADAMARD):+.2f}" in note
-    assert gaps(**ZEROPP, **named, zero_gradient_bits=2, zero_gradient_rounding="stochastic")
     planned = {"zero_preset": "auto", "cluster": "a100"}
     assert gaps(**planned, **named, loss_policy="zeropp")
     for silent in (
@@ -199,8 +190,8 @@ def test_delta_refresh_implies_quantised_weights_and_resident_copies():
     "changes", [ZEROPP, INT8, {"zero_preset": "hpz", **BOTH, **DELTA}, {"zero_preset": "ddp", **BOTH}]
 )
 def test_on_one_node_nothing_is_quantised_and_the_summary_says_so(changes):
-    plain = wire(ONE_NODE, **changes, zero_gradient_rounding="feedback")
-    assert not plain.codings and not plain.delta and not plain.feedback and plain.exact_numel == 0
+    plain = wire(ONE_NODE, **changes)
+    assert not plain.codings and not plain.delta and plain.exact_numel == 0
     line = summary(ONE_NODE, **changes)
     assert "on 4 data-parallel ranks of 1 node" in line
     assert "INT4 across nodes, but no gradients cross nodes here): inside nodes exact" in line
@@ -228,14 +219,13 @@ def test_each_format_needs_its_own_hop():
     "changes,part",
     [
         ({**ZEROPP, "zero_weight_bits": 3}, "--zero-weight-bits 3 is not one of 8, 4, 2; nearest: 4"),
-        ({**ZEROPP, "zero_gradient_bits": 16}, "--zero-gradient-bits 16 is not one of 8, 4, 2; nearest: 8"),
+        ({**ZEROPP, "zero_gradient_bits": 2}, "--zero-gradient-bits 2 is not one of 8, 4; nearest: 4"),
         ({**ZEROPP, "zero_gradient_bits_intra_node": 2}, "is not one of 8, 4; nearest: 4"),
         ({**ZEROPP, "zero_block_size": 100}, "power of two from 8 to 2048; nearest: 128"),
         ({**ZEROPP, "zero_block_size": 4}, "nearest: 8"),
         ({**ZEROPP, "zero_block_size": 4096}, "nearest: 2048"),
         ({**ZEROPP, "zero_exact_numel": -1}, "--zero-exact-numel -1 must be at least 0"),
         ({**ZEROPP, "zero_gradient_transform": "dct"}, "is not one of none, hadamard"),
-        ({**ZEROPP, "zero_gradient_rounding": "random"}, "is not one of nearest, stochastic, feedback"),
         ({**ZEROPP, **DELTA, "zero_quantized_weights": False}, "--no-zero-quantized-weights switches off"),
         (
             {"zero_preset": "zero3", **DELTA},
@@ -272,26 +262,6 @@ def test_zeropp_on_nodes_of_one_rank_is_zero1_with_the_same_messages(world, tp):
     assert "straddle nodes" in errors(world, **ZEROPP, zero_hpz_partition_size=2, **said)[0]
 
 
-@pytest.mark.parametrize(
-    "changes,nearest",
-    [
-        ({"zero_preset": "zero3"}, "--zero-shard 4,4,8 (preset zeropp), or"),
-        ({"zero_preset": "hpz"}, "--zero-shard 4,4,8 (preset zeropp), or"),
-        ({"zero_preset": "zero2"}, "--zero-shard 1,4,8, or"),
-        ({"zero_shard": (2, 8, 8)}, "--zero-shard 2,4,8, or"),
-    ],
-)
-def test_error_feedback_needs_one_crossing_a_step(changes, nearest):
-    feedback = {"zero_quantized_gradients": True, "zero_gradient_rounding": "feedback"}
-    (fault,) = errors(**changes, **feedback)
-    assert "with G = 8 they cross with every micro-batch" in fault and nearest in fault
-    assert make_config({**SMALL, **changes, **feedback}).zero.zero_gradient_rounding == "feedback"
-    if "zero_preset" in changes:
-        assert not wire(ONE_NODE, **changes, **feedback).feedback
-    for legal in ("zero1", "mics", "ddp", "zeropp"):
-        assert wire(zero_preset=legal, **feedback).feedback
-
-
 def test_faults_come_together():
     found = errors(
         zero_preset="zero3",
@@ -319,9 +289,9 @@ def test_numeric_choices_are_numbers_in_files_too():
         (
             ZEROPP,
             "resident",
-            "changes as INT4 once per step (blocks of 64, nearest), gathers inside nodes exact, of the resident copy",
+            "changes as INT4 once per step (blocks of 64), gathers inside nodes exact, of the resident copy",
         ),
-        (INT8, "step", "INT8 once per step (blocks of 128, nearest), gathers inside nodes as received"),
+        (INT8, "step", "INT8 once per step (blocks of 128), gathers inside nodes as received"),
     ],
 )
 def test_summary_of_zeropp(changes, lifetime, weights):
@@ -329,7 +299,7 @@ def test_summary_of_zeropp(changes, lifetime, weights):
         "ZeRO: preset zeropp, P,G,OS = 2,2,4 on 4 data-parallel ranks of 2 nodes, parameter shards live for: "
         f"{lifetime} | weights (preset zeropp): refresh across nodes {weights}"
         " | gradients (preset zeropp): inside nodes exact with every micro-batch, across nodes INT4 once per step "
-        "(blocks of 64, nearest, Hadamard transform of 64)"
+        "(blocks of 64, Hadamard transform of 64)"
         " | always exact: parameters of up to 16,384 elements"
     )
 
@@ -342,10 +312,10 @@ def test_summary_of_zeropp(changes, lifetime, weights):
             ["preset zero1, P,G,OS = 1,1,8", "weights: refresh inside and across nodes exact once per step"],
         ),
         ({"zero_preset": "ddp"}, ["weights: never sent", "across nodes exact once per step"]),
-        ({"zero_preset": "zero3", **BOTH}, ["gathers inside and across nodes INT8 (blocks of 128, nearest)"]),
+        ({"zero_preset": "zero3", **BOTH}, ["gathers inside and across nodes INT8 (blocks of 128)"]),
         (
             {"zero_preset": "zero3", **BOTH},
-            ["across nodes INT4 with every micro-batch (blocks of 64, nearest, Hadamard transform of 64)"],
+            ["across nodes INT4 with every micro-batch (blocks of 64, Hadamard transform of 64)"],
         ),
         (
             {"zero_shard": (2, 4, 8)},
@@ -365,24 +335,23 @@ def test_summary_of_zeropp(changes, lifetime, weights):
             [
                 "live for: resident",
                 "weights (--zero-quantized-weights-delta): refresh across nodes changes as INT4 once per step "
-                "(blocks of 64, nearest), gathers inside nodes exact, of the resident copy",
+                "(blocks of 64), gathers inside nodes exact, of the resident copy",
             ],
         ),
         (
-            {**ZEROPP, "zero_gradient_rounding": "feedback", "zero_gradient_bits_intra_node": 8},
+            {**ZEROPP, "zero_gradient_bits_intra_node": 8},
             [
-                "inside nodes INT8 with every micro-batch (blocks of 128, nearest, Hadamard transform of 64), across "
-                "nodes INT4 once per step (blocks of 64, nearest, error feedback, Hadamard transform of 64)"
+                "inside nodes INT8 with every micro-batch (blocks of 128, Hadamard transform of 64), across "
+                "nodes INT4 once per step (blocks of 64, Hadamard transform of 64)"
             ],
         ),
-        ({**ZEROPP, "zero_gradient_rounding": "stochastic"}, ["(blocks of 64, stochastic, Hadamard"]),
         (
             {**ZEROPP, "zero_gradient_transform": "none"},
-            ["across nodes INT4 once per step (blocks of 64, nearest, no transform)"],
+            ["across nodes INT4 once per step (blocks of 64, no transform)"],
         ),
         (
             {**ZEROPP, "zero_gradient_bits": 8},
-            ["across nodes INT8 once per step (blocks of 128, nearest, no transform)"],
+            ["across nodes INT8 once per step (blocks of 128, no transform)"],
         ),
         ({"zero_shard": (1, 4, 4)}, ["refresh inside nodes exact", "across nodes exact once per step"]),
         ({"zero_shard": (2, 2, 2)}, ["inside nodes exact with every micro-batch and once per step"]),

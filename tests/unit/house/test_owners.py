@@ -18,7 +18,6 @@ OWNERS = {
     "Master": "masters.py",
     "Weights": "weights.py",
     "Gradients": "gradients.py",
-    "Feedback": "feedback.py",
 }
 
 
@@ -93,7 +92,7 @@ def test_units_are_frozen() -> None:
 
 
 def test_only_owners_write_their_state() -> None:
-    assert {"name", "value", "version", "full", "copy", "ticket", "grad", "staging", "residual"} <= STATE
+    assert {"name", "value", "version", "full", "copy", "ticket", "grad", "staging"} <= STATE
     every = (*sources(), *(ROOT / "benchmarks").rglob("*.py"))
     users = [path for path in every if uses_zero(path)]
     assert len(users) > 30

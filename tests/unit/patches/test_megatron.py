@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatron_core_patch
 from megatron_core_patch import names, patch, report
 from megatron_core_patch.__main__ import main, parse, split
-from megatron_core_patch.carrier import Carrier, Held, Sync
-from megatron_core_patch.chains import BucketRounding, gather_coded, gather_exact, reduce_exact, reduce_rows
+from megatron_core_patch.carrier import Carrier, Sync
+from megatron_core_patch.chains import gather_coded, gather_exact, reduce_exact, reduce_rows
 from megatron_core_patch.checks import MessageChecks
 from megatron_core_patch.layout import Columns, cut_bucket
 from megatron_core_patch.options import PatchOptions
@@ -35,15 +35,13 @@ from megatron_core_patch.refusals import (
     wrapper_problems,
 )
 from megatron_core_patch.report import Teller, start_line
-from megatron_core_patch.rounding import Residual
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megazero.comm import codec as codec_module
 from megazero.comm import hops as hops_module
 from megazero.comm.codec import Blockwise, codecs_of
 from megazero.comm.hops import Channel, Traffic
-from megazero.comm.watch import Errors
+from megazero.comm.watch import Errors, Watch
 from megazero.comm.wire import Codecs
-from megazero.kernels.adamw import SILENCE
 from megazero.kernels.arena import Arena
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.mesh import Axis
@@ -69,7 +67,7 @@ GOOD = {
         ({}, ""),
         ({"weights": "int8", "gradients": "int4"}, "--zero-quantized-weights --zero-quantized-gradients"),
         ({"weights": "int4-delta"}, "--zero-quantized-weights-delta"),
-        ({"gradients": "int2", "gradients_intra_node": "int8"}, "--zero-quantized-gradients --zero-gradient-bits 2 "
+        ({"gradients": "int4", "gradients_intra_node": "int8"}, "--zero-quantized-gradients --zero-gradient-bits 4 "
          "--zero-gradient-bits-intra-node 8"),
     ],
 )  # fmt: skip
@@ -81,16 +79,15 @@ def test_words_mean_what_flags_mean(words: dict, flags: str) -> None:
     "flags, said",
     [
         ("--zero-weight-bits 4", "--zero-weight-bits 4 has no effect without --zero-quantized-weights"),
-        ("--zero-gradient-bits 3 --zero-quantized-gradients", "is not one of 8, 4, 2"),
+        ("--zero-gradient-bits 3 --zero-quantized-gradients", "is not one of 8, 4"),
         ("--zero-quantized-weights --zero-block-size 128", "a power of two from 8 to 64; nearest: 64"),
         ("--no-zero-quantized-weights --zero-quantized-weights-delta", "leave one out"),
         ("--bf16", "--bf16 is no flag of megatron_core_patch"),
         ("--zero-exact-numel 0", "--zero-exact-numel 0 has no effect without --zero-quantized-weights or"),
         (
-            "--zero-quantized-gradients --zero-gradient-feedback-beta 0.5",
-            "--zero-gradient-feedback-beta 0.5 has no effect without --zero-gradient-rounding feedback",
+            "--zero-gradient-error-bound 0.1",
+            "--zero-gradient-error-bound was removed: .*--zero-gradient-bits 8",
         ),
-        ("--zero-gradient-error-bound 0.1", "no effect without --zero-quantized-gradients"),
     ],
 )
 def test_bad_flags(flags: str, said: str) -> None:
@@ -101,8 +98,9 @@ def test_bad_flags(flags: str, said: str) -> None:
 def test_bad_words() -> None:
     with pytest.raises(ValueError, match="weights='fp8' is no format.*(?s:.)*gradients='int3' is no format"):
         from_words("fp8", "int3")
-    with pytest.raises(ValueError, match="weight_transform was removed: "):
-        from_words("int4", weight_transform="hadamard")
+    for word, value in (("weight_transform", "hadamard"), ("gradient_rounding", "feedback")):
+        with pytest.raises(ValueError, match=f"{word} was removed: "):
+            from_words("int4", **{word: value})
 
 
 def test_the_script_and_its_words_are_its_own() -> None:
@@ -193,10 +191,7 @@ def test_refused_optimizers_and_wrappers() -> None:
     (offloads,) = optimizer_problems(Config(optimizer_cpu_offload=True), exact)
     (recorded,) = optimizer_problems(Config(optimizer_cuda_graph=True), exact)
     assert "--optimizer-cpu-offload updates" in offloads and "--optimizer-cuda-graph records" in recorded
-    fed = from_words(gradients="int4", gradient_rounding="feedback")
-    assert "feedback adds what the last step lost" in next(optimizer_problems(Config(fp16=True), fed))
     assert not list(optimizer_problems(Config(fp16=True), quantised))
-    assert not list(optimizer_problems(Config(fp16=False), fed))
     assert not list(wrapper_problems("DistributedDataParallel"))
     assert list(wrapper_problems("FullyShardedDataParallel"))
     for name in ("MegatronFSDP", "FsdpModule"):
@@ -222,36 +217,6 @@ def test_megatrons_fsdp_is_refused_before_it_builds_anything() -> None:
                 getattr(owner, name)(config, config, torch.nn.Linear(1, 1))
         finally:
             megatron_core_patch.disable()
-
-
-def test_tensor_parallel_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This rank's errors are within the bound, those of its tensor-parallel peer are not."""
-    monkeypatch.setattr(dist, "all_reduce", lambda squares, group: squares.add_(group.others))
-    group = Config(rank=lambda: 0, others=torch.tensor([[0.0, 1.0]]))
-    peer = Config(rank=lambda: 1, others=torch.tensor([[2.0, 2.0]]))
-    for alike, exceeded in ((None, set()), (peer, {GRADIENTS})):
-        held = Held(0, alike=alike)  # type: ignore[arg-type]
-        held.errors[GRADIENTS] = Errors()
-        held.errors[GRADIENTS].squares.append(torch.tensor([0.01, 1.0], dtype=torch.float64))
-        options = from_words(gradients="int4", gradient_error_bound=0.5)
-        carrier: Any = Config(
-            options=options, state=lambda _, held=held: held, channel=Config(device=torch.device("cpu"))
-        )
-        Carrier._compare_errors(carrier, [Bucket()], group)  # type: ignore[arg-type]
-        assert held.exceeded == exceeded
-
-
-def test_the_ranks_that_decide_alike() -> None:
-    """By the collection of groups that DistributedDataParallel was given, else by parallel_state, which has none."""
-    pytest.importorskip("megatron.core")
-    two, one = Config(size=lambda: 2), Config(size=lambda: 1)
-    given = {"config": Config(tensor_model_parallel_size=2, expert_tensor_parallel_size=None)}
-    assert patch.tensor_group("dense", {**given, "pg_collection": Config(tp=two)}) is two
-    assert patch.tensor_group("expert", {**given, "model_comm_pgs": Config(tp=two, expt_tp=one)}) is None
-    for kind in ("dense", "expert"):
-        with pytest.raises(ValueError, match="tensor-parallel ranks decide alike, but"):
-            patch.tensor_group(kind, {**given, "pg_collection": Config()})
-        assert patch.tensor_group(kind, {"config": Config()}) is None
 
 
 def test_the_order_of_calls_is_refused() -> None:
@@ -512,10 +477,8 @@ def operations(nodes: int, size: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
     held = torch.zeros(pieces[0].own(bucket).numel())
     assert beside is not None
     chains = {
-        "gradients": lambda: reduce_rows(
-            pieces[0], bucket, Codecs(gradients_inter=codec), 1.0, channel, BucketRounding(lambda _: SILENCE)
-        ),
-        "weights": lambda: gather_coded(pieces[0], bucket, codec, held, channel, None),
+        "gradients": lambda: reduce_rows(pieces[0], bucket, Codecs(gradients_inter=codec), 1.0, channel),
+        "weights": lambda: gather_coded(pieces[0], bucket, codec, held, channel),
         "exact gradients": lambda: reduce_exact(beside, bucket, 1.0, channel),
         "exact weights": lambda: gather_exact(beside, bucket, channel),
     }
@@ -570,11 +533,7 @@ def test_averages_are_rounded_once(
     values = torch.linspace(-65504.0, 65504.0, 64).to(dtype)
     grads, hops = values.repeat(d), two_hops(nodes, size)
     channel = Channel(Traffic(), Arena(), torch.device("cpu"))
-    list(
-        reduce_rows(
-            Columns(hops, slice(0, 64)), grads, Codecs(), 1 / d, channel, BucketRounding(lambda _: SILENCE)
-        )
-    )
+    list(reduce_rows(Columns(hops, slice(0, 64)), grads, Codecs(), 1 / d, channel))
     assert torch.equal(grads[:64], values)
 
 
@@ -733,46 +692,29 @@ def echo(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic
     out.copy_(messages)
 
 
-def two_nodes(
-    values: torch.Tensor, rounding: BucketRounding, monkeypatch: pytest.MonkeyPatch
-) -> torch.Tensor:
+def two_nodes(values: torch.Tensor, monkeypatch: pytest.MonkeyPatch, *watches: Watch) -> torch.Tensor:
     """Sum a row of two blocks, as INT4, with the same row of a rank of another node."""
     monkeypatch.setattr(hops_module, "start_exchange", echo)
     grads, hops = values.repeat(2), two_hops(2, 1)
     (piece,), _ = cut_bucket(len(grads), [], hops, lambda m: [slice(0, m)], grads.device)
     channel = Channel(Traffic(), Arena(), grads.device)
     codecs = Codecs(gradients_inter=Blockwise(4, 64))
-    list(reduce_rows(piece, grads, codecs, 1.0, channel, rounding))
+    list(reduce_rows(piece, grads, codecs, 1.0, channel, watches))
     return grads[: len(values)]
-
-
-def test_a_residual_makes_sums_of_steps_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same gradient in 50 steps: without it the same error 50 times; with it never more than one."""
-    values = torch.randn(128, generator=torch.Generator().manual_seed(1))
-    lost = {}
-    for name, residual in (("plain", None), ("fed", Residual(0.0))):
-        rounding = BucketRounding(lambda _: SILENCE, residual)
-        total = sum(two_nodes(values, rounding, monkeypatch) for _ in range(50))
-        lost[name] = float((total - 100 * values).abs().max())
-    assert lost["fed"] < 0.1 * lost["plain"], lost
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_arrives_as_documented(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quantised block with NaN or Inf is NaN at the receiver, other blocks are untouched; nothing is fed back."""
+    """A quantised block with NaN or Inf is NaN at the receiver, other blocks are untouched."""
     values = torch.ones(128)
     values[3] = value
-    residual = Residual(0.0)
-    sums = two_nodes(values, BucketRounding(lambda _: SILENCE, residual), monkeypatch)
+    sums = two_nodes(values, monkeypatch)
     assert bool(sums[:64].isnan().all()) and bool(((sums[64:] - 2).abs() < 0.01).all())
-    assert (
-        residual.lost is not None and not residual.lost[:, :64].any() and bool(residual.lost.isfinite().all())
-    )
 
 
 def test_errors_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     values, errors = torch.randn(128, generator=torch.Generator().manual_seed(1)), Errors()
-    sums = two_nodes(values, BucketRounding(lambda _: SILENCE, None, [errors.sent]), monkeypatch)
+    sums = two_nodes(values, monkeypatch, errors.sent)
     lost, exact = errors.take(values.device).tolist()
     assert exact == pytest.approx(float(values.double().square().sum()))
     assert lost == pytest.approx(float((sums - 2 * values).double().square().sum()), rel=1e-5)

@@ -422,10 +422,7 @@ EVERYTHING: tuple[tuple[str, Cluster, dict[str, object]], ...] = (
 def test_search_finds_what_asking_everything_finds(
     policy: str, on: Cluster, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with room for more than the whole model ahead, where units stay gathered by themselves.
-
-    Which formats send the fewest bits depends on the shards: feedback, the one of INT2, has no effect where G > h.
-    """
+    """Also with room for more than the whole model ahead, where units stay gathered by themselves."""
     on = replace(on, device=replace(on.device, contention=0.5))
     values = {"zero_prefetch_bytes": 256 << 20, **MODEL, **more, "ranks_per_node": on.ranks_per_node}
     del values["micro_batch_size"]

@@ -15,11 +15,10 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.wire import Codecs, Coding
 from megazero.config.layout.shards import Shards
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER
-from megazero.config.options.optimizers import OptimizerConfig
 from megazero.mesh.grid import make_grid
 from megazero.plan.communication import Formats, UnitShape, model_state
 from megazero.plan.gathers import Copies, gathers
-from megazero.plan.memory import States, gathered, model_states
+from megazero.plan.memory import States, gathered
 from tests.gpu.test_hpz_race import CPU, MICRO_BATCHES, Cluster, Landing, Wire
 
 BLOCK = 64
@@ -70,23 +69,6 @@ def test_the_bytes_of_a_step(
     copies = Copies([[[0], [1], [2]]], shards[0] == 1, prefetch_bytes)
     program = [("F", 0), ("B", 0)] * MICRO_BATCHES
     assert model_state(units, make_grid(4, 2, shards=shards), formats, copies, program, MICRO_BATCHES) == sent
-
-
-@pytest.mark.parametrize("shards", [(1, 1, 1), (1, 1, 4), (2, 2, 2), (2, 2, 4)], ids=str)
-def test_residuals_are_of_the_slice_that_crosses_nodes(
-    shards: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codecs = zero.Codecs(gradients_inter=Blockwise(4, BLOCK), feedback=True)
-    engine = Cluster(
-        CPU, 3, monkeypatch, shards=shards, policy=zero.Policy(codecs=codecs, block=BLOCK)
-    ).engine
-    grid = make_grid(4, 2, shards=shards)
-    states = States(grid, Shards(*shards, "use"), Formats(2, 4), True, 0)
-    shapes = [(UnitShape(unit.layout.numel, 0, True), 1) for unit in engine.units]
-    elements = sum(shape.elements for shape, _ in shapes)
-    units: Any = SimpleNamespace(counts=shapes, elements=elements, matrices_apart={})
-    held = sum(unit.feedback.open_residual().nbytes for unit in engine.units)
-    assert model_states(units, states, OptimizerConfig(lr=0.1))["residuals"] == held > 0
 
 
 def test_processors_hold_what_is_gathered_ahead_twice() -> None:

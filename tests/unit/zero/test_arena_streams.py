@@ -31,10 +31,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "zero1": ((1, 1, 4), {}),
     "zero3, no reduction may lag": ((4, 4, 4), {"pending_reductions": 0}),
     "zero3, quantised": ((4, 4, 4), {"codecs": QUANTISED}),
-    "zeropp, error feedback": (
-        (2, 2, 4),
-        {"codecs": zero.Codecs(gradients_inter=Blockwise(4), feedback=True)},
-    ),
+    "zeropp": ((2, 2, 4), {"codecs": zero.Codecs(gradients_inter=Blockwise(4))}),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -12,18 +11,15 @@ import pytest
 import torch
 
 from megazero import zero
-from megazero.comm import hops
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.mesh.grid import INTER, AxisSpec, make_grid
 from megazero.mesh.mesh import Mesh, create_mesh
-from megazero.zero import records, reduce
 from megazero.zero.build import Placed, _refuse_different_starts
 from megazero.zero.grad_norm import GlobalNorm, clip_factor, counted
 from megazero.zero.optimizer import SliceOptimizer, Traits
-from megazero.zero.records import MASTER, RESIDUAL, load_records, rank_tensors, residual_sum, save_records
-from megazero.zero.rounding import Rounding
+from megazero.zero.records import save_records
 from tests.gpu.test_hpz_race import CPU, Cluster, Landing, Wire
 
 BLOCK = 512  # more than the layers fill: every unit has padding within its last block
@@ -58,8 +54,8 @@ def test_gradients_below_the_limit_stay() -> None:
 def test_a_step_that_is_not_finite_leaves_nothing_for_the_next(
     shards: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No NaN in padding, which blocks that were not finite bring, and no other noise."""
-    codecs = zero.Codecs(CODED, Blockwise(4, BLOCK, stochastic=True), Blockwise(4, BLOCK, stochastic=True))
+    """No NaN in padding, which blocks that were not finite bring."""
+    codecs = zero.Codecs(CODED, CODED, CODED)
     runs = []
     for factors in ((1.0, 1.0), (1.0, torch.inf, 1.0)):
         cluster = engine(monkeypatch, shards, codecs=codecs)
@@ -106,29 +102,6 @@ def test_a_save_before_the_first_step_changes_no_step(monkeypatch: pytest.Monkey
         assert cluster.engine.optimizer.scalars() == {"step": 2.0}
         masters.append(torch.cat([unit.master.value for unit in units]))
     assert torch.equal(masters[0], masters[1]) and torch.equal(masters[0], masters[2])
-
-
-@pytest.mark.parametrize("shards", [(1, 1, 1), (1, 1, 4), (2, 2, 4)], ids=str)
-def test_what_was_carried_is_added_in_the_sums_unit(
-    shards: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A residual is one of divided gradients; and until it is paid, it is not a rank's own."""
-    masters = []
-    for carried in (0.0, 3.0):
-        cluster = engine(monkeypatch, shards, codecs=zero.Codecs(gradients_inter=CODED, feedback=True))
-        held = cluster.engine
-        for record in load_records(held, optimizer=False, residual=True):
-            assert set(record.tensors) == {MASTER, RESIDUAL}
-            record.tensors[RESIDUAL].fill_(carried)
-        held.invalidate()
-        assert step(cluster, torch.inf).skipped
-        assert all(unit.feedback.residual is not None for unit in held.units) and not rank_tensors(held)
-        assert not step(cluster, divisor=8.0).skipped and len(rank_tensors(held)) == len(held.units)
-        masters.append([unit.master.value for unit in held.units])
-    for unit, plain, more in zip(held.units, *masters, strict=True):
-        for _, low, high, at in unit.layout.ranges(unit.axes.os):
-            moved = (more - plain)[at : at + high - low]
-            torch.testing.assert_close(moved, torch.full_like(moved, -LR * 3.0), rtol=1e-3, atol=1e-6)
 
 
 EVERY = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4)]
@@ -181,26 +154,6 @@ def test_a_chain_uses_the_axes_that_it_states(
     for _ in range(2):
         step(cluster)
     assert len(max(stated, key=len)) >= 2, "no chain has an order"
-
-
-def test_replicas_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What several ranks hold and send on, they round with the same noise: of the element, not of the sender."""
-    codec = Blockwise(4, BLOCK, stochastic=True)
-    drawn: list[set[tuple[int, int]]] = []
-    noise = Rounding.noise
-    for rank in range(4):
-        drawn.append(set())
-
-        def noted(rounding: Rounding, unit: Any, hop: str, start: int = 0, at: int = rank) -> Any:
-            made = noise(rounding, unit, hop, start)
-            if hop.startswith("return"):
-                drawn[at].add((made.stream, made.step))
-            return made
-
-        monkeypatch.setattr(Rounding, "noise", noted)
-        cluster = engine(monkeypatch, (1, 1, 1), rank, codecs=zero.Codecs(None, codec, codec))
-        step(cluster)
-    assert drawn[0] == drawn[1] == drawn[2] == drawn[3] and len(drawn[0]) == 2 * len(cluster.engine.units)
 
 
 def test_noise_is_new_after_every_update_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,10 +230,6 @@ def test_what_can_be_read_is_what_the_next_forward_reads(
             weight.mul_(1.25)
             assert seen() is not None
 
-    def fall_back() -> None:
-        for unit in held.units:
-            unit.weights.send_exactly()
-
     def change() -> None:
         for unit in held.units:
             unit.master.value.mul_(1.25)
@@ -298,7 +247,6 @@ def test_what_can_be_read_is_what_the_next_forward_reads(
         "abort_step": held.abort_step,
         "skipped": lambda: step(cluster, torch.inf),
         "write": write,
-        "fallback": fall_back,
         "load": change,
         "load in a block": load_in_block,
     }
@@ -359,89 +307,6 @@ def test_the_ends_sum_comes_after_each_ends_own(monkeypatch: pytest.MonkeyPatch)
     assert calls == [*waits, ("follow",), ("submit", shared.name)]
 
 
-def test_replicas_of_an_end_send_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one sum; the other end's is another, and so is its noise."""
-    codec, sent = Blockwise(4, BLOCK, stochastic=True), dict[tuple[int, int], torch.Tensor]()
-    for rank in range(2):
-        cluster = engine(monkeypatch, (1, 1, 1), rank, codecs=zero.Codecs(gradients_inter=codec))
-        unit, context = cluster.engine.units[0], cluster.engine.gatherer.context
-        unit.gradients.begin_step()
-        assert unit.gradients.grad is not None
-        unit.gradients.grad.copy_(torch.linspace(-1, 1, unit.gradients.grad.numel()))
-        for end in range(2):
-            keep = partial(lambda key, ends, out, own, *_: sent.__setitem__(key, own.clone()), (rank, end))
-            monkeypatch.setattr(hops, "start_gather", keep)
-            ends: Any = SimpleNamespace(link=INTER, index=end, size=2)
-            next(reduce.sum_ends(unit, ends, False, context))
-    assert torch.equal(sent[0, 0], sent[1, 0]) and torch.equal(sent[0, 1], sent[1, 1])
-    assert not torch.equal(sent[0, 0], sent[0, 1])
-
-
-@pytest.mark.parametrize(
-    "shards", [(1, 1, 4), (2, 2, 4)], ids=str
-)  # without replicas: nothing goes back rounded
-def test_what_rounding_lost_is_in_the_next_message(
-    shards: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same gradient twice: the second message is made of it and of what the first one lost, whatever divides."""
-    cluster = engine(monkeypatch, shards, codecs=zero.Codecs(gradients_inter=CODED, feedback=True))
-    seen: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-    cluster.engine.rounding.observer = lambda *told: seen[-1].append((told[3].clone(), told[4].clone()))
-    masters = [unit.master.value.clone() for unit in cluster.engine.units]
-    for _ in range(2):
-        seen.append([])
-        assert not step(cluster, divisor=8.0).skipped
-        for unit, value in zip(cluster.engine.units, masters, strict=True):
-            unit.master.value.copy_(value)
-        cluster.engine.invalidate()
-    across = [
-        (exact, lost, again)
-        for (exact, sent), (again, _) in zip(*seen, strict=True)
-        if (lost := exact - sent).any() and not torch.equal(exact, again)
-    ]
-    assert across
-    for exact, lost, again in across:
-        torch.testing.assert_close(again, exact + lost, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
-
-
-@pytest.mark.parametrize("shards", [(1, 1, 4), (2, 4, 4)], ids=str)
-def test_after_a_fallback_the_rounded_copy_is_not_used(
-    shards: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where no update made it stale: the step that told so was skipped."""
-    held = engine(monkeypatch, shards, codecs=zero.Codecs(weights=CODED), lifetime="resident").engine
-    held.refresh()
-    for unit in held.units:
-        assert not unit.weights.stale
-        unit.weights.send_exactly()
-        assert unit.weights.stale
-    held.refresh()
-    with held.gathered():
-        for unit in held.units:
-            for slot, low, high, at in unit.layout.ranges(unit.axes.os):
-                own = unit.master.value[at : at + high - low]
-                assert torch.equal(
-                    unit.weights.full[slot.start + low : slot.start + high], own.to(unit.dtype)
-                )
-
-
-@pytest.mark.parametrize("codecs", [zero.Codecs(weights=CODED), DELTA], ids=["whole", "differences"])
-def test_a_fallback_holds_one_copy(codecs: zero.Codecs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes when memory is as full as ever: the rounded copy goes before the exact one is made; R stays."""
-    held = engine(monkeypatch, (2, 4, 4), codecs=codecs, lifetime="resident").engine
-    held.refresh()
-    old, made, empty = [weakref.ref(unit.weights.copy) for unit in held.units], list[bool](), torch.empty
-
-    def noted(*sizes: Any, **options: Any) -> torch.Tensor:
-        made.append(old[len(made)]() is None)
-        return empty(*sizes, **options)
-
-    monkeypatch.setattr(torch, "empty", noted)
-    for unit in held.units:
-        unit.weights.send_exactly()
-    assert made == ([] if codecs.delta else [True] * len(held.units))
-
-
 def test_starts_are_compared_to_the_bit_and_without_copies() -> None:
     """Of values that have one sum; an fp64 copy of an embedding of 128k x 8k takes 8 GB."""
     module = torch.nn.Linear(64, 1 << 14, bias=False, dtype=torch.bfloat16)
@@ -485,28 +350,6 @@ def test_norms_of_some_runs_have_their_own_dtypes() -> None:
     out = torch.zeros(1, dtype=torch.float64)
     GlobalNorm(runs, held.mesh).write(out)
     assert float(out) == pytest.approx(4.0 * sum(run.stop - run.start for run in runs))
-
-
-def test_both_ends_residuals_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tied parameter the first end saves what both owe; and where replicas share a node, of its whole slice."""
-    cluster = engine(monkeypatch, (1, 1, 1), codecs=zero.Codecs(gradients_inter=CODED, feedback=True))
-    held = cluster.engine
-    step(cluster)
-    unit = held.units[0]
-    alone = residual_sum(held, unit)
-    assert alone.numel() == unit.layout.numel and alone.any()
-    monkeypatch.setitem(vars(held.mesh), "ends", SimpleNamespace(reduce_group=None, index=0))
-
-    def gather(both: torch.Tensor, own: torch.Tensor, group: object) -> None:
-        both.view(2, -1).copy_(torch.stack([own, 2 * own]))
-
-    monkeypatch.setattr(records, "all_gather_flat", gather)
-    object.__setattr__(unit, "tied", True)
-    saved = [
-        record.tensors[RESIDUAL] for record in save_records(held) if record.placement.name.startswith("0.")
-    ]
-    expected = [3 * alone[at : at + high - low] for _, low, high, at in unit.layout.ranges(unit.axes.os)]
-    assert all(map(torch.equal, saved, expected)) and len(saved) == len(expected) == 2
 
 
 def test_a_loop_that_only_evaluates_keeps_the_last_evaluation_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,10 +125,6 @@ def test_fragments_are_of_modules_by_name() -> None:
         ({"fragments": (("a",),) * 5}, "5 fragments do not each have a step of their own in interval=4"),
         ({"fragments": (("a",), ("b",)), "delay": 2}, "delay=2 must be from 0 to 1"),
         ({"mixing": 0.0}, "mixing=0.0"),
-        (
-            {"codec": Blockwise(4, stochastic=True)},
-            "outer gradients are rounded to nearest.*stochastic=False",
-        ),
     ):
         with pytest.raises(ValueError, match=said):
             Outer(4, **wrong)
