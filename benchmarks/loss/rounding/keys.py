@@ -18,21 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.loss.rounding.formats import EXACT, coding
+from benchmarks.loss.rounding.formats import EXACT
 from benchmarks.loss.rounding.text import Samples
 from benchmarks.loss.rounding.training import Training
-from megazero.comm.codec import Codec, Identity
+from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.mesh.grid import own_spans
 from megazero.models import Decoder, layer, make_model
 from megazero.models.attention import attend
 
 RUN = "INT8 128 + H128"  # what --cp-gather-bits 8 sends
 CODECS: dict[str, Codec] = {
-    RUN: coding(8, 128, 128),
-    "INT8 128": coding(8, 128),
+    RUN: Blockwise(8, 128, 128),
+    "INT8 128": Blockwise(8, 128),
     "bf16": Identity(torch.bfloat16),
-    "INT4 64 + H64": coding(4, 64, 64),
-    "INT4 64": coding(4, 64),
+    "INT4 64 + H64": Blockwise(4, 64, 64),
+    "INT4 64": Blockwise(4, 64),
 }
 TRAINED = (EXACT, RUN, "INT4 64 + H64")
 Row = dict[str, Any]
