@@ -72,8 +72,11 @@ def start_ranks(
     try:
         for rank in range(count):
             environ = {**ours, **os.environ, **rank_variables(rank, count, port)}
-            given = {"env": environ, "stdin": subprocess.DEVNULL, "process_group": 0, "preexec_fn": tie}
-            ranks.append(subprocess.Popen(command, **given))
+            ranks.append(
+                subprocess.Popen(
+                    command, env=environ, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=tie
+                )
+            )
         statuses = _wait(ranks, heard, good, grace)
     finally:
         for process in ranks:
