@@ -29,7 +29,7 @@ def plot_loss(
         raise ValueError("no metrics files to draw; give at least one metrics.jsonl or log directory")
     figure = new_figure(8, 5, dpi=120)
     axes = figure.add_subplot(xlabel="iteration", ylabel="loss (nats per token)", title=title)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     for index, name in enumerate(_names(metrics)):
         path = Path(metrics[index])

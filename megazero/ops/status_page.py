@@ -114,7 +114,7 @@ def lines(title: str, curves: Mapping[str, Points], marks: Sequence[float] = ())
         return ""
     figure = new_figure(6.4, 2.2, dpi=100)
     axes = figure.add_subplot(xlabel="iteration", ylabel=title.partition(",")[0])
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     for name, points in thin.items():
         dots = "." if name.startswith("evaluation") or len(points) == 1 else None
         axes.plot(*zip(*points, strict=True), label=name, marker=dots, linewidth=1.2)
