@@ -32,13 +32,6 @@ def new_figure(width: float, height: float, dpi: int = 80, title: str | None = N
     return figure
 
 
-def whole_numbers(axes: Axes) -> None:
-    """Let the x axis have ticks at whole numbers alone: iterations."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure as a PNG file, which is replaced as a whole."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megazero.charts import new_figure, save, whole_numbers
+from megazero.charts import new_figure, save
 from megazero.log.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def plot_loss(
         raise ValueError("no metrics files to draw; give at least one metrics.jsonl or log directory")
     figure = new_figure(8, 5, dpi=120)
     axes = figure.add_subplot(xlabel="iteration", ylabel="loss (nats per token)", title=title)
-    whole_numbers(axes)
+    axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     for index, name in enumerate(_names(metrics)):
         path = Path(metrics[index])

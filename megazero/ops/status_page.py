@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megazero.charts import new_figure, png, stacked_bars, whole_numbers
+from megazero.charts import new_figure, png, stacked_bars
 from megazero.log.time_bill import ITEMS
 from megazero.ops.status import facts, restarts
 from megazero.ops.vitals import Line, Vitals
@@ -114,7 +114,7 @@ def lines(title: str, curves: Mapping[str, Points], marks: Sequence[float] = ())
         return ""
     figure = new_figure(6.4, 2.2, dpi=100)
     axes = figure.add_subplot(xlabel="iteration", ylabel=title.partition(",")[0])
-    whole_numbers(axes)
+    axes.locator_params(axis="x", integer=True)
     for name, points in thin.items():
         dots = "." if name.startswith("evaluation") or len(points) == 1 else None
         axes.plot(*zip(*points, strict=True), label=name, marker=dots, linewidth=1.2)
