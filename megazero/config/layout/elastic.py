@@ -59,7 +59,7 @@ def _changes(config: RunConfig, found: RunConfig) -> str:
     """Return the flags that turn ``config`` into ``found``."""
     changed = [(opt, found.get(opt.name)) for opt in all_options().values()]
     changed = [(opt, value) for opt, value in changed if value != config.get(opt.name)]
-    return " ".join(typed(opt, value) if value is not None else f"no {opt.flag}" for opt, value in changed)
+    return " ".join(typed(opt, value) for opt, value in changed)
 
 
 def _other_worlds(config: RunConfig, world: World, sizes: Sequence[int]) -> list[int]:
