@@ -38,7 +38,7 @@ from megazero.config.model.section import complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import section_of, show, stand_in, typed
 from megazero.config.options.optimizers import OPTIMIZERS, of_schedule
-from megazero.config.options.sections import OuterConfig, ZeroConfig
+from megazero.config.options.sections import OuterConfig, TrainingConfig, ZeroConfig
 from megazero.config.read.beginning import Beginning
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
@@ -53,7 +53,8 @@ KEPT_PLAIN = (
 )
 # What beside the optimizer's own options changes a step: its gradients, or what it is trained on.
 OF_UPDATE = (
-    "optimizer", "clip_grad", "hidden_dropout", "attention_dropout", "z_loss_strength",
+    "optimizer", "clip_grad", "hidden_dropout", "attention_dropout", "z_loss_strength", "params_dtype",
+    "seq_length", "global_batch_size", "eod_mask_loss", "reset_attention_mask", "reset_position_ids",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
 )  # fmt: skip
 ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
@@ -89,7 +90,6 @@ def resolve(
     errors += _complete_schedule(values, said.accepted, *goes_on, notes)
     notes += [*_unlike_megatron(values, said.accepted), *unfused_gelu(values)]
     values = complete(values)
-    notes += _changed_update(values, *goes_on)
     errors += _complete_zero(values, notes)
     _complete_formats(values, *goes_on, notes)
     _complete_outer(values, *goes_on, notes)
@@ -97,6 +97,7 @@ def resolve(
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
         values["save_keep_last"] = 1
     errors += _complete_batch(values, accumulation, world, goes_on[1], notes)
+    notes += _changed_update(values, *goes_on)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
     if values.get("save") and not values.get("save_interval"):
@@ -163,7 +164,10 @@ def _changed_update(values: Mapping[str, Any], path: Path | None, stored: Stored
     saved = {name: value for section in stored.values() for name, value in section.items()}
     optimizer = OPTIMIZERS.get(values.get("optimizer") or all_options()["optimizer"].default)
     read = [name for name in optimizer.options if not of_schedule(name)] if optimizer else []
-    names = [name for name in dict.fromkeys((*read, *OF_UPDATE)) if name in saved]
+    balanced = [section_of(TrainingConfig, each).balances_micro_batches for each in (saved, values)]
+    blocks = ["micro_batch_size"] if values.get("num_experts") and any(balanced) else []
+    names = [name for name in dict.fromkeys((*read, *OF_UPDATE, *blocks)) if name in saved]
+    names = [name for name in names if name != "global_batch_size" or values.get(name)]  # it may be open
     now = {name: all_options()[name].default if values.get(name) is None else values[name] for name in names}
     if changed := [name for name in names if now[name] != saved[name]]:
         said = _changes(changed, saved, now)

@@ -176,6 +176,17 @@ def test_what_means_the_same_is_no_other_model(tmp_path):
     assert loaded.model.moe_router_num_groups is None and loaded.model.moe_ffn_hidden_size is None
 
 
+def test_a_resume_tells_of_a_micro_batch_that_changes_the_loss(tmp_path):
+    experts = "--num-experts 4 --disable-bias-linear --global-batch-size 4 --moe-aux-loss-coeff"
+    for number, (coefficient, kind, said) in enumerate(
+        (("1e-2", "aux_loss", True), ("1e-2", "seq_aux_loss", False), ("0", "aux_loss", False))
+    ):
+        words = f"{experts} {coefficient} --moe-router-load-balancing-type {kind}"
+        save(tmp_path / f"{number}", run(f"{MODEL} {words}"))
+        notes = run(f"--load {tmp_path / f'{number}'} {words} --micro-batch-size 2").notes
+        assert any("the loss" in note and "--micro-batch-size 2 (was 1)" in note for note in notes) == said
+
+
 def test_finetuning_may_change_what_shapes_do_not_depend_on(tmp_path):
     save(tmp_path, run(f"{MODEL} {CHOICES}"))
     longer = run(f"--load {tmp_path} --finetune --rotary-base 1000000")
