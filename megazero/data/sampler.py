@@ -26,8 +26,9 @@ def micro_batch_ids(consumed: int, micro_batch_size: int, rank: int, size: int) 
 
 
 def replica_shares(member: np.ndarray[Any, Any], replicas: int, block: int) -> np.ndarray[Any, Any]:
-    """Return which share of its samples each outer replica takes from each member of a blend, fp64 [replicas, members].
+    """Return the share of its samples that each outer replica takes from each member of a blend.
 
+    It is fp64 [replicas, members].
     member: of each sample in order, int [samples] (data/blend.py). block: consecutive samples of a replica: a
     micro-batch on each of its ranks.
     """

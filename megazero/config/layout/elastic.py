@@ -68,8 +68,8 @@ def _near(config: RunConfig, world: World, sizes: Sequence[int]) -> Iterator[str
         yield f"nearest numbers of ranks: {' or '.join(map(str, others))}"
     if _keeps_micro_batch(config):
         yield (
-            f"--micro-batch-size {config.batch.micro_batch_size} stays, because the loss that balances experts is over "
-            "micro-batches (aux_loss): --moe-router-load-balancing-type seq_aux_loss is over samples"
+            f"--micro-batch-size {config.batch.micro_batch_size} stays, because the loss that balances experts is "
+            "over micro-batches (aux_loss): --moe-router-load-balancing-type seq_aux_loss is over samples"
         )
 
 

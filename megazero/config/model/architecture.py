@@ -41,7 +41,8 @@ def otherwise(model: Mapping[str, Any], said: Mapping[str, Any]) -> list[str]:
     names = [name for name, value in model.items() if said.get(name) not in (None, value)]
     with suppress(ConfigError):
         before, now = (
-            make_model(**{"seq_length": 1, **model, **changes}) for changes in ({}, {n: said[n] for n in names})
+            make_model(**{"seq_length": 1, **model, **changes})
+            for changes in ({}, {n: said[n] for n in names})
         )
         check_model(before)
         check_model(now)

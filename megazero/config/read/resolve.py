@@ -62,8 +62,8 @@ ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as 
 
 def resolve(
     said: Layer, world: World | None, beginning: Beginning | None
-) -> tuple[RunConfig, Collection[str], list[str]]:
-    """Return the completed configuration with its notes, the missing options, and error lines.
+) -> tuple[RunConfig, Collection[str], Collection[str], list[str]]:
+    """Return the completed configuration with its notes, the missing options, those of --load, and error lines.
 
     beginning: what the folders of --load and --save say, or None before they are read.
 
@@ -75,8 +75,10 @@ def resolve(
     notes, errors = list(said.notes), list[str]()
     errors += complete_megatron(said, values, notes)
     beginning, read = beginning or Beginning(), beginning is not None
-    values, taken, clashes = take_architecture(values, beginning) if read else (values, [], [])
-    notes, errors = [*notes, *taken], [*errors, *clashes]
+    given = values
+    values, found, clashes = take_architecture(given, beginning) if read else (given, [], [])
+    loaded = [name for name, value in values.items() if value is not None and given.get(name) is None]
+    notes, errors = [*notes, *found], [*errors, *clashes]
     unread = values.get("load") and f"--load {values['load']}: "
     if unread and any(line.startswith(unread) for line in clashes):  # it may have what is missing
         said.failed.update(
@@ -91,7 +93,7 @@ def resolve(
     notes += [*_unlike_megatron(values, said.accepted), *unfused_gelu(values)]
     values = complete(values)
     errors += _complete_zero(values, notes)
-    _complete_formats(values, *goes_on, notes)
+    loaded += _complete_formats(values, *goes_on, notes)
     _complete_outer(values, *goes_on, notes)
     values |= {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
@@ -110,7 +112,7 @@ def resolve(
     notes += _unused_split(values)
     needed = (opt for opt in all_options().values() if opt.needed and values.get(opt.name) is None)
     missing = {opt.name: stand_in(opt) for opt in needed}
-    return RunConfig.of(values | missing, notes), missing, errors
+    return RunConfig.of(values | missing, notes), missing, loaded, errors
 
 
 def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
@@ -179,10 +181,13 @@ def _changes(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, 
     return ", ".join(f"{all_options()[n].flag} {show(now[n])} (was {show(before[n])})" for n in names)
 
 
-def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
+def _complete_formats(
+    values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]
+) -> Collection[str]:
     """At a resume, take the formats of messages from the checkpoint where the options give none, else note a change.
 
-    Notes say which of its options were removed since, and what gradients lose that are sent in few bits as they are.
+    Returns the options that were taken. Notes say which of its options were removed since, and what gradients lose
+    that are sent in few bits as they are.
     """
     before = _formats(stored.get("zero", {}))
     for name, removed in REMOVED.items():
@@ -204,6 +209,7 @@ def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored,
     if plain and TRANSFORM not in kept:
         notes.append(PLAIN)
     notes += _changed_format(section_of(ZeroConfig, before), now, path)
+    return kept
 
 
 def _complete_outer(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:

@@ -18,6 +18,7 @@ from megazero.data.gpt import SampleSpec
 from megazero.data.sampler import replica_shares
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
 from megazero.data.tokenizer_files import tokenizer_options
+from megazero.log.units import plural
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.progress import Progress
 
@@ -123,8 +124,8 @@ def unlike_replicas(data: Dataset, consumed: int, replicas: int, block: int) -> 
     if most - least > ALIKE:
         yield (
             f"outer replicas train on different mixtures: of {data.members[worst].source.prefix} one takes "
-            f"{most:.0%} of its samples and another {least:.0%}, since they take turns of {block} samples in the "
-            "blend's order; larger turns (--micro-batch-size) or other weights even this out"
+            f"{most:.0%} of its samples and another {least:.0%}, since they take {plural(block, 'sample')} in turn "
+            "in the blend's order; more in a turn (--micro-batch-size) or other weights even this out"
         )
 
 

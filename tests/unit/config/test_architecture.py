@@ -162,7 +162,10 @@ def test_each_option_of_the_model_is_compared_where_it_is_unset_too(experts, kin
         if not published:
             save(load, replace(before, model=replace(model, **{name: has})))
         told = errors(f"--load {load} {typed(option, said)}")
-        start, end = f"{typed(option, said)} is not the model of the ", f", which has {typed(option, has)}; leave"
+        start, end = (
+            f"{typed(option, said)} is not the model of the ",
+            f", which has {typed(option, has)}; leave",
+        )
         assert any(each.startswith(start) and end in each for each in told), (name, told)
 
 
@@ -185,6 +188,16 @@ def test_a_resume_tells_of_a_micro_batch_that_changes_the_loss(tmp_path):
         save(tmp_path / f"{number}", run(f"{MODEL} {words}"))
         notes = run(f"--load {tmp_path / f'{number}'} {words} --micro-batch-size 2").notes
         assert any("the loss" in note and "--micro-batch-size 2 (was 1)" in note for note in notes) == said
+
+
+def test_an_error_names_what_was_not_typed_but_loaded(tmp_path):
+    save(tmp_path, run(f"{MODEL} --zero-preset zeropp --zero-gradient-bits 8", ranks=2))
+    line, *_ = errors(f"--load {tmp_path} --tensor-model-parallel-size 3")
+    assert "--num-attention-heads 4 does" in line and line.endswith(
+        f" (from --load {tmp_path}: --num-attention-heads 4)"
+    )
+    line, *_ = errors(f"--load {tmp_path} --tensor-model-parallel-size 3 --num-attention-heads 4")
+    assert "--num-attention-heads 4 does" in line and "(from" not in line
 
 
 def test_finetuning_may_change_what_shapes_do_not_depend_on(tmp_path):

@@ -390,7 +390,10 @@ def test_a_resume_tells_what_else_the_flags_change_of_the_update_and_the_loss(tm
         ("--adam-beta2 0.95 --eod-mask-loss", "--eod-mask-loss on (was off)"),
         ("--adam-beta2 0.95 --reset-attention-mask", "--reset-attention-mask on (was off)"),
         ("--adam-beta2 0.95 --reset-position-ids", "--reset-position-ids on (was off)"),
-        ("--adam-beta2 0.95 --micro-batch-size 1", ""),  # without a loss over micro-batches
+        (
+            "--adam-beta2 0.95 --micro-batch-size 1 --global-batch-size 16",
+            "",
+        ),  # no loss is over micro-batches
         ("--finetune", ""),
     ):
         notes = [

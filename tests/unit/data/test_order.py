@@ -411,7 +411,7 @@ def test_a_start_with_such_replicas_says_so(data: list[str]) -> None:
     blend = ["0.6", data[0], "0.3", data[1], "0.1", data[2]]
     (train, *_) = ours(blend, None, samples=(400, 0, 0))
     (note,) = unlike_replicas(train, 0, 2, 1)
-    for part in (data[1], "40%", "20%", "turns of 1 samples", "--micro-batch-size"):
+    for part in (data[1], "40%", "20%", "1 sample in turn", "--micro-batch-size"):
         assert part in note
     for consumed, replicas, block in ((0, 1, 1), (0, 2, 2), (len(train), 2, 1)):
         assert not list(unlike_replicas(train, consumed, replicas, block))

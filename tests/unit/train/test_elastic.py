@@ -88,7 +88,9 @@ def test_a_loss_over_micro_batches_keeps_them() -> None:
     assert layout(configured(MIXTURE, 4)) == (1, 2, 4)
     for other in ({"moe_router_load_balancing_type": "seq_aux_loss"}, {"moe_aux_loss_coeff": 0.0}):
         assert layout(configured({**MIXTURE, **other}, 4)) == (1, 1, 2)
-    with pytest.raises(ConfigError, match="--micro-batch-size 4 stays.*seq_aux_loss is over samples") as error:
+    with pytest.raises(
+        ConfigError, match="--micro-batch-size 4 stays.*seq_aux_loss is over samples"
+    ) as error:
         configured({**MIXTURE, "global_batch_size": 6}, 2)
     assert "nearest numbers of ranks" not in f"{error.value}"
 

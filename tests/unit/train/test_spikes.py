@@ -138,8 +138,8 @@ def test_lines_that_were_undone_move_away(tmp_path) -> None:
 @pytest.mark.parametrize(
     "values, error",
     [
-        ({**SAVES, "save": None, "save_interval": None}, "without --save and --save-interval"),
-        ({**SAVES, "save_interval": None}, "without --save and --save-interval"),
+        ({**SAVES, "save": None, "save_interval": None}, "without --save and --save-interval above 0"),
+        ({**SAVES, "save_interval": None}, "without --save-interval above 0"),
         ({"spike_window": 7}, "--spike-window 7 has no effect without --rollback-on-spike"),
         ({"max_rollbacks": 7}, "--max-rollbacks 7 has no effect without --rollback-on-spike"),
         ({**SAVES, "spike_norm_bound": 1.0}, "--spike-norm-bound 1 must be above 1"),
