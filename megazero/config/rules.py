@@ -454,19 +454,25 @@ def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
     yield ["loss_policy"], config.zero.zero_preset == AUTO, "--zero-preset auto"
     yield ["reset_position_ids"], positions, "--reset-attention-mask, or positions other than ALiBi"
     yield ["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"
-    yield ["tokenizer_model", "vocab_file", "merge_file"], tokenized, "--tokenizer-type"
+    of_files = "--tokenizer-type other than NullTokenizer"
+    yield ["tokenizer_model", "vocab_file", "merge_file"], tokenized, of_files
     evaluates = config.training.eval_iters > 0 or bool(config.logging.callbacks)
     yield ["eval_interval", "eval_at_start"], evaluates, "--eval-iters above 0"
-    yield ["compile_backend"], config.training.compile, "--compile"
+    yield ["compile_backend", "compile_cache"], config.training.compile, "--compile"
+    yield ["compile_cache"], config.training.compile_backend == INDUCTOR, f"--compile-backend {INDUCTOR}"
     mixture, training = config.model.num_experts is not None, config.training
-    yield ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_per_layer_logging"], mixture, "--num-experts"
+    of_mixtures = [
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_router_bias_update_rate",
+        "moe_per_layer_logging",
+    ]
+    yield of_mixtures, mixture, "--num-experts above 1"
     balanced = training.moe_router_load_balancing_type != "none"
-    yield ["moe_aux_loss_coeff"], balanced, "--moe-router-load-balancing-type"
+    yield ["moe_aux_loss_coeff"], balanced, "--moe-router-load-balancing-type aux_loss or seq_aux_loss"
     yield ["moe_router_load_balancing_type"], training.moe_aux_loss_coeff > 0, "--moe-aux-loss-coeff above 0"
-    biased = mixture and config.model.moe_router_enable_expert_bias
+    biased = config.model.moe_router_enable_expert_bias
     yield ["moe_router_bias_update_rate"], biased, "--moe-router-enable-expert-bias"
-    inductor = config.training.compile and config.training.compile_backend == INDUCTOR
-    yield ["compile_cache"], inductor, "--compile with inductor"
 
 
 def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
@@ -477,15 +483,15 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
     copies = ["save_copy_interval", "save_copy_keep_last"]
     of_save = ["save_interval", "save_hf", "async_save", "save_retry_minutes", "save_copy", *kept]
     yield of_save, files.save is not None, "--save"
-    yield [*kept, "async_save", copies[0]], files.save_interval is not None, "--save-interval"
+    yield [*kept, "async_save", copies[0]], files.save_interval is not None, "--save-interval above 0"
     yield copies, files.save_copy is not None, "--save-copy"
     loading = ["allow_fresh_start", "finetune", "load_optim", "load_rng"]
     loading += ["exit_on_missing_checkpoint", "use_checkpoint_opt_param_scheduler"]
     yield loading, files.load is not None, "--load"
     yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
     yield ["accept_field"], published, "--load hf:DIR"
-    saves = files.save is not None and files.save_interval is not None
-    yield ["stop_on_spike"], saves, "--save and --save-interval"
+    lacks = ["--save"] * (files.save is None) + ["--save-interval above 0"] * (files.save_interval is None)
+    yield ["stop_on_spike"], not lacks, " and ".join(lacks)
     yield ["spike_loss_bound", "spike_norm_bound"], config.skipping.stop_on_spike, "--stop-on-spike"
     continuing = ["load_optim", "load_rng", "use_checkpoint_opt_param_scheduler"]
     yield continuing, not files.finetune, "continuing the run (no --finetune)"

@@ -47,7 +47,7 @@ def find_errors(
         errors += _layout(config, world, broken)
         if config.knows_nodes(world):
             with suppress(Unjudged):
-                errors += context_rules.over_nodes(judged, world)
+                errors += () if uneven_ranks(judged, world) else context_rules.over_nodes(judged, world)
     if not config.knows_nodes(world) and config.zero.zero_shard:
         errors += _shard_chain(config.zero, config.zero.zero_shard)
     return errors

@@ -25,6 +25,19 @@ def micro_batch_ids(consumed: int, micro_batch_size: int, rank: int, size: int) 
     return range(first, first + micro_batch_size)
 
 
+def replica_shares(member: np.ndarray[Any, Any], replicas: int, block: int) -> np.ndarray[Any, Any]:
+    """Return the share of its samples that each outer replica takes from each member of a blend.
+
+    It is fp64 [replicas, members].
+    member: of each sample in order, int [samples] (data/blend.py). block: consecutive samples of a replica: a
+    micro-batch on each of its ranks.
+    """
+    whole = len(member) // (replicas * block) * replicas * block
+    dealt = member[:whole].reshape(-1, replicas, block)
+    counts = [np.bincount(dealt[:, r].ravel(), minlength=member.max(initial=0) + 1) for r in range(replicas)]
+    return np.stack(counts) * replicas / max(whole, 1)
+
+
 class Batches:
     """Batches of one data-parallel rank, which a background thread makes one step ahead.
 

@@ -52,7 +52,7 @@ from megazero.train.callbacks.reports import (
 )
 from megazero.train.callbacks.spikes import SpikeWatch
 from megazero.train.callbacks.users import make_callbacks
-from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
+from megazero.train.data.datasets import make_datasets, tokenizer_info, unlike_replicas, with_vocabulary
 from megazero.train.distributed import find_world, make_mesh, start_rank
 from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast, foresee, room_of
@@ -301,6 +301,8 @@ def prepare(
     length = run_length(config, mesh.batch_ranks, origin.progress)
     learning_rates = {apart: LearningRate.of(config, decoupled=apart) for apart in (False, True)}
     data, progress = make_datasets(config, tokenizer, length, origin.progress)
+    turn = mesh.replica_batch_ranks * config.batch.micro_batch_size
+    found = (*found, *unlike_replicas(data.train, progress.consumed_samples, mesh.grid.outer, turn))
 
     bill = TimeBill()
     forecast = forecast and forecast.before_the_model(mesh.device)

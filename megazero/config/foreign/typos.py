@@ -15,13 +15,22 @@ from megazero.config.run import all_options
 # In difflib's measure: 2 x the letters in common / those of both names. There are some 2,000 names of other programs,
 # so one of them is a little like any word (--use-lora, --use-normhead): it must be that name but for a letter or two.
 ALIKE, ALIKE_ELSEWHERE = 0.65, 0.8
+# How papers and other programs name the parallel sizes, with and without -size.
+SHORT = {
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "expert-parallel": "expert-model-parallel-size",
+    "sp": "sequence-parallel",
+}
 
 
 def suggestion(key: str, prefix: str = "--", others: Sequence[str] = ()) -> str:
     """Return '; nearest: X' with what X is, or '' where no name is near. ``others`` are further legal names."""
     own = dict.fromkeys((*all_switches(), *others))
     keys = {name.rpartition(".")[2].replace("_", "-"): row for name, row in deepspeed.keys().items()}
-    word = key.lower()
+    word = SHORT.get(key.lower().removesuffix("-size"), key.lower())
     near = closest(word, [*own, *megatron.flags(), *keys], ALIKE_ELSEWHERE) or closest(word, own, ALIKE)
     if near is None:
         return ""

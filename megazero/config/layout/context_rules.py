@@ -9,7 +9,7 @@ from math import prod
 from megazero.config.layout.context import BOTH, COMM_TYPES, RING, SWAP, comm_type, levels, parts
 from megazero.config.model import rules as model_rules
 from megazero.config.model.attention import refusal, wants_of
-from megazero.config.nearest import around, misspelt, multiples_around
+from megazero.config.nearest import misspelt, multiples_around
 from megazero.config.options.fields import Condition, show
 from megazero.config.options.sections import ParallelConfig
 from megazero.config.run import RunConfig, World
@@ -22,8 +22,8 @@ def context_conditions(parallel: ParallelConfig) -> Iterator[Condition]:
     yield ["cp_comm_type"], several, "--context-parallel-size above 1"
     both = several and BOTH in (parallel.cp_comm_type or ())
     yield ["hierarchical_context_parallel_sizes"], both, f"--cp-comm-type {BOTH}"
-    gathers = several and comm_type(parallel) != SWAP
-    yield ["cp_gather_bits"], gathers, f"--context-parallel-size above 1 and without --cp-comm-type {SWAP}"
+    yield ["cp_gather_bits"], several, "--context-parallel-size above 1"
+    yield ["cp_gather_bits"], comm_type(parallel) != SWAP, f"a --cp-comm-type other than {SWAP}"
 
 
 def context_notes(config: RunConfig, world: World | None) -> Iterator[str]:
@@ -99,14 +99,14 @@ def shares(config: RunConfig) -> Iterator[str]:
 
 
 def over_nodes(config: RunConfig, world: World) -> Iterator[str]:
-    """Report what the ranks of these nodes cannot do, where ``shares`` found nothing that no ranks can."""
+    """Report what the ranks of these nodes cannot do, where ``shares`` found nothing that no ranks can.
+
+    Groups of ranks are equal, and straddle no nodes unevenly.
+    """
     parallel = config.parallel
     if parallel.context_parallel_size == 1 or any(mechanism(config)) or any(shares(config)):
         return
-    try:
-        near, (_, keys) = config.data_ranks_per_node(world), config.context_levels(world)
-    except ValueError:  # of groups that straddle nodes
-        return
+    near, (_, keys) = config.data_ranks_per_node(world), config.context_levels(world)
     if problem := context_problem(parallel.context_parallel_size, config.shard_ranks(world), near, keys):
         yield problem
     elif keys > levels(parallel, config.model)[1] == 1:
@@ -133,8 +133,7 @@ def _lengths(config: RunConfig, keys: int) -> Iterator[str]:
         words += f" x --tensor-model-parallel-size {tp}" if parallel.sequence_parallel and tp > 1 else ""
         of_ranks = size * (tp if parallel.sequence_parallel else 1)
         words = f"2 x {words} (ranks that gather keys have two chunks each)" if whole > of_ranks else words
-        fits = [k for k in range(1, length) if length % (k * whole // size) == 0]
-        yield f"--seq-length {length} does not divide by {words}; nearest size that fits: {around(fits, size)}"
+        yield f"--seq-length {length} does not divide by {words}; nearest: {multiples_around(length, whole)}"
 
 
 def ramped(config: RunConfig, keys: int) -> Iterator[str]:

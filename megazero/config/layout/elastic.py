@@ -2,9 +2,9 @@
 
 Gradient accumulation adapts by itself where micro-batch size x data-parallel size divides the batch. Where it does
 not, or where the ranks do not divide by tensor- and pipeline-parallel size, the nearest legal choice is found here:
-first a smaller micro-batch, then another number of pipeline stages, then fewer tensor-parallel ranks. Shard factors
-and presets that these ranks do not have become the nearest ones. The batch stays, and the samples of a step do not
-depend on the layout.
+first a smaller micro-batch, unless experts are balanced over micro-batches; then another number of pipeline stages,
+then fewer tensor-parallel ranks. Shard factors and presets that these ranks do not have become the nearest ones. The
+batch stays, and the samples of a step do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def fit(config: RunConfig, world: World, consumed: int = 0) -> tuple[RunConfig, 
     found = next(_legal(config, world, sizes), None)
     batch = f"the global batch of {config.batch.global_batch_size} on {world.world_size} ranks"
     if found is None:
-        others = _other_worlds(config, world, sizes) if elastic and errors else []
-        near = f"--elastic: nothing keeps {batch}; nearest numbers of ranks: {' or '.join(map(str, others))}"
-        return config, [*errors, *([near] if others else [])]
+        near = list(_near(config, world, sizes)) if elastic and errors else []
+        said = f"--elastic: nothing keeps {batch}; {'; '.join(near)}"
+        return config, [*errors, *([said] if near else [])]
     changes = _changes(config, found)
     if not elastic:
         hint = f"; to keep {batch}: {changes}, as --elastic does"
@@ -59,7 +59,23 @@ def _changes(config: RunConfig, found: RunConfig) -> str:
     """Return the flags that turn ``config`` into ``found``."""
     changed = [(opt, found.get(opt.name)) for opt in all_options().values()]
     changed = [(opt, value) for opt, value in changed if value != config.get(opt.name)]
-    return " ".join(typed(opt, value) if value is not None else f"no {opt.flag}" for opt, value in changed)
+    return " ".join(typed(opt, value) for opt, value in changed)
+
+
+def _near(config: RunConfig, world: World, sizes: Sequence[int]) -> Iterator[str]:
+    """Yield what would keep the batch where these ranks do not."""
+    if others := _other_worlds(config, world, sizes):
+        yield f"nearest numbers of ranks: {' or '.join(map(str, others))}"
+    if _keeps_micro_batch(config):
+        yield (
+            f"--micro-batch-size {config.batch.micro_batch_size} stays, because the loss that balances experts is "
+            "over micro-batches (aux_loss): --moe-router-load-balancing-type seq_aux_loss is over samples"
+        )
+
+
+def _keeps_micro_batch(config: RunConfig) -> bool:
+    """Tell whether another micro-batch would be another loss."""
+    return config.model.num_experts is not None and config.training.balances_micro_batches
 
 
 def _other_worlds(config: RunConfig, world: World, sizes: Sequence[int]) -> list[int]:
@@ -139,9 +155,13 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
 
 
 def _with_micro_batch(config: RunConfig, world: World, sizes: Sequence[int]) -> RunConfig | None:
-    """Return the configuration with the largest micro-batch, up to its own, that divides all batches, or None."""
+    """Return the configuration with the largest micro-batch, up to its own, that divides all batches, or None.
+
+    It is its own where a loss that balances experts is over micro-batches.
+    """
     micro = config.batch.micro_batch_size
+    least = micro if _keeps_micro_batch(config) else 1
     groups = config.data_parallel_size(world) * config.micro_batch_multiple
     whole = gcd(*sizes)
-    legal = [size for size in range(1, micro + 1) if whole % (size * groups) == 0]
+    legal = [size for size in range(least, micro + 1) if whole % (size * groups) == 0]
     return replace(config, batch=replace(config.batch, micro_batch_size=legal[-1])) if legal else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megazero.config.errors import ConfigError
@@ -30,6 +31,24 @@ def is_architecture(name: str, positions: str | None) -> bool:
     ``positions`` is its position_embedding_type: learned ones are parameters, others go as far as they are asked to.
     """
     return name not in _FREE and (name != "max_position_embeddings" or positions == "learned_absolute")
+
+
+def otherwise(model: Mapping[str, Any], said: Mapping[str, Any]) -> list[str]:
+    """Return the options that ``said`` gives another value than ``model`` has, by which it is another model.
+
+    Both are by option name. Some choices can be said in two ways, which is no difference if both models are legal.
+    """
+    names = [name for name, value in model.items() if said.get(name) not in (None, value)]
+    with suppress(ConfigError):
+        before, now = (
+            make_model(**{"seq_length": 1, **model, **changes})
+            for changes in ({}, {n: said[n] for n in names})
+        )
+        check_model(before)
+        check_model(now)
+        known = {option.name: option for option in section_options("model", ModelConfig)}
+        return [n for n in names if _value(before, known[n]) != _value(now, known[n])]
+    return names
 
 
 def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **options: Any) -> ModelConfig:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megazero.config.model.architecture import from_hf_config, is_architecture
+from megazero.config.model.architecture import from_hf_config, is_architecture, otherwise
 from megazero.config.model.published import (
     CONFIG_FILE,
     find_tokenizer,
@@ -76,21 +76,18 @@ def take_architecture(
         architecture["vocab_size"] -= 1  # the run adds the end of document to what is given
     if not any(said.get(name) for name in ("tokenizer_type", *FILE_OPTIONS)):
         defaults |= loaded.tokenizer
-    for name, value in architecture.items():
-        if said.get(name) in (None, value):
-            values[name] = value
-            continue
-        wanted, has = (typed(options[name], each) for each in (said[name], value))
+    saved = {**architecture, **{n: v for n, v in defaults.items() if said.get(n) is None}}
+    values |= saved
+    for name in otherwise(architecture, said):
+        wanted, has = (typed(options[name], each) for each in (said[name], architecture[name]))
         if values.get("finetune") and name.startswith(SHAPELESS):
             notes.append(f"{wanted} replaces {has} of {loaded.where}")
+            values[name] = said[name]
             continue
         errors.append(
             f"{wanted} is not the model of {loaded.where}, which has {has}; leave it out to continue that model, or "
             "name another folder"
         )
-        values[name] = value
-    saved = {**architecture, **{n: v for n, v in defaults.items() if said.get(n) is None}}
-    values |= {name: value for name, value in saved.items() if said.get(name) is None}
     would_be = {name: options[name].default for name in saved} | complete(said)
     taken = [typed(options[n], v) for n, v in saved.items() if said.get(n) is None and would_be[n] != v]
     if taken:
@@ -138,10 +135,12 @@ def _other_dtype(dtype: str | None, said: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _architecture(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a model section is architecture and known here."""
+    """Return what of a model section is architecture and known here. Unset is a value, but for a vocabulary."""
     positions = model.get("position_embedding_type")
     return {
         name: value
         for name, value in model.items()
-        if value is not None and name in all_options() and is_architecture(name, positions)
+        if name in all_options()
+        and is_architecture(name, positions)
+        and (value is not None or name != "vocab_size")
     }

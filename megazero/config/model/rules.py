@@ -118,6 +118,8 @@ def frequencies(model: ModelConfig) -> Iterator[str]:
             yield f"{typed} has {len(listed)} numbers for --num-layers {layers}; give one for each, or one for all"
         elif other := sorted(set(listed) - {0, 1}):
             yield f"{typed} lists layers by 0 and 1, got {show(tuple(other))}"
+        elif name == "moe_layer_freq" and model.num_experts is not None and not any(listed):
+            yield f"{typed} gives no layer the {model.num_experts} experts; nearest: 1, or no --num-experts either"
 
 
 def experts(model: ModelConfig) -> Iterator[str]:
@@ -272,7 +274,7 @@ def conditions(model: ModelConfig) -> Iterator[Condition]:
     for name, kinds in _OF_SCALING.items():
         yield (name,), model.rotary_scaling in kinds, f"--rotary-scaling {' or '.join(kinds)}"
     of_experts = [name for name in vars(model) if name.startswith("moe_")]
-    yield of_experts, model.num_experts is not None, "--num-experts"
+    yield of_experts, model.num_experts is not None, "--num-experts above 1"
     shared = model.moe_shared_expert_intermediate_size is not None
     yield ("moe_shared_expert_gate",), shared, "--moe-shared-expert-intermediate-size"
     softmax = model.moe_router_score_function == "softmax"

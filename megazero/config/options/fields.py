@@ -258,7 +258,9 @@ def stand_in(opt: Option) -> Any:
 
 
 def typed(opt: Option, value: Any) -> str:
-    """Return the flag that gives ``opt`` this value."""
+    """Return the flag that gives ``opt`` this value; 'no --flag' if it is unset."""
+    if value is None:
+        return f"no {opt.flag}"
     if isinstance(value, bool):
         return opt.flag if value else f"--{opt.negative_key}"
     return f"{opt.flag} {show(value)}"

@@ -439,6 +439,11 @@ class TrainingConfig:
         "auto", "device to compute on; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda")
     )
 
+    @property
+    def balances_micro_batches(self) -> bool:
+        """Tell whether experts are balanced over micro-batches, so that their size changes the loss."""
+        return self.moe_router_load_balancing_type == "aux_loss" and self.moe_aux_loss_coeff > 0
+
 
 @dataclass(frozen=True)
 class DataConfig:

@@ -5,9 +5,10 @@ Flags override the YAML file, which overrides the DeepSpeed JSON file, which ove
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from megazero.config.errors import ConfigError
 from megazero.config.foreign import megatron
 from megazero.config.layout.elastic import fit
 from megazero.config.nearest import did_you_mean
-from megazero.config.options.fields import Section
+from megazero.config.options.fields import Section, typed
 from megazero.config.read.beginning import Beginning, read_beginning
 from megazero.config.read.files import read_yaml
 from megazero.config.read.flags import Flags, arguments_help, help_text, read_arguments, read_flags
@@ -157,7 +158,7 @@ def unjudged(values: Mapping[str, Any]) -> RunConfig:
     that matters. Raises ConfigError if a value is not of its option's kind, or one is missing.
     """
     layer = _said(values)
-    config, missing, faults = resolve(layer, None, Beginning())
+    config, missing, _, faults = resolve(layer, None, Beginning())
     errors = [*layer.errors, *faults]
     if errors or missing:
         raise ConfigError(errors + find_errors(config, None, layer.failed, missing))
@@ -190,12 +191,19 @@ def _configured(said: Layer, world: World | None) -> RunConfig:
 
 
 def _judged(said: Layer, world: World | None, beginning: Beginning) -> RunConfig:
-    config, missing, faults = resolve(said, world, beginning)
+    config, missing, loaded, faults = resolve(said, world, beginning)
     errors = [*said.errors, *faults]
     if errors or missing or world is None:
         errors += find_errors(config, world, said.failed, missing)
     else:
         config, errors = fit(config, world, beginning.consumed if beginning.goes_on(config.values()) else 0)
     if errors:
-        raise ConfigError(errors)
+        raise ConfigError([line + _not_typed(line, config, loaded) for line in errors])
     return replace(config, notes=(*config.notes, *notes_on(config, world)))
+
+
+def _not_typed(line: str, config: RunConfig, loaded: Collection[str]) -> str:
+    """Return which options of an error line --load gave, or ''."""
+    options = [all_options()[name] for name in loaded]
+    named = [typed(o, config.get(o.name)) for o in options if re.search(rf"{o.flag}(?![\w-])", line)]
+    return f" (from --load {config.checkpoint.load}: {' '.join(named)})" if named else ""

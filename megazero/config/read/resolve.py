@@ -38,7 +38,7 @@ from megazero.config.model.section import complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import section_of, show, stand_in, typed
 from megazero.config.options.optimizers import OPTIMIZERS, of_schedule
-from megazero.config.options.sections import OuterConfig, ZeroConfig
+from megazero.config.options.sections import OuterConfig, TrainingConfig, ZeroConfig
 from megazero.config.read.beginning import Beginning
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
@@ -53,7 +53,8 @@ KEPT_PLAIN = (
 )
 # What beside the optimizer's own options changes a step: its gradients, or what it is trained on.
 OF_UPDATE = (
-    "optimizer", "clip_grad", "hidden_dropout", "attention_dropout", "z_loss_strength",
+    "optimizer", "clip_grad", "hidden_dropout", "attention_dropout", "z_loss_strength", "params_dtype",
+    "seq_length", "global_batch_size", "eod_mask_loss", "reset_attention_mask", "reset_position_ids",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
 )  # fmt: skip
 ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
@@ -61,8 +62,8 @@ ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as 
 
 def resolve(
     said: Layer, world: World | None, beginning: Beginning | None
-) -> tuple[RunConfig, Collection[str], list[str]]:
-    """Return the completed configuration with its notes, the missing options, and error lines.
+) -> tuple[RunConfig, Collection[str], Collection[str], list[str]]:
+    """Return the completed configuration with its notes, the missing options, those of --load, and error lines.
 
     beginning: what the folders of --load and --save say, or None before they are read.
 
@@ -74,8 +75,10 @@ def resolve(
     notes, errors = list(said.notes), list[str]()
     errors += complete_megatron(said, values, notes)
     beginning, read = beginning or Beginning(), beginning is not None
-    values, taken, clashes = take_architecture(values, beginning) if read else (values, [], [])
-    notes, errors = [*notes, *taken], [*errors, *clashes]
+    given = values
+    values, found, clashes = take_architecture(given, beginning) if read else (given, [], [])
+    loaded = [name for name, value in values.items() if value is not None and given.get(name) is None]
+    notes, errors = [*notes, *found], [*errors, *clashes]
     unread = values.get("load") and f"--load {values['load']}: "
     if unread and any(line.startswith(unread) for line in clashes):  # it may have what is missing
         said.failed.update(
@@ -89,14 +92,14 @@ def resolve(
     errors += _complete_schedule(values, said.accepted, *goes_on, notes)
     notes += [*_unlike_megatron(values, said.accepted), *unfused_gelu(values)]
     values = complete(values)
-    notes += _changed_update(values, *goes_on)
     errors += _complete_zero(values, notes)
-    _complete_formats(values, *goes_on, notes)
+    loaded += _complete_formats(values, *goes_on, notes)
     _complete_outer(values, *goes_on, notes)
     values |= {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
         values["save_keep_last"] = 1
     errors += _complete_batch(values, accumulation, world, goes_on[1], notes)
+    notes += _changed_update(values, *goes_on)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
     if values.get("save") and not values.get("save_interval"):
@@ -109,7 +112,7 @@ def resolve(
     notes += _unused_split(values)
     needed = (opt for opt in all_options().values() if opt.needed and values.get(opt.name) is None)
     missing = {opt.name: stand_in(opt) for opt in needed}
-    return RunConfig.of(values | missing, notes), missing, errors
+    return RunConfig.of(values | missing, notes), missing, loaded, errors
 
 
 def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
@@ -163,7 +166,10 @@ def _changed_update(values: Mapping[str, Any], path: Path | None, stored: Stored
     saved = {name: value for section in stored.values() for name, value in section.items()}
     optimizer = OPTIMIZERS.get(values.get("optimizer") or all_options()["optimizer"].default)
     read = [name for name in optimizer.options if not of_schedule(name)] if optimizer else []
-    names = [name for name in dict.fromkeys((*read, *OF_UPDATE)) if name in saved]
+    balanced = [section_of(TrainingConfig, each).balances_micro_batches for each in (saved, values)]
+    blocks = ["micro_batch_size"] if values.get("num_experts") and any(balanced) else []
+    names = [name for name in dict.fromkeys((*read, *OF_UPDATE, *blocks)) if name in saved]
+    names = [name for name in names if name != "global_batch_size" or values.get(name)]  # it may be open
     now = {name: all_options()[name].default if values.get(name) is None else values[name] for name in names}
     if changed := [name for name in names if now[name] != saved[name]]:
         said = _changes(changed, saved, now)
@@ -175,10 +181,13 @@ def _changes(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, 
     return ", ".join(f"{all_options()[n].flag} {show(now[n])} (was {show(before[n])})" for n in names)
 
 
-def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
+def _complete_formats(
+    values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]
+) -> Collection[str]:
     """At a resume, take the formats of messages from the checkpoint where the options give none, else note a change.
 
-    Notes say which of its options were removed since, and what gradients lose that are sent in few bits as they are.
+    Returns the options that were taken. Notes say which of its options were removed since, and what gradients lose
+    that are sent in few bits as they are.
     """
     before = _formats(stored.get("zero", {}))
     for name, removed in REMOVED.items():
@@ -200,6 +209,7 @@ def _complete_formats(values: dict[str, Any], path: Path | None, stored: Stored,
     if plain and TRANSFORM not in kept:
         notes.append(PLAIN)
     notes += _changed_format(section_of(ZeroConfig, before), now, path)
+    return kept
 
 
 def _complete_outer(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:

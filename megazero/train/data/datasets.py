@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from megazero.config import RunConfig
 from megazero.config.options.data_inputs import SPLITS, Blend, parse_blend, parse_weighted_splits
 from megazero.config.options.sections import DataConfig
 from megazero.data import load_tokenizer
+from megazero.data.blend import BlendedDataset
 from megazero.data.build import Dataset, blends_by_share, build_dataset
 from megazero.data.gpt import SampleSpec
+from megazero.data.sampler import replica_shares
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
 from megazero.data.tokenizer_files import tokenizer_options
+from megazero.log.units import plural
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.progress import Progress
 
+# Samples that replicas are compared by, and how far their shares of one member may be apart: of weights that no
+# period of turns divides it is below 0.02, of powers of two 0.25 to 1.
+JUDGED, ALIKE = 65_536, 0.05
 Sources = dict[tuple[str, str], Blend | None]  # by part (train, valid, test) and name; None is mock data
 
 
@@ -101,6 +109,24 @@ def make_datasets(
     by_part = {part: {name: d for (split, name), d in made.items() if split == part} for part in SPLITS}
     progress = _keep_order(begin, {_label(*key): data_set for key, data_set in made.items()}, wanted)
     return RunData(by_part["train"][""], by_part["valid"], by_part["test"]), progress
+
+
+def unlike_replicas(data: Dataset, consumed: int, replicas: int, block: int) -> Iterator[str]:
+    """Yield a note if the samples after ``consumed`` give outer replicas lastingly different mixtures of a blend.
+
+    block: consecutive samples of a replica.
+    """
+    if replicas == 1 or not isinstance(data, BlendedDataset):
+        return
+    shares = replica_shares(data.member[consumed : consumed + JUDGED], replicas, block)
+    worst = np.ptp(shares, axis=0).argmax()
+    least, most = shares[:, worst].min(), shares[:, worst].max()
+    if most - least > ALIKE:
+        yield (
+            f"outer replicas train on different mixtures: of {data.members[worst].source.prefix} one takes "
+            f"{most:.0%} of its samples and another {least:.0%}, since they take {plural(block, 'sample')} in turn "
+            "in the blend's order; more in a turn (--micro-batch-size) or other weights even this out"
+        )
 
 
 def evaluation_sets(

@@ -29,6 +29,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], float]] = {
     ),
     "zeropp": ({"zero_preset": "zeropp", **NODES, "zero_gradient_bits": 8, "zero_exact_numel": 40}, 2e-3),
     "tp 2 x pp 2": ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 1e-5),
+    "experts balanced over micro-batches": (  # of 4 samples, so the 4 ranks are 2 stages
+        {"num_experts": 4, "moe_aux_loss_coeff": 1.0, "micro_batch_size": 4, "global_batch_size": 8},
+        1e-5,
+    ),
 }
 FEW = ("zeropp", "tp 2 x pp 2")
 

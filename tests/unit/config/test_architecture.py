@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from megazero.checkpoint.manifest import Manifest, write_manifest
 from megazero.comm.wire import Coding
 from megazero.config import ConfigError, RunConfig, World, begun, parse
+from megazero.config.model.architecture import from_hf_config, is_architecture
+from megazero.config.model.loaded import SHAPELESS
 from megazero.config.model.section import ModelConfig
+from megazero.config.options.fields import Option, typed
 from megazero.config.run import all_options, stored_values
+from megazero.families import FAMILIES
 from tests.sizes import CONFIG_JSON
 
 REST = "--seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 4 --mock-data"
@@ -135,6 +140,75 @@ def test_what_is_said_otherwise_is_refused_all_at_once(tmp_path):
             ("--swiglu", "--no-swiglu"),
         )
     )
+
+
+def other(option: Option, usual: object) -> object:
+    """A value that an option of the model does not have."""
+    if option.choices:
+        return next(choice for choice in option.choices if choice != usual)
+    if option.kind in ("ints", "floats"):
+        of = int if option.kind == "ints" else float
+        return (of(3),) if usual == (of(2),) else (of(2),)
+    return {"bool": not usual, "int": (usual or 2) + 1, "float": (usual or 1.5) * 0.5}[option.kind]
+
+
+@pytest.mark.parametrize("kind", ["resume", "resume, set", "hf:"])
+@pytest.mark.parametrize(
+    "experts", ["", "--num-experts 4 --moe-ffn-hidden-size 8 --moe-layer-freq 0,1"], ids=["dense", "mixture"]
+)
+def test_each_option_of_the_model_is_compared_where_it_is_unset_too(experts, kind, tmp_path):
+    before, published = run(f"{MODEL} --model-family qwen3_moe {experts}"), kind == "hf:"
+    config = FAMILIES["qwen3_moe"].hugging_face.config(before.model)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = from_hf_config(config) if published else before.model
+    for option in all_options().values():
+        name, load = option.name, f"hf:{tmp_path}" if published else tmp_path / option.name
+        free = option.section != "model" or not is_architecture(name, "rope")
+        if free or published and name.startswith(SHAPELESS):  # --load hf: is a new run
+            continue
+        has = getattr(model, name)
+        said = other(option, has)
+        if "set" in kind:
+            has, said = said, other(option, said) if has is None else has
+        if not published:
+            save(load, replace(before, model=replace(model, **{name: has})))
+        told = errors(f"--load {load} {typed(option, said)}")
+        start, end = (
+            f"{typed(option, said)} is not the model of the ",
+            f", which has {typed(option, has)}; leave",
+        )
+        assert any(each.startswith(start) and end in each for each in told), (name, told)
+
+
+def test_what_means_the_same_is_no_other_model(tmp_path):
+    """A count of experts that is none, a scale or width that is the default, all groups."""
+    save(tmp_path / "dense", run(MODEL))
+    run(f"--load {tmp_path / 'dense'} --num-experts 1 --softmax-scale {8**-0.5!r}")
+    save(tmp_path / "mixture", run(f"{MODEL} --num-experts 4 --disable-bias-linear"))
+    same = "--moe-ffn-hidden-size 128 --moe-router-num-groups 2 --moe-router-group-topk 2"
+    loaded = run(f"--load {tmp_path / 'mixture'} {same} --moe-router-topk-scaling-factor 1")
+    assert loaded.model.moe_router_num_groups is None and loaded.model.moe_ffn_hidden_size is None
+
+
+def test_a_resume_tells_of_a_micro_batch_that_changes_the_loss(tmp_path):
+    experts = "--num-experts 4 --disable-bias-linear --global-batch-size 4 --moe-aux-loss-coeff"
+    for number, (coefficient, kind, said) in enumerate(
+        (("1e-2", "aux_loss", True), ("1e-2", "seq_aux_loss", False), ("0", "aux_loss", False))
+    ):
+        words = f"{experts} {coefficient} --moe-router-load-balancing-type {kind}"
+        save(tmp_path / f"{number}", run(f"{MODEL} {words}"))
+        notes = run(f"--load {tmp_path / f'{number}'} {words} --micro-batch-size 2").notes
+        assert any("the loss" in note and "--micro-batch-size 2 (was 1)" in note for note in notes) == said
+
+
+def test_an_error_names_what_was_not_typed_but_loaded(tmp_path):
+    save(tmp_path, run(f"{MODEL} --zero-preset zeropp --zero-gradient-bits 8", ranks=2))
+    line, *_ = errors(f"--load {tmp_path} --tensor-model-parallel-size 3")
+    assert "--num-attention-heads 4 does" in line and line.endswith(
+        f" (from --load {tmp_path}: --num-attention-heads 4)"
+    )
+    line, *_ = errors(f"--load {tmp_path} --tensor-model-parallel-size 3 --num-attention-heads 4")
+    assert "--num-attention-heads 4 does" in line and "(from" not in line
 
 
 def test_finetuning_may_change_what_shapes_do_not_depend_on(tmp_path):

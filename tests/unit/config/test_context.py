@@ -98,7 +98,7 @@ def test_how_ranks_attend(word: str | None, changes: dict[str, object], levels: 
         ),
         (
             {"seq_length": 31},
-            "--seq-length 31 does not divide by --context-parallel-size 2; nearest size that fits: 1",
+            "--seq-length 31 does not divide by --context-parallel-size 2; nearest: 30 or 32",
         ),
         (
             {"seq_length": 30, "tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -152,8 +152,8 @@ def test_keys_across_nodes_in_eight_bits() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"cp_comm_type": ("a2a",)}, "--cp-gather-bits 8 has no effect without"),
-        ({"context_parallel_size": 1}, "--cp-gather-bits 8 has no effect without"),
+        ({"cp_comm_type": ("a2a",)}, "8 has no effect without a --cp-comm-type other than a2a"),
+        ({"context_parallel_size": 1}, "8 has no effect without --context-parallel-size above 1;"),
         ({"context_parallel_size": 4}, "none of the 4 ranks that share samples gather any there"),
         ({"cp_gather_bits": 4}, "--cp-gather-bits 4"),
     ],

@@ -412,6 +412,16 @@ def test_a_resume_tells_what_else_the_flags_change_of_the_update_and_the_loss(tm
         ),
         ("--adam-beta2 0.95 --hidden-dropout 0", "--hidden-dropout 0 (was 0.1)"),
         ("--optimizer lion --no-load-optim", "--optimizer lion (was adamw)"),
+        ("--adam-beta2 0.95 --bf16", "--params-dtype bf16 (was fp32)"),
+        ("--adam-beta2 0.95 --seq-length 8", "--seq-length 8 (was 32)"),
+        ("--adam-beta2 0.95 --global-batch-size 32", "--global-batch-size 32 (was 16)"),
+        ("--adam-beta2 0.95 --eod-mask-loss", "--eod-mask-loss on (was off)"),
+        ("--adam-beta2 0.95 --reset-attention-mask", "--reset-attention-mask on (was off)"),
+        ("--adam-beta2 0.95 --reset-position-ids", "--reset-position-ids on (was off)"),
+        (
+            "--adam-beta2 0.95 --micro-batch-size 1 --global-batch-size 16",
+            "",
+        ),  # no loss is over micro-batches
         ("--finetune", ""),
     ):
         notes = [

@@ -43,6 +43,10 @@ from tests.unit.config.command_lines import base_without, errors, run, write
             "stage3-max-live-parametrs",
             "; nearest: zero_optimization.stage3_max_live_parameters (DeepSpeed's, a key of --deepspeed-config)",
         ),
+        ("ep-size", "; nearest: --expert-model-parallel-size"),
+        ("expert-parallel-size", "; nearest: --expert-model-parallel-size"),
+        ("cp-size", "; nearest: --context-parallel-size"),
+        ("tp", "; nearest: --tensor-model-parallel-size"),
         ("frobnicate", ""),
         ("qwertyuiop-asdf", ""),
         ("use-lora", ""),  # a little like --use-normhead, one of 2,000 names of others

@@ -258,6 +258,51 @@ def test_options_without_effect_are_refused(changes):
     assert text.count("has no effect without") == 1 and "\n" not in text
 
 
+MIXTURE = {"num_experts": 4, "add_bias_linear": False}
+
+
+@pytest.mark.parametrize(
+    "changes, cure",
+    [
+        (
+            {**MIXTURE, "moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "none"},
+            "--moe-router-load-balancing-type aux_loss or seq_aux_loss",
+        ),
+        ({"num_experts": 1, "moe_router_topk": 4}, "--num-experts above 1"),
+        (
+            {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.1},
+            "--num-experts above 1",
+        ),
+        ({"compile": True, "compile_backend": "eager", "compile_cache": "x"}, "--compile-backend inductor"),
+        ({"save": "x", "rollback_on_spike": True}, "--save-interval above 0"),
+        ({"save": "x", "save_interval": 0, "save_keep_last": 2}, "--save-interval above 0"),
+        (
+            {"tokenizer_type": "NullTokenizer", "tokenizer_model": "x"},
+            "--tokenizer-type other than NullTokenizer",
+        ),
+    ],
+)
+def test_what_would_give_an_option_an_effect_is_not_given(changes, cure):
+    """Of the options that the cure names, those that are given have another value than the cure's."""
+    try:
+        lines = legal(**changes).notes
+    except ConfigError as error:
+        lines = error.errors
+    last = [line for line in lines if "has no effect without" in line][-1]
+    assert last.split("without ")[1].split(";")[0] == cure
+
+
+def test_a_mixture_without_a_layer_of_experts_is_refused():
+    text = errors(**MIXTURE, moe_layer_freq=(0, 0, 0, 0))
+    assert "\n" not in text and "--moe-layer-freq 0,0,0,0 gives no layer the 4 experts; nearest: 1" in text
+    assert "has 2 numbers for --num-layers 4" in errors(**MIXTURE, moe_layer_freq=(0, 0))
+
+
+def test_a_size_that_the_ranks_do_not_divide_by_is_one_error():
+    text = errors(World(1, 1), context_parallel_size=2)
+    assert "\n" not in text and "--context-parallel-size 2 over 1 data-parallel ranks" in text
+
+
 def test_faults_of_unlike_kinds_come_together():
     text = errors(num_layers=0, tensor_model_parallel_size=8, global_batch_size=7, lr=-1.0, zero_preset="hpz")
     assert text.count("\n") == 3

@@ -18,8 +18,10 @@ from megazero.data.blend import blend_order, normalize
 from megazero.data.build import blends_by_share, build_dataset, split_bounds
 from megazero.data.gpt import SampleSpec, sample_starts
 from megazero.data.indexed import IndexedWriter
+from megazero.data.sampler import replica_shares
 from megazero.data.tokenizer import TokenizerInfo, write_meta
 from megazero.models.masking import Masking
+from megazero.train.data.datasets import unlike_replicas
 
 VOCAB, EOD = 997, 7
 TOKENIZER = TokenizerInfo("f" * 64, VOCAB, EOD)
@@ -384,3 +386,34 @@ def test_mock_data_is_deterministic_and_learnable(tmp_path: Path) -> None:
     inside = (tokens != EOD) & (labels != EOD)
     steps = ((labels - (labels > EOD)) - (tokens - (tokens > EOD)))[inside] % (VOCAB - 1)
     assert len(np.unique(steps)) == 1  # the next token follows from the last
+
+
+@pytest.mark.parametrize(
+    ("weights", "apart"),  # of two replicas that take turns of 1, 2, 4 and 8 samples
+    [
+        ((0.5, 0.25, 0.125, 0.125), (0.5, 0.25, 0.25, 0.0)),
+        ((0.7, 0.2, 0.05, 0.05), (0.22, 0.4, 0.0, 0.0)),
+        ((0.6, 0.3, 0.1), (0.2, 0.0, 0.0, 0.0)),
+        ((0.31, 0.49, 0.89), (0.0, 0.0, 0.0, 0.0)),
+    ],
+)
+def test_replicas_that_take_turns_in_a_blend_have_other_mixtures(
+    weights: Sequence[float], apart: Sequence[float]
+) -> None:
+    member = blend_order(normalize(normalize(weights)), 16384)["member"]  # as of a --data-path
+    for block, wanted in zip((1, 2, 4, 8), apart, strict=True):
+        shares = replica_shares(member, 2, block)
+        assert np.ptp(shares, axis=0).max() == pytest.approx(wanted, abs=0.005)
+        assert shares.mean(0) == pytest.approx(normalize(weights), abs=0.001)
+
+
+def test_a_start_with_such_replicas_says_so(data: list[str]) -> None:
+    blend = ["0.6", data[0], "0.3", data[1], "0.1", data[2]]
+    (train, *_) = ours(blend, None, samples=(400, 0, 0))
+    (note,) = unlike_replicas(train, 0, 2, 1)
+    for part in (data[1], "40%", "20%", "1 sample in turn", "--micro-batch-size"):
+        assert part in note
+    for consumed, replicas, block in ((0, 1, 1), (0, 2, 2), (len(train), 2, 1)):
+        assert not list(unlike_replicas(train, consumed, replicas, block))
+    (alone, *_) = ours([data[0]], None)
+    assert not list(unlike_replicas(alone, 0, 2, 1))

@@ -80,6 +80,21 @@ def test_the_nearest_legal_choice_is_taken_and_said(
         assert said in f"{e.value}"
 
 
+MIXTURE = {"num_experts": 4, "moe_aux_loss_coeff": 0.1, "micro_batch_size": 4}
+
+
+def test_a_loss_over_micro_batches_keeps_them() -> None:
+    """A smaller micro-batch is another loss, so another layout is taken, or none."""
+    assert layout(configured(MIXTURE, 4)) == (1, 2, 4)
+    for other in ({"moe_router_load_balancing_type": "seq_aux_loss"}, {"moe_aux_loss_coeff": 0.0}):
+        assert layout(configured({**MIXTURE, **other}, 4)) == (1, 1, 2)
+    with pytest.raises(
+        ConfigError, match="--micro-batch-size 4 stays.*seq_aux_loss is over samples"
+    ) as error:
+        configured({**MIXTURE, "global_batch_size": 6}, 2)
+    assert "nearest numbers of ranks" not in f"{error.value}"
+
+
 def test_shards_that_the_ranks_do_not_have() -> None:
     config = configured({"zero_shard": (1, 2, 4)}, 2)
     assert config.zero.zero_shard == (1, 2, 2)
