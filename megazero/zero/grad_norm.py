@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,36 +17,45 @@ from megazero.zero.optimizer import Run
 from megazero.zero.scalars import Rows, StepPart
 
 
-def sum_partial(runs: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic, waits: Waits) -> None:
+def sum_partial(
+    runs: Sequence[Run],
+    tp: Axis,
+    frame: Frame,
+    traffic: Traffic,
+    waits: Waits,
+    values: Callable[[Run], torch.Tensor] = attrgetter("grad"),
+) -> None:
     """Sum the gradients that are partial on tp ranks, over the ranks that hold them, in rank order.
 
-    These are the gradients of norms under sequence parallelism, and of key/value heads that several ranks hold.
-    frame: of the transient buffers.
+    Under sequence parallelism these are the gradients of norms, and of experts that all tp ranks hold; and always of
+    key/value heads that several ranks hold.
+    frame: of the transient buffers. values: what is summed, [n] of a run.
     """
     partial = [r for r in runs if r.traits.partial]
     for span in sorted({r.traits.span for r in partial} if tp.size > 1 else ()):
-        _sum_over_holders([r for r in partial if r.traits.span == span], tp, frame, traffic, waits)
+        held = [r for r in partial if r.traits.span == span]
+        holders = held[0].traits.holders(tp.index, tp.size)
+        _sum_over_holders(holders, [values(r) for r in held], tp, frame, traffic, waits)
 
 
-def _sum_over_holders(partial: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic, waits: Waits) -> None:
-    """Sum the partial runs, which have the same holders.
+def _sum_over_holders(
+    holders: range, parts: Sequence[torch.Tensor], tp: Axis, frame: Frame, traffic: Traffic, waits: Waits
+) -> None:
+    """Sum 1-D tensors that the same ranks hold, in place.
 
-    All ranks' runs are gathered once per step, inside a node. Sending fewer bytes would need extra process groups.
+    All ranks' are gathered once per step, inside a node. Sending fewer bytes would need extra process groups.
     """
-    sizes = [r.stop - r.start for r in partial]
-    every = frame.take(tp.size * sum(sizes), partial[0].grad.dtype).view(tp.size, -1)
-    own = every[tp.index]
-    for run, part in zip(partial, own.split(sizes), strict=True):
-        part.copy_(run.grad)
+    sizes = [each.numel() for each in parts]
+    every = frame.take(tp.size * sum(sizes), parts[0].dtype).view(tp.size, -1)
+    own = torch.cat(list(parts), out=every[tp.index])
     traffic.add("tp", tp.link, (tp.size - 1) * own.nbytes)
     with waits("exposed_tp_intra"):
         all_gather_flat(every.view(-1), own, group=tp.gather_group)
-    holders = partial[0].traits.holders(tp.index, tp.size)
     total, *rest = every[holders.start : holders.stop].unbind(0)
     for row in rest:
         total.add_(row)
-    for run, part in zip(partial, total.split(sizes), strict=True):
-        run.grad.copy_(part)
+    for each, summed in zip(parts, total.split(sizes), strict=True):
+        each.copy_(summed)
 
 
 def counted(runs: Sequence[Run], mesh: Mesh) -> list[Run]:

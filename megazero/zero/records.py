@@ -19,6 +19,7 @@ from megazero.comm.hops import Traffic, run_through
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import all_gather_flat
 from megazero.zero.engine import Engine
+from megazero.zero.grad_norm import sum_partial
 from megazero.zero.layout import Slice, Slot
 from megazero.zero.reduce import ReduceHop, descend, share_back
 from megazero.zero.rounding import KINDS
@@ -204,6 +205,11 @@ def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
         both = owed.new_empty(2, owed.numel())
         all_gather_flat(both.view(-1), owed, group=engine.mesh.ends.reduce_group)
         owed = both[0] + both[1]
+    mesh, own = engine.mesh, [run for run in engine.optimizer.runs if run.unit is unit]
+    with Arena().frame(mesh.device) as frame:  # so do ranks whose gradients are terms of one sum
+        sum_partial(
+            own, mesh.tp, frame, Traffic(), engine.waits, values=lambda run: owed[run.start : run.stop]
+        )
     return owed
 
 
@@ -237,6 +243,12 @@ def is_second_end(engine: Engine, unit: Unit) -> bool:
     return unit.tied and engine.mesh.ends is not None and engine.mesh.ends.index > 0
 
 
+def _twin(engine: Engine, slot: Slot) -> bool:
+    """Whether a tensor-parallel rank before this one holds the same: that one saves it, and takes its residual."""
+    tp = engine.mesh.tp
+    return engine.traits[slot.name].holders(tp.index, tp.size).start != tp.index
+
+
 def load_records(
     engine: Engine,
     placements: Mapping[str, Places] | None = None,
@@ -257,7 +269,7 @@ def load_records(
         unit.feedback.begin(None if is_second_end(engine, unit) else owed)
         for slot, placement, low, high, at in _placed(placements, unit.layout.ranges(unit.axes.os)):
             tensors = {MASTER: unit.master.value[at : at + high - low]}
-            if owed is not None:
+            if owed is not None and not (engine.traits[slot.name].partial and _twin(engine, slot)):
                 tensors[RESIDUAL] = owed[at : at + high - low]
             if optimizer:
                 state = engine.optimizer.elementwise_state(unit, at, at + high - low, loading=True)
@@ -349,9 +361,7 @@ def _record(
     unique: bool = False,
 ) -> SliceRecord:
     """Return a record. unique: no other data-parallel rank holds the range, whatever the shards."""
-    tp = engine.mesh.tp
-    holders = engine.traits[slot.name].holders(tp.index, tp.size)
-    twin = holders.start != tp.index or is_second_end(engine, unit)
+    twin = _twin(engine, slot) or is_second_end(engine, unit)
     owner = not twin and (unit.axes.counts or unique)
     return SliceRecord(placement, *bounds, tensors, owner, stored={WEIGHTS: unit.dtype})
 

@@ -97,6 +97,8 @@ class Checkpointing:
             "ranks_per_node": grid.ranks_per_node,
             "block": policy.block,
             "exact_numel": policy.exact_numel,
+            # Residuals lie in a unit as its regions do: once those held experts and others that no rank cuts exactly.
+            **({"exact": "copies that are not summed"} if policy.codecs.feedback else {}),
             "chunk_numel": policy.chunk_numel,
             **({"unit_layers": joined} if (joined := self.config.zero.zero_unit_layers) > 1 else {}),
             # In a unit, matrices that are stepped alike lie together.
