@@ -86,12 +86,18 @@ FEEDBACK = {
 
 
 @pytest.mark.slow
-def test_what_rounding_owes_goes_to_ranks_that_share_no_experts(tmp_path: Path) -> None:
-    """All else is the same: each sender's own is of other units, and the sums are loaded."""
+@pytest.mark.parametrize(
+    "saves, loads", [({"expert_model_parallel_size": 2}, {}), (TENSORS, {}), ({}, TENSORS)], ids=str
+)
+def test_what_rounding_owes_goes_to_other_layouts(
+    tmp_path: Path, saves: dict[str, Any], loads: dict[str, Any]
+) -> None:
+    """Each sender's own is of other units, or of tensor-parallel ranks' copies: the sums are loaded, once."""
     values = {**MODEL, **FEEDBACK, "log_dir": str(tmp_path / "logs")}
     first, second = (str(tmp_path / name) for name in ("first", "second"))
-    run_ranks(4, run_once, {**values, "expert_model_parallel_size": 2, "save": first}, True, timeout=180)
-    run_ranks(4, run_once, {**values, "load": first, "save": second, "train_iters": 3}, False, timeout=180)
+    run_ranks(4, run_once, {**values, **saves, "save": first}, True, timeout=180)
+    loaded = {**values, **loads, "load": first, "save": second, "train_iters": 3}
+    run_ranks(4, run_once, loaded, False, timeout=180)
     found, wanted = (store.load_kinds(store.latest(Path(each))) for each in (second, first))
     assert found.keys() == wanted.keys() >= {"weights", "residual"}
     for kind, tensors in wanted.items():
