@@ -84,8 +84,10 @@ def decoder(shape: Shape, device: str = "cpu", ep: ExpertParallel | None = None)
     return model
 
 
-def batches(shape: Shape, device: torch.device) -> list[torch.Tensor]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+def batches(shape: Shape, device: torch.device, rank: int | None = None) -> list[torch.Tensor]:
+    """Return the micro-batches of a rank, by default this one."""
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
     g = torch.Generator().manual_seed(rank)
     size = (shape.micro_batch, shape.sequence)
     return [

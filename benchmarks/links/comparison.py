@@ -39,6 +39,7 @@ from benchmarks.results import data_of
 from benchmarks.steps import Shape, decoder
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.mesh.grid import INTER
+from tests.bytes_across import Llama
 from tests.netlab.lab import parse_link
 
 
@@ -147,7 +148,9 @@ def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
     sizes = [sum(p.numel() for module in unit for p in module.parameters()) for unit in model.units()]
     small = sum(p.numel() for p in model.parameters() if p.numel() <= EXACT_NUMEL)
     experts = sum(p.numel() for each in model.experts_of(model.layers.values()) for p in each.parameters())
-    return Case(tuple(sizes), shape.micro_batches, nodes, ranks_per_node, small, experts)
+    s = shape
+    sizes_of = Llama(s.layers, s.hidden, s.ffn, s.heads, s.heads, s.vocabulary, s.experts)
+    return Case(tuple(sizes), s.micro_batches, nodes, ranks_per_node, small, experts, sizes_of)
 
 
 def refuse_others(stored: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -34,7 +34,9 @@ from benchmarks.steps import (
     Step,
     batches,
     decoder,
+    options_of,
     ours,
+    pipelined,
     shared_mesh,
     torch_step,
     world_group,
@@ -42,13 +44,16 @@ from benchmarks.steps import (
 from fsdp2_patch.patch import Fsdp2Patch
 from megazero.comm.codec import codecs_of
 from megazero.comm.hops import Traffic
-from megazero.config import resolve_shards
+from megazero.config import World, make_config, resolve_shards
 from megazero.config.layout.wire import Wire, asked_for
 from megazero.config.options.sections import OuterConfig, ZeroConfig
 from megazero.moe import ExpertParallel
 from megazero.patches.options import MessageOptions, read_words
+from megazero.plan.communication import OF_ROUNDING, SCALARS
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import make_outer
 from megazero.zero import Policy
+from tests.bytes_across import Across
 
 # The formats that flags give. What is called zeropp, and what is patched, was measured before gradients were
 # transformed by default; "Hadamard" is the preset as it is.
@@ -111,6 +116,43 @@ def megazero(shards: str, wire: Wire | None = None, joined: int = 1, shared: boo
     def sent(case: volume.Case) -> float:
         own = case if shared else replace(case, experts=0)
         return volume.megazero(factors(case.nodes, case.ranks_per_node), codecs_of(policy.codecs), own)
+
+    return Contestant(build, sent, peer=False)
+
+
+def configured(tp: int = 1, shared: bool = False) -> Contestant:
+    """Make a contestant of zeropp as ``megazero train`` has it, whose formula is the tests' arithmetic. tp:
+    tensor-parallel ranks, each of which trains on the samples of all. shared: as ``megazero``'s."""
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        world = World(dist.get_world_size(), ranks_per_node)
+        values = options_of(shape) | {
+            "params_dtype": "bf16",
+            "zero_preset": "zeropp",
+            "zero_prefetch_bytes": 0,
+        }
+        values |= {"model_family": "mixtral", "num_experts": shape.experts} if shape.experts else {}
+        values |= {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, "micro_batch_size": tp}
+        values |= {
+            "expert_model_parallel_size": ranks_per_node if shared else 1,
+            "mock_data": True,
+            "seed": 1,
+        }
+        values |= {"lr": ADAMW.keywords["lr"], "train_iters": 1, "lr_warmup_iters": 0, "clip_grad": CLIP}
+        config = make_config(values, world)
+        mesh = make_mesh(config, world, device())
+        first = dist.get_rank() // tp * tp
+        every = zip(*(batches(shape, device(), rank) for rank in range(first, first + tp)), strict=True)
+        tokens = torch.cat([each for micro_batch in every for each in micro_batch])
+        step, engine = pipelined(config, mesh, tokens, shape.micro_batches)
+        mesh.release()
+        return Running(lambda: step() / tokens.numel(), engine.traffic)
+
+    def sent(case: volume.Case) -> float:
+        assert case.model is not None
+        ep = case.ranks_per_node if shared else 1
+        of_rank = Across(case.model, case.nodes, case.nodes * case.ranks_per_node, tp, ep).sent()
+        return case.ranks_per_node * sum(of_rank.values()) + volume.scalars(case, SCALARS + OF_ROUNDING)
 
     return Contestant(build, sent, peer=False)
 
@@ -350,7 +392,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "megazero 1,1,d INT8 joined": megazero("1,1,d", INT8, joined=4),
     "megazero ddp joined": megazero("ddp", joined=4),
     "megazero zero1 joined": megazero("zero1", joined=4),
-    "megazero zeropp EP": megazero("zeropp", asked_for(MIXED), shared=True),
+    "megazero zeropp as a run": configured(),
+    "megazero zeropp EP": configured(shared=True),
+    "megazero zeropp TP": configured(tp=2),
     "megazero hpz EP": megazero("hpz", shared=True),
     "FSDP2": fsdp2(),
     "FSDP2 EP": fsdp2_experts(),
@@ -394,7 +438,7 @@ HEATS = {
         *("FSDP2", "HSDP", "HSDP once"),
     ),
     EXPERTS: (
-        *("megazero zeropp EP", "megazero zeropp Hadamard", "megazero hpz EP"),
+        *("megazero zeropp as a run", "megazero zeropp EP", "megazero zeropp TP", "megazero hpz EP"),
         *("FSDP2", "FSDP2 EP", "FSDP2 once", "HSDP", "HSDP once"),
     ),
     "outer": (

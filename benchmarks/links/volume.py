@@ -15,6 +15,7 @@ from megazero.config.layout.outer import BF16_BITS, fragments, outer_coding
 from megazero.config.options.sections import OuterConfig
 from megazero.plan.communication import OF_ROUNDING, OUTER_SCALARS, SCALARS
 from megazero.zero import Codecs
+from tests.bytes_across import Llama
 
 BF16, FP32 = 2.0, 4.0  # bytes
 
@@ -22,7 +23,8 @@ BF16, FP32 = 2.0, 4.0  # bytes
 @dataclass(frozen=True)
 class Case:
     """modules: elements of the embedding, each layer and the head. small: of parameters that quantised messages leave
-    exact. experts: of experts that the ranks of a node share, so that only ranks of different nodes hold the same."""
+    exact. experts: of experts that the ranks of a node share, so that only ranks of different nodes hold the same.
+    model: what it is, for the tests' arithmetic."""
 
     modules: tuple[int, ...]
     micro_batches: int
@@ -30,6 +32,7 @@ class Case:
     ranks_per_node: int
     small: int = 0
     experts: int = 0
+    model: Llama | None = None
 
     @property
     def elements(self) -> int:

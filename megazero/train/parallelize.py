@@ -148,11 +148,11 @@ def make_outer(outer: OuterConfig, num_layers: int) -> zero.Outer:
     )
 
 
-def _refuse_all_exact(decoder: Decoder, mesh: Mesh, policy: zero.Policy, replicated: Collection[str]) -> None:
+def _refuse_all_exact(decoder: Decoder, mesh: Mesh, policy: zero.Policy, exact: Collection[str]) -> None:
     """Refuse a threshold above every parameter of every stage: nothing would be quantised. Collective."""
     if policy.codecs.exact:
         return
-    own = max((p.numel() for n, p in decoder.named_parameters() if n not in replicated), default=0)
+    own = max((p.numel() for n, p in decoder.named_parameters() if n not in exact), default=0)
     largest = int(mesh.gather_rows(torch.tensor([own], device=mesh.device)).max())
     if largest <= policy.exact_numel:
         raise ValueError(
@@ -200,7 +200,7 @@ def shard_decoder(
     replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
     apart = decoder.embedding_and_head() if config.optimizer.decoupled_lr is not None else set()
     matrices, used = matrix_traits(decoder, config), decoder.padded()
-    _refuse_all_exact(decoder, mesh, policy, replicated)
+    _refuse_all_exact(decoder, mesh, policy, replicated - partial_names)
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
         undecayed: tuple[tuple[str, Any], ...] = ((UNDECAYED, True), ("weight_decay", 0.0))

@@ -185,9 +185,6 @@ class ExpectedBytes:
         plain, limit = decoder.no_weight_decay(), self.wire.exact_numel
         matrices = matrix_traits(decoder, self.config)
         quantises = not self.exact and bool(self.wire.codings)
-        exact = {n for n, p in params.items() if p.numel() <= limit or quantises and n in replicated}
-        if len(exact) == len(params):
-            quantises, exact = False, set()
         # Parameters of like traits lie together: padding between them goes with the one before it.
         traits = {
             n: Traits(
@@ -199,6 +196,9 @@ class ExpectedBytes:
             )
             for n in params
         }
+        exact = {n for n, p in params.items() if p.numel() <= limit or quantises and traits[n].exact}
+        if len(exact) == len(params):
+            quantises, exact = False, set()
         ordered = sorted(params, key=lambda n: repr(traits[n]))
         apart = self.grid.ep_data if any(decoder.specs[n].experts for n in params) else 1
         axes = self.grid.data_axes if apart == 1 else self.grid.expert_axes

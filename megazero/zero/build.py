@@ -239,7 +239,7 @@ class UnitMaker:
         exact = frozenset(
             n
             for n, p in params.items()
-            if p.numel() <= policy.exact_numel or traits[n].replicated and not codecs.exact
+            if p.numel() <= policy.exact_numel or traits[n].exact and not codecs.exact
         )
         if len(exact) == len(params):  # there is nothing to quantise
             codecs, exact = Codecs(), frozenset()

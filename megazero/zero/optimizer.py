@@ -58,6 +58,14 @@ class Traits:
         """Return the options of its parameter group."""
         return (*self.options, (MATRIX, True)) if self.matrix else self.options
 
+    @property
+    def exact(self) -> bool:
+        """Whether messages never round it: the gradients of its copies are not added up, so each must be the same.
+
+        Sums over the copies, in rank order, are the same bits whatever rounding did to each of their terms.
+        """
+        return self.replicated and not self.partial
+
     def shards(self, size: int) -> int:
         """Return how many different parts of the matrix ``size`` tensor-parallel ranks hold."""
         return 1 if self.split is None else size // max(self.span, 1)

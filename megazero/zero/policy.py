@@ -97,7 +97,7 @@ class Policy:
     block: a number of elements, with moments in int8 a multiple of 128. Parameters start on block boundaries, and
         slices are whole blocks.
     exact_numel: parameters with at most this many elements go to the unit's exact region. If anything is
-        quantised, every parameter that tensor-parallel ranks replicate goes there, too.
+        quantised, those with ``Traits.exact`` go there, too.
     dtype: the parameters' dtype in forward and backward. None keeps the module's.
     loss_scaled: the caller multiplies the losses by a scale, includes it in ``begin_step``'s divisor, and lowers it
         when a step is skipped. Parameters in fp16 are trained only so: else their gradients would become zero.
