@@ -80,7 +80,7 @@ def test_processors_hold_what_is_gathered_ahead_twice() -> None:
         sizes = {}
         for on_host in (False, True):
             grid, shards = make_grid(4, per_node, shards=(4, 4, 4)), Shards(4, 4, 4, "use")
-            states = States(grid, shards, Formats(2, 4), False, 0, on_host=on_host)
+            states = States(grid, shards, Formats(2, 4), 0, on_host=on_host)
             sizes[on_host] = {kind: gathered(units, states, kind) for kind in (EMBEDDING, LAYER, HEAD)}
         assert {kind: sizes[True][kind] - sizes[False][kind] for kind in sizes[True]} == {
             EMBEDDING: 2000 * copied,  # the bytes of the first layer
@@ -110,7 +110,7 @@ def test_a_gathers_messages(
     p, _, os = shards
     lifetime = "use" if p == os else "resident" if p == 1 or delta else "step"
     formats = Formats(2, 4, Codecs(Coding(bits, BLOCK), delta=delta))
-    states = States(make_grid(4, 2, shards=shards), Shards(*shards, lifetime), formats, False, 0)
+    states = States(make_grid(4, 2, shards=shards), Shards(*shards, lifetime), formats, 0)
     said = states.gather_messages(UnitShape(unit.layout.numel, 0, True))
     assert engine.arena.peak == pytest.approx(said, rel=0.02), "up to the alignment of buffers"
 
@@ -127,7 +127,7 @@ def test_what_a_gather_ahead_of_use_adds(
         CPU, 3, monkeypatch, shards=shards, policy=zero.Policy(codecs=made, block=BLOCK)
     ).engine.units
     formats = Formats(2, 4, Codecs(Coding(*weights) if weights else None, delta=delta))
-    states = States(make_grid(4, 2, shards=shards), Shards(*shards, "resident"), formats, False, 0)
+    states = States(make_grid(4, 2, shards=shards), Shards(*shards, "resident"), formats, 0)
     assert states.ahead_bytes(UnitShape(unit.layout.numel, 0, True)) == unit.weights.gather_bytes
     assert (unit.weights.gather_bytes > 0) == (shards[0] > 1 or weights is not None)
 
