@@ -19,7 +19,8 @@ from megazero.zero.scalars import Rows, StepPart
 def sum_partial(runs: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic, waits: Waits) -> None:
     """Sum the gradients that are partial on tp ranks, over the ranks that hold them, in rank order.
 
-    These are the gradients of norms under sequence parallelism, and of key/value heads that several ranks hold.
+    Under sequence parallelism these are the gradients of norms, and of experts that all tp ranks hold; and always of
+    key/value heads that several ranks hold.
     frame: of the transient buffers.
     """
     partial = [r for r in runs if r.traits.partial]
