@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -163,6 +163,55 @@ def device() -> torch.device:
     """Return this rank's device."""
     cuda = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+# -- what a contestant learns ------------------------------------------------------------------------------
+
+
+class Taken(NamedTuple):
+    """What a contestant's step returns: this rank's loss, detached, and the norm of the gradients before they are
+    clipped, a DTensor under FSDP2. What losses are divided by is the same for all that are compared."""
+
+    loss: torch.Tensor
+    norm: Any
+
+
+class Learned(NamedTuple):
+    """The loss of a contestant's first step and of a later one, and the norm of the first one's gradients."""
+
+    first: float
+    last: float
+    norm: float
+
+
+NORMS = 1.1  # how far from the median a norm may be, as a factor: in 2 bits it is 1.07 times the exact one
+
+
+def learned(taken: Sequence[Taken]) -> Learned:
+    """Return the means over ranks of what a contestant's steps, two at least, returned. Collective."""
+    norm = taken[0].norm.full_tensor() if hasattr(taken[0].norm, "full_tensor") else taken[0].norm
+    row = torch.tensor([float(taken[0].loss), float(taken[-1].loss), float(norm)], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(row := row.to(device()))
+        row /= dist.get_world_size()
+    return Learned(*row.tolist())
+
+
+def require_training(contestants: Mapping[str, Learned]) -> None:
+    """Raise RuntimeError unless each contestant's loss falls and its gradients have the others' norm: until then its
+    times do not count. A compiled head without gradients was the fastest once, with the right loss."""
+    for name, one in contestants.items():
+        if not one.last < one.first:
+            raise RuntimeError(f"{name} does not learn: loss {one.first:.5g}, later {one.last:.5g}")
+    require_gradients({name: one.norm for name, one in contestants.items()})
+
+
+def require_gradients(norms: Mapping[str, float]) -> None:
+    """Raise RuntimeError unless each contestant's gradients have the others' norm: within NORMS of the median."""
+    middle = statistics.median_high(norms.values())
+    for name, norm in norms.items():
+        if not middle / NORMS <= norm <= middle * NORMS or not norm:
+            raise RuntimeError(f"{name} has gradients of norm {norm:.5g}, the contestants {middle:.5g}")
 
 
 # -- turns -----------------------------------------------------------------------------------------------

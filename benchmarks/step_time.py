@@ -57,6 +57,7 @@ def compare(options: dict[str, Any]) -> Result:
     step."""
     shape = Shape(dtype=DTYPES[options["dtype"]], micro_batches=options["micro_batches"])
     steps = contestants(shape, options["only"])
+    harness.require_training({name: harness.learned([step(), step()]) for name, step in steps.items()})
     turns = {
         name: lambda step=step: harness.measure(step, options["steps"])[0] for name, step in steps.items()
     }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import Taken
 from megazero import zero
 from megazero.config import RunConfig, resolve_shards
 from megazero.mesh.mesh import Mesh, create_mesh
@@ -73,7 +74,7 @@ class Shape:
         return self.sequence * self.micro_batch * self.micro_batches
 
 
-Step = Callable[[], torch.Tensor]  # returns this rank's loss per token, detached
+Step = Callable[[], Taken]  # its loss is per token
 
 
 def decoder(shape: Shape, device: str = "cpu", ep: ExpertParallel | None = None) -> Decoder:
@@ -147,15 +148,14 @@ def ours(
     mesh.release()  # for the next contestant: they take turns, so theirs are never collectives of two engines at once
     data = batches(shape, device)
 
-    def step() -> torch.Tensor:
+    def step() -> Taken:
         engine.begin_step(len(data), divisor=shape.tokens * mesh.dp_size)
         total = torch.zeros((), device=device)
         for tokens in data:
             loss = model(tokens, tokens).sum()
             loss.backward()
             total += loss.detach()
-        engine.step()
-        return total / shape.tokens
+        return Taken(total / shape.tokens, engine.step().grad_norm)
 
     return step, engine
 
@@ -168,35 +168,34 @@ def pipelined(
     policy: zero.Policy | None = None,
 ) -> tuple[Step, zero.Engine]:
     """Return a step of this rank's stages on its tokens [all samples, sequence], which are the labels, too; and the
-    engine. The step returns the summed loss, or 0 on ranks without the last stage."""
+    engine. The step's loss is summed, or 0 on ranks without the last stage."""
     decoder = build_decoder(config, mesh)
     engine = shard_decoder(decoder, config, mesh, policy=policy)
     pipeline = build_pipeline(decoder, engine, config, mesh)
     data = [MicroBatch(t, t, torch.ones(t.shape, device=t.device)) for t in tokens.chunk(micro_batches)]
     program, total = pipeline.program(micro_batches), tokens.numel() * mesh.dp_size
 
-    def step() -> torch.Tensor:
+    def step() -> Taken:
         engine.begin_step(micro_batches, total, program)
         loss = pipeline.step(data)
-        engine.step()
-        return loss
+        return Taken(loss, engine.step().grad_norm)
 
     return step, engine
 
 
-def clip_together(held: list[torch.Tensor]) -> None:
-    torch.nn.utils.clip_grad_norm_(held, CLIP)
+def clip_together(held: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.clip_grad_norm_(held, CLIP)
 
 
 class AdamW:
     """Clips, and makes torch's own update. master: of fp32 copies, for parameters that are, or will be, in 16
-    bits. clip: clips the gradients of parameters to the norm CLIP."""
+    bits. clip: clips the gradients of parameters to the norm CLIP, and returns the norm that they had."""
 
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],
         master: bool,
-        clip: Callable[[list[torch.Tensor]], object] = clip_together,
+        clip: Callable[[list[torch.Tensor]], torch.Tensor] = clip_together,
     ) -> None:
         self.parameters, self.master, self.clip = list(parameters), master, clip
         copies = (p.detach().to(torch.float32, copy=True) for p in self.parameters)
@@ -209,18 +208,20 @@ class AdamW:
         self.optimizer = ADAMW([{"params": group} for group in groups.values()])
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> torch.Tensor:
+        """Return the norm of the gradients."""
         if self.master:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             assert len(gradients) == len(self.parameters)
             for held, p in zip(self.held, self.parameters, strict=True):
                 held.grad, p.grad = torch.empty_like(held), None
             torch._foreach_copy_([held.grad for held in self.held], gradients)
-        self.clip(self.held)
+        norm = self.clip(self.held)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.master:
             torch._foreach_copy_(self.parameters, self.held)
+        return norm
 
 
 def torch_step(
@@ -233,15 +234,14 @@ def torch_step(
     """Return a step of plain torch. quiet: surrounds a micro-batch, given whether it is the last."""
     data = batches(shape, device)
 
-    def step() -> torch.Tensor:
+    def step() -> Taken:
         total = torch.zeros((), device=device)
         for i, tokens in enumerate(data):
             with quiet(i == len(data) - 1):
                 loss = model(tokens, tokens).sum() / shape.tokens
                 loss.backward()
             total += loss.detach()
-        optimizer.step()
-        return total
+        return Taken(total, optimizer.step())
 
     return step
 

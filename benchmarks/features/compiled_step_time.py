@@ -48,7 +48,8 @@ MICRO_BATCHES, COMPARED = 2, 5
 
 
 def train(values: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return the losses of the first steps, the seconds of the first one, and of one of the last ``steps``."""
+    """Return the losses of the first steps, of the first one the seconds and the norm of the gradients, and the
+    seconds of one of the last ``steps``."""
     ranks = dist.get_world_size()
     config = make_config({**MODEL, **values}, World(ranks, ranks))
     mesh = make_mesh(config, World(ranks, ranks), harness.device())
@@ -58,15 +59,18 @@ def train(values: dict[str, Any], steps: int) -> dict[str, Any]:
     size, length = config.batch.micro_batch_size or 1, config.model.seq_length
     counts = torch.ones(size, length, device=mesh.device)
     losses: list[float] = []
+    norms: list[float] = []
 
     def step() -> None:
-        drawn = torch.Generator().manual_seed(1000 * len(losses) + mesh.dp_rank)
+        drawn = torch.Generator().manual_seed(
+            mesh.dp_rank
+        )  # the same tokens in every step, so the loss falls
         ids = torch.randint(0, MODEL["vocab_size"], (MICRO_BATCHES, size, length + 1), generator=drawn)
         batches = [MicroBatch(x[:, :-1], x[:, 1:], counts) for x in ids.to(mesh.device)]
         tokens = MICRO_BATCHES * counts.numel() * mesh.dp_size
         engine.begin_step(MICRO_BATCHES, tokens, pipeline.program(MICRO_BATCHES))
         loss = pipeline.step(batches)
-        engine.step()
+        norms.append(engine.step().grad_norm)
         rows = mesh.gather_rows(loss.reshape(1)).tolist()
         losses.append(sum(rows[rank][0] for rank in mesh.stage_ranks(pipeline.loss_rank)) / tokens)
 
@@ -79,6 +83,7 @@ def train(values: dict[str, Any], steps: int) -> dict[str, Any]:
         "first": first,
         "seconds": harness.measure(step, steps)[0],
         "losses": losses[:COMPARED],
+        "norm": norms[0],
     }
 
 
@@ -98,6 +103,10 @@ def main() -> None:
             found = harness.take_turns(turns, options.rounds, warm_up=0)
         seconds = {form: [turn["seconds"] for turn in taken] for form, taken in found.items()}
         (eager, *_), (mine, *again) = found["eager"], found["compiled"]
+        learned = {
+            n: harness.Learned(*t["losses"][:: COMPARED - 1], t["norm"]) for n, (t, *_) in found.items()
+        }
+        harness.require_training(learned)
         apart = max(abs(a - b) for a, b in zip(eager["losses"], mine["losses"], strict=True))
         later = (
             f", {statistics.median(turn['first'] for turn in again):.1f} s from the cache" if again else ""

@@ -58,13 +58,16 @@ def formula(sizes: Sizes, chunk: int, on_host: bool) -> float:
     return head
 
 
-def make_step(sizes: Sizes, chunk: int, device: torch.device) -> Callable[[], float]:
-    """Return what computes the loss and its gradients, and returns their seconds, of this process on a CPU."""
+def make_step(sizes: Sizes, chunk: int, device: torch.device) -> Callable[[], tuple[float, float]]:
+    """Return what computes the loss and its gradients, and returns their seconds, of this process on a CPU, and the
+    norm of the weight's."""
     config = config_of(sizes)
     head = Head(
         config.model, TensorParallel(), None, 0.0, chunk or None, dtype=DTYPES[sizes[3]], device=device
     )
+    torch.manual_seed(0)
     torch.nn.init.normal_(head.weight, std=0.02)
+    torch.nn.init.ones_(head.norm.weight)
     x = torch.randn(sizes[0], 1, sizes[1], dtype=head.weight.dtype, device=device).requires_grad_()
     labels = torch.randint(0, sizes[2], (1, sizes[0]), device=device)
     weights = torch.ones(labels.shape, device=device)
@@ -76,10 +79,11 @@ def make_step(sizes: Sizes, chunk: int, device: torch.device) -> Callable[[], fl
         rows, target = head.norm(x).flatten(0, 1), labels.flatten()
         return F.linear_cross_entropy(rows, head.weight, target, reduction="sum", options=automatic)
 
-    def step() -> float:
+    def step() -> tuple[float, float]:
         seconds = harness.own_seconds(lambda: loss().backward(), device)
+        norm = float(torch.linalg.vector_norm(head.weight.grad))
         x.grad = head.weight.grad = None
-        return seconds
+        return seconds, norm
 
     return step
 
@@ -89,13 +93,15 @@ def once(sizes: Sizes, chunk: int) -> dict[str, float]:
     device = torch.device("cpu")
     make_step((64, 64, 256, sizes[3]), chunk, device)()  # loads what torch loads at first use
     step, before = make_step(sizes, chunk, device), resident_memory(device)
-    return {"seconds": step(), "peak": peak_memory(device) - before}
+    return {"seconds": step()[0], "peak": peak_memory(device) - before}
 
 
 def in_turns(sizes: Sizes, chunks: Sequence[int], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each round by name."""
     steps = {name_of(chunk): make_step(sizes, chunk, torch.device("cpu")) for chunk in chunks}
-    return harness.take_turns(steps, rounds)
+    taken = harness.take_turns(steps, rounds)
+    harness.require_gradients({name: turns[0][1] for name, turns in taken.items()})
+    return {name: [seconds for seconds, _ in turns] for name, turns in taken.items()}
 
 
 def rows(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks import steps
+from benchmarks.harness import Taken
 from benchmarks.steps import CLIP, AdamW, llama, options_of
 from megazero import zero
 from megazero.config import World, make_config
@@ -25,7 +26,7 @@ from megazero.models import Decoder, ModelConfig
 from megazero.models.compilation import compile_layers
 from megazero.zero.elementwise import best_adamw
 
-Step = Callable[[], Any]
+Step = Callable[[], Taken]  # its loss is of all tokens
 # What a run's --optimizer-impl auto takes: on CUDA the update in one pass, which prepares refreshes, too.
 AS_A_RUN = partial(best_adamw, lr=1e-4, weight_decay=0.1)
 
@@ -56,6 +57,7 @@ class Size:
 
 
 HALF = Size("0.5B", layers=12, hidden=1536, ffn=4096, heads=12, sequence=2048)
+SEED = 1  # of initial values: all draw them in one order, so their losses and norms are the same
 TINY = Size("tiny", layers=2, hidden=64, ffn=128, heads=4, vocabulary=256, sequence=16)
 
 
@@ -93,6 +95,7 @@ def ours(
     if compiled:
         compile_layers(model, compile_backend(device))
     shapes = dict(model.named_parameters())
+    torch.manual_seed(SEED)
     mesh = mesh or create_mesh(device=device)
     engine = zero.shard(
         model,
@@ -106,10 +109,11 @@ def ours(
     )
     tokens = batch(size, device)
 
-    def step() -> None:
+    def step() -> Taken:
         engine.begin_step(1, divisor=size.tokens * mesh.dp_size)
-        model(tokens, tokens).sum().backward()
-        engine.step()
+        loss = model(tokens, tokens).sum()
+        loss.backward()
+        return Taken(loss.detach(), engine.step().grad_norm)
 
     return step, engine
 
@@ -132,6 +136,7 @@ def decoder(
     size: Size, device: torch.device, recompute: str = "none", dtype: torch.dtype = torch.bfloat16
 ) -> Decoder:
     model = Decoder(size.config, recompute=recompute, device=device, dtype=dtype)
+    torch.manual_seed(SEED)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(value(parameter, device))
@@ -144,9 +149,10 @@ def plain(size: Size, device: torch.device, model: nn.Module, loss: Callable[[to
     optimizer = AdamW(parameters, master=parameters[0].dtype != torch.float32)
     tokens = batch(size, device)
 
-    def step() -> None:
-        (loss(tokens) / size.tokens).backward()
-        optimizer.step()
+    def step() -> Taken:
+        whole = loss(tokens)
+        (whole / size.tokens).backward()
+        return Taken(whole.detach(), optimizer.step())
 
     return step
 

@@ -14,7 +14,7 @@ from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.loops import Size
 from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting, free
-from benchmarks.harness import ratios, step_seconds, take_turns
+from benchmarks.harness import learned, ratios, require_training, step_seconds, take_turns
 from benchmarks.steps import ADAMW
 
 SIZES = (
@@ -38,9 +38,11 @@ def run(setting: Setting, record: Record) -> None:
                 theirs_too, _ = loops.ours(size, device, dtype=dtype, optimizer=ADAMW)
                 model = loops.decoder(size, device, dtype=dtype)
                 theirs = loops.plain(size, device, model, lambda t, model=model: model(t, t).sum())
+                steps = {"ours": mine, "torch's": theirs_too, "plain": theirs}
+                require_training({name: learned([step(), step()]) for name, step in steps.items()})
                 turns = {
                     name: lambda step=step: step_seconds(step, device, setting.pick(4, 1))
-                    for name, step in (("ours", mine), ("torch's", theirs_too), ("plain", theirs))
+                    for name, step in steps.items()
                 }
                 taken = take_turns(turns, setting.pick(8, 2), warm_up=setting.pick(2, 0))
                 for name, each in taken.items():

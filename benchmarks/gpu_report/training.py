@@ -5,7 +5,8 @@ megazero's engine as a run has it (--optimizer-impl auto: the update in one pass
 --compile; the same decoder in a plain torch loop, with its modules compiled and without; under FSDP2 as torchtitan
 has it (blocks compiled, then sharded); and transformers' LlamaForCausalLM, or MixtralForCausalLM with its grouped
 products, of the same sizes in the plain loop. All compute in bf16 with an fp32 master, AdamW, clipping, one
-micro-batch a step. FLOPs are megazero/config/model/spec.py's for all: recompute is not counted.
+micro-batch a step. FLOPs are megazero/config/model/spec.py's for all: recompute is not counted. A row has figures
+only if its loss falls over three steps and its first gradients have the others' norm.
 
 The plain contestant compiles the head with its loss, and each layer with its recompute inside. megazero and FSDP2
 compile layers alone. In megazero full recompute is around the compiled layer, which then runs whole once more.
@@ -29,7 +30,7 @@ from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.loops import Size, Step
 from benchmarks.gpu_report.record import Record, Skip
 from benchmarks.gpu_report.setting import Setting, elapsed, free, peak_tflops
-from benchmarks.harness import step_seconds
+from benchmarks.harness import Learned, learned, require_training, step_seconds
 from benchmarks.steps import ADAMW
 from megazero.config.model.spec import parameter_count, training_flops
 
@@ -50,11 +51,13 @@ def run(real: Size, tiny: Size, contestants: Contestants, setting: Setting, reco
     if not setting.rehearsal:
         _measure_products(setting, record)
     size = fitting(setting.pick(real, tiny), setting, record)
+    known: dict[str, Learned] = {}
     for name, recompute, build in contestants(size):
         with record.attempt(size=size.name, layers=size.layers, contestant=name, recompute=recompute) as row:
             setting.need(setting.pick(10, 0))
-            ours = name.startswith("megazero")
-            row |= measure(lambda build=build: build(setting.device), size, setting, ours)
+            row |= measure(
+                lambda build=build: build(setting.device), size, setting, f"{name}, {recompute}", known
+            )
         free(setting.device)
         torch.compiler.reset()
 
@@ -151,6 +154,7 @@ def _transformers(size: Size, device: torch.device, recompute: str) -> Step:
     with torch.device("meta"):
         model: Any = (MixtralForCausalLM if size.experts else LlamaForCausalLM)(config).to(torch.bfloat16)
     model = model.to_empty(device=device)
+    torch.manual_seed(loops.SEED)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(loops.value(parameter, device))
@@ -171,22 +175,26 @@ def _transformers(size: Size, device: torch.device, recompute: str) -> Step:
     return loops.plain(size, device, model, loss)
 
 
-def measure(build: Callable[[], Step], size: Size, setting: Setting, ours: bool) -> dict[str, Any]:
-    """Return the figures of one contestant."""
+def measure(
+    build: Callable[[], Step], size: Size, setting: Setting, name: str, known: dict[str, Learned]
+) -> dict[str, Any]:
+    """Return the figures of one contestant. known: what those before it learned; it is added to them."""
     device, cuda = setting.device, setting.device.type == "cuda"
     step = build()
-    for _ in range(setting.pick(3, 1)):
-        step()
+    own = learned([step() for _ in range(3)])
+    require_training({**known, name: own})
+    known[name] = own
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(step_seconds(step, device) for _ in range(setting.pick(8, 1)))
     flops = training_flops(size.config, [size.sequence] * size.batch) / seconds
     found: dict[str, Any] = {"tokens/s": size.tokens / seconds, "TFLOP/s": flops / 1e12}
+    found["loss"], found["norm"] = f"{own.first / size.tokens:.3f} to {own.last / size.tokens:.3f}", own.norm
     if cuda:
         peak = peak_tflops(torch.cuda.get_device_name())
         found["MFU"] = flops / 1e12 / peak if peak else None
         found["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
-        if ours:
+        if name.startswith("megazero"):
             found |= _against_formula(size, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
     return found
 

@@ -46,7 +46,7 @@ from tests.netlab.lab import parse_link
 @dataclass
 class Record:
     """One contestant's measurements. seconds: per step, one per turn. sent, counted: bytes per step, per turn and
-    node, at the interface and by the engine's counters (0 for peers). losses: of every step, of this rank."""
+    node, at the interface and by the engine's counters (0 for peers). taken: every step, of this rank."""
 
     running: Running
     interval: int  # a turn begins with one and has whole ones
@@ -54,7 +54,7 @@ class Record:
     seconds: list[float] = field(default_factory=list)
     sent: list[list[int]] = field(default_factory=list)
     counted: list[list[int]] = field(default_factory=list)
-    losses: list[torch.Tensor] = field(default_factory=list)
+    taken: list[harness.Taken] = field(default_factory=list)
 
     def turn(self, ranks_per_node: int) -> None:
         traffic = self.running.traffic
@@ -79,7 +79,7 @@ class Record:
             each.clear()
 
     def step(self) -> None:
-        self.losses.append(self.running.step())
+        self.taken.append(self.running.step())
 
     def most(self, steps: int) -> int:
         """Return the most bytes that a node sent in one of so many steps. Nobody begins a step before all have
@@ -89,8 +89,8 @@ class Record:
 
 def losses(records: dict[str, Record]) -> tuple[int, dict[str, float]]:
     """Return the last step that all have taken, and everyone's loss per token in it, averaged over ranks."""
-    step = min(len(r.losses) for r in records.values())
-    row = torch.stack([r.losses[step - 1] for r in records.values()])
+    step = min(len(r.taken) for r in records.values())
+    row = torch.stack([r.taken[step - 1].loss for r in records.values()])
     dist.all_reduce(row)
     return step, dict(zip(records, (row / dist.get_world_size()).tolist(), strict=True))
 
@@ -110,6 +110,10 @@ def compare(heat: str, names: list[str], micro_batches: int, asked: dict[str, An
     harness.take_turns(
         turns, 2, warm_up=0
     )  # the first step has start-up costs; the last tells how long steps take
+    own = {name: harness.learned(record.taken) for name, record in records.items()}
+    intervals = {each.interval for each in chosen.values()}
+    for interval in intervals:  # a replica's gradients are of its own samples
+        harness.require_training({name: own[name] for name in own if chosen[name].interval == interval})
     took = torch.tensor([record.seconds[-1] for record in records.values()])
     dist.broadcast(took, 0)
     whole = 0.0

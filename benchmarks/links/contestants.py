@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
-from benchmarks.harness import device
+from benchmarks.harness import Taken, device
 from benchmarks.links import volume
 from benchmarks.steps import (
     ADAMW,
@@ -224,11 +224,11 @@ def diloco(dtype: torch.dtype = torch.float32) -> Contestant:
 
         steps = count(1)
 
-        def step() -> torch.Tensor:
-            loss = inner()
+        def step() -> Taken:
+            taken = inner()
             if next(steps) % INTERVAL == 0:
                 meet()
-            return loss
+            return taken
 
         return Running(step)
 
@@ -304,13 +304,14 @@ def fsdp2_experts() -> Contestant:
         for module in (*model.layers.values(), model):
             fully_shard(module, mesh=_kept_mesh(world_group(), where.type, (world,)), mp_policy=precision)
 
-        def clip(held: list[torch.Tensor]) -> None:
+        def clip(held: list[torch.Tensor]) -> torch.Tensor:
             own, others = ([p for p in held if (p.device_mesh is mesh) is apart] for apart in (True, False))  # type: ignore[attr-defined]
             squared = total_norm(own).square()
             dist.all_reduce(squared, group=ep.inside.axis.gather_group)
             norm = (squared + total_norm(others).square()).sqrt()
             for each in (own, others):
                 torch.nn.utils.clip_grads_with_norm_(each, CLIP, norm)
+            return norm
 
         return Running(torch_step(model, AdamW(model.parameters(), False, clip), shape, where))
 
@@ -366,14 +367,14 @@ def deepspeed_zero(stage: int) -> Contestant:
         engine, *_ = deepspeed.initialize(model=model, optimizer=ADAMW(model.parameters()), config=config)
         data = batches(shape, device())
 
-        def step() -> torch.Tensor:
+        def step() -> Taken:
             total = torch.zeros(())
             for tokens in data:
                 loss = engine(tokens, tokens).sum() / (shape.sequence * shape.micro_batch)
                 engine.backward(loss)  # divides by the micro-batches itself
                 engine.step()
                 total += loss.detach()
-            return total / len(data)
+            return Taken(total / len(data), engine.get_global_grad_norm())
 
         return Running(step)
 

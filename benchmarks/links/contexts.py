@@ -48,8 +48,8 @@ def sent_by_a_node(config: RunConfig, grid: Grid) -> int:
     return LAYERS * grid.ranks_per_node * rows
 
 
-def step_of(config: RunConfig, world: World) -> Callable[[], None]:
-    """Return the forward and backward of this rank's part of one sample."""
+def step_of(config: RunConfig, world: World) -> Callable[[], list[torch.Tensor]]:
+    """Return the forward and backward of this rank's part of one sample; they return its gradients."""
     mesh = make_mesh(config, world, torch.device("cpu"))
     decoder = Decoder(config.model, cp=ContextParallel.of(mesh), dtype=torch.float32)
     decoder.initialize(1)
@@ -58,11 +58,19 @@ def step_of(config: RunConfig, world: World) -> Callable[[], None]:
     )
     own = own_tokens({"tokens": ids[:, :-1], "labels": ids[:, 1:]}, mesh)
 
-    def step() -> None:
+    def step() -> list[torch.Tensor]:
         decoder.zero_grad()
         decoder(own["tokens"], own["labels"]).sum().backward()
+        return [p.grad for p in decoder.parameters()]
 
     return step
+
+
+def norm_of_sum(gradients: list[torch.Tensor]) -> float:
+    """Return the norm of the sum over ranks."""
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    return float(torch.nn.utils.get_total_norm(gradients))
 
 
 def compare(length: int, rounds: int, repeats: int) -> dict[str, Any]:
@@ -71,6 +79,7 @@ def compare(length: int, rounds: int, repeats: int) -> dict[str, Any]:
     world = World(dist.get_world_size(), harness.ranks_per_node())
     configs = {way: config_of(way, length, world) for way in WAYS}
     steps = {way: step_of(config, world) for way, config in configs.items()}
+    harness.require_gradients({way: norm_of_sum(step()) for way, step in steps.items()})
     turns = {way: lambda step=step: harness.measure_most(step, repeats) for way, step in steps.items()}
     taken = harness.take_turns(turns, rounds)
     bytes_of = {

@@ -101,7 +101,9 @@ def steps(ranks_per_node: int) -> Case:
     def step(node: int) -> Step:
         return ours("zero3", shape, node, torch.device("cpu"))[0]
 
-    return {"two hops": step(ranks_per_node), "flat": step(dist.get_world_size())}
+    made = {"two hops": step(ranks_per_node), "flat": step(dist.get_world_size())}
+    harness.require_training({who: harness.learned([each(), each()]) for who, each in made.items()})
+    return made
 
 
 def compare(millions: list[int], rounds: int, repeats: int) -> dict[str, Any]:

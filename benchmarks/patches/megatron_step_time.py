@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from benchmarks import harness
@@ -31,23 +32,28 @@ CONTESTANTS: dict[str, Formats | None] = {
     "int4-delta, int4": DELTA_INT4,
 }
 WARM_UP = 2
+Turn = tuple[float, float, int, harness.Learned]
 BASE = "exact hops"
 
 
-def turn(case: Case, formats: Formats | None) -> tuple[float, float, int]:
-    """Build and train; return the seconds and the bytes into this node per step, and the number of parameters."""
+def turn(case: Case, formats: Formats | None) -> Turn:
+    """Build and train; return the seconds and the bytes into this node per step, the number of parameters, and what
+    was learned."""
     with a_job(case, formats) as job:
-        for step in range(WARM_UP):
-            job.step(step)
+        for _ in range(WARM_UP):
+            job.step(0)  # the same samples in every step, so the loss falls
         dist.barrier()
         began, (_, before) = time.perf_counter(), interface_bytes()
-        for step in range(WARM_UP, case.steps):
-            job.step(step)
+        for _ in range(WARM_UP, case.steps):
+            job.step(0)
         dist.barrier()
         steps = case.steps - WARM_UP
         seconds = (time.perf_counter() - began) / steps
         received = (interface_bytes()[1] - before) / steps
-        return seconds, received, sum(p.numel() for chunk in job.chunks for p in chunk.parameters())
+        parts = (zip(*job.losses[step], strict=True) for step in (0, -1))
+        taken = [harness.Taken(torch.tensor(sum(loss) / sum(tokens)), job.norms[0]) for loss, tokens in parts]
+        parameters = sum(p.numel() for chunk in job.chunks for p in chunk.parameters())
+        return seconds, received, parameters, harness.learned(taken)
 
 
 @contextmanager
@@ -66,12 +72,11 @@ def a_world(store: dist.Store, rank: int, size: int, number: int) -> Iterator[No
 
 
 def compare(counts: list[int], rounds: int, steps: int, overlap: bool) -> dict[str, Any]:
-    """Return by micro-batches and contestant the turns: seconds and bytes into this node per step, and the number of
-    parameters."""
+    """Return by micro-batches and contestant the turns (``turn``)."""
     store, rank, size = next(dist.rendezvous("env://"))
     numbers = itertools.count()
 
-    def in_a_world(case: Case, formats: Formats | None) -> tuple[float, float, int]:
+    def in_a_world(case: Case, formats: Formats | None) -> Turn:
         with a_world(store, rank, size, next(numbers)):
             return turn(case, formats)
 
@@ -82,16 +87,17 @@ def compare(counts: list[int], rounds: int, steps: int, overlap: bool) -> dict[s
             micro_batches=count, steps=WARM_UP + steps, overlap_grad_reduce=overlap, overlap_param_gather=overlap,
         )  # fmt: skip
         turns = {name: lambda c=case, f=formats: in_a_world(c, f) for name, formats in CONTESTANTS.items()}
-        found[str(count)] = harness.take_turns(turns, rounds, warm_up=0)
+        found[str(count)] = taken = harness.take_turns(turns, rounds, warm_up=0)
+        harness.require_training({name: first[-1] for name, (first, *_) in taken.items()})
     return found
 
 
-def rows(count: str, found: dict[str, list[tuple[float, float, int]]]) -> Iterator[list[str]]:
+def rows(count: str, found: dict[str, list[Turn]]) -> Iterator[list[str]]:
     """Yield a row for each contestant."""
-    base = [seconds for seconds, _, _ in found[BASE]]
+    base = [seconds for seconds, *_ in found[BASE]]
     for name, turns in found.items():
-        seconds = [each for each, _, _ in turns]
-        into = statistics.median(received / parameters for _, received, parameters in turns)
+        seconds = [each for each, *_ in turns]
+        into = statistics.median(received / parameters for _, received, parameters, _ in turns)
         yield [count, name, harness.spread(seconds), f"{into:.2f} N", harness.of_medians(seconds, base)]
 
 

@@ -142,16 +142,16 @@ def peer(keep: bool, order: str, shape: Shape, per_node: int) -> Step:
     tokens = tokens_of(shape, dp.get_local_rank())
     schedule = _schedule(module, spec, shape, pp.get_group(), tokens.numel())
 
-    def step() -> Tensor:
+    def step() -> harness.Taken:
         losses: list[Tensor] = []
         if spec.embedding:
             schedule.step(tokens, return_outputs=False)
         else:
             schedule.step(target=tokens, losses=losses, return_outputs=False)
-        _clip(module, pp.get_group())
+        norm = _clip(module, pp.get_group())
         optimizer.step()
         optimizer.zero_grad()
-        return sum(losses, torch.zeros(())).detach() * tokens.numel()
+        return harness.Taken(sum(losses, torch.zeros(())).detach() * tokens.numel(), norm)
 
     return step
 
@@ -173,13 +173,14 @@ def _schedule(module: PeerStage, spec: StageSpec, shape: Shape, group: Any, toke
     return Schedule1F1B(stage, shape.micro_batches, loss_fn=loss, scale_grads=False)
 
 
-def _clip(module: nn.Module, pp: Any) -> None:
-    """Clip by the norm over all stages."""
+def _clip(module: nn.Module, pp: Any) -> Tensor:
+    """Clip by the norm over all stages, and return it."""
     parameters = list(module.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     square = norm.full_tensor() ** 2  # type: ignore[attr-defined]
     dist.all_reduce(square, group=pp)
     torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, square.sqrt())
+    return square.sqrt()
 
 
 def build(name: str, shape: Shape, per_node: int) -> Step:
@@ -195,14 +196,15 @@ def compare(names: list[str], sizes: dict[str, int], rounds: int) -> dict[str, A
     losses: dict[str, list[float]] = {name: [] for name in names}
 
     def turn(name: str, step: Step) -> tuple[float, int]:
-        found: list[Tensor] = []
+        found: list[harness.Taken] = []
         measured = harness.measure_most(lambda: found.append(step()))
-        loss = found[0].double()
+        loss = found[0].loss.double()
         dist.all_reduce(loss)
         losses[name].append(loss.item() / tokens)
         return measured
 
     steps = {name: build(name, shape, harness.ranks_per_node()) for name in names}
+    harness.require_training({name: harness.learned([step(), step()]) for name, step in steps.items()})
     # The first round builds connections and optimizer states, the second fills caches.
     taken = harness.take_turns(
         {name: partial(turn, name, step) for name, step in steps.items()}, rounds, warm_up=2

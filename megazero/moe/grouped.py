@@ -41,7 +41,9 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, probabilities: Tensor) -> Tensor:
         ctx.save_for_backward(rows, probabilities)
-        return torch.mul(rows, probabilities.unsqueeze(-1), out=torch.empty_like(rows))
+        out = torch.empty_like(rows)
+        torch.mul(rows, probabilities.unsqueeze(-1), out=out.view_as(out))
+        return out
 
     @staticmethod
     @once_differentiable

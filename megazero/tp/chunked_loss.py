@@ -55,7 +55,7 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = torch.mm(own, weight.t(), out=buffer[: len(own)]).detach()
             with torch.set_grad_enabled(needs_x or needs_weight):
                 loss = losses(logits.requires_grad_(needs_x or needs_weight), labels[part])
-            total += (loss.detach() * weights[part]).sum()
+            total = total + (loss.detach() * weights[part]).sum()
             if scale is None or not loss.requires_grad:
                 continue
             (grad,) = torch.autograd.grad(loss, logits, weights[part].to(loss.dtype) * scale)
@@ -91,6 +91,7 @@ def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
         sums += a @ b
 
 
+@torch._disable_dynamo  # its forward runs backwards: graphs of torch 2.11 and 2.13 both refuse it
 def chunked_loss(
     x: Tensor,
     weight: Tensor,

@@ -48,7 +48,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         loss = lse - target
         if z_loss:
             loss.addcmul_(lse, lse, value=z_loss)
-        return loss.masked_fill_(ignored, 0)
+        return loss.masked_fill(ignored, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -33,7 +33,7 @@ class Outer:
 
     interval: int
     lr: float = 0.7
-    momentum: float = 0.9
+    momentum: float = 0.5
     nesterov: bool = True
     codec: Coding | Codec | None = None
     feedback: bool = False

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.gpu_report import loops, training
 from benchmarks.gpu_report.pieces import BY_NAME, PIECES
 from benchmarks.gpu_report.record import REASON, Record, Skip
-from benchmarks.gpu_report.setting import ROOT
+from benchmarks.gpu_report.setting import ROOT, Setting
 from tools import gpu_report as tool
 
 
@@ -23,6 +28,26 @@ def test_a_failing_row_is_a_row(tmp_path: Path) -> None:
         raise Skip("no card")
     kept = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert kept == [{"a": 1, REASON: "ValueError: what / is wrong"}, {"a": 2, REASON: "no card"}]
+
+
+def test_a_contestant_without_gradients_has_no_figures(tmp_path: Path) -> None:
+    def plain(device: torch.device, zeros: bool) -> loops.Step:
+        model = loops.decoder(loops.TINY, device)
+
+        def loss(tokens: torch.Tensor) -> torch.Tensor:
+            whole = model(tokens, tokens).sum()
+            return whole.detach() + 0 * whole if zeros else whole
+
+        return loops.plain(loops.TINY, device, model, loss)
+
+    def contestants(_: loops.Size) -> Iterator[tuple[str, str, Any]]:
+        for name in ("plain", "zeros"):
+            yield name, "none", partial(plain, zeros=name == "zeros")
+
+    record = Record()
+    training.run(loops.TINY, loops.TINY, contestants, Setting(True, tmp_path), record)
+    good, bad = record.rows
+    assert good["tokens/s"] > 0 and "tokens/s" not in bad and "RuntimeError: zeros" in bad[REASON]
 
 
 def test_the_program_keeps_results_and_does_what_is_missing(

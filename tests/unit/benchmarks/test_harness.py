@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import harness
 from tests.soak.trials import run_trials
@@ -31,6 +33,28 @@ def test_turns_rotate_and_rounds_that_warm_up_are_left_out() -> None:
     taken = harness.take_turns({name: lambda name=name: turn(name) for name in "abc"}, rounds=2, warm_up=1)
     assert "".join(order) == "abcbcacab"
     assert taken == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
+
+
+def test_times_of_who_does_not_learn_do_not_count() -> None:
+    def contestant(scale: float) -> harness.Learned:
+        """Of a loss that is the same for all, with the gradient times ``scale``."""
+        own, taken = torch.ones(4), []
+        for _ in range(3):
+            loss = own.square().sum()
+            grad = 2 * own * scale
+            own -= 0.1 * grad
+            taken.append(harness.Taken(loss, grad.norm()))
+        return harness.learned(taken)
+
+    good = {"ours": contestant(1), "plain": contestant(1.05)}
+    harness.require_training(good)
+    with pytest.raises(RuntimeError, match="compiled does not learn: loss 4, later 4"):
+        harness.require_training({**good, "compiled": contestant(0)})
+    for scale in (0.5, 2, math.nan):  # a mean over too many, a sum
+        with pytest.raises(RuntimeError, match="scaled (has gradients of norm|does not learn)"):
+            harness.require_training({**good, "scaled": contestant(scale)})
+    with pytest.raises(RuntimeError, match="b has gradients of norm 0, the contestants 4"):
+        harness.require_gradients({"a": 4.0, "b": 0.0})
 
 
 def test_one_process_at_a_time_adds_to_a_file(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Blockwise, Codec
 from megazero.comm.lane import Chain
 from megazero.config import World, make_config
+from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import make_grid
 from megazero.mesh.mesh import Axis, Mesh
+from megazero.train.parallelize import make_outer
 from megazero.train.state.origin import _changed_replicas
 from megazero.zero import Outer, Policy, shard
 from megazero.zero import outer as outer_steps
@@ -28,6 +30,10 @@ from megazero.zero.outer import Anchor, Flight, OuterSteps, leaving
 from megazero.zero.records import in_replica
 from megazero.zero.unit import Unit
 from tests.sizes import SMALL
+
+
+def test_an_own_loop_has_the_defaults_of_the_flags() -> None:
+    assert Outer(4) == make_outer(OuterConfig(outer_interval=4), num_layers=2)
 
 
 def test_coded_moments_of_a_replica_are_made_by_their_own_name() -> None:
