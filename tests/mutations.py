@@ -266,6 +266,9 @@ megazero/zero/optimizer.py
 - span = (self.span or size) if self.replicated else 1
 + span = size if self.replicated else 1
   of key/value heads that few ranks hold, one alone counts
+- return self.replicated and not self.partial
++ return self.replicated
+  experts that every tensor-parallel rank holds are sent exactly
 - return runs if sum(run.stop - run.start for run in runs) == end else []
 + return runs
   where parameters are frozen, what is left of their gradients is sent
