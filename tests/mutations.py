@@ -33,6 +33,12 @@ kernels/hadamard.py
   what a GPU sends a CPU reads with other signs
 > tests/unit/kernels/test_hadamard.py::test_signs_are_what_kernels_have
 
+megazero/zero/optimizer.py
+- return self.replicated and not self.partial
++ return self.replicated
+  experts that every tensor-parallel rank holds are sent exactly
+> tests/dist/quantised/test_bytes_across.py::test_what_crosses_nodes_is_what_arithmetic_says
+
 megazero/mesh/dealing.py
 - message = sorted(held, key=lambda i: (pieces[i].owner[axis], i))
 + message = sorted(held, key=lambda i: pieces[i].owner[axis])

@@ -274,7 +274,7 @@ MIXTURE = {"num_experts": 4, "add_bias_linear": False}
             "--num-experts above 1",
         ),
         ({"compile": True, "compile_backend": "eager", "compile_cache": "x"}, "--compile-backend inductor"),
-        ({"save": "x", "rollback_on_spike": True}, "--save-interval above 0"),
+        ({"save": "x", "stop_on_spike": True}, "--save-interval above 0"),
         ({"save": "x", "save_interval": 0, "save_keep_last": 2}, "--save-interval above 0"),
         (
             {"tokenizer_type": "NullTokenizer", "tokenizer_model": "x"},
