@@ -8,7 +8,7 @@ import pytest
 
 from megazero import zero
 from tests.dist.pool import by_case
-from tests.dist.quantised.cases import Q4, Q8, S4, Case, several
+from tests.dist.quantised.cases import Q4, Q8, Case, several
 from tests.dist.quantised.test_bits import after_updates, assert_agreed
 from tests.dist.quantised.test_quantised import against_the_bound
 
@@ -21,10 +21,10 @@ class Factors(Case):
         return tuple(map(int, self.letters))
 
 
-FED = zero.Codecs(weights=Q8, gradients_inter=Q4, feedback=True)
-DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=S4)
+WHOLE = zero.Codecs(weights=Q8, gradients_intra=Q8, gradients_inter=Q4)
+DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4)
 # On 4 nodes of one rank. 112: OS, then replicas. 122: G with every micro-batch, then replicas. 124: G, then OS.
-CASES = [Factors(x, 1, codecs, micro_batches=2) for x in ("112", "122", "124") for codecs in (FED, DELTA)]
+CASES = [Factors(x, 1, codecs, micro_batches=2) for x in ("112", "122", "124") for codecs in (WHOLE, DELTA)]
 
 
 def test_sums_across_two_axes_are_within_the_bound():
