@@ -34,7 +34,7 @@ kernels/hadamard.py
 > tests/unit/kernels/test_hadamard.py::test_signs_are_what_kernels_have
 
 megazero/zero/optimizer.py
-- return self.replicated and not self.partial
+- return self.replicated and not self.rounded
 + return self.replicated
   experts that every tensor-parallel rank holds are sent exactly
 > tests/dist/quantised/test_bytes_across.py::test_what_crosses_nodes_is_what_arithmetic_says
@@ -287,12 +287,6 @@ megazero/patches/two_hops.py
 + pass
   every enable() makes new communicators
 > tests/unit/patches/test_megatron.py::test_the_next_enable_takes_the_communicators_of_the_last
-
-megatron_core_patch/carrier.py
-- groups = [group, *([held[0].alike] if held[0].alike else [])]
-+ groups = [group]
-  tensor-parallel ranks send what they replicate differently
-> tests/unit/patches/test_megatron.py::test_tensor_parallel_ranks_decide_alike
 
 fsdp2_patch/patch.py
 - group.updates += group.reduced

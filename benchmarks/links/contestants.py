@@ -146,7 +146,12 @@ def configured(tp: int = 1, shared: bool = False) -> Contestant:
         tokens = torch.cat([each for micro_batch in every for each in micro_batch])
         step, engine = pipelined(config, mesh, tokens, shape.micro_batches)
         mesh.release()
-        return Running(lambda: step() / tokens.numel(), engine.traffic)
+
+        def mean() -> Taken:
+            taken = step()
+            return taken._replace(loss=taken.loss / tokens.numel())
+
+        return Running(mean, engine.traffic)
 
     def sent(case: volume.Case) -> float:
         assert case.model is not None

@@ -292,9 +292,7 @@ def _shape(
     quantises = bool(wire.codings)
     data_ranks //= apart
     numels = {p: p.local_numel(tp) for p in group}
-    exact = [
-        p for p in group if numels[p] <= wire.exact_numel or quantises and p.exact(tp, sequence_parallel)
-    ]
+    exact = [p for p in group if numels[p] <= wire.exact_numel or quantises and p.exact(tp)]
     coded = [p for p in group if p not in exact]
     if not coded:
         coded, exact, quantises = list(group), [], False

@@ -200,7 +200,8 @@ def shard_decoder(
     replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
     apart = decoder.embedding_and_head() if config.optimizer.decoupled_lr is not None else set()
     matrices, used = matrix_traits(decoder, config), decoder.padded()
-    _refuse_all_exact(decoder, mesh, policy, replicated - partial_names)
+    experts = {name for name, spec in decoder.specs.items() if spec.experts}
+    _refuse_all_exact(decoder, mesh, policy, replicated - experts)
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
         undecayed: tuple[tuple[str, Any], ...] = ((UNDECAYED, True), ("weight_decay", 0.0))
@@ -209,7 +210,12 @@ def shard_decoder(
             options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
         span = decoder.replica_span(name)
         traits = zero.Traits(
-            options, name in replicated, name in partial_names, span=span, used=used.get(name)
+            options,
+            name in replicated,
+            name in partial_names,
+            span=span,
+            rounded=name in experts,
+            used=used.get(name),
         )
         return replace(traits, **matrices.get(name, {}))
 

@@ -192,6 +192,7 @@ class ExpectedBytes:
                 n in replicated,
                 n in partial,
                 span=decoder.replica_span(n),
+                rounded=decoder.specs[n].experts > 0,
                 **matrices.get(n, {}),
             )
             for n in params

@@ -42,6 +42,8 @@ class Traits:
     the whole matrix together; None if each steps what it holds.
     used: the first so many elements take part in the training (None: all). The others, rows that pad a vocabulary,
     stay zero, as no checkpoint holds them. It decides no run: ranks that pad have the runs of the others.
+    rounded: messages may round it though it is replicated, as experts are, which are most of a mixture's bytes. There
+    is one copy, or its gradients are partial: their sum in rank order is the same bits on every copy.
     """
 
     options: tuple[tuple[str, Any], ...] = ()
@@ -51,6 +53,7 @@ class Traits:
     span: int = 0
     matrix: bool = False
     split: int | None = None
+    rounded: bool = False
     used: int | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -60,11 +63,8 @@ class Traits:
 
     @property
     def exact(self) -> bool:
-        """Whether messages never round it: the gradients of its copies are not added up, so each must be the same.
-
-        Sums over the copies, in rank order, are the same bits whatever rounding did to each of their terms.
-        """
-        return self.replicated and not self.partial
+        """Whether messages never round it."""
+        return self.replicated and not self.rounded
 
     def shards(self, size: int) -> int:
         """Return how many different parts of the matrix ``size`` tensor-parallel ranks hold."""

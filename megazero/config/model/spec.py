@@ -84,7 +84,7 @@ class ParameterSpec:
 
     def replicated(self, tp: int) -> bool:
         """Tell whether several of ``tp`` ranks hold the same elements."""
-        return tp > 1 and (self.cut is None and self.sharing == 1 or self.copies(tp) > 1)
+        return self.cut is None and self.sharing == 1 or self.copies(tp) > 1
 
     def partial(self, tp: int, sequence_parallel: bool) -> bool:
         """Tell whether the gradient on each of ``tp`` ranks is one term of a sum over them.
@@ -93,11 +93,11 @@ class ParameterSpec:
         ranks hold see the rank's query heads only, and norms of heads see the rank's heads only.
         """
         of_own = sequence_parallel or self.copies(tp) > 1 or self.own_heads
-        return self.replicated(tp) and of_own
+        return tp > 1 and self.replicated(tp) and of_own
 
-    def exact(self, tp: int, sequence_parallel: bool) -> bool:
+    def exact(self, tp: int) -> bool:
         """Tell whether messages never round it, as ``zero.Traits.exact`` says."""
-        return self.replicated(tp) and not self.partial(tp, sequence_parallel)
+        return self.replicated(tp) and not self.experts
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """Return the shape on each of ``tp`` ranks. Rows of words must be padded (``padded_spec``)."""
