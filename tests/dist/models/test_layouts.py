@@ -1,4 +1,4 @@
-"""Cells of docs/reference/layouts.md that say yes: with these messages and options losses are one rank's."""
+"""Every legal cell of layouts, messages and options has one rank's losses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from megazero.config import RunConfig, World, make_config
 from megazero.models import Decoder
 from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
-from tests import ROOT
+from tests.dist.models.layout_cells import LAYOUTS, MODEL_OPTIONS, STATE, Column, refusals, values_of
 from tests.dist.pool import run_ranks
-from tools.layouts_page import LAYOUTS, MODEL_OPTIONS, STATE, Column, markdown, refusals, values_of
 
 # Steps of 2 and of 4 micro-batches: the order of gathers and reductions follows their number.
 COUNTS = (2, 4, 2)
@@ -126,10 +125,6 @@ def faults(row: str, layout: Column, ranks: Sequence[Seen]) -> Iterator[str]:
             yield f"{row} on {layout.name}: {what} is {worst:.3g} from one rank's"
     if len({r.norms for r in ranks}) > 1:
         yield f"{row} on {layout.name}: ranks have different norms"
-
-
-def test_the_page_is_current():
-    assert (ROOT / "docs" / "reference" / "layouts.md").read_text() == markdown()
 
 
 def test_refusals_name_the_nearest():
