@@ -435,10 +435,7 @@ HEATS = {
         *("FSDP2", "HSDP once", "DDP", "DDP once", "DeepSpeed ZeRO-1"),
     ),
     "presets": ("megazero mics", "megazero hpz", "megazero zero3", "FSDP2"),
-    "formats": (
-        *("megazero zeropp", "megazero zeropp Hadamard", "megazero zeropp 0.20", "megazero zeropp 0.14"),
-        "FSDP2",
-    ),
+    "formats": ("megazero zeropp", "megazero zeropp Hadamard", "FSDP2"),
     "patched": (
         *("HSDP patched INT4", "FSDP2 patched INT8", "FSDP2 patched delta", "megazero zeropp"),
         *("FSDP2", "HSDP", "HSDP once"),
