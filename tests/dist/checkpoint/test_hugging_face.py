@@ -121,7 +121,8 @@ def test_a_rank_holds_no_more_than_a_run_from_random_weights(name, began, tmp_pa
 
 def test_exports_of_every_layout_are_the_same_bytes(folders, began, tmp_path):
     for kind in KINDS:
-        imported = write_checkpoint(Published.open(folders[kind]), tmp_path / kind)
+        published = Published.open(folders[kind])
+        imported = write_checkpoint(published, tmp_path / kind, published.of_model)
         wanted = export(imported, tmp_path / f"{kind} imported")
         for name in [name for name, (of, _, _) in LAYOUTS.items() if of == kind]:
             assert export(store.latest(began[name][0]), tmp_path / name) == wanted, name
