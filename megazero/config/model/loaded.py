@@ -130,8 +130,9 @@ def _published(said: Mapping[str, Any]) -> Loaded:
 def _other_dtype(dtype: str | None, said: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note if a folder's weights are of another dtype than the run."""
     run = said.get("params_dtype") or all_options()["params_dtype"].default
-    if dtype in _DTYPES and _DTYPES[dtype] != run:
-        yield f"the folder is {dtype}, this run {run}: --{_DTYPES[dtype]} trains in the folder's dtype"
+    own = _DTYPES.get(f"{dtype}", run)
+    if own != run:
+        yield f"the folder is {dtype}, this run {run}: --{own} trains in the folder's dtype"
 
 
 def _architecture(model: Mapping[str, Any]) -> dict[str, Any]:
