@@ -13,13 +13,14 @@ from megazero.config.foreign.table import ACCEPT, MAP
 from megazero.config.foreign.typos import meaning, suggestion
 from megazero.config.read.flags import options_help
 from megazero.config.read.sources import all_switches
+from megazero.config.run import REMOVED
 
 USAGE = """usage: megazero flags [WORD ...]
        megazero flags --use-distributed-optimizer moe-grouped-gemm zero_optimization.stage
 
 Explains flags of megazero and Megatron, and keys of a DeepSpeed file: what they mean here, why they change nothing,
-or what to do instead. Without a word it lists what a flag of Megatron's name does otherwise here. megazero train
---help lists megazero's own flags. Exit status 0; 2: a word is unknown.
+or what to do instead, removed flags included. Without a word it lists what a flag of Megatron's name does otherwise
+here. megazero train --help lists megazero's own flags. Exit status 0; 2: a word is unknown.
 """
 
 
@@ -35,6 +36,8 @@ def explain(word: str) -> Iterator[str]:
     name = word.lstrip("-").replace("_", "-")
     if name in all_switches():
         yield from options_help([all_switches()[name].option])
+    if removed := REMOVED.get(name.removeprefix("no-").replace("-", "_")):
+        yield f"  --{name}\n        was removed: {removed.cure}"
     yield from _differences([row for row in differences() if f"--{name}" in row[0].replace(",", " ").split()])
     if name in megatron.flags():
         reason = f": {megatron.flags()[name][0].text}" if megatron.kind(name) == ACCEPT else ""

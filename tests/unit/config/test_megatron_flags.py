@@ -14,7 +14,7 @@ from megazero.config.foreign.megatron import COUNTS, flags, kind, other_values
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED
 from megazero.config.options.optimizers import of_schedule
 from megazero.config.read.sources import all_switches
-from megazero.config.run import all_options
+from megazero.config.run import REMOVED, all_options
 from megazero.ops.exit_conditions import STOP_SIGNALS
 from tests import ROOT
 from tests.unit.config.command_lines import BASE, WORLD, base_without, errors, run, write
@@ -376,6 +376,7 @@ def test_the_command_explains_every_flag_and_key(capsys):
     for word in (
         *flags(),
         *all_options(),
+        *REMOVED,
         *deepspeed.keys(),
         *(row[0].split()[0].strip(",") for row in differences()),
     ):
