@@ -12,17 +12,16 @@ message_numel(n, e).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import cached_property
 from itertools import zip_longest
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megazero.comm.made_once import Method, made_once
+from megazero.comm.made_once import made_once
 from megazero.comm.wire import Codecs, Coding
 from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH, Take
@@ -129,20 +128,6 @@ class Identity:
             sum_rows(part, total, accumulate, first)
 
 
-def _counted(coding: Method) -> Method:
-    """Add the host's seconds in a method to the codec's ``spent``."""
-
-    @wraps(coding)
-    def counted(codec: Blockwise, *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return coding(codec, *args, **kwargs)
-        finally:
-            codec.spent[0] += time.perf_counter() - began
-
-    return cast(Method, counted)
-
-
 @dataclass(frozen=True)
 class Blockwise(Coding):
     """Sends INT8, INT4 or 2 bits, symmetric, with one bf16 scale per block (kernels/format.py), as uint8 messages.
@@ -172,11 +157,6 @@ class Blockwise(Coding):
     def form(self) -> Format:
         return Format(self.bits, self.block, self.transform)
 
-    @cached_property
-    def spent(self) -> list[float]:
-        """The host's seconds of coding so far, one number. On CUDA they are those of launches."""
-        return [0.0]
-
     @property
     def wire_dtype(self) -> torch.dtype:
         return torch.uint8
@@ -195,7 +175,6 @@ class Blockwise(Coding):
         """
         return x if self.transform is None else mixed(x, self.transform)
 
-    @_counted
     def encode(self, x: Tensor, exact: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Encode as the protocol says. ``out`` must be uint8 and contiguous."""
         e = 0 if exact is None else exact.shape[1]
@@ -216,14 +195,12 @@ class Blockwise(Coding):
         """
         self._decode(messages, out, exact, add=True)
 
-    @_counted
     def _decode(self, messages: Tensor, out: Tensor, exact: Tensor | None, add: bool) -> None:
         self._check(messages, out.shape[1], exact)
         dequantize(messages, out, self.form, add)
         if exact is not None:
             exact.copy_(self.exact(messages, out.shape[1], exact.shape[1]))
 
-    @_counted
     def decode_sum(
         self,
         messages: Tensor,
@@ -242,7 +219,6 @@ class Blockwise(Coding):
         if exact is not None:
             sum_rows(self.exact(messages, out.numel(), exact.numel()), exact, accumulate)
 
-    @_counted
     def decode_sum_encode(
         self,
         messages: Tensor,

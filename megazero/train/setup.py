@@ -40,7 +40,6 @@ from megazero.ops.stragglers import Stragglers
 from megazero.ops.watchdog import judging_s
 from megazero.train.callbacks.callback import Callback
 from megazero.train.callbacks.chain import Callbacks
-from megazero.train.callbacks.codec_costs import CodecCosts
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
 from megazero.train.callbacks.reports import (
@@ -334,7 +333,6 @@ def prepare(
     own: list[Callback] = [
         outputs,
         StragglerWatch(Stragglers.of(mesh, launch.host)),
-        CodecCosts(engine),
         RoundingWatch(engine.policy.codecs),
         exits,
         Profiler(config, decoder, engine, pipeline, bill),
