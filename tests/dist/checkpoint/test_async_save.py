@@ -18,7 +18,7 @@ from megazero.checkpoint.directory import TRIAL
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.ops.failures import NonFiniteLoss
 from tests.dist.pool import run_ranks
-from tests.dist.runs import Processes, checkpoint_of, differences, digest, train, train_all
+from tests.dist.runs import checkpoint_of, differences, digest, train, train_all
 
 BASE = {"zero_preset": "zero3", "global_batch_size": 4}
 WRITE, PROGRAM = writer.write_image, image.PROGRAM
@@ -183,39 +183,6 @@ def test_stop_signals_to_all_processes_do_not_end_what_writes(tmp_path: Path) ->
     (got,) = run_ranks(1, write_under_stop_signals, tmp_path)
     assert set(got) == set(STOPS)
     assert (tmp_path / "file").read_bytes() == bytes([7]) * 100_000
-
-
-def die_in_the_third_save(rank: int) -> None:
-    """In rank 1, SIGKILL where its third file is being written, behind the one that a start tries."""
-    count = [0]
-
-    def counted(*arguments: Any) -> Any:
-        count[0] += 1
-        if count[0] == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return WRITE(*arguments)
-
-    if rank == 1:
-        writer.write_image = counted
-
-
-@pytest.mark.slow  # test_random_kills.py has kills in saves, always run
-def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "save_interval": 2, "train_iters": 8}
-    values |= {"load": str(tmp_path / "run"), "log_dir": str(tmp_path / "logs")}
-    ranks = Processes.start(2, values, tmp_path, prepare=die_in_the_third_save)
-    assert ranks.statuses() == [ExitStatus.RANK_LOST, -signal.SIGKILL], ranks.texts()
-    latest = store.latest(tmp_path / "run")
-    assert latest is not None and latest.name == "iter_0000004"
-    straight = {
-        **BASE,
-        "save": str(tmp_path / "straight"),
-        "train_iters": 8,
-        "log_dir": str(tmp_path / "other"),
-    }
-    resumed, other = run_ranks(2, train_all, [values, straight], timeout=300)[0]
-    assert resumed.start == 4 and resumed.losses == other.losses[4:]
-    assert not differences(checkpoint_of(tmp_path / "run"), checkpoint_of(tmp_path / "straight"))
 
 
 def cannot_write(values: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.checkpoint import directory, image, saving, store, writer
+from megazero.checkpoint import image, saving, store, writer
 from megazero.checkpoint.manifest import checksum
 from megazero.checkpoint.placement import Placement, RowRange
 from megazero.log.exit_status import ExitStatus, status_of
@@ -204,22 +204,3 @@ def test_what_waits_for_a_processor_gets_on(tmp_path: Path, monkeypatch: pytest.
             assert sleeping.poll() is None
         sleeping.kill()
     assert not image.runnable(sleeping.pid)
-
-
-def test_a_disk_is_waited_for_in_small_pieces(tmp_path: Path) -> None:
-    """So that a slow one gets on within the time limit: it is told after each piece, written and synced."""
-    room, ticks = store.Staging().room(5 << 23, False), []
-    image.write_image(tmp_path / "file", room, lambda: ticks.append(1))
-    assert len(ticks) >= 2 * 3 + 1  # more where the writer waits for a processor
-
-
-def test_a_save_is_complete_where_older_ones_cannot_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(directory, "retain", refuse)
-    path = store.save(tmp_path, snapshot(1), retention=store.Retention(keep_last=1))
-    assert store.verify(path).step == 1
-    assert "iter_0000001' is saved, but older ones cannot be deleted: OSError" in caplog.text

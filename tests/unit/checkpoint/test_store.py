@@ -1,6 +1,5 @@
 """The store in one process: round trips, damage, malice, kills, retention."""
 
-import errno
 import json
 import math
 import os
@@ -463,32 +462,6 @@ def test_kill_at_every_point_leaves_a_good_checkpoint(tmp_path, overwrite):
             break
         points += 1
     assert points > 20 and seen == {1.0, 2.0}
-
-
-def test_error_at_every_write_is_one_clear_error(tmp_path, monkeypatch):
-    saved(tmp_path, 1, 1.0)
-
-    def full():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    failures = 0
-    while True:
-        interruption = Interruption(tmp_path, failures, full)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", interruption.wrap(os.fsync))
-            patch.setattr(writer, "zlib", type("zlib", (), {"crc32": interruption.wrap(zlib.crc32)}))
-            patch.setattr(os, "rename", interruption.wrap(os.rename))
-            try:
-                saved(tmp_path, 2, 2.0)
-            except CheckpointError as error:
-                assert "older ones are unharmed" in str(error) and "No space left on device" in str(error)
-            else:
-                break
-        failures += 1
-        assert value_of(tmp_path / "iter_0000001") == 1.0
-        assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
-        directory.shutil.rmtree(tmp_path / "iter_0000002", ignore_errors=True)
-    assert failures > 5
 
 
 def test_one_checkpoint_is_named_by_its_folder_or_its_step(tmp_path):
