@@ -77,7 +77,6 @@ SAME = {
         },
     ),
     "tp 4, bloom, bf16": (4, {**TP4, "params_dtype": "bf16", **BLOOM, "hidden_dropout": 0.1}),
-    "factors 1,2,4": (4, {"zero_shard": (1, 2, 4), **NODES}),
     "gpipe, sgd, dropout, ramp-up": (
         2,
         pipeline(2, pipeline_schedule="gpipe", optimizer="sgd", **DROPOUT, **RAMP),
@@ -87,10 +86,6 @@ SAME = {
     "interleaved x zero3, bf16, tied, ramp-up": (
         4,
         pipeline(2, 2, zero_preset="zero3", params_dtype="bf16", **TIED, **RAMP),
-    ),
-    "1f1b x zero3, outermost dp, dropout": (
-        4,
-        pipeline(2, zero_preset="zero3", use_tp_pp_dp_mapping=True, **NODES, **DROPOUT),
     ),
     "interleaved x hpz, outermost dp, bf16, tied": (
         8,
@@ -108,10 +103,6 @@ SAME = {
             recompute_granularity="full",
             eod_mask_loss=True,
         ),
-    ),
-    "zb-h1 of 4, uneven": (
-        4,
-        pipeline(4, num_layers=5, pipeline_schedule="zb-h1", pipeline_partition="1,2,1,1"),
     ),
 }
 
@@ -133,7 +124,7 @@ def interrupted(values: dict, folder: Path) -> list[dict]:
 # Of SAME, run always; every one with -m slow.
 FEW = (
     *("one rank, dropout", "zero3, bf16, ramp-up", "gpipe, sgd, dropout, ramp-up", "zb-h1, bf16, gpt"),
-    *("tp 2 x zero3, sequence parallel, recompute", "interleaved x zero3, bf16, tied, ramp-up"),
+    "tp 2 x zero3, sequence parallel, recompute",
 )
 
 
@@ -243,7 +234,6 @@ PIPELINES = {
     ),
 }
 PIPELINE_SOURCES = ("1 rank", "pp 2 x 2", "pp 4", "pp 2 x hpz, outermost dp", "tp 2 x pp 2 x zero2")
-SOURCES = ("1 rank", "tp 4", "tp 2 x zero3", "hpz 4")
 
 
 def relayout(
@@ -281,16 +271,9 @@ def relayout(
 
 
 @pytest.mark.slow
-def test_every_layout_goes_on_from_every_source(tmp_path: Path) -> None:
-    pairs = [(source, target) for source in SOURCES for target in LAYOUTS if source != target]
-    assert not relayout(
-        tmp_path, list(SOURCES), pairs[::8], {}
-    )  # 8 and 14 layouts each: another set from every source
-
-
-@pytest.mark.slow
-def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
-    assert not relayout(tmp_path, list(LAYOUTS), list(itertools.permutations(LAYOUTS, 2)), {})
+def test_every_layout_goes_on_from_others(tmp_path: Path) -> None:
+    pairs = list(itertools.permutations(LAYOUTS, 2))[::5]  # each is a source and a target
+    assert not relayout(tmp_path, list(LAYOUTS), pairs, {})
 
 
 # name: (what every run has, sources, those that are run always). Of pairs each model draws others.
@@ -312,25 +295,6 @@ def test_pipelines_go_on_from_every_layout_and_every_layout_from_pipelines(
     pairs = [(source, target) for source in sources for target in PIPELINES if source != target]
     start = list(MODELS).index(model)
     assert not relayout(tmp_path, list(sources), pairs[start::every], changes, PIPELINES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [{}, TIED], ids=["untied", "tied"])
-def test_every_pipeline_goes_on_from_every_other_layout(tmp_path: Path, tied: dict) -> None:
-    pairs = list(itertools.permutations(PIPELINES, 2))
-    assert not relayout(tmp_path, list(PIPELINES), pairs, {"num_layers": 4, **tied}, PIPELINES)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [GPT, BLOOM],
-    ids=lambda values: values["model_family"],
-)
-@pytest.mark.slow
-def test_fused_and_transposed_storage_changes_layout(tmp_path: Path, family: dict) -> None:
-    """GPT stores fused and transposed matrices, BLOOM fused ones; both tie their embeddings."""
-    ring = ["1 rank", "tp 2 x zero3", "tp 4", "zero3 4, 2 nodes"]
-    assert not relayout(tmp_path, ring, list(zip(ring, [*ring[1:], ring[0]], strict=True)), family)
 
 
 def test_a_pipelines_checkpoint_is_read_by_one_process(tmp_path: Path) -> None:
@@ -358,21 +322,12 @@ def state_of(root: Path) -> dict:
 
 @pytest.mark.slow
 def test_what_is_left_behind_when_asked(tmp_path: Path) -> None:
-    """--finetune, --no-load-optim, another precision, and which checkpoints stay."""
+    """By --no-load-optim and by another precision; and which checkpoints stay."""
     base = {"log_dir": str(tmp_path / "logs"), "zero_preset": "zero3"}
     old = {"load": str(tmp_path / "old")}
     jobs = [
         {**base, "save": str(tmp_path / "old"), "exit_interval": 3},
         {**base, **old, "train_iters": 5},
-        {
-            **base,
-            **old,
-            "train_iters": 1,
-            "lr_warmup_iters": 0,
-            "lr": 1e-12,
-            "finetune": True,
-            "save": str(tmp_path / "tuned"),
-        },
         {**base, **old, "train_iters": 5, "load_optim": False, "save": str(tmp_path / "fresh")},
         {**base, **old, "optimizer": "sgd", "train_iters": 4, "load_optim": False},
         {**base, **old, "train_iters": 5, "params_dtype": "bf16", "save": str(tmp_path / "half")},
@@ -388,13 +343,7 @@ def test_what_is_left_behind_when_asked(tmp_path: Path) -> None:
     ]
     jobs.append({**jobs[-1], "save": str(tmp_path / "few"), "save_keep_last": None})  # Megatron's rule
     seen = run_ranks(2, train_all, jobs, timeout=300)[0]
-    _, stayed, tuned, fresh, other, half, back, *_ = seen
-    before, weights = checkpoint_of(tmp_path / "old"), checkpoint_of(tmp_path / "tuned")["weights"]
-
-    assert tuned.start == 0 and tuned.ids == seen[0].ids[:1]
-    assert state_of(tmp_path / "tuned")["optimizer"] == {"step": 1.0}
-    assert all((weights[name] - value).abs().max() < 1e-9 for name, value in before["weights"].items())
-
+    _, stayed, fresh, other, half, back, *_ = seen
     assert fresh.start == 3 and fresh.losses[0] == stayed.losses[0] == other.losses[0]
     assert abs(fresh.losses[1][1] - stayed.losses[1][1]) > 1e-4  # another update than with the moments
     assert state_of(tmp_path / "old")["optimizer"] == {"step": 3.0}
@@ -464,26 +413,6 @@ def test_one_rank_reads_what_the_folder_holds(tmp_path: Path) -> None:
     found = run_ranks(2, started, words({**given, **folder, "train_iters": 5}))
     assert [each[:2] for each in found] == [(4, TINY["hidden_size"])] * 2
     assert [reads for *_, reads in found] == [4, 0]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_complete_or_taken_back(tmp_path: Path) -> None:
-    """Resuming a finished run trains nothing, nor does the command again that began elsewhere; one that names its
-    checkpoint begins there, and leaves the newer checkpoint behind."""
-    base = {"log_dir": str(tmp_path / "logs"), "zero_preset": "zero3", "train_iters": 4}
-    jobs = [
-        {**base, "save": str(tmp_path / "a"), "exit_interval": 2},
-        {**base, "load": str(tmp_path / "a"), "save": str(tmp_path / "b")},
-        {**base, "load": str(tmp_path / "b"), "save": str(tmp_path / "b")},
-        {**base, "load": str(tmp_path / "a"), "save": str(tmp_path / "b")},
-        {**base, "load": str(tmp_path / "a" / "iter_0000002"), "save": str(tmp_path / "b")},
-    ]
-    _, second, done, same, again = run_ranks(2, train_all, jobs, timeout=300)[0]
-    assert done.start == same.start == 4 and not done.losses and not same.losses
-    assert again.start == 2 and again.losses[0] == second.losses[0]
-    assert names(tmp_path / "b") == ["iter_0000004", "iter_0000004.superseded"]
-    assert [line["iteration"] for line in read_metrics(tmp_path / "logs")] == [1, 2, 3, 4]
-    assert TINY["global_batch_size"] * 4 == read_metrics(tmp_path / "logs")[-1]["consumed_samples"]
 
 
 def names(root: Path) -> list[str]:

@@ -139,16 +139,3 @@ def test_ctrl_c_shows_no_trace(tmp_path: Path, handler: bool, status: ExitStatus
     )
     assert re.search(why, last), text
     assert any((tmp_path / "save").glob("iter_*")) == handler
-
-
-@pytest.mark.slow
-def test_torchruns_report_of_a_mistake_ends_with_it(tmp_path: Path) -> None:
-    run = start(UNDER_TORCHRUN, tmp_path, "--train-iters", "2", "--num-layrs", "3", "--min-lr", "-1")
-    text, _ = run.communicate(timeout=300)
-    assert run.returncode == 1
-    said, report = text.split("Root Cause (first observed failure)")
-    assert said.startswith("2 configuration errors:"), text
-    for fault in ("--num-layrs", "--min-lr"):
-        assert fault in said and fault in report, text
-    # The other rank has nothing to add, or torchrun ended it before it had read its flags.
-    assert "NO_OTHER_FAILURES" in said or "Signal 15" in said, text

@@ -9,14 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.hops import Traffic
-from megazero.data.gpt import document_fields
 from megazero.mesh.grid import INTRA
 from megazero.models import Decoder, ModelConfig, make_model
-from megazero.models.positions import Documents
 from megazero.tp import (
-    ColumnParallelLinear,
     DeferredGradients,
-    RowParallelLinear,
     TensorParallel,
     VocabShard,
     vocab_parallel_cross_entropy,
@@ -133,102 +129,6 @@ def test_decoder_equals_one_rank(size, sequence_parallel, reference):
         for key, gradient in expected.items():
             difference = ((merged[key] - gradient).norm() / gradient.norm().clamp(floor)).item()
             assert difference < 1e-10, (name, key, difference)
-
-
-ENDS = ((3, 4, 9), (), (0, 11))  # the last tokens of documents in each sample of ``batch``
-
-
-def packed(reset_position_ids: bool = True) -> Documents:
-    ends = torch.zeros(3, 12, dtype=torch.bool)
-    for sample, at in enumerate(ENDS):
-        ends[sample, list(at)] = True
-    fields = document_fields(ends.numpy(), reset_position_ids=reset_position_ids, reset_attention_mask=True)
-    ids = fields.get("position_ids")
-    return Documents(
-        None if ids is None else torch.from_numpy(ids), torch.from_numpy(fields["document_starts"])
-    )
-
-
-def losses_apart(decoder: Decoder, config: ModelConfig) -> torch.Tensor:
-    """[b, s]: every document is a sample of its own."""
-    tokens, labels = batch(config)
-    rows = []
-    for sample, ends in enumerate(ENDS):
-        cuts = [0, *(end + 1 for end in ends), 12]
-        parts = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
-        rows.append(torch.cat([decoder(tokens[[sample], p], labels[[sample], p])[0] for p in parts]))
-    return torch.stack(rows)
-
-
-def packed_documents(name: str, recompute: str, tp: TensorParallel, apart: bool, dtype: torch.dtype):
-    config = FAMILIES[name]
-    decoder = Decoder(config, tp, recompute=recompute, dtype=dtype)
-    decoder.initialize(3)
-    perturb(decoder)
-    losses = losses_apart(decoder, config) if apart else decoder(*batch(config), documents=packed())
-    losses.sum().backward()
-    return losses.detach(), decoder.get_submodule("layers.0.mlp.up_proj").weight.grad
-
-
-def documents_on_ranks(cases: list[tuple], sequence_parallel: bool) -> list:
-    torch.set_num_threads(1)
-    return [packed_documents(*case, context(sequence_parallel), False, torch.float32) for case in cases]
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
-def test_packed_documents_lose_what_they_lose_apart(sequence_parallel):
-    cases = [(name, kind) for name in FAMILIES for kind in ("none", "selective", "full")]
-    results = run_ranks(2, documents_on_ranks, cases, sequence_parallel)
-    for case, *ranks in zip(cases, *results, strict=True):
-        losses, gradient = packed_documents(case[0], "none", TensorParallel(), True, torch.float64)
-        for got, _ in ranks:
-            torch.testing.assert_close(got.double(), losses, rtol=1e-6, atol=0)
-        whole = torch.cat([part for _, part in ranks]).double()
-        assert (whole - gradient).norm() / gradient.norm() < 1e-6
-
-
-def linear_gradients(sequence_parallel: bool):
-    """A column-parallel then row-parallel linear against the same weights on one rank."""
-    tp = context(sequence_parallel)
-    generator = torch.Generator().manual_seed(0)
-    w1 = torch.randn(8, 6, generator=generator).double()
-    w2 = torch.randn(6, 8, generator=generator).double()
-    x = torch.randn(4, 2, 6, generator=generator).double()
-    up = ColumnParallelLinear(6, 8, tp, bias=True, dtype=torch.float64)
-    down = RowParallelLinear(8, 6, tp, bias=True, dtype=torch.float64)
-    part = slice(tp.rank * 8 // tp.size, (tp.rank + 1) * 8 // tp.size)
-    positions = slice(tp.rank * 4 // tp.size, (tp.rank + 1) * 4 // tp.size)
-    with torch.no_grad():
-        up.weight.copy_(w1[part])
-        up.bias.fill_(0.5)
-        down.weight.copy_(w2[:, part])
-        down.bias.fill_(0.25)
-    mine = (x[positions] if sequence_parallel else x).clone().requires_grad_()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-        y = up(mine)
-    assert torch.Size([4, 2, 6]) not in saved or not sequence_parallel  # only the own slice is kept
-    y = down(y.tanh())
-    y.pow(2).sum().backward()
-    whole = x.clone().requires_grad_()
-    w1, w2 = w1.requires_grad_(), w2.requires_grad_()
-    expected = torch.tanh(whole @ w1.t() + 0.5) @ w2.t() + 0.25
-    expected.pow(2).sum().backward()
-    pick = positions if sequence_parallel else slice(None)
-    assert torch.allclose(y, expected[pick], rtol=1e-13)
-    assert torch.allclose(mine.grad, whole.grad[pick], rtol=1e-12)
-    assert torch.allclose(up.weight.grad, w1.grad[part], rtol=1e-12)
-    assert torch.allclose(down.weight.grad, w2.grad[:, part], rtol=1e-12)
-    bias = down.bias.grad.clone()
-    if sequence_parallel:
-        dist.all_reduce(bias)
-    assert torch.allclose(bias, 2 * expected.sum((0, 1)), rtol=1e-12)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_linears_equal_one_rank(sequence_parallel):
-    run_ranks(2, linear_gradients, sequence_parallel)
 
 
 def gradients_put_off(sequence_parallel: bool, dtype: torch.dtype) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from megazero.log.exit_status import ExitStatus
 from megazero.mesh.sealed import SECRET
 from megazero.models import Decoder
 from megazero.train import setup
-from tests.dist.failures.test_failing_ranks import LONG, errors, iterations
+from tests.dist.failures.test_failing_ranks import LONG, errors
 from tests.dist.runs import Processes, digest
 
 PP4 = {
@@ -57,15 +57,6 @@ def check_messages(texts: list[str], victim: int) -> None:
     assert named and missing, texts
 
 
-def check_line(ranks: Processes, codes: list[int], victim: int, why: str) -> None:
-    """One line names the rank that hangs and why it looks so; all end, that one, too."""
-    assert codes.pop(victim) in (-signal.SIGKILL, ExitStatus.RANK_LOST), ranks.texts()
-    assert codes == [ExitStatus.RANK_LOST] * 3, ranks.texts()
-    ((kind, words),) = errors("\n".join(ranks.texts()))
-    assert kind == "RankFailure" and "nothing moved for 6 s" in words, words
-    assert f"missing: rank {victim} on " in words and why in words and words.count("; rank") == 0, words
-
-
 def at_a_forward(rank: int, victim: int, number: int, act: Callable[[], object]) -> None:
     """Rank ``victim`` acts where it would compute its forward of this number."""
     run_stage, left = Decoder.run_stage, [number]
@@ -100,30 +91,6 @@ def test_a_stage_that_is_killed_ends_every_other(tmp_path: Path, schedule: str, 
     assert codes == [-signal.SIGKILL if rank == victim else lost for rank in range(4)], ranks.texts()
     assert time.monotonic() - began < 60  # noticed at once, not at the time-out
     check_messages(ranks.texts(), victim)
-
-
-@pytest.mark.slow
-def test_a_stage_that_stalls_is_named_at_the_time_out(tmp_path: Path) -> None:
-    values = {**PP4, "distributed_timeout_minutes": 0.1, "log_dir": str(tmp_path / "logs")}
-    began = time.monotonic()
-    ranks = Processes.start(
-        4, values, tmp_path, prepare=partial(at_a_forward, victim=2, number=3, act=partial(time.sleep, 600))
-    )
-    codes, waited = ranks.statuses(), time.monotonic() - began
-    check_line(ranks, codes, 2, "not in a collective but at test_failures.py")
-    assert waited > 6
-
-
-@pytest.mark.slow
-def test_a_stage_that_is_stopped_ends_the_others_at_the_time_out(tmp_path: Path) -> None:
-    values = {**PP4, "distributed_timeout_minutes": 0.1, "log_dir": str(tmp_path / "logs")}
-    ranks = Processes.start(4, values, tmp_path)
-    ranks.wait_for(lambda: iterations(tmp_path / "logs") > 2)
-    os.kill(ranks.ranks[1].pid, signal.SIGSTOP)
-    began = time.monotonic()
-    codes, waited = ranks.statuses(), time.monotonic() - began
-    check_line(ranks, codes, 1, "no answer")
-    assert waited > 3
 
 
 def spoil_a_middle_stage(rank: int) -> None:

@@ -29,7 +29,6 @@ from megazero.convert.export import finish, write_folder
 from megazero.convert.folder import Entry, Folder
 from megazero.convert.importing import Published, fill, write_checkpoint
 from megazero.convert.source import Source
-from megazero.train.generate import load_text_model
 from tests import ROOT
 from tests.family_models import save
 from tests.hugging_face import save_model, weights_digest
@@ -91,15 +90,6 @@ def test_safetensors_reads_what_is_written(checkpoint, folder, tmp_path):
     assert tensors.keys() == published.names.keys()
     assert all(torch.equal(tensors[name], published.tensor(name).float()) for name in tensors)
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
-
-
-def test_generate_reads_an_imported_checkpoint(checkpoint, folder):
-    import transformers
-
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).float()
-    tokens = torch.arange(20)[None]
-    ours = load_text_model(checkpoint).decoder.full_logits(tokens)
-    assert torch.allclose(ours, theirs(tokens).logits, atol=1e-5)
 
 
 def killed(renames, *words):
@@ -182,18 +172,6 @@ def raises(error, *_):
     raise error
 
 
-@pytest.mark.slow
-def test_a_killed_import_harms_nothing_and_the_same_command_does_it(folder, tmp_path):
-    """It begins again, and removes what the killed one left."""
-    before = weights_digest(folder)
-    killed(0, "from-hf", folder, tmp_path / "ck", "--no-check")
-    (left,) = (tmp_path / "ck").glob("*/*")
-    assert left.name.startswith(".iter_0000000.partial") and store.latest(tmp_path / "ck") is None
-    assert convert("from-hf", folder, tmp_path / "ck") == 0
-    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["iter_0000000"]
-    assert weights_digest(folder) == before
-
-
 @pytest.mark.long
 def test_a_kill_half_way_is_resumed_and_finished_files_stay(checkpoint, tmp_path):
     """The process is killed in the third file; the next call writes only what is missing."""
@@ -246,19 +224,6 @@ def test_a_full_disk_harms_nothing_and_the_same_command_goes_on(checkpoint, tmp_
 
 def grow(disk):
     subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
-
-
-def test_an_export_to_a_disk_that_fills_up_goes_on(checkpoint, disk, tmp_path, capsys, monkeypatch):
-    """Something else takes the space after it was found to be enough."""
-    with monkeypatch.context() as patch:
-        patch.setattr(export.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
-        assert convert("to-hf", checkpoint, disk / "out", "--shard-size", "9KB", "--no-check") == 2
-    assert "No space left on device" in capsys.readouterr().err and not (disk / "out").exists()
-    assert len(list((disk / "out.partial").glob("*.safetensors"))) >= 1
-    grow(disk)
-    assert convert("to-hf", checkpoint, disk / "out", "--shard-size", "9KB") == 0
-    whole = finish(write_folder(Source(checkpoint), tmp_path / "other", shard_bytes=9_000))
-    assert weights_digest(disk / "out") == weights_digest(whole)
 
 
 def test_an_import_to_a_full_disk_harms_nothing(folder, disk, capsys):

@@ -451,13 +451,6 @@ def test_what_is_not_built_is_named(said, part, tmp_path):
         assert MegatronWeights.open(root, accept=(name,)).model
 
 
-def test_all_that_is_not_built_is_said_at_once(tmp_path):
-    args = arguments("llama", mtp_num_layers=1, multi_latent_attention=True, mystery=1)
-    with pytest.raises(ConfigError) as caught:
-        MegatronWeights.open(torch_dist(tmp_path, megatron(original("llama")), args))
-    assert len(caught.value.errors) == 3
-
-
 def test_what_cannot_be_set_aside_is_said():
     with pytest.raises(ConfigError) as caught:
         read_arguments(vars(arguments("llama", mystery=1)), [], ("mystery", "mistery", "hidden_size"))

@@ -16,9 +16,8 @@ from megazero.config.options.data_inputs import SPLITS, parse_blend, parse_data_
 from megazero.data import gpt as gpt_module
 from megazero.data.blend import blend_order, normalize
 from megazero.data.build import blends_by_share, build_dataset, split_bounds
-from megazero.data.gpt import SampleSpec, sample_starts
+from megazero.data.gpt import SampleSpec
 from megazero.data.indexed import IndexedWriter
-from megazero.data.sampler import replica_shares
 from megazero.data.tokenizer import TokenizerInfo, write_meta
 from megazero.models.masking import Masking
 from megazero.train.data.datasets import unlike_replicas
@@ -118,19 +117,6 @@ def test_gpt_order_is_megatrons(
         same(left, right)
 
 
-def test_separate_last_epoch_is_exercised(data: list[str], tmp_path: Path) -> None:
-    """Both sides of the 80% rule occur above: the last epoch's documents are a block of their own or not."""
-    apart = []
-    for train in (1190, 1800, 3000):
-        built = ours([data[0]], tmp_path, split="800,150,50", seq_length=8, samples=(train, 0, 0))[0]
-        per_epoch = len(np.unique(built.documents))
-        assert len(built.documents) % per_epoch == 0
-        last = built.documents[-per_epoch:]
-        if len(built.documents) > per_epoch:
-            apart.append(len(np.unique(last)) == per_epoch)
-    assert set(apart) == {True, False}
-
-
 @pytest.mark.parametrize("weights", [None, (0.3, 0.5, 0.2), (7, 1, 1)])
 def test_blend_order_is_megatrons(
     data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[float, ...] | None
@@ -197,14 +183,6 @@ def test_blending_indices_are_megatrons(members: int) -> None:
     helpers.build_blending_indices(which, sample, shares, members, 5000, False)
     order = blend_order(shares, 5000)
     assert np.array_equal(order["member"], which) and np.array_equal(order["sample"], sample)
-
-
-def test_sample_starts_with_empty_documents() -> None:
-    sizes = np.array([0, 3, 0, 0, 5, 0, 4, 0], np.int32)
-    stream = [(d, o) for d, size in enumerate(sizes) for o in range(size)]
-    starts = sample_starts(sizes, 11 // 2, 2)
-    assert starts[0].tolist() == [0, 0]
-    assert [tuple(row) for row in starts[1:].tolist()] == stream[2:12:2]
 
 
 def test_splits_and_paths() -> None:
@@ -386,25 +364,6 @@ def test_mock_data_is_deterministic_and_learnable(tmp_path: Path) -> None:
     inside = (tokens != EOD) & (labels != EOD)
     steps = ((labels - (labels > EOD)) - (tokens - (tokens > EOD)))[inside] % (VOCAB - 1)
     assert len(np.unique(steps)) == 1  # the next token follows from the last
-
-
-@pytest.mark.parametrize(
-    ("weights", "apart"),  # of two replicas that take turns of 1, 2, 4 and 8 samples
-    [
-        ((0.5, 0.25, 0.125, 0.125), (0.5, 0.25, 0.25, 0.0)),
-        ((0.7, 0.2, 0.05, 0.05), (0.22, 0.4, 0.0, 0.0)),
-        ((0.6, 0.3, 0.1), (0.2, 0.0, 0.0, 0.0)),
-        ((0.31, 0.49, 0.89), (0.0, 0.0, 0.0, 0.0)),
-    ],
-)
-def test_replicas_that_take_turns_in_a_blend_have_other_mixtures(
-    weights: Sequence[float], apart: Sequence[float]
-) -> None:
-    member = blend_order(normalize(normalize(weights)), 16384)["member"]  # as of a --data-path
-    for block, wanted in zip((1, 2, 4, 8), apart, strict=True):
-        shares = replica_shares(member, 2, block)
-        assert np.ptp(shares, axis=0).max() == pytest.approx(wanted, abs=0.005)
-        assert shares.mean(0) == pytest.approx(normalize(weights), abs=0.001)
 
 
 def test_a_start_with_such_replicas_says_so(data: list[str]) -> None:

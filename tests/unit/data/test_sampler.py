@@ -72,28 +72,6 @@ def test_every_id_once_in_order_for_any_layout(
         loader.close()
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 6), (2, 3), (3, 2), (6, 1), (2, 1)])
-def test_steps_take_the_same_samples_in_every_layout(ranks: int, micro: int) -> None:
-    loaders = [Batches(Counting(60), micro_batch_size=micro, rank=r, size=ranks) for r in range(ranks)]
-    for step in range(5):
-        assert global_step(loaders, 12 // (ranks * micro)) == list(range(12 * step, 12 * step + 12))
-    for loader in loaders:
-        loader.close()
-
-
-def test_resume_on_another_layout_has_no_gap_or_repeat() -> None:
-    with Batches(Counting(40), micro_batch_size=2, rank=0, size=1) as first:
-        seen = global_step([first], 2) + global_step([first], 3)
-        assert first.consumed == 10
-    resumed = [
-        Batches(Counting(40), micro_batch_size=1, rank=r, size=3, consumed=first.consumed) for r in range(3)
-    ]
-    seen += global_step(resumed, 4)
-    assert seen == list(range(22))
-    for loader in resumed:
-        loader.close()
-
-
 def test_one_step_is_prepared_in_the_background() -> None:
     data = Counting(8)
     loader = Batches(data, micro_batch_size=2, pin_memory=False)

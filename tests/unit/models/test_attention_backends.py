@@ -15,7 +15,6 @@ from megazero.config import ConfigError, World, make_config
 from megazero.config.model.attention import BACKENDS, BAND, DROPOUT, ODD_HEADS, TORCH, pick, refusal
 from megazero.models import attention
 from megazero.models.attention import FLEX_BLOCK, attend, make_tables
-from megazero.models.attention_pieces import CAUSAL, MIXED, cut
 from megazero.models.masking import AttentionTables, Masking
 from tests.unit.plan.test_plan import MODEL
 
@@ -123,14 +122,6 @@ def test_chunks_of_queries_equal_rows_of_a_dense_mask(window, documents, alibi, 
     )
 
 
-def test_pieces_of_chunks_are_of_one_shape():
-    shapes = set()
-    for starts in (STARTS, torch.zeros_like(STARTS), torch.arange(LENGTH).expand(SAMPLES, -1)):
-        masking, tensors = of_chunks(Masking(1.0, starts=starts), inputs(2), CHUNKS[0])
-        shapes.add(make_tables(masking, "flash", LENGTH, tensors[0]).made[0].shape)
-    assert len(shapes) == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_dtypes_round_as_much_as_one_kernel_does(dtype):
     exact, masking = inputs(2), case_masking(BAND + 44, "packed", "none", 0.0)
@@ -141,23 +132,6 @@ def test_narrow_dtypes_round_as_much_as_one_kernel_does(dtype):
         found = torch.autograd.grad(attend(*narrow, tables).square().sum(), narrow)
         for one, other in zip(found, expected, strict=True):
             assert (one.double() - other).norm() < 4 * torch.finfo(dtype).eps * other.norm()
-
-
-def test_pieces_follow_documents_and_bands():
-    documents = Masking(1.0, starts=STARTS)
-    rows = [row for row in cut(documents, "flash", LENGTH, torch.zeros(()))[0].tolist() if row[2]]
-    assert [row[:4] for row in rows if row[0] == 0] == [
-        [0, 0, 120, 0],  # two documents share a piece
-        [0, 120, LENGTH - 40, 120],
-        [0, LENGTH - 40, LENGTH, LENGTH - 40],
-    ]
-    assert [row[4] for row in rows] == [MIXED, CAUSAL, MIXED] + 3 * [CAUSAL]
-    windows = cut(Masking(1.0, window=9), "flash", LENGTH, torch.zeros(()))[0].tolist()
-    assert [row[1:4] for row in windows if row[2]] == [
-        [0, BAND, 0],
-        [BAND, 2 * BAND, BAND - 8],
-        [2 * BAND, LENGTH, 2 * BAND - 8],
-    ]
 
 
 def test_documents_do_not_change_the_shape_of_the_pieces():

@@ -139,14 +139,3 @@ def test_a_run_says_which_backend_computes_more_than_plain_attention(
     note = attention_note(make(family, **changes), *of)
     assert note is None if said is None else said in note
     assert attention_note(make("llama"), TensorParallel(), torch.device("cpu"), dtype) is None
-
-
-def test_a_run_says_what_computes_documents(monkeypatch):
-    monkeypatch.setattr(attention, "missing_backends", dict)
-    odd = (make("llama"), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
-    said = "attention with documents and heads whose width is no multiple of 8 or above 256: --attention-backend flex"
-    assert attention_note(*odd, documents=True) == said
-    of = (make("llama", hidden_size=64), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
-    assert attention_note(*of, documents=True) == "attention with documents: --attention-backend flash"
-    named = attention_note(*of, "flash-attn", documents=True)
-    assert named == "attention with documents: --attention-backend flash-attn"

@@ -13,9 +13,8 @@ from megazero.config.model.attention import TORCH
 from megazero.config.model.spec import parameter_count, training_flops
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import frequency_of, layer_kind
-from megazero.models import Decoder, ModelConfig, initializer, layer, make_model
+from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.dropout import key_words, keyed_dropout
-from megazero.models.feed_forward import FeedForward
 from megazero.models.norm import RMSNorm
 from megazero.models.positions import Documents, Positions
 from megazero.models.rotary import Rotate, rotary_frequencies, rotary_tables
@@ -101,29 +100,6 @@ def test_positions_and_attention_go_by_documents_each_by_itself(family, changes)
     assert not torch.allclose(attended[0, 7:], plain[0, 7:])
 
 
-def test_layers_share_attention_tables_and_a_recompute_under_dropout_gives_the_same_bits(monkeypatch):
-    starts = torch.tensor([[0] * 6 + [6] * 10, [0] * 16])
-    attend, seen_tables, kept = layer.attend, [], None
-
-    def watched(q, k, v, tables, *dropout):
-        seen_tables.append(tables.made)
-        return attend(q, k, v, tables, *dropout)
-
-    monkeypatch.setattr(layer, "attend", watched)
-    for recompute in ("none", "selective", "full"):
-        seen_tables.clear()
-        decoder = Decoder(make("llama", **DROPOUT), recompute=recompute)
-        decoder.initialize(7)
-        documents = Documents(torch.arange(16) - starts, starts)
-        loss = decoder(*batch(), dropout_key=11, documents=documents)
-        loss.sum().backward()
-        assert len(seen_tables) == (2 if recompute == "none" else 4)
-        assert all(made is seen_tables[0] for made in seen_tables)
-        seen = (loss.detach(), {name: p.grad for name, p in decoder.named_parameters()})
-        kept = kept or seen
-        assert_same(seen, kept)
-
-
 def test_layers_of_a_kind_share_a_mask_and_tables():
     choices = {"num_layers": 6, **WINDOW, "rotary_window_base": 50.0, "no_rope_freq": (3,)}
     decoder = Decoder(make("llama", **choices))
@@ -178,20 +154,6 @@ def test_lists_of_layers_become_options_and_are_read_again(chosen, name, frequen
         SPARSE: lambda k: k.experts,
     }
     assert [found[name](kind) for kind in kinds] == [bool(c) for c in chosen]
-
-
-def test_recompute_keeps_fewer_activations():
-    def kept(recompute):
-        sizes = []
-        decoder = Decoder(make("llama", num_layers=4), recompute=recompute)
-        decoder.initialize(0)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-            decoder(*batch())
-        return sum(sizes)
-
-    none, selective, full = kept("none"), kept("selective"), kept("full")
-    assert full < 0.75 * none
-    assert selective < none
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])
@@ -394,18 +356,6 @@ def test_rotary_share_of_a_head_and_its_pairs_are_megatrons(interleaved):
     assert torch.equal(turned[..., 8:], x[..., 8:]) and not torch.equal(turned[1:, ..., :8], x[1:, ..., :8])
 
 
-def test_squared_relu_is_megatrons():
-    activations = pytest.importorskip("megatron.core.activations")
-    mlp = FeedForward(make("gpt", squared_relu=True), TensorParallel(), dtype=torch.float64)
-    with torch.no_grad():
-        for p in mlp.parameters():
-            p.normal_(generator=torch.Generator().manual_seed(p.ndim))
-    x = torch.randn(3, 2, 48, dtype=torch.float64)
-    with torch.compiler.set_stance("force_eager"):  # Megatron compiles it, which takes a minute
-        theirs = activations.squared_relu(mlp.up_proj(x))
-    assert torch.equal(mlp(x), mlp.down_proj(theirs))
-
-
 def test_the_sample_and_not_its_documents_decides_a_scaling_by_length():
     lists = {"rotary_short_factor": (1.0,) * 6, "rotary_long_factor": (4.0,) * 6}
     config = make("llama", rotary_scaling="longrope", rotary_original_max_position=8, **lists)
@@ -495,13 +445,3 @@ def test_what_a_familys_names_cannot_express_is_stored_under_llamas(family, chan
     assert all(
         name.startswith("transformer." if own else "model.") for name in names if "lm_head" not in name
     )
-
-
-def test_mixed_families_have_names_too():
-    choices = {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute"}
-    config = make("llama", **choices, add_bias_linear=True)
-    decoder = Decoder(config)
-    decoder.initialize(0)
-    names = [p.name for p in decoder.placements().values()]
-    assert len(set(names)) == len(names) == len(list(decoder.parameters()))
-    decoder(*batch()).sum().backward()

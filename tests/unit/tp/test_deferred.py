@@ -48,33 +48,6 @@ def deferrable(decoder: Decoder) -> set[nn.Parameter]:
     return {*linears, decoder.embedding.tokens.weight, decoder.head.weight}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
-def test_decoder_equals_the_direct_backward(case, dtype):
-    reference, loss = decoder_loss(case, dtype, None)
-    loss.backward()
-    expected = {name: p.grad for name, p in reference.named_parameters()}
-
-    deferred = DeferredGradients()
-    decoder, again = decoder_loss(case, dtype, deferred)
-    assert torch.equal(loss, again)
-    with deferred.recording(0):
-        again.backward()
-    owed = deferrable(decoder)
-    assert {p for p in decoder.parameters() if p.grad is None} == owed
-    pairs = list(deferred.compute(0))
-    assert len(pairs) == len(owed) and {p for p, _ in pairs} == owed
-    got = {p: p.grad for p in decoder.parameters() if p.grad is not None} | dict(pairs)
-    for name, parameter in decoder.named_parameters():
-        assert got[parameter].dtype == dtype
-        assert torch.equal(got[parameter], expected[name]), name
-    assert pairs[-1][0] is decoder.embedding.tokens.weight  # a tied head's too: at the place of its last use
-
-    plain, once_more = decoder_loss(case, dtype, deferred)  # the same object, outside of a recording
-    once_more.backward()
-    assert all(torch.equal(p.grad, expected[name]) for name, p in plain.named_parameters())
-
-
 def test_micro_batches_are_kept_apart_and_one_key_adds_up():
     deferred = DeferredGradients()
     decoder = Decoder(CASES["llama-biases"], TensorParallel(deferred=deferred), dtype=torch.float64)

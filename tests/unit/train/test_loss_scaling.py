@@ -114,11 +114,6 @@ def test_a_step_that_moved_some_replica_is_not_left_out_of_the_schedule() -> Non
     assert trainer.scaling.skipped_iterations == 1 and trainer.scaling.hysteresis_tracker == 0
 
 
-def test_scaled_gradients_are_those_of_a_ranks_mean() -> None:
-    factor, divisor = fp16(loss_scale=8.0).factors(tokens=1000, ranks=4)
-    assert factor == 8 * 4 / 1000 and factor / divisor == 1 / 1000
-
-
 def test_a_scale_grows_on_after_a_resume_with_a_shorter_window() -> None:
     saved = {**fp16(initial_loss_scale=8.0).state(), "growth_tracker": 500}
     shorter = fp16(loss_scale_window=100)
@@ -217,19 +212,6 @@ def test_parity_with_torchs_grad_scaler(tmp_path: Path) -> None:
     grown = [a for a, b in pairwise(lines) if b["loss_scale"] > a["loss_scale"]]
     assert len(skips) > 3 and skips[-1] > skips[0] + len(skips) and grown
     assert lines[-1]["lm_loss"] < lines[0]["lm_loss"]
-
-
-def test_skipped_steps_do_not_move_the_learning_rate_and_are_told(tmp_path: Path) -> None:
-    """As Megatron's scheduler, which is told of updates alone."""
-    lines, text = train(
-        {"initial_loss_scale": 2.0**24, "loss_scale_window": 100, "hysteresis": 1, "train_iters": 9}, tmp_path
-    )
-    skips = sum("skipped" in line for line in lines)
-    assert 2 < skips < 8 and all("skipped" in line for line in lines[:skips])
-    rates = [line["learning_rate"] for line in lines]
-    assert rates[: skips + 1] == [rates[0]] * (skips + 1) and rates[skips] < rates[skips + 1]
-    assert [line["loss_scale"] for line in lines] == [2.0 ** (24 - min(i, skips)) for i in range(1, 10)]
-    assert "loss scale 2.09715e+06 | skipped 2" in text and f"loss scale {2.0 ** (24 - skips):g}" in text
 
 
 def spoil(run: Trainer, first: int, last: int) -> None:

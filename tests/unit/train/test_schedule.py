@@ -93,18 +93,6 @@ def test_schedules_equal_megatrons() -> None:
             assert (rate(place), decay(place)) == (group["lr"], group["weight_decay"]), (seed, said, place)
 
 
-def test_learning_rate_by_hand() -> None:
-    rate = LearningRate(peak=1.0, minimum=0.1, warmup=10, decay=110, style="cosine")
-    assert rate(0) == 0.0
-    assert rate(5) == 0.5
-    assert rate(10) == 1.0
-    assert rate(60) == pytest.approx(0.55)
-    assert rate(110) == pytest.approx(0.1)
-    assert rate(10_000) == 0.1
-    flat = LearningRate(peak=1.0, minimum=0.0, decay=100, style="WSD", wsd_decay=20, wsd_style="minus_sqrt")
-    assert [flat(c) for c in (0, 80, 85, 100, 101)] == [1.0, 1.0, 0.5, 0.0, 0.0]
-
-
 RAMPS = [(8, 8, 100, 32, 2, 4), (192, 16, 9765, 2048, 2, 8), (4, 4, 37, 16, 1, 4), (2, 2, 1000, 4, 1, 1)]
 
 
@@ -144,13 +132,3 @@ def test_batch_schedule_equals_walking_it(
     assert schedule.iterations_within(limit, begin) == max(0, len(positions) - 2)
     for earlier, later in itertools.pairwise(positions):
         assert schedule.batch_size(earlier) <= schedule.batch_size(later) <= schedule.target
-
-
-def test_batch_schedule_length_and_layout() -> None:
-    """The run does not depend on the data-parallel size, and its length is that of train_samples."""
-    wide = BatchSizeRampup(16, 16, 256, 64, 2, 8)
-    narrow = BatchSizeRampup(16, 16, 256, 64, 2, 1)
-    assert [wide.consumed_after(i) for i in range(50)] == [narrow.consumed_after(i) for i in range(50)]
-    assert narrow.micro_batches(0) == 8 * wide.micro_batches(0)
-    constant = BatchSizeRampup(32, 0, 0, 32, 2, 4)
-    assert constant.iterations_within(1000) == 31 and constant.micro_batches(12345) == 4

@@ -6,7 +6,6 @@ import io
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,7 @@ import torch.nn.functional as F
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.spec import training_flops
-from megazero.config.options.sections import CheckpointConfig
-from megazero.data.build import Dataset, MockDataset
+from megazero.data.build import MockDataset
 from megazero.data.gpt import SampleSpec
 from megazero.data.tokenizer import NullTokenizer
 from megazero.log.metrics import read_metrics
@@ -29,10 +27,8 @@ from megazero.models import Decoder
 from megazero.ops.failures import NonFiniteLoss
 from megazero.train import setup
 from megazero.train.callbacks.profiling import Profiler
-from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy
 from megazero.train.schedule.learning_rate import LearningRate
-from megazero.train.state import checkpointing
 from megazero.train.trainer import Trainer
 from tests.oracle import megatron_batch_sizes
 from tests.oracle_muon import POLYNOMIALS, plain_step
@@ -462,62 +458,3 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     assert policy.whole_gradients
     assert policy.codecs.delta and policy.codecs.gradients_intra is None
     assert weights.hadamard == 0 and gradients.hadamard == 32
-
-
-def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training and evaluation take their batches from the one place above."""
-    made: list[bool] = []
-    plain = Feeding.batches
-
-    def note(self: Feeding, data_set: Dataset, *whole: bool, **position: int) -> Any:
-        made.append("consumed" in position)
-        return plain(self, data_set, *whole, **position)
-
-    monkeypatch.setattr(Feeding, "batches", note)
-    run(
-        {
-            **SMALL,
-            "train_iters": 1,
-            "lr_warmup_iters": 0,
-            "eval_iters": 1,
-            "eval_interval": 1,
-            "log_dir": str(tmp_path),
-        }
-    )
-    assert made == [True, False]
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_way_back_loads_all_whatever_the_start_left_out(
-    whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """--finetune is for the checkpoint that a run starts from; its own it takes with moments, counters and scale."""
-    did: list[str] = []
-    noted: Any = {
-        name: lambda *_, name=name: did.append(name) for name in ("load_scalars", "load_state", "invalidate")
-    }
-    engine: Any = SimpleNamespace(optimizer=SimpleNamespace(**noted), **noted)
-    asked: list[bool] = []
-    monkeypatch.setattr(checkpointing, "load_records", lambda _, __, optimizer: asked.append(optimizer))
-    monkeypatch.setattr(checkpointing, "kinds_to_load", lambda *_: {})
-    monkeypatch.setattr(checkpointing, "load_rank_tensors", lambda *_: did.append("load_rank_tensors"))
-    monkeypatch.setattr(checkpointing, "world_group", lambda: None)
-    monkeypatch.setattr(checkpointing.store, "load", lambda *_, **__: SimpleNamespace(rank_tensors=None))
-    options = CheckpointConfig(finetune=True, load_optim=False, load_rng=False)
-    fake: Any = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=options),
-        engine=engine,
-        placements={},
-        scaling=SimpleNamespace(**noted),
-        callbacks=SimpleNamespace(**noted),
-        _layout={},
-        _moments=lambda *_: ["exp_avg"],
-        _check_tokenizer=lambda *_: None,
-    )
-    state = {"optimizer": {}, "engine": {}, "loss_scaling": {}}
-    saved = "iter_0000001", SimpleNamespace(kinds={}), state
-    origin: Any = SimpleNamespace(published=None, saved=saved, own=whole)
-    fake._load_rest = partial(checkpointing.Checkpointing._load_rest, fake)
-    checkpointing.Checkpointing.load(fake, origin)
-    everything = ["invalidate", "load_scalars", "load_rank_tensors", *["load_state"] * 3]
-    assert asked == [whole] and did == (everything if whole else ["invalidate"])
