@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megazero.checkpoint import manifest, store
-from megazero.config import World, begun, parse
-from megazero.config.read.beginning import read_beginning
+from megazero.checkpoint import store
 from megazero.data.build import MockDataset
 from megazero.data.gpt import SampleSpec
 from megazero.log.metrics import read_metrics
-from megazero.mesh.launch import Launch
-from megazero.train import setup
 from megazero.train.generate import Sampling, load_text_model, sample_tokens
 from tests.dist.pool import run_ranks
 from tests.dist.runs import checkpoint_of, differences, train_all, train_each
-from tests.sizes import TINY, words
+from tests.sizes import TINY
 
 NODES = {"ranks_per_node": 2}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -371,48 +364,6 @@ def test_a_chain_of_jobs_starts_fresh_in_its_own_folder(tmp_path: Path) -> None:
             True
         ]
     assert not second.notes and first.losses + second.losses == whole.losses
-
-
-def started(argv: list[str]) -> tuple[int, int, int]:
-    """Start a run in this rank as its program does. Return its iteration, hidden size, and reads of manifests."""
-    launch = Launch(dist.get_rank(), dist.get_world_size(), local_world_size=dist.get_world_size())
-    world = World(launch.world_size, launch.world_size)
-    reads, text = list[Path](), manifest.read_bytes
-
-    def counted(file: Path) -> bytes:
-        reads.append(file)
-        return text(file)
-
-    # A slow training read its older ones when they had settled, in this process.
-    manifest._remembered.cache_clear()
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, redirect_stdout(io.StringIO()):
-        patch.setattr(manifest, "read_bytes", counted)
-        patch.setattr(manifest, "_SETTLED_S", -1.0)  # these checkpoints are young
-        config, beginning = parse(argv, world), None
-        if launch.rank == 0:
-            beginning = read_beginning(config.values())
-            config = begun(config, world, beginning)
-        run = setup.prepare(config, launch, stack, beginning=beginning)
-    found = [file for file in reads if file.name == manifest.MANIFEST_FILE and file.parent.name != ".trial"]
-    return run.progress.iteration, run.checkpointing.config.model.hidden_size, len(found)
-
-
-def test_one_rank_reads_what_the_folder_holds(tmp_path: Path) -> None:
-    """A start of 2 ranks with N checkpoints read 2N + 4 manifests and more on each: now N, on the first."""
-    run_ranks(2, train_all, [{"train_iters": 4, "save": str(tmp_path / "run"), "save_interval": 1}])
-    sizes = (
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "vocab_size",
-    )
-    given = {name: value for name, value in TINY.items() if name not in sizes}
-    folder = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "log_dir": str(tmp_path / "logs")}
-    found = run_ranks(2, started, words({**given, **folder, "train_iters": 5}))
-    assert [each[:2] for each in found] == [(4, TINY["hidden_size"])] * 2
-    assert [reads for *_, reads in found] == [4, 0]
 
 
 def names(root: Path) -> list[str]:

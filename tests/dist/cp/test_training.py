@@ -92,24 +92,6 @@ def test_outer_replicas_share_their_own_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dropout_trains_and_ranks_draw_their_own(tmp_path: Path) -> None:
-    """With recompute the masks are drawn again, so a run with it has the bits of one without."""
-    dropped = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "context_parallel_size": 2, "eval_iters": 0}
-    dropped |= {"log_dir": str(tmp_path)}
-    jobs = {
-        (way, again): (
-            2,
-            {**base(tmp_path), **dropped, "recompute_granularity": again, "cp_comm_type": (way,)},
-        )
-        for again in ("none", "selective", "full")
-        for way in ("a2a", "all_gather")
-    }
-    seen = train_each(jobs)
-    for way in ("a2a", "all_gather"):
-        assert len({tuple(ranks[0].losses) for (of, _), ranks in seen.items() if of == way}) == 1
-
-
-@pytest.mark.slow
 def test_keys_that_cross_nodes_in_eight_bits(tmp_path: Path) -> None:
     """A recompute gathers the same bits; the loss is near that of exact keys, and not the same."""
     shared = {

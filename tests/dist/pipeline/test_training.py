@@ -148,10 +148,7 @@ def test_evaluations_do_not_change_training(tmp_path: Path, ranks: int, layout: 
 # -- metrics -----------------------------------------------------------------------------------------
 
 COUNTED = {
-    "gpipe": (2, pipeline(2, "gpipe", **NODES)),
-    "1f1b, one rank per node": (2, pipeline(2, ranks_per_node=1)),
     "zb-h1, bf16, 2 samples": (2, pipeline(2, "zb-h1", params_dtype="bf16", micro_batch_size=2)),
-    "interleaved": (2, pipeline(2, virtual=3)),
     "interleaved of 4, 2 nodes": (4, pipeline(4, virtual=2, **NODES)),
     "1f1b of 4, one rank per node, recompute": (
         4,
@@ -161,8 +158,6 @@ COUNTED = {
         4,
         pipeline(2, zero_preset="zero3", use_tp_pp_dp_mapping=True, **NODES),
     ),
-    "x zero3, 2 nodes": (4, pipeline(2, zero_preset="zero3", **NODES)),
-    "x tp 2": (4, pipeline(2, **TP2, **NODES)),
     "x tp 2, sequence parallel, interleaved": (
         4,
         pipeline(2, virtual=2, **TP2, sequence_parallel=True, **NODES),

@@ -20,6 +20,7 @@ from megazero.data.preprocess import Counts, Job, cut, preprocess
 from megazero.data.text import find_inputs, json_lines
 from megazero.data.tokenizer import check_meta, load_tokenizer
 from tests import ROOT
+from tests.messages import refused
 
 NULL = Job(("",), ("text",), "NullTokenizer", None, 1000, True, False)
 OUTPUTS = ("bin", "idx", "meta.json")
@@ -166,7 +167,7 @@ def test_text_files_and_directories(tmp_path: Path) -> None:
     data = IndexedDataset(output)
     assert [data.get(i).tolist() for i in range(4)] == [[2, 1000], [3, 4, 1000], [5, 1000], [1, 1000]]
     (tmp_path / "bad.txt").write_bytes(b"1\n2 \xff")
-    with pytest.raises(ValueError, match="bad.txt, line 2: not UTF-8"):
+    with refused("bad.txt, line 2", "UTF-8"):
         preprocess(replace(NULL, files=(str(tmp_path / "bad.txt"),)), tmp_path / "p")
 
 

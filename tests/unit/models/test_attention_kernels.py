@@ -79,19 +79,6 @@ def test_groups_are_left_to_the_kernel_that_is_asked_for(backend, heads, fused_k
     assert seen == [(heads, heads == 2)]
 
 
-@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
-def test_a_graph_knows_what_kernels_take(backend, fused_kernels):
-    def compute(q, k):
-        with sdpa_kernel(backend):
-            grouped = fused(q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device, 0.0)
-        return q + 1 if grouped else q - 1
-
-    q, k = (torch.zeros(2, each, 16, 8, dtype=torch.bfloat16) for each in (4, 2))
-    found = torch.compile(compute, backend="eager", fullgraph=True)(q, k)
-    assert torch.equal(found, compute(q, k))
-    assert bool((found == 1).all()) == (backend == SDPBackend.FLASH_ATTENTION)
-
-
 def test_kernels_are_asked_once_for_all_layers_and_again_under_other_settings(fused_kernels, monkeypatch):
     asked, ask = [], cuda.can_use_efficient_attention
     monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda inputs: asked.append(1) or ask(inputs))

@@ -154,17 +154,6 @@ def test_interleaved_order_is_megatrons(pp, virtual, m):
         assert order + backwards[left:total] == list(actions)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_warmup_is_megatrons(name):
-    megatron = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    for rank in range(4):
-        group = SimpleNamespace(size=lambda: 4, rank=lambda rank=rank: rank)
-        stand_in = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=None)
-        warmup = megatron.get_pp_rank_microbatches(8, 1, None, p2p_communicator=stand_in)[2]
-        first = [a.kind for a in make_schedule(name, 4, 1, 8)[rank]].index(B) - 1
-        assert first == (warmup if name == "1f1b" else 7)
-
-
 @pytest.mark.parametrize(
     "args, part",
     [
@@ -220,20 +209,6 @@ def test_mutated_schedules_are_refused(data):
         mutated = replaced(schedule, rank, [*actions[:i], changed, *actions[i + 1 :]])
     with pytest.raises(ValueError, match="rank|stage"):
         check_schedule(mutated, pp, virtual, m)
-
-
-def test_a_circular_wait_is_named():
-    one, two = make_schedule("1f1b", 2, 1, 2)
-    late = (one[0], one[2], one[1], one[3])  # F0 B0 F1 B1 on the first rank
-    check_schedule((late, two), 2, 1, 2)  # slower, but it ends
-    eager = (two[0], two[2], two[1], two[3])  # F0 F1 B0 B1 on the last
-    check_schedule((one, eager), 2, 1, 2)
-    with pytest.raises(ValueError) as caught:
-        check_schedule((late, eager), 2, 1, 2)
-    assert str(caught.value) == (
-        "the schedule hangs: rank 0: B(stage 0, micro-batch 0) waits for I(stage 1, micro-batch 0) of rank 1; "
-        "rank 1: F(stage 1, micro-batch 1) waits for F(stage 0, micro-batch 1) of rank 0"
-    )
 
 
 def test_needs():
