@@ -87,6 +87,17 @@ OF_EXPERTS |= {"moe_token_drop_policy": "probs", "moe_aux_loss_coeff": 0.0, "moe
 OF_EXPERTS |= {"moe_expert_capacity_factor": None, "moe_deepep_num_sms": 20, "expert_tensor_parallel_size": 1}
 
 
+# And of every run.
+ITS_OWN = {
+    **{"train_iters": 5, "train_samples": None, "lr_warmup_samples": 0, "lr": 0.01, "iterations_to_skip": []},
+    **{"micro_batch_size": 1, "global_batch_size": 2, "mock_data": True, "save": "/somewhere"},
+    **{"bf16": False, "fp16": False, "params_dtype": torch.float32, "initial_loss_scale": 2**32},
+    **{"data_parallel_sharding_strategy": "no_shard", "softmax_type": "vanilla", "mtp_num_layers": None},
+    **{"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0},
+    **{"weight_decay_incr_style": "constant", "start_weight_decay": 0.01, "end_weight_decay": 0.01},
+}
+
+
 class ModelType(enum.Enum):
     """As megatron.core.enums.ModelType: a class that the reader does not know."""
 
@@ -112,36 +123,7 @@ def arguments(kind, **more):
     args = {"num_query_groups": 1, "swiglu": False, "squared_relu": False, "openai_gelu": False, **args}
     args |= {"qk_layernorm": args.pop("qk_norm", "none") == "head", "model_type": ModelType(1)}
     args |= {"tokenizer_type": "NullTokenizer", "vocab_size": WORDS - 1, "padded_vocab_size": ROWS, "rank": 0}
-    args |= {
-        "train_iters": 5,
-        "train_samples": None,
-        "lr_warmup_samples": 0,
-        "lr": 0.01,
-        "micro_batch_size": 1,
-    }
-    args |= {
-        "global_batch_size": 2,
-        "mock_data": True,
-        "bf16": False,
-        "fp16": False,
-        "params_dtype": torch.float32,
-    }
-    args |= {
-        "data_parallel_sharding_strategy": "no_shard",
-        "rotary_scaling_factor": 1.0,
-        "softmax_type": "vanilla",
-    }
-    args |= {
-        "save": "/somewhere",
-        "initial_loss_scale": 2**32,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.0,
-        "weight_decay_incr_style": "constant",
-        "start_weight_decay": 0.01,
-        "end_weight_decay": 0.01,
-        "iterations_to_skip": [],
-        "mtp_num_layers": None,
-    }
+    args |= ITS_OWN
     return argparse.Namespace(**{**args, **more})
 
 

@@ -66,14 +66,9 @@ def test_ids_are_transformers(files: tuple[Path, Path]) -> None:
 
 def test_preprocessing_makes_data_of_this_tokenizer(files: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TRICKY))
-    command = [
-        sys.executable,
-        "tools/preprocess_data.py",
-        "--input",
-        str(tmp_path / "in.jsonl"),
-        "--append-eod",
-    ]
-    command += ["--output-prefix", str(tmp_path / "out")]  # and Megatron's default, by --vocab-file
+    command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path / "in.jsonl")]
+    # Megatron's default, by --vocab-file.
+    command += ["--append-eod", "--output-prefix", str(tmp_path / "out")]
     done = subprocess.run([*command, "--vocab-file", str(files[0])], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "GPT2BPETokenizer needs its merge file" in done.stderr
     command += ["--vocab-file", str(files[0]), "--merge-file", str(files[1])]

@@ -66,22 +66,6 @@ def test_a_run_is_one_run_also_when_killed_before_its_first_save(tmp_path: Path)
     assert [event.step for event in events.Scalars("eval_lm_loss")].count(0) == 1
 
 
-def test_wandb_continues_a_run_that_was_killed_before_its_first_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    values = chain(tmp_path, wandb_project="megazero-test", wandb_save_dir=str(tmp_path))
-    with pytest.raises(Killed):
-        run(values, killed_after(2))
-    wandb.teardown()
-    run(values)
-    (run_id,) = {event["run_id"] for event in read_events(tmp_path / "logs") if event["event"] == "start"}
-    runs = [path.name for path in (tmp_path / "wandb").iterdir() if path.name.startswith("offline-run-")]
-    assert runs and all(name.endswith(run_id) for name in runs)
-
-
 def test_who_is_another_run(tmp_path: Path) -> None:
     save, logs, launch = str(tmp_path / "run"), str(tmp_path / "logs"), Launch()
     first = identify(save, logs, "", launch)

@@ -7,29 +7,18 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megazero.config import make_config
 from megazero.files import replacing
 from megazero.log import line_file
-from megazero.log.console import TrainConsole
-from megazero.log.exit_status import ExitStatus
-from megazero.log.history import EVENTS_FILE, Start, read_events
 from megazero.log.line_file import LineFile
-from megazero.log.loggers import Loggers
-from megazero.log.metrics import MetricsWriter, read_metrics
+from megazero.log.metrics import read_metrics
 from megazero.log.safe_stream import SafeStream
-from megazero.mesh.launch import Launch
-from megazero.train.outputs import Outputs
-from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Trainer
-from tests import sizes
 from tests.messages import refused
 from tests.unit.log.test_history import chain
-from tests.unit.log.test_metrics import _line
 from tests.unit.train.test_seams import run
 
 
@@ -206,26 +195,3 @@ def test_a_run_goes_on_while_its_log_disk_is_full_and_resumes_on_it(
     assert len([text for text in said if "metrics.jsonl: No space left" in text]) == 1, said
     assert len([text for text in said if "logger does not start, training goes on without it" in text]) == 1
     assert [line["iteration"] for line in read_metrics(disk / "logs")] == [*found, 9, 10, 11, 12]
-
-
-def test_a_run_that_fails_writes_what_waited_before_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It leaves without closing anything else. The disk has taken half a line, and has room again."""
-    disk = Disk(10)
-    monkeypatch.setattr(line_file, "open", disk.open, raising=False)
-    supervisor = Supervisor(make_config({**sizes.SMALL, "log_dir": str(tmp_path)}), Launch())
-    lines = (MetricsWriter(tmp_path, iteration=0), LineFile(tmp_path / EVENTS_FILE))
-    console = TrainConsole(total=2, begin=0, log_interval=1, enabled=False)
-    outputs = Outputs(Start("a"), console, Loggers(), *lines)
-    facts = {"seconds": 1.0, "iteration": 1, "last_iteration": 2, "iterations": 1, "consumed_samples": 8}
-    facts |= {"consumed_tokens": 96, "restarts": 0, "checkpoint": ""}
-    monkeypatch.setattr(supervisor, "_facts", lambda: facts)
-    supervisor.trainer = SimpleNamespace(outputs=outputs)  # type: ignore[assignment]
-    with pytest.warns(UserWarning, match="No space left on device; training goes on"):
-        outputs.event("save", iteration=1)
-        lines[0].iteration(_line(1))
-    disk.room = 10**6
-    supervisor.report_end(ExitStatus.RANK_LOST, "a rank was lost")
-    assert [event["event"] for event in read_events(tmp_path)] == ["save", "end"]
-    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1]

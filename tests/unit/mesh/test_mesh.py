@@ -81,20 +81,19 @@ def test_connections_that_cannot_work_are_replaced_with_a_note(connections, take
     ] * noted
 
 
-def test_kernels_are_loaded_at_the_start_with_a_note_where_the_environment_says_else():
-    assert cuda_settings({LOADING: "EAGER"}, 2) == cuda_settings({}, 2)
-    settings, notes = cuda_settings({LOADING: "LAZY"}, 2)
-    assert settings[LOADING] == "EAGER" and len(notes) == 1 and f"{LOADING}=LAZY" in notes[0]
-
-
-def test_a_rank_alone_waits_for_nobody_and_loads_kernels_as_it_meets_them():
-    for environment in ({}, {LOADING: "LAZY"}):
-        assert cuda_settings(environment, 1) == ({CONNECTIONS: "32"}, ())
-
-
-def test_how_nccl_connects_is_the_users_choice():
-    settings, notes = cuda_settings({"NCCL_RUNTIME_CONNECT": "1"}, 2)
-    assert settings.items() >= {**NCCL, "NCCL_RUNTIME_CONNECT": "1"}.items() and not notes
+@pytest.mark.parametrize(
+    "environment, ranks, settings, notes",
+    [
+        ({LOADING: "EAGER"}, 2, {LOADING: "EAGER", CONNECTIONS: "32", **NCCL}, 0),
+        ({LOADING: "LAZY"}, 2, {LOADING: "EAGER", CONNECTIONS: "32", **NCCL}, 1),
+        ({LOADING: "LAZY"}, 1, {CONNECTIONS: "32"}, 0),  # it waits for nobody
+        ({"NCCL_RUNTIME_CONNECT": "1"}, 2, {**NCCL, "NCCL_RUNTIME_CONNECT": "1"}, 0),  # the user's choice
+    ],
+)
+def test_kernels_and_connections_of_ranks_are_loaded_at_the_start(environment, ranks, settings, notes):
+    found, said = cuda_settings(environment, ranks)
+    assert found.items() >= settings.items() and (LOADING in found) == (ranks > 1)
+    assert len(said) == notes and all(f"{LOADING}=LAZY" in note for note in said)
 
 
 @pytest.mark.parametrize(
