@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megazero.checkpoint import image, saving, store, writer
+from megazero.checkpoint import image, store, writer
 from megazero.checkpoint.manifest import checksum
 from megazero.checkpoint.placement import Placement, RowRange
-from megazero.log.exit_status import ExitStatus, status_of
 from tests.messages import refused
 
 
@@ -95,40 +90,6 @@ def test_a_save_behind_the_training_holds_what_was_there_when_it_began(tmp_path:
     assert staging.nbytes == size
 
 
-def test_a_part_that_fails_or_hangs_is_an_error_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(tick: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    part = store.Part("writing", full)
-    part.start()
-    part.wait_for_all(None, 60)
-    with pytest.raises(OSError, match="No space left") as caught:
-        part.result()
-    assert status_of(caught.value) is ExitStatus.STORAGE
-
-    clock, ticks, began, release = [0.0], list[Callable[[], None]](), threading.Event(), threading.Event()
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-
-    def writing(tick: Callable[[], None]) -> None:
-        ticks.append(tick)
-        began.set()
-        release.wait()
-
-    hanging = store.Part("writing 'X'", writing)
-    hanging.start()
-    began.wait()
-    for now in (50.0, 100.0, 150.0):  # it gets on
-        clock[0] = now
-        assert not hanging.ended(60)
-        ticks[0]()
-    clock[0] = 211.0
-    hanging.wait_for_all(None, 60)
-    release.set()
-    with pytest.raises(TimeoutError, match="writing 'X' has made no progress for 61 s: .* hangs") as caught:
-        hanging.result()
-    assert status_of(caught.value) is ExitStatus.RANK_LOST
-
-
 def test_an_image_is_written_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, and what goes wrong there is the operating system's error here."""
     program = tmp_path / "image_writer.py"
@@ -175,7 +136,6 @@ def test_what_writes_ends_with_its_rank(tmp_path: Path) -> None:
 
 SPINS = """
 import os, sys, time
-from tests.messages import refused
 print(1, flush=True)
 until = time.monotonic() + 20
 while time.monotonic() < until and not os.path.exists(sys.argv[0] + ".seen"):

@@ -31,7 +31,6 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.config import ConfigError, World, begun, make_config, parse
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.train.state.origin import find_origin, leave_behind
-from megazero.train.state.saver import Saver
 from tests.messages import names, refused
 from tests.sizes import TINY
 
@@ -243,28 +242,6 @@ def test_nothing_is_tried_beside_a_call_that_hangs(tmp_path: Path, faults: Fault
     assert status_of(caught.value) is ExitStatus.RANK_LOST
 
 
-class Checkpoints:
-    """What a Saver has of a run: its folder and options, and a state that is the iteration."""
-
-    def __init__(self, root: Path, **options: Any) -> None:
-        said = {**TINY, "save": str(root), "save_interval": 1, **options}
-        self.config, self.root, self.guard = make_config(said), root, lambda folder: None
-
-    def saving(self, iteration: Any, staging: Any, retry: store.Retry, busy: Path | None) -> Any:
-        shot = snapshot(iteration.iteration)
-        return store.saving(self.root, shot, staging=staging, retry=retry, retention=Retention(2, busy=busy))
-
-
-def saver_of(root: Path, said: list[str], **options: Any) -> tuple[Saver, list[int]]:
-    saved, console = list[int](), SimpleNamespace(note=said.append, warning=said.append)
-    run: Any = Checkpoints(root, **options)
-    return Saver(run, console, lambda step, path, s: saved.append(step), 60.0), saved  # type: ignore[arg-type]
-
-
-def at(iteration: int) -> Any:
-    return SimpleNamespace(iteration=iteration)
-
-
 # -- damage ----------------------------------------------------------------------------------------------
 
 
@@ -395,33 +372,16 @@ def spoiled(copy: Callable[..., Any], source: Path, target: Path, tick: Any) -> 
     return read, type(back)(back.size, back.crc32 ^ 1)
 
 
-def test_what_is_being_copied_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, save = list[str](), tmp_path / "save"
-    go, good = threading.Event(), image.copy_file
-
-    def slowly(*given: Any) -> Any:
-        go.wait()
-        return good(*given)
-
-    monkeypatch.setattr("megazero.checkpoint.copying.copy_file", slowly)
-    saver, saved = saver_of(save, said, save_copy=str(tmp_path / "copy"), async_save=False)
-    for step in (1, 2, 3, 4):
-        saver.save(at(step))
-    # keeps 2, and what is copied
-    assert [path.name[-1] for path in store.checkpoints(save)] == ["1", "3", "4"]
-    go.set()
-    saver.copy(str(save / "iter_0000004"), last=True)
-    assert [path.name[-1] for path in store.checkpoints(tmp_path / "copy")] == ["1", "4"]
-    saver.save(at(5))
-    saver.copy(str(save / "iter_0000005"), last=True)
-    assert [path.name[-1] for path in store.checkpoints(save)] == ["4", "5"]
-    retain(save, save / "iter_0000005", Retention(1))
-    assert len(store.checkpoints(save)) == 1
-
-
 def test_options_that_contradict_each_other() -> None:
     wrong = {"save_copy_interval": 3, "save_copy": "a/../s", "save_retry_minutes": -1}
     with refused(
         "--save-copy-interval 3", "nearest: 2 or 4", "--save-copy a/../s", "--save-retry-minutes -1"
     ):
         make_config({**TINY, "save": "s", "save_interval": 2, **wrong})
+
+
+def test_what_is_being_copied_is_not_deleted(tmp_path: Path) -> None:
+    first, _, last = (store.save(tmp_path, snapshot(step)) for step in (1, 2, 3))
+    for busy, kept in ((first, [first, last]), (None, [last])):
+        retain(tmp_path, last, Retention(1, busy=busy))
+        assert store.checkpoints(tmp_path) == kept

@@ -258,41 +258,6 @@ def remove_shard(folder):
     first_shard(folder).unlink()
 
 
-def share_bytes(folder):
-    """Let a norm lie where another one lies."""
-    rewrite(
-        folder, lambda told: told["model.norm.weight"] | {"data_offsets": first_norm(told)["data_offsets"]}
-    )
-
-
-def measure_in_floats(folder):
-    rewrite(folder, lambda told: told["model.norm.weight"] | {"shape": [32.0]})
-
-
-def rewrite(folder, norm):
-    """Replace what a header says of the last norm."""
-    for file in folder.glob("*.safetensors"):
-        data = file.read_bytes()
-        end = 8 + int.from_bytes(data[:8], "little")
-        told = json.loads(data[8:end])
-        if "model.norm.weight" in told:
-            text = json.dumps({**told, "model.norm.weight": norm(told)}).encode()
-            file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
-
-
-def first_norm(told):
-    return next(each for name, each in told.items() if name.endswith("post_attention_layernorm.weight"))
-
-
-def spell_twice(folder):
-    """Add a tensor that is the last norm, too, without "model." before its name."""
-    from safetensors.torch import load_file, save_file
-
-    file, index = first_shard(folder), folder / "model.safetensors.index.json"
-    save_file({**load_file(file), "norm.weight": torch.zeros(32)}, file)
-    reindex(folder, {**json.loads(index.read_text())["weight_map"], "norm.weight": file.name})
-
-
 def edit(folder, **fields):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
@@ -303,7 +268,6 @@ MISTAKES = {
     "a damaged header": (header, "is no safetensors file, or is cut off"),
     "a missing index": (remove_index, "model.safetensors.index.json' is missing: there are"),
     "an index that is a list": (lambda f: reindex(f, ["lm_head.weight"]), "index.json' is damaged"),
-    "an index of numbers": (lambda f: reindex(f, {"lm_head.weight": 1}), "index.json' is damaged"),
     "a missing shard": (remove_shard, "is missing, and .* names it"),
     "an unknown field": (lambda f: edit(f, brand_new=3), "brand_new = 3 is not known here.*--accept-field"),
     "another model type": (
@@ -311,9 +275,6 @@ MISTAKES = {
         "'mamba' is not built here: it has state space",
     ),
     "another size": (lambda f: edit(f, hidden_size=48, head_dim=6), "not of this model"),
-    "tensors that share bytes": (share_bytes, r"begins at byte \d+, and what is before it ends at"),
-    "a length that is no whole number": (measure_in_floats, "for shape \\[32.0\\], which are no sizes"),
-    "two names of one tensor": (spell_twice, "not of this model"),
     "a number in quotes": (
         lambda f: edit(f, num_nextn_predict_layers="1"),
         "num_nextn_predict_layers takes a whole number, got '1'",

@@ -25,7 +25,6 @@ from megazero.convert.command import main
 from megazero.convert.importing import write_checkpoint
 from megazero.convert.megatron.arguments import read_arguments
 from megazero.convert.megatron.weights import MegatronWeights
-from megazero.families.layer_kinds import layer_kinds
 from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict
 from tests.hugging_face import to_hf_state_dict
@@ -300,22 +299,6 @@ def test_the_command_writes_weights_and_flags(tmp_path, capsys):
     assert main(["from-megatron", *words]) == 2, "what is there stays"
 
 
-def test_what_has_no_effect_is_in_no_file_of_the_run(tmp_path, capsys):
-    """Megatron keeps every argument at its default, which may not be the one here."""
-    idle = {"muon_momentum": 0.9, "muon_num_ns_steps": 7, "muon_tp_mode": "blockwise", "sgd_momentum": 0.5}
-    idle |= {"optimizer": "adam", "eval_iters": 0, "eval_interval": 100, "wandb_exp_name": "a"}
-    idle |= {"decoupled_min_lr": 0.1, "lr_wsd_decay_style": "linear", "window_attn_skip_freq": 4}
-    torch_dist(tmp_path / "m", megatron(original("llama")), arguments("llama", **idle))
-    assert main(["from-megatron", str(tmp_path / "m"), str(tmp_path / "ck")]) == 0
-    assert "muon" not in capsys.readouterr().out
-    filed = parse(["--config", str(tmp_path / "ck" / "iter_0000000" / "run.yaml")])
-    assert filed.notes == () and filed.optimizer.lr == 0.01
-    muon = arguments("llama", **{**idle, "optimizer": "muon"})
-    torch_dist(tmp_path / "n", megatron(original("llama")), muon)
-    assert main(["from-megatron", str(tmp_path / "n"), str(tmp_path / "cm")]) == 0
-    assert "--muon-tp-mode blockwise" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("said", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])
 def test_centred_norms_stay_what_they_are(said, tmp_path):
     decoder = original("llama")
@@ -365,21 +348,6 @@ def test_the_gate_is_where_the_argument_says(kind, tmp_path):
 def test_what_megatron_completes_is_read_in_its_meaning(said, options):
     read = read_arguments(vars(arguments("llama", **said)), (), ()).options
     assert {name: read.get(name) for name in options} == options
-
-
-def test_choices_of_layers_come_along_and_idle_ones_of_yarn_do_not(tmp_path):
-    said = {
-        "window_size": (7, 0),
-        "window_attn_skip_freq": 2,
-        "no_rope_freq": [0, 0, 0, 1],
-        "softmax_scale": 0.5,
-    }
-    args = arguments("llama", **said, mscale=1.0, mscale_all_dim=1.0)
-    model = MegatronWeights.open(torch_dist(tmp_path, megatron(original("llama")), args)).model
-    assert [(kind.window, kind.rotary) for kind in layer_kinds(model)] == [
-        *((8, True), (None, True), (8, True), (None, False))
-    ]
-    assert model.softmax_scale == 0.5 and model.yarn_mscale_all_dim == 0.0
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path, monkeypatch):

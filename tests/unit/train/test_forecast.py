@@ -138,7 +138,7 @@ def test_a_run_is_told_of_how_many_tokens_it_holds_logits() -> None:
         make_config({**values, "params_dtype": "fp64"}, World(1, 1))
     words = [*WORDS, *ALONE, *["--lr", "1", "--train-iters", "1", "--mock-data", "--loss-chunk-tokens"]]
     for wrong in ("0", "some"):
-        with refused(f"--loss-chunk-tokens {wrong}"):
+        with refused("--loss-chunk-tokens", wrong, "auto" if wrong == "some" else "at least 1"):
             parse([*words, wrong])
 
 

@@ -93,6 +93,18 @@ def test_schedules_equal_megatrons() -> None:
             assert (rate(place), decay(place)) == (group["lr"], group["weight_decay"]), (seed, said, place)
 
 
+def test_learning_rate_by_hand() -> None:
+    rate = LearningRate(peak=1.0, minimum=0.1, warmup=10, decay=110, style="cosine")
+    assert rate(0) == 0.0
+    assert rate(5) == 0.5
+    assert rate(10) == 1.0
+    assert rate(60) == pytest.approx(0.55)
+    assert rate(110) == pytest.approx(0.1)
+    assert rate(10_000) == 0.1
+    flat = LearningRate(peak=1.0, minimum=0.0, decay=100, style="WSD", wsd_decay=20, wsd_style="minus_sqrt")
+    assert [flat(c) for c in (0, 80, 85, 100, 101)] == [1.0, 1.0, 0.5, 0.0, 0.0]
+
+
 RAMPS = [(8, 8, 100, 32, 2, 4), (192, 16, 9765, 2048, 2, 8), (4, 4, 37, 16, 1, 4), (2, 2, 1000, 4, 1, 1)]
 
 
