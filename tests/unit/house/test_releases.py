@@ -1,4 +1,4 @@
-"""What setup.cfg, the Makefile and docs/develop/releases.md say of releases, and torch's private parts in use."""
+"""What setup.cfg and the Makefile say of releases."""
 
 from __future__ import annotations
 
