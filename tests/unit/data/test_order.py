@@ -16,7 +16,7 @@ from megazero.config.options.data_inputs import SPLITS, parse_blend, parse_data_
 from megazero.data import gpt as gpt_module
 from megazero.data.blend import blend_order, normalize
 from megazero.data.build import blends_by_share, build_dataset, split_bounds
-from megazero.data.gpt import SampleSpec
+from megazero.data.gpt import SampleSpec, sample_starts
 from megazero.data.indexed import IndexedWriter
 from megazero.data.tokenizer import TokenizerInfo, write_meta
 from megazero.models.masking import Masking
@@ -184,6 +184,14 @@ def test_blending_indices_are_megatrons(members: int) -> None:
     helpers.build_blending_indices(which, sample, shares, members, 5000, False)
     order = blend_order(shares, 5000)
     assert np.array_equal(order["member"], which) and np.array_equal(order["sample"], sample)
+
+
+def test_sample_starts_with_empty_documents() -> None:
+    sizes = np.array([0, 3, 0, 0, 5, 0, 4, 0], np.int32)
+    stream = [(d, o) for d, size in enumerate(sizes) for o in range(size)]
+    starts = sample_starts(sizes, 11 // 2, 2)
+    assert starts[0].tolist() == [0, 0]
+    assert [tuple(row) for row in starts[1:].tolist()] == stream[2:12:2]
 
 
 def test_splits_and_paths() -> None:

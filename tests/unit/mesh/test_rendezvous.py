@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
-from megazero.mesh.rendezvous import RanksMissing, connect, in_ranges, meet, missing_ranks
+from megazero.mesh.rendezvous import RanksMissing, _listen, connect, in_ranges, meet, missing_ranks
 from megazero.mesh.starter import free_port
 
 HERE = socket.gethostname()
@@ -169,6 +169,12 @@ def test_the_store_listens_where_the_address_says_alone(
     assert [at for at in listening if at.endswith(f":{launch.master_port:04X}")] == [
         f"{listens}:{launch.master_port:04X}"
     ]
+
+
+def test_an_address_that_is_forwarded_to_this_host_has_every_interface() -> None:
+    there = socket.getaddrinfo("192.0.2.1", 0, type=socket.SOCK_STREAM)  # nobody's, for documents
+    with closing(_listen(there, 0)) as listening:
+        assert listening.getsockname()[0] == "0.0.0.0"
 
 
 NODES = ("gpu03", "gpu04")

@@ -215,6 +215,19 @@ def test_parity_with_torchs_grad_scaler(tmp_path: Path) -> None:
     assert lines[-1]["lm_loss"] < lines[0]["lm_loss"]
 
 
+def test_skipped_steps_do_not_move_the_learning_rate_and_are_told(tmp_path: Path) -> None:
+    """As Megatron's scheduler, which is told of updates alone."""
+    lines, text = train(
+        {"initial_loss_scale": 2.0**24, "loss_scale_window": 100, "hysteresis": 1, "train_iters": 9}, tmp_path
+    )
+    skips = sum("skipped" in line for line in lines)
+    assert 2 < skips < 8 and all("skipped" in line for line in lines[:skips])
+    rates = [line["learning_rate"] for line in lines]
+    assert rates[: skips + 1] == [rates[0]] * (skips + 1) and rates[skips] < rates[skips + 1]
+    assert [line["loss_scale"] for line in lines] == [2.0 ** (24 - min(i, skips)) for i in range(1, 10)]
+    assert "loss scale 2.09715e+06 | skipped 2" in text and f"loss scale {2.0 ** (24 - skips):g}" in text
+
+
 def spoil(run: Trainer, first: int, last: int) -> None:
     """Make the loss infinite, iterations [first, last]."""
     forward = run.pipeline.forward
