@@ -231,9 +231,9 @@ def test_a_run_goes_on_on_another_layout(tmp_path: Path, pair: tuple[str, str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", range(10))
 def test_a_run_goes_on_on_every_other_layout(tmp_path: Path, part: int) -> None:
-    assert not relayout(tmp_path, PAIRS[part::5], {})
+    assert not relayout(tmp_path, PAIRS[part::10], {})
 
 
 @pytest.mark.slow

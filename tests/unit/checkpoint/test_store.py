@@ -1,8 +1,10 @@
 """The store in one process: round trips, damage, malice, kills, retention."""
 
+import io
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -13,9 +15,11 @@ from math import prod
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from megazero.checkpoint import directory, manifest, planners, reading, store, writer
 from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.metadata import read_metadata
 from megazero.checkpoint.placement import Placement, RowRange
 from megazero.checkpoint.records import SliceRecord
 from megazero.convert import inspection
@@ -494,3 +498,67 @@ def test_what_is_superseded_is_kept_and_not_in_the_way(tmp_path):
     assert value_of(tmp_path / names[0]) == 2.0 and value_of(tmp_path / names[1]) == 20.0
     with refused("step 3", "3.superseded", by=CheckpointError):
         store.find_checkpoint(tmp_path, 3)
+
+
+# -- files of an attacker --------------------------------------------------------------------------------
+
+
+class Malice:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+def reseal(path, name):
+    """What an attacker does: put the right checksums on a changed file."""
+    body = json.loads((path / "manifest.json").read_bytes())
+    for key in ("format", "version", "crc32"):
+        body.pop(key)
+    entry = manifest.checksum(path / name)
+    body["files"][name] = {"size": entry.size, "crc32": entry.crc32}
+    (path / "manifest.json").unlink()
+    manifest.write_manifest(path, manifest._parse(body))
+
+
+def test_malicious_metadata_is_refused_without_running(tmp_path):
+    path = saved(tmp_path)
+    (path / ".metadata").write_bytes(pickle.dumps(Malice(tmp_path / "owned")))
+    reseal(path, ".metadata")
+    for read in (lambda: store.load(path, records=model()), reading.Reader(path).read_metadata):
+        with pytest.raises(CheckpointError, match="damaged or malicious"):
+            read()
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "other.distcp"])
+def test_metadata_cannot_point_outside(tmp_path, name):
+    path = saved(tmp_path)
+    metadata = FileSystemReader(path).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path, ".metadata")
+    with pytest.raises(CheckpointError, match="no description of tensors|manifest does not list"):
+        store.load(path, records=model())
+
+
+def test_malicious_tensor_file_is_refused(tmp_path):
+    path = saved(tmp_path)
+    target = tmp_path / "owned"
+    buffer = io.BytesIO()
+    torch.save(Malice(target), buffer)
+    data = (path / "__0_0.distcp").read_bytes()
+    metadata = read_metadata(path)
+    for info in metadata.storage_data.values():
+        info.offset, info.length = 0, len(buffer.getvalue())
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / "__0_0.distcp").write_bytes(buffer.getvalue() + data)
+    for name in (".metadata", "__0_0.distcp"):
+        reseal(path, name)
+    with pytest.raises(CheckpointError, match="[Ww]eights.only"):
+        store.load(path, records=model())
+    assert not target.exists()
