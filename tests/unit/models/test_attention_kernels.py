@@ -88,33 +88,18 @@ def test_kernels_are_asked_once_for_all_layers_and_again_under_other_settings(fu
         assert not fused(*shape) and len(asked) == 2
 
 
+WIDE, WINDOW = {"hidden_size": 64}, {"sliding_window": 31}
+
+
 @pytest.mark.parametrize(
     ("family", "dtype", "changes", "said"),
     [
-        ("llama", torch.bfloat16, {}, None),
-        ("llama", torch.float32, {}, None),
-        ("llama", torch.float64, {}, "2 heads of 12 in float64 on"),
         ("llama", torch.bfloat16, {"sliding_window": 32}, None),
-        (
-            "llama",
-            torch.bfloat16,
-            {"hidden_size": 64, "sliding_window": 31},
-            "attention with windows: --attention-backend flash",
-        ),
-        ("llama", torch.float64, {"sliding_window": 31}, "above 256 and windows in float64"),
-        ("bloom", torch.bfloat16, {"hidden_size": 64}, "attention with ALiBi: --attention-backend flex"),
-        (
-            "gemma2",
-            torch.bfloat16,
-            {"hidden_size": 64},
-            "attention with capped scores: --attention-backend flex",
-        ),
-        (
-            "gemma2",
-            torch.bfloat16,
-            {"hidden_size": 64, "attention_dropout": 0.1},
-            "no kernel here computes capped scores and dropout in bfloat16 (flash-attn: the package",
-        ),
+        ("llama", torch.float64, {}, "2 heads of 12 in float64 on"),
+        ("llama", torch.bfloat16, {**WIDE, **WINDOW}, "attention with windows: --attention-backend flash"),
+        ("llama", torch.float64, WINDOW, "above 256 and windows in float64"),
+        ("bloom", torch.bfloat16, WIDE, "attention with ALiBi: --attention-backend flex"),
+        ("gemma2", torch.bfloat16, {**WIDE, "attention_dropout": 0.1}, "(flash-attn: the package"),
     ],
 )
 def test_a_run_says_which_backend_computes_more_than_plain_attention(
