@@ -36,9 +36,15 @@ VOCABULARIES = {
 # truth; after steps of 5e-4 7e-7.
 LR_OF_DEEP = 5e-4
 MULTI_QUERY = "multi-query"  # Llama with one key/value head, which tensor-parallel ranks share
+TWO_KEY_HEADS, TINY_VOCABULARY = "two key heads", "tiny vocabulary"
 # Families of other options than their name's own.
 MORE: dict[str, dict[str, Any]] = {
     MULTI_QUERY: {"model_family": "llama", "num_query_groups": 1},
+    TWO_KEY_HEADS: {
+        **{"model_family": "llama", "num_query_groups": 2, "squared_relu": True, "swiglu": False},
+        **{"kv_channels": 8, "rotary_percent": 0.5, "pad_vocab_size_to": 128},
+    },
+    TINY_VOCABULARY: {"model_family": "bloom", "vocab_size": 5, "make_vocab_size_divisible_by": 128},
     "qwen2-window": {"model_family": "qwen2", "num_query_groups": 4, "sliding_window": 3},
     "gemma2-documents": {
         "model_family": "gemma2",
@@ -106,7 +112,6 @@ class Model:
             "lr": SIZES["lr"] if self.layers == 2 else LR_OF_DEEP,
             "model_family": "llama" if self.family in EXPERTS else self.family,
             "num_query_groups": {"llama": 4, "qwen2": 4}.get(self.family),
-            **MORE.get(self.family, {}),
             **EXPERTS.get(self.family, {}),
             **({"moe_layer_freq": (0,) + (1,) * (self.layers - 1)} if "shared" in self.family else {}),
             "untie_embeddings_and_output_weights": not self.tied,
@@ -114,6 +119,7 @@ class Model:
             "make_vocab_size_divisible_by": divisor,
             "params_dtype": self.dtype,
             "global_batch_size": self.batch,
+            **MORE.get(self.family, {}),
         }
 
     def config(self) -> RunConfig:

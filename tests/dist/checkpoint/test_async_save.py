@@ -18,7 +18,7 @@ from megazero.checkpoint.directory import TRIAL
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.ops.failures import NonFiniteLoss
 from tests.dist.pool import run_ranks
-from tests.dist.runs import Processes, checkpoint_of, differences, digest, train, train_all
+from tests.dist.runs import train
 
 BASE = {"zero_preset": "zero3", "global_batch_size": 4}
 WRITE, PROGRAM = writer.write_image, image.PROGRAM
@@ -65,40 +65,6 @@ def still_from_the_second(count: int, *arguments: Any) -> Any:
 
 def full_from_the_start(count: int, path: Path, *rest: Any) -> Any:
     return full_from_the_second(2, path, *rest)
-
-
-def tensors(folder: Path) -> dict[str, str]:
-    """Of all checkpoints in a folder: the files with tensors and positions."""
-    return {
-        name: text for name, text in digest(folder).items() if not name.endswith(("manifest.json", "json"))
-    }
-
-
-@pytest.mark.slow
-def test_checkpoints_are_those_of_saves_at_once(tmp_path: Path) -> None:
-    """Those of bf16 with an interval of one step, too."""
-    jobs, folders = [], []
-    for number, options in enumerate(({}, {"params_dtype": "bf16", "save_interval": 1, "save_keep_last": 2})):
-        for behind in (True, False):
-            folder = tmp_path / f"{number}-{behind}"
-            common = {
-                **BASE,
-                "save_interval": 2,
-                **options,
-                "async_save": behind,
-                "log_dir": f"{folder}-logs",
-            }
-            jobs.append({**common, "save": str(folder), "train_iters": 5})
-            folders.append(folder)
-    every = run_ranks(2, train_all, jobs, timeout=300)
-    for seen in every:
-        assert seen[0].losses == seen[1].losses and seen[2].losses == seen[3].losses
-    for behind, at_once in ((folders[0], folders[1]), (folders[2], folders[3])):
-        assert tensors(behind) == tensors(at_once) and len(tensors(behind)) > 4
-        assert not differences(checkpoint_of(behind), checkpoint_of(at_once))
-        assert sorted(os.listdir(behind)) == sorted(os.listdir(at_once))
-    assert sorted(os.listdir(folders[0])) == [f"iter_{step:07d}" for step in (2, 4, 5)]
-    assert sorted(os.listdir(folders[2])) == [f"iter_{step:07d}" for step in (4, 5)]
 
 
 @pytest.mark.slow
@@ -183,39 +149,6 @@ def test_stop_signals_to_all_processes_do_not_end_what_writes(tmp_path: Path) ->
     (got,) = run_ranks(1, write_under_stop_signals, tmp_path)
     assert set(got) == set(STOPS)
     assert (tmp_path / "file").read_bytes() == bytes([7]) * 100_000
-
-
-def die_in_the_third_save(rank: int) -> None:
-    """In rank 1, SIGKILL where its third file is being written, behind the one that a start tries."""
-    count = [0]
-
-    def counted(*arguments: Any) -> Any:
-        count[0] += 1
-        if count[0] == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return WRITE(*arguments)
-
-    if rank == 1:
-        writer.write_image = counted
-
-
-@pytest.mark.slow  # test_random_kills.py has kills in saves, always run
-def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "save_interval": 2, "train_iters": 8}
-    values |= {"load": str(tmp_path / "run"), "log_dir": str(tmp_path / "logs")}
-    ranks = Processes.start(2, values, tmp_path, prepare=die_in_the_third_save)
-    assert ranks.statuses() == [ExitStatus.RANK_LOST, -signal.SIGKILL], ranks.texts()
-    latest = store.latest(tmp_path / "run")
-    assert latest is not None and latest.name == "iter_0000004"
-    straight = {
-        **BASE,
-        "save": str(tmp_path / "straight"),
-        "train_iters": 8,
-        "log_dir": str(tmp_path / "other"),
-    }
-    resumed, other = run_ranks(2, train_all, [values, straight], timeout=300)[0]
-    assert resumed.start == 4 and resumed.losses == other.losses[4:]
-    assert not differences(checkpoint_of(tmp_path / "run"), checkpoint_of(tmp_path / "straight"))
 
 
 def cannot_write(values: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import ExitStack, redirect_stdout
+from functools import cache
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.dist.pool import run_ranks
 from tests.dist.runs import refusals
 from tests.family_models import save
 from tests.hugging_face import save_model, weights_digest
+from tests.messages import refused
 from tests.sizes import TINY
 
 # What a folder decides is not said; the order of samples and the length of the run are the run's own.
@@ -35,11 +37,7 @@ LAYOUTS = {
     "one rank": ("llama", 1, {}),
     "TP 2 x DP 2, zero3": ("llama", 4, ZERO3),
     "DP 4, hpz": ("llama", 4, {"zero_preset": "hpz", "ranks_per_node": 2}),
-    "DP 4, zeropp": (
-        "llama",
-        4,
-        {"zero_preset": "zeropp", "ranks_per_node": 2, "zero_exact_numel": 64, "zero_block_size": 8},
-    ),
+    "DP 4, zeropp": ("llama", 4, {"zero_preset": "zeropp", "ranks_per_node": 2, **SMALL}),
     "one rank, tied": ("gpt2", 1, {}),
     "PP 2 x DP 2, tied": ("gpt2", 4, {"pipeline_model_parallel_size": 2, "zero_preset": "zero2"}),
     "one rank, fused rows": (FUSED, 1, {}),
@@ -52,7 +50,8 @@ LAYOUTS = {
         {"expert_model_parallel_size": 2, "zero_preset": "zeropp", "ranks_per_node": 2, **SMALL},
     ),
 }
-KINDS = tuple(dict.fromkeys(kind for kind, _, _ in LAYOUTS.values()))
+ALWAYS = ("one rank", "TP 2 x DP 2, zero3", "EP 2, zeropp")
+EVERY = [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in LAYOUTS]
 
 
 def begin(values):
@@ -86,18 +85,21 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def began(folders, tmp_path_factory):
-    """What each layout began with: name -> (folder of its checkpoints, what its ranks saw)."""
-    root, out = tmp_path_factory.mktemp("runs"), {}
-    for name, (kind, world, layout) in LAYOUTS.items():
+    """What a layout began with, by its name: the folder of its checkpoints, and what its ranks saw."""
+    root = tmp_path_factory.mktemp("runs")
+
+    @cache
+    def begin_on(name):
+        kind, world, layout = LAYOUTS[name]
         values = {"load": f"hf:{folders[kind]}", **layout, "log_dir": str(root / "logs")}
-        seen = run_ranks(world, begin, {**values, "save": str(root / name)}, timeout=120)
-        out[name] = root / name, seen
-    return out
+        return root / name, run_ranks(world, begin, {**values, "save": str(root / name)}, timeout=120)
+
+    return begin_on
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_layout_begins_with_the_folders_weights(name, folders, began):
-    root, seen = began[name]
+    root, seen = began(name)
     kind = LAYOUTS[name][0]
     published = Published.open(folders[kind])
     loaded = store.load_full(store.latest(root))
@@ -105,27 +107,27 @@ def test_every_layout_begins_with_the_folders_weights(name, folders, began):
     for stored in published.names:
         assert torch.equal(loaded[stored], published.tensor(stored)), stored
     alone = next(each for each, (of, world, _) in LAYOUTS.items() if (of, world) == (kind, 1))
-    (reference, _, notes), *_ = began[alone][1]
+    (reference, _, notes), *_ = began(alone)[1]
     assert all(loss == pytest.approx(reference, rel=1e-6) for loss, _, _ in seen)
     assert any("optimizer states" in note and "start fresh" in note for note in notes)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["TP 2 x DP 2, zero3", "DP 4, zeropp"])
 def test_a_rank_holds_no_more_than_a_run_from_random_weights(name, began, tmp_path):
     kind, world, layout = LAYOUTS[name]
     sizes = {"model_family": "llama", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 8}
     sizes |= {"num_query_groups": 4, "ffn_hidden_size": 48, "vocab_size": 51}
     fresh = run_ranks(world, begin, {**sizes, **layout, "log_dir": str(tmp_path)})
-    assert [held for _, held, _ in began[name][1]] == [held for _, held, _ in fresh]
+    assert [held for _, held, _ in began(name)[1]] == [held for _, held, _ in fresh]
 
 
-def test_exports_of_every_layout_are_the_same_bytes(folders, began, tmp_path):
-    for kind in KINDS:
-        published = Published.open(folders[kind])
-        imported = write_checkpoint(published, tmp_path / kind, published.of_model)
-        wanted = export(imported, tmp_path / f"{kind} imported")
-        for name in [name for name, (of, _, _) in LAYOUTS.items() if of == kind]:
-            assert export(store.latest(began[name][0]), tmp_path / name) == wanted, name
+@pytest.mark.parametrize("name", EVERY)
+def test_exports_of_every_layout_are_the_same_bytes(name, folders, began, tmp_path):
+    published = Published.open(folders[LAYOUTS[name][0]])
+    imported = write_checkpoint(published, tmp_path / "imported", published.of_model)
+    wanted = export(imported, tmp_path / "out of imported")
+    assert export(store.latest(began(name)[0]), tmp_path / "out") == wanted
 
 
 def export(path, folder):
@@ -182,7 +184,7 @@ def test_flags_that_are_another_model_are_errors_at_once(folders):
     )  # as with --finetune
     assert longer.model.rotary_base == 5e5
     assert any("--rotary-base 500000 replaces --rotary-base 10000" in note for note in longer.notes)
-    with pytest.raises(ConfigError, match="nowhere.config.json' is missing"):
+    with refused("nowhere.config.json", by=ConfigError):
         begun(make_config({**RUN, "load": "hf:/nowhere"}))
-    with pytest.raises(ConfigError, match="--save-hf out has no effect without --save"):
+    with refused("--save-hf", "--save", by=ConfigError):
         begun(make_config({**RUN, "load": f"hf:{folders['llama']}", "save_hf": "out"}))

@@ -92,24 +92,6 @@ def test_outer_replicas_share_their_own_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dropout_trains_and_ranks_draw_their_own(tmp_path: Path) -> None:
-    """With recompute the masks are drawn again, so a run with it has the bits of one without."""
-    dropped = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "context_parallel_size": 2, "eval_iters": 0}
-    dropped |= {"log_dir": str(tmp_path)}
-    jobs = {
-        (way, again): (
-            2,
-            {**base(tmp_path), **dropped, "recompute_granularity": again, "cp_comm_type": (way,)},
-        )
-        for again in ("none", "selective", "full")
-        for way in ("a2a", "all_gather")
-    }
-    seen = train_each(jobs)
-    for way in ("a2a", "all_gather"):
-        assert len({tuple(ranks[0].losses) for (of, _), ranks in seen.items() if of == way}) == 1
-
-
-@pytest.mark.slow
 def test_keys_that_cross_nodes_in_eight_bits(tmp_path: Path) -> None:
     """A recompute gathers the same bits; the loss is near that of exact keys, and not the same."""
     shared = {
@@ -128,17 +110,3 @@ def test_keys_that_cross_nodes_in_eight_bits(tmp_path: Path) -> None:
     assert losses["none"] == losses["selective"] == losses["full"] != losses["exact"]
     for one, other in zip(losses["none"], losses["exact"], strict=True):
         assert one == pytest.approx(other, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_a_long_run_of_documents_is_one_ranks(tmp_path: Path) -> None:
-    """50 steps of 8,192 tokens over 2 x 2 ranks on two nodes, in fp32."""
-    data = write_data(tmp_path / "data", documents=100, end=EOD, longest=2000)
-    values = {**MASKED, "mock_data": None, "data_path": (data,), "split": "100,0,0", "seq_length": 8192}
-    values |= {"train_iters": 50, "global_batch_size": 1, "params_dtype": "fp32", "lr": 1e-3}
-    shared = {"context_parallel_size": 4, "ranks_per_node": 2, "zero_preset": "hpz"}
-    jobs = {ranks: (ranks, {**values, **more}) for ranks, more in ((1, {}), (4, shared))}
-    alone, together = (seen[0].losses for seen in train_each(jobs, timeout=1800).values())
-    assert len(alone) == len(together) == 50
-    for one, other in zip(alone, together, strict=True):
-        assert other == pytest.approx(one, rel=1e-5)

@@ -52,16 +52,6 @@ def test_sharded_layers_give_the_bits_of_eager():
 
 
 @pytest.mark.slow
-def test_tensor_parallel_layers_are_cut_at_their_collectives():
-    check([TENSOR])
-
-
-@pytest.mark.slow
-def test_a_split_backward_puts_the_same_gradients_off():
-    check([SPLIT])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_cover(world):
     check([case for case in cover() if case.world == world])

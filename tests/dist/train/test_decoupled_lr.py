@@ -10,15 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megazero.checkpoint import store
-from megazero.config import World, make_config
-from megazero.log.exit_status import ExitStatus
-from megazero.mesh.launch import Launch
 from megazero.ops.exit_conditions import NotStarted
-from megazero.train import setup
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Seen, train, train_each
-from tests.sizes import TINY
 
 APART = {"model_family": "gpt", "num_query_groups": None, "decoupled_lr": 3e-2, "decoupled_min_lr": 1e-3}
 
@@ -74,38 +68,3 @@ def test_one_rank_that_sees_the_kill_switch_stops_all(tmp_path: Path) -> None:
             assert count == iterations
             assert "the run does not begin; remove the file" in what or iterations
         assert (tmp_path / "logs").exists() == (after > 0)
-
-
-def test_a_run_that_is_killed_saves_and_the_next_one_does_not_begin(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "kill"
-    values = {
-        **TINY,
-        "log_dir": str(tmp_path / "logs"),
-        "save": str(tmp_path / "run"),
-        "load": str(tmp_path / "run"),
-    }
-    config = make_config({**values, "kill_switch_path": str(path)}, World(1, 1))
-    prepare = setup.prepare
-
-    def touch_in_the_second(*arguments: Any) -> Any:
-        trainer = prepare(*arguments)
-        iterate = trainer._iterate
-
-        def watched(batches: Any) -> Any:
-            if trainer.progress.iteration == 1:
-                path.touch()
-            return iterate(batches)
-
-        trainer._iterate = watched  # type: ignore[method-assign]
-        return trainer
-
-    with pytest.MonkeyPatch.context() as watching:
-        watching.setattr(setup, "prepare", touch_in_the_second)
-        assert setup.main(config, Launch(0, 1, local_world_size=1)) == ExitStatus.STOPPED
-    assert f"stopping after iteration 2: --kill-switch-path {path} is there" in capsys.readouterr().out
-    latest = store.latest(tmp_path / "run")
-    assert latest is not None and latest.name == "iter_0000002"
-    with pytest.raises(NotStarted, match=f"{path} is there: the run does not begin; remove the file"):
-        setup.main(config, Launch(0, 1, local_world_size=1))

@@ -132,37 +132,3 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, preset:
     assert one == two
     skips = [line.get("skipped", 0) for line in read_metrics(tmp_path)]
     assert skips[:4] == [1, 1, 1, 1] and 0 in skips
-
-
-@pytest.mark.slow
-def test_quantised_messages_cost_as_little_as_in_bf16(tmp_path: Path) -> None:
-    """zeropp ends within docs/results/loss.md's target of zero3, 0.5%, and as far from it as in bf16: measured +0.27%
-    and +0.28% (a short run of few tokens per step)."""
-    base = {
-        **FP16,
-        "initial_loss_scale": 2.0**16,  # skipped steps would be missing in a run so short
-        "loss_scale_window": 20,
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "vocab_size": 509,
-        "seq_length": 32,
-        "global_batch_size": 16,
-        "micro_batch_size": 4,
-        "train_iters": 60,
-        "lr": 2e-3,
-    }
-    jobs = {
-        (dtype, preset): {"params_dtype": dtype, **values}
-        for dtype in ("fp16", "bf16")
-        for preset, values in (("zero3", {"zero_preset": "zero3"}), ("zeropp", ZEROPP))
-    }
-    folders = {key: tmp_path / "-".join(key) for key in jobs}
-    values = [{**base, **job, "log_dir": str(folders[key])} for key, job in jobs.items()]
-    run_ranks(RANKS, train_all, values, timeout=550)
-    curves = {key: [line["lm_loss"] for line in read_metrics(folder)] for key, folder in folders.items()}
-    ends = {key: sum(losses[-20:]) / 20 for key, losses in curves.items()}
-    assert all(curves[key][0] - end > 2 for key, end in ends.items())
-    fp16, bf16 = (ends[dtype, "zeropp"] / ends[dtype, "zero3"] - 1 for dtype in ("fp16", "bf16"))
-    assert abs(fp16) < 5e-3 and abs(fp16 - bf16) < 2e-3, ends
-    assert abs(ends["fp16", "zero3"] / ends["bf16", "zero3"] - 1) < 2e-3, ends
-    assert {line["loss_scale"] for line in read_metrics(folders["fp16", "zeropp"])} > {2.0**16, 2.0**17}

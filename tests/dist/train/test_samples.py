@@ -102,44 +102,6 @@ def test_a_ramp_up_stops_where_its_batch_does_not_divide_and_goes_on_elsewhere(t
     assert samples(first) + samples(second) == wanted and len(wanted) == 8 + 8 + 12 + 12 + 16
 
 
-@pytest.mark.slow
-def test_weighted_splits_keep_their_place(tmp_path: Path) -> None:
-    """On other layouts and over a resume with another length; of evaluations the order is kept for each name."""
-    one, two = (write_data(tmp_path / f"data{seed}", seed=seed) for seed in (1, 2))
-    base = {
-        **values(tmp_path),
-        "data_path": None,
-        "split": None,
-        "train_weighted_split_paths": (f"train: 0.3 0:0.9 {one}, 0.7 0.1:1 {two}",),
-        "valid_weighted_split_paths": (f"A: 1 0.9:1 {one}", f"B: 1 0:0.1 {two}"),
-        "eval_iters": 1,
-        "eval_interval": 4,
-        "lr_decay_iters": len(STEPS),  # of any length
-    }
-    again = str(tmp_path / "again")
-    save = {**base, "save": str(tmp_path / "run"), "exit_interval": 3}
-    whole, first, rest = runs(
-        [
-            (1, base),
-            (2, save),
-            (4, {**base, **LAYOUTS["pp 2 x tp 2"][1], "load": save["save"], "train_iters": 9, "save": again}),
-        ]
-    )
-    assert samples(first) + samples(rest)[: len(SAMPLES) - sum(STEPS[:3])] == samples(whole)
-    assert len(whole[0].evaluations) == 4 and len(set(whole[0].evaluations)) == 4
-    assert rest[0].evaluations[:4] == pytest.approx(whole[0].evaluations, rel=1e-5)
-    for root in (save["save"], again):  # a longer run keeps the numbers, and so the orders
-        path = store.latest(root)
-        assert path is not None and store.read_state(path)["ordered_for"] == {
-            "train": len(SAMPLES),
-            "valid/A": 12,
-            "valid/B": 12,
-        }
-    changed = {**base, "load": save["save"], "train_weighted_split_paths": (f"train: 1 0:0.9 {one}",)}
-    (other,) = runs([(1, changed)])
-    assert [note.split(" was ")[0] for note in other[0].notes] == ["--train-weighted-split-paths"]
-
-
 def test_a_changed_order_is_told(tmp_path: Path) -> None:
     base = {**values(tmp_path), "save": str(tmp_path / "run"), "exit_interval": 1}
     changed = {**base, "exit_interval": 2, "load": str(tmp_path / "run"), "seed": 7, "split": "80,20,0"}

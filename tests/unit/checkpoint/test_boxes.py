@@ -114,22 +114,6 @@ def test_every_stored_element_exactly_once(placements, shards, limit, data):
     assert unstored == sum(prod(p.local_shape) for p in placements) - count.size
 
 
-def test_transposed_values_land_transposed():
-    local = np.arange(12.0).reshape(4, 3)
-    placement = Placement("w", (3, 4), (4, 3), (RowRange(0, 4, 0),), transposed=True)
-    stored = np.zeros((3, 4))
-    for start, stop in ((0, 5), (5, 12)):
-        fill(stored, placement, start, stop, local.ravel()[start:stop])
-    assert (stored == local.T).all()
-
-
-def test_fused_rows_land_in_their_own_part():
-    stored = np.zeros((12, 3))
-    for rank, placement in enumerate(fused_qkv(head_dim=1, queries=4, groups=2, tp=2)):
-        fill(stored, placement, 0, 18, np.full(18, rank))
-    assert stored[:, 0].tolist() == [0] * 4 + [1] * 4 + [0, 1, 0, 1]
-
-
 @pytest.mark.parametrize("limit, most", [(None, 60), (12, 12), (5, 6)])
 def test_limit_bounds_boxes_but_never_cuts_a_row(limit, most):
     found = list(boxes(Placement.plain("w", (12, 6)), 3, 69, limit))

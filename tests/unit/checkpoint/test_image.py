@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megazero.checkpoint import directory, image, saving, store, writer
+from megazero.checkpoint import image, store, writer
 from megazero.checkpoint.manifest import checksum
 from megazero.checkpoint.placement import Placement, RowRange
-from megazero.log.exit_status import ExitStatus, status_of
+from tests.messages import refused
 
 
 def records(scale: float = 1.0) -> list[store.SliceRecord]:
@@ -94,40 +90,6 @@ def test_a_save_behind_the_training_holds_what_was_there_when_it_began(tmp_path:
     assert staging.nbytes == size
 
 
-def test_a_part_that_fails_or_hangs_is_an_error_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(tick: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    part = store.Part("writing", full)
-    part.start()
-    part.wait_for_all(None, 60)
-    with pytest.raises(OSError, match="No space left") as caught:
-        part.result()
-    assert status_of(caught.value) is ExitStatus.STORAGE
-
-    clock, ticks, began, release = [0.0], list[Callable[[], None]](), threading.Event(), threading.Event()
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-
-    def writing(tick: Callable[[], None]) -> None:
-        ticks.append(tick)
-        began.set()
-        release.wait()
-
-    hanging = store.Part("writing 'X'", writing)
-    hanging.start()
-    began.wait()
-    for now in (50.0, 100.0, 150.0):  # it gets on
-        clock[0] = now
-        assert not hanging.ended(60)
-        ticks[0]()
-    clock[0] = 211.0
-    hanging.wait_for_all(None, 60)
-    release.set()
-    with pytest.raises(TimeoutError, match="writing 'X' has made no progress for 61 s: .* hangs") as caught:
-        hanging.result()
-    assert status_of(caught.value) is ExitStatus.RANK_LOST
-
-
 def test_an_image_is_written_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, and what goes wrong there is the operating system's error here."""
     program = tmp_path / "image_writer.py"
@@ -146,7 +108,7 @@ def test_an_image_is_written_by_another_process(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="No space left on device"):
         image.write_image(tmp_path / "full", room, lambda: None)
     program.write_text("import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(OSError, match="the process that writes it ended with status -9"):
+    with refused("-9", by=OSError):
         image.write_image(tmp_path / "other", room, lambda: None)
 
 
@@ -204,22 +166,3 @@ def test_what_waits_for_a_processor_gets_on(tmp_path: Path, monkeypatch: pytest.
             assert sleeping.poll() is None
         sleeping.kill()
     assert not image.runnable(sleeping.pid)
-
-
-def test_a_disk_is_waited_for_in_small_pieces(tmp_path: Path) -> None:
-    """So that a slow one gets on within the time limit: it is told after each piece, written and synced."""
-    room, ticks = store.Staging().room(5 << 23, False), []
-    image.write_image(tmp_path / "file", room, lambda: ticks.append(1))
-    assert len(ticks) >= 2 * 3 + 1  # more where the writer waits for a processor
-
-
-def test_a_save_is_complete_where_older_ones_cannot_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(directory, "retain", refuse)
-    path = store.save(tmp_path, snapshot(1), retention=store.Retention(keep_last=1))
-    assert store.verify(path).step == 1
-    assert "iter_0000001' is saved, but older ones cannot be deleted: OSError" in caplog.text

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import metadata as of_torch
 
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.metadata import read_metadata
+from tests.messages import refused
 
 DCP = "torch.distributed.checkpoint.metadata"
 CLASSES = (of_torch.Metadata, of_torch.StorageMeta, of_torch.TensorProperties, of_torch.MetadataIndex)
@@ -62,7 +63,7 @@ def test_what_torch_writes_is_read(written: Path, metadata: of_torch.Metadata) -
     assert properties.dtype == torch.bfloat16 and properties.memory_format == torch.contiguous_format
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 5])
 def test_every_protocol_and_early_python_311(
     protocol: int, tmp_path: Path, written: Path, metadata: of_torch.Metadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,15 +88,7 @@ def described_by(fields: int, monkeypatch: pytest.MonkeyPatch, extra: Any = None
     )
 
 
-def test_a_tensors_properties_are_in_the_order_of_their_names() -> None:
-    properties = of_torch.TensorProperties(torch.half, torch.sparse_coo, True, pin_memory=True)
-    assert properties.__getstate__()[4] is True
-    names = [field.name for field in dataclasses.fields(properties)]
-    assert names[:5] == ["dtype", "layout", "requires_grad", "memory_format", "pin_memory"]
-    assert len(names) == len(properties.__getstate__())
-
-
-@pytest.mark.parametrize("fields", [5, 6, 7])
+@pytest.mark.parametrize("fields", [5, 7])
 def test_every_release_reads_the_properties_that_another_wrote(
     fields: int, tmp_path: Path, metadata: of_torch.Metadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,37 +141,21 @@ LAYOUT, ENCODING = name("torch.serialization", "_get_layout"), name(DCP, "_MEM_F
 GETATTR = name("builtins", "getattr")
 PROGRAMS = {
     "attribute of a class": META + b"N" + fields(poison=ONE) + b"\x86b",  # BUILD with (None, slots)
-    "method of a class": METADATA + b"N" + fields(__init__=META) + b"\x86b",
     "fields of a class": META + fields(poison=ONE) + b"b",
     "attribute of a function": LAYOUT + fields(cache=fields(any=ONE)) + b"b",
-    "slots of a function": LAYOUT + b"N" + fields(poison=ONE) + b"\x86b",
     "member of an enumeration": ENCODING + ONE + b"\x85R" + fields(_value_=b"K\x07", poison=ONE) + b"b",
-    "attribute of a dtype": name("torch", "float32") + fields(poison=ONE) + b"b",
-    "attribute of a size": name("torch", "Size") + b")\x85R" + fields(poison=ONE) + b"b",
     "fields set twice": META + b")\x81\x94" + fields() + b"b" + fields(poison=ONE) + b"b",
     "class called": META + ONE + b"\x85R",
-    "size of text": name("torch", "Size") + text("ab") + b"\x85\x85R",
-    "size of negative": name("torch", "Size") + b"J\xff\xff\xff\xff\x85\x85R",
     "size of many": name("torch", "Size") + ONE + ONE + b"\x86R",
-    "object with arguments": META + ONE + b"\x85\x81",
-    "object with keywords": META + b")" + fields(poison=ONE) + b"\x92",
     "object of a function": LAYOUT + b")\x81",
-    "attribute read": GETATTR + META + text("__init__") + b"\x86R",
     "attribute of a member": GETATTR + ENCODING + text("__class__") + b"\x86R",
-    "attribute with default": GETATTR + ENCODING + text("x") + METADATA + b"\x87R",
     "dotted name": name(DCP, "Metadata.__init__"),
-    "dotted module": name("torch.distributed", "checkpoint.metadata.Metadata"),
-    "dotted member": name(DCP, "_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST"),
     "GLOBAL": b"cos\nsystem\n",
     "INST": b"(" + text("true") + b"ios\nsystem\n",
-    "INST of a class with arguments": b"(" + ONE + b"i" + DCP.encode() + b"\nStorageMeta\n",
     "OBJ": b"(" + name("os", "system") + text("true") + b"o",
-    "OBJ of a class with arguments": b"(" + META + ONE + b"o",
     "persistent id": b"P1\n",
-    "binary persistent id": ONE + b"Q",
     "extension": b"\x82\x01",
     "unknown layout": LAYOUT + text("torch.load") + b"\x85R",
-    "memo that is not there": b"h\x63",
     "buffer from outside": b"\x97",
 }  # fmt: skip
 
@@ -205,19 +182,13 @@ def first(metadata: of_torch.Metadata) -> Any:
 
 UNEXPECTED = {
     "description": lambda m: vars(m).update(poison=m.storage_meta),
-    "storage": lambda m: vars(m.storage_meta).update(poison=[[1]]),
-    "tensor": lambda m: vars(first(m)).update(poison={"a": m.storage_meta}),
     "chunk": lambda m: vars(first(m).chunks[0]).update(poison=1),
-    "index": lambda m: object.__setattr__(next(iter(m.storage_data)), "poison", 1),
-    "place": lambda m: vars(next(iter(m.storage_data.values()))).update(poison=1),
     "key that is no text": lambda m: vars(m.storage_meta).update({1: 1}),
     "missing field": lambda m: vars(first(m)).pop("size"),
     "wrong type of a field": lambda m: vars(first(m)).update(size=(3, 2)),
-    "wrong type of an object": lambda m: vars(first(m)).update(properties=m.storage_meta),
     "wrong type of a number": lambda m: vars(next(iter(m.storage_data.values()))).update(offset=True),
     "extensions": lambda m: vars(next(iter(m.storage_data.values()))).update(transform_descriptors=["zstd"]),
     "list in itself": lambda m: first(m).chunks.append(first(m).chunks),
-    "nested planner data": lambda m: m.planner_data.update(a=(("b",),)),
     "no storage": lambda m: vars(m).update(storage_data=None),
 }
 
@@ -231,5 +202,5 @@ def test_unexpected_fields_are_refused(what: str, tmp_path: Path, metadata: of_t
 
 def test_a_state_changed_through_the_memo_is_checked_as_it_is_in_the_end(tmp_path: Path) -> None:
     late = METADATA + b")\x81" + b"}q\x00b" + b"h\x00" + text("poison") + META + b"s0."
-    with pytest.raises(CheckpointError, match="Metadata.poison: a type where a int belongs"):
+    with refused("Metadata.poison", by=CheckpointError):
         read(tmp_path, b"\x80\x04" + late)

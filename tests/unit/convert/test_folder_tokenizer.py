@@ -159,23 +159,6 @@ def test_a_folder_without_a_tokenizer_keeps_its_ids(tmp_path: Path) -> None:
         assert (tmp_path / "out" / root / ids).read_bytes() == (folder / ids).read_bytes()
 
 
-def test_a_tokenizer_model_that_transformers_reads_with_protobuf_names_it(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
-    """transformers asks for tiktoken then."""
-    transformers = pytest.importorskip("transformers")
-    folder = save_model(tmp_path / "hf", vocab_size=300)
-    train_sentencepiece(folder / "tokenizer.model")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ValueError("`tiktoken` is required to read a `tiktoken` file")
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
-    monkeypatch.setattr(transformers.utils, "is_protobuf_available", lambda: False)
-    refused(["from-hf", str(folder), str(tmp_path / "ck")], tmp_path, 2)
-    assert "pip install protobuf" in capsys.readouterr().err
-
-
 def test_save_hf_is_proved_before_the_first_iteration(tmp_path: Path) -> None:
     """A folder that is there ends the run at its start. What the export will lack is a note of the start."""
     model = train_sentencepiece(tmp_path / "spm.model", normalization_rule_name="nmt_nfkc")

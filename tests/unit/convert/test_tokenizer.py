@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import unicodedata
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from megazero.checkpoint import store
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import make_config
 from megazero.convert import tokenizer as tokenizers
-from megazero.convert.check import compare, compare_ids
+from megazero.convert.check import compare
 from megazero.convert.command import main
 from megazero.convert.export import finish, write_folder
 from megazero.convert.importing import Published
@@ -79,44 +78,6 @@ def test_the_proof_sees_a_wrong_conversion(tmp_path, monkeypatch):
     hub = tokenizers.hub_tokenizer(run)
     assert re.search(r"no tokenizer.json: it would give other ids to \d+ of \d+ texts, such as", hub.note)
     assert "tokenizer.json" not in hub.files and hub.files["spiece.model"] == raw
-
-
-# What only sentencepiece does: characters replaced, symbols that merges do not make.
-EXACT = {
-    "bpe, characters replaced": (
-        "bpe",
-        {**USUAL, "normalization_rule_name": "nmt_nfkc", "byte_fallback": False},
-    ),
-    "unigram, the same": ("unigram", {**USUAL, "normalization_rule_name": "nmt_nfkc"}),
-    "bpe, symbols": ("bpe", {**LLAMA, "user_defined_symbols": ["[INST]", "<tool>"]}),
-}
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_a_model_that_tokenizer_json_cannot_express_goes_with_its_own_class(name, tmp_path):
-    """Decomposed kana and Hangul are composed, and the ids of transformers are those of the training."""
-    transformers = pytest.importorskip("transformers")
-    model_type, options = EXACT[name]
-    kana = ["がぎぐ ぱぴ です", "한국어 안녕 값", "low [INST] lower"]
-    train_sentencepiece(tmp_path / "spm.model", model_type, sentences=kana * 20, **options)
-    kept = load_tokenizer(KIND, tmp_path / "spm.model")
-    hub = tokenizers.hub_tokenizer(
-        tokenizers.RunTokenizer(
-            KIND, kept, read_tokenizer_files(KIND, {"tokenizer_model": tmp_path / "spm.model"})
-        )
-    )
-    assert "BertGenerationTokenizer" in hub.note and ("<0xC3>" in hub.note) == ("replaced" not in name)
-    for file, data in {"config.json": b'{"model_type": "llama"}', **hub.files}.items():
-        (tmp_path / file).write_bytes(data)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert len(theirs) == kept.info.vocab_size and theirs.eos_token_id == kept.info.eod
-    run = tokenizers.RunTokenizer(KIND, kept, {"tokenizer.model": (tmp_path / "spm.model").read_bytes()})
-    *told, decoded = compare_ids(run, tmp_path, texts(50))
-    assert decoded.what == "decoded" and decoded.good
-    if transformers.__version__ > "5" and "<0xC3>" in hub.note:
-        assert any("decodes the ids of" in line.figure and "<0x" in line.figure for line in told)
-    for text in [*texts(50), *(unicodedata.normalize("NFD", each) for each in kana), "x[INST]</s><tool> y"]:
-        assert theirs.encode(text, add_special_tokens=False) == kept.encode(text), text
 
 
 def save_run(root, kind=KIND, **files):

@@ -46,29 +46,15 @@ SCRIPTS = {
     "Balinese": "ᬩᬮᬶ ᬆ ᬈ ᬊ ᭀ ᭁ",
 }
 ODD = (
-    "\0",
-    "\x01",
-    "\t",
+    *"\0\x01\t\x7f\x85\u200b\u200d\u00ad\ufeff\ufffd\u2028\u00a0\u3000\u2581\u0301\u3099🙂",
     "\n\n",
     "\r\n",
-    "\x7f",
-    "\x85",
-    "\u200b",
-    "\u200d",
-    "\u00ad",
-    "\ufeff",
-    "\ufffd",
-    "\u2028",
-    "\u00a0",
-    "\u3000",
+)
+ODD += (
     "  ",
     "   ",
-    "\u2581",
     " \u2581",
-    "\u0301",
-    "\u3099",
     "\u0323\u0302",
-    "🙂",
     "👩‍👩‍👧",
     "🇩🇪",
     "❤️",
@@ -76,22 +62,8 @@ ODD = (
     "1,234.5",
     "e=mc²",
 )
-SPECIAL = (
-    "<s>",
-    "</s>",
-    "<unk>",
-    "<pad>",
-    "<|endoftext|>",
-    "<|im_start|>",
-    "[INST]",
-    "[/INST]",
-    "<0x0A>",
-    "<mask>",
-    "[CLS]",
-    "<tool>",
-    "{{x}}",
-    "[REFERENCE_DOC_1]",
-)
+SPECIAL = ("<s>", "</s>", "<unk>", "<pad>", "<|endoftext|>", "<|im_start|>", "[INST]", "[/INST]", "<0x0A>")
+SPECIAL += ("<mask>", "[CLS]", "<tool>", "{{x}}", "[REFERENCE_DOC_1]")
 FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
 

@@ -154,26 +154,3 @@ def test_each_evaluation_has_its_name(tmp_path: Path) -> None:
         run({**base, "valid_weighted_split_paths": [group], "log_dir": str(tmp_path / name)})
         alone = read_metrics(tmp_path / name)[-1]
         assert (alone["eval_data"], alone["eval_lm_loss"]) == (name, losses[name])
-
-
-def test_data_apart_has_no_name_but_the_test_data(tmp_path: Path) -> None:
-    one, two = (write_data(tmp_path / name, seed=i) for i, name in enumerate("ab"))
-    apart = {"train_data_path": ["0.5", one, "0.5", two], "valid_data_path": [one], "test_data_path": [two]}
-    values = {
-        **BASE,
-        **apart,
-        "seq_length": 12,
-        "eval_iters": 1,
-        "eval_interval": 1,
-        "log_dir": str(tmp_path),
-    }
-    run({**values, "exit_interval": 1, "save": str(tmp_path / "run")})
-    stopped = [line.get("eval_data") for line in read_metrics(tmp_path) if "eval_lm_loss" in line]
-    assert stopped == [None]  # before the end nothing is tested
-    run({**values, "load": str(tmp_path / "run")})
-    lines = [line for line in read_metrics(tmp_path) if "eval_lm_loss" in line]
-    assert [(line["iteration"], line.get("eval_data")) for line in lines] == [
-        (1, None),
-        (2, None),
-        (2, "test"),
-    ]

@@ -16,10 +16,11 @@ import pytest
 
 from megazero import cli
 from megazero.data import IndexedDataset
-from megazero.data.preprocess import Counts, Encoder, Job, cut, preprocess
+from megazero.data.preprocess import Counts, Job, cut, preprocess
 from megazero.data.text import find_inputs, json_lines
 from megazero.data.tokenizer import check_meta, load_tokenizer
 from tests import ROOT
+from tests.messages import refused
 
 NULL = Job(("",), ("text",), "NullTokenizer", None, 1000, True, False)
 OUTPUTS = ("bin", "idx", "meta.json")
@@ -75,34 +76,6 @@ def test_workers_do_not_change_a_byte(jsonl: str, tmp_path: Path) -> None:
         (output,), _ = preprocess(job, tmp_path / f"w{workers}", workers=workers, chunk_bytes=12000)
         results.append(contents(output))
     assert results[0] == results[1]
-
-
-def test_interrupted_run_continues(jsonl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = replace(NULL, files=(jsonl,))
-    (whole,), counts = preprocess(job, tmp_path / "whole", chunk_bytes=12000)
-    encode = Encoder.__call__
-    made: list[object] = []
-
-    def stop_at(limit: int | None) -> None:
-        def call(self: Encoder, chunk: object) -> object:
-            if len(made) == limit:
-                raise KeyboardInterrupt
-            made.append(chunk)
-            return encode(self, chunk)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(Encoder, "__call__", call)
-
-    stop_at(3)
-    with pytest.raises(KeyboardInterrupt):
-        preprocess(job, tmp_path / "o", chunk_bytes=12000)
-    assert not (tmp_path / "o_text_document.bin").exists()
-    said: list[str] = []
-    made.clear()
-    stop_at(None)
-    (output,), again = preprocess(job, tmp_path / "o", chunk_bytes=12000, say=said.append)
-    chunks = len(cut(job.files, 12000))
-    assert said == [f"continuing: 3 of {chunks} chunks are finished"] and len(made) == chunks - 3
-    assert contents(output) == contents(whole) and again == counts
 
 
 @pytest.mark.parametrize("by", [NULL, replace(NULL, append_eod=False)])
@@ -194,7 +167,7 @@ def test_text_files_and_directories(tmp_path: Path) -> None:
     data = IndexedDataset(output)
     assert [data.get(i).tolist() for i in range(4)] == [[2, 1000], [3, 4, 1000], [5, 1000], [1, 1000]]
     (tmp_path / "bad.txt").write_bytes(b"1\n2 \xff")
-    with pytest.raises(ValueError, match="bad.txt, line 2: not UTF-8"):
+    with refused("bad.txt, line 2", "UTF-8"):
         preprocess(replace(NULL, files=(str(tmp_path / "bad.txt"),)), tmp_path / "p")
 
 
@@ -255,14 +228,3 @@ def test_killed_process_continues(tmp_path: Path) -> None:
     whole = replace(NULL, files=(str(tmp_path / "in.jsonl"),))
     (output,), _ = preprocess(whole, tmp_path / "whole")
     assert contents(output) == contents(f"{tmp_path}/o_text_document")
-
-
-def test_tool_reports_an_error_and_fails(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command("--input", str(tmp_path / "none.jsonl"), "--output-prefix", str(tmp_path / "o")),
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: input") and "Traceback" not in done.stderr

@@ -16,6 +16,7 @@ from megazero.data.sampler import Batches
 from megazero.mesh.grid import make_grid
 from megazero.mesh.mesh import Mesh
 from megazero.train.data.feeding import Feeding
+from tests.messages import refused
 
 
 class Counting:
@@ -72,28 +73,6 @@ def test_every_id_once_in_order_for_any_layout(
         loader.close()
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 6), (2, 3), (3, 2), (6, 1), (2, 1)])
-def test_steps_take_the_same_samples_in_every_layout(ranks: int, micro: int) -> None:
-    loaders = [Batches(Counting(60), micro_batch_size=micro, rank=r, size=ranks) for r in range(ranks)]
-    for step in range(5):
-        assert global_step(loaders, 12 // (ranks * micro)) == list(range(12 * step, 12 * step + 12))
-    for loader in loaders:
-        loader.close()
-
-
-def test_resume_on_another_layout_has_no_gap_or_repeat() -> None:
-    with Batches(Counting(40), micro_batch_size=2, rank=0, size=1) as first:
-        seen = global_step([first], 2) + global_step([first], 3)
-        assert first.consumed == 10
-    resumed = [
-        Batches(Counting(40), micro_batch_size=1, rank=r, size=3, consumed=first.consumed) for r in range(3)
-    ]
-    seen += global_step(resumed, 4)
-    assert seen == list(range(22))
-    for loader in resumed:
-        loader.close()
-
-
 def test_one_step_is_prepared_in_the_background() -> None:
     data = Counting(8)
     loader = Batches(data, micro_batch_size=2, pin_memory=False)
@@ -126,18 +105,18 @@ def test_a_seek_drops_what_was_prepared(to: int) -> None:
 def test_limit_and_errors() -> None:
     loader = Batches(Counting(10), micro_batch_size=2, limit=5)
     loader.next_step(2)
-    with pytest.raises(ValueError, match="has 5 samples; 4 are consumed and the step takes 2"):
+    with refused("5 samples", "4 are consumed", "takes 2"):
         loader.next_step(1)
     assert loader.consumed == 4
     loader.close()
     broken = Batches(Counting(10, broken=5), micro_batch_size=2)
     broken.next_step(2)
     for _ in range(2):
-        with pytest.raises(ValueError, match="sample 5 is broken"):
+        with refused("sample 5"):
             broken.next_step(1)
         assert broken.consumed == 4
     broken.close()
-    with pytest.raises(ValueError, match="rank 2 of 2"):
+    with refused("rank 2 of 2"):
         Batches(Counting(10), micro_batch_size=2, rank=2, size=2)
 
 

@@ -65,47 +65,6 @@ assert not [name for name in sys.modules if name.startswith("megazero.models")]
     assert done.returncode == 0, done.stderr
 
 
-# The oldest of megatron-core 0.13's images with a Python that megazero runs on: NVIDIA's 25.03 has torch 2.7, Python
-# 3.12 and this numpy. The long-term one, 24.01, has Python 3.10.
-IMAGE = ("torch==2.7.0", "numpy==1.26.4", "packaging", "pytest")
-CASES = (
-    "tests/megatron/test_exact.py::test_exact_messages_change_nothing[tp2 sp]",
-    "tests/megatron/test_quantised.py::test_every_shape[overlap-INT8 + INT4]",
-)
-
-
-@pytest.mark.slow
-def test_the_megatron_pages_install_line_beside_an_images_torch(tmp_path: Path) -> None:
-    """It changes nothing of the image's, and what it installs trains with megatron-core 0.13 there.
-
-    Some 3 GB of torch's CUDA build and ten minutes:
-    PYTHON_3_12=PYTHON python -m pytest tests/unit/house/test_install.py -m slow
-    """
-    python, source, elsewhere = tmp_path / "image/bin/python", tmp_path / "source", tmp_path / "elsewhere"
-    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    run = partial(subprocess.run, env=bare, check=True, timeout=1200)
-    run([os.environ.get("PYTHON_3_12", "python3.12"), "-m", "venv", tmp_path / "image"])
-    run([python, "-m", "pip", "install", "--quiet", *IMAGE])
-    run([python, "-m", "pip", "install", "--quiet", "--no-deps", "megatron-core==0.13.1"])
-    before = installed(python)
-    checkout(source)
-    run([python, "-m", *install_line("megatron-patch").split()], cwd=source)
-    after = installed(python)
-    assert before < after and {name.partition("==")[0] for name in after - before} == {"megazero"}
-    shutil.copytree(ROOT / "tests", elsewhere / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "setup.cfg", elsewhere)
-    done = run([python, "-m", "pytest", *CASES], cwd=elsewhere, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and f"{len(CASES)} passed" in done.stdout, done.stdout
-
-
-def installed(python: Path) -> set[str]:
-    """What an interpreter's environment has, as NAME==VERSION."""
-    command = [python, "-m", "pip", "list", "--format", "freeze"]
-    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    run = partial(subprocess.run, env=bare, check=True, timeout=120)
-    return set(run(command, capture_output=True, text=True).stdout.split())
-
-
 def install_line(page: str) -> str:
     """The command of a page's first lines."""
     lines = (
@@ -121,12 +80,6 @@ def checkout(target: Path) -> None:
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
-
-
-@pytest.mark.slow
-def test_a_bare_checkout_runs_the_engine(tmp_path: Path) -> None:
-    files = files_of("megazero.zero, megazero.kernels.quantize", tmp_path, ROOT, *PACKAGES)
-    assert files == [ROOT / "megazero" / "zero" / "__init__.py", ROOT / "kernels" / "quantize.py"]
 
 
 @pytest.mark.slow

@@ -79,12 +79,14 @@ def test_what_the_recipes_add_trains(tree: Path) -> None:
     assert "square_avg" in manifest.read_text() and '"tiny"' in manifest.read_text()
 
 
+@pytest.mark.slow
 def test_what_the_recipes_add_is_planned(tree: Path) -> None:
     run(tree, f"-m megazero plan {MODEL} --cluster two-nodes-10g --plan-output {tree / 'plan'}")
     (best, *_) = json.loads((tree / "plan" / "plan.json").read_text())["layouts"]
     assert best["memory"]["optimizer"] > 0
 
 
+@pytest.mark.slow
 def test_the_pages_callbacks_watch_a_run(tmp_path: Path) -> None:
     """A metric, an evaluation, a check that stops, and its state after a resume, from a module of one's own."""
     page = (ROOT / "docs" / "develop" / "extending.md").read_text()

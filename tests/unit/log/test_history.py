@@ -13,7 +13,6 @@ import pytest
 from megazero.log.exit_status import STATUS_FILE, ExitStatus, read_status
 from megazero.log.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify, read_events
 from megazero.log.metrics import read_metrics
-from megazero.log.units import duration
 from megazero.mesh.launch import Launch, is_first, read_launch
 from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Trainer
@@ -65,22 +64,6 @@ def test_a_run_is_one_run_also_when_killed_before_its_first_save(tmp_path: Path)
     events.Reload()
     assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4]
     assert [event.step for event in events.Scalars("eval_lm_loss")].count(0) == 1
-
-
-def test_wandb_continues_a_run_that_was_killed_before_its_first_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    values = chain(tmp_path, wandb_project="megazero-test", wandb_save_dir=str(tmp_path))
-    with pytest.raises(Killed):
-        run(values, killed_after(2))
-    wandb.teardown()
-    run(values)
-    (run_id,) = {event["run_id"] for event in read_events(tmp_path / "logs") if event["event"] == "start"}
-    runs = [path.name for path in (tmp_path / "wandb").iterdir() if path.name.startswith("offline-run-")]
-    assert runs and all(name.endswith(run_id) for name in runs)
 
 
 def test_who_is_another_run(tmp_path: Path) -> None:
@@ -136,21 +119,6 @@ def test_the_end_of_a_run_is_one_line_with_the_reason(tmp_path: Path, capsys: An
     assert [event["event"] for event in read_events(tmp_path / "logs")] == ["start", "save", "end"]
 
 
-def test_an_end_is_recorded_whole_and_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    notes: list[str] = []
-
-    def watch(trainer: Trainer) -> None:
-        supervisor = Supervisor(trainer.config, Launch())
-        supervisor.trainer, trainer.outputs.console.note = trainer, notes.append  # type: ignore[method-assign]
-        supervisor.report(f"nothing moved{' for long' * 100}. Restart with --load")
-
-    run(chain(tmp_path, exit_interval=1), watch)
-    (event,) = [event for event in read_events(tmp_path / "logs") if event["event"] == "end"]
-    assert event["why"].endswith("Restart with --load")
-    assert capsys.readouterr().err.count("--load") == 1
-    assert "ended at iteration 0/4" in notes[0] and "RankFailure" in notes[0] and "--load" not in notes[0]
-
-
 def test_the_first_end_counts_but_a_loss_gives_way_to_a_ranks_own_account(tmp_path: Path) -> None:
     config = run(chain(tmp_path))
     first, other = Supervisor(config, Launch()), Supervisor(config, Launch(1, 2))
@@ -172,11 +140,6 @@ def test_the_first_end_counts_but_a_loss_gives_way_to_a_ranks_own_account(tmp_pa
         "RANK_LOST",
         "STORAGE",
     ]
-
-
-def test_times_in_words() -> None:
-    words = [duration(seconds) for seconds in (0.04, 59.94, 245, 12_000, 187_300)]
-    assert words == ["0.0 s", "59.9 s", "4 min 05 s", "3 h 20 min", "2 d 04 h"]
 
 
 @pytest.mark.parametrize(

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megazero.config import make_config
 from megazero.files import replacing
 from megazero.log import line_file
-from megazero.log.console import TrainConsole
-from megazero.log.exit_status import ExitStatus
-from megazero.log.history import EVENTS_FILE, Start, read_events
 from megazero.log.line_file import LineFile
-from megazero.log.loggers import Loggers
-from megazero.log.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
+from megazero.log.metrics import read_metrics
 from megazero.log.safe_stream import SafeStream
-from megazero.mesh.launch import Launch
-from megazero.train.outputs import Outputs
-from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Trainer
-from tests import sizes
+from tests.messages import refused
 from tests.unit.log.test_history import chain
-from tests.unit.log.test_metrics import _line
 from tests.unit.train.test_seams import run
 
 
@@ -118,7 +106,7 @@ def test_what_is_left_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_another_fault_at_the_opening_is_an_error_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "folder").touch()
-    with pytest.raises(OSError, match="folder/lines"):
+    with refused("folder/lines", by=OSError):
         LineFile(tmp_path / "folder" / "lines")
 
 
@@ -166,7 +154,7 @@ def fill(disk: Path) -> Path:
 def test_a_file_that_does_not_fit_is_named_in_the_error(disk: Path) -> None:
     fill(disk)
     with (
-        pytest.raises(OSError, match="No space left on device: .*disk/file"),
+        refused("disk/file", by=OSError),
         replacing(disk / "file") as file,
     ):
         file.write(b"x" * 10_000)
@@ -207,49 +195,3 @@ def test_a_run_goes_on_while_its_log_disk_is_full_and_resumes_on_it(
     assert len([text for text in said if "metrics.jsonl: No space left" in text]) == 1, said
     assert len([text for text in said if "logger does not start, training goes on without it" in text]) == 1
     assert [line["iteration"] for line in read_metrics(disk / "logs")] == [*found, 9, 10, 11, 12]
-
-
-def test_a_run_that_fails_writes_what_waited_before_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It leaves without closing anything else. The disk has taken half a line, and has room again."""
-    disk = Disk(10)
-    monkeypatch.setattr(line_file, "open", disk.open, raising=False)
-    supervisor = Supervisor(make_config({**sizes.SMALL, "log_dir": str(tmp_path)}), Launch())
-    lines = (MetricsWriter(tmp_path, iteration=0), LineFile(tmp_path / EVENTS_FILE))
-    console = TrainConsole(total=2, begin=0, log_interval=1, enabled=False)
-    outputs = Outputs(Start("a"), console, Loggers(), *lines)
-    facts = {"seconds": 1.0, "iteration": 1, "last_iteration": 2, "iterations": 1, "consumed_samples": 8}
-    facts |= {"consumed_tokens": 96, "restarts": 0, "checkpoint": ""}
-    monkeypatch.setattr(supervisor, "_facts", lambda: facts)
-    supervisor.trainer = SimpleNamespace(outputs=outputs)  # type: ignore[assignment]
-    with pytest.warns(UserWarning, match="No space left on device; training goes on"):
-        outputs.event("save", iteration=1)
-        lines[0].iteration(_line(1))
-    disk.room = 10**6
-    supervisor.report_end(ExitStatus.RANK_LOST, "a rank was lost")
-    assert [event["event"] for event in read_events(tmp_path)] == ["save", "end"]
-    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1]
-
-
-def test_a_resume_that_supersedes_lines_waits_for_room_with_that_too(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(line_file, "RETRY_S", 0.0)
-    writer = MetricsWriter(disk, iteration=0)
-    for iteration in range(1, 9):
-        writer.iteration(_line(iteration))
-    writer.close()
-    filler = fill(disk)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        writer = MetricsWriter(disk, iteration=4)
-        writer.iteration(_line(5))
-        assert len(read_metrics(disk)) == 8  # as it was
-        filler.unlink()
-        writer.iteration(_line(6))
-        writer.close()
-    assert len(caught) == 1 and "metrics.jsonl" in f"{caught[0].message}"
-    assert [line["iteration"] for line in read_metrics(disk)] == [1, 2, 3, 4, 5, 6]
-    moved = [json.loads(line)["iteration"] for line in (disk / SUPERSEDED_FILE).read_text().splitlines()]
-    assert moved == [5, 6, 7, 8]

@@ -6,9 +6,6 @@ import json
 import math
 import os
 import random
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +22,7 @@ from megazero.log.metrics import (
     read_metrics,
 )
 from megazero.log.time_bill import ITEMS, TimeBill
-from tests import ROOT
+from tests.messages import refused
 
 
 def _line(iteration: int, **changes) -> IterationMetrics:
@@ -141,23 +138,6 @@ def test_torn_line_in_the_middle(tmp_path: Path) -> None:
         read_metrics(file)
 
 
-def test_lines_survive_sigkill(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.path[:0]=sys.argv[2:3]\n"
-        "from tests.unit.log.test_metrics import _line, MetricsWriter\n"
-        "w = MetricsWriter(sys.argv[1], iteration=0)\n"
-        "for i in range(1, 4): w.iteration(_line(i))\n"
-        "print('written', flush=True); sys.stdin.read()\n"
-    )
-    root = str(ROOT)
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path), root], stdout=subprocess.PIPE, stdin=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"written\n"
-        os.kill(process.pid, signal.SIGKILL)
-    assert [m["iteration"] for m in read_metrics(tmp_path)] == [1, 2, 3]
-
-
 def test_average_of_an_interval() -> None:
     slow = _line(2, lm_loss=2.0, iteration_time_s=1.5, tokens_per_s=200.0, memory_bytes=99)
     skipped = _line(3, grad_norm=math.nan, extra={"skipped": 1, "batch_size": 8})
@@ -202,26 +182,6 @@ def test_time_bill_is_exclusive_and_adds_up() -> None:
     assert bill.close(5.0)["other"] == 5.0  # a new iteration starts empty
 
 
-def test_time_bill_random_nesting_sums_to_total() -> None:
-    rng, clock = random.Random(1), Clock()
-    bill = TimeBill(clock)
-
-    def walk(depth: int) -> None:
-        for _ in range(rng.randrange(4)):
-            with bill.span(rng.choice(ITEMS)):
-                clock.tick(rng.random())
-                if depth:
-                    walk(depth - 1)
-                clock.tick(rng.random())
-
-    for _ in range(20):
-        began = clock()
-        walk(4)
-        clock.tick(0.1)
-        total = clock() - began
-        assert sum(bill.close(total).values()) == pytest.approx(total, rel=1e-12)
-
-
 def test_time_bill_refuses_what_does_not_add_up() -> None:
     clock = Clock()
     bill = TimeBill(clock)
@@ -234,7 +194,7 @@ def test_time_bill_refuses_what_does_not_add_up() -> None:
         bill.add("exposed_gather_intra", 0.5)
     with pytest.raises(RuntimeError, match="other"):
         bill.close(1.0)
-    with pytest.raises(ValueError, match="'gather'.*exposed_gather_intra"):
+    with refused("gather", "exposed_gather_intra"):
         bill.span("gather")
     with pytest.raises(ZeroDivisionError), bill.span("data"):
         _ = 1 / 0
@@ -259,18 +219,3 @@ def test_a_stall_of_the_device_that_passed_in_other_spans_of_the_host_ends_no_tr
     assert seconds["exposed_reduce_inter"] == pytest.approx(0.8)
     assert seconds["exposed_gather_inter"] == pytest.approx(0.2)
     assert sum(seconds.values()) == pytest.approx(4.0)
-
-
-def test_time_bill_on_the_real_clock() -> None:
-    import time
-
-    bill = TimeBill()
-    began = time.perf_counter()
-    with bill.span("compute"):
-        time.sleep(0.02)
-        with bill.span("exposed_reduce_inter"):
-            time.sleep(0.03)
-    seconds = bill.close(time.perf_counter() - began)
-    assert seconds["compute"] >= 0.02
-    assert seconds["exposed_reduce_inter"] >= 0.03
-    assert seconds["other"] >= 0.0

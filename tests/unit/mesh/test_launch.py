@@ -8,6 +8,7 @@ from megazero.config import World, parse
 from megazero.config.summary import describe
 from megazero.log.exit_status import ExitStatus, process_status, report_to_torchrun
 from megazero.mesh.launch import expand_hosts, read_launch, take_local_rank
+from tests.messages import refused
 from tests.sizes import LEAST
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "7777"}
@@ -145,7 +146,7 @@ def test_local_rank_of_the_command_line() -> None:
     assert read_launch(DEEPSPEED, 1).local_rank == 1
     assert read_launch({**BARE, **MASTER}, 3).local_rank == 3
     assert read_launch({**BARE, "LOCAL_WORLD_SIZE": "8"}).local_rank == 1  # ranks of a node are consecutive
-    with pytest.raises(ValueError, match="--local-rank 3, but torchrun says 1"):
+    with refused("--local-rank 3", "torchrun says 1"):
         read_launch(TORCHRUN, 3)
 
 
@@ -153,7 +154,7 @@ def test_ranks_meet_where_rank_0_is_or_are_told_how_to_say_it() -> None:
     assert read_launch(TORCHRUN).address == ("gpu1", 7777)
     assert not read_launch(TORCHRUN).agent_store
     assert read_launch({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store
-    with pytest.raises(ValueError, match="Open MPI does not say where rank 0 runs: set MASTER_ADDR"):
+    with refused("Open MPI", "MASTER_ADDR"):
         _ = read_launch(OMPI).address
 
 

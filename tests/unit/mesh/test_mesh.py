@@ -15,6 +15,7 @@ from megazero.mesh.launch import (
     computes_on_host,
     cuda_settings,
 )
+from tests.messages import refused
 
 
 @pytest.mark.parametrize("tp,pp,nodes,per_node", [(1, 1, 2, 3), (2, 1, 2, 4), (2, 2, 4, 4), (1, 1, 1, 4)])
@@ -42,11 +43,11 @@ def test_zero3_over_two_nodes_is_cut_at_the_node():
 
 
 def test_bad_sizes_name_the_nearest():
-    with pytest.raises(ValueError, match="nearest tensor-parallel size: 2"):
+    with refused("nearest tensor-parallel size: 2"):
         make_grid(8, 4, tp=3)
-    with pytest.raises(ValueError, match="P = 3 does not divide G = 4.*nearest legal: 4,4,4"):
+    with refused("P = 3", "G = 4", "nearest legal: 4,4,4"):
         make_grid(4, 4, shards=(3, 4, 4))
-    with pytest.raises(ValueError, match="nearest ranks per node: 4"):
+    with refused("nearest ranks per node: 4"):
         make_grid(8, 5)
 
 
@@ -55,7 +56,7 @@ def test_host_names_are_cross_checked():
 
     assert check_hosts(["a", "a", "b", "b"], 2) == 2
     assert check_hosts(["a", "a", "b", "b"], None) == 2  # the launcher does not say
-    with pytest.raises(ValueError, match="says 2 ranks per node, the host names say 4"):
+    with refused("2 ranks per node", "say 4"):
         check_hosts(["a"] * 4, 2)
     with pytest.raises(ValueError, match="not consecutive"):
         check_hosts(["a", "b", "a", "b"], 2)
@@ -80,20 +81,19 @@ def test_connections_that_cannot_work_are_replaced_with_a_note(connections, take
     ] * noted
 
 
-def test_kernels_are_loaded_at_the_start_with_a_note_where_the_environment_says_else():
-    assert cuda_settings({LOADING: "EAGER"}, 2) == cuda_settings({}, 2)
-    settings, notes = cuda_settings({LOADING: "LAZY"}, 2)
-    assert settings[LOADING] == "EAGER" and len(notes) == 1 and f"{LOADING}=LAZY" in notes[0]
-
-
-def test_a_rank_alone_waits_for_nobody_and_loads_kernels_as_it_meets_them():
-    for environment in ({}, {LOADING: "LAZY"}):
-        assert cuda_settings(environment, 1) == ({CONNECTIONS: "32"}, ())
-
-
-def test_how_nccl_connects_is_the_users_choice():
-    settings, notes = cuda_settings({"NCCL_RUNTIME_CONNECT": "1"}, 2)
-    assert settings.items() >= {**NCCL, "NCCL_RUNTIME_CONNECT": "1"}.items() and not notes
+@pytest.mark.parametrize(
+    "environment, ranks, settings, notes",
+    [
+        ({LOADING: "EAGER"}, 2, {LOADING: "EAGER", CONNECTIONS: "32", **NCCL}, 0),
+        ({LOADING: "LAZY"}, 2, {LOADING: "EAGER", CONNECTIONS: "32", **NCCL}, 1),
+        ({LOADING: "LAZY"}, 1, {CONNECTIONS: "32"}, 0),  # it waits for nobody
+        ({"NCCL_RUNTIME_CONNECT": "1"}, 2, {**NCCL, "NCCL_RUNTIME_CONNECT": "1"}, 0),  # the user's choice
+    ],
+)
+def test_kernels_and_connections_of_ranks_are_loaded_at_the_start(environment, ranks, settings, notes):
+    found, said = cuda_settings(environment, ranks)
+    assert found.items() >= settings.items() and (LOADING in found) == (ranks > 1)
+    assert len(said) == notes and all(f"{LOADING}=LAZY" in note for note in said)
 
 
 @pytest.mark.parametrize(

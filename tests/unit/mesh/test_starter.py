@@ -12,15 +12,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from megazero.mesh.launch import allocator_settings
 from megazero.ops.processes import is_gone, started
 from tests import ROOT
 
 START = """
-import os, sys
+import sys
 from megazero.mesh.starter import start_ranks
-device = os.environ.get("DEVICE", "cpu")
-sys.exit(start_ranks([sys.executable, "-c", sys.argv[1]], 2, device=device, good=(0, 75), grace=0.5))
+sys.exit(start_ranks([sys.executable, "-c", sys.argv[1]], 2, device="cpu", good=(0, 75), grace=0.5))
 """
 HEAD = "import os, signal, sys, time; rank = int(os.environ['RANK']); "
 
@@ -81,20 +79,6 @@ def test_ranks_know_who_they_are() -> None:
     assert sorted(text.splitlines()) == [f"{rank} {rank} 2 2 127.0.0.1 3" for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_allocator_is_told_before_ranks_start_unless_the_user_has_done_it(
-    monkeypatch: pytest.MonkeyPatch, device: str, own: str | None
-) -> None:
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    code = "os.write(1, (os.environ.get('GLIBC_TUNABLES', 'none') + chr(10)).encode())"
-    text, _ = start(code, {"DEVICE": device, **({"GLIBC_TUNABLES": own} if own else {})}).communicate(
-        timeout=60
-    )
-    ours = allocator_settings({}) if device == "cpu" else {}
-    assert text.splitlines() == [own or ours.get("GLIBC_TUNABLES", "none")] * 2
-
-
 HEARS = """
 heard = []
 for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM): signal.signal(number, lambda n, _: heard.append(n))
@@ -115,15 +99,6 @@ def test_a_signal_to_the_group_comes_to_each_rank_once(number: signal.Signals) -
     text, _ = process.communicate(timeout=60)
     assert text.splitlines() == [f"[{number:d}]"] * 2
     assert process.returncode == 75
-
-
-def test_ranks_without_handlers_end_by_the_signal_in_silence() -> None:
-    process = start("os.write(1, b'ready\\n'); time.sleep(99)")
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    os.killpg(process.pid, signal.SIGTERM)
-    assert process.communicate(timeout=60)[0] == ""
-    assert process.returncode == 128 + signal.SIGTERM
 
 
 # -- pretrain_gpt.py ---------------------------------------------------------------------------------

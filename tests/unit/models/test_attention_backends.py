@@ -11,12 +11,12 @@ import warnings
 import pytest
 import torch
 
-from megazero.config import ConfigError, World, make_config
+from megazero.config import World, make_config
 from megazero.config.model.attention import BACKENDS, BAND, DROPOUT, ODD_HEADS, TORCH, pick, refusal
 from megazero.models import attention
 from megazero.models.attention import FLEX_BLOCK, attend, make_tables
-from megazero.models.attention_pieces import CAUSAL, MIXED, cut
 from megazero.models.masking import AttentionTables, Masking
+from tests.messages import names, refused
 from tests.unit.plan.test_plan import MODEL
 
 LENGTH, SAMPLES, HEADS = 2 * BAND + 88, 2, 4
@@ -123,14 +123,6 @@ def test_chunks_of_queries_equal_rows_of_a_dense_mask(window, documents, alibi, 
     )
 
 
-def test_pieces_of_chunks_are_of_one_shape():
-    shapes = set()
-    for starts in (STARTS, torch.zeros_like(STARTS), torch.arange(LENGTH).expand(SAMPLES, -1)):
-        masking, tensors = of_chunks(Masking(1.0, starts=starts), inputs(2), CHUNKS[0])
-        shapes.add(make_tables(masking, "flash", LENGTH, tensors[0]).made[0].shape)
-    assert len(shapes) == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_dtypes_round_as_much_as_one_kernel_does(dtype):
     exact, masking = inputs(2), case_masking(BAND + 44, "packed", "none", 0.0)
@@ -141,23 +133,6 @@ def test_narrow_dtypes_round_as_much_as_one_kernel_does(dtype):
         found = torch.autograd.grad(attend(*narrow, tables).square().sum(), narrow)
         for one, other in zip(found, expected, strict=True):
             assert (one.double() - other).norm() < 4 * torch.finfo(dtype).eps * other.norm()
-
-
-def test_pieces_follow_documents_and_bands():
-    documents = Masking(1.0, starts=STARTS)
-    rows = [row for row in cut(documents, "flash", LENGTH, torch.zeros(()))[0].tolist() if row[2]]
-    assert [row[:4] for row in rows if row[0] == 0] == [
-        [0, 0, 120, 0],  # two documents share a piece
-        [0, 120, LENGTH - 40, 120],
-        [0, LENGTH - 40, LENGTH, LENGTH - 40],
-    ]
-    assert [row[4] for row in rows] == [MIXED, CAUSAL, MIXED] + 3 * [CAUSAL]
-    windows = cut(Masking(1.0, window=9), "flash", LENGTH, torch.zeros(()))[0].tolist()
-    assert [row[1:4] for row in windows if row[2]] == [
-        [0, BAND, 0],
-        [BAND, 2 * BAND, BAND - 8],
-        [2 * BAND, LENGTH, 2 * BAND - 8],
-    ]
 
 
 def test_documents_do_not_change_the_shape_of_the_pieces():
@@ -250,23 +225,10 @@ def stand_ins(monkeypatch):
     calls = []
 
     def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
-    ):
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+        return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
         assert causal and cu_seqlens_k.dtype == cu_seqlens_q.dtype == torch.int32
         assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
         assert q.is_contiguous()
@@ -277,22 +239,9 @@ def stand_ins(monkeypatch):
         return by_lengths(q, k, v, *of_lengths)
 
     def varlen_attn(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        *,
-        return_aux=None,
-        scale=None,
-        window_size=(-1, -1),
-        enable_gqa=False,
-        seqused_k=None,
-        block_table=None,
-        num_splits=None,
-    ):
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+        window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+    ):  # fmt: skip
         assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
         calls.append(("flash", 0.0, cu_seq_q))
         return by_lengths(query, key, value, cu_seq_q, cu_seq_k, window_size[0], 0.0, None, scale)
@@ -432,39 +381,31 @@ def test_auto_picks(wants, bits, device, missing, picked):
     assert pick("auto", frozenset(wants), bits, 2048, device, missing) == picked
 
 
-def test_what_a_backend_lacks_is_refused_by_name():
-    sizes = {**MODEL, "model_family": "llama", "attention_dropout": 0.0}
+LONG = {"seq_length": 4096, "max_position_embeddings": 4096, "sliding_window": 64}
+LLAMA = {**MODEL, "model_family": "llama", "attention_dropout": 0.0, "params_dtype": "bf16"}
 
-    def said(**values) -> str:
-        with pytest.raises(ConfigError) as caught:
-            make_config({**sizes, **values}, World(1, 1))
-        return str(caught.value)
 
-    capped = said(attention_backend="flash", attn_logit_softcapping=50.0, params_dtype="bf16")
-    assert (
-        "--attention-backend flash does not compute capped scores (--attn-logit-softcapping); nearest: "
-        "math, flash-attn, flex" in capped
-    )
-    assert "does not compute documents (--reset-attention-mask)" in said(
-        attention_backend="cudnn", reset_attention_mask=True, params_dtype="bf16"
-    )
-    assert "flex does not run on CPUs; nearest: flash, math" in said(attention_backend="flex", device="cpu")
-    assert "flash-attn does not compute numbers of 32 bits (--params-dtype)" in said(
-        attention_backend="flash-attn", params_dtype="fp32"
-    )
-    long = {"seq_length": 4096, "max_position_embeddings": 4096, "sliding_window": 64}
-    assert "efficient does not compute windows above 2,048 tokens; nearest: flash" in said(
-        attention_backend="efficient", params_dtype="bf16", **long
-    )
-    make_config({**sizes, **long, "attention_backend": "flash"}, World(1, 1))
-    on_gpu = refusal("flash", frozenset(), 32, 64, "cuda")
-    assert on_gpu is not None and "nearest: flex, efficient, math" in on_gpu
+@pytest.mark.parametrize(
+    ("backend", "values", "lacks", "nearest"),
+    [
+        ("flash", {"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping", "math, flash-attn, flex"),
+        ("cudnn", {"reset_attention_mask": True}, "--reset-attention-mask", ""),
+        ("flex", {"device": "cpu"}, "CPUs", "flash, math"),
+        ("flash-attn", {"params_dtype": "fp32"}, "--params-dtype", ""),
+        ("efficient", LONG, "2,048", "flash"),
+    ],
+)
+def test_what_a_backend_lacks_is_refused_by_name(backend, values, lacks, nearest):
+    with refused(backend, lacks, nearest):
+        make_config({**LLAMA, "attention_backend": backend, **values}, World(1, 1))
+    make_config({**LLAMA, **LONG, "attention_backend": "flash"}, World(1, 1))
+    names(refusal("flash", frozenset(), 32, 64, "cuda") or "", "nearest: flex, efficient, math")
 
 
 def test_a_package_that_is_not_there_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setattr(attention, "missing_backends", lambda: {"flash-attn": "the package is not installed"})
     of = (frozenset({"ALiBi"}), torch.bfloat16, 4096, torch.device("meta"))
-    with pytest.raises(ValueError, match=r"flash-attn: the package is not installed; nearest: flex, math"):
+    with refused("flash-attn", "package", "nearest: flex, math"):
         attention.choose("flash-attn", *of)
     assert attention.choose("auto", *of) == "flex"
 

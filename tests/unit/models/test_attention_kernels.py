@@ -79,19 +79,6 @@ def test_groups_are_left_to_the_kernel_that_is_asked_for(backend, heads, fused_k
     assert seen == [(heads, heads == 2)]
 
 
-@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
-def test_a_graph_knows_what_kernels_take(backend, fused_kernels):
-    def compute(q, k):
-        with sdpa_kernel(backend):
-            grouped = fused(q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device, 0.0)
-        return q + 1 if grouped else q - 1
-
-    q, k = (torch.zeros(2, each, 16, 8, dtype=torch.bfloat16) for each in (4, 2))
-    found = torch.compile(compute, backend="eager", fullgraph=True)(q, k)
-    assert torch.equal(found, compute(q, k))
-    assert bool((found == 1).all()) == (backend == SDPBackend.FLASH_ATTENTION)
-
-
 def test_kernels_are_asked_once_for_all_layers_and_again_under_other_settings(fused_kernels, monkeypatch):
     asked, ask = [], cuda.can_use_efficient_attention
     monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda inputs: asked.append(1) or ask(inputs))
@@ -101,33 +88,18 @@ def test_kernels_are_asked_once_for_all_layers_and_again_under_other_settings(fu
         assert not fused(*shape) and len(asked) == 2
 
 
+WIDE, WINDOW = {"hidden_size": 64}, {"sliding_window": 31}
+
+
 @pytest.mark.parametrize(
     ("family", "dtype", "changes", "said"),
     [
-        ("llama", torch.bfloat16, {}, None),
-        ("llama", torch.float32, {}, None),
-        ("llama", torch.float64, {}, "2 heads of 12 in float64 on"),
         ("llama", torch.bfloat16, {"sliding_window": 32}, None),
-        (
-            "llama",
-            torch.bfloat16,
-            {"hidden_size": 64, "sliding_window": 31},
-            "attention with windows: --attention-backend flash",
-        ),
-        ("llama", torch.float64, {"sliding_window": 31}, "above 256 and windows in float64"),
-        ("bloom", torch.bfloat16, {"hidden_size": 64}, "attention with ALiBi: --attention-backend flex"),
-        (
-            "gemma2",
-            torch.bfloat16,
-            {"hidden_size": 64},
-            "attention with capped scores: --attention-backend flex",
-        ),
-        (
-            "gemma2",
-            torch.bfloat16,
-            {"hidden_size": 64, "attention_dropout": 0.1},
-            "no kernel here computes capped scores and dropout in bfloat16 (flash-attn: the package",
-        ),
+        ("llama", torch.float64, {}, "2 heads of 12 in float64 on"),
+        ("llama", torch.bfloat16, {**WIDE, **WINDOW}, "attention with windows: --attention-backend flash"),
+        ("llama", torch.float64, WINDOW, "above 256 and windows in float64"),
+        ("bloom", torch.bfloat16, WIDE, "attention with ALiBi: --attention-backend flex"),
+        ("gemma2", torch.bfloat16, {**WIDE, "attention_dropout": 0.1}, "(flash-attn: the package"),
     ],
 )
 def test_a_run_says_which_backend_computes_more_than_plain_attention(
@@ -139,14 +111,3 @@ def test_a_run_says_which_backend_computes_more_than_plain_attention(
     note = attention_note(make(family, **changes), *of)
     assert note is None if said is None else said in note
     assert attention_note(make("llama"), TensorParallel(), torch.device("cpu"), dtype) is None
-
-
-def test_a_run_says_what_computes_documents(monkeypatch):
-    monkeypatch.setattr(attention, "missing_backends", dict)
-    odd = (make("llama"), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
-    said = "attention with documents and heads whose width is no multiple of 8 or above 256: --attention-backend flex"
-    assert attention_note(*odd, documents=True) == said
-    of = (make("llama", hidden_size=64), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
-    assert attention_note(*of, documents=True) == "attention with documents: --attention-backend flash"
-    named = attention_note(*of, "flash-attn", documents=True)
-    assert named == "attention with documents: --attention-backend flash-attn"

@@ -12,6 +12,7 @@ from megazero.config import ConfigError, World, make_config
 from megazero.models import Decoder
 from megazero.models.compilation import CompileTime, compile_layers
 from megazero.zero.build import plain_name
+from tests.messages import refused
 from tests.sizes import TINY
 from tests.unit.models.test_decoder import DROPOUT, batch, make
 
@@ -85,7 +86,7 @@ def test_what_is_compiled_has_the_losses_and_gradients_of_what_is_not(backend, c
 def test_what_compiling_needs_is_said(monkeypatch, tmp_path):
     decoder = Decoder(make("llama"), device="meta")
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
-    with pytest.raises(ValueError, match=r"--compile needs a C\+\+ compiler \(no-such.* package g\+\+"):
+    with refused("--compile", "C++", "no-such", "g++"):
         compile_layers(decoder, "inductor")
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megazero.models import Decoder, make_model
-from megazero.models.hf_weights import load_hf_state_dict
 from megazero.moe import Decision, Dispatch, ExpertParallel, Router, grouped_linear, route, weighted
 from tests.hugging_face import to_hf_state_dict
 
@@ -166,27 +165,6 @@ def test_a_recompute_replays_the_first_forwards_decision(monkeypatch: pytest.Mon
     assert set(experts.nonzero().flatten().tolist()) == set(before[2].flatten().tolist())
 
 
-def test_decisions_of_another_run_are_taken_as_they_are() -> None:
-    decoder = Decoder(make_model(**MIXTURE), dtype=torch.float64)
-    decoder.initialize(0)
-    tokens = torch.arange(12).view(2, 6)
-    free = decoder.full_logits(tokens)
-    given = {n: Decision(torch.tensor([[3, 0]] * 12, dtype=torch.int32)) for n in (1, 2)}
-    assert not torch.allclose(decoder(tokens, decisions=given)[..., :40], free)
-    assert all(decision.experts.tolist() == [[3, 0]] * 12 for decision in given.values())
-
-
-def test_initial_values_are_drawn_by_the_names_of_single_experts() -> None:
-    few, many = (Decoder(make_model(**{**MIXTURE, "num_experts": count})) for count in (4, 6))
-    for decoder in (few, many):
-        decoder.initialize(3)
-    one, other = (to_hf_state_dict(decoder) for decoder in (few, many))
-    names = [name for name in one if ".experts." in name]
-    assert len(names) == 2 * 4 * 3 and all(torch.equal(one[name], other[name]) for name in names)
-    first, second = (one[f"model.layers.1.mlp.experts.{i}.up_proj.weight"] for i in (0, 1))
-    assert not torch.equal(first, second) and 0.015 < first.std() < 0.025
-
-
 def test_initial_values_of_experts_in_one_tensor_are_each_its_own() -> None:
     """Of gate and up projection, too, which are parts of it, and on ranks that share the experts."""
     choices = {"model_family": "granitemoe", "max_position_embeddings": 16, "hidden_size": 32}
@@ -205,24 +183,6 @@ def test_initial_values_of_experts_in_one_tensor_are_each_its_own() -> None:
 
 
 BIASED = {**MIXTURE, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-
-
-def test_a_bias_is_stored_in_fp32_under_the_families_name_and_read_back() -> None:
-    decoder = Decoder(make_model(**BIASED), dtype=torch.bfloat16)
-    decoder.initialize(0)
-    tokens = torch.arange(12).view(2, 6)
-    free = decoder.full_logits(tokens)
-    for i in (1, 2):
-        bias = decoder.layers[f"{i}"].mlp.router.e_score_correction_bias
-        bias.copy_(torch.arange(4) / 7 - i)
-    state = to_hf_state_dict(decoder)
-    stored = {name: each for name, each in state.items() if "bias" in name}
-    assert list(stored) == [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)]
-    assert {each.dtype for each in stored.values()} == {torch.float32}
-    again = Decoder(make_model(**BIASED), dtype=torch.bfloat16)
-    load_hf_state_dict(again, state)
-    assert torch.equal(again.full_logits(tokens), decoder.full_logits(tokens))
-    assert not torch.equal(decoder.full_logits(tokens), free)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

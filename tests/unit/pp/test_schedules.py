@@ -12,7 +12,6 @@ from megazero.pp.schedules import (
     SCHEDULES,
     Action,
     Kind,
-    Message,
     in_order,
     make_schedule,
     needs,
@@ -25,9 +24,9 @@ from tests.pipeline_walk import check_schedule
 SIZES = [
     (name, pp, virtual, m)
     for name in SCHEDULES
-    for pp in range(1, 9)
+    for pp in (1, 2, 3, 4, 5, 8)
     for virtual in range(1, 5)
-    for m in range(1, 13)
+    for m in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
     if not schedule_problem(name, pp, virtual, m)
 ]
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
@@ -85,19 +84,6 @@ def test_peaks(name, pp, virtual, m):
         assert ours == tuple(min(pp - rank, m) for rank in range(pp))
     if name == "zb-h1":
         assert max(ours) == max(peak_activations("1f1b", pp, 1, m))
-
-
-def test_messages_of_a_small_schedule():
-    messages = sends(make_schedule("interleaved", 2, 2, 2), 2)
-    assert messages[0, 1] == (
-        Message("activation", 0, 1, 0),
-        Message("activation", 0, 1, 1),
-        Message("activation", 2, 3, 0),
-        Message("activation", 2, 3, 1),
-        Message("gradient", 2, 1, 0),
-        Message("gradient", 2, 1, 1),
-    )
-    assert [m.kind for m in sends(make_schedule("zb-h1", 2, 1, 2), 2)[1, 0]] == ["gradient"] * 2
 
 
 def theirs(order):
@@ -168,17 +154,6 @@ def test_interleaved_order_is_megatrons(pp, virtual, m):
         assert order + backwards[left:total] == list(actions)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_warmup_is_megatrons(name):
-    megatron = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    for rank in range(4):
-        group = SimpleNamespace(size=lambda: 4, rank=lambda rank=rank: rank)
-        stand_in = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=None)
-        warmup = megatron.get_pp_rank_microbatches(8, 1, None, p2p_communicator=stand_in)[2]
-        first = [a.kind for a in make_schedule(name, 4, 1, 8)[rank]].index(B) - 1
-        assert first == (warmup if name == "1f1b" else 7)
-
-
 @pytest.mark.parametrize(
     "args, part",
     [
@@ -234,50 +209,6 @@ def test_mutated_schedules_are_refused(data):
         mutated = replaced(schedule, rank, [*actions[:i], changed, *actions[i + 1 :]])
     with pytest.raises(ValueError, match="rank|stage"):
         check_schedule(mutated, pp, virtual, m)
-
-
-@settings(max_examples=400, deadline=None)
-@given(st.data())
-def test_an_action_before_what_it_needs_is_refused(data):
-    name, pp, virtual, m = data.draw(st.sampled_from(SMALL))
-    schedule = make_schedule(name, pp, virtual, m)
-    rank = data.draw(st.integers(0, pp - 1))
-    actions = list(schedule[rank])
-    i = data.draw(st.integers(0, len(actions) - 1))
-    own = Action(F if actions[i].kind != W else I, actions[i].stage, actions[i].micro_batch)
-    if own == actions[i]:
-        return
-    j = actions.index(own)
-    actions[i], actions[j] = actions[j], actions[i]
-    with pytest.raises(ValueError, match=f"hangs: rank {rank}: .* waits for .*{actions[j].micro_batch}"):
-        check_schedule(replaced(schedule, rank, actions), pp, virtual, m)
-
-
-def test_a_circular_wait_is_named():
-    one, two = make_schedule("1f1b", 2, 1, 2)
-    late = (one[0], one[2], one[1], one[3])  # F0 B0 F1 B1 on the first rank
-    check_schedule((late, two), 2, 1, 2)  # slower, but it ends
-    eager = (two[0], two[2], two[1], two[3])  # F0 F1 B0 B1 on the last
-    check_schedule((one, eager), 2, 1, 2)
-    with pytest.raises(ValueError) as caught:
-        check_schedule((late, eager), 2, 1, 2)
-    assert str(caught.value) == (
-        "the schedule hangs: rank 0: B(stage 0, micro-batch 0) waits for I(stage 1, micro-batch 0) of rank 1; "
-        "rank 1: F(stage 1, micro-batch 1) waits for F(stage 0, micro-batch 1) of rank 0"
-    )
-
-
-def test_other_faults_are_named():
-    one, two = make_schedule("zb-h1", 2, 1, 2)
-    with pytest.raises(ValueError, match="has 1 ranks, not 2"):
-        check_schedule((one,), 2, 1, 2)
-    with pytest.raises(ValueError, match=r"B\(stage 0, micro-batch 0\) belongs on rank 0"):
-        check_schedule((one, (*two, one[2])), 2, 1, 2)
-    whole = tuple(dataclasses.replace(a, kind=B) if a.kind == I and a.micro_batch == 0 else a for a in two)
-    with pytest.raises(ValueError, match="has B, F, W, not one F and either"):
-        check_schedule((one, whole), 2, 1, 2)
-    with pytest.raises(ValueError, match="which no rank computes"):
-        list(in_order((one, tuple(a for a in two if a.kind != F)), 2))
 
 
 def test_needs():

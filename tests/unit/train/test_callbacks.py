@@ -17,7 +17,8 @@ from megazero.ops.failures import RankFailure, readable_failures
 from megazero.train.callbacks.callback import Callback, TrainedStep
 from megazero.train.callbacks.chain import CallbackError, Callbacks
 from megazero.train.callbacks.users import make_callbacks
-from tests.sizes import TINY
+from tests.messages import refused
+from tests.sizes import LEAST, TINY
 from tests.unit.train.test_seams import SMALL, run
 
 HERE = __name__
@@ -208,18 +209,7 @@ def test_a_callback_that_cannot_be_made_is_named(
 def test_words_of_flags_and_of_yaml_are_the_same(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps({"callbacks": ["a.b:C", {"a:D": {"every": 2}}]}))
-    words = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "2", "--seq-length", "4"]
-    words += [
-        "--micro-batch-size",
-        "1",
-        "--lr",
-        "1",
-        "--train-iters",
-        "1",
-        "--mock-data",
-        "--vocab-size",
-        "9",
-    ]
+    words = f"{LEAST} --micro-batch-size 1 --train-iters 1".split()
     both = parse([*words, "--config", str(file)]), parse([*words, "--callbacks", "a.b:C", 'a:D {"every": 2}'])
     assert both[0].logging.callbacks == both[1].logging.callbacks == ("a.b:C", 'a:D {"every": 2}')
     again = make_config({**TINY, "callbacks": both[0].to_dict()["logging"]["callbacks"]})
@@ -228,5 +218,5 @@ def test_words_of_flags_and_of_yaml_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["a.b", "a:b:c", "a.b:C {", "a.b:C {'every': 2}", "a:B 3", "", "a b:C"])
 def test_other_words_are_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match="--callbacks"):
+    with refused("--callbacks", by=ConfigError):
         make_config({**TINY, "callbacks": (word,)})

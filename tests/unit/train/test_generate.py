@@ -19,6 +19,7 @@ from megazero.train.generate import (
     sample_tokens,
 )
 from megazero.train.parallelize import DTYPES
+from tests.messages import refused
 from tests.sizes import SMALL
 
 VOCABULARY = 23  # the last id is the end of a document
@@ -158,14 +159,14 @@ def test_bf16_weights_run_as_fp32_on_a_cpu(tmp_path):
 
 
 def test_errors_name_the_cure(tmp_path, model):
-    with pytest.raises(store.CheckpointError, match="absent' holds no complete checkpoint.*--save"):
+    with refused("absent", "--save", by=store.CheckpointError):
         store.find_checkpoint(tmp_path / "absent")
     make_run(tmp_path / "other", NullTokenizer(5))
-    with pytest.raises(store.CheckpointError, match="another tokenizer.*--tokenizer-model"):
+    with refused("--tokenizer-model", by=store.CheckpointError):
         load_text_model(tmp_path / "other")
-    with pytest.raises(ValueError, match="--temperature -1"):
+    with refused("--temperature -1"):
         Sampling(temperature=-1)
-    with pytest.raises(ValueError, match="--top-k -1"):
+    with refused("--top-k -1"):
         Sampling(top_k=-1)
-    with pytest.raises(ValueError, match="--tokens -1"):
+    with refused("--tokens -1"):
         list(sample_tokens(model, [1], -1, Sampling()))

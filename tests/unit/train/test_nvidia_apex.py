@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -16,35 +15,17 @@ import torch.nn.functional as F
 from megazero.config.options.sections import TrainingConfig
 from megazero.models.norm import LayerNorm, RMSNorm, use_apex
 from megazero.train.nvidia_apex import fused_adam, refuse_without_apex
-from megazero.zero.elementwise import make_state, refuse_unless_elementwise, refuse_unless_from_zeros
+from tests.messages import refused
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 BOTH = TrainingConfig(train_iters=1, optimizer_impl="apex", norm_impl="apex")
 
 
-class FusedAdam(torch.optim.AdamW):
-    """As apex/optimizers/fused_adam.py: the step is counted in the group, not in the states."""
-
-    def __init__(self, params, adam_w_mode=True, **options):
-        assert adam_w_mode
-        super().__init__(params, **options)
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            count = group["step"] = group.get("step", 0) + 1
-            for state in (self.state[p] for p in group["params"] if self.state[p]):
-                state["step"] = torch.tensor(count - 1.0)
-        super().step(closure)
-        for state in self.state.values():
-            del state["step"]
-
-
 @contextmanager
 def installed(folder=None):
     """Inside the block ``import apex`` finds the stand-in, or what lies in the folder."""
-    made = {name: ModuleType(name) for name in ("apex", "apex.optimizers", "apex.normalization", "amp_C")}
+    made = {name: ModuleType(name) for name in ("apex", "apex.normalization")}
     made["fused_layer_norm_cuda"] = norms = ModuleType("apex.normalization.fused_layer_norm")
-    made["apex.optimizers"].FusedAdam = FusedAdam
     norms.fused_rms_norm_affine = lambda x, weight, shape, eps: F.rms_norm(x, shape, weight, eps)
     norms.fused_layer_norm_affine = lambda x, weight, bias, shape, eps: F.layer_norm(
         x, shape, weight, bias, eps
@@ -63,23 +44,8 @@ def test_what_a_run_cannot_have_is_refused_with_the_command_that_builds_it(said:
     (tmp_path / "apex" / "__init__.py").touch()
     with installed(tmp_path), pytest.raises(ValueError, match=f"{said}.*APEX_CUDA_EXT=1"):
         refuse_without_apex(BOTH, CUDA)
-    with pytest.raises(ValueError, match="(?s)--optimizer-impl apex.*CUDA.*--norm-impl apex.*CUDA"):
+    with refused("--optimizer-impl apex", "--norm-impl apex", "CUDA"):
         refuse_without_apex(BOTH, CPU)
-
-
-def test_its_adam_is_elementwise_starts_from_zeros_and_a_state_that_is_made_counts_no_step() -> None:
-    with installed():
-        for check in (refuse_unless_elementwise, refuse_unless_from_zeros):
-            check(
-                partial(fused_adam, lr=0.1, weight_decay=0.1),
-                [(), (("weight_decay", 0.0),)],
-                torch.float32,
-                CPU,
-            )
-        weight = torch.nn.Parameter(torch.ones(4))
-        optimizer = fused_adam([{"params": [weight]}], lr=0.1)
-        make_state(optimizer)
-    assert optimizer.param_groups[0]["step"] == 0 and torch.equal(weight.detach(), torch.ones(4))
 
 
 def test_norms_go_through_its_functions() -> None:

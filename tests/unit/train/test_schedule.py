@@ -144,13 +144,3 @@ def test_batch_schedule_equals_walking_it(
     assert schedule.iterations_within(limit, begin) == max(0, len(positions) - 2)
     for earlier, later in itertools.pairwise(positions):
         assert schedule.batch_size(earlier) <= schedule.batch_size(later) <= schedule.target
-
-
-def test_batch_schedule_length_and_layout() -> None:
-    """The run does not depend on the data-parallel size, and its length is that of train_samples."""
-    wide = BatchSizeRampup(16, 16, 256, 64, 2, 8)
-    narrow = BatchSizeRampup(16, 16, 256, 64, 2, 1)
-    assert [wide.consumed_after(i) for i in range(50)] == [narrow.consumed_after(i) for i in range(50)]
-    assert narrow.micro_batches(0) == 8 * wide.micro_batches(0)
-    constant = BatchSizeRampup(32, 0, 0, 32, 2, 4)
-    assert constant.iterations_within(1000) == 31 and constant.micro_batches(12345) == 4

@@ -6,8 +6,6 @@ import io
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +17,7 @@ import torch.nn.functional as F
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.spec import training_flops
-from megazero.config.options.sections import CheckpointConfig
-from megazero.data.build import Dataset, MockDataset
+from megazero.data.build import MockDataset
 from megazero.data.gpt import SampleSpec
 from megazero.data.tokenizer import NullTokenizer
 from megazero.log.metrics import read_metrics
@@ -28,16 +25,12 @@ from megazero.mesh.launch import Launch
 from megazero.models import Decoder
 from megazero.ops.failures import NonFiniteLoss
 from megazero.train import setup
-from megazero.train.callbacks.profiling import Profiler
-from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy
 from megazero.train.schedule.learning_rate import LearningRate
-from megazero.train.state import checkpointing
 from megazero.train.trainer import Trainer
 from tests.oracle import megatron_batch_sizes
 from tests.oracle_muon import POLYNOMIALS, plain_step
 from tests.sizes import TINY
-from tests.unit.train.test_schedule import STYLES, WSD_STYLES
 
 SMALL = {**TINY, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2}
 SMALL |= {"ffn_hidden_size": 8, "seq_length": 4}
@@ -79,43 +72,6 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], float, int]
         yield [group["lr"] for group in holder.param_groups], apart["weight_decay"], size
         consumed += size
         scheduler.step(size)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("unit", [pytest.param("iterations", marks=pytest.mark.slow), "samples"])
-def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -> None:
-    """Of every style, past the end of the decay; of one of each kind across a resume, too."""
-    length: dict[str, Any] = {"train_iters": 9, "lr_warmup_iters": 2}
-    decay: dict[str, Any] = {"lr_decay_iters": 7, "min_lr": 1e-3}
-    wsd: dict[str, Any] = {"lr_wsd_decay_iters": 4}
-    if unit == "samples":
-        length = {**BY_SAMPLES, **RAMP, "train_samples": 80, "lr_warmup_samples": 10}
-        decay = {"lr_decay_samples": 70, "min_lr": 1e-3}
-        wsd = {"lr_wsd_decay_samples": 40}
-    styles = [{"lr_decay_style": "constant"}]
-    styles += [{"lr_decay_style": style, **decay} for style in STYLES if style != "constant"]
-    styles += [{"lr_decay_style": "WSD", "lr_wsd_decay_style": w, **decay, **wsd} for w in WSD_STYLES]
-    for number, style in enumerate(styles):
-        folder = tmp_path / str(number)
-        values = {
-            **SMALL,
-            "micro_batch_size": 4,
-            **length,
-            **style,
-            "decoupled_lr": 3e-2,
-            "log_dir": str(folder),
-        }
-        values |= {"decoupled_min_lr": 2e-3} if "min_lr" in style and number % 2 else {}
-        if "cosine" in style.values():
-            saved = str(folder / "saved")
-            run({**values, "save": saved, "exit_interval": 3})
-            values["load"] = saved
-        config = run(values)
-        lines = read_metrics(folder)
-        assert len(lines) == 9, style
-        wanted = [(rates, size) for rates, _, size in islice(megatron_rates(config), 9)]
-        names = ("learning_rate", "decoupled_learning_rate")
-        assert [([line[name] for name in names], line["batch_size"]) for line in lines] == wanted, style
 
 
 class PlainLion(torch.optim.Optimizer):
@@ -361,46 +317,6 @@ def test_steps_that_are_not_finite_are_skipped_told_and_ten_in_a_row_the_end(tmp
     assert [line["iteration"] for line in lines if line.get("skipped")] == [3, *range(5, 14)]
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_what_is_due_among_iterations_left_out_comes_after_them(tmp_path: Path) -> None:
-    """Evaluation, save, exit and the end of the trace: none is passed over with them."""
-    told: list[str] = []
-    recording: dict[int, bool] = {}
-
-    def watch(trainer: Trainer) -> None:
-        iterate = trainer._iterate
-        (profiler,) = (each for each in trainer.callbacks.members if isinstance(each, Profiler))
-        trainer.note = told.append  # type: ignore[method-assign]
-
-        def note(batches: Any) -> Any:
-            recording[trainer.progress.iteration + 1] = profiler.recorder is not None
-            return iterate(batches)
-
-        trainer._iterate = note  # type: ignore[method-assign]
-
-    values = {
-        **SMALL, "train_iters": 12, "skip_train_iteration_range": ("4-6",), "eval_interval": 4, "eval_iters": 1,
-        "save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "save_interval": 5,
-        "log_dir": str(tmp_path), "profile": True, "profile_step_start": 2,
-    }  # fmt: skip
-    run({**values, "exit_interval": 5, "profile_step_end": 4}, watch)
-    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1, 2, 3, 6]
-    assert recording == {1: False, 2: False, 3: True}
-    run({**values, "profile_step_end": 4}, watch)
-    evaluated = [line["iteration"] for line in read_metrics(tmp_path) if "eval_lm_loss" in line]
-    assert evaluated == [6, 8, 12]
-    assert [path.name[-2:] for path in store.checkpoints(tmp_path / "run")] == ["06", "10", "12"]
-    fresh = {**values, "save": None, "load": None, "save_interval": None}
-    run({**fresh, "profile_step_end": 4}, watch)
-    assert [at for at, records in recording.items() if records] == [3]
-    run({**fresh, "profile_step_start": 3, "profile_step_end": 6}, watch)
-    traces = [line for line in told if "traced" in line or "trace was" in line]
-    assert [" ".join(line.split()[:4]) for line in traces] == [
-        "iterations 3 to 3", "no trace was written:", "iterations 3 to 3", "no trace was written:",
-    ]  # fmt: skip
-
-
 def test_a_run_of_a_given_duration_ends_and_is_saved(tmp_path: Path) -> None:
     began: list[float] = []
     values = {**SMALL, "exit_duration_in_mins": 1e-9, "log_dir": str(tmp_path), "save": str(tmp_path / "run")}
@@ -462,62 +378,3 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     assert policy.whole_gradients
     assert policy.codecs.delta and policy.codecs.gradients_intra is None
     assert weights.hadamard == 0 and gradients.hadamard == 32
-
-
-def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training and evaluation take their batches from the one place above."""
-    made: list[bool] = []
-    plain = Feeding.batches
-
-    def note(self: Feeding, data_set: Dataset, *whole: bool, **position: int) -> Any:
-        made.append("consumed" in position)
-        return plain(self, data_set, *whole, **position)
-
-    monkeypatch.setattr(Feeding, "batches", note)
-    run(
-        {
-            **SMALL,
-            "train_iters": 1,
-            "lr_warmup_iters": 0,
-            "eval_iters": 1,
-            "eval_interval": 1,
-            "log_dir": str(tmp_path),
-        }
-    )
-    assert made == [True, False]
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_way_back_loads_all_whatever_the_start_left_out(
-    whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """--finetune is for the checkpoint that a run starts from; its own it takes with moments, counters and scale."""
-    did: list[str] = []
-    noted: Any = {
-        name: lambda *_, name=name: did.append(name) for name in ("load_scalars", "load_state", "invalidate")
-    }
-    engine: Any = SimpleNamespace(optimizer=SimpleNamespace(**noted), **noted)
-    asked: list[bool] = []
-    monkeypatch.setattr(checkpointing, "load_records", lambda _, __, optimizer: asked.append(optimizer))
-    monkeypatch.setattr(checkpointing, "kinds_to_load", lambda *_: {})
-    monkeypatch.setattr(checkpointing, "load_rank_tensors", lambda *_: did.append("load_rank_tensors"))
-    monkeypatch.setattr(checkpointing, "world_group", lambda: None)
-    monkeypatch.setattr(checkpointing.store, "load", lambda *_, **__: SimpleNamespace(rank_tensors=None))
-    options = CheckpointConfig(finetune=True, load_optim=False, load_rng=False)
-    fake: Any = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=options),
-        engine=engine,
-        placements={},
-        scaling=SimpleNamespace(**noted),
-        callbacks=SimpleNamespace(**noted),
-        _layout={},
-        _moments=lambda *_: ["exp_avg"],
-        _check_tokenizer=lambda *_: None,
-    )
-    state = {"optimizer": {}, "engine": {}, "loss_scaling": {}}
-    saved = "iter_0000001", SimpleNamespace(kinds={}), state
-    origin: Any = SimpleNamespace(published=None, saved=saved, own=whole)
-    fake._load_rest = partial(checkpointing.Checkpointing._load_rest, fake)
-    checkpointing.Checkpointing.load(fake, origin)
-    everything = ["invalidate", "load_scalars", "load_rank_tensors", *["load_state"] * 3]
-    assert asked == [whole] and did == (everything if whole else ["invalidate"])
