@@ -300,64 +300,66 @@ def test_another_number_of_replicas_is_refused_and_may_start_from_the_anchor(tmp
     assert all(torch.equal(anchor[name], weights[name]) for name in anchor)
 
 
-INSIDE = {
-    "zeropp between a replica's nodes": (
-        8,
-        {
-            "zero_preset": "zeropp",
-            "zero_quantized_weights_delta": False,
-            "zero_exact_numel": 16,
-            "outer_replicas": 2,
-            "params_dtype": "bf16",
-        },
-    ),
-    "tp 2 x pp 2, bf16": (8, {**TP2, **PP2, "ranks_per_node": 4, "params_dtype": "bf16", "outer_bits": 2}),
+COARSE = {"zero_preset": "zeropp", "zero_quantized_weights_delta": False, "zero_exact_numel": 16}
+TWO_STAGES = {**TP2, **PP2, "ranks_per_node": 4, "params_dtype": "bf16"}
+# name: (ranks, options, steps after which runs stop)
+RUNS = {
+    "zeropp between a replica's nodes": (8, {**COARSE, "outer_replicas": 2, "params_dtype": "bf16"}, (4,)),
+    "tp 2 x pp 2, bf16": (8, {**TWO_STAGES, "outer_bits": 2}, (4,)),
     "moments in fewer bits": (
         4,
         {"zero_preset": "zero3", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "bf16", "outer_bits": 8},
+        (4,),
     ),
-    "muon": (4, {"zero_preset": "zero3", "optimizer": "muon"}),
+    "muon": (4, {"zero_preset": "zero3", "optimizer": "muon"}, (4,)),
     "fp16, steps that overflow": (
         4,
         {"zero_preset": "zero1", "params_dtype": "fp16", "initial_loss_scale": 2.0**22, "hysteresis": 1},
+        (4,),
     ),
-    "asynchronous saves": (
+    # Stopped with differences on their way, and between two meetings.
+    "late, ddp": (4, {**LATE, "zero_preset": "ddp"}, (4, 6)),
+    "late, 2 bits, asynchronous saves": (
         4,
-        {"zero_preset": "ddp", "outer_bits": 8, "async_save": True, "save_interval": 4},
+        {**LATE, "zero_preset": "zero3", "outer_bits": 2, "async_save": True, "save_interval": 4},
+        (5, 6),
+    ),
+    "late, tp 2 x pp 2, bf16": (8, {**LATE, **TWO_STAGES, **TIED}, (4, 6)),
+    "late, zeropp between a replica's nodes": (
+        8,
+        {**LATE, **COARSE, "outer_replicas": 2, "outer_bits": 8},
+        (5,),
     ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("name", RUNS)
 def test_replicas_of_any_kind_go_on_bit_for_bit(tmp_path: Path, name: str) -> None:
-    """Evaluations change nothing, also where messages are quantised; another layout inside has the same curve."""
-    world, values = INSIDE[name]
-    straight = {
-        **SITES,
-        "lr": 1e-3,
-        **values,
-        "log_dir": str(tmp_path / "logs"),
-        "save": str(tmp_path / "straight"),
-    }
-    stopped = {**straight, "save": str(tmp_path / "stopped"), "exit_interval": 4}
-    gone_on = {"load": stopped["save"], "exit_interval": None}
-    evaluated = {"eval_interval": 1, "eval_iters": 1, "save": str(tmp_path / "evaluated")}
-    other = {name: value for name, value in straight.items() if not name.startswith("zero_")} | gone_on
-    jobs = {
-        "straight": (world, straight),
-        "stopped": (world, stopped),
-        "evaluated": (world, {**straight, **evaluated}),
-        "other": (world, {**other, "zero_preset": "zero1", "save": str(tmp_path / "other")}),
-        "gone on": (world, {**stopped, **gone_on}),
-    }
-    seen = train_each(jobs)
-    assert seen["stopped"][0].losses + seen["gone on"][0].losses == seen["straight"][0].losses
+    """Evaluations change nothing, also where messages are quantised; bytes are those predicted."""
+    world, values, stops = RUNS[name]
+    base = {**SITES, "lr": 1e-3, "train_iters": 9, **values, "log_dir": str(tmp_path / "logs")}
+    evaluated = {"eval_interval": 1, "eval_iters": 1, "log_dir": str(tmp_path / "evaluated logs")}
+    jobs = {"straight": base, "evaluated": {**base, **evaluated}}
+    folders = {name: str(tmp_path / name) for name in jobs}
+    for at in stops:
+        first, rest, saved = f"stopped at {at}", f"gone on from {at}", str(tmp_path / f"at {at}")
+        jobs |= {first: {**base, "exit_interval": at}, rest: {**base, "load": saved}}
+        folders |= {first: saved, rest: saved}
+    seen = train_each({job: (world, {**own, "save": folders[job]}) for job, own in jobs.items()})
     wanted = checkpoint_of(tmp_path / "straight")
-    assert not differences(wanted, checkpoint_of(tmp_path / "stopped"))
     assert not differences(wanted, checkpoint_of(tmp_path / "evaluated"))
-    for (_, got), (_, loss) in zip(seen["other"][0].losses, seen["straight"][0].losses[4:], strict=True):
-        assert got == pytest.approx(loss, rel=5e-3)
+    for at in stops:
+        both = seen[f"stopped at {at}"][0].losses + seen[f"gone on from {at}"][0].losses
+        assert both == seen["straight"][0].losses
+        assert not differences(wanted, checkpoint_of(tmp_path / f"at {at}"))
+    nodes = World(world, base["ranks_per_node"])
+    mean, most = predicted(make_config({**TINY, **base}, nodes), nodes)
+    interval = base["outer_interval"]
+    sent = [[step.get("outer_inter_node", 0) for step in rank.sent] for rank in seen["straight"]]
+    per_meeting = [sum(each[interval - 1 : 2 * interval - 1]) for each in sent]
+    assert max(per_meeting) == pytest.approx(mean * interval, rel=1e-3)
+    assert max(max(each) for each in sent) <= 1.001 * most
 
 
 def predicted(config: RunConfig, world: World) -> tuple[float, float]:
@@ -366,65 +368,21 @@ def predicted(config: RunConfig, world: World) -> tuple[float, float]:
     return Layout(base, config.zero).bytes_of_meetings
 
 
-LATE_RUN = {**LATE, "ranks_per_node": 2, "train_iters": 9, "lr": 1e-3}
-LATE_RUNS = {
-    "ddp": (4, {"zero_preset": "ddp"}, 4),
-    "2 bits, asynchronous saves": (4, {"zero_preset": "zero3", "outer_bits": 2, "async_save": True}, 5),
-    "tp 2 x pp 2, bf16": (8, {**TP2, **PP2, "ranks_per_node": 4, "params_dtype": "bf16", **TIED}, 4),
-    "zeropp between a replica's nodes": (
-        8,
-        {
-            "zero_preset": "zeropp",
-            "zero_quantized_weights_delta": False,
-            "zero_exact_numel": 64,
-            "outer_replicas": 2,
-            "outer_bits": 8,
-        },
-        5,
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LATE_RUNS)
-def test_late_runs_go_on_bit_for_bit(tmp_path: Path, name: str) -> None:
-    """Stopped with differences on their way, or between two; evaluations change nothing; bytes are those predicted.
-
-    pytest -m slow tests/dist/outer/test_outer.py -k late_runs
-    """
-    world, values, stop = LATE_RUNS[name]
-    base = {**LATE_RUN, **values, "log_dir": str(tmp_path / "logs")}
-    evaluated = {"eval_interval": 1, "eval_iters": 1, "log_dir": str(tmp_path / "evaluated logs")}
-    jobs = {"straight": base, "evaluated": {**base, **evaluated}}
-    for at in (stop, stop + 1):
-        saved = str(tmp_path / f"stopped at {at}")
-        jobs[f"stopped at {at}"] = {**base, "exit_interval": at}
-        jobs[f"gone on from {at}"] = {**base, "load": saved}
-    saves = {key: str(tmp_path / key.replace("gone on from", "stopped at")) for key in jobs}
-    seen = train_each({key: (world, {**values, "save": saves[key]}) for key, values in jobs.items()})
-    wanted = checkpoint_of(tmp_path / "straight")
-    assert not differences(wanted, checkpoint_of(tmp_path / "evaluated"))
-    for at in (stop, stop + 1):
-        both = seen[f"stopped at {at}"][0].losses + seen[f"gone on from {at}"][0].losses
-        assert both == seen["straight"][0].losses
-        assert not differences(wanted, checkpoint_of(tmp_path / f"stopped at {at}"))
-    nodes = World(world, base["ranks_per_node"])
-    mean, most = predicted(make_config({**TINY, **base}, nodes), nodes)
-    first, interval = base["outer_interval"] - 1, base["outer_interval"]
-    sent = [[step.get("outer_inter_node", 0) for step in rank.sent] for rank in seen["straight"]]
-    assert max(sum(each[first : first + interval]) for each in sent) == pytest.approx(
-        mean * interval, rel=1e-3
-    )
-    assert max(max(each) for each in sent) <= 1.001 * most
-
-
 @pytest.mark.slow
 def test_a_flight_on_other_layouts(tmp_path: Path) -> None:
     """Saved as differences have left. The same replicas go on with other shards, stages and tensor parallelism.
 
     pytest -m slow tests/dist/outer/test_outer.py -k flight
     """
-    first = {**LATE_RUN, "zero_preset": "zero3", "params_dtype": "fp64", "lr_warmup_iters": 0}
+    first = {
+        **SITES,
+        **LATE,
+        "train_iters": 9,
+        "lr": 1e-3,
+        "zero_preset": "zero3",
+        "params_dtype": "fp64",
+        "lr_warmup_iters": 0,
+    }
     first |= {"log_dir": str(tmp_path / "logs"), "save": str(tmp_path / "two"), "exit_interval": 4}
     straight = {**first, "save": str(tmp_path / "straight"), "exit_interval": None}
     seen = train_each({"two": (4, first), "straight": (4, straight)})
