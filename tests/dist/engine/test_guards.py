@@ -243,7 +243,7 @@ WRITABLE = {
 
 
 def writes_that_no_counter_sees(name):
-    """They are kept, and so are those of blocks that raise; without ``write`` they are errors, too."""
+    """They are kept, and so are those of blocks that raise. Without ``write`` those that counters see are errors."""
     shards, dtype, policy, nodes = WRITABLE[name]
     model, plain = Stack().to(dtype), Stack().to(dtype).state_dict()
     policy, mesh = zero.Policy(block=8, exact_numel=0, **policy), create_mesh(shards=shards, **nodes)
@@ -257,9 +257,9 @@ def writes_that_no_counter_sees(name):
                     key
                 )  # else in part: the rest is as it was rounded
 
-    with wrong("'layers.2.weight'", "gathered()", "write=True"), engine.gathered():
-        layers[3].bias.data.fill_(7.0)
-        layers[2].weight.data.view(-1)[:2] = 64.0
+    with wrong("'layers.2.weight'", "gathered()", "write=True"), engine.gathered(), torch.no_grad():
+        layers[3].bias.fill_(7.0)
+        layers[2].weight.view(-1)[:2] = 64.0
     plain["layers.3.bias"].fill_(7.0)
     plain["layers.2.weight"].view(-1)[:2] = 64.0
     assert_kept()

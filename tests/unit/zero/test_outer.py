@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.placement import Placement
-from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Blockwise, Codec
 from megazero.comm.lane import Chain
 from megazero.config.options.sections import OuterConfig
@@ -26,21 +24,12 @@ from megazero.zero import outer as outer_steps
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
 from megazero.zero.outer import Flight, OuterSteps
-from megazero.zero.records import in_replica
 from megazero.zero.unit import Unit
 from tests.messages import refused
 
 
 def test_an_own_loop_has_the_defaults_of_the_flags() -> None:
     assert Outer(4) == make_outer(OuterConfig(outer_interval=4))
-
-
-def test_coded_moments_of_a_replica_are_made_by_their_own_name() -> None:
-    held = {"exp_avg": torch.empty(4, device="meta")}
-    record = SliceRecord(Placement.plain("w", (4,)), 0, 4, held, make=lambda kind: {"exp_avg": "made"}[kind])
-    (own,) = in_replica([record], 1)
-    assert list(own.tensors) == ["replica 1 exp_avg"]
-    assert own.make is not None and own.make("replica 1 exp_avg") == "made"
 
 
 def meetings(clock: int, outer: Outer, steps: int, left: int | None = None) -> list[tuple[int, str]]:
