@@ -99,10 +99,9 @@ CASES = {
         f"--pipeline-schedule zb-h1 --recompute-granularity full {DROPOUT} {LLAMA}",
         resume=True,
     ),
-    "outer replicas, INT4, fragments on their way": Case(
+    "outer replicas, INT4, differences on their way": Case(
         4,
-        f"--bf16 --outer-interval 4 --outer-bits 4 --outer-rounding feedback --outer-fragments 2 --outer-delay 1 "
-        f"{NODES} {LLAMA}",
+        f"--bf16 --outer-interval 4 --outer-bits 4 --outer-rounding feedback --outer-delay 1 {NODES} {LLAMA}",
         resume=True,
     ),
 }
@@ -143,7 +142,7 @@ class Row:
 def read_result(folder: Path, after: int = 0) -> dict[str, Tensor]:
     """Return kind/name -> whole tensor of the newest checkpoint, and the curves of iterations past ``after`` and the
     first rank's bytes by hop, in fp64. Bytes are a whole run's sums, because a resume has a first gather of its own.
-    A fragment on its way is counted when it starts, maybe after the last line: outer bytes are left out."""
+    What is on its way is counted when it starts, maybe after the last line: outer bytes are left out."""
     path = store.latest(folder)
     assert path is not None, f"nothing complete in {folder}"
     lines = [line for line in read_metrics(folder) if "lm_loss" in line and line["iteration"] > after]

@@ -277,9 +277,9 @@ megazero/train/expert_balance.py
 > tests/dist/train/test_expert_balance.py::test_a_layout_balances_as_one_rank
 
 megazero/verify/reference.py
-- theta.grad = gradients.get(name)
-+ theta.grad = gradients.get(name, torch.zeros_like(theta))
-  the momentum of a fragment that is not there moves its anchor
+- self.under_way[step + self.outer.outer_delay] = self._gradients(replicas)
++ self.under_way[step] = self._gradients(replicas)
+  differences of replicas arrive as they leave
 > tests/unit/verify/test_outer.py::test_a_fault_of_outer_steps_is_seen
 
 megazero/patches/two_hops.py

@@ -216,7 +216,7 @@ def table(result: Result) -> str:
 
 
 def most_cells(result: Result, name: str) -> list[str]:
-    """Return the most bytes of a step, over 2N and over the formula of a meeting of the largest fragment."""
+    """Return the most bytes of a step, over 2N and over the formula of a meeting."""
     if name not in result["most"]:
         return ["-", "-"]
     most = result["most"][name]
@@ -263,7 +263,7 @@ def title(result: Result) -> str:
 MEETINGS = f"""\
 Outer steps and DiLoCo: a node is a replica, and replicas meet every {INTERVAL} steps. Bytes and seconds are means
 over whole intervals, *most bytes* are those of one step. DiLoCo is DDP inside the node and an all-reduce by the first
-rank of each, in fp32 or bf16. *streamed*: in two fragments, each three steps on its way. Their *loss* is that of
+rank of each, in fp32 or bf16. *late*: three steps on its way. Their *loss* is that of
 replicas on their own tokens.
 """
 

@@ -78,8 +78,8 @@ class Contestant:
 
     peer: not megazero. shards: holds parameters in parts between steps, in whichever form. plain: and in the form
     that most people write, so that gradients and parameters are never whole: zeropp's class of memory.
-    interval: steps in which all fragments meet once: a turn has whole ones. lead: steps before the first, so that
-    nothing is on its way when a turn ends. most: formula, the bytes of a meeting of the largest fragment.
+    interval: steps from one meeting to the next: a turn has whole ones. lead: steps before the first, so that
+    nothing is on its way when a turn ends. most: formula, the bytes of a meeting.
     """
 
     build: Callable[[Shape, int], Running]
@@ -168,7 +168,7 @@ def outer_steps(**options: Any) -> Contestant:
     config = OuterConfig(outer_interval=INTERVAL, **options)
 
     def build(shape: Shape, ranks_per_node: int) -> Running:
-        policy = Policy(outer=make_outer(config, shape.layers))
+        policy = Policy(outer=make_outer(config))
         step, engine = ours((1, 1, ranks_per_node), shape, ranks_per_node, device(), policy)
         return Running(step, engine.traffic)
 
@@ -417,7 +417,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "DeepSpeed ZeRO-3": deepspeed_zero(3),
     "megazero outer": outer_steps(),
     "megazero outer INT4": outer_steps(outer_bits=4),
-    "megazero outer INT4 streamed": outer_steps(outer_bits=4, outer_fragments=2, outer_delay=3),
+    "megazero outer INT4 late": outer_steps(outer_bits=4, outer_delay=3),
     "DiLoCo": diloco(),
     "DiLoCo bf16": diloco(torch.bfloat16),
 }
@@ -445,7 +445,7 @@ HEATS = {
         *("FSDP2", "FSDP2 EP", "FSDP2 once", "HSDP", "HSDP once"),
     ),
     "outer": (
-        *("megazero outer", "megazero outer INT4", "megazero outer INT4 streamed", "DiLoCo", "DiLoCo bf16"),
+        *("megazero outer", "megazero outer INT4", "megazero outer INT4 late", "DiLoCo", "DiLoCo bf16"),
         *("megazero zero1", "megazero zeropp", "HSDP once", "DDP once"),
     ),
 }

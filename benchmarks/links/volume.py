@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megazero.comm.codec import Codec, codec_of
-from megazero.config.layout.outer import BF16_BITS, fragments, outer_coding
+from megazero.config.layout.outer import BF16_BITS, outer_coding
 from megazero.config.options.sections import OuterConfig
 from megazero.plan.communication import OF_ROUNDING, OUTER_SCALARS, SCALARS
 from megazero.zero import Codecs
@@ -85,12 +85,11 @@ def megazero(shards: tuple[int, int, int], codecs: Codecs, case: Case) -> float:
 
 
 def outer(config: OuterConfig, case: Case) -> tuple[float, float]:
-    """Return the bytes of outer steps with a replica on each node: the mean, and the largest fragment's in its
-    meeting."""
+    """Return the bytes of outer steps with a replica on each node: the mean, and those of a meeting."""
     exact = BF16 if config.outer_bits == BF16_BITS else FP32
     width = bytes_per_element(codec_of(outer_coding(config)), exact, replace(case, small=0))
-    meetings = [2 * case.hop * sum(each) * width for each in fragments(case.modules, config)]
-    return sum(meetings) / config.outer_interval + scalars(case, SCALARS + OUTER_SCALARS), max(meetings)
+    meeting = 2 * case.hop * case.elements * width
+    return meeting / config.outer_interval + scalars(case, SCALARS + OUTER_SCALARS), meeting
 
 
 def diloco(case: Case, width: float) -> float:

@@ -137,7 +137,7 @@ class OuterStudy:
             StudyRow("AdamW, zero3", adamw, BASELINE),
             StudyRow("AdamW, zeropp", adamw, "zeropp"),
             *(StudyRow("AdamW", adamw, outer_name(interval, rule[interval])) for interval in INTERVALS),
-            *(outer("AdamW", adamw, form) for form in ("4bit", "2bit", "streamed")),
+            *(outer("AdamW", adamw, form) for form in ("4bit", "2bit")),
             StudyRow("Muon, zero3", muon, MUON),
             outer("Muon", muon, MUON, beside=MUON),
             larger("AdamW, zero3", BASELINE),
@@ -186,11 +186,10 @@ class OuterStudy:
 *loss* is that of the anchor, *of replicas* the mean of those that train. Gaps are at equal tokens,
                 to the first line of the size, or for Muon's outer steps to Muon's own zero3; bounds (95%) are least
                 squares over lines and {SEEDS} seeds with one deviation for all. Runs of seed 1, which made the
-                choices, count here, too. The outer optimizer of runs every {INTERVALS[0]} steps, of few bits,
-                of fragments and of Muon is the one found for AdamW's exact differences every {SEARCHED[0]} steps. A
-                streamed fragment that left in the last step has not arrived. {LARGER}: as many steps and tokens,
-                its own peak, the interval of the least loss; one seed has no bounds. Bytes: sent by one
-                node."""),
+                choices, count here, too. The outer optimizer of runs every {INTERVALS[0]} steps, of few bits
+                and of Muon is the one found for AdamW's exact differences every {SEARCHED[0]} steps.
+                {LARGER}: as many steps and tokens, its own peak, the interval of the
+                least loss; one seed has no bounds. Bytes: sent by one node."""),
             searched=harness.table(
                 ["", "tried: loss", "taken"], [self._searched(t) for t in self.searches()]
             ),

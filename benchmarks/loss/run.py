@@ -158,7 +158,7 @@ def shard(
         exact_numel=settings.exact if variant.quantised else 0,
         seed=seed,
         loss_scaled=settings.dtype == "fp16",
-        outer=make_outer(variant.outer, settings.layers) if variant.outer and replicas > 1 else None,
+        outer=make_outer(variant.outer) if variant.outer and replicas > 1 else None,
     )
     adamw = {"lr": settings.peak, "betas": (0.9, 0.95), "weight_decay": 0.1, **variant.adamw}
     own: dict[str, Any] = {"optimizer": zero.default_adamw(**adamw)}

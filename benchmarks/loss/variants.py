@@ -108,13 +108,10 @@ INTERVALS = (8, 32, 128)
 AVERAGE = "average"
 RULES = (AVERAGE, "0.4", "0.7", "1")
 MUON = "muon"
-# As Streaming DiLoCo has it: half of the new anchor in the weights, on its way for 5% of the interval (here 6%).
-STREAMED = {"outer_fragments": 2, "outer_mixing": 0.5}
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "": {},
     "4bit": {"outer_bits": 4},
     "2bit": {"outer_bits": 2},
-    "streamed": STREAMED,
     MUON: {},
 }
 
@@ -130,8 +127,6 @@ def _outer(interval: int, rule: str, form: str) -> Variant:
         else {"outer_lr": float(rule), "outer_momentum": 0.9}  # DiLoCo's
     )
     outer = OuterConfig(outer_interval=interval, **optimizer, **FORMS[form])
-    if FORMS[form] is STREAMED:
-        outer = replace(outer, outer_delay=max(1, interval // 16))
     return Variant("ddd", Codecs(), muon=form == MUON, outer=outer)
 
 

@@ -53,8 +53,7 @@ Seconds of a step of everyone, median (least to most) of turns:
 {seconds}
 
 Bytes at the interface of the node that sent most, over all links: of a step on average, and of the step that sent
-most where steps differ, over the formulas of benchmarks/links/volume.py (for that: a meeting of the largest
-fragment).
+most where steps differ, over the formulas of benchmarks/links/volume.py (for that: a meeting).
 
 {bytes}
 """

@@ -416,7 +416,7 @@ RULES: tuple[Rule, ...] = (
     _loss_chunk,
     _outer_policy,
     _callbacks,
-    outer_rules.fragments,
+    outer_rules.late,
     lambda c: wire_rules.legal_block(c.zero),
     wire_rules.delta_refresh,
 )

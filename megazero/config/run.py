@@ -70,7 +70,18 @@ _BOUND = (
     "no measurement shows that a fallback helps: leave it out; a run warns where gradients lose much by rounding, "
     "and --zero-gradient-bits 8 loses less"
 )
+_NO_FRAGMENTS = "replicas meet in all parameters at once: leave it out, and hide a meeting with --outer-delay"
 REMOVED = {
+    "outer_fragments": Removed(_NO_FRAGMENTS, off="1"),
+    "outer_fragment_pattern": Removed(_NO_FRAGMENTS, off="strided"),
+    "outer_mixing": Removed(
+        "replicas go on from the new common weights: leave it out; a longer --outer-interval drops less",
+        off="1.0",
+    ),
+    "outer_offload": Removed(
+        "common weights and outer momentum stay on the device, a part of each rank's slice: leave it out; "
+        "--outer-optimizer average keeps no momentum"
+    ),
     "log_each_rank": Removed(
         "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
         "--log-dir LOGS (--tee 3 prints it, too)"

@@ -132,14 +132,8 @@ def outer_summary(outer: OuterConfig, replicas: int, ranks: int) -> str:
     form = {EXACT_BITS: "exact", BF16_BITS: "bf16"}.get(outer.outer_bits, f"INT{outer.outer_bits}")
     form += ", error feedback" if feeds_back(outer) else ""
     every = f"every {outer.outer_interval} steps" if outer.outer_interval > 1 else "every step"
-    if outer.outer_fragments > 1:
-        every += f" in {outer.outer_fragments} fragments ({outer.outer_fragment_pattern})"
     if outer.outer_delay:
         form += f", {outer.outer_delay} step{'s' if outer.outer_delay > 1 else ''} on its way"
-    if outer.outer_mixing < 1:
-        form += f", mixing {outer.outer_mixing:g}"
-    if outer.outer_offload:
-        form += "; anchors in host memory"
     if outer.outer_evaluation == "replica":
         form += "; evaluations are of the first replica"
     return f"outer steps: {replicas} replicas of {ranks} ranks meet {every}: {rule}, differences {form}"

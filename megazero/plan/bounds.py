@@ -202,7 +202,7 @@ def least_memory(base: BaseLayout, shard: Shard | None = None, coded: bool = Tru
 def _least_states(base: BaseLayout, shard: Shard | None, coded: bool, rank: int) -> float:
     """Return the least bytes of a rank's model state and gathered parameters."""
     config, width = base.config, base.compute.width
-    copy, sums, updated = least_state(config, base.world, width, base.cluster.on_host)
+    copy, sums, updated = least_state(config, base.world, width)
     whole = config.zero.zero_gradients_lifetime == "step"
     states = gathered = 0.0
     for apart, elements in base.elements_of(rank):
@@ -213,10 +213,10 @@ def _least_states(base: BaseLayout, shard: Shard | None, coded: bool, rank: int)
     return states + min(gathered, config.zero.zero_prefetch_bytes)
 
 
-def least_state(config: RunConfig, world: World, width: int, on_host: bool) -> tuple[float, float, float]:
+def least_state(config: RunConfig, world: World, width: int) -> tuple[float, float, float]:
     """Return the least bytes of an element of a matrix: its copy, its gradient, and what is updated."""
     sums = max(width, 4)
-    anchors = States.anchors_of(OuterFormat.of(config.outer, config.outer_replicas(world), sums), on_host)
+    anchors = States.anchors_of(OuterFormat.of(config.outer, config.outer_replicas(world), sums))
     copy = 0.0 if width == sums else min(width, (config.zero.zero_weight_bits or 8) / 8)
     return copy, sums, sums * (1 + anchors) + config.optimizer.moment_bytes(sums, 1.0)
 

@@ -406,14 +406,13 @@ class Layout:
         """Return the bytes that a rank of the stage with the most sends to other outer replicas in a step: the mean
         and the maximum.
 
-        A fragment is sent in one step. With a delay it may take all steps until it arrives: the maximum is a bound.
+        With a delay it may take all steps until what is sent arrives: the maximum is a bound.
         """
         outer = self.states.outer
         if outer is None:
             return 0.0, 0.0
-        ranks = [self.units(rank).by_fragment(outer.config) for rank in range(self.base.pp)]
-        sent = [[outer.sent(units, self.grid.dp) for units in fragments] for fragments in ranks]
-        return max(map(sum, sent)) / outer.config.outer_interval, max(map(max, sent))
+        most = max(outer.sent(self.units(rank).shapes, self.grid.dp) for rank in range(self.base.pp))
+        return most / outer.config.outer_interval, most
 
     @property
     def bytes_across_nodes(self) -> float:

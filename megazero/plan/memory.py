@@ -69,14 +69,12 @@ class States:
 
     @property
     def anchors(self) -> int:
-        return self.anchors_of(self.outer, self.on_host)
+        return self.anchors_of(self.outer)
 
     @staticmethod
-    def anchors_of(outer: OuterFormat | None, on_host: bool) -> int:
+    def anchors_of(outer: OuterFormat | None) -> int:
         """Return how many values outer steps keep beside a master weight: the anchor and the outer momentum."""
-        if outer is None or (outer.config.outer_offload and not on_host):
-            return 0
-        return 1 + outer.momentum
+        return 0 if outer is None else 1 + outer.momentum
 
     def factors(self, unit: UnitShape) -> tuple[int, int, int]:
         """Return P, G and OS of a unit."""
@@ -178,10 +176,8 @@ def model_states(units: RankUnits, states: States, optimizer: OptimizerConfig) -
     sums, master = states.formats.sums, max(states.formats.width, 4)
     residuals = 0.0
     if states.outer is not None:
-        kept = states.outer.feedback * sum(n * u.elements * u.apart for u, n in units.counts)
-        if states.outer.config.outer_delay:
-            fragments = units.by_fragment(states.outer.config)
-            kept += max(sum(shape.elements * shape.apart for shape in fragment) for fragment in fragments)
+        own = sum(n * u.elements * u.apart for u, n in units.counts)
+        kept = own * (states.outer.feedback + (states.outer.config.outer_delay > 0))  # what is on its way
         residuals = kept / states.grid.dp * sums
     owned, matrices = states.owned(units)
     moments = optimizer.moment_bytes(master, matrices / owned)
@@ -259,9 +255,7 @@ def _outer_pool(units: RankUnits, states: States) -> float:
     for unit in set(order):
         row = outer.message_of(unit, d)
         fed_back = outer.feedback * (unit.elements * unit.apart / d * outer.sums + outer.replicas * row)
-        # The difference; of what lies in host memory, the anchor and the outer momentum.
-        slices = 1 + outer.config.outer_offload * (1 + outer.momentum)
-        own = slices * unit.elements / states.factors(unit)[2] * outer.sums
+        own = unit.elements / states.factors(unit)[2] * outer.sums  # the difference
         sizes[unit] = own + fed_back + 2 * outer.replicas * row
     return _window(order, WAITING, sizes)
 

@@ -150,16 +150,16 @@ def _outer(values: Mapping[str, Any], cluster: Cluster) -> list[Found]:
     """Return the fastest layout with outer steps, on the first rung whose meetings are cheap."""
     steps = rungs(values)
     for count in replica_counts(values, cluster):
-        asked = {**values, **rung_options(steps[-1], values), "outer_replicas": count}
+        asked = {**values, **rung_options(steps[-1]), "outer_replicas": count}
         if pool := Search(asked, cluster, SLOW_OUTER).best(POOLED):
-            return on_ladder(pool, cluster, steps, values)[:1]
+            return on_ladder(pool, cluster, steps)[:1]
     return []
 
 
 def _least_outer(values: Mapping[str, Any], cluster: Cluster) -> dict[str, float]:
     """Return the GiB that outer steps need at least, with as few replicas as there can be, if they are legal."""
     count = replica_counts(values, cluster)[-1]
-    asked = {**values, **rung_options(rungs(values)[0], values), "outer_replicas": count}
+    asked = {**values, **rung_options(rungs(values)[0]), "outer_replicas": count}
     smallest = smallest_layout(asked, cluster)
     return {} if smallest is None else {OUTER: smallest.memory.total / GIB}
 

@@ -37,9 +37,7 @@ OUTER_STEPS = (
     "outer_interval",
     "outer_replicas",
     "outer_bits",
-    "outer_fragments",
     "outer_delay",
-    "outer_mixing",
 )
 CHOSEN = (
     *PARALLEL,
@@ -114,7 +112,6 @@ def outer_words(config: RunConfig, replicas: int) -> str:
     """Return outer steps in a few words."""
     outer = config.outer
     words = f"{replicas} replicas, {outer.outer_bits} bits every {outer.outer_interval} steps"
-    words += f" in {outer.outer_fragments} fragments" if outer.outer_fragments > 1 else ""
     return words + (f", {outer.outer_delay} on their way" if outer.outer_delay else "")
 
 

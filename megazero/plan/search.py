@@ -477,7 +477,7 @@ class Search:
         config = self._template.config
         ranks = config.replica_world(self.world).world_size
         width, matrices = WIDTHS[config.precision.params_dtype], model_spec(config.model).layer_matrices
-        least = matrices / ranks * sum(least_state(config, self.world, width, self.cluster.on_host))
+        least = matrices / ranks * sum(least_state(config, self.world, width))
         return least <= self.cluster.device.room
 
     def share_samples(self, across: bool = False) -> None:

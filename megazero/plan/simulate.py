@@ -221,23 +221,19 @@ def whole_step(layout: Layout, run: Callable[[int], Timing]) -> Timing:
 
 def _outer_seconds(layout: Layout, outer: OuterConfig, step: float) -> float:
     """Return the seconds that outer steps add to a step of ``step`` seconds: what a delay does not hide."""
-    shown = [max(seconds - outer.outer_delay * step, 0.0) for seconds in meeting_seconds(layout)]
-    return sum(shown) / outer.outer_interval
+    return max(meeting_seconds(layout) - outer.outer_delay * step, 0.0) / outer.outer_interval
 
 
-def meeting_seconds(layout: Layout) -> list[float]:
-    """Return the seconds of the outer step of each fragment, in which ranks wait for the slowest stage."""
-    ranks = [_meetings(layout, rank) for rank in range(layout.base.pp)]
-    return [max(of_fragment) for of_fragment in zip(*ranks, strict=True)]
+def meeting_seconds(layout: Layout) -> float:
+    """Return the seconds of an outer step, in which ranks wait for the slowest stage."""
+    return max(_meeting(layout, rank) for rank in range(layout.base.pp))
 
 
-def _meetings(layout: Layout, rank: int) -> Iterator[float]:
-    """Yield the seconds of a rank for each fragment (zero/outer.py): its chains on one lane, and nothing else."""
-    units = layout.units(rank)
-    chains = {unit: layout.meeting_chain(unit) for unit, _ in units.counts}
-    for fragment in units.by_fragment(layout.given.outer):
-        lane, links = _Lane(), dict[str, float]()
-        yield max((lane.run(chains[unit], 0.0, links) for unit in fragment), default=0.0)
+def _meeting(layout: Layout, rank: int) -> float:
+    """Return the seconds of a rank's outer step (zero/outer.py): its chains on one lane, and nothing else."""
+    lane, links = _Lane(), dict[str, float]()
+    chains = {unit: layout.meeting_chain(unit) for unit, _ in layout.units(rank).counts}
+    return max((lane.run(chains[unit], 0.0, links) for unit in layout.units(rank).shapes), default=0.0)
 
 
 def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:

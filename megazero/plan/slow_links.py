@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from megazero.config import ConfigError, make_config
+from megazero.config import ConfigError
 from megazero.config.options.cluster import Cluster
-from megazero.config.run import all_options
 from megazero.plan.base_layout import BaseLayout, moved
 from megazero.plan.layout import Layout
 from megazero.plan.report import outer_words
@@ -26,26 +25,24 @@ RATES = (400.0, 100.0, 25.0, 10.0, 1.0, 0.1)  # Gb/s
 
 @dataclass(frozen=True)
 class Steps:
-    """Outer steps as --outer-bits, --outer-interval, --outer-fragments and --outer-delay give them."""
+    """Outer steps as --outer-bits, --outer-interval and --outer-delay give them."""
 
     bits: int
     interval: int
-    fragments: int = 1
     delay: int = 0
 
     @property
     def has_room(self) -> bool:
-        """Whether a fragment arrives before the next one leaves (config/layout/outer_rules.py)."""
-        return self.delay < self.interval // self.fragments
+        """Whether differences arrive before the next ones leave (config/layout/outer_rules.py)."""
+        return self.delay < self.interval
 
 
 # The least harm first: exact differences and short intervals, then as published. DiLoCo: 500 steps; Streaming DiLoCo:
-# 4 bits, fragments (a peak of an eighth) that cross while the training goes on, half mixed in when they arrive.
+# 4 bits, and differences that cross while the training goes on.
 LADDER = (
     *(Steps(32, 32), Steps(32, 64), Steps(32, 128), Steps(4, 128)),
-    *(Steps(4, 128, 8, 1), Steps(4, 128, 8, 5), Steps(4, 256, 8, 5), Steps(4, 500, 8, 5)),
+    *(Steps(4, 128, 1), Steps(4, 128, 5), Steps(4, 256, 5), Steps(4, 500, 5)),
 )
-MIXING = 0.5  # --outer-mixing where fragments take steps to cross
 MEETINGS = 0.05  # of the time: what meetings may take
 WORTH = 1.1  # times as long as the fastest: what a scheme that costs less in loss may take and still win
 POOLED = 3  # layouts of a scheme that are taken from each search, to be timed at all rates and delays
@@ -115,15 +112,15 @@ def answer(
     best: list[Found] = []
     # On the last rung residuals of what was rounded and buffers of what crosses take memory that the first has left.
     for count, rung in product(replica_counts(values, cluster), dict.fromkeys((ladder[-1], ladder[0]))):
-        steps = {**rung_options(rung, values), "outer_replicas": count}
+        steps = {**rung_options(rung), "outer_replicas": count}
         (pools[OUTER],) = _pools({**values, **steps}, ends, (OUTER,), BEST)
-        best = on_ladder(pools[OUTER], cluster, ladder, values)[:BEST]
+        best = on_ladder(pools[OUTER], cluster, ladder)[:BEST]
         if best:
             break
     rows = []
     for (rate, delay), place in places.items():
         moved = {name: [_moved(one, place) for one in pools[name]] for name in POLICIES}
-        moved[OUTER] = on_ladder(pools[OUTER], place, ladder, values)
+        moved[OUTER] = on_ladder(pools[OUTER], place, ladder)
         fastest = {name: min(pool, key=lambda one: one.key, default=None) for name, pool in moved.items()}
         rows.append(Compared(rate, delay, fastest))
     return Proposal(best, [row for row in rows if any(row.found.values())])
@@ -135,25 +132,17 @@ def without_outer(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rungs(values: Mapping[str, Any]) -> list[Steps]:
-    """Return the rungs with what is given instead of theirs, as far as fragments have room in an interval."""
+    """Return the rungs with what is given instead of theirs, as far as the delay has room in an interval."""
     options = {field.name: values.get("outer_" + field.name) for field in fields(Steps)}
     given = {name: value for name, value in options.items() if value is not None}
-    config = make_config({"micro_batch_size": 1, **without_outer(values)})
-    # A fragment has whole modules: the embedding, a layer or the head, and no layers that are joined.
-    modules = 1 if config.zero.zero_unit_layers > 1 else config.model.num_layers + 2
-    bounded = (replace(rung, fragments=min(rung.fragments, modules)) for rung in LADDER)
-    found = [*dict.fromkeys(replace(rung, **given) for rung in bounded)]
-    first = found[0]
-    least = replace(first, interval=max(first.interval, first.fragments * (first.delay + 1)))
+    found = [*dict.fromkeys(replace(rung, **given) for rung in LADDER)]
+    least = replace(found[0], interval=max(found[0].interval, found[0].delay + 1))
     return [rung for rung in found if rung.has_room] or [least]
 
 
-def rung_options(steps: Steps, values: Mapping[str, Any]) -> dict[str, Any]:
+def rung_options(steps: Steps) -> dict[str, Any]:
     """Return the options of a rung."""
-    mixing = values.get("outer_mixing")
-    if mixing is None:
-        mixing = MIXING if steps.delay else all_options()["outer_mixing"].default
-    return {**{"outer_" + name: value for name, value in asdict(steps).items()}, "outer_mixing": mixing}
+    return {"outer_" + name: value for name, value in asdict(steps).items()}
 
 
 def _pools(
@@ -180,16 +169,14 @@ def _moved(found: Found, place: Cluster, **outer: Any) -> Found:
     return Found(layout, simulate(layout), found.formats)
 
 
-def on_ladder(
-    found: Sequence[Found], place: Cluster, ladder: Sequence[Steps], values: Mapping[str, Any]
-) -> list[Found]:
+def on_ladder(found: Sequence[Found], place: Cluster, ladder: Sequence[Steps]) -> list[Found]:
     """Return the layouts that fit, the fastest first, on the first rung on which that one meets cheaply.
 
     If it does on none, this is the last rung on which one fits.
     """
     stepped: list[Found] = []
     for rung in ladder:
-        moved = (_moved(one, place, **rung_options(rung, values)) for one in found)
+        moved = (_moved(one, place, **rung_options(rung)) for one in found)
         if fitting := [one for one in moved if one.layout.fits]:
             stepped = sorted(fitting, key=lambda one: one.key)
             if stepped[0].timing.bill["outer"] <= MEETINGS * stepped[0].timing.seconds:

@@ -12,11 +12,9 @@ from functools import cached_property, lru_cache, partial
 from itertools import chain, groupby, islice
 from typing import NamedTuple, TypeVar
 
-from megazero.config.layout.outer import fragments
 from megazero.config.layout.wire import Wire
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import EMBEDDING, HEAD, ParameterSpec, padded_spec
-from megazero.config.options.sections import OuterConfig
 from megazero.mesh.dealing import Cut
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
@@ -52,7 +50,7 @@ class RankUnits:
     ) -> None:
         """joined: how many layers are gathered together. kinds: of all layers of the model. matrices: of a layer, by
         kind."""
-        self._stages, self._joined, self._made, self._kinds = stages, joined, made, kinds
+        self._made = made
         self._units = [joined_modules(stage, joined, kinds) for stage in stages]  # of each part
         self.layers = Counter(kinds[i] for s in stages for i in s.layers)
         self.matrices_apart: Counter[int] = Counter()
@@ -88,19 +86,6 @@ class RankUnits:
     def _table(self) -> int | None:
         embedding = self._made.get((EMBEDDING,))
         return embedding.table if embedding else None
-
-    def by_fragment(self, outer: OuterConfig) -> list[list[UnitShape]]:
-        """Return the units of each fragment of outer steps, in which a rank may have none. Several fragments deal
-        layers one by one, so none are joined then."""
-        held: list[list[UnitShape]] = [[] for _ in range(len(self._kinds) + 2)]
-        for stage, units in zip(self._stages, self._units, strict=True):
-            layers = stage.layers[:: self._joined]
-            numbers = [0] * stage.embedding + [1 + i for i in layers] + [len(held) - 1] * stage.head
-            for unit, number in zip(units, numbers, strict=True):
-                for shape in self._made[unit].shapes:
-                    # A table that the pipeline's two ends hold is the embedding's at both.
-                    held[0 if shape.tied else number].append(shape)
-        return [[shape for module in each for shape in module] for each in fragments(held, outer)]
 
     def reduced(self, most: int) -> tuple[UnitShape, ...]:
         """Return the units in the order of a backward's reductions. Of neighbours of one kind ``most`` are enough."""

@@ -42,7 +42,7 @@ class Forecast:
     seconds: of a step, without a meeting of outer replicas, or None without a cluster file. resident: bytes in use
     before the model is built, on a CPU without mapped files. copied: bytes of host memory for --async-save's copy on
     a rank. on_host: whether the ranks compute in host memory, too. meeting: bytes that a rank sends to other outer
-    replicas, on average and at most, in a step; with one fragment the most is that of an ``interval``-th step. met:
+    replicas, on average and at most, in a step; the most is that of an ``interval``-th step. met:
     seconds that meetings add to ``interval`` steps.
     """
 

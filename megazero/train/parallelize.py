@@ -27,7 +27,7 @@ from megazero.comm.codec import Blockwise, Identity
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
-from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, fragments, outer_coding
+from megazero.config.layout.outer import BF16_BITS, averages, feeds_back, outer_coding
 from megazero.config.layout.wire import dispatch_coding
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import OuterConfig
@@ -126,14 +126,13 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         loss_scaled=config.precision.params_dtype == "fp16",  # train/schedule/loss_scaling.py
         codecs=wire,
         seed=config.training.seed,
-        outer=make_outer(config.outer, config.model.num_layers) if config.outer_replicas(world) > 1 else None,
+        outer=make_outer(config.outer) if config.outer_replicas(world) > 1 else None,
     )
 
 
-def make_outer(outer: OuterConfig, num_layers: int) -> zero.Outer:
+def make_outer(outer: OuterConfig) -> zero.Outer:
     """Return how the configuration's outer replicas meet."""
     average, coding = averages(outer), outer_coding(outer)
-    modules = ["embedding", *(f"layers.{index}" for index in range(num_layers)), "head"]  # of Decoder.parts
     return zero.Outer(
         interval=outer.outer_interval,
         lr=1.0 if average else outer.outer_lr,
@@ -141,10 +140,7 @@ def make_outer(outer: OuterConfig, num_layers: int) -> zero.Outer:
         nesterov=outer.outer_optimizer == "nesterov",
         codec=Identity(torch.bfloat16) if outer.outer_bits == BF16_BITS else coding,
         feedback=feeds_back(outer),
-        fragments=fragments(modules, outer) if outer.outer_fragments > 1 else (),
         delay=outer.outer_delay,
-        mixing=outer.outer_mixing,
-        offload=outer.outer_offload,
     )
 
 

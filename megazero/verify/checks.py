@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from operator import itemgetter
 
 import numpy as np
@@ -25,7 +24,6 @@ from megazero.verify.reference import (
     Reference,
     Tensors,
     global_norm,
-    mixed,
     relative_errors,
     train_together,
 )
@@ -401,7 +399,7 @@ def outer_ends(assembler: Assembler, records: Sequence[RankRecord]) -> Iterator[
 
 
 def outer_checks(assembler: Assembler, records: Sequence[RankRecord]) -> list[Check]:
-    """Check which fragments meet and when, that anchors are the same bits everywhere, the outer optimizer's steps,
+    """Check when replicas meet, that anchors are the same bits everywhere, the outer optimizer's steps,
     and the weights of replicas after them.
 
     A reference takes each step from the recorded anchor and weights, with its own momentum.
@@ -409,7 +407,7 @@ def outer_checks(assembler: Assembler, records: Sequence[RankRecord]) -> list[Ch
     config, outer = assembler.config, assembler.config.outer
     rounds = outer.outer_bits in OUTER_ROUNDING
     odd, differing = list[str](), list[str]()
-    errors, mixing = list[tuple[float, str]](), list[tuple[float, str]]()
+    errors, gone_on = list[tuple[float, str]](), list[tuple[float, str]]()
     reference: OuterReference | None = None
     for step, end in enumerate(outer_ends(assembler, records)):
         after, at = end.after.whole, f"step {step + 1}"
@@ -424,25 +422,16 @@ def outer_checks(assembler: Assembler, records: Sequence[RankRecord]) -> list[Ch
         errors += [(_off(after[n], w, moves[n]), f"{n}, {at}") for n, w in arrived.items()]
         now = {name: after[name] for name in arrived}
         for got, weights in zip(end.gone_on, end.updated, strict=True):
-            wanted = mixed(weights, now, outer.outer_mixing)
-            mixing += [(_off(got[name], w, w), f"{name}, {at}") for name, w in wanted.items()]
+            wanted = {**weights, **now}
+            gone_on += [(_off(got[name], w, w), f"{name}, {at}") for name, w in wanted.items()]
     dtype = "fp64" if config.precision.params_dtype == "fp64" else "fp32"  # of anchors
     limit = OUTER_ROUNDING.get(outer.outer_bits, GRADIENT[dtype])
     return [
         _none("meetings", odd, "steps: that should (not) have been outer steps"),
         _none("anchors", differing, "replicas: that differ in a bit"),
         _worst("outer steps", errors, limit),
-        _worst("weights after outer steps", mixing, GRADIENT[dtype]),
+        _worst("weights after outer steps", gone_on, GRADIENT[dtype]),
     ]
-
-
-def merged_model(assembler: Assembler, records: Sequence[RankRecord], saved: int) -> Tensors:
-    """Return the one model that the replicas become of whom a checkpoint was saved after step ``saved``."""
-    ends = list(islice(outer_ends(assembler, records), saved + 1))
-    reference = OuterReference(assembler.config, ends[0].before)
-    for step, end in enumerate(ends):
-        reference.meet(step, end.updated, end.before)
-    return reference.merge(ends[-1].gone_on, ends[-1].after.whole)
 
 
 def _off(got: np.ndarray, want: np.ndarray, whole: np.ndarray) -> float:
@@ -457,8 +446,8 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
     """Compare the byte counters of every hop kind and link with the formula, on every rank, from the second step on.
 
     The first step is left out: it records the order of use, and gathers more. saved: the step after which the run
-    saved. When a fragment is on its way between outer replicas, the steps share its bytes as it happens: they are
-    compared in the step in which it arrives, or is waited for, as at a save and at the run's end.
+    saved. While differences are on their way between outer replicas, steps share their bytes as it happens: these
+    are compared in the step in which they arrive, or are waited for, as at a save and at the run's end.
     """
     wrong, counted = list[str](), 0
     experts = expected.config.model.num_experts or 0

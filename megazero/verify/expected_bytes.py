@@ -36,7 +36,7 @@ from megazero.plan.units import chunks
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import matrix_traits
-from megazero.verify.reference import arriving, fragment_of, leaving
+from megazero.verify.reference import arriving, leaving
 from megazero.zero.layout import UnitLayout, make_layout
 from megazero.zero.matrix_updates import deal_matrices
 from megazero.zero.optimizer import Traits
@@ -73,7 +73,7 @@ class ExpectedBytes:
         """
         config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.batch_ranks)
         count = sizes.micro_batches(sizes.consumed_after(step))
-        moving = [each(config.outer, step) if self.outer else None for each in (leaving, arriving)]
+        moving = [self.outer is not None and each(config.outer, step) for each in (leaving, arriving)]
         found = self._cached(rank, count, *moving)
         refreshed = after_save and not self.exact and self.wire.delta
         found = {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
@@ -89,13 +89,13 @@ class ExpectedBytes:
         return dict(+moved)
 
     def under_way(self, step: int) -> bool:
-        """Return whether a fragment is on its way between outer replicas after a step."""
+        """Return whether differences are on their way between outer replicas after a step."""
         outer = self.config.outer
         latest = range(step - outer.outer_delay + 1, step + 1) if self.outer is not None else ()
-        return any(leaving(outer, each) is not None for each in latest)
+        return any(leaving(outer, each) for each in latest)
 
-    def _step(self, rank: int, micro_batches: int, leaves: int | None, arrives: int | None) -> dict[str, int]:
-        """Compute the bytes of one rank in one step, at whose end fragments leave and arrive. Zeros are left out."""
+    def _step(self, rank: int, micro_batches: int, leaves: bool, arrives: bool) -> dict[str, int]:
+        """Compute the bytes of one rank in one step, at whose end differences leave or arrive. Zeros are left out."""
         config, grid = self.config, self.grid
         decoder = self._decoder(rank)
         pp = grid.axis("pp").index(rank)
@@ -105,25 +105,22 @@ class ExpectedBytes:
         formats, activation = self._formats(), Activation.of(config, self.width)
         total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches)
         total += self._updates(laid_out, rank)
-        total += self._meetings(units, laid_out, leaves, arrives)
+        total += self._meetings(units, leaves, arrives)
         total += communication.pipeline(schedule, grid, rank, activation)
         total += communication.tensor_parallel(config, decoder.stages, schedule[pp], activation)
         total += communication.context_parallel(config, decoder.stages, schedule[pp], grid, activation)
         total += communication.expert_balance(config, decoder.stages, schedule[pp], grid)
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
 
-    def _meetings(
-        self, units: Sequence[UnitShape], laid_out: Sequence[LaidOut], leaves: int | None, arrives: int | None
-    ) -> Bytes:
-        """Return the bytes of fragments: of one that leaves those between replicas, of one that arrives the rest."""
+    def _meetings(self, units: Sequence[UnitShape], leaves: bool, arrives: bool) -> Bytes:
+        """Return the bytes of differences: those between replicas as they leave, the rest as they arrive."""
         out = Bytes()
-        for unit, held in zip(units, laid_out, strict=True):
-            # A table that the pipeline's two ends hold is the embedding's at both.
-            fragment = 0 if unit.tied else fragment_of(next(iter(held.traits)), self.config)
-            for hop in self.outer.hops(unit, self.grid) if self.outer else ():
-                across = hop.axis.role == "outer"
-                if fragment == (leaves if across else arrives):
-                    out["outer" if across else "reduce", hop.axis.link] += hop.sent
+        for hop in (
+            hop for unit in units for hop in (self.outer.hops(unit, self.grid) if self.outer else ())
+        ):
+            across = hop.axis.role == "outer"
+            if leaves if across else arrives:
+                out["outer" if across else "reduce", hop.axis.link] += hop.sent
         return out
 
     def _decoder(self, rank: int) -> Decoder:

@@ -29,7 +29,7 @@ class VerifyConfig:
     verify_output: str = option("certificate", "folder of the certificate")
     verify_steps: int = option(
         4,
-        "optimizer steps of each run, 4 to 100; with outer replicas at least until every fragment has arrived twice",
+        "optimizer steps of each run, 4 to 100; with outer replicas at least until they have met twice",
         low=4,
         high=100,
     )

@@ -81,7 +81,7 @@ class StepRecord:
 class OuterRecord:
     """What an outer replica has at the end of a step.
 
-    updated: the master weights before a meeting that may follow, or before a fragment arrives. before, after: the
+    updated: the master weights before a meeting that may follow, or before differences arrive. before, after: the
     anchors around that. gone_on: the master weights after it.
     """
 

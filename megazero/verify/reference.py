@@ -188,8 +188,8 @@ def _chosen(routed: Sequence[Mapping[int, np.ndarray]], step: int) -> dict[int, 
 class OuterReference:
     """The outer optimizer, one of torch's over whole parameters (DiLoCo, arXiv 2311.08105, algorithm 1).
 
-    Fragments leave one after the other, and may be on their way for some steps (Streaming DiLoCo, arXiv 2501.18512,
-    algorithm 2). under_way: outer gradients by parameter, by the step in which they arrive.
+    Differences may be on their way for some steps. under_way: outer gradients by parameter, by the step in which they
+    arrive.
     """
 
     def __init__(self, config: RunConfig, anchor: Tensors) -> None:
@@ -207,70 +207,40 @@ class OuterReference:
     def meet(self, step: int, replicas: Sequence[Tensors], anchor: Tensors | None = None) -> Tensors:
         """Let what is due leave and arrive at the end of a step of replicas with these weights.
 
-        Returns the new anchor, fp64, of the parameters that arrive. anchor: the old one, by default the last call's.
+        Returns the new anchor, fp64, or nothing if none arrives. anchor: the old one, by default the last call's.
         """
         self._begin(anchor)
-        fragment = leaving(self.outer, step)
-        if fragment is not None:
-            names = [name for name in self.anchor if fragment_of(name, self.config) == fragment]
-            self.under_way[step + self.outer.outer_delay] = self._gradients(names, replicas)
+        if leaving(self.outer, step):
+            self.under_way[step + self.outer.outer_delay] = self._gradients(replicas)
         return self._take_up(self.under_way.pop(step, {}))
-
-    def merge(self, replicas: Sequence[Tensors], anchor: Tensors) -> Tensors:
-        """Return the one model that a checkpoint of these weights and this anchor, saved now, becomes.
-
-        What is on its way arrives. Where replicas have trained since they met, they meet (docs/guide/checkpoints.md).
-        """
-        self._begin(anchor)
-        for gradients in self.under_way.values():
-            arrived = self._take_up(gradients)
-            replicas = [mixed(weights, arrived, self.outer.outer_mixing) for weights in replicas]
-        now = _arrays(self.anchor)
-        apart = [name for name, w in now.items() if any((each[name] != w).any() for each in replicas)]
-        self._take_up(self._gradients(apart, replicas))
-        return _arrays(self.anchor)
 
     def _begin(self, anchor: Tensors | None) -> None:
         for name, w in anchor.items() if anchor is not None else ():
             self.anchor[name].detach().copy_(torch.from_numpy(w))
 
-    def _gradients(self, names: Sequence[str], replicas: Sequence[Tensors]) -> dict[str, torch.Tensor]:
-        every = {name: torch.stack([torch.from_numpy(each[name]) for each in replicas]) for name in names}
+    def _gradients(self, replicas: Sequence[Tensors]) -> dict[str, torch.Tensor]:
+        every = {
+            name: torch.stack([torch.from_numpy(each[name]) for each in replicas]) for name in self.anchor
+        }
         return {name: self.anchor[name].detach() - stacked.mean(0) for name, stacked in every.items()}
 
     def _take_up(self, gradients: Mapping[str, torch.Tensor]) -> Tensors:
+        if not gradients:
+            return {}
         for name, theta in self.anchor.items():
-            theta.grad = gradients.get(name)  # those without are left as they are, with their momentum
+            theta.grad = gradients[name]
         self.optimizer.step()
-        return _arrays({name: self.anchor[name] for name in gradients})
+        return _arrays(self.anchor)
 
 
-def leaving(outer: OuterConfig, step: int) -> int | None:
-    """Return the fragment that leaves at the end of a step, which is counted from 0; None if none does."""
-    count, interval = outer.outer_fragments, outer.outer_interval
-    ends = [(fragment + 1) * interval // count for fragment in range(count)]
-    into = step % interval + 1
-    return ends.index(into) if step >= 0 and into in ends else None
+def leaving(outer: OuterConfig, step: int) -> bool:
+    """Tell whether replicas meet, or differences leave, at the end of a step, which is counted from 0."""
+    return step >= 0 and (step + 1) % outer.outer_interval == 0
 
 
-def arriving(outer: OuterConfig, step: int) -> int | None:
-    """Return the fragment that arrives at the end of a step."""
+def arriving(outer: OuterConfig, step: int) -> bool:
+    """Tell whether differences arrive at the end of a step."""
     return leaving(outer, step - outer.outer_delay)
-
-
-def fragment_of(name: str, config: RunConfig) -> int:
-    """Return the fragment of a parameter of the whole model, which is its module's."""
-    outer, modules = config.outer, config.model.num_layers + 2
-    first, second, *_ = name.split(".")
-    module = {"embedding": 0, "head": modules - 1}[first] if first != "layers" else 1 + int(second)
-    if outer.outer_fragment_pattern == "strided":
-        return module % outer.outer_fragments
-    return sum(module >= modules * cut // outer.outer_fragments for cut in range(1, outer.outer_fragments))
-
-
-def mixed(weights: Tensors, arrived: Tensors, share: float) -> Tensors:
-    """Return a replica's next weights: of parameters whose anchor has arrived, ``share`` is the anchor's."""
-    return {n: (1 - share) * w + share * arrived[n] if n in arrived else w for n, w in weights.items()}
 
 
 def train_together(references: Sequence[Reference], steps: int) -> list[Curve]:
@@ -285,7 +255,7 @@ def train_together(references: Sequence[Reference], steps: int) -> list[Curve]:
             weights = [each.weights for each in references]
             arrived = together.meet(step, weights)
             for each, own_weights in zip(references, weights, strict=True):
-                each.load(mixed(own_weights, arrived, config.outer.outer_mixing))
+                each.load({**own_weights, **arrived})
     return [Curve(own, weights) for own, weights in zip(losses, initial, strict=True)]
 
 

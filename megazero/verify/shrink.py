@@ -33,8 +33,7 @@ INIT_STD = 0.03  # well-conditioned in fp32 at these sizes
 # 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
 QK_NORM_EPSILON = 1e-2
 CARRIED = ("model", "parallel", "zero", "outer", "precision", "optimizer", "batch", "training")
-# Of outer steps, at most: steps from one meeting of all to the next, if it may be so few; fragments; steps of delay.
-INTERVAL, FRAGMENTS, DELAY = 2, 2, 1
+INTERVAL, DELAY = 2, 1  # of outer steps, at most: steps from one meeting to the next, and steps of delay
 # A run of made-up tokens on CPUs.
 MADE_UP = {
     "mock_data": True,
@@ -71,7 +70,7 @@ class Shrunk:
 def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     """Choose sizes for a run on at most ``most`` ranks. Raises ValueError as sub_layout does.
 
-    The run has ``steps`` steps, with outer replicas as many more as take every fragment to arrive twice.
+    The run has ``steps`` steps, with outer replicas as many more as take two meetings.
     """
     layout = sub_layout(config, world, most)
     carried = {
@@ -126,15 +125,12 @@ def _on_processors(config: RunConfig) -> dict[str, Any]:
 
 
 def _outer(outer: OuterConfig, replicas: int) -> dict[str, Any]:
-    """Keep whether there are fragments and a delay, with no more steps than these take. One replica is a run without
-    outer steps."""
+    """Keep whether there is a delay, with no more steps than it takes. One replica is a run without outer steps."""
     if replicas == 1:
         return {opt.name: opt.default for opt in all_options().values() if opt.section == "outer"}
-    count, delay = min(outer.outer_fragments, FRAGMENTS), min(outer.outer_delay, DELAY)
     return {
-        "outer_interval": min(outer.outer_interval, max(INTERVAL, count * (delay + 1))),
-        "outer_fragments": count,
-        "outer_delay": delay,
+        "outer_interval": min(outer.outer_interval, INTERVAL),
+        "outer_delay": min(outer.outer_delay, DELAY),
         "outer_replicas": replicas,
     }
 

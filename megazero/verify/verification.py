@@ -12,6 +12,7 @@ from importlib import metadata
 import torch
 
 from megazero.config import ConfigError, RunConfig, World, make_config
+from megazero.config.options.sections import ZeroConfig
 from megazero.config.summary import describe
 from megazero.mesh.local_ranks import LocalRanks
 from megazero.verify import checks
@@ -21,7 +22,7 @@ from megazero.verify.diagnosis import diagnose
 from megazero.verify.expected_bytes import ExpectedBytes
 from megazero.verify.full_tensors import Assembler
 from megazero.verify.options import VerifyRequest
-from megazero.verify.reference import Reference, leaving
+from megazero.verify.reference import leaving
 from megazero.verify.shrink import OF_DOCUMENTS, Shrunk, shrink
 from megazero.verify.training_run import (
     Around,
@@ -96,10 +97,10 @@ class _Runs:
         self.diagnosis: list[str] = []
 
     def _save_after(self) -> int:
-        """Return the step after which runs save. Outer replicas are apart then; with a delay a fragment leaves."""
+        """Return the step after which runs save. Outer replicas are apart then; with a delay differences leave."""
         middle, outer = self.steps // 2 - 1, self.config.outer
         late, later = outer.outer_delay > 0, range(middle, self.steps - 1 if self.replicas > 1 else 0)
-        return next((step for step in later if (leaving(outer, step) is not None) == late), middle)
+        return next((step for step in later if leaving(outer, step) == late), middle)
 
     def run(self) -> list[Section]:
         exact, configured, resumed, weights = self._run_layout()
@@ -107,7 +108,7 @@ class _Runs:
         seen = checks.gather_evidence(Assembler(self.exact_config), exact, d)
         second = self._configured_section(seen, configured)
         first = [self._exact_section(each, exact) for each in seen]
-        third = self._checkpoint_section(self._loss_after_save(seen, exact), configured, resumed, weights)
+        third = self._checkpoint_section(seen[0].losses[self.saved + 1], configured, resumed, weights)
         self.diagnosis = list(dict.fromkeys(line for each in seen for line in diagnose(each)))
         return [*first, *self._outer_section(exact), second, third]
 
@@ -118,8 +119,7 @@ class _Runs:
         outer = self.exact_config.outer
         found = checks.outer_checks(Assembler(self.exact_config), exact)
         every = f"every {outer.outer_interval} steps"
-        every += f" in {outer.outer_fragments} fragments" if outer.outer_fragments > 1 else ""
-        every += f" that take {outer.outer_delay} more" if outer.outer_delay else ""
+        every += f", which take {outer.outer_delay} more" if outer.outer_delay else ""
         title = (
             f"{self.replicas} replicas meet {every}, differences exact, against one of torch's optimizers in fp64. "
             "Outer steps: worst ||difference|| / ||anchor|| of a parameter"
@@ -174,14 +174,6 @@ class _Runs:
         dtype = self.config.precision.params_dtype
         return Section("Pass 2, as configured", f"{dtype}, {what}, {self.steps} steps", tuple(found))
 
-    def _loss_after_save(self, seen: Sequence[Evidence], exact: Sequence[RankRecord]) -> float:
-        """Return the loss of the step after the exact run's save, on any layout: that of one model."""
-        if self.replicas == 1:
-            return seen[0].losses[self.saved + 1]
-        model = checks.merged_model(Assembler(self.exact_config), exact, self.saved)
-        reference = Reference(self.exact_config, self.config.data_parallel_size(self.world))
-        return reference.loss(model, self.saved + 1)
-
     def _checkpoint_section(
         self,
         stayed: float,
@@ -193,13 +185,15 @@ class _Runs:
         found = [checks.resume_check("resume, same layout", straight, resumed, at)]
         data_parallel = self.config.data_parallel_size(self.world)
         moved = other_layouts(self.exact_config, self.world, data_parallel)
+        if self.replicas > 1:  # a checkpoint of theirs loads on as many
+            moved = [other_shards(self.exact_config, self.world)]
         for name, config, world in moved:
             run = TrainingRun(config, True, at, at + 1, load=weights)
             if world.world_size == 1:
                 records = [run_all([run], world)]
             else:
                 records = self.ranks.call(run_all, [run], world, world=world.world_size, timeout=TIMEOUT_S)
-            loss = checks.step_loss([each[0] for each in records], 0)
+            loss = checks.step_loss(checks.by_replica([each[0] for each in records])[0], 0)
             found.append(checks.reshard_check(f"reshard, {name}", loss, stayed))
         title = f"saved after step {at} of {self.steps}; loaded on the same layout (as configured) and others (exact)"
         return Section("Checkpoints", title, tuple(found))
@@ -245,6 +239,12 @@ def other_layouts(config: RunConfig, world: World, data_parallel: int) -> list[t
         name = f"tensor {t} x pipeline {p} x data {size // (t * p)}, zero2"
         return [*found, (name, other, World(size, size))]
     return found
+
+
+def other_shards(config: RunConfig, world: World) -> tuple[str, RunConfig, World]:
+    """Return the same layout with other shards, as (name, configuration, world)."""
+    preset = "zero3" if config.shards(world).os == 1 else "ddp"
+    return f"{preset} in each replica", replace(config, zero=ZeroConfig(zero_preset=preset)), world
 
 
 def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunConfig:

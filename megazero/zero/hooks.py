@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,20 @@ from megazero.zero.parameters import guard_reads, outliving, tensors_in
 from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.reduce import Reducer
 from megazero.zero.unit import Unit
+
+
+@dataclass
+class GraphTask:
+    """A graph task of autograd that uses parameters.
+
+    creates_graph: its gradients are part of a loss (create_graph=True). counted: the parts whose backward it is;
+    torch.autograd.grad counts for none. done: units that have all gradients; they may be read until the next module's
+    backward.
+    """
+
+    creates_graph: bool
+    counted: set[int] = field(default_factory=set)
+    done: list[Unit] = field(default_factory=list)
 
 
 class Hooks:
@@ -41,11 +56,8 @@ class Hooks:
         self.parts = [[u for u in plan.units if u.part == part] for part in range(plan.parts)]
         self.backwards = [0] * plan.parts
         self._forward_uses: list[list[Unit]] = [[] for _ in self.parts]  # of each part's last forward
-        self._running = False  # a graph task of autograd that uses parameters
-        self._counted = set[int]()  # parts whose backward it is; torch.autograd.grad counts for none
-        self._creates_graph = False  # create_graph=True: its gradients are part of a loss
+        self._task: GraphTask | None = None  # that runs
         self._forwards = 0  # of hooked modules that are open
-        self._done: list[Unit] = []  # have all gradients; may be read until the next module's backward
         self._declared = False  # segments are entered by ``segment``, not by the hooks
         self._splits = False  # the program has backwards of the input alone
         self._micro_batch = 0
@@ -88,9 +100,7 @@ class Hooks:
 
     def _forget_backward(self) -> None:
         """Forget a graph task that raised, or whose gradients' graph was never used: neither reports its end."""
-        self._running = False
-        self._counted.clear()
-        self._done.clear()
+        self._task = None
         for unit in self.units:
             unit.weights.end_backward()
 
@@ -248,13 +258,16 @@ class Hooks:
             )
 
     def _pre_backward(self, needs: list[Unit]) -> None:
-        counts = bool(self._counted)
-        if not self._running:
+        if self._task is not None:
+            counts = bool(self._task.counted)
+        else:
             current = self.program.current
             in_backward = current is not None and current.kind in (BACKWARD, INPUT)
             counts = in_backward or brings_gradients(self._owner)
-        self._open_backward(needs[0], counts)
-        self._end_uses()
+        task = self._open_backward(needs[0], counts)
+        for unit in task.done:
+            self._end_use(unit)
+        task.done.clear()
         wanted = [unit for unit in needs if not unit.weights.in_backward]
         for unit in wanted:
             unit.weights.begin_backward()
@@ -283,17 +296,17 @@ class Hooks:
             )
         unit.gradients.take(name, param)
         if not unit.gradients.pending:
-            if len(unit.trainable) == len(unit.params):
+            if self._task is not None and len(unit.trainable) == len(unit.params):
                 # All gradients have arrived, so every use with gradient is over. Detached uses end before the
                 # gradient leaves the module. Frozen parameters give no such sign: their unit stays gathered to the
                 # end of the backward.
-                self._done.append(unit)
+                self._task.done.append(unit)
             self.reducer.completed(unit)
         self.poll()
 
-    def _open_backward(self, unit: Unit, counts: bool) -> None:
+    def _open_backward(self, unit: Unit, counts: bool) -> GraphTask:
         """Note that a graph task has come to this unit and, if it counts, to its part (one part after the other)."""
-        if counts and unit.part not in self._counted:
+        if counts and (self._task is None or unit.part not in self._task.counted):
             current = self.program.current
             if self._declared and current is not None and current.part != unit.part:
                 raise RuntimeError(
@@ -306,33 +319,29 @@ class Hooks:
             assert self.program.current is not None
             if self.program.current.kind == BACKWARD:
                 self.reducer.open(self._reduction_order(unit.part))
-            self._counted.add(unit.part)
-        if not self._running:
+        if self._task is None:
             torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
-            self._running = True
-            self._creates_graph = torch.is_grad_enabled()
+            self._task = GraphTask(torch.is_grad_enabled())
+        if counts:
+            self._task.counted.add(unit.part)
+        return self._task
 
     def _close_backward(self) -> None:
         """End one graph task. If it was a micro-batch's backward, units that lack gradients contribute zeros."""
-        if self._counted:
+        task, self._task = self._task, None
+        if task is None:  # the step was given up
+            return
+        if task.counted:
             assert self.program.current is not None
             if self.program.current.kind == BACKWARD:
                 self.reducer.close()
-                for part in self._counted:
+                for part in task.counted:
                     self.backwards[part] += 1
-        if self._counted or not self._creates_graph:  # else a backward through the gradients is to come
+        if task.counted or not task.creates_graph:  # else a backward through the gradients is to come
             for unit in self.units:
                 self._end_use(unit)
-        if self._counted:
+        if task.counted:
             self.program.leave()
-        self._running = False
-        self._counted.clear()
-        self._done.clear()
-
-    def _end_uses(self) -> None:
-        for unit in self._done:
-            self._end_use(unit)
-        self._done.clear()
 
     def _end_use(self, unit: Unit) -> None:
         if unit.weights.in_backward:

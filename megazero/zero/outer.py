@@ -11,26 +11,20 @@ Delta is reduced as a gradient is, by the chain of reduce.py with one more level
 and every rank, the owner too, decodes the same bytes. So anchors are the same bits in all replicas; each step
 compares their hashes.
 
-The units may be dealt to F fragments (Streaming DiLoCo, arXiv 2501.18512). Fragment f, from 0, meets in step
-(f + 1) H // F of every H, so that fewer bytes cross at a time. With a delay of T steps a fragment is on its way while
-the training goes on: Delta is that of the step in which it left, and T steps later
-
-    theta <- outer optimizer(theta, Delta), theta_i <- (1 - mixing) theta_i + mixing theta
-
-In that step it is waited for, so results do not depend on how fast it was. Only hops between replicas are under way
-meanwhile. They have communicators and a lane of their own, which is polled after the others. The way back inside a
-replica is taken on arrival, in the lane of reductions.
+With a delay of T steps Delta is on its way while the training goes on: it is that of the step in which it left, and
+arrives T steps later. In that step it is waited for, so results do not depend on how fast it was. Only hops between
+replicas are under way meanwhile. They have communicators and a lane of their own, which is polled after the others.
+The way back inside a replica is taken on arrival, in the lane of reductions.
 
 Glossary (n: elements of the unit; all of at least fp32)
 --------
 anchor    Compact [n/OS]. What all replicas share since the last outer step: the model that is evaluated and exported.
-momentum  Compact [n/OS]. The outer optimizer's. Anchor and momentum may lie in host memory (``Outer.offload``): then
-          chains take them to the device for as long as they need them.
+momentum  Compact [n/OS]. The outer optimizer's.
 residual  Compact [n/d], of the level of all axes. The rounding error of this rank's last outer step: in other ranks'
           rows that of the messages sent, in its own row that of the sum returned. The next outer step adds it to
           what this rank contributes (error feedback, as MuLoCo has it, arXiv 2505.23725).
 sums      Compact [n/d], of the same level. This rank's part of a unit that is on its way: what it sends, then the sum
-          over the replicas, the same bits in all of them. It is there until the fragment has arrived.
+          over the replicas, the same bits in all of them. It is there until it has arrived.
 """
 
 from __future__ import annotations
@@ -40,10 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
-from types import MappingProxyType
 from typing import Any
-from weakref import finalize
 
 import torch
 
@@ -51,9 +42,8 @@ from megazero.comm.codec import Codec, Identity, codec_of, decoded
 from megazero.comm.hops import HopSpec
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.rows import RowRun, Views
-from megazero.kernels.arena import ALIGN, Arena, Frame
+from megazero.kernels.arena import Arena, Frame
 from megazero.kernels.fingerprint import fingerprint
-from megazero.kernels.pages import lock_pages, unlock_pages
 from megazero.mesh.mesh import Mesh
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
@@ -63,8 +53,6 @@ from megazero.zero.reduce import ReduceHop, descend, share_back
 from megazero.zero.rounding import Rounding
 from megazero.zero.scalars import NOTHING, Rows, StepPart
 from megazero.zero.unit import Unit
-
-NONE: Mapping[Unit, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -78,31 +66,19 @@ class Anchor:
 
 @dataclass
 class Flight:
-    """A fragment on its way. sums: by unit (glossary above). left: steps until it arrives. tickets: of its chains."""
+    """What is on its way. sums: by unit (glossary above). left: steps until it arrives. tickets: of its chains."""
 
-    fragment: int
     sums: Mapping[Unit, torch.Tensor]
     left: int
     tickets: list[Ticket] = field(default_factory=list)
 
 
-def leaving(clock: int, interval: int, fragments: int) -> int | None:
-    """Return the fragment that leaves in this step of a round, counted from 1, or None.
-
-    Steps beyond the round's end are its last one: after a load the round may be shorter than it was.
-    """
-    offsets = [(fragment + 1) * interval // fragments for fragment in range(fragments)]
-    clock = min(clock, interval)
-    return offsets.index(clock) if clock in offsets else None
-
-
 class OuterSteps(StepPart):
     """Takes the outer steps of one engine.
 
-    clock: steps of the round, of ``interval`` steps, in which each fragment leaves once. since: of each fragment,
-    steps since it was last taken up. flight: what is on its way. squares, hashes: of each unit, fp64 [2]
-    (``_difference``, ``_take_up``) and int64. In the next step this rank tells all others hash, that of its anchors,
-    and moved, fp64 [2]: the sums of ``squares`` if the last step took an outer step, else zeros.
+    clock: steps since replicas met, or differences left. flight: what is on its way. squares, hashes: of each unit,
+    fp64 [2] (``_difference``, ``_take_up``) and int64. In the next step this rank tells all others hash, that of its
+    anchors, and moved, fp64 [2]: the sums of ``squares`` if the last step took an outer step, else zeros.
     """
 
     columns = 3
@@ -123,20 +99,14 @@ class OuterSteps(StepPart):
         self.away = Lane("outer", mesh.device, mesh.rank, timed)  # of what is on its way between steps
         self.lanes = [self.away]
         self.index = {unit: index for index, unit in enumerate(units)}
-        self.fragments: list[list[Unit]] = [[] for _ in range(outer.count)]
-        for unit in units:
-            self.fragments[outer.fragment_of(unit.name)].append(unit)
         self.runs = {unit: [run for run in runs if run.unit is unit] for unit in units}
         self.measured = context.rounding
         # Rounding here is not measured: no unit is the sample.
         rounding = Rounding(context.policy, mesh)
-        # A fragment on its way holds buffers while steps take theirs.
+        # What is on its way holds buffers while steps take theirs.
         arena = Arena() if outer.delay else context.arena
         self.context = replace(context, rounding=rounding, arena=arena)
-        self.device = mesh.device
-        kept = 2 if outer.momentum else 1  # buffers of a unit's anchor
-        rooms = self._rooms([unit.master.value for unit in units for _ in range(kept)])
-        self.anchors = {unit: self._room_for(unit, rooms) for unit in units}
+        self.anchors = {unit: self._new_anchor(unit) for unit in units}
         self.flight: Flight | None = None
         self._told = torch.zeros(self.columns, dtype=torch.float64, device=mesh.device)
         self.hash, self.moved = self._told[0], self._told[1:]
@@ -144,46 +114,21 @@ class OuterSteps(StepPart):
         self.hashes = torch.zeros(len(units), dtype=torch.int64, device=mesh.device)
         self.begin()
 
-    def _room_for(self, unit: Unit, rooms: Iterator[torch.Tensor]) -> Anchor:
-        value, momentum = next(rooms), next(rooms) if self.outer.momentum else None
-        return Anchor(value, momentum, new_sums(unit) if self.outer.feedback else None)
+    def _new_anchor(self, unit: Unit) -> Anchor:
+        like = unit.master.value
+        momentum = torch.empty_like(like) if self.outer.momentum else None
+        return Anchor(torch.empty_like(like), momentum, new_sums(unit) if self.outer.feedback else None)
 
-    def _rooms(self, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield memory for anchors and momenta like these 1-D ones, one after the other.
-
-        It is the device's, or one stretch of the host's, which the device reads and writes while the host goes on.
-        """
-        if not self.outer.offload:
-            yield from map(torch.empty_like, like)
-            return
-        ends = list(accumulate(-(-each.nbytes // ALIGN) * ALIGN for each in like))
-        memory = torch.empty(ends[-1], dtype=torch.uint8)
-        if self.device.type == "cuda":
-            lock_pages(memory)
-            finalize(self, unlock_pages, memory).atexit = False
-        for each, start in zip(like, (0, *ends), strict=False):
-            yield memory[start : start + each.nbytes].view(each.dtype)
-
-    def begin(
-        self,
-        anchors: Mapping[Unit, torch.Tensor] = NONE,
-        momentum: Mapping[Unit, torch.Tensor] = NONE,
-    ) -> None:
-        """Start anew, as after an outer step. All tensors are the same in all replicas.
-
-        anchors: [n/OS] by unit, by default the master weights. momentum: [n/OS], by default zeros.
-        """
+    def begin(self) -> None:
+        """Start anew from the master weights, as after an outer step. These are the same in all replicas."""
         self.settle()
         self.flight = None
         for unit, anchor in self.anchors.items():
-            anchor.value.copy_(anchors.get(unit, unit.master.value))
-            if anchor.momentum is not None:
-                anchor.momentum.zero_()
-                if unit in momentum:
-                    anchor.momentum.copy_(momentum[unit])
-            if anchor.residual is not None:
-                anchor.residual.zero_()
-        self.clock, self.since = 0, [0] * self.outer.count
+            anchor.value.copy_(unit.master.value)
+            for held in (anchor.momentum, anchor.residual):
+                if held is not None:
+                    held.zero_()
+        self.clock = 0
         self.moved.zero_()
         self.note_anchors()
 
@@ -206,21 +151,19 @@ class OuterSteps(StepPart):
         return {"outer_norm": mean**0.5, "outer_drift": max(own - mean, 0.0) ** 0.5}
 
     def updated(self, made: bool) -> None:
-        """Count the step, also where a replica skipped its update. A fragment may arrive, and one may leave.
+        """Count the step, also where a replica skipped its update.
 
-        A fragment arrives before the next one leaves, also after a load, when its delay may have been longer.
+        What is on its way arrives before replicas meet again, also after a load, when its delay may have been longer.
         """
         self.clock += 1
-        self.since = [steps + 1 for steps in self.since]
         self.moved.zero_()
-        fragment = leaving(self.clock, self.outer.interval, self.outer.count)
+        meets = self.clock >= self.outer.interval  # after a load it may be above
         if self.flight is not None:
             self.flight.left -= 1
-            if self.flight.left <= 0 or fragment is not None:
+            if self.flight.left <= 0 or meets:
                 self._land()
-        if fragment is not None:
-            self._meet(fragment)
-        if self.clock >= self.outer.interval:
+        if meets:
+            self._meet()
             self.clock = 0
 
     def settle(self) -> None:
@@ -230,19 +173,19 @@ class OuterSteps(StepPart):
 
     def state(self) -> dict[str, Any]:
         """Return the counters of a checkpoint."""
-        flight = None if self.flight is None else [self.flight.fragment, self.flight.left]
-        return {"outer": {"clock": self.clock, "since": self.since, "flight": flight}}
+        return {"outer": {"clock": self.clock, "flight": self.flight and self.flight.left}}
 
     def resume(self, counters: Mapping[str, Any]) -> None:
         """Take up the counters, before anchors, momentum, residuals and the sums of the flight are loaded."""
         self.settle()
-        self.clock, self.since, self.flight = int(counters["clock"]), list(counters["since"]), None
+        self.clock, self.flight = int(counters["clock"]), None
         self.squares.zero_()
-        if counters["flight"] is not None:
-            fragment, left = counters["flight"]
+        left = counters["flight"]
+        if left is not None:
             # Checkpoints have no padding: what it holds here would be hashed with the anchors.
-            sums = {unit: new_sums(unit).zero_() for unit in self._moving(fragment)}
-            self.flight = Flight(fragment, sums, left)
+            sums = {unit: new_sums(unit).zero_() for unit in self._moving}
+            # Before 0.4.0 the number of a fragment came before it.
+            self.flight = Flight(sums, left[-1] if isinstance(left, list) else left)
 
     @contextmanager
     def reading(self, anchor: bool) -> Iterator[None]:
@@ -267,10 +210,9 @@ class OuterSteps(StepPart):
         for unit, anchor in self.anchors.items():
             with self.context.frame() as frame:
                 held = frame.take(unit.master.value.numel(), unit.master.value.dtype).copy_(unit.master.value)
-                unit.master.value.copy_(anchor.value, non_blocking=True)
-                anchor.value.copy_(held, non_blocking=True)
+                unit.master.value.copy_(anchor.value)
+                anchor.value.copy_(held)
             unit.weights.outdate()
-        self._wait_for_copies()
 
     def note_anchors(self) -> None:
         """Hash the anchors, all anew."""
@@ -284,36 +226,27 @@ class OuterSteps(StepPart):
 
     # -- meeting -----------------------------------------------------------------------------------
 
-    def _meet(self, fragment: int) -> None:
-        """Let the replicas meet in a fragment: now, or after the delay."""
-        units = self._moving(fragment)
-        if self.outer.delay:
-            self.flight = Flight(fragment, {unit: self._pack(unit) for unit in units}, self.outer.delay)
-            self.away.follow()
-            for unit, sums in self.flight.sums.items():
-                self.context.issued.add("o", unit)
-                chain = self._cross(unit, Slice(unit.layout, sums, unit.axes.all))
-                self.flight.tickets.append(self.away.submit(unit.name, self._across(unit), chain))
+    def _meet(self) -> None:
+        """Let the replicas meet: now, or after the delay."""
+        if not self.outer.delay:
+            self._run(lambda unit: self._across(unit) + self._inside(unit), self._meeting)
             return
-        self._run(units, lambda unit: self._across(unit) + self._inside(unit), self._meeting)
-        self._end(fragment, units)
+        self.flight = Flight({unit: self._pack(unit) for unit in self._moving}, self.outer.delay)
+        self.away.follow()
+        for unit, sums in self.flight.sums.items():
+            self.context.issued.add("o", unit)
+            chain = self._cross(unit, Slice(unit.layout, sums, unit.axes.all))
+            self.flight.tickets.append(self.away.submit(unit.name, self._across(unit), chain))
 
     def _land(self) -> None:
-        """Take up the fragment on its way."""
-        assert self.flight is not None
+        """Take up what is on its way."""
         self.settle()
-        units = list(self.flight.sums)
-        self._run(units, self._inside, self._arrival)
-        self._end(self.flight.fragment, units)
+        self._run(self._inside, self._arrival)
         self.flight = None
 
-    def _run(
-        self,
-        units: Sequence[Unit],
-        hop_specs: Callable[[Unit], tuple[HopSpec, ...]],
-        chain: Callable[[Unit], Chain],
-    ) -> None:
-        """Run the units' chains in the lane of reductions, and wait for them."""
+    def _run(self, hop_specs: Callable[[Unit], tuple[HopSpec, ...]], chain: Callable[[Unit], Chain]) -> None:
+        """Run the units' chains in the lane of reductions, and wait for them. Then the replicas have met."""
+        units = self._moving
         self.lane.follow()
         pending: deque[Ticket] = deque()
         for unit in units:
@@ -323,24 +256,15 @@ class OuterSteps(StepPart):
                 self.lane.wait(pending.popleft())
         while pending:
             self.lane.wait(pending.popleft())
-        self._wait_for_copies()
-
-    def _wait_for_copies(self) -> None:
-        """Let the host wait until what it holds is there, so that others may read it: once for all units."""
-        if self.outer.offload and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-    def _moving(self, fragment: int) -> list[Unit]:
-        """Return the fragment's units that are trained: what is frozen stays at the anchor."""
-        return [unit for unit in self.fragments[fragment] if unit.trainable]
-
-    def _end(self, fragment: int, units: Sequence[Unit]) -> None:
-        """Note that the replicas have met in these units of a fragment."""
-        self.since[fragment] = 0
         for unit in units:
             unit.weights.outdate()
         self.moved.add_(self.squares[[self.index[unit] for unit in units]].sum(0))
         self._write_hash()
+
+    @property
+    def _moving(self) -> list[Unit]:
+        """The units that are trained: what is frozen stays at the anchor."""
+        return [unit for unit in self.units if unit.trainable]
 
     def _across(self, unit: Unit) -> tuple[HopSpec, ...]:
         """Return the collectives of ``_cross``."""
@@ -376,10 +300,7 @@ class OuterSteps(StepPart):
     def _difference(self, unit: Unit, frame: Frame) -> Slice:
         """Return theta - theta_i, in the frame. Its square, of what this rank counts, goes to ``squares``, first."""
         moved = frame.take(unit.layout.level_numel(unit.axes.os), unit.sum_dtype)
-        anchor = self.anchors[unit].value
-        if self.outer.offload:
-            anchor = moved.copy_(anchor, non_blocking=True)
-        torch.sub(anchor, unit.master.value, out=moved)
+        torch.sub(self.anchors[unit].value, unit.master.value, out=moved)
         self._write_square(unit, moved, self.squares[self.index[unit]][0])
         return Slice(unit.layout, moved, unit.axes.os)
 
@@ -418,27 +339,9 @@ class OuterSteps(StepPart):
             yield from share_back(unit, axes.axis(level), level, Identity(unit.sum_dtype), sums, self.context)
         mean = sums.buffer.div_(self.axis.size)
         self._write_square(unit, mean, self.squares[index][1])
-        with self.context.frame() as frame:
-            here = self._on_device(anchor, frame)
-            outer_update(here, mean, self.outer)
-            mix(unit.master.value, here.value, self.outer.mixing)
-            self.hashes[index].copy_(fingerprint(here.value))
-            if self.outer.offload:
-                anchor.value.copy_(here.value, non_blocking=True)
-                if anchor.momentum is not None and here.momentum is not None:
-                    anchor.momentum.copy_(here.momentum, non_blocking=True)
-
-    def _on_device(self, anchor: Anchor, frame: Frame) -> Anchor:
-        """Return the anchor in memory of the device: a copy in the frame if it is elsewhere."""
-        if not self.outer.offload:
-            return anchor
-
-        def copied(held: torch.Tensor) -> torch.Tensor:
-            return frame.take(held.numel(), held.dtype).copy_(held, non_blocking=True)
-
-        return Anchor(
-            copied(anchor.value), None if anchor.momentum is None else copied(anchor.momentum), None
-        )
+        outer_update(anchor, mean, self.outer)
+        unit.master.value.copy_(anchor.value)
+        self.hashes[index].copy_(fingerprint(anchor.value))
 
     def _write_square(self, unit: Unit, values: torch.Tensor, out: torch.Tensor) -> None:
         out.zero_()
@@ -456,14 +359,6 @@ def _write_lost(out: Views, codec: Codec, run: RowRun, messages: torch.Tensor, f
 def new_sums(unit: Unit) -> torch.Tensor:
     """Return memory for what this rank takes across of a unit, [n/d]."""
     return unit.master.value.new_empty(unit.layout.level_numel(unit.axes.all))
-
-
-def mix(weights: torch.Tensor, anchor: torch.Tensor, mixing: float) -> None:
-    """Mix the new anchor into a replica's weights; ``mixing`` is the anchor's share."""
-    if mixing == 1:
-        weights.copy_(anchor)
-    else:
-        weights.lerp_(anchor, mixing)
 
 
 def outer_update(anchor: Anchor, gradient: torch.Tensor, outer: Outer) -> None:

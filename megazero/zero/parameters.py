@@ -48,18 +48,11 @@ class Binding:
 
     @property
     def written(self) -> bool:
-        """Whether the user wrote into the parameter since ``accept``.
-
-        Writes into ``param.data`` are seen inside ``gathered`` alone (``Weights.take_written``).
-        """
+        """Whether the user wrote into the parameter since ``accept``, but for writes through ``.data``."""
         return self.param._version != self.version
 
     def accept(self) -> None:
         self.version = self.param._version
-
-    def reject(self) -> None:
-        """Note a write that torch's version counter did not see."""
-        self.version = -1
 
     def check_place(self) -> None:
         """Raise RuntimeError if the Parameter's data is not the unit's buffer any more."""

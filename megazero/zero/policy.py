@@ -23,12 +23,8 @@ class Outer:
         lr 1 without momentum averages the replicas.
     codec: the format of outer gradients; None sends them as they are. feedback: what rounding
         lost is added to the next outer gradient.
-    fragments: the modules, by name, that meet together, in the order in which they do (Streaming DiLoCo, arXiv
-        2501.18512). Each fragment meets once per interval. By default there is one, of all modules.
-    delay: how many steps a fragment is on its way while the training goes on. 0: it is waited for.
-    mixing: the share of the new anchor in the weights that a replica goes on with; the rest are its own (1 - alpha of
-        the paper).
-    offload: anchors and the outer momentum lie in host memory.
+    delay: how many steps the differences are on their way while the training goes on (Streaming DiLoCo, arXiv
+        2501.18512). 0: they are waited for. What a replica learns meanwhile is lost when they arrive.
     """
 
     interval: int
@@ -37,10 +33,7 @@ class Outer:
     nesterov: bool = True
     codec: Coding | Codec | None = None
     feedback: bool = False
-    fragments: tuple[tuple[str, ...], ...] = ()
     delay: int = 0
-    mixing: float = 1.0
-    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.interval < 1 or not self.lr > 0 or not 0 <= self.momentum < 1:
@@ -48,33 +41,11 @@ class Outer:
                 f"interval={self.interval} must be at least 1, lr={self.lr} above 0 and momentum={self.momentum} in "
                 "[0, 1)"
             )
-        if self.count > self.interval:
+        if not 0 <= self.delay < self.interval:
             raise ValueError(
-                f"{self.count} fragments do not each have a step of their own in interval={self.interval}; nearest: "
-                f"{self.interval}"
+                f"delay={self.delay} must be from 0 to {self.interval - 1}: differences arrive before the next ones "
+                f"are sent, {self.interval} steps later"
             )
-        longest = self.interval // self.count - 1  # one fragment is on its way at a time
-        if not 0 <= self.delay <= longest or not 0 < self.mixing <= 1:
-            raise ValueError(
-                f"delay={self.delay} must be from 0 to {longest}, as the next of {self.count} fragments is sent "
-                f"{self.interval // self.count} steps later, and mixing={self.mixing} in (0, 1]"
-            )
-
-    @property
-    def count(self) -> int:
-        """The number of fragments."""
-        return max(len(self.fragments), 1)
-
-    def fragment_of(self, name: str) -> int:
-        """Return the fragment of a unit by its name: that of its module. Raises ValueError if there is none."""
-        for number, modules in enumerate(self.fragments):
-            if any(name == module or name.startswith((f"{module}.", f"{module}[")) for module in modules):
-                return number
-        if self.fragments:
-            raise ValueError(
-                f"unit {name!r} is of no module in fragments={self.fragments}: name every unit's module in one"
-            )
-        return 0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megazero.zero.unit import Unit
 
 WEIGHTS, MASTER, ERRORS = "weights", "master", "rounding errors"
 MOMENTUM, LOST, MOVED = "outer momentum", "outer residual", "outer squares"
-SUMS, LEFT = "outer sums", "outer squares under way"  # of a fragment on its way between replicas
+SUMS, LEFT = "outer sums", "outer squares under way"  # of differences on their way between replicas
 RESIDUAL = "residual"  # of gradients' error feedback, in checkpoints of earlier versions; nobody loads it
 NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL, LOST)
 
@@ -91,8 +91,8 @@ def replica_kinds(stored: Iterable[str], replica: int) -> list[str]:
 def save_replica_records(engine: Engine, placements: Mapping[str, Places] | None = None) -> list[SliceRecord]:
     """Return what this rank saves where there are outer replicas: its replica's own state, and the anchor's slices.
 
-    The first replica writes the anchor, the outer momentum, and the sums of a fragment that is on its way, which is
-    waited for. This is collective.
+    The first replica writes the anchor, the outer momentum, and the sums of differences that are on their way, which
+    are waited for. This is collective.
     """
     assert engine.outer is not None
     engine.outer.settle()
@@ -104,10 +104,10 @@ def save_replica_records(engine: Engine, placements: Mapping[str, Places] | None
             tensors[MASTER] = anchor.value
         if anchor.momentum is not None:
             tensors[MOMENTUM] = anchor.momentum
-        shared = slice_records(engine, placements, unit, unit.axes.os, tensors)
+        shared = _slice_records(engine, placements, unit, unit.axes.os, tensors)
         if engine.outer.flight is not None and unit in engine.outer.flight.sums:
             sums = {SUMS: engine.outer.flight.sums[unit]}
-            shared += slice_records(engine, placements, unit, unit.axes.all, sums)
+            shared += _slice_records(engine, placements, unit, unit.axes.all, sums)
         for record in shared:
             records.append(replace(record, owner=record.owner and engine.mesh.replica == 0))
     return records
@@ -141,7 +141,7 @@ def in_replica(records: Iterable[SliceRecord], replica: int) -> list[SliceRecord
 def load_replica_records(engine: Engine, placements: Mapping[str, Places] | None = None) -> list[SliceRecord]:
     """Return the places into which a load writes if the outer replicas stay the same: all of this rank's state.
 
-    Call ``engine.outer.resume`` before it, which makes room for the sums of a fragment on its way, and
+    Call ``engine.outer.resume`` before it, which makes room for the sums of differences on their way, and
     ``engine.invalidate(anchored=True)`` after it.
     """
     assert engine.outer is not None
@@ -149,9 +149,9 @@ def load_replica_records(engine: Engine, placements: Mapping[str, Places] | None
     records = in_replica(own, engine.mesh.replica)
     for unit, anchor in engine.outer.anchors.items():
         tensors = {MASTER: anchor.value} | ({} if anchor.momentum is None else {MOMENTUM: anchor.momentum})
-        records += slice_records(engine, placements, unit, unit.axes.os, tensors)
+        records += _slice_records(engine, placements, unit, unit.axes.os, tensors)
     for unit, sums in engine.outer.flight.sums.items() if engine.outer.flight else ():
-        records += slice_records(engine, placements, unit, unit.axes.all, {SUMS: sums})
+        records += _slice_records(engine, placements, unit, unit.axes.all, {SUMS: sums})
     return records
 
 
@@ -162,11 +162,11 @@ def _lost_records(engine: Engine, placements: Mapping[str, Places] | None) -> li
         record
         for unit, anchor in engine.outer.anchors.items()
         if anchor.residual is not None
-        for record in slice_records(engine, placements, unit, unit.axes.all, {LOST: anchor.residual})
+        for record in _slice_records(engine, placements, unit, unit.axes.all, {LOST: anchor.residual})
     ]
 
 
-def slice_records(
+def _slice_records(
     engine: Engine,
     placements: Mapping[str, Places] | None,
     unit: Unit,
@@ -217,7 +217,7 @@ def load_records(
             # Units that are exact as a whole have no R; a load wants every tensor of a kind.
             level = unit.axes.p if unit.delta else unit.axes.os
             copy = unit.weights.copy if unit.delta else torch.empty_like(unit.master.value, dtype=unit.dtype)
-            records += slice_records(engine, placements, unit, level, {WEIGHTS: copy})
+            records += _slice_records(engine, placements, unit, level, {WEIGHTS: copy})
     return records
 
 

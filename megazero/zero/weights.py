@@ -67,7 +67,9 @@ class Weights:
         self.read: Read = refuse_read  # what an operation on hidden Parameters does
         self.active, self.in_backward = 0, False
         self.pinned = self.writers = 0
-        self.seen: list[int] = []  # fingerprints of the parameters, in the layout's order, while it is pinned
+        self.seen: list[
+            int
+        ] = []  # fingerprints of the parameters, in the layout's order, while blocks may write
         self.bindings = self._adopt(values)
 
     # -- storage ---------------------------------------------------------------------------------
@@ -279,16 +281,14 @@ class Weights:
 
     def pin(self, write: bool) -> None:
         """Note a ``gathered`` block that holds the full parameters, which are present."""
-        if self.pinned:  # in a block around this one
-            self.take_written()
-        else:
-            self.note_values()
+        if write and not self.writers:
+            self.seen = self._fingerprints()
         self.pinned += 1
         self.writers += write
 
     def unpin(self, write: bool) -> None:
-        """Note the end of a ``gathered`` block."""
-        self.take_written()
+        """Note the end of a ``gathered`` block, and take what was written in it."""
+        self._take_written()
         self.pinned -= 1
         self.writers -= write
 
@@ -303,25 +303,27 @@ class Weights:
                     f"keeps what its optimizer holds, so the write is lost on some layouts; {cure}"
                 )
 
-    def note_values(self) -> None:
-        """Note fingerprints of the gathered parameters. Values that differ from them later were written."""
+    def _fingerprints(self) -> list[int]:
         values = [self.full[slot.start : slot.start + slot.numel] for slot in self.form.layout.slots]
-        self.seen = torch.stack([fingerprint(v) for v in values]).tolist()
+        return torch.stack([fingerprint(v) for v in values]).tolist()
 
-    def take_written(self) -> None:
-        """Copy writes to the gathered parameters since ``note_values``, or the last call, into the master weights.
+    def _take_written(self) -> None:
+        """Copy writes to the gathered parameters since the last call into the master weights.
 
         With P = 1 the parameters are the P copy, and with fp32 the master may be a part of it: there a write takes
         effect as it is made. Elsewhere it would go with the gathered buffer. To undo it everywhere, a block would
         have to copy the model wherever the parameters are the only copy. So writes are kept everywhere, as plain
-        torch keeps them. Version counters do not see writes through ``.data`` or numpy; fingerprints do.
+        torch keeps them. In blocks that may write, fingerprints find those, too, that version counters do not see,
+        through ``.data`` or numpy.
 
         A write in a block without ``write`` stays marked: the next step is refused.
         """
-        before, layout = self.seen, self.form.layout
-        self.note_values()
-        changed = {s.name for s, a, b in zip(layout.slots, before, self.seen, strict=True) if a != b}
-        if not (changed or self.writers):
+        layout = self.form.layout
+        changed = {binding.name for binding in self.bindings if binding.written}
+        if self.writers:
+            before, self.seen = self.seen, self._fingerprints()
+            changed |= {s.name for s, a, b in zip(layout.slots, before, self.seen, strict=True) if a != b}
+        elif not changed:
             return
         for slot, low, high, at in layout.ranges(self.form.axes.os):
             if slot.name in changed:
@@ -334,8 +336,5 @@ class Weights:
                 if slot.name in changed:
                     self.copy[at : at + high - low].copy_(self.full[slot.start + low : slot.start + high])
         self.outdate()
-        for binding in self.bindings:
-            if self.writers:
-                binding.accept()
-            elif binding.name in changed:
-                binding.reject()
+        for binding in self.bindings if self.writers else ():
+            binding.accept()

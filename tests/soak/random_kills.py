@@ -57,20 +57,18 @@ PLAIN: Layouts = {
     "hpz, bf16": (4, {"zero_preset": "hpz", "params_dtype": "bf16", "ranks_per_node": 2}),
     "tp 2 x zero2": (4, {"tensor_model_parallel_size": 2, "zero_preset": "zero2"}),
 }
-# Saves of every second step see the five steps of an interval at all their ends. A fragment leaves in the second and
-# the fifth, and is on its way at one save of two.
+# Saves of every second step see the five steps of an interval at all their ends.
 ALONE, PAIRS = {"ranks_per_node": 1, "outer_interval": 5}, {"ranks_per_node": 2, "outer_interval": 5}
-STREAMED = {"outer_fragments": 2, "outer_delay": 1}
 OUTER: Layouts = {
     "outer": (2, ALONE),
     "outer, 4 bits, bf16": (2, {**ALONE, "outer_bits": 4, "params_dtype": "bf16"}),
     "outer, late, zero3": (4, {**PAIRS, "outer_delay": 3, "zero_preset": "zero3"}),
-    "streamed, zero1": (4, {**PAIRS, **STREAMED, "zero_preset": "zero1"}),
-    "streamed, 2 bits, mixed, on the host": (
-        2,
-        {**ALONE, **STREAMED, "outer_bits": 2, "outer_mixing": 0.5, "outer_offload": True},
+    "outer, late, zero1": (4, {**PAIRS, "outer_delay": 1, "zero_preset": "zero1"}),
+    "outer, late, 2 bits": (2, {**ALONE, "outer_delay": 2, "outer_bits": 2}),
+    "outer, late, 8 bits, tp 2": (
+        4,
+        {**PAIRS, "outer_delay": 2, "outer_bits": 8, "tensor_model_parallel_size": 2},
     ),
-    "streamed, 8 bits, tp 2": (4, {**PAIRS, **STREAMED, "outer_bits": 8, "tensor_model_parallel_size": 2}),
 }
 # Biases of experts are state besides the tensors' own.
 ROUTED = {"num_experts": 8, "moe_ffn_hidden_size": 12, "ranks_per_node": 2}

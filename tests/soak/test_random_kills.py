@@ -38,7 +38,7 @@ def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_run_that_is_killed_with_a_fragment_on_its_way_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """In the first save, then in the second: a fragment is on its way at one of two."""
-    (layout,) = {"streamed, 2 bits, mixed, on the host"} & set(kills.OUTER)
+    (layout,) = {"outer, late, 2 bits"} & set(kills.OUTER)
     moments = [kills.Kill((1,), False, 0.0, 12), kills.Kill((0,), False, 0.01, 50)]
     row = kills.trial(0, 0, tmp_path, moments, [layout])
     assert not row["problems"] and row["attempts"][-1]["from"], row

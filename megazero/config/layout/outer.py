@@ -1,21 +1,16 @@
-"""Outer steps: their optimizer, the format of what crosses between replicas, fragments, and when these meet.
+"""Outer steps: their optimizer, the format of what crosses between replicas, and when these meet.
 
-DiLoCo (arXiv 2311.08105) has the steps and the defaults; Streaming DiLoCo (arXiv 2501.18512) fragments and delay;
-MuLoCo (arXiv 2505.23725) feeds back what rounding lost. zero/outer.py takes the steps.
+DiLoCo (arXiv 2311.08105) has the steps and the defaults; Streaming DiLoCo (arXiv 2501.18512) the delay; MuLoCo (arXiv
+2505.23725) feeds back what rounding lost. zero/outer.py takes the steps.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import TypeVar
 
 from megazero.comm.wire import Coding
 from megazero.config.layout.wire import ALIGNMENT
 from megazero.config.options.sections import OuterConfig
 
 EXACT_BITS, BF16_BITS = 32, 16
-Item = TypeVar("Item")
 
 
 def averages(outer: OuterConfig) -> bool:
@@ -37,21 +32,7 @@ def outer_coding(outer: OuterConfig) -> Coding | None:
     return Coding(outer.outer_bits, ALIGNMENT) if outer.outer_bits < BF16_BITS else None
 
 
-def fragments(modules: Sequence[Item], outer: OuterConfig) -> tuple[tuple[Item, ...], ...]:
-    """Deal the embedding, the layers and the head, in this order, to the fragments. The same in every layout."""
-    count = outer.outer_fragments
-    if outer.outer_fragment_pattern == "strided":
-        return tuple(tuple(modules[first::count]) for first in range(count))
-    cuts = [len(modules) * cut // count for cut in range(count + 1)]
-    return tuple(tuple(modules[low:high]) for low, high in pairwise(cuts))
-
-
-def spacing(outer: OuterConfig) -> int:
-    """Return the least number of steps between two fragments."""
-    return outer.outer_interval // outer.outer_fragments
-
-
 def last_arrival(steps: int, outer: OuterConfig) -> int:
-    """Return the last of ``steps`` steps by which every fragment of a round has arrived; 0 if there is none."""
+    """Return the last of ``steps`` steps by which differences have arrived; 0 if there is none."""
     interval, delay = outer.outer_interval, outer.outer_delay
     return (steps - delay) // interval * interval + delay if steps >= interval + delay else 0

@@ -4,39 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megazero.config.layout.outer import EXACT_BITS, averages, last_arrival, spacing
+from megazero.config.layout.outer import EXACT_BITS, averages, last_arrival
 from megazero.config.options.fields import Condition, section_options
 from megazero.config.options.sections import OuterConfig
 from megazero.config.run import RunConfig
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 
 
-def fragments(config: RunConfig) -> Iterator[str]:
-    """Report fragments without a module or a step of their own, and a delay that is too long."""
-    outer, modules = config.outer, config.model.num_layers + 2  # the embedding and the head
-    if not outer.outer_interval:
-        return
-    most = min(modules, outer.outer_interval)
-    if outer.outer_fragments > modules:
+def late(config: RunConfig) -> Iterator[str]:
+    """Report a delay that is too long."""
+    outer = config.outer
+    if outer.outer_interval and outer.outer_delay >= outer.outer_interval:
         yield (
-            f"--outer-fragments {outer.outer_fragments}: the model has {modules} modules to deal (embedding, "
-            f"{config.model.num_layers} layers, head); nearest: {most}"
-        )
-    elif outer.outer_fragments > most:
-        yield (
-            f"--outer-fragments {outer.outer_fragments}: each takes a step of its own of --outer-interval "
-            f"{outer.outer_interval}; nearest: {most}"
-        )
-    elif outer.outer_delay >= spacing(outer) and outer.outer_delay:
-        yield (
-            f"--outer-delay {outer.outer_delay}: a fragment arrives before the next one leaves, {spacing(outer)} "
-            f"steps later (--outer-interval {outer.outer_interval} / --outer-fragments {outer.outer_fragments}); "
-            f"nearest: {spacing(outer) - 1}"
-        )
-    if outer.outer_fragments > 1 and config.zero.zero_unit_layers > 1:
-        yield (
-            f"--zero-unit-layers {config.zero.zero_unit_layers}: --outer-fragments deals layers one by one, so "
-            "each is gathered and reduced by itself; nearest: --zero-unit-layers 1"
+            f"--outer-delay {outer.outer_delay}: differences arrive before the next ones leave, --outer-interval "
+            f"{outer.outer_interval} steps later; nearest: {outer.outer_interval - 1}"
         )
 
 
@@ -48,17 +29,16 @@ def outer_conditions(outer: OuterConfig) -> Iterator[Condition]:
     if steps:
         yield ["outer_lr", "outer_momentum"], not averages(outer), "--outer-optimizer nesterov or sgd"
         yield ["outer_rounding"], outer.outer_bits < EXACT_BITS, f"--outer-bits below {EXACT_BITS}"
-        yield ["outer_fragment_pattern"], outer.outer_fragments > 1, "--outer-fragments above 1"
 
 
 def outer_notes(config: RunConfig) -> list[str]:
     """Return notes on what outer steps leave out: steps at the run's end, and what replicas learn meanwhile."""
     outer = config.outer
     notes = _last_meeting(config)
-    if outer.outer_interval and outer.outer_delay and outer.outer_mixing == 1:
+    if outer.outer_interval and outer.outer_delay:
         notes.append(
-            f"--outer-mixing 1 with --outer-delay {outer.outer_delay}: what replicas learn while a fragment is on "
-            "its way is dropped when it arrives; published: --outer-mixing 0.5"
+            f"--outer-delay {outer.outer_delay}: what replicas learn while differences are on their way is dropped "
+            "when they arrive"
         )
     return notes
 

@@ -247,27 +247,11 @@ class OuterConfig:
         "those of the first replica, and an evaluation over R replicas takes R times as long",
         choices=("anchor", "replica"),
     )
-    outer_fragments: int = option(
-        1, "fragments of the model that meet one after the other, each once in --outer-interval steps", low=1
-    )
-    outer_fragment_pattern: str = option(
-        "strided",
-        "how the embedding, the layers and the head are dealt to the fragments: in turn, or in runs (sequential)",
-        choices=("strided", "sequential"),
-    )
     outer_delay: int = option(
         0,
-        "steps that a fragment is on its way while training continues; 0: training waits for each meeting",
+        "steps that differences are on their way while training continues, fewer than --outer-interval; 0: training "
+        "waits for each meeting",
         low=0,
-    )
-    outer_mixing: float = option(
-        1.0,
-        "share of the new common weights in those that a replica continues with; the rest are its own",
-        above=0,
-        high=1,
-    )
-    outer_offload: bool = option(
-        False, "keep the common weights and the outer momentum in host memory between meetings"
     )
 
 

@@ -190,10 +190,11 @@ def _complete_formats(
     that are sent in few bits as they are.
     """
     before = _formats(stored.get("zero", {}))
+    said_before = {**before, **stored.get("outer", {})}
     for name, removed in REMOVED.items():
-        if f"{before.get(name)}".lower() not in ("none", removed.off):
+        if f"{said_before.get(name)}".lower() not in ("none", removed.off):
             notes.append(
-                f"{path} was trained with {name} {show(before[name])}, which was removed: {removed.cure}"
+                f"{path} was trained with {name} {show(said_before[name])}, which was removed: {removed.cure}"
             )
     options, said = all_options(), {name: value for name, value in values.items() if value is not None}
     asked = section_of(ZeroConfig, said)

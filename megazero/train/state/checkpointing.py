@@ -35,17 +35,22 @@ from megazero.train.callbacks.chain import Callbacks
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.state.origin import Origin
 from megazero.train.state.progress import Progress
-from megazero.train.state.replicas import ReplicaCheckpoint, load_replicas
 from megazero.zero import Engine
 from megazero.zero.records import (
+    LOST,
     MASTER,
+    MOMENTUM,
     NOT_OPTIMIZER,
+    SUMS,
     WEIGHTS,
     kinds_to_load,
     load_rank_tensors,
     load_records,
+    load_replica_records,
+    of_replica,
     optimizer_kinds,
     rank_tensors,
+    replica_kinds,
     save_records,
     save_replica_records,
 )
@@ -208,9 +213,7 @@ class Checkpointing:
             options = replace(options, finetune=False, load_optim=True, load_rng=True)
         with_optimizer = options.load_optim and not options.finetune
         if state.get("replicas") and not options.finetune:
-            self._load_replicas(
-                ReplicaCheckpoint(path, manifest, state, self._layout), with_optimizer, options.load_rng
-            )
+            self._load_replicas(path, manifest, state, with_optimizer, options.load_rng)
             return
         moments = self._moments(manifest.kinds, path) if with_optimizer else []
         loaded = store.load(
@@ -242,18 +245,46 @@ class Checkpointing:
         if with_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
 
-    def _load_replicas(self, saved: ReplicaCheckpoint, with_optimizer: bool, with_rng: bool) -> None:
-        """Load a checkpoint of outer replicas. Collective."""
+    def _load_replicas(
+        self,
+        path: Path,
+        manifest: store.Manifest,
+        state: Mapping[str, Any],
+        with_optimizer: bool,
+        with_rng: bool,
+    ) -> None:
+        """Load a checkpoint of as many outer replicas: on the same layout bit for bit. Collective.
+
+        Outer momentum and residuals that it does not hold begin at zero (train/state/origin.py has a note on them).
+        """
+        replicas, outer, stored = state["replicas"], self.engine.outer, manifest.kinds
+        assert outer is not None and self.mesh.grid.outer == len(replicas)
         if not with_optimizer:
             raise store.CheckpointError(
-                f"'{saved.path}' holds {saved.count} outer replicas, whose weights differ between their meetings: "
+                f"'{path}' holds {len(replicas)} outer replicas, whose weights differ between their meetings: "
                 "--no-load-optim cannot leave out what each has of its own; --finetune starts from their anchor"
             )
-        self._check_tokenizer(saved.state, saved.path)
-        self._moments(saved.kinds, saved.path)
-        own, loaded = load_replicas(saved, self.engine, self.placements)
-        self.engine.optimizer.load_scalars(own["optimizer"])
-        self._load_rest({**saved.state, **own}, loaded, True, with_rng)
+        self._check_tokenizer(state, path)
+        own = {MASTER, *self._moments(replica_kinds(stored, 0), path)}
+        own |= {LOST} if outer.outer.feedback else set()
+        shared = {MOMENTUM, SUMS} if outer.outer.momentum else {SUMS}
+        kinds = {MASTER: MASTER if MASTER in stored else WEIGHTS}
+        kinds |= {kind: kind for kind in shared if kind in stored}
+        every = [of_replica(kind, replica) for kind in own for replica in range(len(replicas))]
+        kinds |= {kind: kind for kind in every if kind in stored}
+        counters = replicas[self.mesh.replica]
+        outer.resume(counters["engine"]["outer"])
+        loaded = store.load(
+            path,
+            records=load_replica_records(self.engine, self.placements),
+            group=world_group(),
+            kinds=kinds,
+            layout=self._layout,
+            checked=True,
+        )
+        self.engine.invalidate(anchored=True)
+        self.engine.optimizer.load_scalars(counters["optimizer"])
+        self._load_rest({**state, **counters}, loaded, True, with_rng)
 
     def _load_published(self, published: Published) -> None:
         """Fill this rank's slices of the weights from a folder of Hugging Face. Collective."""

@@ -15,7 +15,7 @@ from megazero.checkpoint.directory import Look, complete, in_the_way, restore, s
 from megazero.checkpoint.errors import agree, agree_local, error_number
 from megazero.checkpoint.manifest import open_manifest
 from megazero.config import RunConfig
-from megazero.config.layout.outer import feeds_back, fragments, keeps_momentum
+from megazero.config.layout.outer import feeds_back, keeps_momentum
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
 from megazero.config.options.fields import section_of
 from megazero.config.options.sections import CheckpointConfig, OuterConfig
@@ -136,7 +136,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         *_passed_over(damaged),
         *_of_first_rank(mesh, lambda: list(_copies(options, step)) if damaged else []),
         *_of_first_rank(mesh, lambda: [] if chosen.named else list(_incomplete(root, step))),
-        *_changed_replicas(config, mesh.grid.outer, saved),
+        *_changed_replicas(config.outer, mesh.grid.outer, saved),
         *_changed_order(config, saved.manifest.configuration, "ordered_for" in saved.state),
     )
     return Origin(replace(saved.progress, notes=notes), saved, own=chosen.again)
@@ -280,29 +280,35 @@ def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
     return found[0]
 
 
-def _changed_replicas(config: RunConfig, now: int, saved: SavedCheckpoint) -> Iterator[str]:
-    """Yield a note if the outer replicas are not those of the checkpoint: another number of them (1 is none), other
-    kinds of state, or other fragments."""
+def _changed_replicas(outer: OuterConfig, now: int, saved: SavedCheckpoint) -> Iterator[str]:
+    """Yield notes if the outer replicas keep other state than the checkpoint has, or if it has none (1 is none).
+
+    Raises CheckpointError for another number of replicas, whose weights differ between their meetings.
+    """
     before = len(saved.state.get("replicas", [saved.state]))
     if before == 1:
         if now > 1:
             yield f"the checkpoint has no outer replicas: each of {now} begins from its weights and moments"
         return
-    met = section_of(OuterConfig, saved.manifest.configuration["outer"])
-    kept = [(keeps_momentum(outer), feeds_back(outer)) for outer in (met, config.outer)]
-    modules = range(config.model.num_layers + 2)
+    stored = saved.manifest.configuration["outer"]
+    starts_anew = "--finetune starts a new run from the weights that they share, which are also exported"
     if now != before:
-        change = f"{before} outer replicas and this run {now}"
-    elif kept[0] != kept[1]:
-        change = "other outer momentum or feedback than this run"
-    elif fragments(modules, met) != fragments(modules, config.outer):
-        change = "other fragments than this run"
-    else:
-        return
-    yield (
-        f"the checkpoint has {change}: those take the outer step that is due, then all go on from the anchor, with "
-        "the means of the moments"
-    )
+        raise store.CheckpointError(
+            f"'{saved.path}' holds {before} outer replicas and this run has {now}: continue with as many "
+            f"(--outer-replicas {before}, on as many groups of nodes); {starts_anew}"
+        )
+    if (stored.get("outer_fragments") or 1) > 1:
+        raise store.CheckpointError(
+            f"'{saved.path}' was trained with --outer-fragments {stored['outer_fragments']}, which met at other "
+            f"steps: {starts_anew}"
+        )
+    met = section_of(OuterConfig, stored)
+    for what, kept in (
+        ("outer momentum", keeps_momentum),
+        ("rounding error of the last meeting", feeds_back),
+    ):
+        if kept(met) != kept(outer):
+            yield f"the {what} begins at zero" if kept(outer) else f"the {what} of the checkpoint is dropped"
 
 
 def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: bool) -> Iterator[str]:

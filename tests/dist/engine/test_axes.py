@@ -21,9 +21,9 @@ from megazero.comm.codec import Blockwise
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.records import load_records, save_records
 from tests.dist.capture import assemble, capture_gradients, local_slices
-from tests.dist.engine.mistakes import unsaid
 from tests.dist.engine.test_engine import compare
 from tests.dist.pool import run_ranks
+from tests.messages import names, refused
 
 WIDTH, EXPERTS, STEPS, CLIP = 8, 2, 4, 0.5
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -189,24 +189,23 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_units_on_other_axes_equal_bare_torch(name):
     for micro_batches in (1, 3):
-        want = reference(4 * micro_batches)
         for got in run_ranks(4, sharded, *PLACES[name], micro_batches, EXACT):
-            compare(got, want)
+            compare(got, reference(4 * micro_batches))
 
 
-POLICIES = {
-    "whole gradients": {"whole_gradients": True},
-    "no prefetch": {"prefetch_bytes": 0, "pending_reductions": 0},
-    "keep gathered": {"keep_gathered": True},
-    "chunks": {"chunk_numel": 80},
-}
+POLICIES = [
+    {"whole_gradients": True},
+    {"prefetch_bytes": 0, "pending_reductions": 0},
+    {"keep_gathered": True},
+    {"chunk_numel": 80},
+]
 
 
 @pytest.mark.first(3)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: [*policy][0])
 @pytest.mark.parametrize("place", ["zero3; in the node, across", "hpz; experts"])
-def test_policies_on_other_axes_equal_bare_torch(place, name):
-    for got in run_ranks(4, sharded, *PLACES[place], 3, zero.Policy(block=4, **POLICIES[name])):
+def test_policies_on_other_axes_equal_bare_torch(place, policy):
+    for got in run_ranks(4, sharded, *PLACES[place], 3, zero.Policy(block=4, **policy)):
         compare(got, reference(12))
 
 
@@ -363,7 +362,8 @@ def written(everywhere):
 def test_experts_may_be_written_differently_and_their_copies_alike():
     assert run_ranks(4, written, True) == [[[0.0], [1.0]]] * 4
     answers = run_ranks(4, written, False, return_errors=True)
-    assert all("ranks wrote different values into parameter 'routed.0" in a.text for a in answers)
+    for answer in answers:
+        names(answer.text, "different values", "'routed.0")
 
 
 def alike(mesh):
@@ -380,7 +380,7 @@ def tied():
     return zero.shard(net, mesh=mesh, units=[zero.On(net.embed, axes)], tied={"embed.weight": "shared"})
 
 
-def refused():
+def refusals():
     mesh, other = (create_mesh(shards=(4, 4, 4), ranks_per_node=2) for _ in range(2))
     net = Net()
 
@@ -389,17 +389,19 @@ def refused():
 
     with torch.no_grad():
         net.routed[0].experts["0"].weight.add_(mesh.data_axes[0].index)
-    return [
-        *unsaid("two axes with the name 'p_intra'", on(zero.DataAxes.of(other))),
-        *unsaid("outer=mesh.outer", on(zero.DataAxes.over(mesh.data_axes, outer=other.axes["tp"]))),
-        *unsaid("different values of 'routed.0.experts.0.weight'", on(inside(mesh, (1, 1, 1)))),
-        *unsaid("nearest legal: 2,4,4", lambda: inside(mesh, (2, 3, 4))),
-        *unsaid("nearest legal: 1,1,2", lambda: experts(mesh, (1, 1, 3))),
-        *unsaid("its unit's axes do not join them", lambda: alike(mesh)),
-        *unsaid("are tied over the pipeline's ends", tied),
-        *unsaid("have one twice", lambda: zero.DataAxes.over([*mesh.data_axes, mesh.data_axes[0]])),
-    ]
+    for words, act in (
+        (["two axes", "'p_intra'"], on(zero.DataAxes.of(other))),
+        (["outer=mesh.outer"], on(zero.DataAxes.over(mesh.data_axes, outer=other.axes["tp"]))),
+        (["different values", "'routed.0.experts.0.weight'"], on(inside(mesh, (1, 1, 1)))),
+        (["nearest legal: 2,4,4"], lambda: inside(mesh, (2, 3, 4))),
+        (["nearest legal: 1,1,2"], lambda: experts(mesh, (1, 1, 3))),
+        (["axes", "join"], lambda: alike(mesh)),
+        (["embed.weight", "tied", "without zero.On"], tied),
+        (["twice"], lambda: zero.DataAxes.over([*mesh.data_axes, mesh.data_axes[0]])),
+    ):
+        with refused(*words):
+            act()
 
 
 def test_axes_that_do_not_fit_are_refused():
-    assert run_ranks(4, refused) == [[]] * 4
+    run_ranks(4, refusals)

@@ -1,8 +1,13 @@
-"""What a user does to the module that the engine would damage: it works on every layout, or is refused by name."""
+"""What a user does to the module that the engine would damage: it works on every layout, or is refused by name.
+
+A guard is a function that every rank runs, and that asserts there.
+"""
 
 from __future__ import annotations
 
 import copy
+import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,135 +21,93 @@ from torch._dynamo.utils import counters
 from megazero import zero
 from megazero.comm import lane
 from megazero.comm.codec import Blockwise
-from megazero.kernels.fingerprint import fingerprint
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.records import save_records
 from tests.dist.capture import weights
-from tests.dist.engine.test_rules import Stack, make
+from tests.dist.engine.test_rules import Stack, make, wrong
+from tests.dist.engine.test_state import ROUNDED as CODED
 from tests.dist.pool import run_ranks
+from tests.messages import names, refused
 
 LAYOUTS = [(1, 1, 1), (1, 1, 2), (2, 2, 2)]
 SGD = partial(torch.optim.SGD, lr=0.01)
 
 
-def said_by(*calls) -> list[str]:
-    said = []
-    for call in calls:
-        try:
-            call()
-            said.append("nothing")
-        except (RuntimeError, ValueError) as error:
-            said.append(str(error))
-    return said
+def x_of(dtype=torch.float32):
+    return torch.ones(3, 8, dtype=dtype)
 
 
-def assert_says(answers: list[list[str]], expected: list[tuple[str, ...]]) -> None:
-    for said in answers:
-        assert len(said) == len(expected)
-        for text, words in zip(said, expected, strict=True):
-            assert all(word in text for word in words), (words, text)
+# -- the parameters' data, and copies ------------------------------------------------------------------
 
 
-# -- the parameters' data ---------------------------------------------------------------------------
-
-
-def moved(shards):
-    def after(change) -> str:
-        model, engine = make(shards)
-
-        def inside():
-            with engine.gathered():
-                change(model)
-
-        said = said_by(inside, engine.begin_step)
-        return said[0] if said[0] == said[1] else "nothing"
+def other_data(shards):
+    """A conversion after ``zero.shard`` is refused where the block ends, and by the next step."""
 
     def other_tensor(model):
         model.layers[1].bias.data = model.layers[1].bias.data.clone()
 
-    return [after(Stack.bfloat16), after(Stack.double), after(other_tensor)]
-
-
-@pytest.mark.parametrize("shards", LAYOUTS, ids=str)
-def test_a_module_converted_after_shard_is_refused(shards):
-    cure = "before zero.shard"
-    expected = [
-        ("'layers.0.bias'", "dtype was torch.float32 and is torch.bfloat16", cure),
-        ("'layers.0.bias'", "dtype was torch.float32 and is torch.float64", cure),
-        ("'layers.1.bias'", "another tensor", cure),
-    ]
-    assert_says(run_ranks(2, moved, shards), expected)
-
-
-def hooked(shards, device):
-    """Hooks that ran in a step, of a module that zero.shard converts or takes off the meta device."""
-    model = Stack().to(device)
-    values, params, ran = Stack().state_dict(), list(model.parameters()), []
-    params[0].register_hook(lambda grad: ran.append(grad.dtype))
-    params[1].register_post_accumulate_grad_hook(lambda p: ran.append(p.dtype))
-    policy = zero.Policy(block=4, dtype=torch.bfloat16)
-    mesh = create_mesh(shards=shards)
-    engine = zero.shard(model, mesh=mesh, policy=policy, units=model.layers, init=values.get)
-    engine.begin_step()
-    model(torch.ones(3, 8, dtype=torch.bfloat16)).sum().backward()
-    engine.step()
-    return ran, all(a is b for a, b in zip(params, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_conversion_keeps_the_users_hooks(device):
-    assert run_ranks(2, hooked, (2, 2, 2), device) == [([torch.bfloat16] * 2, True)] * 2
-
-
-def watched():
-    """A parameter of the meta device to which somebody holds a weak reference."""
-    model = Stack().to("meta")
-    held = __import__("weakref").ref(model.layers[2].weight)
-    mesh = create_mesh(shards=(2, 2, 2))
-    said = said_by(lambda: zero.shard(model, mesh=mesh, units=model.layers, init=Stack().state_dict().get))
-    return said if held() is not None else []
-
-
-def test_a_parameter_that_cannot_leave_the_meta_device_is_named():
-    assert_says(run_ranks(2, watched), [("'layers.2.weight'", "build the module on cpu")])
-
-
-# -- copies -------------------------------------------------------------------------------------------
-
-
-def copied(shards):
-    model, engine = make(shards)
-    said = said_by(lambda: copy.deepcopy(model), lambda: copy.deepcopy(model.layers[0]))
-    model.layers[1].register_forward_hook(users_hook)
-    with engine.gathered():
-        average = copy.deepcopy(model)
-        one = copy.deepcopy(model.layers[2])
-    plain = Stack()
-    same = all(torch.equal(a, b) for a, b in zip(average.parameters(), plain.parameters(), strict=True))
-    if dist.get_rank() == 0:  # alone: a hook of the engine would wait for the other rank
-        out = average(torch.ones(3, 8))
-        out.sum().backward()
-        same = same and torch.equal(out, plain(torch.ones(3, 8)))
-    average.bfloat16(), average.state_dict(), copy.deepcopy(average), one(torch.ones(8))
-    with torch.no_grad():
-        for param in average.parameters():
-            param.zero_()
-    engine.begin_step()
-    model(torch.ones(3, 8)).sum().backward()  # the module itself is as it was
-    hooks = [list(m._forward_hooks.values()) + list(m._forward_pre_hooks.values()) for m in average.modules()]
-    return said, same, sum(hooks, []) == [users_hook], engine.step().grad_norm > 0, said_by(model.state_dict)
+    for change, words in (
+        (Stack.bfloat16, ("'layers.0.bias'", "torch.float32", "torch.bfloat16")),
+        (Stack.double, ("'layers.0.bias'", "torch.float32", "torch.float64")),
+        (other_tensor, ("'layers.1.bias'", "another tensor")),
+    ):
+        model, engine = make(shards)
+        with wrong(*words, "before zero.shard"), engine.gathered():
+            change(model)
+        with wrong(*words, "before zero.shard"):
+            engine.begin_step()
 
 
 def users_hook(module, args, output):
     return None
 
 
-@pytest.mark.parametrize("shards", LAYOUTS, ids=str)
-def test_a_deep_copy_is_a_plain_module_and_is_made_while_gathered(shards):
-    for said, same, hooks, trains, later in run_ranks(2, copied, shards, timeout=20):
-        assert_says([said], [("engine.gathered(): copy.deepcopy",)] * 2)
-        assert same and hooks and trains
-        assert_says([later], [("sharded",)])
+def deep_copies(shards):
+    """They are made while gathered, and are plain modules."""
+    model, engine = make(shards)
+    for act in (lambda: copy.deepcopy(model), lambda: copy.deepcopy(model.layers[0])):
+        with wrong("engine.gathered(): copy.deepcopy"):
+            act()
+    model.layers[1].register_forward_hook(users_hook)
+    with engine.gathered():
+        average = copy.deepcopy(model)
+        one = copy.deepcopy(model.layers[2])
+    plain = Stack()
+    assert all(map(torch.equal, average.parameters(), plain.parameters()))
+    if dist.get_rank() == 0:  # alone: a hook of the engine would wait for the other rank
+        out = average(x_of())
+        out.sum().backward()
+        assert torch.equal(out, plain(x_of()))
+    average.bfloat16(), average.state_dict(), copy.deepcopy(average), one(torch.ones(8))
+    with torch.no_grad():
+        for param in average.parameters():
+            param.zero_()
+    engine.begin_step()
+    model(x_of()).sum().backward()  # the module itself is as it was
+    hooks = [list(m._forward_hooks.values()) + list(m._forward_pre_hooks.values()) for m in average.modules()]
+    assert sum(hooks, []) == [users_hook] and engine.step().grad_norm > 0
+    with wrong("sharded"):
+        model.state_dict()
+
+
+def hooked(device):
+    """Hooks run in a step of a module that zero.shard converts or takes off the meta device."""
+    model = Stack().to(device)
+    values, params, ran = Stack().state_dict(), list(model.parameters()), []
+    params[0].register_hook(lambda grad: ran.append(grad.dtype))
+    params[1].register_post_accumulate_grad_hook(lambda p: ran.append(p.dtype))
+    policy, mesh = zero.Policy(block=4, dtype=torch.bfloat16), create_mesh(shards=(2, 2, 2))
+    engine = zero.shard(model, mesh=mesh, policy=policy, units=model.layers, init=values.get)
+    engine.begin_step()
+    model(x_of(torch.bfloat16)).sum().backward()
+    engine.step()
+    assert ran == [torch.bfloat16] * 2
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_conversion_keeps_the_users_hooks(device):
+    run_ranks(2, hooked, device)
 
 
 # -- parameters and modules that training would damage ------------------------------------------------
@@ -156,55 +119,61 @@ def of_dtype(dtype, trained):
     return model
 
 
+class SparseLookup(nn.Embedding):
+    def forward(self, tokens):
+        return nn.functional.embedding(tokens, self.weight, sparse=True)
+
+
 def unfit():
-    mesh = create_mesh(shards=(2, 2, 2))
-
-    def shard(model, dtype=None, **policy):
-        return lambda: zero.shard(model, mesh=mesh, units=[], policy=zero.Policy(dtype=dtype, **policy))
-
+    mesh, values = create_mesh(shards=(2, 2, 2)), torch.zeros(4, 4)
     nested = nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, max_norm=1.0))
-    return said_by(
-        shard(of_dtype(torch.float16, True)),
-        shard(of_dtype(torch.float32, True), torch.float16),
-        shard(of_dtype(torch.complex64, True), loss_scaled=True),
-        shard(of_dtype(torch.complex64, False), torch.bfloat16),
-        shard(of_dtype(torch.int64, False)),
-        shard(of_dtype(torch.int8, False), torch.bfloat16),
-        shard(of_dtype(torch.float8_e4m3fn, False)),
-        shard(nested),
-        shard(nn.EmbeddingBag(4, 2, max_norm=1.0)),
-        shard(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))),
-    )
+    sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True, _weight=values))
+    bag, recurrent = nn.EmbeddingBag(4, 2, max_norm=1.0), nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))
+    scaled = {"loss_scaled": True}
+    for model, policy, words in (
+        (of_dtype(torch.float16, True), {}, ("'odd'", "trained", "bfloat16", "Policy(loss_scaled=True)")),
+        (of_dtype(torch.float32, True), {"dtype": torch.float16}, ("'weight'", "Policy(dtype)")),
+        (of_dtype(torch.complex64, True), scaled, ("'odd'", "complex64", "view_as_real")),
+        (of_dtype(torch.complex64, False), {"dtype": torch.bfloat16}, ("'odd'", "frozen", "view_as_real")),
+        (of_dtype(torch.int64, False), {}, ("'odd'", "int64", "buffer")),
+        (of_dtype(torch.int8, False), {"dtype": torch.bfloat16}, ("'odd'", "int8", "buffer")),
+        (of_dtype(torch.float8_e4m3fn, False), {}, ("'odd'", "float8_e4m3fn", "bfloat16")),
+        (nested, {}, ("module '1'", "max_norm=1.0", "max_norm=None")),
+        (bag, {}, ("max_norm=1.0",)),
+        (recurrent, {}, ("module '1'", "torch.nn.LSTM", "LSTMCell")),
+        (sparse, {}, ("module '0'", "sparse=False")),
+        (nn.EmbeddingBag(4, 4, sparse=True, mode="sum"), {}, ("'EmbeddingBag'", "sparse=False")),
+    ):
+        with refused(*words):
+            zero.shard(model, mesh=mesh, units=[], policy=zero.Policy(**policy))
+    frozen = nn.Embedding(4, 4, sparse=True, _weight=values)
+    frozen.weight.requires_grad_(False)
+    zero.shard(frozen, mesh=mesh)
 
 
-def test_unfit_parameters_and_modules_are_refused():
-    expected = [
-        ("'odd'", "trained", "loss scaling", "bfloat16", "Policy(loss_scaled=True)"),
-        ("'weight'", "Policy(dtype)", "loss scaling"),
-        ("'odd'", "complex64", "view_as_real"),
-        ("'odd'", "frozen", "view_as_real"),
-        ("'odd'", "int64", "buffer"),
-        ("'odd'", "int8", "buffer"),
-        ("'odd'", "float8_e4m3fn", "bfloat16"),
-        ("module '1'", "max_norm=1.0", "max_norm=None"),
-        ("max_norm=1.0",),
-        ("module '1'", "torch.nn.LSTM", "LSTMCell"),
-    ]
-    assert_says(run_ranks(2, unfit), expected)
+def a_parameter_that_somebody_watches_cannot_leave_the_meta_device():
+    model = Stack().to("meta")
+    held, mesh = weakref.ref(model.layers[2].weight), create_mesh(shards=(2, 2, 2))
+    with refused("'layers.2.weight'", "cpu"):
+        zero.shard(model, mesh=mesh, units=model.layers, init=Stack().state_dict().get)
+    assert held() is not None
 
 
-def small_integers(dtype):
-    mesh = create_mesh(shards=(2, 2, 2))
-    model = nn.Sequential(nn.Linear(8, 8), nn.Module())
-    model[1].odd = nn.Parameter(torch.arange(100).to(dtype), requires_grad=False)
-    engine = zero.shard(model, mesh=mesh, units=[model[0], model[1]])
-    with engine.gathered():
-        return torch.equal(model[1].odd, torch.arange(100).to(dtype))
-
-
-def test_frozen_parameters_that_fp32_holds_are_kept():
+def frozen_parameters_that_fp32_holds_are_kept():
     for dtype in (torch.float16, torch.int8, torch.uint8, torch.bool):
-        assert run_ranks(2, small_integers, dtype) == [True] * 2
+        model = nn.Sequential(nn.Linear(8, 8), nn.Module())
+        model[1].odd = nn.Parameter(torch.arange(100).to(dtype), requires_grad=False)
+        engine = zero.shard(model, mesh=create_mesh(shards=(2, 2, 2)), units=[model[0], model[1]])
+        with engine.gathered():
+            assert torch.equal(model[1].odd, torch.arange(100).to(dtype))
+
+
+def sparse_gradients(shards):
+    model = nn.Sequential(SparseLookup(4, 4, _weight=torch.zeros(4, 4)))
+    engine = zero.shard(model, mesh=create_mesh(shards=shards), units=[model[0]])
+    engine.begin_step()
+    with wrong("'0.weight'", "unit '0'", "torch.sparse_coo", "to_dense()"):
+        model(torch.tensor([1, 2])).sum().backward()
 
 
 # -- writes -------------------------------------------------------------------------------------------
@@ -217,56 +186,38 @@ class Renormalises(nn.Linear):
         return super().forward(x)
 
 
-def written(shards):
+def writes_that_a_layout_would_lose(shards):
     model, engine = make(shards)
     model.layers[1].__class__ = Renormalises
-    x = torch.ones(3, 8)
     engine.begin_step()
-    said = said_by(lambda: model(x))
+    with wrong("'layers.1.weight'", "in a forward"):
+        model(x_of())
     engine.abort_step()
-
-    def by_accident():
-        with engine.gathered(), torch.no_grad():
-            model.layers[3].bias.fill_(7.0)
+    model.layers[1].__class__ = nn.Linear
 
     def on_purpose():
         with engine.gathered(write=True), torch.no_grad():
             for param in model.parameters():
                 param.fill_(0.25)
-            Stack.forward(model, x, [0, 2, 3])  # a forward meanwhile is none of its business
+            Stack.forward(model, x_of(), [0, 2, 3])  # a forward meanwhile is none of its business
 
-    def read():
+    on_purpose()
+    with engine.gathered():
+        model.state_dict()
+    with engine.gathered(write=True), torch.no_grad():
+        model.layers[3].bias.fill_(0.25)
         with engine.gathered():
             model.state_dict()
-
-    def nested():
-        with engine.gathered(write=True), torch.no_grad():
-            model.layers[3].bias.fill_(0.25)
-            read()
-
-    model.layers[1].__class__ = nn.Linear
-    said += said_by(on_purpose, read, nested, engine.begin_step)
+    engine.begin_step()
     engine.abort_step()
-    said += said_by(by_accident, engine.begin_step, on_purpose, engine.begin_step)
-    return said, {n: set(w.flatten().tolist()) for n, w in weights(engine).items()}
-
-
-@pytest.mark.parametrize("shards", LAYOUTS, ids=str)
-def test_writes_that_a_layout_would_lose_are_refused_on_all(shards):
-    expected = [
-        ("'layers.1.weight'", "in a forward"),
-        ("nothing",),
-        ("nothing",),
-        ("nothing",),
-        ("nothing",),
-        ("'layers.3.bias'", "inside gathered()", "write=True"),
-        ("'layers.3.bias'", "since the last step", "write=True"),
-        ("nothing",),
-        ("nothing",),
-    ]
-    for said, values in run_ranks(2, written, shards):
-        assert_says([said], expected)
-        assert all(value == {0.25} for value in values.values())
+    with wrong("'layers.3.bias'", "gathered()", "write=True"), engine.gathered(), torch.no_grad():
+        model.layers[3].bias.fill_(7.0)
+    with wrong("'layers.3.bias'", "since the last step", "write=True"):
+        engine.begin_step()
+    on_purpose()
+    engine.begin_step()
+    engine.abort_step()
+    assert all((w == 0.25).all() for w in weights(engine).values())
 
 
 NODES = {"ranks_per_node": 1}  # rounded between the ranks
@@ -291,114 +242,77 @@ WRITABLE = {
 }
 
 
-def surprises(name):
-    """What is said of writes that no counter sees and of blocks that raise, and the master weights after them."""
+def writes_that_no_counter_sees(name):
+    """They are kept, and so are those of blocks that raise. Without ``write`` those that counters see are errors."""
     shards, dtype, policy, nodes = WRITABLE[name]
-    model = Stack().to(dtype)
-    engine = zero.shard(
-        model,
-        mesh=create_mesh(shards=shards, **nodes),
-        policy=zero.Policy(block=8, exact_numel=0, **policy),
-        units=model.layers,
-        optimizer=SGD,
-    )
-    layers = model.layers
+    model, plain = Stack().to(dtype), Stack().to(dtype).state_dict()
+    policy, mesh = zero.Policy(block=8, exact_numel=0, **policy), create_mesh(shards=shards, **nodes)
+    engine = zero.shard(model, mesh=mesh, policy=policy, units=model.layers, optimizer=SGD)
+    layers, rounded = model.layers, not policy.codecs.exact
 
-    def past_the_counter():
-        with engine.gathered():
-            layers[3].bias.data.fill_(7.0)
-            layers[2].weight.data.view(-1)[:2] = 64.0
+    def assert_kept():
+        for key, value in weights(engine).items():
+            if not (rounded and key in ("layers.2.weight", "layers.0.bias")):
+                assert torch.equal(value.to(dtype), plain[key]), (
+                    key
+                )  # else in part: the rest is as it was rounded
 
-    def broken_off():
-        with engine.gathered(write=True), torch.no_grad():
-            layers[3].bias.data.fill_(0.5)
-            layers[0].weight.fill_(0.25)
-            raise ValueError("in the middle")
-
-    def by_rank():
-        with engine.gathered(write=True), torch.no_grad():
-            layers[1].bias.fill_(dist.get_rank())
-
-    def replaced():
-        with engine.gathered(write=True):
-            layers[1].bias.data = torch.ones(8, dtype=dtype)
-
-    def nested():
-        with engine.gathered(write=True):
-            layers[0].bias.data.fill_(1.0)
-            with engine.gathered(layers[0]):
-                layers[0](torch.ones(8, dtype=dtype))
-            with engine.gathered(layers[0], write=True):
-                layers[0].bias.data[1] = 2.0
-            layers[0].bias.data[2] = 3.0
-            layers[0](torch.ones(8, dtype=dtype))
-
-    def train():
+    with wrong("'layers.2.weight'", "gathered()", "write=True"), engine.gathered(), torch.no_grad():
+        layers[3].bias.fill_(7.0)
+        layers[2].weight.view(-1)[:2] = 64.0
+    plain["layers.3.bias"].fill_(7.0)
+    plain["layers.2.weight"].view(-1)[:2] = 64.0
+    assert_kept()
+    with wrong("'layers.2.weight'", "since the last step"):
         engine.begin_step()
-        model(torch.ones(3, 8, dtype=dtype)).sum().backward()
-        engine.step()
-
-    found = []
-    for act in (past_the_counter, engine.begin_step, broken_off, nested):
-        found.append((said_by(act), {n: w.to(dtype) for n, w in weights(engine).items()}))
+    with refused("in the middle"), engine.gathered(write=True), torch.no_grad():
+        layers[3].bias.data.fill_(0.5)
+        layers[0].weight.fill_(0.25)
+        raise ValueError("in the middle")
+    plain["layers.3.bias"].fill_(0.5)
+    plain["layers.0.weight"].fill_(0.25)
+    assert_kept()
+    with engine.gathered(write=True):
+        layers[0].bias.data.fill_(1.0)
+        with engine.gathered(layers[0]):
+            layers[0](torch.ones(8, dtype=dtype))
+        with engine.gathered(layers[0], write=True):
+            layers[0].bias.data[1] = 2.0
+        layers[0].bias.data[2] = 3.0
+        layers[0](torch.ones(8, dtype=dtype))
+    plain["layers.0.bias"].copy_(torch.tensor([1.0, 2, 3, 1, 1, 1, 1, 1]))
+    assert_kept()
     with engine.gathered():
-        shown = {n: p.detach().clone() for n, p in model.named_parameters()}
-    said = said_by(train, by_rank, engine.evaluation().__enter__, replaced)
-    return found, shown, said
+        assert rounded or all(torch.equal(p, plain[n]) for n, p in model.named_parameters())
+    engine.begin_step()
+    model(x_of(dtype)).sum().backward()
+    engine.step()
+    different = wrong("different values", "'layers.1.bias'", "broadcast")
+    with different, engine.gathered(write=True), torch.no_grad():
+        layers[1].bias.fill_(dist.get_rank())
+    with engine.evaluation():
+        pass
+    with wrong("'layers.1.bias'", "another tensor"), engine.gathered(write=True):
+        layers[1].bias.data = torch.ones(8, dtype=dtype)
 
 
 @pytest.mark.first(4)
 @pytest.mark.parametrize("name", WRITABLE)
 def test_writes_in_gathered_are_kept_on_every_layout(name):
-    """Without ``write`` they are errors, too."""
-    shards, dtype, policy, _ = WRITABLE[name]
-    lost = ("inside gathered()", "write=True")
-    for found, shown, said in run_ranks(max(2, *shards), surprises, name):
-        plain = Stack().to(dtype).state_dict()
-        plain["layers.3.bias"].fill_(7.0)
-        plain["layers.2.weight"].view(-1)[:2] = 64.0
-        for i, (words, values) in enumerate(found):
-            if i == 2:
-                plain["layers.3.bias"].fill_(0.5)
-                plain["layers.0.weight"].fill_(0.25)
-            if i == 3:
-                plain["layers.0.bias"].copy_(torch.tensor([1.0, 2, 3, 1, 1, 1, 1, 1]))
-            expected = [("'layers.2.weight'", *lost), ("'layers.2.weight'", "since the last step")]
-            assert_says([words], [[*expected, ("in the middle",), ("nothing",)][i]])
-            for key, value in values.items():
-                if "codecs" in policy and key in ("layers.2.weight", "layers.0.bias"):
-                    continue  # written in part: the rest is as it was rounded
-                assert torch.equal(value, plain[key]), (i, key)
-        for key, value in shown.items():
-            if "codecs" not in policy:
-                assert torch.equal(value, plain[key])
-        different = ("different values into parameter 'layers.1.bias'", "broadcast")
-        assert_says([said], [("nothing",), different, ("nothing",), ("'layers.1.bias'", "another tensor")])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
-def test_a_fingerprint_sees_every_change(dtype):
-    values = torch.randn(70_001).mul(100).to(dtype)
-    before = int(fingerprint(values))
-    assert int(fingerprint(values.clone())) == before and int(fingerprint(values[:0])) == 0
-    for change in (
-        lambda v: v[-1:].add_(1),
-        lambda v: v[3:].copy_(v[:-3].clone()),
-        lambda v: v[66_000:].copy_(v[66_000:].flip(0)),
-        lambda v: v.copy_(v.flip(0)),
-        lambda v: v.zero_(),
-        lambda v: v.neg_(),
-    ):
-        other = values.clone()
-        change(other)
-        assert int(fingerprint(other)) != before
+    run_ranks(max(2, *WRITABLE[name][0]), writes_that_no_counter_sees, name)
 
 
 # -- torch.autograd.grad ------------------------------------------------------------------------------
 
 
-def penalised(shards):
-    """Largest difference from plain torch, of a loss with the gradient of the input in it."""
+def assert_near(engine, plain, most):
+    got = weights(engine)
+    for n, p in plain.named_parameters():
+        torch.testing.assert_close(got[n], p.detach().double(), rtol=0, atol=most, msg=n)
+
+
+def autograd_grad_is_no_backward(shards):
+    """A loss with the gradient of the input in it, beside plain torch."""
 
     def loss(net):
         x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
@@ -414,41 +328,29 @@ def penalised(shards):
         engine.begin_step(2, divisor=4)
         for _ in range(2):
             loss(model).backward()
-        out = model(torch.ones(3, 8).requires_grad_()).sum()
+        out = model(x_of().requires_grad_()).sum()
         torch.autograd.grad(out, model.layers[3].bias)  # after the last backward
-        kept = any(u.weights.in_backward or u.axes.p and u.weights.full_present for u in engine.units)
+        assert not any(u.weights.in_backward or u.axes.p and u.weights.full_present for u in engine.units), (
+            "kept"
+        )
         engine.step()
         optimizer.zero_grad()
         loss(plain).backward()
         optimizer.step()
-    got = weights(engine)
-    far = max(float((got[n] - p.detach().double()).abs().max()) for n, p in plain.named_parameters())
+    assert_near(engine, plain, 1e-6)
     engine.begin_step()
-    out = model(torch.ones(3, 8).requires_grad_()).sum()
+    out = model(x_of().requires_grad_()).sum()
     torch.autograd.grad(out, [*model.parameters()])
-    return far, kept, said_by(engine.step)
+    with wrong("0 backwards of 1", "torch.autograd.grad"):
+        engine.step()
 
 
-@pytest.mark.parametrize("shards", LAYOUTS, ids=str)
-def test_autograd_grad_is_no_backward(shards):
-    for far, kept, said in run_ranks(2, penalised, shards):
-        assert far < 1e-6 and not kept
-        assert_says([said], [("after 0 backwards of 1", "torch.autograd.grad is none")])
-
-
-def partial_backward():
-    """Gradient norms of steps whose backward is for some parameters only, as inputs= asks."""
+def a_backward_for_some_parameters_is_one():
     model, engine = make((2, 2, 2))
-    norms = []
     for inputs in ([model.layers[3].bias], [model.layers[0].weight]):
         engine.begin_step()
-        model(torch.ones(3, 8)).sum().backward(inputs=inputs)
-        norms.append(engine.step().grad_norm)
-    return norms
-
-
-def test_a_backward_for_some_parameters_is_one():
-    assert all(norm > 0 for norms in run_ranks(2, partial_backward) for norm in norms)
+        model(x_of()).sum().backward(inputs=inputs)
+        assert engine.step().grad_norm > 0
 
 
 # -- what modules return --------------------------------------------------------------------------------
@@ -502,8 +404,8 @@ class Odd(nn.Module):
         return (x * extra).square().sum()
 
 
-def odd_outputs(shards):
-    """Largest difference from plain torch, and how many hooks are left on the parameters."""
+def parameters_and_hidden_tensors_are_returned(shards):
+    """As in plain torch, and no hooks are left on the parameters."""
     model, plain = Odd(), Odd()
     mesh, units = create_mesh(shards=shards), [model.table, *model.hiding]
     engine = zero.shard(model, mesh=mesh, policy=zero.Policy(block=4), units=units, optimizer=SGD)
@@ -516,123 +418,97 @@ def odd_outputs(shards):
         optimizer.zero_grad()
         ((plain(1.0) + plain(0.5)) / 2).backward()
         optimizer.step()
-    got = weights(engine)
-    far = max(float((got[n] - p.detach().double()).abs().max()) for n, p in plain.named_parameters())
-    return far, sum(len(p._backward_hooks or ()) for p in model.parameters())
-
-
-@pytest.mark.parametrize("shards", LAYOUTS, ids=str)
-def test_parameters_and_hidden_tensors_are_returned(shards):
-    for far, hooks in run_ranks(2, odd_outputs, shards):
-        assert far < 1e-4 and not hooks
-
-
-# -- sparse gradients -----------------------------------------------------------------------------------
-
-
-class SparseLookup(nn.Embedding):
-    def forward(self, tokens):
-        return nn.functional.embedding(tokens, self.weight, sparse=True)
-
-
-def sparse(shards):
-    mesh, values = create_mesh(shards=shards), torch.zeros(4, 4)
-    frozen = nn.Embedding(4, 4, sparse=True, _weight=values)
-    frozen.weight.requires_grad_(False)
-    named = nn.Sequential(nn.Embedding(4, 4, sparse=True, _weight=values))
-    said = said_by(
-        lambda: zero.shard(named, mesh=mesh),
-        lambda: zero.shard(nn.EmbeddingBag(4, 4, sparse=True, mode="sum"), mesh=mesh),
-        lambda: zero.shard(frozen, mesh=mesh),
-    )
-    model = nn.Sequential(SparseLookup(4, 4, _weight=values))
-    engine = zero.shard(model, mesh=create_mesh(shards=shards), units=[model[0]])
-    engine.begin_step()
-    return said + said_by(lambda: model(torch.tensor([1, 2])).sum().backward())
-
-
-@pytest.mark.parametrize("shards", LAYOUTS, ids=str)
-def test_sparse_gradients_are_refused(shards):
-    dense = ("'0.weight' of unit '0'", "torch.sparse_coo", "dense")
-    expected = [("module '0'", "sparse=False"), ("'EmbeddingBag'", "sparse=False"), ("nothing",), dense]
-    assert_says(run_ranks(2, sparse, shards), expected)
+    assert_near(engine, plain, 1e-4)
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 # -- units that some ranks use --------------------------------------------------------------------------
 
 
-def skipped(shards, dtype):
-    model = Stack().to(dtype)
-    policy = zero.Policy(block=4, prefetch_bytes=0)
-    engine = zero.shard(
-        model, mesh=create_mesh(shards=shards), policy=policy, units=model.layers, optimizer=SGD
-    )
-    every = [0, 1, 2, 3]
+@contextmanager
+def impatient():
     patience, lane.PATIENCE = lane.PATIENCE, lane.PATIENCE / 20
+    try:
+        yield
+    finally:
+        lane.PATIENCE = patience
+
+
+def told() -> Any:
+    """Note that this rank has been told. Nobody leaves before the other has."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"told {dist.get_rank()}", "")
+    return store
+
+
+def a_unit_that_one_rank_skips(shards, dtype):
+    model = Stack().to(dtype)
+    policy, mesh = zero.Policy(block=4, prefetch_bytes=0), create_mesh(shards=shards)
+    engine = zero.shard(model, mesh=mesh, policy=policy, units=model.layers, optimizer=SGD)
 
     def train(order):
         engine.begin_step()
-        model(torch.ones(3, 8, dtype=dtype), order=order).sum().backward()
+        model(x_of(dtype), order=order).sum().backward()
         engine.step()
 
-    try:
-        said = said_by(lambda: train(every), lambda: train([0, 2, 3] if dist.get_rank() else every))
-    finally:
-        lane.PATIENCE = patience
-    store = dist.distributed_c10d._get_default_store()  # nobody leaves before the other has been told
-    store.set(f"told {dist.get_rank()}", "")
-    store.wait(["told 0", "told 1"])
-    return said
+    with impatient():
+        train([0, 1, 2, 3])
+        with wrong("different collectives", "unit 'layers.1'", "where rank"):
+            train([0, 2, 3] if dist.get_rank() else [0, 1, 2, 3])
+    told().wait(["told 0", "told 1"])
 
 
 @pytest.mark.parametrize("shards", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)], ids=str)
 def test_a_unit_that_one_rank_skips_is_named(shards):
     for dtype in (torch.float32, torch.bfloat16):
-        answers = run_ranks(2, skipped, shards, dtype, timeout=30)
-        assert_says(answers, [("nothing",), ("different collectives", "unit 'layers.1'", "where rank")])
+        run_ranks(2, a_unit_that_one_rank_skips, shards, dtype, timeout=30)
 
 
-def uneven(shards, order):
-    """Evaluations of as many forwards on both ranks, then one in which rank 1 has run fewer, in this order."""
+def uneven(shards) -> str:
+    """What is said of an evaluation in which rank 1 runs fewer forwards than rank 0, after one of as many."""
     model, engine = make(shards, policy=zero.Policy(block=4, prefetch_bytes=0))
-    patience, lane.PATIENCE = lane.PATIENCE, lane.PATIENCE / 20
 
-    def evaluate(count):
-        with engine.evaluation():
-            for _ in range(count):
-                model(torch.ones(3, 8), order=order)
+    def evaluate(count) -> str:
+        try:
+            with engine.evaluation():
+                for _ in range(count):
+                    model(x_of(), order=[0, 1, 2, 3])
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
-    try:
-        said = said_by(partial(evaluate, 2), partial(evaluate, 1 if dist.get_rank() else 3))
-    finally:
-        lane.PATIENCE = patience
-    store = dist.distributed_c10d._get_default_store()  # nobody leaves before the other has been told
-    store.set(f"told {dist.get_rank()}", "")
+    with impatient():
+        assert not evaluate(2)
+        said = evaluate(1 if dist.get_rank() else 3)
     if dist.get_rank():  # a process that ends is what tells a rank that waits for it
-        store.wait(["told 0"])
+        told().wait(["told 0"])
+    told()
     return said
 
 
 def test_an_evaluation_of_fewer_forwards_is_named():
-    answers = run_ranks(2, uneven, (2, 2, 2), [0, 1, 2, 3], timeout=30)
-    assert_says(
-        answers[:1],
-        [("nothing",), ("rank 0 gathers unit", "where rank 1 has ended its evaluation()", "as often")],
-    )
-    assert_says(
-        answers[1:], [("nothing",), ("rank 1 has ended its evaluation(), and another rank has failed",)]
-    )
-
-
-def test_an_evaluation_of_fewer_forwards_that_need_no_gather_is_allowed():
-    assert run_ranks(2, uneven, (1, 1, 2), [0, 1, 2, 3], timeout=30) == [["nothing", "nothing"]] * 2
+    first, second = run_ranks(2, uneven, (2, 2, 2), timeout=30)
+    names(first, "rank 0 gathers unit", "where rank 1 has ended its evaluation()", "as often")
+    names(second, "rank 1 has ended its evaluation(), and another rank has failed")
+    assert run_ranks(2, uneven, (1, 1, 2), timeout=30) == ["", ""], "no gather is needed"
 
 
 # -- torch.compile --------------------------------------------------------------------------------------
 
 
+class Outer(nn.Module):
+    """A unit, in which another module was compiled."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 def compiled(shards):
-    """Weights, names and graphs of three steps, by what was compiled before or after ``zero.shard``."""
+    """Weights and names after three steps are those of a module that is not compiled."""
     compile_ = partial(torch.compile, backend="aot_eager")
 
     def replace(model, wrap=compile_):
@@ -647,8 +523,7 @@ def compiled(shards):
     def same(model):
         return model
 
-    forms = {
-        "nothing": (same, same),
+    forms = {  # before and after ``zero.shard``
         "the module": (compile_, same),
         "a unit": (replace, same),
         "units in place": (in_place, same),
@@ -658,7 +533,12 @@ def compiled(shards):
         "units in place, after": (same, in_place),
         "a function of the module": (same, lambda model: compile_(lambda x: model(x).sum())),
     }
-    return [(name, *_trained(shards, *form)) for name, form in forms.items()]
+    plain, plain_names, graphs = _trained(shards, same, same)
+    assert not graphs
+    for name, form in forms.items():
+        found, own_names, graphs = _trained(shards, *form)
+        assert graphs and all(map(torch.equal, found, plain)), name
+        assert own_names == plain_names or name == "what a unit calls"  # a module more
 
 
 def _trained(shards, before, after):
@@ -676,64 +556,59 @@ def _trained(shards, before, after):
         engine.step()
     with engine.gathered():
         found = [p.detach().clone() for p in model.parameters()]
-    return (
-        found,
-        [record.placement.name for record in save_records(engine)],
-        counters["stats"]["unique_graphs"],
-    )
-
-
-class Outer(nn.Module):
-    """A unit, in which another module was compiled."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
+    return found, [r.placement.name for r in save_records(engine)], counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shards",
-    [shards if shards[1] > 1 else pytest.param(shards, marks=pytest.mark.slow) for shards in LAYOUTS],
-)
+@pytest.mark.parametrize("shards", LAYOUTS)
 def test_units_compiled_before_and_after_train_as_others(shards):
-    """Without sharding, too: pytest -m slow tests/dist/engine/test_guards.py."""
-    for (_, *plain), *rest in run_ranks(2, compiled, shards, timeout=240):
-        assert not plain[2]
-        for name, weights_, names, graphs in rest:
-            assert all(map(torch.equal, weights_, plain[0])), name
-            assert names == plain[1] or name == "what a unit calls"  # a module more
-            assert graphs, name
+    run_ranks(2, compiled, shards, timeout=240)
 
 
 # -- a save's memory ----------------------------------------------------------------------------------
 
 
-def saved(delta):
-    from tests.dist.engine.test_state import ROUNDED
-
-    codecs = zero.Codecs(weights=ROUNDED.weights, delta=True) if delta else zero.Codecs()
-    mesh = create_mesh(shards=(1, 1, 2) if delta else (2, 2, 2), ranks_per_node=1)
-    model = Stack().bfloat16()
-    engine = zero.shard(model, mesh=mesh, policy=zero.Policy(block=8, codecs=codecs), units=model.layers)
-    if delta:
+def records_to_save_are_views_of_what_the_engine_holds():
+    for shards, codecs in (
+        ((2, 2, 2), zero.Codecs()),
+        ((1, 1, 2), zero.Codecs(weights=CODED.weights, delta=True)),
+    ):
+        model, mesh = Stack().bfloat16(), create_mesh(shards=shards, ranks_per_node=1)
+        policy = zero.Policy(block=8, codecs=codecs)
+        engine = zero.shard(model, mesh=mesh, policy=policy, units=model.layers)
         engine.refresh()
-    records = save_records(engine)
-    own = [t for u in engine.units for t in (u.master.value, u.weights.copy)]
-    own += [t for state in engine.optimizer.torch.state.values() for t in state.values()]
-    held = {t.untyped_storage().data_ptr() for t in own}
-    tensors = [t for r in records for t in r.tensors.values()]
-    return (
-        all(t.untyped_storage().data_ptr() in held for t in tensors),
-        {r.stored["weights"] for r in records},
-        len(tensors),
-    )
+        records = save_records(engine)
+        own = [t for u in engine.units for t in (u.master.value, u.weights.copy)]
+        own += [t for state in engine.optimizer.torch.state.values() for t in state.values()]
+        held = {t.untyped_storage().data_ptr() for t in own}
+        tensors = [t for r in records for t in r.tensors.values()]
+        assert len(tensors) > 8 and {t.untyped_storage().data_ptr() for t in tensors} <= held
+        assert {r.stored["weights"] for r in records} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_records_to_save_are_views_of_what_the_engine_holds(delta):
-    for views, stored, count in run_ranks(2, saved, delta):
-        assert views and stored == {torch.bfloat16} and count > 8
+ON_EVERY_LAYOUT = [
+    other_data,
+    deep_copies,
+    sparse_gradients,
+    writes_that_a_layout_would_lose,
+    autograd_grad_is_no_backward,
+    parameters_and_hidden_tensors_are_returned,
+]
+GUARDS = [
+    unfit,
+    a_parameter_that_somebody_watches_cannot_leave_the_meta_device,
+    frozen_parameters_that_fp32_holds_are_kept,
+    a_backward_for_some_parameters_is_one,
+    records_to_save_are_views_of_what_the_engine_holds,
+]
+
+
+@pytest.mark.parametrize("guard", ON_EVERY_LAYOUT, ids=lambda guard: guard.__name__)
+@pytest.mark.parametrize("shards", LAYOUTS, ids=str)
+def test_on_every_layout(guard, shards):
+    run_ranks(2, guard, shards, timeout=30)
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.__name__)
+def test_guard(guard):
+    run_ranks(2, guard)

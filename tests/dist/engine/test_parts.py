@@ -14,9 +14,9 @@ from torch import nn
 from megazero import zero
 from megazero.mesh.mesh import create_mesh
 from tests.dist.capture import assemble, capture_gradients, weights
-from tests.dist.engine.mistakes import unsaid
 from tests.dist.pool import run_ranks
 from tests.dist.quantised.cases import bits_of
+from tests.messages import refused
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 PARTS, MICRO_BATCHES = 2, 3
@@ -179,23 +179,37 @@ PLANS: dict[str, Plan] = {
 }
 
 
-def trained(shards, plan: Plan, policy: dict):
+def trained(shards, plan: Plan, policy: dict, declared: bool = True, announced: bool = True):
+    """Steps of a runner. declared: its engine is told which part runs; announced: and which will."""
     runner = Runner(shards, **policy)
-    norms = [runner.step(plan, step).grad_norm for step in range(3)]
+    if not declared:
+        runner.engine.segment = lambda *_: nullcontext()
+    runner.joined = not any(
+        action[:2] in (("B", 0), ("I", 0)) for action in plan
+    )  # one backward does both parts
+    norms = []
+    for step in range(3):
+        runner.begin(plan if announced else [])
+        runner.run(plan, step)
+        norms.append(runner.engine.step().grad_norm)
     shapes = {n: s.shape for u in runner.engine.units for n, s in u.slots.items()}
     return norms, assemble(runner.store["slices"], shapes), weights(runner.engine)
+
+
+def assert_one_ranks_step(every):
+    norms, grads, values = one_rank(3)
+    for got in every:
+        assert all(abs(a - b) <= 1e-12 * b for a, b in zip(got[0], norms, strict=True))
+        for have, want in ((got[1], grads), (got[2], values)):
+            for n in want:
+                torch.testing.assert_close(have[n], want[n], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.first(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_any_order_of_weight_gradients_gives_one_ranks_step(name):
-    norms, grads, values = one_rank(3)
     for shards, policy in [*((s, {}) for s in SHARDS), ((2, 2, 2), {"keep_gathered": True})]:
-        for got in run_ranks(2, trained, shards, PLANS[name], policy):
-            assert all(abs(a - b) <= 1e-12 * b for a, b in zip(got[0], norms, strict=True)), shards
-            for have, want in ((got[1], grads), (got[2], values)):
-                for n in want:
-                    torch.testing.assert_close(have[n], want[n], rtol=1e-10, atol=1e-12)
+        assert_one_ranks_step(run_ranks(2, trained, shards, PLANS[name], policy))
 
 
 # -- a foreign pipeline, which declares no segments --------------------------------------------------
@@ -220,71 +234,49 @@ UNDECLARED: dict[str, Plan] = {
 }
 
 
-def undeclared(shards, plan: Plan, announced: bool):
-    """Steps of a runner whose engine is not told which part runs; without B of part 0 one backward does both."""
-    runner = Runner(shards)
-    runner.engine.segment = lambda *_: nullcontext()
-    runner.joined = not any(action[:2] == ("B", 0) for action in plan)
-    norms = []
-    for step in range(3):
-        runner.begin(plan if announced else [])
-        runner.run(plan, step)
-        norms.append(runner.engine.step().grad_norm)
-    shapes = {n: s.shape for u in runner.engine.units for n, s in u.slots.items()}
-    return norms, assemble(runner.store["slices"], shapes), weights(runner.engine)
-
-
 @pytest.mark.first(2)
 @pytest.mark.parametrize("name", UNDECLARED)
 def test_parts_whose_segments_nobody_declares_give_one_ranks_step(name):
-    norms, grads, values = one_rank(3)
     for shards, announced in (((1, 1, 2), False), ((2, 2, 2), False), ((2, 2, 2), True)):
-        for got in run_ranks(2, undeclared, shards, UNDECLARED[name], announced):
-            assert all(abs(a - b) <= 1e-12 * b for a, b in zip(got[0], norms, strict=True)), shards
-            for have, want in ((got[1], grads), (got[2], values)):
-                for n in want:
-                    torch.testing.assert_close(have[n], want[n], rtol=1e-10, atol=1e-12)
+        assert_one_ranks_step(run_ranks(2, trained, shards, UNDECLARED[name], {}, False, announced))
 
 
 # -- wrong use ------------------------------------------------------------------------------------
 
 
 def misuse(shards):
-    """What is not said of wrong use, and after which the next step is not as one of a fresh engine."""
+    """After wrong use the next step is as one of a fresh engine."""
     plan, whole = PLANS["weights last"], PLANS["whole backwards"]
-    found = []
-
-    def misused(pattern, opened, act):
+    too_many = [*FORWARDS, *(("B", 1, m) for m in EVERY), ("B", 1, 0)]  # in part 1, while part 0 lacks one
+    too_few = [a for a in whole if a != ("B", 0, 2)]
+    joined = [*FORWARDS, ("B", 1, 0)]
+    for words, opened, act in (
+        (["number 4", "3 micro-batches"], whole, lambda r: r.run(too_many)),
+        (["2 backwards of 3"], whole, lambda r: (r.run(too_few), r.engine.step())),
+        (["2 backwards of 3"], plan, lambda r: (r.run(plan[:-1]), r.engine.step())),
+        (["number 4"], plan, lambda r: (r.run(plan), r.engine.weight_gradients(1, 0, []))),
+        (["evaluation()"], plan, lambda r: (r.run(plan[:7]), r.engine.evaluation().__enter__())),
+        (["begin_step", "twice"], plan, lambda r: r.begin(plan)),
+        (
+            ["engine.segment(kind, part, micro_batch)"],
+            whole,
+            lambda r: (setattr(r, "joined", True), r.run(joined)),
+        ),
+    ):
         runner, fresh = Runner(shards), Runner(shards)
         runner.begin(opened)
-        found.extend(unsaid(pattern, lambda: act(runner)))
+        with refused(*words, by=RuntimeError):
+            act(runner)
         runner.engine.abort_step()
         runner.joined = False
         infos = [r.step(plan) for r in (runner, fresh)]
-        if infos[0] != infos[1] or bits_of(runner.engine) != bits_of(fresh.engine):
-            found.append(f"another step after {pattern!r}")
-
-    # A backward too many in part 1, while part 0 lacks one.
-    too_many = [*FORWARDS, *(("B", 1, m) for m in EVERY), ("B", 1, 0)]
-    misused("backward number 4 in a step of 3", whole, lambda r: r.run(too_many))
-    too_few = [a for a in whole if a != ("B", 0, 2)]
-    after_two = r"step\(\) after 2 backwards of 3"
-    misused(after_two, whole, lambda r: (r.run(too_few), r.engine.step()))
-    misused(after_two, plan, lambda r: (r.run(plan[:-1]), r.engine.step()))
-    again = "backward number 4 in a step of 3"
-    misused(again, plan, lambda r: (r.run(plan), r.engine.weight_gradients(1, 0, [])))
-    misused("inside a step", plan, lambda r: (r.run(plan[:7]), r.engine.evaluation().__enter__()))
-    misused("begin_step was called twice", plan, lambda r: r.begin(plan))
-    joined = [*FORWARDS, ("B", 1, 0)]
-    undeclared = r"engine\.segment\(kind, part, micro_batch\)"
-    misused(undeclared, whole, lambda r: (setattr(r, "joined", True), r.run(joined)))
-    return found
+        assert infos[0] == infos[1] and bits_of(runner.engine) == bits_of(fresh.engine), words
 
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("shards", [(1, 1, 2), (2, 2, 2)], ids=str)
 def test_misuse_of_parts_is_named_and_a_step_after_it_is_good(shards):
-    assert run_ranks(2, misuse, shards) == [[]] * 2
+    run_ranks(2, misuse, shards)
 
 
 def broken_off(shards, plan: Plan, policy: dict) -> list[int]:
@@ -317,12 +309,14 @@ def refusals():
         parts = [net.part(i) for i in range(PARTS)]
         return lambda: zero.shard(net, mesh=create_mesh(shards=(2, 2, 2)), parts=parts, **options)
 
-    return [
-        *unsaid("several parts", sharded(shared, units=shared.layers)),
-        *unsaid("several parts", sharded(crossing, units=[tuple(crossing.layers[1:3])])),
-        *unsaid(r"create_mesh\(ends=True\)", sharded(plain, units=plain.layers, tied=tied)),
-    ]
+    for words, act in (
+        ("several parts", sharded(shared, units=shared.layers)),
+        ("several parts", sharded(crossing, units=[tuple(crossing.layers[1:3])])),
+        ("create_mesh(ends=True)", sharded(plain, units=plain.layers, tied=tied)),
+    ):
+        with refused(words):
+            act()
 
 
 def test_refusals_name_the_rule():
-    assert run_ranks(2, refusals) == [[]] * 2
+    run_ranks(2, refusals)

@@ -12,47 +12,41 @@ from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.rounding import KINDS
-from tests.dist.engine.test_rules import Stack, make
+from tests.dist.engine.test_rules import Stack, make, train
 from tests.dist.pool import run_ranks
 
 ROUNDED = zero.Codecs(weights=Blockwise(8, 8), gradients_inter=Blockwise(4, 8))
 
 
 def aborted(shards, codecs, backwards):
-    """Steps after an abort, and of an engine that had none. backwards: of rank 0 before the abort."""
+    """Steps after an abort are those of an engine that had none. backwards: of rank 0 before the abort."""
     policy = zero.Policy(block=8, codecs=codecs)
-    model, engine = make(shards, per_node=1, policy=policy)
-    plain, plain_engine = make(shards, per_node=1, policy=policy)
+    (model, engine), (plain, plain_engine) = (make(shards, per_node=1, policy=policy) for _ in range(2))
     x = torch.linspace(-1, 1, 24).view(3, 8) * (1 + dist.get_rank())
     engine.begin_step(2)
     if dist.get_rank() or backwards:
         (100 * model(x)).square().sum().backward()
     model(x)
     engine.abort_step()
-    seen = []
-    for net, each in ((model, engine), (plain, plain_engine)):
-        seen.append([])
-        for _ in each.units:  # each is the sample once
+    for _ in engine.units:  # each is the sample once
+        infos = []
+        for net, each in ((model, engine), (plain, plain_engine)):
             each.begin_step(1)
             net(x).square().sum().backward()
-            seen[-1].append(each.step())
-    return seen
+            infos.append(each.step())
+        assert infos[0] == infos[1] and set(infos[1].errors) == (set() if codecs.exact else set(KINDS))
 
 
-@pytest.mark.parametrize("codecs", [zero.Codecs(), ROUNDED], ids=["exact", "quantised"])
-def test_an_aborted_step_leaves_no_trace(codecs):
-    for first, second in run_ranks(2, aborted, (2, 2, 2), codecs, 1):
-        assert first == second
-        assert [set(info.errors) for info in second] == [set() if codecs.exact else set(KINDS)] * 4
+@pytest.mark.parametrize(
+    "shards, codecs, backwards",
+    [((2, 2, 2), zero.Codecs(), 1), ((2, 2, 2), ROUNDED, 1), ((1, 1, 1), zero.Codecs(), 0)],
+    ids=["exact", "quantised", "at different places"],
+)
+def test_an_aborted_step_leaves_no_trace(shards, codecs, backwards):
+    run_ranks(2, aborted, shards, codecs, backwards)
 
 
-def test_ranks_may_be_aborted_at_different_places():
-    for first, second in run_ranks(2, aborted, (1, 1, 1), zero.Codecs(), 0):
-        assert first == second
-
-
-def update_after_a_shorter_pass():
-    """Whether a gather was under way when the master weights were written, by step."""
+def no_gather_is_under_way_when_master_weights_are_written():
     model, engine = make()
     under_way = []
     update = engine.optimizer.update
@@ -63,38 +57,24 @@ def update_after_a_shorter_pass():
 
     engine.optimizer.update = watched
     for order in ([0, 1, 2, 3], [0, 1]):  # 2 and 3 are gathered ahead, and then not used
-        engine.begin_step(1)
-        model(torch.ones(3, 8), order).sum().backward()
-        engine.step()
-    return under_way
+        train(model, engine, order=order)
+    assert under_way == [[], []]
 
 
-def test_no_gather_is_under_way_when_master_weights_are_written():
-    assert run_ranks(2, update_after_a_shorter_pass) == [[[], []]] * 2
-
-
-def refreshed():
-    """How many units were gathered at once, at most; versions that differ afterwards."""
+def a_refresh_holds_one_units_full_parameters_at_a_time():
     model, engine = make()
-    engine.begin_step(1)
-    model(torch.ones(3, 8)).sum().backward()
-    engine.step()
-    most = []
-    ensure = engine.gatherer.ensure
+    train(model, engine)
+    most, ensure = [], engine.gatherer.ensure
     engine.gatherer.ensure = lambda unit: (
         ensure(unit),
         most.append(sum(u.weights.full_present for u in engine.units)),
     )
     engine.refresh()
-    return most, [u.name for u in engine.units if u.weights.version != u.master.version]
+    assert most == [1, 1, 1, 1] and all(u.weights.version == u.master.version for u in engine.units)
 
 
-def test_a_refresh_holds_one_units_full_parameters_at_a_time():
-    assert run_ranks(2, refreshed) == [([1, 1, 1, 1], [])] * 2
-
-
-def partly_frozen():
-    """Rounding errors by step where memory that nobody wrote is NaN."""
+def frozen_parameters_of_a_trained_unit_send_zeros():
+    """Rounding errors are finite where memory that nobody wrote is NaN."""
     model = Stack()
     for layer in model.layers:
         layer.weight.requires_grad_(False)
@@ -102,18 +82,21 @@ def partly_frozen():
     try:
         mesh = create_mesh(shards=(2, 2, 2), ranks_per_node=1)
         engine = zero.shard(model, mesh=mesh, policy=zero.Policy(block=8, codecs=ROUNDED), units=model.layers)
-        infos = []
         for _ in engine.units:
-            engine.begin_step(1)
-            model(torch.ones(3, 8)).sum().backward()
-            infos.append(engine.step())
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return infos
-
-
-def test_frozen_parameters_of_a_trained_unit_send_zeros():
-    for infos in run_ranks(2, partly_frozen):
-        for info in infos:
+            info = train(model, engine)
             assert not info.skipped and set(info.errors) == set(KINDS)
             assert all(math.isfinite(error) for error in info.errors.values()), info
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        no_gather_is_under_way_when_master_weights_are_written,
+        a_refresh_holds_one_units_full_parameters_at_a_time,
+        frozen_parameters_of_a_trained_unit_send_zeros,
+    ],
+)
+def test_rule(rule):
+    run_ranks(2, rule)

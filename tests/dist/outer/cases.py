@@ -137,7 +137,7 @@ class Plain:
 
 
 def plain(case: OuterCase) -> Plain:
-    """DiLoCo as the papers have it (arXiv 2311.08105, algorithm 1; 2501.18512, algorithm 2), in one process."""
+    """DiLoCo as the paper has it (arXiv 2311.08105, algorithm 1), in one process; differences may arrive later."""
     config = case.config()
     replicas = [_Replica(config, DTYPES[case.dtype]) for _ in range(case.replicas)]
     anchor = [p.detach().clone().requires_grad_() for p in replicas[0].params]
@@ -149,9 +149,8 @@ def plain(case: OuterCase) -> Plain:
     }
     if outer.outer_optimizer == "average":
         rule = {"lr": 1.0}
-    parts = _fragments(config, replicas[0].names)
-    optimizers = [torch.optim.SGD([anchor[i] for i in part], **rule) for part in parts]
-    under_way: list[tuple[int, int, _Sent]] = []
+    optimizer = torch.optim.SGD(anchor, **rule)
+    under_way: dict[int, _Sent] = {}
     inner = case.world // (case.replicas * tp * config.parallel.pipeline_model_parallel_size)
     norms: list[list[float]] = []
     drifts: list[tuple[float, float] | None] = [None]
@@ -164,30 +163,12 @@ def plain(case: OuterCase) -> Plain:
             ]
         )
         drifts.append(None)
-        for number, part in enumerate(parts):
-            if (step + 1 - (number + 1) * outer.outer_interval // len(parts)) % outer.outer_interval == 0:
-                under_way.append((step + outer.outer_delay, number, _send(anchor, replicas, part)))
-        while under_way and under_way[0][0] == step:
-            _, number, sent = under_way.pop(0)
-            drifts[-1] = sent.moved, sent.apart
-            _take_up(anchor, replicas, parts[number], sent, optimizers[number], outer.outer_mixing)
+        if (step + 1) % outer.outer_interval == 0:
+            under_way[step + outer.outer_delay] = _send(anchor, replicas)
+        if step in under_way:
+            drifts[-1] = under_way[step].moved, under_way[step].apart
+            _take_up(anchor, replicas, under_way[step], optimizer)
     return Plain(_named(replicas[0], anchor), [_named(r, r.params) for r in replicas], norms, drifts[:-1])
-
-
-def _fragments(config: RunConfig, names: Sequence[str]) -> list[list[int]]:
-    """Numbers of the parameters of each fragment: modules in turn, or as many modules in a row."""
-    count, layers = config.outer.outer_fragments, config.model.num_layers
-
-    def module(name: str) -> int:
-        first, second, *_ = name.split(".")
-        return {"embedding": 0, "head": layers + 1}[first] if first != "layers" else 1 + int(second)
-
-    if config.outer.outer_fragment_pattern == "strided":
-        fragment = [number % count for number in range(layers + 2)]
-    else:
-        low = [number * (layers + 2) // count for number in range(count)]
-        fragment = [sum(number >= start for start in low) - 1 for number in range(layers + 2)]
-    return [[i for i, name in enumerate(names) if fragment[module(name)] == f] for f in range(count)]
 
 
 @dataclass(frozen=True)
@@ -197,31 +178,25 @@ class _Sent:
     apart: float
 
 
-def _send(anchor: list[torch.Tensor], replicas: list[_Replica], part: list[int]) -> _Sent:
+def _send(anchor: list[torch.Tensor], replicas: list[_Replica]) -> _Sent:
     gradients, apart = [], 0.0
-    for i in part:
+    for i, theta in enumerate(anchor):
         every = torch.stack([each.params[i].detach() for each in replicas])
-        gradients.append(anchor[i].detach() - every.mean(0))
+        gradients.append(theta.detach() - every.mean(0))
         apart += (every - every.mean(0)).square().sum().item() / len(replicas)
     moved = sum(gradient.square().sum().item() for gradient in gradients)
     return _Sent(gradients, moved**0.5, apart**0.5)
 
 
 def _take_up(
-    anchor: list[torch.Tensor],
-    replicas: list[_Replica],
-    part: list[int],
-    sent: _Sent,
-    sgd: torch.optim.Optimizer,
-    mixing: float,
+    anchor: list[torch.Tensor], replicas: list[_Replica], sent: _Sent, sgd: torch.optim.Optimizer
 ) -> None:
-    for i, gradient in zip(part, sent.gradients, strict=True):
-        anchor[i].grad = gradient
+    for theta, gradient in zip(anchor, sent.gradients, strict=True):
+        theta.grad = gradient
     sgd.step()
     with torch.no_grad():
-        for each in replicas:
-            for i in part:
-                each.params[i].copy_((1 - mixing) * each.params[i] + mixing * anchor[i])
+        for param, theta in ((p, a) for each in replicas for p, a in zip(each.params, anchor, strict=True)):
+            param.copy_(theta)
 
 
 class _Replica:

@@ -37,10 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "joined layers": {"zero_preset": "zeropp", "params_dtype": "bf16", "zero_unit_layers": 3},
     "small moments": {"zero_preset": "zero2", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "int8"},
     "outer replicas": {"zero_preset": "ddp", "outer_interval": 2, "outer_bits": 4},
-    "streamed replicas": {
-        **{"zero_preset": "zero2", "outer_interval": 4, "outer_fragments": 2, "outer_delay": 1},
-        "outer_mixing": 0.5,
-    },
+    "late replicas": {"zero_preset": "zero2", "outer_interval": 3, "outer_delay": 1},
     "tensor parallel": {"zero_preset": "zero3", "tensor_model_parallel_size": 2},
     "muon": {"zero_preset": "zero3", "optimizer": "muon", "params_dtype": "bf16"},
     "experts": {**EXPERTS, "zero_preset": "zero3"},
@@ -83,7 +80,7 @@ def hold(layouts: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float, fl
     return out
 
 
-FEW = ("ddp", "whole gradients", "zeropp", "streamed replicas", "tensor parallel", "muon")
+FEW = ("ddp", "whole gradients", "zeropp", "late replicas", "tensor parallel", "muon")
 NAMES = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in LAYOUTS]
 
 

@@ -1,4 +1,4 @@
-"""Quantised weights: the same bits on every rank and at every use, and differences that do not add up."""
+"""Quantised weights: the same bits on every rank, and differences that do not add up."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megazero import zero
 from tests.dist.pool import by_case, run_ranks
@@ -22,7 +20,6 @@ from tests.dist.quantised.cases import (
     Q8,
     Case,
     Leaves,
-    bits_of,
     digest,
     drawn,
     full_masters,
@@ -125,115 +122,6 @@ def test_parameters_and_replicas_are_equal_on_other_grids(world, per_node, tp):
         for letters, codecs in (("hhd", DELTA), ("11d", DELTA2), ("ddd", ROUNDED), ("hhh", MIXED))
     ]
     assert_agreed(by_case(world, several, after_updates, cases, 6))
-
-
-# -- every use ------------------------------------------------------------------------------------
-
-
-class Reading(torch.autograd.Function):
-    """x @ weight + bias that notes the bits of its parameters, forward and backward."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, seen):
-        ctx.save_for_backward(x, weight, bias)
-        ctx.seen = seen
-        seen.append(digest(weight, bias))
-        return x @ weight + bias
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, bias = ctx.saved_tensors
-        ctx.seen.append(digest(weight, bias))
-        return grad @ weight.T, x.T @ grad, grad.sum(0), None
-
-
-class Reader(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.weight = nn.Parameter((torch.randn(9, 9) / 3).to(dtype))
-        self.bias = nn.Parameter(torch.randn(9).to(dtype))
-        self.seen: list[str] = []
-
-    def read(self, x):
-        return x + Reading.apply(x, self.weight, self.bias, self.seen).tanh()
-
-    def forward(self, x):
-        # Every other layer's activations are computed again in the backward.
-        return self.read(x) if len(x) % 2 else checkpoint(self.read, x, use_reentrant=False)
-
-
-class Readers(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(Reader(dtype) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
-
-    def take_seen(self):
-        out = [list(layer.seen) for layer in self.layers]
-        for layer in self.layers:
-            layer.seen.clear()
-        return out
-
-
-def uses(case: Case, evaluate: bool, steps: int = 4):
-    """Digests by step and layer, what evaluations saw before each step, and the run's outcome."""
-    model = Readers(case.dtype)
-    model, engine = make(case, ADAMW, model)
-    trained, evaluated, infos = [], [], []
-    for step in range(steps):
-        if evaluate:
-            with engine.evaluation():
-                model(torch.ones(3, 9, dtype=case.dtype)), model(torch.zeros(1, 9, dtype=case.dtype))
-            evaluated.append(model.take_seen())
-        engine.begin_step(2)
-        for m in range(2):  # the second micro-batch recomputes
-            g = torch.Generator().manual_seed(100 * step + 10 * engine.mesh.rank + m)
-            model(torch.randn(3 + m, 9, generator=g).to(case.dtype)).backward()
-        infos.append(engine.step())
-        trained.append(model.take_seen())
-    return trained, evaluated, infos, bits_of(engine)
-
-
-LIFETIMES = [
-    ("hhd", "step", MIXED),
-    ("11d", "step", ROUNDED),
-    ("hhd", None, DELTA),
-    ("11d", None, DELTA2),
-]
-MORE = [
-    ("hhd", "resident", MIXED),
-    ("hdd", "step", ROUNDED),
-    ("11d", None, MIXED),
-    ("ddd", None, ROUNDED),
-    ("hhh", None, MIXED),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lifetimes", [LIFETIMES, pytest.param(MORE, marks=pytest.mark.slow)])
-def test_every_use_in_a_step_sees_the_same_bits_and_evaluations_change_none(lifetimes):
-    cases = [
-        Case(letters, 2, codecs, dtype=BF16, options={"lifetime": lifetime})
-        for letters, lifetime, codecs in lifetimes
-    ]
-    plain, watched = (by_case(4, several, uses, cases, evaluate) for evaluate in (False, True))
-    for (case, alone), (_, between) in zip(plain, watched, strict=True):
-        trained, _, infos, bits = zip(*alone, strict=True)
-        again, evaluated, infos_too, bits_too = zip(*between, strict=True)
-        assert trained == again and bits == bits_too and infos == infos_too, case
-        assert all(info.errors for info in infos[0]), "the sample depends on nothing but the updates"
-        for steps, evaluations in zip(trained, evaluated, strict=True):
-            for step, evaluation in zip(steps, evaluations, strict=True):
-                for layer, before, first in zip(step, evaluation, trained[0][steps.index(step)], strict=True):
-                    # Two forwards, two backwards, one recompute; two evaluation forwards.
-                    assert len(layer) == 5 and len(before) == 2, case
-                    assert set(layer) == set(before) == set(first), case
-            assert all(a[k] != b[k] for a, b in zip(steps, steps[1:], strict=False) for k in range(3)), case
 
 
 # -- the delta refresh ----------------------------------------------------------------------------

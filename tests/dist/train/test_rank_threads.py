@@ -22,8 +22,8 @@ TINY = Settings(
 )  # fmt: skip
 # Gathers and quantised hops inside nodes too; residuals and differences; one rank a node; all that is exact.
 CASES = [("sdp4bit", 2, 3), ("zeropp-0.20", 1, 3), ("zero3", 2, 3), ("hpz", 2, 3)]
-# Outer replicas of two ranks, which meet in fragments, and of one.
-CASES += [("outer-8-0.7-streamed", 2, 9), ("outer-8-1-2bit", 1, 8), ("outer-8-1-muon", 2, 8)]
+# Outer replicas of two ranks, and of one.
+CASES += [("outer-8-0.7-4bit", 2, 9), ("outer-8-1-2bit", 1, 8), ("outer-8-1-muon", 2, 8)]
 # Ranks of several nodes share the experts.
 CASES += [("dispatch-int8", 1, 3)]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm import hops
+from megazero.comm.lane import Chain
 from megazero.config import RunConfig
 from megazero.cp import ContextParallel, Peers, exchange
 from megazero.mesh.mesh import Mesh, all_gather_flat
@@ -23,6 +24,7 @@ from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
 from megazero.zero.gradients import Gradients
 from megazero.zero.layout import Slice
+from megazero.zero.unit import Unit
 from megazero.zero.weights import Weights
 
 
@@ -166,10 +168,16 @@ def _sum_of_replicas(place: Place) -> None:
     )
 
 
-def _unmixed_replicas(place: Place) -> None:
-    """Replicas go on from the anchor alone, whatever their share of it."""
-    mix = outer.mix
-    place.replace(outer, "mix", lambda weights, anchor, share: mix(weights, anchor, 1.0))
+def _stale_anchor(place: Place) -> None:
+    """Replicas go on from the weights that they had, not from the new anchor."""
+    take_up = outer.OuterSteps._take_up
+
+    def kept(steps: outer.OuterSteps, unit: Unit, sums: Slice) -> Chain:
+        held = unit.master.value.clone()
+        yield from take_up(steps, unit, sums)
+        unit.master.value.copy_(held)
+
+    place.replace(outer.OuterSteps, "_take_up", kept)
 
 
 def _unswapped_gradient(place: Place) -> None:
@@ -348,7 +356,7 @@ FAULTS: dict[str, Callable[[Place], None]] = {
     "wrong-noise": _wrong_noise,
     "wrong-bytes": _wrong_bytes,
     "sum-of-replicas": _sum_of_replicas,
-    "unmixed-replicas": _unmixed_replicas,
+    "stale-anchor": _stale_anchor,
     "unswapped-gradient": _unswapped_gradient,
     "shifted-part": _shifted_part,
     "doubled-swap": _doubled_swap,

@@ -42,16 +42,8 @@ OUTER_TENSORS = (
     f"{EIGHT} --ranks-per-node 2 --tensor-model-parallel-size 2 --outer-interval 1 --outer-replicas 2 "
     "--outer-optimizer sgd --outer-bits 4"
 )
-STREAMED = (
-    f"{LLAMA} --world-size 2 --ranks-per-node 1 --outer-interval 64 --outer-fragments 4 --outer-delay 3 "
-    "--outer-mixing 0.5"
-)
-# What replicas learn while a fragment is on its way is dropped: mixing is 1.
-STREAMED_GRID = (
-    f"{GRID} --world-size 8 --ranks-per-node 4 --outer-interval 9 --outer-fragments 2 --outer-delay 2 "
-    "--outer-fragment-pattern sequential --outer-offload --outer-bits 8"
-)
-MIXED = f"{NODES} --zero-preset zero3 --outer-interval 8 --outer-fragments 3 --outer-mixing 0.5"
+LATE = f"{LLAMA} --world-size 2 --ranks-per-node 1 --outer-interval 64 --outer-delay 3"
+LATE_GRID = f"{GRID} --world-size 8 --ranks-per-node 4 --outer-interval 9 --outer-delay 2 --outer-bits 8"
 
 CONTEXTS = f"{NODES} --context-parallel-size 4 --cp-comm-type a2a --zero-preset zero3"
 CONTEXTS += " --recompute-granularity selective"
@@ -117,7 +109,7 @@ SEEN = {
     "wrong-noise": (RANDOM, "Pass 1, exact: master replicas", ""),
     "wrong-bytes": (ZEROPP, "Pass 1, exact: bytes sent", ""),
     "sum-of-replicas": (OUTER, "Pass 1, outer steps: outer steps", ""),
-    "unmixed-replicas": (STREAMED, "Pass 1, outer steps: weights after outer steps", ""),
+    "stale-anchor": (LATE, "Pass 1, outer steps: weights after outer steps", ""),
     "unswapped-gradient": (CONTEXTS, "Pass 1, exact: gradients", ""),
     "shifted-part": (CONTEXTS, "Pass 1, exact: gradients", ""),
     "recounted-tokens": (BALANCED, "Pass 1, exact: expert loads", ""),
@@ -148,13 +140,12 @@ def certify(words: str, fault: str | None = None) -> Certificate:
             pytest.param(words, marks=pytest.mark.slow)
             for words in (
                 GRID,
-                STREAMED,
+                LATE,
                 f"{GRID} {JOINED}",
                 ZEROPP_FP16,
                 OUTER,
                 OUTER_TENSORS,
-                STREAMED_GRID,
-                MIXED,
+                LATE_GRID,
                 CONTEXTS,
                 CONTEXT_GRID,
                 BALANCED,
@@ -173,9 +164,9 @@ def certify(words: str, fault: str | None = None) -> Certificate:
         ),
     ],
     ids=[
-        *("zeropp", "grid", "streamed replicas", "grid, joined layers", "zeropp, fp16"),
+        *("zeropp", "grid", "late replicas", "grid, joined layers", "zeropp, fp16"),
         *("outer replicas", "outer replicas of two nodes, INT4"),
-        *("streamed replicas of stages, INT8", "mixed replicas", "contexts", "grid of contexts"),
+        *("late replicas of stages, INT8", "contexts", "grid of contexts"),
         *("balanced experts", "experts of replicas, lion"),
         *("gathered keys", "swaps and gathered keys", "keys, INT8", "swaps and keys, INT8"),
         *("shared experts, zeropp", "shared experts, zeropp, muon", "shared experts, outer replicas"),
@@ -188,7 +179,8 @@ def test_a_right_configuration_is_certified(words: str) -> None:
     certificate = certify(words)
     assert certificate.good, (certificate.verdict, certificate.diagnosis)
     names = [check.name for section in certificate.sections for check in section.checks]
-    assert names.count("bytes sent") == 2 and len([n for n in names if n.startswith("reshard")]) == 2
+    moves = 1 if "--outer" in words else 2  # checkpoints of replicas load on as many, with other shards
+    assert names.count("bytes sent") == 2 and len([n for n in names if n.startswith("reshard")]) == moves
     assert any(n.startswith("rounding of weights, INT4") for n in names) == (ZEROPP[len(NODES) :] in words)
     assert names.count(ROUNDED_KEYS) == ("--cp-gather-bits" in words)
     assert names.count("outer steps") == (2 if "--outer-interval" in words else 0)

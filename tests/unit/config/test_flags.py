@@ -319,7 +319,7 @@ def test_make_config_from_python():
 def test_describe_marks_what_is_not_default():
     lines = describe(run("--seed 7 --zero-preset hpz --overlap-grad-reduce --log-dir runs/v2.0"), WORLD)
     words = {word for line in lines for word in line.split()}
-    assert {"*seed=7", "swiglu=on", "*log-dir=runs/v2.0", "outer-mixing=1"} <= words
+    assert {"*seed=7", "swiglu=on", "*log-dir=runs/v2.0", "outer-lr=0.7"} <= words
     assert any("P,G,OS = 4,8,8" in line for line in lines)
     assert any(line.startswith("note: ") and "--overlap-grad-reduce" in line for line in lines)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megazero.config import ConfigError, World, make_config
-from megazero.config.layout.outer import feeds_back, fragments, outer_coding
+from megazero.config.layout.outer import feeds_back, outer_coding
 from megazero.config.summary import describe
 from megazero.mesh.grid import INTER, make_grid
 from megazero.plan.communication import OuterFormat, UnitShape
@@ -77,34 +77,8 @@ def test_every_mistake_is_named_at_once() -> None:
             ["does not take changes of weights between a replica's nodes"],
         ),
         ({**STEPS, "zero_shard": (8, 8, 8)}, ["over 2 data-parallel ranks", "nearest legal: 2,2,2"]),
-        (
-            {"outer_interval": 32, "outer_fragments": 7},
-            ["--outer-fragments 7: the model has 6 modules to deal", "4 layers, head); nearest: 6"],
-        ),
-        (
-            {**STEPS, "outer_fragments": 5},
-            ["--outer-fragments 5: each takes a step of its own of --outer-interval 4; nearest: 4"],
-        ),
-        (
-            {"outer_interval": 9, "outer_fragments": 2, "outer_delay": 4},
-            ["--outer-delay 4: a fragment arrives before the next one leaves, 4 steps later", "nearest: 3"],
-        ),
-        (
-            {**STEPS, "outer_fragments": 2, "zero_unit_layers": 2},
-            [
-                "--zero-unit-layers 2: --outer-fragments deals layers one by one",
-                "nearest: --zero-unit-layers 1",
-            ],
-        ),
-        ({**STEPS, "outer_mixing": 0.0}, ["--outer-mixing 0 must be above 0; the default is 1"]),
-        (
-            {"outer_delay": 1, "outer_offload": True},
-            ["--outer-delay 1 has no effect", "--outer-offload has no effect"],
-        ),
-        (
-            {**STEPS, "outer_fragment_pattern": "sequential"},
-            ["has no effect without --outer-fragments above 1"],
-        ),
+        ({**STEPS, "outer_delay": 4}, ["--outer-delay 4", "--outer-interval 4", "nearest: 3"]),
+        ({"outer_delay": 1}, ["--outer-delay 1 has no effect"]),
         (
             {**STEPS, "pipeline_model_parallel_size": 4},
             ["in each outer replica, 2 ranks do not divide by tensor-parallel size 1 x pipeline size 4"],
@@ -128,14 +102,11 @@ def test_the_start_says_what_crosses() -> None:
     assert f"{9 * batch + 1}, 9 steps: outer replicas meet last at 8" in said
     assert f"nearest: {8 * batch} or {12 * batch}" in said
     assert "of the first replica" in "\n".join(describe(config(**STEPS, outer_evaluation="replica"), WORLD))
-    late = {**STEPS, "outer_fragments": 2, "outer_delay": 1, "outer_mixing": 0.5, "outer_offload": True}
-    text = "\n".join(describe(config(**late, train_iters=8), WORLD))
-    assert "meet every 4 steps in 2 fragments (strided): nesterov" in text
-    assert "differences exact, 1 step on its way, mixing 0.5; anchors in host memory" in text
+    late = config(**STEPS, outer_delay=1, train_iters=8)
+    text = "\n".join(describe(late, WORLD))
+    assert "meet every 4 steps: nesterov" in text and "differences exact, 1 step on its way" in text
     assert "meet last at 5, and that anchor is evaluated and exported at the end; nearest: 5" in text
-    mixes, drops = ("\n".join(config(**{**late, "outer_mixing": x}, train_iters=9).notes) for x in (0.5, 1.0))
-    assert "meet last" not in mixes and "is dropped" not in mixes
-    assert "--outer-mixing 1 with --outer-delay 1: what replicas learn" in drops
+    assert "--outer-delay 1: what replicas learn" in text
     assert "none, one replica" in "\n".join(describe(config(**STEPS, outer_replicas=1), WORLD))
     assert "outer steps" not in "\n".join(describe(config(), WORLD))
     piped = config(**STEPS, outer_replicas=2, pipeline_model_parallel_size=2)
@@ -153,16 +124,3 @@ def test_bytes_of_a_meeting(bits: int, width: float) -> None:
     assert form is not None and OuterFormat.of(outer, 1, sums=4) is None
     n, d = 1 << 16, 2
     assert form.sent([UnitShape(n, 0, False)], d) == 2 * 3 / 4 * width * n / d
-
-
-def test_modules_are_dealt_to_fragments() -> None:
-    for values, dealt in (
-        ({}, [(0, 1, 2, 3, 4, 5)]),
-        ({"outer_fragments": 2}, [(0, 2, 4), (1, 3, 5)]),
-        ({"outer_fragments": 4}, [(0, 4), (1, 5), (2,), (3,)]),
-        (
-            {"outer_fragments": 4, "outer_fragment_pattern": "sequential"},
-            [(0,), (1, 2), (3,), (4, 5)],
-        ),
-    ):
-        assert list(fragments(range(6), config(**STEPS, **values).outer)) == dealt

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazero.kernels.fingerprint import fingerprints
+from megazero.kernels.fingerprint import fingerprint, fingerprints
 
 
 def tensors(dtype: torch.dtype, lengths: list[int]) -> list[torch.Tensor]:
@@ -31,6 +31,24 @@ def test_every_change_shows_in_the_tensors_own_hash(dtype: torch.dtype) -> None:
             assert changed.tolist() == [j == i for j in range(len(lengths))]
     order = [v.flip(0) for v in values]
     assert (fingerprints(order) != before).tolist() == [n > 1 for n in lengths]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
+def test_one_hash_sees_every_change(dtype: torch.dtype) -> None:
+    (values,) = tensors(dtype, [70_001])
+    before = int(fingerprint(values))
+    assert int(fingerprint(values.clone())) == before and int(fingerprint(values[:0])) == 0
+    for change in (
+        lambda v: v[-1:].add_(1),
+        lambda v: v[3:].copy_(v[:-3].clone()),
+        lambda v: v[66_000:].copy_(v[66_000:].flip(0)),
+        lambda v: v.copy_(v.flip(0)),
+        lambda v: v.zero_(),
+        lambda v: v.neg_(),
+    ):
+        other = values.clone()
+        change(other)
+        assert int(fingerprint(other)) != before
 
 
 def test_dtypes_may_be_mixed() -> None:

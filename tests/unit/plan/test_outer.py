@@ -40,7 +40,7 @@ def question(on: Cluster, **values: object) -> dict[str, object]:
 
 
 def steps_of(outer: OuterConfig) -> slow_links.Steps:
-    return slow_links.Steps(outer.outer_bits, outer.outer_interval, outer.outer_fragments, outer.outer_delay)
+    return slow_links.Steps(outer.outer_bits, outer.outer_interval, outer.outer_delay)
 
 
 def test_a_meeting_takes_the_bytes_and_delays_of_its_hops() -> None:
@@ -50,17 +50,17 @@ def test_a_meeting_takes_the_bytes_and_delays_of_its_hops() -> None:
     units = apart.units(0).shapes
     sent = sum(2 * unit.elements // (4 * 2) * 4 for unit in units)
     assert apart.bytes_of_meetings == (sent / 10, sent)
-    (seconds,) = meeting_seconds(apart)
+    seconds = meeting_seconds(apart)
     by_hand = sent * on.ranks_per_node / (0.01e9 / 8 * on.inter_node.efficiency)
     assert seconds == pytest.approx(by_hand, rel=0.01)
     later = layout(STEPS, on.with_slow_link(0.01, 20.0))
-    assert meeting_seconds(later)[0] - seconds == pytest.approx(2 * len(units) * 0.02, rel=0.01)
+    assert meeting_seconds(later) - seconds == pytest.approx(2 * len(units) * 0.02, rel=0.01)
     timing, rare = simulate(apart), simulate(layout({**STEPS, "outer_interval": 100}, on))
     assert timing.bill["outer"] == pytest.approx(seconds / 10)
     assert timing.seconds - rare.seconds == pytest.approx(seconds * (1 / 10 - 1 / 100))
     assert simulate(layout({"zero_preset": "zero3"}, on)).bill["outer"] == 0
     four = layout({**STEPS, "outer_bits": 4}, on)
-    assert meeting_seconds(four)[0] < seconds / 6
+    assert meeting_seconds(four) < seconds / 6
     assert apart.bytes_across_nodes > rare.bill["outer"], "a meeting's bytes count on average"
 
 
@@ -73,55 +73,33 @@ def test_sums_go_back_to_copies_inside_a_replica() -> None:
     assert sum(hop.sent for hop in inside) == 3 * (unit.elements // 4) * 4
 
 
-SEQUENTIAL = {"outer_fragments": 2, "outer_fragment_pattern": "sequential"}
-
-
-def test_fragments_are_what_each_stage_has_of_them() -> None:
-    """Two stages: dealt in runs each has one fragment, whole; dealt in turn half of each."""
-    on = cluster(2, 4, gbits=0.01)
-    two = {**STEPS, "pipeline_model_parallel_size": 2}
-    runs, turns = (layout({**two, **how}, on) for how in (SEQUENTIAL, {"outer_fragments": 2}))
-    assert runs.states.outer is not None
-    by_rank = [runs.units(rank).by_fragment(runs.config.outer) for rank in range(2)]
-    assert [[bool(units) for units in each] for each in by_rank] == [[True, False], [False, True]]
-    whole = [runs.states.outer.sent(runs.units(rank).shapes, runs.base.d) for rank in range(2)]
-    assert runs.bytes_of_meetings == (max(whole) / 10, max(whole))
-    assert turns.bytes_of_meetings[0] == runs.bytes_of_meetings[0]
-    assert turns.bytes_of_meetings[1] < 0.7 * max(whole), "the largest fragment of a stage"
-    # On its way a stage's part of the largest fragment is kept: of the runs all that the stage has.
+def test_of_stages_the_one_that_sends_the_most_counts_and_a_delay_keeps_what_is_on_its_way() -> None:
+    on, two = cluster(2, 4, gbits=0.01), {**STEPS, "pipeline_model_parallel_size": 2}
+    now, late = (layout({**two, "outer_delay": delay}, on) for delay in (0, 1))
+    assert now.states.outer is not None
+    sent = [now.states.outer.sent(now.units(rank).shapes, now.base.d) for rank in range(2)]
+    assert sent[0] != sent[1] and now.bytes_of_meetings == (max(sent) / 10, max(sent))
     for rank in range(2):
-        kept = []
-        for how in (SEQUENTIAL, {"outer_fragments": 2}):
-            late, now = (layout({**two, **how, "outer_delay": delay}, on) for delay in (1, 0))
-            kept.append(late.memory_of(rank, None).residuals - now.memory_of(rank, None).residuals)
-        assert kept[0] == runs.units(rank).elements / runs.base.d * 4 > 1.5 * kept[1] > 0
+        kept = late.memory_of(rank, None).residuals - now.memory_of(rank, None).residuals
+        assert kept == now.units(rank).elements / now.base.d * 4
 
 
 def test_a_delay_hides_what_is_short_and_shows_the_rest_of_what_is_long() -> None:
-    """Fragments are not alike: the embedding and the head are larger than layers."""
-    on, large = cluster(2, 4, gbits=5.0), {**STEPS, **SEQUENTIAL, "outer_fragments": 5, "vocab_size": 20000}
-    at_once, late = (layout({**large, "outer_delay": delay}, on) for delay in (0, 1))
-    seconds, alone = meeting_seconds(at_once), simulate(at_once)
-    step = alone.seconds - alone.bill["outer"]
-    assert len(seconds) == 5 and min(seconds) < step < max(seconds)
-    assert alone.bill["outer"] == pytest.approx(sum(seconds) / 10)
-    shown = sum(max(each - step, 0.0) for each in seconds)
-    assert simulate(late).bill["outer"] == pytest.approx(shown / 10)
+    for gbits, short in ((0.5, False), (400.0, True)):
+        on = cluster(2, 4, gbits=gbits)
+        at_once, late = (layout({**STEPS, "outer_delay": delay}, on) for delay in (0, 1))
+        seconds, alone = meeting_seconds(at_once), simulate(at_once)
+        step = alone.seconds - alone.bill["outer"]
+        assert alone.bill["outer"] == pytest.approx(seconds / 10) and (seconds < step) == short
+        assert simulate(late).bill["outer"] == pytest.approx(max(seconds - step, 0.0) / 10)
 
 
 def test_what_is_on_its_way_has_buffers_of_its_own() -> None:
     on = cluster(2, 4)
-    now, late, offloaded = (
-        layout({**STEPS, "zero_preset": "ddp", **more}, on)
-        for more in ({}, {"outer_delay": 1}, {"outer_offload": True})
-    )
+    now, late = (layout({**STEPS, "zero_preset": "ddp", "outer_delay": delay}, on) for delay in (0, 1))
     units, states = now.units(0), now.states
     pools = [_step_pool(units, states, now.base.micro_batches, True), _outer_pool(units, states)]
     assert now.memory.staging == max(pools) < late.memory.staging == sum(pools)
-    anchors = 2 * now.units(0).elements * 4
-    assert now.memory.optimizer - offloaded.memory.optimizer == pytest.approx(anchors)
-    # A difference with 4 rows of an eighth of it that are sent and received, then an anchor and a momentum, too.
-    assert _outer_pool(units, offloaded.states) == pytest.approx(pools[1] * 3.5 / 1.5)
 
 
 def test_a_site_is_left_once_by_a_ring_and_by_every_row_of_an_exchange() -> None:
@@ -177,7 +155,6 @@ def test_the_slower_the_link_the_rarer_the_meetings_and_the_likelier_that_outer_
         assert fastest is not None and fastest.timing.seconds > 0
         chosen = fastest.layout.config.outer
         rungs.append(slow_links.LADDER.index(steps_of(chosen)))
-        assert chosen.outer_mixing == (0.5 if chosen.outer_delay else 1.0)
     assert rungs == sorted(rungs) and rungs[0] == 0 and rungs[2] > 0
     assert all(
         later.found["exact"].timing.seconds > row.found["exact"].timing.seconds
@@ -193,34 +170,25 @@ def test_the_slower_the_link_the_rarer_the_meetings_and_the_likelier_that_outer_
     assert "exact from" in text and "outer from 0.01 Gb/s" in text and slow_links.LOSS in text
 
 
-def test_given_outer_steps_stay_and_fragments_have_room() -> None:
+def test_given_outer_steps_stay_and_differences_have_room() -> None:
     on = cluster(2, 4, gbits=1.0)
 
     def proposed(rate: float = 0.01, **given: object) -> OuterConfig:
         return slow_links.answer(question(on, **given), on, (rate,), (0.0,)).best[0].layout.config.outer
 
-    late = proposed(outer_fragments=4, outer_delay=10)
-    assert (late.outer_fragments, late.outer_delay) == (4, 10)
-    assert late.outer_interval // 4 > 10, "a fragment arrives before the next one leaves"
-    given = proposed(outer_interval=7, outer_bits=8)
+    late = proposed(outer_delay=50)
+    assert late.outer_interval > 50 == late.outer_delay
+    given = proposed(outer_interval=7, outer_bits=8, outer_delay=0)
     assert steps_of(given) == slow_links.Steps(8, 7)
-    assert proposed(outer_interval=7, outer_bits=8, outer_fragments=7, outer_delay=0).outer_fragments == 7
 
 
-def test_fragments_cross_behind_the_training_where_waiting_costs_too_much() -> None:
+def test_differences_cross_behind_the_training_where_waiting_costs_too_much() -> None:
     slow = cluster(2, 4, gbits=0.01)
-    layers = PLANNED["num_layers"]
     best = slow_links.answer(question(slow), slow, (0.01,), (0.0,)).best[0]
-    chosen = best.layout.config.outer
-    assert chosen.outer_fragments == min(8, layers + 2) and chosen.outer_delay and chosen.outer_mixing == 0.5
-    waited = slow_links._moved(best, slow, outer_fragments=1, outer_delay=0)
-    assert best.timing.bill["outer"] < waited.timing.bill["outer"]
-    flags = " ".join(layout_flags(best.layout.config))
-    assert f"--outer-fragments {chosen.outer_fragments}" in flags and "--outer-mixing 0.5" in flags
-    joined = slow_links.answer(question(slow, zero_unit_layers=2), slow, (0.01,), (0.0,)).best[0]
-    assert joined.layout.config.outer.outer_fragments == 1, "layers that are joined are not dealt"
-    mixed = slow_links.answer(question(slow, outer_mixing=0.8), slow, (0.01,), (0.0,)).best[0]
-    assert mixed.layout.config.outer.outer_mixing == 0.8
+    delay = best.layout.config.outer.outer_delay
+    waited = slow_links._moved(best, slow, outer_delay=0)
+    assert delay and best.timing.bill["outer"] < waited.timing.bill["outer"]
+    assert f"--outer-delay {delay}" in " ".join(layout_flags(best.layout.config))
 
 
 def test_replicas_are_sites_or_nodes_or_as_given() -> None:

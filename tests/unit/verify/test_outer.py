@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megazero.config import RunConfig, World, make_config
-from megazero.verify.checks import Check, by_replica, bytes_check, merged_model, outer_checks
+from megazero.verify.checks import Check, by_replica, bytes_check, outer_checks
 from megazero.verify.expected_bytes import BETWEEN, ExpectedBytes
 from megazero.verify.full_tensors import Assembler
 from megazero.verify.recorder import OuterRecord, StepRecord, UnitSlice
@@ -27,14 +27,8 @@ def configured(**values: Any) -> RunConfig:
 
 
 CONFIG = configured(outer_interval=2)
-STREAMS = {"outer_interval": 4, "outer_fragments": 2, "outer_delay": 1, "outer_mixing": 0.25}
-STREAMED = configured(**STREAMS)
+LATE = configured(outer_interval=3, outer_delay=1)
 SHAPES = {name: place.local_shape for name, place in Assembler(CONFIG).one_rank.items()}
-MODULES = ["embedding", "layers.0", "layers.1", "head"]
-
-
-def module(name: str) -> int:
-    return next(number for number, module in enumerate(MODULES) if name.startswith(f"{module}."))
 
 
 def slices(values: Mapping[str, np.ndarray]) -> list[UnitSlice]:
@@ -46,7 +40,6 @@ def slices(values: Mapping[str, np.ndarray]) -> list[UnitSlice]:
 def records(config: RunConfig = CONFIG, fault: str = "") -> list[RankRecord]:
     """Two replicas of a rank each, which drift at random and meet as configured."""
     rng, outer = np.random.default_rng(0), config.outer
-    interval, count, share = outer.outer_interval, outer.outer_fragments, outer.outer_mixing
     anchor = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
     velocity = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     own = [dict(anchor), dict(anchor)]
@@ -59,20 +52,17 @@ def records(config: RunConfig = CONFIG, fault: str = "") -> list[RankRecord]:
     for step in range(STEPS):
         own = [{n: w + 0.01 * rng.normal(size=w.shape) for n, w in each.items()} for each in own]
         before, updated = dict(anchor), [dict(each) for each in own]
-        for fragment in range(count):
-            leaves = (step + 1 - (fragment + 1) * interval // count) % interval == 0
-            if leaves and not (fault == "late" and step == 1):
-                numbers = {n: module(n) // 2 if fault == "dealt" else module(n) % count for n in SHAPES}
-                moving = [n for n in SHAPES if numbers[n] == fragment]
-                under_way[step + outer.outer_delay] = {n: gradient_of(n) for n in moving}
+        leaves = (step + 1) % outer.outer_interval == 0
+        if leaves and not (fault == "late" and step == outer.outer_interval - 1):
+            under_way[step + outer.outer_delay] = {n: gradient_of(n) for n in SHAPES}
         for n, gradient in under_way.pop(step, {}).items():
             gradient = gradient_of(n) if fault == "arrival" else gradient
             velocity[n] = outer.outer_momentum * velocity[n] + gradient
             ahead = outer.outer_momentum * velocity[n] if outer.outer_optimizer == "nesterov" else 0.0
             gradient = gradient if outer.outer_optimizer == "nesterov" else velocity[n]
             anchor[n] = anchor[n] - outer.outer_lr * (gradient + ahead)
-            part = 1.0 if fault == "unmixed" else share
-            own = [{**each, n: (1 - part) * each[n] + part * anchor[n]} for each in own]
+            if fault != "kept":
+                own = [{**each, n: anchor[n]} for each in own]
         for replica, record in enumerate(found):
             after = {n: w + 1e-3 * (fault == "apart" and replica) for n, w in anchor.items()}
             gone_on = dict(own[replica])
@@ -95,11 +85,10 @@ def failed(found: list[Check]) -> set[str]:
         (CONFIG, "sum", {"outer steps"}),
         (CONFIG, "apart", {"anchors"}),
         (CONFIG, "nan", {"weights after outer steps"}),
-        (STREAMED, "", set()),
-        (STREAMED, "late", {"meetings", "outer steps"}),
-        (STREAMED, "arrival", {"outer steps"}),
-        (STREAMED, "dealt", {"meetings", "outer steps"}),
-        (STREAMED, "unmixed", {"weights after outer steps"}),
+        (LATE, "", set()),
+        (LATE, "late", {"meetings", "outer steps"}),
+        (LATE, "arrival", {"outer steps"}),
+        (LATE, "kept", {"weights after outer steps"}),
     ],
 )
 def test_a_fault_of_outer_steps_is_seen(config: RunConfig, fault: str, names: set[str]) -> None:
@@ -114,49 +103,24 @@ def test_rounded_differences_have_a_bound_of_their_own() -> None:
     assert failed(outer_checks(four, records(CONFIG, "sum"))) == {"outer steps"}
 
 
-def whole(config: RunConfig, pieces: list[UnitSlice]) -> Tensors:
-    return Assembler(config).assemble((0, *piece) for unit in pieces for piece in unit.pieces()).whole
-
-
-def test_replicas_become_one_model() -> None:
-    """What is on its way arrives. Then those meet that have trained since they met, which is all after mixing."""
-    steps = {"outer_optimizer": "sgd", "outer_momentum": 0.0, "outer_lr": 0.5}
-    for config, saved, flying in (
-        (configured(outer_interval=2, **steps), 1, ()),  # they have just met
-        (configured(outer_interval=2, **steps), 2, ()),
-        (configured(**STREAMS, **steps), 3, (1, 3)),
-    ):
-        found = records(config)
-        seen = [outer for record in found if (outer := record.steps[saved].outer)]
-        anchor, own = whole(config, seen[0].after), [whole(config, each.gone_on) for each in seen]
-        got = merged_model(Assembler(config), found, saved)
-        for name, theta in anchor.items():
-            weights = [each[name] for each in own]
-            if module(name) in flying:  # it left in this step
-                theta = theta - 0.5 * (theta - sum(weights) / 2)
-                weights = [0.75 * each + 0.25 * theta for each in weights]
-            wanted = theta if saved == 1 else theta - 0.5 * (theta - sum(weights) / 2)
-            np.testing.assert_allclose(got[name], wanted, rtol=0, atol=1e-12)
-
-
 def sent_in(*steps: int) -> RankRecord:
     """A rank that sends so many bytes to other replicas in each step."""
     return RankRecord(0, 0, 0, True, steps=[StepRecord(traffic={BETWEEN: sent}) for sent in steps])
 
 
 def test_bytes_of_what_is_on_its_way_are_compared_as_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fragments leave in steps 2, 4 and 6, and take one more. Step 3 is followed by a save, step 6 is the last."""
-    expected = ExpectedBytes(STREAMED, WORLD, True, 8)
+    """Differences leave in steps 3 and 6, and take one more. Step 3 is followed by a save, step 6 is the last."""
+    expected = ExpectedBytes(LATE, WORLD, True, 8)
     sizes = [expected.bytes_of(0, step, False).get(BETWEEN, 0) for step in range(6)]
-    first, second = sizes[1], sizes[3]
-    assert sizes == [0, first, 0, second, 0, first] and 0 < first != second > 0
+    sent = sizes[2]
+    assert sizes == [0, 0, sent, 0, 0, sent] and sent > 0
     monkeypatch.setattr(expected, "bytes_of", lambda rank, step, *_, **__: {BETWEEN: sizes[step]})
     for saved, steps, wrong in (
-        (2, (0, first - 8, 8, 8, second - 8, first), 0),
-        (2, (0, 0, first, second, 0, first), 0),
-        (2, (0, first - 8, 0, second, 8, first), 2),  # step 3 has them no longer, and step 5 no more
-        (3, (0, first, 0, second - 8, 8, first), 2),  # before a save they are waited for
-        (2, (0, first, 0, second, 0, first - 8), 1),
+        (0, (0, 0, sent - 8, 8, 0, sent), 0),
+        (0, (0, 0, 0, sent, 0, sent), 0),
+        (0, (0, 0, sent - 8, 0, 8, sent), 2),  # step 4 has them no longer, and step 5 no more
+        (2, (0, 0, sent - 8, 8, 0, sent), 2),  # before a save they are waited for
+        (0, (0, 0, sent, 0, 0, sent - 8), 1),
     ):
         check = bytes_check("bytes sent", expected, [sent_in(*steps)], saved)
         assert check.figure == f"{wrong} counters", (steps, check)
@@ -175,10 +139,8 @@ def test_replicas_of_the_reference_share_the_batch_and_meet() -> None:
 
     met = trained(CONFIG, 4)
     assert all(np.array_equal(met[0][n], met[1][n]) for n in met[0])
-    equal = configured(**{**STREAMS, "outer_mixing": 1.0})
-    arrived = trained(equal, 3)  # the first fragment has; others are as they were trained
-    assert {n for n in SHAPES if np.array_equal(arrived[0][n], arrived[1][n])} == {
-        n for n in SHAPES if module(n) % 2 == 0
-    }
+    early, arrived = trained(LATE, 3), trained(LATE, 4)
+    assert not any(np.array_equal(early[0][n], early[1][n]) for n in SHAPES)
+    assert all(np.array_equal(arrived[0][n], arrived[1][n]) for n in SHAPES)
     train_together([Reference(CONFIG, 2, 0, 2), Reference(CONFIG, 2, 1, 2)][:1], 1)
     assert [len(each) for each in by_replica(records())] == [1, 1]

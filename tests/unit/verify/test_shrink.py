@@ -220,20 +220,17 @@ def test_own_flags_and_faults_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     "words, wanted, steps",
     [
-        ("--outer-interval 64", (2, 1, 0), 4),
-        ("--outer-interval 1", (1, 1, 0), 4),
-        ("--outer-interval 64 --outer-fragments 8 --outer-mixing 0.5", (2, 2, 0), 4),
-        ("--outer-interval 64 --outer-delay 9", (2, 1, 1), 5),
-        ("--outer-interval 64 --outer-fragments 5 --outer-delay 9", (4, 2, 1), 9),
-        ("--outer-interval 64 --outer-fragments 5 --outer-delay 9 --verify-steps 12", (4, 2, 1), 12),
+        ("--outer-interval 64", (2, 0), 4),
+        ("--outer-interval 1", (1, 0), 4),
+        ("--outer-interval 64 --outer-delay 9", (2, 1), 5),
+        ("--outer-interval 64 --outer-delay 9 --verify-steps 12", (2, 1), 12),
     ],
 )
-def test_outer_steps_keep_fragments_and_delay(words: str, wanted: tuple[int, int, int], steps: int) -> None:
-    """Each fragment arrives twice, so that the second time the outer momentum counts."""
+def test_outer_steps_keep_their_delay(words: str, wanted: tuple[int, int], steps: int) -> None:
+    """Differences arrive twice, so that the second time the outer momentum counts."""
     found = shrunk(f"--world-size 8 --ranks-per-node 2 {words}")
     outer = found.config.outer
-    assert (outer.outer_interval, outer.outer_fragments, outer.outer_delay) == wanted
-    assert outer.outer_replicas == 4 and outer.outer_mixing == (0.5 if "mixing" in words else 1)
+    assert (outer.outer_interval, outer.outer_delay) == wanted and outer.outer_replicas == 4
     assert found.config.training.train_iters == steps
 
 
