@@ -41,7 +41,7 @@ from megazero.mesh.launch import Launch
 from megazero.mesh.sealed import SealedStore, Store
 from megazero.mesh.waiting import waiting
 from megazero.ops.heartbeat import Heartbeat, Where, in_words, innermost, missing_ranks, read
-from megazero.ops.processes import is_held, name_process, named_process
+from megazero.ops.processes import name_process, named_process
 
 INTERVAL = 1.0  # seconds between heartbeats of up to RANKS_PER_SECOND ranks; more ranks send fewer
 RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
@@ -185,15 +185,14 @@ class Watchdog:
 
     def _send(self) -> None:
         self._count += 1
-        held, stack = is_held(os.getpid()), innermost(self._frames()[-1])
         heartbeat = {
             "count": self._count,
             "host": self._host,
             "pid": os.getpid(),
             "since": time.monotonic() - self._since,
-            "waiting": bool(self.error or waiting) and not held,
+            "waiting": bool(self.error or waiting),
             "where": dict(self.watched.where()),
-            "stack": f"{stack}, where it is held, as by a debugger" if held else stack,
+            "stack": innermost(self._frames()[-1]),
         }
         self.store.set(f"heartbeat/{self.rank}", json.dumps(heartbeat))
 

@@ -179,7 +179,6 @@ def _share_lease(supervisor: Supervisor) -> None:
         raise NotStarted(refused, ExitStatus.IN_USE)
     lease.adopt(owner, numbers)
     if supervisor.launch.rank == 0:
-        lease.settle()
         for folder in list(numbers):
             lease.check(folder, fresh=True)
 
