@@ -11,7 +11,7 @@ from megazero.charts import text_chart
 from megazero.config import run_with_arguments
 from megazero.config.options.fields import option
 from megazero.config.run import all_options
-from megazero.ops.status import Run, facts, read_run, restarts, state
+from megazero.ops.status import RunFiles, facts, read_run, restarts, state
 
 USAGE = """usage: megazero status [LOG_DIR ...] [flags below]
        */5 * * * * megazero status /shared/runs/a/logs --quiet   # cron mails what it prints
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     return run_with_arguments("status", argv, USAGE, StatusOptions, _status)
 
 
-def report(run: Run, chart: bool) -> str:
+def report(run: RunFiles, chart: bool) -> str:
     """Return what is printed of a run."""
     lines = [f"{name:<12}  {words}" for name, words in facts(run).items()]
     lines += [f"{'':<12}  {line}" for line in restarts(run)[-10:]]

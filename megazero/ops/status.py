@@ -40,7 +40,7 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFiles:
     """What the files of a run say.
 
     iterations: lines of metrics.jsonl, the last LATEST without gaps. heard_s: the age of the lease's last beat or,
@@ -107,7 +107,7 @@ class Run:
         return max(0, last - self.iteration) * (times[1] - times[0]).total_seconds() / done
 
 
-def read_run(log_dir: str | os.PathLike[str]) -> Run:
+def read_run(log_dir: str | os.PathLike[str]) -> RunFiles:
     """Read a run's files. Raises ValueError if the folder holds none; another program's metrics do not count."""
     folder = Path(log_dir)
     metrics, lease = folder / METRICS_FILE, read_lease(folder)
@@ -118,7 +118,7 @@ def read_run(log_dir: str | os.PathLike[str]) -> Run:
             f"{folder} has neither {METRICS_FILE} nor {EVENTS_FILE} of a run: name the --log-dir of a run"
         )
     beats = lease_file(folder) or (metrics if lines else folder / EVENTS_FILE)
-    return Run(
+    return RunFiles(
         folder,
         [line for line in lines if "lm_loss" in line],
         [line for line in lines if "eval_lm_loss" in line],
@@ -128,7 +128,7 @@ def read_run(log_dir: str | os.PathLike[str]) -> Run:
     )
 
 
-def state(run: Run) -> State:
+def state(run: RunFiles) -> State:
     """Return the state of a run: how it ended, or else whether its first rank is alive."""
     if run.ends:
         return _ended(run.ends)
@@ -164,7 +164,7 @@ def _ended(ends: Sequence[Line]) -> State:
 # -- in words --------------------------------------------------------------------------------------------------------
 
 
-def facts(run: Run) -> dict[str, str]:
+def facts(run: RunFiles) -> dict[str, str]:
     """Return what an operator wants to know of a run, as text by name."""
     out = {"run": f"{run.folder}", "state": state(run).words, "position": _position(run)}
     if latest := run.latest:
@@ -189,7 +189,7 @@ def facts(run: Run) -> dict[str, str]:
     return {name: words for name, words in out.items() if words}
 
 
-def restarts(run: Run) -> list[str]:
+def restarts(run: RunFiles) -> list[str]:
     """Return a line for every start but the first, with why the one before ended."""
     out, why = list[str](), ""
     for event in run.events:
@@ -210,7 +210,7 @@ def when(line: Line) -> datetime | None:
     return datetime.fromisoformat(line["time"]) if "time" in line else None
 
 
-def _position(run: Run) -> str:
+def _position(run: RunFiles) -> str:
     if not run.iterations:
         return "no iteration yet"
     total = run.last_iteration
@@ -218,13 +218,13 @@ def _position(run: Run) -> str:
     return f"iteration {run.iteration:,}{of}, {run.iterations[-1]['consumed_samples']:,} samples"
 
 
-def _evaluated(run: Run) -> Iterator[str]:
+def _evaluated(run: RunFiles) -> Iterator[str]:
     for last in run.evaluations[-1:]:
         name = f" on {last['eval_data']}" if "eval_data" in last else ""
         yield f"evaluation{name} {last['eval_lm_loss']:.4f} at iteration {last['iteration']:,}"
 
 
-def _checkpoint(run: Run) -> str:
+def _checkpoint(run: RunFiles) -> str:
     saves = list[Line]()
     for event in run.events:
         if event.get("event") == "start":  # it may go on from an older one than the last
@@ -237,7 +237,7 @@ def _checkpoint(run: Run) -> str:
     return f"{last['path']}{written}, written in {duration(last['seconds'])}"
 
 
-def _slowest(run: Run) -> str:
+def _slowest(run: RunFiles) -> str:
     rows = [line["rank_times"] for line in run.latest if "slowest_rank" in line.get("rank_times", {})]
     if not rows:
         return ""

@@ -7,18 +7,24 @@ this rank's. It runs on CPUs only: on CUDA coding runs beside other kernels, and
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import torch
+
 from megazero.comm.codec import Blockwise, Codec
+from megazero.comm.hops import Traffic, start_gather
 from megazero.mesh.grid import INTER, INTRA
-from megazero.ops.health_links import gather_rate
+from megazero.mesh.mesh import Axis
+from megazero.mesh.waiting import waiting
 from megazero.train.callbacks.callback import Callback, TrainedStep
 from megazero.zero import Engine
 
 WARM_UP, LAST = 4, 10  # steps of a start: the last that does not count, and the last that does
 SAMPLE = 2**16  # elements of the message by which formats are compared
+ROUNDS, BYTES = 3, 2**20  # of the gather by which a link is timed
 UNCODED = {
     INTER: "--no-zero-quantized-gradients sends them exactly",
     INTRA: "without --zero-gradient-bits-intra-node they are sent exactly",
@@ -89,8 +95,7 @@ class CodecCosts(Callback):
             self.sent.update(traffic)
         if self.steps < self.last:
             return []
-        device = self.engine.mesh.device
-        rates = {axis.link: gather_rate(device, axis) for axis in self.axes}
+        rates = {axis.link: gather_rate(axis) for axis in self.axes}
         found = (coded.compare(self.sent, rates, LAST - WARM_UP) for coded in self.formats)
         return [line for line in found if line]
 
@@ -120,3 +125,15 @@ class CodecCosts(Callback):
 
 def _spent(codecs: Iterable[Blockwise]) -> float:
     return sum(codec.spent[0] for codec in codecs)
+
+
+@waiting
+def gather_rate(axis: Axis) -> float:
+    """Return the bytes per second that this rank sends in a run's gather over an axis, on a CPU. Collective."""
+    part = torch.zeros(BYTES // axis.size, dtype=torch.uint8)
+    whole, traffic, seconds = part.new_empty(part.numel() * axis.size), Traffic(), []
+    for _ in range(1 + ROUNDS):  # the first one connects
+        began = time.perf_counter()
+        start_gather(axis, whole, part, "gather", traffic).wait()
+        seconds.append(time.perf_counter() - began)
+    return part.numel() * (axis.size - 1) / min(seconds[1:])

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megazero.comm.codec import Blockwise
-from megazero.ops.health_links import gather_rate
 from megazero.train.callbacks import codec_costs
-from megazero.train.callbacks.codec_costs import LAST, WARM_UP, CodecCosts
+from megazero.train.callbacks.codec_costs import LAST, WARM_UP, CodecCosts, gather_rate
 from megazero.zero import Codecs
 
 CODECS = Codecs(weights=Blockwise(8), gradients_inter=Blockwise(4))
@@ -30,7 +29,7 @@ def engine(device: str = "cpu", codecs: Codecs = CODECS) -> Any:
 
 def said(monkeypatch: pytest.MonkeyPatch, costs: CodecCosts, rate: float, coding: float) -> list[list[str]]:
     """What each of some steps says, whose gradients take ``coding`` seconds to code."""
-    monkeypatch.setattr(codec_costs, "gather_rate", lambda device, axis: rate)
+    monkeypatch.setattr(codec_costs, "gather_rate", lambda axis: rate)
     lines = []
     for step in range(1, LAST + 3):
         assert CODECS.gradients_inter is not None
@@ -68,7 +67,7 @@ def test_a_link_is_timed_by_the_gather_that_runs_use(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.distributed, "all_to_all_single", swap)
     spec = SimpleNamespace(role="data")
     axis: Any = SimpleNamespace(size=2, index=1, link="inter_node", gather_group="gathers", spec=spec)
-    assert gather_rate(torch.device("cpu"), axis) > 0 and len(set(sent)) == 1
+    assert gather_rate(axis) > 0 and len(set(sent)) == 1
 
 
 def test_codecs_count_their_seconds() -> None:
