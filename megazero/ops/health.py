@@ -119,7 +119,8 @@ def check_run(config: RunConfig, launch: Launch, world: World, device: torch.dev
     wanted = config.training.health_check
     if not (launch.node is not None if wanted is None else wanted):
         return ()
-    saves, dtype, storage = config.checkpoint, config.precision.params_dtype, None
+    saves, dtype = config.checkpoint, config.precision.params_dtype
+    storage: Storage | None = None
     if saves.save is not None:
         outer = OuterFormat.of(config.outer, config.outer_replicas(world), max(WIDTHS[dtype], 4))
         size = checkpoint_bytes(config.model, dtype, config.optimizer, config.wire(world), outer)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,23 +95,6 @@ def test_a_mistake_is_told_and_kept_though_the_first_rank_comes_last(
     job = slurm.wait(number)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0"), log(folder)
     assert said in log(folder) and not list(folder.glob(".end-*")), log(folder)
-
-
-def test_a_start_on_a_full_disk_is_not_tried_again(slurm, tmp_path) -> None:
-    """Neither what the ranks say nor how often they were started fits on it."""
-    disk = slurm.disks[0]
-    with suppress(OSError), (disk / "all").open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
-    try:
-        job = slurm.wait(submit(slurm, disk / "run", f"--output={tmp_path}/run-%j.out"), timeout=300)
-    finally:
-        (disk / "all").unlink()
-    ends = (job["JobState"], job["ExitCode"], job["Restarts"])
-    assert ends == ("FAILED", "74:0", "0"), log(tmp_path / "run")
-    assert "restarts cannot be counted: not again" in log(tmp_path / "run") or "No space" in log(
-        tmp_path / "run"
-    )
 
 
 def test_a_second_job_on_a_folder_ends_before_it_touches_anything(slurm, tmp_path) -> None:

@@ -66,13 +66,6 @@ BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias
 CODED = {"zero_preset": "zeropp", "zero_exact_numel": 64, "zero_block_size": 8}
 EXPERTS: Layouts = {
     "experts, zeropp": (4, {**ROUTED, **BIASED, **CODED, "expert_model_parallel_size": 2}),
-    "experts, zeropp, bf16": (
-        4,
-        {
-            **{**ROUTED, **CODED, "expert_model_parallel_size": 2, "params_dtype": "bf16"},
-            "moe_aux_loss_coeff": 0.01,
-        },
-    ),
     "experts of two nodes, 8 bits, zero3": (
         4,
         {
