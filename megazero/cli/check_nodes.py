@@ -20,9 +20,9 @@ from megazero.mesh.launch import Launch, read_launch
 USAGE = """usage: srun megazero check-nodes --save FOLDER [flags below]
        megazero check-nodes [flags below]
 
-Checks nodes as --health-check does at the start of a run: devices, memory, clocks, the links between all ranks, and
-whether every node sees the folder. Without a launcher it checks this node, as in a prolog. Prints the faults of each
-node, and --exclude= with the nodes to leave out. Exit status 0: all is well.
+Checks nodes as --health-check does at the start of a run: devices, memory, and whether every node sees the folder.
+Then it measures the links between nodes. Without a launcher it checks this node, as in a prolog. Prints the faults of
+each node, and --exclude= with the nodes to leave out. Exit status 0: all is well.
 """
 
 
@@ -55,7 +55,7 @@ def report(options: CheckOptions, launch: Launch) -> ExitStatus:
     """Check, print what was found, and return the exit status."""
     import torch.distributed as dist
 
-    from megazero.train.node_check import check_nodes  # brings torch
+    from megazero.cli.node_check import check_nodes  # brings torch
 
     training = TrainingConfig(device=options.device, distributed_init_timeout_minutes=options.timeout / 60)
     save = Path(options.save) if options.save else None

@@ -1,15 +1,15 @@
 """The health check: before the first step every node is tested, and a bad one is named so that it can be excluded.
 
 Faults end the run: a device that computes wrongly or is missing, a --save folder that a node does not share, no room
-for checkpoints, a slow node. What may be harmless is a note: clocks that differ, less free memory than elsewhere.
+for checkpoints. What may be harmless is a note: less free memory than elsewhere. `megazero check-nodes` measures the
+links, too (megazero/cli/node_check.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,9 +22,7 @@ from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus, end_folder, status_of
 from megazero.log.line_file import NO_ROOM
 from megazero.mesh.launch import Launch
-from megazero.mesh.mesh import Mesh
 from megazero.mesh.objects import gather_objects
-from megazero.ops import health_links
 from megazero.ops.health_probes import (
     Facts,
     find_facts,
@@ -39,7 +37,6 @@ from megazero.plan.memory import GIB, checkpoint_bytes
 from megazero.plan.units import WIDTHS
 
 BAD_NODES_FILE = "bad_nodes"  # beside exit_status: the names to exclude, one a line, for the batch script
-CLOCK_BOUND_S = 2.0  # that a node's clock may differ from the median
 LEAST_MEMORY = 0.7  # of what is free on the median node
 
 
@@ -82,89 +79,53 @@ class Storage:
         return f"{self.checkpoint_bytes / GIB:.3g} GiB"
 
 
-class HealthCheck:
-    """Tests the nodes of a run in parts. Every part is collective, and raises the same Unhealthy on every rank.
+def check_health(
+    node: str, device: torch.device, save: Storage | None = None
+) -> tuple[list[str], tuple[str, ...]]:
+    """Test the nodes of all ranks: devices, memory, and the folder of ``save``. Collective.
 
-    node: this rank's node as the scheduler names it. ``nodes`` are those of all ranks, after ``check_ranks``.
+    node: this rank's, as the scheduler names it. Returns the node of each rank, and notes for the user. Raises the
+    same Unhealthy on every rank.
     """
-
-    def __init__(self, node: str) -> None:
-        self.node, self.nodes = node, [node]
-        self.seconds = 0.0
-        self._notes: list[str] = []
-
-    def check_ranks(self, device: torch.device) -> None:
-        """Test each rank's device, memory and clock. It needs no groups: ranks may differ in their devices."""
-        with self._timed():
-            every: list[Facts] = gather_objects(find_facts(self.node, device, gather_objects), Facts)
-            self.nodes = [facts.node for facts in every]
-            _refuse(device_faults(every))
-            self._notes += differences(every)
-
-    def check_storage(self, save: Storage) -> None:
-        """Test whether all ranks share the folder of --save, and whether checkpoints fit."""
-        with self._timed():
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            _refuse(folder_faults(probe_folder(save.folder, rank, gather_objects), self.nodes))
-            if save.checkpoint_bytes:
-                own = look_for_room(save) if rank == 0 else None
-                room = gather_objects(own)[0]  # as the first rank sees it
-                if isinstance(room, OSError):
-                    text = f"rank 0 cannot tell how much room {save.folder} has: {room}"
-                    raise Unhealthy([Fault(self.nodes[0], text, status_of(room))])
-                missing, free = room
-                _refuse(room_faults(save, missing, free))
-                self._notes.append(
-                    f"--save has room for {free // save.checkpoint_bytes} checkpoints of {save.size}"
-                )
-
-    def check_groups(self, mesh: Mesh) -> None:
-        """Measure the groups of the mesh and pairs of nodes. A slow node is a fault, another slow group a note."""
-        if mesh.world_size == 1:
-            return
-        with self._timed():
-            rates = health_links.measure(mesh, self.nodes, gather_objects)
-            slow = health_links.slow_links(rates, self.nodes)
-            _refuse([Fault(each.node, each.text, ExitStatus.RANK_LOST) for each in slow if each.node])
-            self._notes += [f"slow: {each.text}" for each in slow]
-            self._notes.append(f"links: {health_links.in_words(rates)}")
-
-    def notes(self) -> tuple[str, ...]:
-        """Return notes for the user, with the time that the check took."""
-        nodes = len(set(self.nodes))
-        return (
-            f"health check of {len(self.nodes)} ranks on {nodes} nodes: {self.seconds:.1f} s",
-            *self._notes,
-        )
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.seconds += time.monotonic() - began
+    began = time.monotonic()
+    every: list[Facts] = gather_objects(find_facts(node, device), Facts)
+    nodes = [facts.node for facts in every]
+    _refuse(device_faults(every))
+    notes = [*differences(every), *(check_storage(save, nodes) if save is not None else ())]
+    seconds = time.monotonic() - began
+    return nodes, (
+        f"health check of {len(nodes)} ranks on {len(set(nodes))} nodes: {seconds:.1f} s",
+        *notes,
+    )
 
 
-def healthy_mesh(
-    config: RunConfig, launch: Launch, device: torch.device, arrange: Callable[[], Mesh]
-) -> tuple[Mesh, tuple[str, ...]]:
-    """Arrange the ranks, with the health check around it if the run has one. Returns notes for the user. Collective.
+def check_storage(save: Storage, nodes: Sequence[str]) -> list[str]:
+    """Test whether all ranks share the folder, and whether checkpoints fit. Returns notes. Collective."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    _refuse(folder_faults(probe_folder(save.folder, rank, gather_objects), nodes))
+    if not save.checkpoint_bytes:
+        return []
+    room = gather_objects(look_for_room(save) if rank == 0 else None)[0]  # as the first rank sees it
+    if isinstance(room, OSError):
+        text = f"rank 0 cannot tell how much room {save.folder} has: {room}"
+        raise Unhealthy([Fault(nodes[0], text, status_of(room))])
+    missing, free = room
+    _refuse(room_faults(save, missing, free))
+    return [f"--save has room for {free // save.checkpoint_bytes} checkpoints of {save.size}"]
 
-    Raises Unhealthy, and what ``arrange`` raises.
-    """
+
+def check_run(config: RunConfig, launch: Launch, world: World, device: torch.device) -> tuple[str, ...]:
+    """Test the nodes of a run, if it has the health check. Returns notes. Collective. Raises Unhealthy."""
     wanted = config.training.health_check
     if not (launch.node is not None if wanted is None else wanted):
-        return arrange(), ()
-    check = HealthCheck(launch.host)
-    check.check_ranks(device)
-    mesh = arrange()
-    if config.checkpoint.save is not None:
-        wire = config.wire(World(mesh.grid.world_size, mesh.grid.ranks_per_node))
-        dtype = config.precision.params_dtype
-        outer = OuterFormat.of(config.outer, mesh.grid.outer, max(WIDTHS[dtype], 4))
-        size = checkpoint_bytes(config.model, dtype, config.optimizer, wire, outer)
-        check.check_storage(Storage(Path(config.checkpoint.save), size, config.checkpoint.save_keep_last))
-    check.check_groups(mesh)
-    return mesh, check.notes()
+        return ()
+    saves, dtype = config.checkpoint, config.precision.params_dtype
+    storage: Storage | None = None
+    if saves.save is not None:
+        outer = OuterFormat.of(config.outer, config.outer_replicas(world), max(WIDTHS[dtype], 4))
+        size = checkpoint_bytes(config.model, dtype, config.optimizer, config.wire(world), outer)
+        storage = Storage(Path(saves.save), size, saves.save_keep_last)
+    return check_health(launch.host, device, storage)[1]
 
 
 def refuse_missing_gpus(wanted: str, node: str) -> None:
@@ -250,12 +211,8 @@ def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -
 
 
 def differences(every: Sequence[Facts]) -> Iterator[str]:
-    """Yield notes on nodes whose clock or free memory differs from the others'."""
+    """Yield notes on nodes with less free memory than the others."""
     nodes = {facts.node: facts for facts in every}
-    usual = median(facts.clock for facts in nodes.values())
-    for node, facts in nodes.items():
-        if abs(facts.clock - usual) > CLOCK_BOUND_S:
-            yield f"{node}: its clock is {facts.clock - usual:+.1f} s from the others'"
     for kind in ("host_memory", "device_memory"):
         free = {node: getattr(facts, kind)[0] for node, facts in nodes.items()}
         for node, size in free.items():

@@ -1,4 +1,4 @@
-"""Probes of a rank's node before the first step: its device, memory, clock, and the folder of --save."""
+"""Probes of a rank's node before the first step: its device, memory, and the folder of --save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +32,7 @@ Gather = Callable[[Any], list]  # one object per rank, by rank
 class Facts:
     """What a rank found out about its node. wrong: the faults of its device, in words; empty if there are none.
 
-    device_memory, host_memory: free bytes and all bytes. clock: seconds since the epoch, read by all ranks at one
-    time.
+    device_memory, host_memory: free bytes and all bytes.
     """
 
     node: str
@@ -42,7 +40,6 @@ class Facts:
     wrong: tuple[str, ...]
     device_memory: tuple[int, int]
     host_memory: tuple[int, int]
-    clock: float
 
 
 def missing_gpus() -> str | None:
@@ -61,16 +58,16 @@ def has_cuda() -> bool:
     return torch.backends.cuda.is_built()
 
 
-def find_facts(node: str, device: torch.device, gather: Gather) -> Facts:
-    """Test this rank's device, and read its memory and clock. Collective."""
+def find_facts(node: str, device: torch.device) -> Facts:
+    """Test this rank's device, and read its memory."""
     wrong = tuple(device_faults(device))
     # A device that failed may fail at this, too.
     asks = device.type == "cuda" and not wrong
     device_memory = torch.cuda.mem_get_info(device) if asks else (0, 0)
     host = host_memory()
-    free = host.get("MemAvailable", 0), host.get("MemTotal", 0)
-    gather(None)  # all ranks are here: they read their clocks now
-    return Facts(node, device.type, wrong, device_memory, free, read_clock())
+    return Facts(
+        node, device.type, wrong, device_memory, (host.get("MemAvailable", 0), host.get("MemTotal", 0))
+    )
 
 
 def device_faults(device: torch.device) -> list[str]:
@@ -117,10 +114,6 @@ def memory_errors(uuid: str) -> int:
         return 0
     count = done.stdout.strip()
     return int(count) if count.isdecimal() else 0  # "[N/A]": the card has none
-
-
-def read_clock() -> float:
-    return time.time()
 
 
 def probe_folder(folder: Path, rank: int, gather: Gather) -> Mapping[int, str | OSError]:

@@ -7,16 +7,11 @@ with spaces to 1 KiB:
     host, pid   of the first rank
     started     when that took the lease, by its clock: ISO 8601 in UTC
     owner       random: names this start and no other
-    beat        grows by one every ``every_s`` seconds while the start lives
-    at          when it was written last, by its clock
+    beat        grows by one every BEAT_S seconds while the start lives
     phase       what the first rank is doing, in words, and phase_s: for how many seconds
-    still_s     seconds for which it has not moved: it computes nothing, sends nothing, reads and writes nothing
     released    '' while the lease is held; when the start ended it, by its clock
-    kernel      boot id and process namespace in which ``pid`` means something
-    began       when the process began, in clock ticks since boot
     run         cluster and job, the same when SLURM requeues the job or torchrun restarts its ranks; '' if unknown
     restarts    how often that was restarted before
-    start       the batch script's name for this start of its run ('' without our scripts)
 
 The highest N counts. A lease is taken by creating lease.N+1 exclusively, so of several starts that want it one gets
 it; then older files are deleted. The highest always stays, so no number comes twice and a start that acts on an old
@@ -26,10 +21,11 @@ locks are used.
 A start takes a lease
 
 - at once, if there is none or it was released,
-- at once, if the holder's process is gone: it ran on this host, since its last boot,
-- at once, if the holder is an earlier start of the same job (a requeue, torchrun's restart, the script's next step),
-- otherwise when the file has not changed for SILENT_S seconds by its own monotonic clock. No time of another host is
-  ever compared. If the file changes before that, the holder lives: FolderInUse.
+- at once, if the holder is an earlier start of the same job (a requeue, torchrun's restart),
+- otherwise when the file has not changed for SILENT_S seconds by its own monotonic clock, after a crash on the same
+  host, too. No time of another host is ever compared. If the file changes before that, the holder lives: FolderInUse.
+
+Who takes the lease of a start that may live waits NOTICE_S before it writes: by then the other has looked.
 
 A --save that was moved or deleted is lost, too. A lease that alone was deleted is written again.
 
@@ -60,16 +56,14 @@ from typing import Any, NamedTuple, Self
 
 from megazero.bounded import load_json
 from megazero.config import RunConfig
-from megazero.log.exit_status import END_FOLDER
 from megazero.log.line_file import NO_ROOM
 from megazero.mesh.launch import Launch
-from megazero.ops.processes import is_gone, started
 
 BEAT_S = 5.0  # between two beats
 SILENT_S = 60.0  # without a beat, after which a holder counts as dead
 LOOK_S = 0.5  # between two looks at another's lease
 FRESH_S = 1.0  # for which a look at the own lease counts
-SETTLE_S = 3.0  # from a take-over from a holder that may live to the first write: it has noticed by then
+NOTICE_S = 3.0  # from a take-over from a holder that may live to the first write: it has noticed by then
 RELEASE_S = 2.0  # that an end waits for a disk
 SIZE = 1024  # bytes of a lease
 SAVING = ("saving", "writing")  # how the phases begin in which a run writes checkpoints (train/trainer.py)
@@ -87,17 +81,11 @@ class Leaseholder:
     pid: int = 0
     started: str = ""
     beat: int = 0
-    every_s: float = BEAT_S
-    at: str = ""
     phase: str = ""
     phase_s: float = 0.0
-    still_s: float = 0.0
     released: str = ""
-    kernel: str = ""
-    began: int = 0
     run: str = ""
     restarts: int = 0
-    start: str = ""
 
     @classmethod
     def of(cls, launch: Launch) -> Self:
@@ -108,11 +96,8 @@ class Leaseholder:
             host=launch.host,
             pid=os.getpid(),
             started=_now(),
-            kernel=_kernel(),
-            began=started(os.getpid()),
             run=launch.identity,
             restarts=launch.restarts,
-            start=os.environ.get(END_FOLDER, ""),
         )
 
     @classmethod
@@ -134,18 +119,9 @@ class Leaseholder:
         job = f"job {self.job}" if self.job else "a run"
         return f"{job} on {self.host} (process {self.pid}), started {self.started}"
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether its process has ended. False if that cannot be known here."""
-        return bool(self.kernel) and self.kernel == _kernel() and is_gone(self.pid, self.began)
-
     def precedes(self, other: Leaseholder) -> bool:
         """Tell whether it is an earlier start of the other's job, which has ended because that one has begun."""
-        if not self.run or self.run != other.run:
-            return False
-        return other.restarts > self.restarts or bool(
-            self.start and other.start and self.start != other.start
-        )
+        return self.run == other.run != "" and other.restarts > self.restarts
 
 
 def read_lease(folder: str | os.PathLike[str]) -> Leaseholder | None:
@@ -223,7 +199,7 @@ class Place(NamedTuple):
 class Lease:
     """A run's hold on its folders, taken and renewed by the first rank.
 
-    look: called before each beat, from another thread; returns the values of phase, phase_s and still_s.
+    look: called before each beat, from another thread; returns the values of phase and phase_s.
     numbers: of the lease held on each folder, by its name; on other ranks from ``adopt``. lost: called once, from any
     thread, with a sentence, when another run has taken a folder; it ends the process.
     """
@@ -242,7 +218,7 @@ class Lease:
         self.lost: Callable[[str], None] = _refuse
         self.look: Callable[[], Mapping[str, Any]] = dict
         self._files, self._clock, self._sleep = files or Files(), clock, sleep
-        self._looked, self._settled = dict[str, float](), clock()
+        self._looked = dict[str, float]()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True, name="lease")
 
@@ -267,10 +243,12 @@ class Lease:
         for place in self.places:
             with suppress(OSError):
                 looks[place] = _newest(self._files, place.folder), self._clock()
+        may_live = False
         try:
             for place in self.places:
                 try:
-                    self.numbers[str(place.folder)] = self._take(place, note, looks.get(place))
+                    number, lived = self._take(place, note, looks.get(place))
+                    self.numbers[str(place.folder)], may_live = number, may_live or lived
                 except OSError as error:
                     # A run does not end for its copies, nor for a full log disk.
                     if place.flag != "--save-copy" and (place.flag == "--save" or error.errno not in NO_ROOM):
@@ -281,15 +259,13 @@ class Lease:
         except BaseException:
             self.release()
             raise
+        if may_live:
+            self._sleep(NOTICE_S)
         self._thread.start()
 
     def adopt(self, owner: str, numbers: Mapping[str, int]) -> None:
         """Learn on another rank what the first one holds."""
         self.holder, self.numbers = replace(self.holder, owner=owner), dict(numbers)
-
-    def settle(self) -> None:
-        """Wait, before the first write, until a holder that may live has noticed that its lease is gone."""
-        self._sleep(max(0.0, self._settled - self._clock()))
 
     def taker(self, folder: str) -> Leaseholder | None:
         """Return who has taken a folder over from this run, or None if nobody has, as far as the disk answers.
@@ -353,7 +329,7 @@ class Lease:
         """Look whether the leases are still held, and renew them."""
         for folder in list(self.numbers):
             self.check(folder, fresh=True)
-        self.holder = replace(self.holder, beat=self.holder.beat + 1, at=_now(), **self.look())
+        self.holder = replace(self.holder, beat=self.holder.beat + 1, **self.look())
         self._write(self.holder)
 
     def release(self) -> None:
@@ -365,8 +341,7 @@ class Lease:
             self._end()
 
     def _end(self) -> None:
-        now = _now()
-        self._write(replace(self.holder, at=now, released=now))
+        self._write(replace(self.holder, released=_now()))
         self.numbers = {}
 
     def _write(self, holder: Leaseholder) -> None:
@@ -385,15 +360,20 @@ class Lease:
             self.beat()
         self._end()
 
-    def _take(self, place: Place, note: Callable[[str], None], look: tuple[_Look, float] | None) -> int:
-        """Take the lease of one folder and return its number. look: what was there before, and when."""
+    def _take(
+        self, place: Place, note: Callable[[str], None], look: tuple[_Look, float] | None
+    ) -> tuple[int, bool]:
+        """Take the lease of one folder. Returns its number, and whether the holder before may live.
+
+        look: what was there before, and when.
+        """
         watched, since = look if look is not None and look[0][1] else (None, 0.0)
         told = False
         while True:
             number, text = seen = _newest(self._files, place.folder)
             holder = Leaseholder.read(text)
-            gone = number == 0 or (holder is not None and bool(holder.released or holder.is_gone))
-            if not gone and not (holder is not None and holder.precedes(self.holder)):
+            free = number == 0 or (holder is not None and holder.released != "")
+            if not free and not (holder is not None and holder.precedes(self.holder)):
                 if watched is not None and seen != watched and text:
                     who = (holder or Leaseholder("")).words
                     raise FolderInUse(
@@ -412,16 +392,22 @@ class Lease:
                     told = True
                     self._sleep(LOOK_S)
                     continue
-            if self._files.create(_file(place.folder, number + 1), self.holder.write()):
-                numbers = self._files.numbers(place.folder)
-                if max(numbers, default=number + 1) == number + 1:
-                    for older in numbers:
-                        if older <= number:
-                            self._files.remove(_file(place.folder, older))
-                    self._settled = max(self._settled, self._clock() + (0 if gone else SETTLE_S))
-                    return number + 1
-                self._files.remove(_file(place.folder, number + 1))  # it acted on an old look
+            if self._create(place.folder, number + 1):
+                return number + 1, not free
             watched = None
+
+    def _create(self, folder: Path, number: int) -> bool:
+        """Create the lease of this number, unless another start has one as high. Older ones are deleted."""
+        if not self._files.create(_file(folder, number), self.holder.write()):
+            return False
+        numbers = self._files.numbers(folder)
+        if max(numbers, default=number) > number:
+            self._files.remove(_file(folder, number))  # it acted on an old look
+            return False
+        for older in numbers:
+            if older < number:
+                self._files.remove(_file(folder, older))
+        return True
 
 
 def _newest(files: Files, folder: Path) -> _Look:
@@ -448,12 +434,3 @@ def _refuse(text: str) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _kernel() -> str:
-    """Return what process ids are relative to: this boot of this host, and the namespace of a container."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""

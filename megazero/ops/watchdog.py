@@ -4,11 +4,11 @@ Every second or more a thread looks at where the main thread is, which costs the
 heartbeat to the store, through its own connection. When a rank has not moved for the time limit, one line names the
 missing ranks: those without heartbeats (stopped, frozen, lost, or cut off) and those that compute or read while
 others wait for them in a collective. All that can still answer write their stacks and torch's record of their last
-collectives to files. Then every rank ends, and kills the missing ones on its own host, which may not be able to end
-by themselves.
+collectives to files, and end. A rank that is stopped is the launcher's to end: srun, torchrun and --nproc-per-node
+send it SIGKILL when others have failed.
 
-The store answers anyone, so what is read from it only says which ranks are silent and that stacks are wanted. Who a
-rank's process is, this host's kernel says; files have names of a fixed form.
+The store answers anyone, so what is read from it only says which ranks are silent and that stacks are wanted; files
+have names of a fixed form.
 
 ``touch LOG_DIR/dump_stacks`` asks for the same files from a run that goes on: see ``REQUEST``.
 """
@@ -18,12 +18,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -34,14 +33,12 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from megazero.bounded import load_json
 from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
 from megazero.mesh.sealed import SealedStore, Store
 from megazero.mesh.waiting import waiting
 from megazero.ops.heartbeat import Heartbeat, Where, in_words, innermost, missing_ranks, read
-from megazero.ops.processes import is_held, name_process, named_process
 
 INTERVAL = 1.0  # seconds between heartbeats of up to RANKS_PER_SECOND ranks; more ranks send fewer
 RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
@@ -88,7 +85,6 @@ class Watchdog:
     ) -> None:
         self.calls, self.rank, self.world_size = _Timed(store), launch.rank, launch.world_size
         self.store = SealedStore(cast(Store, self.calls), secret)
-        self.job = f"{launch.address} {launch.attempt}"
         self.watched, self.log_dir, self.folder = watched, log_dir, log_dir / "hang"
         self.interval = interval_s(launch.world_size)
         self.error = ""  # of the collective or the communicator that failed on this rank
@@ -105,11 +101,10 @@ class Watchdog:
         self._threads = [threading.Thread(target=run, daemon=True, name="watchdog") for run in runs]
 
     def start(self) -> None:
-        self._name = name_process(self._place(self.rank))
         minds_store, *others = self._threads
         minds_store.start()
         with suppress(RuntimeError):  # the store's own errors
-            self._send()  # a rank that stops from here on is known, and can be ended
+            self._send()  # a rank that stops from here on is known
         for thread in others:
             thread.start()
 
@@ -119,7 +114,6 @@ class Watchdog:
         self._wanted.set()
         for thread in self._threads:
             thread.join(ANSWER)
-        self._name.close()
 
     def find_missing(self, error: str) -> None:
         """Find out who is missing after a collective failed on this rank, and end. Does not return."""
@@ -185,15 +179,14 @@ class Watchdog:
 
     def _send(self) -> None:
         self._count += 1
-        held, stack = is_held(os.getpid()), innermost(self._frames()[-1])
         heartbeat = {
             "count": self._count,
             "host": self._host,
             "pid": os.getpid(),
             "since": time.monotonic() - self._since,
-            "waiting": bool(self.error or waiting) and not held,
+            "waiting": bool(self.error or waiting),
             "where": dict(self.watched.where()),
-            "stack": f"{stack}, where it is held, as by a debugger" if held else stack,
+            "stack": innermost(self._frames()[-1]),
         }
         self.store.set(f"heartbeat/{self.rank}", json.dumps(heartbeat))
 
@@ -208,27 +201,26 @@ class Watchdog:
         return [frames.get(self._main), *(frame for ident, frame in frames.items() if ident not in pythons)]
 
     def _answer(self, first: bool) -> None:
-        """Write this rank's stack. The first rank to notice finds the missing; the others wait for its verdict.
+        """Write this rank's stack. The first rank to notice finds the missing; the others wait until it has.
 
-        It reports before the others know: they end the silent, and whoever sees them end may end the first.
+        It reports before the others know: a launcher that sees them end may end the first.
         """
         self._answering = True
         self._write_stack(self.folder)
         if first:
-            silent, line = self._judge()
-            self._report(line)
-            self.store.set("verdict", json.dumps(silent))
-            self._leave(silent)
+            self._report(self._judge())
+            self.store.set("reported", "")
+            self._leave()
         deadline = time.monotonic() + self.interval + 4 * ANSWER
-        while not (verdict := self.store.get(["verdict"])):
+        while not self.store.get(["reported"]):
             if time.monotonic() > deadline:
                 raise RuntimeError("the rank that noticed first fell silent")
             self._send()
             time.sleep(self.interval / 4)
-        self._leave(_ranks(verdict["verdict"]))
+        self._leave()
 
-    def _judge(self) -> tuple[list[int], str]:
-        """Return who is silent, and who is missing as a line. Waits an interval, in which the silent send nothing."""
+    def _judge(self) -> str:
+        """Return who is missing, as a line. Waits an interval, in which the silent send nothing."""
         ranks = range(self.world_size)
         before = self._heartbeats(ranks)
         time.sleep(self.interval + ANSWER)
@@ -239,15 +231,12 @@ class Watchdog:
         busy = [beat for beat in known if not beat.waiting]
         never = sorted(set(ranks) - after.keys())
         words = missing_ranks(silent, busy, never, known)
-        return [beat.rank for beat in silent], self._line(f"{words}. Stacks: {self.folder}")
+        return self._line(f"{words}. Stacks: {self.folder}")
 
     def _heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         keys = {f"heartbeat/{rank}": rank for rank in ranks}
         beats = {keys[key]: read(text, keys[key]) for key, text in self.store.get(keys).items()}
         return {rank: beat for rank, beat in beats.items() if beat is not None}
-
-    def _place(self, rank: int) -> str:
-        return f"{self.job} {rank}"
 
     def _line(self, missing: str) -> str:
         """Return what happened, then who is missing, and only then what else a failed collective says."""
@@ -263,7 +252,7 @@ class Watchdog:
             f"{in_words(self.watched.where())}"
         )
         self._report(line)
-        self._leave([0])
+        self._leave()
 
     def _write_stack(self, folder: Path) -> None:
         text = "".join(line for frame in self._frames() for line in traceback.format_stack(frame))
@@ -282,25 +271,12 @@ class Watchdog:
         self._reported = True
         _try(lambda: self.watched.report(line))
 
-    def _leave(self, silent: Collection[int]) -> None:
-        if 0 in (self.rank, *silent):
-            time.sleep(self.interval)  # rank 0 may hold the store where the others are about to read
-        for rank in set(silent) - {self.rank}:
-            with suppress(OSError):  # it is on another host, or has ended by itself
-                os.kill(
-                    named_process(self._place(rank)), signal.SIGKILL
-                )  # a stopped process ends by nothing else
+    def _leave(self) -> None:
+        if self.rank == 0:
+            time.sleep(self.interval)  # it may hold the store where the others are about to read
         if self.error and not self._reported:
             self._report(self.error)  # the error of a collective says what it waited for
         self.watched.end()
-
-
-def _ranks(text: str) -> list[int]:
-    """Return the ranks of a verdict, which says no more than who is silent."""
-    with suppress(ValueError):
-        ranks = load_json(text)
-        return [rank for rank in ranks if type(rank) is int] if isinstance(ranks, list) else []
-    return []
 
 
 def _try(write: Callable[[], None]) -> None:

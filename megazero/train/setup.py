@@ -34,7 +34,7 @@ from megazero.mesh.waiting import waiting
 from megazero.models import Decoder
 from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
 from megazero.ops.failures import NonFiniteLoss, RankFailure, readable_failures, reported_elsewhere
-from megazero.ops.health import Unhealthy, healthy_mesh, record_bad_nodes
+from megazero.ops.health import Unhealthy, check_run, record_bad_nodes
 from megazero.ops.lease import BEAT_S, SILENT_S, FolderInUse, Lease
 from megazero.ops.stragglers import Stragglers
 from megazero.ops.watchdog import judging_s
@@ -178,7 +178,6 @@ def _share_lease(supervisor: Supervisor) -> None:
         raise NotStarted(refused, ExitStatus.IN_USE)
     lease.adopt(owner, numbers)
     if supervisor.launch.rank == 0:
-        lease.settle()
         for folder in list(numbers):
             lease.check(folder, fresh=True)
 
@@ -226,7 +225,8 @@ def _join(
     supervisor.joining = "the planning"
     config, forecast, planned = foresee(config, world, device)  # before anything is allocated
     supervisor.joining = "making communicators"
-    mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
+    found = check_run(config, launch, world, device)
+    mesh = make_mesh(config, world, device, timeout)
     if forecast is not None:
         forecast.refuse_without(
             room_of(device, mesh.grid.ranks_per_node)

@@ -42,7 +42,7 @@ class Supervisor:
         self.config, self.launch, self.began = config, launch, time.monotonic()
         self.lease = lease or Lease.of(config, launch)
         self.lease.lost, self.lease.look = self.lose, self.look
-        self._seen: dict[str, tuple[object, float]] = {}  # name -> value, and since when
+        self._seen = "", self.began  # the phase, and since when
         self.trainer: Trainer | None = None
         self.joining = f"waiting for {plural(launch.world_size - 1, 'other rank')}"
         self.refused: str | None = None  # on the first rank: which run holds a folder of this one
@@ -125,18 +125,15 @@ class Supervisor:
             return self.joining or time.monotonic()
         engine = self.trainer.engine
         sent = sum(list(engine.traffic.bytes.values()))
-        files = time.monotonic() if self.phase.startswith((*SAVING, "going back")) else 0
+        files = time.monotonic() if self.phase.startswith(SAVING) else 0
         return self.phase, sent, *engine.position, files
 
     def look(self) -> dict[str, Any]:
-        """Return the phase and its times for the lease, which those who watch the run read (``Leaseholder``)."""
-        seconds = {}
-        for name, value in (("phase_s", self.phase), ("still_s", self.progress())):
-            seen, since = self._seen.get(name, (None, 0.0))
-            since = since if value == seen else time.monotonic()
-            self._seen[name] = value, since
-            seconds[name] = round(time.monotonic() - since, 1)
-        return {"phase": self.phase[:LONGEST_PHASE], **seconds}
+        """Return the phase and for how long it lasts, for the lease, which `megazero status` reads."""
+        phase, now = self.phase, time.monotonic()
+        if phase != self._seen[0]:
+            self._seen = phase, now
+        return {"phase": phase[:LONGEST_PHASE], "phase_s": round(now - self._seen[1], 1)}
 
     def limit(self) -> Limit:
         name = "distributed_init_timeout_minutes" if self.joining else "distributed_timeout_minutes"

@@ -9,7 +9,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -223,6 +223,12 @@ def _process(rank: int, world: int, port: int, values: Values, log: str, prepare
     os._exit(status)
 
 
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 @dataclass(frozen=True)
 class Processes:
     """Ranks that run as the program does. They are forked from a server that has only loaded modules."""
@@ -256,10 +262,16 @@ class Processes:
             time.sleep(0.02)
 
     def statuses(self, seconds: float = 300) -> list[int | None]:
-        """Exit status of each rank (negative: signal); those that did not end in time are killed, None."""
+        """Exit status of each rank (negative: signal); those that did not end in time are killed, None.
+
+        When all others have ended, stopped ranks are killed, as by launchers.
+        """
         end = time.monotonic() + seconds
-        for each in self.ranks:
-            each.join(max(0.0, end - time.monotonic()))
+        while (alive := [each for each in self.ranks if each.is_alive()]) and time.monotonic() < end:
+            if all(_is_stopped(each.pid) for each in alive):
+                for each in alive:
+                    each.kill()
+            alive[0].join(0.05)
         codes = [each.exitcode for each in self.ranks]
         self.stop()
         return codes

@@ -1,7 +1,5 @@
 """A real SLURM on one machine: slurmctld and a slurmd per node, in the namespaces of a lab (tests/netlab/lab.py).
 
-    python -m tests.slurm.cluster --nodes 2 -- sbatch job.sh
-
 A node is a node of the lab: with its own host name, processes and network link, which can be shaped, and which dies
 with all its processes. It needs root, Debian's packages slurm-wlm and munge, and what the lab needs. Nothing of a
 SLURM that the machine itself may have is read or changed: configuration, key, sockets, state and logs lie in one
@@ -10,12 +8,10 @@ folder, and SLURM_CONF names them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -272,25 +268,3 @@ def until(
 def _outside(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without what a SLURM around this process has set."""
     return {name: value for name, value in environ.items() if not name.startswith(("SLURM", "SBATCH"))}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/slurm-lab"))
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD")
-    options = parser.parse_args()
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    try:
-        with Cluster(options.folder.resolve(), options.nodes) as cluster:
-            print(cluster.call(*(command or ["sinfo"])), end="")
-    except (LabUnavailable, RuntimeError, TimeoutError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
     MOMENT=save RUN=FOLDER python tests/slurm/pausing.py pretrain/pretrain_gpt.py FLAGS
 
 Every rank makes FOLDER/at-RANK when it is there, and goes on when there is FOLDER/go or it has received a signal.
-SLOWLY=SECONDS is a sleep in every iteration, until there is FOLDER/hurry.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MOMENTS = ("start-up", "step", "save", "evaluation")
 
 def main() -> None:
     pause = _Pause(Path(os.environ["RUN"]))
-    moment, slowly = os.environ.get("MOMENT"), float(os.environ.get("SLOWLY", 0))
+    moment = os.environ.get("MOMENT")
     if moment == "start-up":
         _before(setup, "find_origin", lambda *_: pause())
     elif moment == "save":  # all is written, nothing is renamed
@@ -44,9 +43,6 @@ def main() -> None:
     elif moment == "evaluation":
         at = EVALUATION
         _before(Trainer, "_asked_to_stop", lambda run: pause() if run.progress.iteration == at else None)
-    if slowly:
-        hurry = pause.folder / "hurry"
-        _before(Trainer, "_forward_backward", lambda *_: None if hurry.exists() else time.sleep(slowly))
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -7,9 +7,7 @@ of the array, is told to stop, requeued or cancelled. A shell script trains in t
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,18 +83,6 @@ def cancelled(slurm: Cluster, task: str) -> None:
     slurm.call("scancel", task)
 
 
-@pytest.fixture
-def kill_wait(slurm: Cluster) -> Iterator[None]:
-    """KillWait of 1 s: ranks and scripts are killed before they can save."""
-    file = slurm.folder / "slurm.conf"
-    usual = file.read_text()
-    file.write_text(re.sub("KillWait=.*", "KillWait=1", usual))
-    slurm.call("scontrol", "reconfigure")
-    yield
-    file.write_text(usual)
-    slurm.call("scontrol", "reconfigure")
-
-
 def all_moments(slurm: Cluster, folder: Path, happens, script: str = "pretrain.sbatch") -> list[Array]:
     """Arrays at all moments, whose last tasks have been through it and whose siblings were let finish."""
 
@@ -115,8 +101,11 @@ def all_moments(slurm: Cluster, folder: Path, happens, script: str = "pretrain.s
 
 @pytest.mark.parametrize(
     "happens, script",
-    [(told_to_stop, name) for name in ("pretrain.sbatch", "torchrun.sbatch", "spare.sbatch")]
-    + [(requeued, "pretrain.sbatch"), (cancelled, "pretrain.sbatch"), (cancelled, "spare.sbatch")],
+    [
+        *((told_to_stop, name) for name in ("pretrain.sbatch", "torchrun.sbatch", "spare.sbatch")),
+        (requeued, "pretrain.sbatch"),
+        (cancelled, "pretrain.sbatch"),
+    ],
 )
 def test_what_happens_to_one_task_leaves_its_siblings_alone(slurm, tmp_path, happens, script) -> None:
     for array in all_moments(slurm, tmp_path, happens, script):
@@ -125,13 +114,6 @@ def test_what_happens_to_one_task_leaves_its_siblings_alone(slurm, tmp_path, hap
         assert array.task(SIBLING) == ("COMPLETED", "0", 1), array.log
         assert array.task(FINISHED) == ("COMPLETED", "0", 1), array.log
         assert array.task(CANCELLED) == ("CANCELLED", "0", 1), array.log
-
-
-@pytest.mark.usefixtures("kill_wait")
-def test_a_cancelled_task_stays_cancelled_if_it_is_killed_soon(slurm, tmp_path) -> None:
-    for array in all_moments(slurm, tmp_path, cancelled):
-        assert array.task(TASK) == ("CANCELLED", "0", 1), array.log
-        assert array.task(SIBLING) == ("COMPLETED", "0", 1), array.log
 
 
 def test_a_task_that_is_cancelled_while_it_asks_for_its_requeue_stays_so(slurm, tmp_path) -> None:

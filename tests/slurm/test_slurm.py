@@ -5,17 +5,13 @@ make slurm-test runs these (some minutes; slurm-wlm and munge installed, as root
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests import ROOT
-from tests.slurm.cluster import Cluster, until
+from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ITERATIONS, curve, log, nodes_of, submit, wait_for_iterations, words
 
 pytestmark = pytest.mark.slow
@@ -30,10 +26,6 @@ def whole(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     return curve(folder)
 
 
-def stop_by_signal(slurm: Cluster, number: int) -> None:
-    slurm.call("scancel", "--signal=USR1", str(number))
-
-
 def stop_through_the_script(slurm: Cluster, number: int) -> None:
     slurm.call("scancel", "--batch", "--signal=USR1", str(number))
 
@@ -45,21 +37,21 @@ def kill_a_rank(slurm: Cluster, number: int) -> None:
     )
 
 
-def lose_a_node(slurm: Cluster, number: int) -> None:
-    node = nodes_of(slurm, number)[1]
-    slurm.lose(node)
-    slurm.bring_back(node)
-
-
-def requeue(slurm: Cluster, number: int) -> None:
-    slurm.call("scontrol", "requeue", str(number))
+TORCHRUN = {"script": "torchrun.sbatch", "environ": {"RANKS": "2"}}
 
 
 @pytest.mark.parametrize(
-    "happens", [stop_by_signal, stop_through_the_script, kill_a_rank, lose_a_node, requeue]
+    "happens, options, script",
+    [
+        (stop_through_the_script, (), {}),
+        (kill_a_rank, (), {}),
+        (stop_through_the_script, ("--ntasks-per-node=1",), TORCHRUN),
+    ],
+    ids=["stopped", "killed", "torchrun"],
 )
-def test_a_job_comes_back_and_its_curve_is_whole(slurm, whole, tmp_path, happens) -> None:
-    number = submit(slurm, tmp_path / "run")
+def test_a_job_comes_back_and_its_curve_is_whole(slurm, whole, tmp_path, happens, options, script) -> None:
+    """test_matrix.py has what SLURM itself does to a job."""
+    number = submit(slurm, tmp_path / "run", *options, **script)
     wait_for_iterations(tmp_path / "run", 50)
     happens(slurm, number)
     job = slurm.wait(number, timeout=240)
@@ -67,89 +59,14 @@ def test_a_job_comes_back_and_its_curve_is_whole(slurm, whole, tmp_path, happens
     assert curve(tmp_path / "run") == whole
 
 
-def test_preempted_with_grace_it_saves_and_comes_back(slurm, whole, tmp_path) -> None:
-    number = submit(slurm, tmp_path / "run", "--partition=graceful")
-    wait_for_iterations(tmp_path / "run", 50)
-    slurm.preempt(number, tmp_path)
-    job = slurm.wait(number, timeout=240)
-    assert job["JobState"] == "COMPLETED" and int(job["Restarts"]) >= 1
-    assert curve(tmp_path / "run") == whole
-
-
-@pytest.mark.parametrize("happens", [stop_by_signal, stop_through_the_script])
-def test_ranks_of_torchrun_stop_and_come_back(slurm, whole, tmp_path, happens) -> None:
-    options = {"script": "torchrun.sbatch", "environ": {"RANKS": "2"}}
-    number = submit(slurm, tmp_path / "run", "--ntasks-per-node=1", **options)
-    wait_for_iterations(tmp_path / "run", 50)
-    happens(slurm, number)
-    job = slurm.wait(number, timeout=240)
-    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log(tmp_path / "run")
-    assert curve(tmp_path / "run") == whole
-
-
-@pytest.mark.parametrize("kind", ["array", "singleton"])
-def test_a_chain_of_jobs_goes_on_until_the_run_is_finished(slurm, whole, tmp_path, kind) -> None:
+def test_a_chain_of_jobs_goes_on_until_the_run_is_finished(slurm, whole, tmp_path) -> None:
     """Of four jobs two stop before the end, the third finishes, and the last leaves the queue."""
     folder = tmp_path / "run"
     script = {"script": "chain.sbatch", "flags": words(exit_interval=60)}
-    if kind == "array":
-        submit(slurm, folder, "--array=1-4%1", "--job-name=array", **script)
-    else:
-        for _ in range(4):
-            submit(slurm, folder, "--dependency=singleton", "--job-name=singleton", **script)
-    states = slurm.wait_for_jobs(f"--name={kind}")
+    submit(slurm, folder, "--array=1-4%1", "--job-name=array", **script)
+    states = slurm.wait_for_jobs("--name=array")
     assert sorted(states) == ["CANCELLED", "COMPLETED", "FAILED", "FAILED"], log(folder)
     assert curve(folder) == whole
-
-
-@pytest.mark.parametrize("mistake", [("--lr", "-1"), ("--exit-on-missing-checkpoint",)])
-def test_a_mistake_is_not_tried_again(slurm, tmp_path: Path, mistake: tuple[str, ...]) -> None:
-    """One that each rank finds before torch is loaded, and one that they find together."""
-    job = slurm.wait(submit(slurm, tmp_path / "run", flags=[*words(), *mistake]))
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0"), log(
-        tmp_path / "run"
-    )
-
-
-def test_the_status_of_a_run_is_true(slurm, tmp_path: Path) -> None:
-    """By SLURM's own word where the run has none. tests/unit/ops/test_status.py has every state."""
-    run = tmp_path / "run"
-    number = submit(slurm, run, "--hold")
-
-    def state(*options: str) -> tuple[str, int]:
-        inside = [
-            *slurm.lab.members[0].inside,
-            "env",
-            f"--chdir={ROOT}",
-            f"PYTHONPATH={ROOT}",
-            sys.executable,
-        ]
-        done = subprocess.run(
-            [*inside, "tools/status.py", f"{run}/logs", "--no-chart", *options],
-            env={**os.environ, **slurm.environ},
-            capture_output=True,
-            text=True,
-        )
-        found = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("state")]
-        return (found[0].partition(":")[0] if found else done.stderr), done.returncode
-
-    assert state("--job", f"{number}") == ("held", 1) and state()[1] == 2
-    slurm.call("scontrol", "release", f"{number}")
-    wait_for_iterations(run, 20)
-    assert state() == ("under way", 0)
-    slurm.call("scontrol", "requeuehold", f"{number}")
-    slurm.wait(number, "PENDING", "REQUEUE_HOLD")
-    until(lambda: state() == ("held", 1), 60, lambda: f"{state()}")
-    slurm.call("scontrol", "release", f"{number}")
-    assert state()[0] in ("requeued", "starting")
-    wait_for_iterations(run, 60)
-    stop_by_signal(slurm, number)
-    until(lambda: state()[0] in ("stopping", "requeued", "starting"), 30, lambda: f"{state()}")
-    slurm.wait(number, "PENDING", timeout=60)
-    slurm.call("scancel", f"{number}")
-    assert state() == ("stopped", 0)
-    assert slurm.wait(submit(slurm, run))["JobState"] == "COMPLETED", log(run)
-    assert state() == ("finished", 0)
 
 
 SKEW = """#!/bin/bash
@@ -162,7 +79,6 @@ exec "$@"
 @pytest.mark.parametrize(
     "script, mistake, said",
     [
-        ("pretrain.sbatch", ("--global-batch-size", "3"), "--global-batch-size"),
         ("pretrain.sbatch", ("--no-such-flag",), "--no-such-flag"),
         ("pretrain.sbatch", ("--exit-on-missing-checkpoint",), "--exit-on-missing-checkpoint"),
         ("spare.sbatch", ("--lr", "-1"), "--lr"),
@@ -181,23 +97,6 @@ def test_a_mistake_is_told_and_kept_though_the_first_rank_comes_last(
     assert said in log(folder) and not list(folder.glob(".end-*")), log(folder)
 
 
-def test_a_start_on_a_full_disk_is_not_tried_again(slurm, tmp_path) -> None:
-    """Neither what the ranks say nor how often they were started fits on it."""
-    disk = slurm.disks[0]
-    with suppress(OSError), (disk / "all").open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
-    try:
-        job = slurm.wait(submit(slurm, disk / "run", f"--output={tmp_path}/run-%j.out"), timeout=300)
-    finally:
-        (disk / "all").unlink()
-    ends = (job["JobState"], job["ExitCode"], job["Restarts"])
-    assert ends == ("FAILED", "74:0", "0"), log(tmp_path / "run")
-    assert "restarts cannot be counted: not again" in log(tmp_path / "run") or "No space" in log(
-        tmp_path / "run"
-    )
-
-
 def test_a_second_job_on_a_folder_ends_before_it_touches_anything(slurm, tmp_path) -> None:
     folder = tmp_path / "run"
     first = submit(slurm, folder, flags=words(train_iters=20_000, lr_decay_iters=20_000))
@@ -210,21 +109,6 @@ def test_a_second_job_on_a_folder_ends_before_it_touches_anything(slurm, tmp_pat
     slurm.call("scancel", str(first))
     assert slurm.wait(first)["Restarts"] == "0"
     assert sorted(curve(folder)) == list(range(1, len(curve(folder)) + 1)), log(folder)
-    third = submit(slurm, folder, flags=words(train_iters=20_000, lr_decay_iters=20_000))
-    wait_for_iterations(folder, len(curve(folder)) + 1)
-    slurm.call("scancel", str(third))
-    assert "to see whether it lives" not in log(folder).rpartition("RUN=")[2], log(folder)
-
-
-def test_a_requeued_job_takes_its_own_folder_back_at_once(slurm, whole, tmp_path) -> None:
-    """Its ranks are killed, on the first node, too; another job would wait for a minute."""
-    number = submit(slurm, tmp_path / "run")
-    wait_for_iterations(tmp_path / "run", 50)
-    slurm.lose(nodes_of(slurm, number)[0])
-    slurm.bring_back(nodes_of(slurm, number)[0])
-    job = slurm.wait(number, timeout=240)
-    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log(tmp_path / "run")
-    assert "to see whether it lives" not in log(tmp_path / "run") and curve(tmp_path / "run") == whole
 
 
 @pytest.fixture

@@ -8,11 +8,8 @@ killed, too), or at or shortly after the n-th operation on the folder of checkpo
 the newest complete checkpoint. In the end losses, gradient norms and all tensors must have the bits of the
 uninterrupted run, and metrics.jsonl must have every iteration once. Every second trial saves with --async-save.
 
-With --outer the runs have outer replicas, so a kill comes in the middle of an interval, or of a fragment on its way.
+With --outer the runs have outer replicas, so a kill comes in the middle of an interval, or of a sum on its way.
 With --experts ranks share experts, whose states lie on other ranks than the rest.
-
-With --faults three random calls of each rank on the folder of checkpoints fail or hang, too
-(storage_faults.py), in every start but the last, of ranks that are forked. Such a start may end by itself.
 
 Each result is appended to the file at once. The same command continues with the missing trials and prints a summary
 at the end. Seed and number determine a trial, up to the machine's speed.
@@ -20,7 +17,6 @@ at the end. Seed and number determine a trial, up to the machine's speed.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -40,14 +36,14 @@ from random import Random
 from typing import Any
 
 from benchmarks import harness
-from megazero.checkpoint import saving, store
+from megazero.checkpoint import store
 from megazero.checkpoint.directory import complete
 from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import rank_variables
+from megazero.ops import lease
 from tests.dist.runs import Processes, checkpoint_of, differences, free_port
 from tests.sizes import TINY, words
-from tests.soak import storage_faults
-from tests.soak.trials import Row, run_trials
+from tests.soak.trials import run_trials
 
 Layouts = Mapping[str, tuple[int, Mapping[str, Any]]]  # by name: ranks and options
 PLAIN: Layouts = {
@@ -63,12 +59,6 @@ OUTER: Layouts = {
     "outer": (2, ALONE),
     "outer, 4 bits, bf16": (2, {**ALONE, "outer_bits": 4, "params_dtype": "bf16"}),
     "outer, late, zero3": (4, {**PAIRS, "outer_delay": 3, "zero_preset": "zero3"}),
-    "outer, late, zero1": (4, {**PAIRS, "outer_delay": 1, "zero_preset": "zero1"}),
-    "outer, late, 2 bits": (2, {**ALONE, "outer_delay": 2, "outer_bits": 2}),
-    "outer, late, 8 bits, tp 2": (
-        4,
-        {**PAIRS, "outer_delay": 2, "outer_bits": 8, "tensor_model_parallel_size": 2},
-    ),
 }
 # Biases of experts are state besides the tensors' own.
 ROUTED = {"num_experts": 8, "moe_ffn_hidden_size": 12, "ranks_per_node": 2}
@@ -76,13 +66,6 @@ BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias
 CODED = {"zero_preset": "zeropp", "zero_exact_numel": 64, "zero_block_size": 8}
 EXPERTS: Layouts = {
     "experts, zeropp": (4, {**ROUTED, **BIASED, **CODED, "expert_model_parallel_size": 2}),
-    "experts, zeropp, bf16": (
-        4,
-        {
-            **{**ROUTED, **CODED, "expert_model_parallel_size": 2, "params_dtype": "bf16"},
-            "moe_aux_loss_coeff": 0.01,
-        },
-    ),
     "experts of two nodes, 8 bits, zero3": (
         4,
         {
@@ -160,23 +143,21 @@ def die(rank: int, kill: Kill, folder: str) -> None:
     sys.addaudithook(audit)
 
 
-def spoil(rank: int, kill: Kill, folder: str, seed: str) -> None:
-    """Make three calls of this rank fail, and let it die as ``die`` says."""
-    saving.FIRST_PAUSE_S = 0.05
-    random = Random(f"{seed}/{rank}")
-    faults = storage_faults.Faults(folder)
-    faults.arm(
-        random.choice(list(storage_faults.KINDS.values())), left=3, odds=random.choice((20, 200)), hang_ms=500
-    )
-    ctypes.CDLL(None).srand(random.randrange(1 << 30))
-    die(rank, kill, folder)
+def prepare(rank: int, folder: str, job: Mapping[str, str], kill: Kill | None) -> None:
+    """Prepare a forked rank: the variables of its job, and its death."""
+    os.environ |= job
+    lease.NOTICE_S = 0.1
+    if kill is not None:
+        die(rank, kill, folder)
 
 
 class Started:
     """A rank in a Python of its own, with the methods of a multiprocessing.Process."""
 
-    def __init__(self, rank: int, world: int, port: int, values: Mapping[str, Any], log: Path) -> None:
-        launcher = rank_variables(rank, world, port) | {"OMP_NUM_THREADS": "1"}
+    def __init__(
+        self, rank: int, world: int, port: int, job: Mapping[str, str], values: Mapping[str, Any], log: Path
+    ) -> None:
+        launcher = {**rank_variables(rank, world, port), **job, "OMP_NUM_THREADS": "1"}
         with open(log, "wb") as file:
             self._popen = subprocess.Popen(
                 [sys.executable, str(harness.ROOT / "pretrain" / "pretrain_gpt.py"), *words(values)],
@@ -184,6 +165,10 @@ class Started:
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
 
     @property
     def exitcode(self) -> int | None:
@@ -200,30 +185,30 @@ class Started:
             self._popen.wait(timeout)
 
 
-def start(
-    ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | None, faults: str | None = None
-) -> Processes:
-    """Start all ranks; logs go to ``folder``, which is made. faults: a seed, if calls are to fail."""
+def start(ranks: int, values: Mapping[str, Any], folder: Path, turn: int, kill: Kill | None) -> Processes:
+    """Start all ranks; logs go to ``folder``, which is made.
+
+    turn: how often the job was started before. As a requeued one it takes its folder at once.
+    """
     folder.mkdir(parents=True)
+    job = {"SLURM_JOB_ID": "1", "SLURM_RESTART_COUNT": f"{turn}"}
     if kill is None or not kill.real:
-        prepare = None if kill is None else partial(die, kill=kill, folder=values["save"])
-        if kill is not None and faults is not None:
-            prepare = partial(spoil, kill=kill, folder=values["save"], seed=faults)
-        return Processes.start(ranks, values, folder, prepare)
+        own = partial(prepare, folder=values["save"], job=job, kill=kill)
+        return Processes.start(ranks, values, folder, own)
     logs, port = [folder / f"rank{rank}.log" for rank in range(ranks)], free_port()
     whole = {**TINY, **values}
-    return Processes([Started(rank, ranks, port, whole, logs[rank]) for rank in range(ranks)], logs)
+    return Processes([Started(rank, ranks, port, job, whole, logs[rank]) for rank in range(ranks)], logs)
 
 
 def attempt(
-    ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | None, faults: str | None = None
+    ranks: int, values: Mapping[str, Any], folder: Path, turn: int, kill: Kill | None
 ) -> dict[str, Any]:
     """Run until it ends or is killed and the survivors have ended. Return what became of it."""
     save = Path(values["save"])
     newest = store.latest(save)
     before = 0 if newest is None else store.read_manifest(newest).step
     left = unfinished(save)
-    began, running = time.monotonic(), start(ranks, values, folder, kill, faults)
+    began, running = time.monotonic(), start(ranks, values, folder, turn, kill)
     if kill is not None:
         first = running.ranks[kill.victims[0]]
         while first.is_alive() and any(each.is_alive() for each in running.ranks):
@@ -287,7 +272,7 @@ def reference_of(layout: str, folder: Path) -> Path:
     newest = store.latest(place / "save")
     if newest is None or store.read_manifest(newest).step < RUN["train_iters"]:
         shutil.rmtree(place, ignore_errors=True)
-        done = attempt(LAYOUTS[layout][0], make_values(layout, place, False), place / "out", None)
+        done = attempt(LAYOUTS[layout][0], make_values(layout, place, False), place / "out", 0, None)
         if set(done["statuses"]) != {0}:
             raise RuntimeError(f"the uninterrupted run of {layout} ended with {done}")
     return place
@@ -299,10 +284,8 @@ def trial(
     references: Path,
     kills: Sequence[Kill] = (),
     layouts: Sequence[str] = tuple(PLAIN),
-    faults: bool = False,
 ) -> dict[str, Any]:
-    """Kill and restart one run, and judge it. kills: instead of random ones. layouts: one is drawn. faults: calls on
-    files fail, too."""
+    """Kill and restart one run, and judge it. kills: instead of random ones. layouts: one is drawn."""
     random = Random(f"{seed}/{number}")
     layout, behind = random.choice(layouts), number % 2 == 1
     ranks = LAYOUTS[layout][0]
@@ -310,23 +293,15 @@ def trial(
     began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="kills-"))
     values, attempts = make_values(layout, folder, behind), list[dict[str, Any]]()
     for turn, kill in enumerate([*drawn, None]):
-        spoiled = f"{seed}/{number}/{turn}" if faults else None
-        attempts.append(attempt(ranks, values, folder / f"out{turn}", kill, spoiled))
+        attempts.append(attempt(ranks, values, folder / f"out{turn}", turn, kill))
     wrong = list(problems(values, reference_of(layout, references), attempts))
     whole = [path.name for path in Path(values["save"]).iterdir() if complete(path)]
     if not wrong:
         shutil.rmtree(folder)
-    said: dict[str, Any] = {"seed": seed, "trial": number, "faults": faults, "layout": layout}
+    said: dict[str, Any] = {"seed": seed, "trial": number, "layout": layout}
     said |= {"async_save": behind, "kept": sorted(whole)}
     said |= {"kills": [asdict(kill) for kill in drawn], "attempts": attempts, "problems": wrong}
     return {**said, "folder": str(folder) if wrong else None, "seconds": time.monotonic() - began}
-
-
-def asked_for(rows: Sequence[Row], seed: int, layouts: Sequence[str], faults: bool) -> list[Row]:
-    """Return the rows of one command line's trials: with faults the same number is another trial."""
-    return [
-        row for row in rows if (row["seed"], row.get("faults")) == (seed, faults) and row["layout"] in layouts
-    ]
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -357,18 +332,15 @@ def main() -> int:
         seconds=(1e9, "begin no trial after these"),
         outer=(False, "of runs with outer replicas"),
         experts=(False, "of runs whose ranks share experts"),
-        faults=(False, "let calls on the checkpoints' files fail, too"),
     ).parse_args()
-    if options.faults:
-        storage_faults.preload()
     chosen = {**(OUTER if options.outer else {}), **(EXPERTS if options.experts else {})} or PLAIN
     store, layouts = harness.Store(options.out), tuple(chosen)
     store.claim()
     references, began = options.out.with_suffix(".references"), time.monotonic()
     for layout in layouts:
         reference_of(layout, references)
-    done = asked_for(store.records(), options.seed, layouts, options.faults)
-    own = partial(trial, seed=options.seed, references=references, layouts=layouts, faults=options.faults)
+    done = [row for row in store.records() if row["seed"] == options.seed and row["layout"] in layouts]
+    own = partial(trial, seed=options.seed, references=references, layouts=layouts)
     left = options.seconds - (time.monotonic() - began)
     rows = run_trials(own, options.trials, store, done, left, options.jobs)
     print(summary(rows))

@@ -21,7 +21,7 @@ enum { HANG = -1, PARTIAL = -2 };
 
 struct state {
     int armed, at, left, kind; /* kind: an errno, HANG or PARTIAL */
-    int calls, hits, odds, hang_ms; /* odds: one call in so many fails instead, 0: none */
+    int calls, hits, hang_ms;
     char folder[4096];
 };
 
@@ -57,7 +57,7 @@ static int open_below(const struct state *now, int file) {
 /* Whether this call, on a file that counts, fails: errno is set. 2: a write is to be cut. */
 static int hit(struct state *now) {
     int number = __sync_fetch_and_add(&now->calls, 1);
-    if (now->odds ? rand() % now->odds : number < now->at) return 0;
+    if (number < now->at) return 0;
     if (__sync_fetch_and_sub(&now->left, 1) <= 0) return 0;
     __sync_fetch_and_add(&now->hits, 1);
     if (now->kind == PARTIAL) return 2;

@@ -49,7 +49,7 @@ HANG_MS, FOR_GOOD_MS = 3000, 30_000
 ENDS = 50, 80  # of a save's calls, which are all tried; of those between, MIDDLE
 MIDDLE = 20
 FEW = 40  # of those that hang
-STATE = struct.Struct("8i4096s")  # as in storage_faults.c
+STATE = struct.Struct("7i4096s")  # as in storage_faults.c
 RUN = {"zero_preset": "zero3", "save_interval": 1, "save_keep_last": 2, "eval_iters": 0, "lr_warmup_iters": 0}
 RUN |= {"distributed_timeout_minutes": LIMIT_S / 60, "lr_decay_style": "constant", "log_interval": 1000}
 FOREVER = 1 << 30
@@ -81,9 +81,9 @@ class Faults:
         self._folder = folder.encode()
         os.environ["FAULTS_STATE"] = file.name
 
-    def arm(self, kind: int, at: int = 0, left: int = 1, odds: int = 0, hang_ms: int = HANG_MS) -> None:
-        """Let calls from number ``at`` on fail, ``left`` times; or one in ``odds``."""
-        self._state[:] = STATE.pack(1, at, left, kind, 0, 0, odds, hang_ms, self._folder)
+    def arm(self, kind: int, at: int = 0, left: int = 1, hang_ms: int = HANG_MS) -> None:
+        """Let calls from number ``at`` on fail, ``left`` times."""
+        self._state[:] = STATE.pack(1, at, left, kind, 0, 0, hang_ms, self._folder)
 
     def disarm(self) -> tuple[int, int]:
         """Return how many calls there were, and how many of them failed."""

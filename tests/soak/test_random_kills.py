@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from megazero.log.metrics import METRICS_FILE, read_metrics
+from megazero.log.metrics import METRICS_FILE
 from tests.soak import random_kills as kills
 
 
@@ -18,7 +18,7 @@ def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> No
     (layout,) = {"zero3"} & set(kills.LAYOUTS)
     moments = [kills.Kill((1,), False, 0.0, 12), kills.Kill((0, 1), False, 0.01, 50)]
     row = kills.trial(1, 0, tmp_path, moments, [layout])
-    assert row["async_save"] and row["faults"] is False and not row["problems"], row
+    assert row["async_save"] and not row["problems"], row
     assert json.loads(json.dumps(row)) == row | {"kills": json.loads(json.dumps(row["kills"]))}
     assert "2 of them" not in kills.summary([row]) and "wrong: none" in kills.summary([row])
     # What it must see: another loss, and an older checkpoint that a start went on from.
@@ -36,21 +36,9 @@ def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_with_a_fragment_on_its_way_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """In the first save, then in the second: a fragment is on its way at one of two."""
-    (layout,) = {"outer, late, 2 bits"} & set(kills.OUTER)
-    moments = [kills.Kill((1,), False, 0.0, 12), kills.Kill((0,), False, 0.01, 50)]
-    row = kills.trial(0, 0, tmp_path, moments, [layout])
-    assert not row["problems"] and row["attempts"][-1]["from"], row
-    values = kills.make_values(layout, kills.reference_of(layout, tmp_path), False)
-    lines = read_metrics(values["log_dir"])
-    assert [line["iteration"] for line in lines if "outer" in line] == [4, 7, 9, 12], "what is compared"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", kills.EXPERTS)
-def test_ranks_that_share_experts_go_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
-    """One rank is killed in the second save, then all of a node in the next, which have experts of their own."""
+@pytest.mark.parametrize("layout", ["outer, late, zero3", "experts, zeropp"])
+def test_what_lies_on_other_ranks_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    """One rank is killed in the second save, then all of a node in the next, with a sum or experts of their own."""
     moments = [kills.Kill((3,), False, 0.0, 12), kills.Kill((0, 1), False, 0.01, 50)]
     row = kills.trial(0, 0, tmp_path, moments, [layout])
     assert not row["problems"] and row["attempts"][-1]["from"], row
@@ -59,17 +47,6 @@ def test_ranks_that_share_experts_go_on_bit_for_bit(layout: str, tmp_path: Path)
 def test_kills_are_drawn_from_the_seed() -> None:
     drawn = [kills.draw(Random(seed), 4) for seed in range(300)]
     assert drawn == [kills.draw(Random(seed), 4) for seed in range(300)]
-    assert {len(kill.victims) for kill in drawn} == {1, 2, 4} and {v for k in drawn for v in k.victims} == {
-        0,
-        1,
-        2,
-        3,
-    }
+    assert {len(kill.victims) for kill in drawn} == {1, 2, 4}
+    assert {victim for kill in drawn for victim in kill.victims} == {*range(4)}
     assert 40 < sum(kill.real for kill in drawn) < 110 < sum(kill.operation is not None for kill in drawn)
-
-
-def test_a_trial_without_faults_is_not_one_with_them() -> None:
-    rows = [{"seed": 1, "faults": faults, "layout": "zero3"} for faults in (False, True)]
-    assert kills.asked_for(rows, 1, ["zero3"], False) == rows[:1]
-    assert kills.asked_for(rows, 1, ["zero3"], True) == rows[1:]
-    assert not kills.asked_for(rows, 2, ["zero3"], True) and not kills.asked_for(rows, 1, ["pp 2"], True)

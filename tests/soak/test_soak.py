@@ -14,7 +14,6 @@ from tests import ROOT
 SOAKS = (
     "random_kills --trials 2",
     "random_kills --trials 2 --experts",
-    "start_skew --trials 6",
     "storage_faults --kinds ESTALE EIO --at 5 --few 4",
     "two_runs --trials 6",
 )

@@ -3,11 +3,11 @@
     python -m tests.soak.two_runs --trials 100 --seed 1 --out two_runs.jsonl
 
 The processes take real leases on a real folder; the times of megazero/ops/lease.py are divided by --faster (20 by
-default). Each process pretends to be on its own host, and its clock has its own offset and rate. They start up to a
-second apart. The owner is killed, is stopped for up to two silences and continued, is requeued while it may still
-live, or ends by itself. Each writes lines into one file and commits folders by renaming, after the check that a run
-makes. A trial is wrong if two processes' lines or folders interleave, if a start waits longer than a silence and a
-beat, if a start is refused in favour of a dead run, or if a living run loses its lease.
+default). Each process has a clock with its own offset and rate. They start up to a second apart. The owner is killed,
+is stopped for up to two silences and continued, is requeued while it may still live, or ends by itself. Each writes
+lines into one file and commits folders by renaming, after the check that a run makes. A trial is wrong if two
+processes' lines or folders interleave, if a start waits longer than a silence, a notice and a beat, if a start is
+refused in favour of a dead run, or if a living run loses its lease.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megazero.ops.lease import FolderInUse, Lease, Leaseholder, Place
 
 ROOT = Path(__file__).resolve().parents[2]
 SLACK_S = 1.0  # for which a busy machine may hold up a process
-SECONDS = ("BEAT_S", "SILENT_S", "LOOK_S", "FRESH_S", "SETTLE_S")
+SECONDS = ("BEAT_S", "SILENT_S", "LOOK_S", "FRESH_S", "NOTICE_S")
 
 
 def run(
@@ -40,9 +40,8 @@ def run(
     """Take the lease, write, and end. Returns 0, or 73 if the run may not write (any more)."""
     for each in SECONDS:
         setattr(module, each, getattr(module, each) / faster)
-    holder = Leaseholder(
-        name, job, f"host of {name}", os.getpid(), f"{offset:+.0f} s", kernel=name, run=job, restarts=restarts
-    )
+    at = f"{offset:+.0f} s"
+    holder = Leaseholder(name, job, f"host of {name}", os.getpid(), at, run=job, restarts=restarts)
     events = (folder / f"{name}.events").open("a", buffering=1)  # noqa: SIM115
 
     def note(event: str) -> None:
@@ -61,7 +60,6 @@ def run(
         note(f"refused: {error}")
         return 73
     note("holds")
-    mine.settle()
     with (folder / "lines").open("ab", buffering=0) as file:
         for number in range(lines):
             mine.check(f"{folder}/save")
@@ -127,7 +125,7 @@ def trial(number: int, seed: int, faster: float) -> dict[str, Any]:
             begin("c")
         for each in runs:
             each.process.wait(60)
-        problems = list(wrong(folder, runs, silent, module.BEAT_S / faster))
+        problems = list(wrong(folder, runs, faster))
         ends = Counter(events(folder, each.name)[-1][0].split(":")[0] for each in runs)
     return {"trial": number, "seed": seed, "what": what, "ends": dict(ends), "problems": problems}
 
@@ -138,9 +136,9 @@ def events(folder: Path, name: str) -> list[tuple[str, float]]:
     return rows or [("nothing", 0.0)]
 
 
-def wrong(folder: Path, runs: list[Started], silent: float, beat: float) -> list[str]:
+def wrong(folder: Path, runs: list[Started], faster: float) -> list[str]:
     """Return what went wrong, in words."""
-    found = []
+    found, waits = [], (module.SILENT_S / 0.99 + module.NOTICE_S + module.BEAT_S) / faster
     lines = (folder / "lines").read_text().split() if (folder / "lines").exists() else []
     for what, order in {
         "lines": lines,
@@ -154,7 +152,7 @@ def wrong(folder: Path, runs: list[Started], silent: float, beat: float) -> list
         decided = next((at for event, at in seen.items() if event.startswith(("holds", "refused"))), 0.0)
         stopped = sum(end - begin for begin, end in each.stops)
         died = sum(bool(other.killed or other.stops) for other in runs)
-        if decided and decided - seen["asks"] > (silent / 0.99 + beat) * max(1, died) + SLACK_S + stopped:
+        if decided and decided - seen["asks"] > waits * max(1, died) + SLACK_S + stopped:
             found.append(f"{each.name} waited {decided - seen['asks']:.1f} s")
         for event in seen:
             for other in runs:
@@ -162,7 +160,8 @@ def wrong(folder: Path, runs: list[Started], silent: float, beat: float) -> list
                 if named and 0 < other.killed < decided - SLACK_S:
                     found.append(f"{each.name} was refused for {other.name}, which was dead")
         again = any(other.job == each.job and other is not each for other in runs)
-        if "lost" in seen and not again and max((b - a for a, b in each.stops), default=0.0) < silent - beat:
+        longest = max((b - a for a, b in each.stops), default=0.0)
+        if "lost" in seen and not again and longest < (module.SILENT_S - module.BEAT_S) / faster:
             found.append(f"{each.name} lost its lease, though it lived")
         if not each.killed and each.process.returncode not in (0, 73):
             found.append(f"{each.name} ended with {each.process.returncode}")

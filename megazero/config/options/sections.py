@@ -323,7 +323,7 @@ class BatchConfig:
         whole_run=True,
     )
     elastic: bool = option(
-        False, "keep the global batch on any number of ranks, by a smaller micro-batch or another layout"
+        False, "keep the global batch on another number of data-parallel ranks, by a smaller micro-batch"
     )
 
     def samples_per_step(self, data_parallel: int) -> int:

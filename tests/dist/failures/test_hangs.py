@@ -5,21 +5,20 @@
 It prints how long after the limit each was named, and all had ended.
 
 A rank in an endless loop is tried before every kind of wait for other ranks: it alone is named. One of these runs
-always. Others are in test_failing_ranks.py, test_watchdog.py and tests/dist/pipeline/test_failures.py. A link that is
-cut is in tests/netlab/test_hangs.py.
+always. Others are in test_failing_ranks.py and tests/dist/pipeline/test_failures.py. A link that is cut is in
+tests/netlab/test_hangs.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
+import pickle
 import re
 import signal
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from megazero.checkpoint.saving import Part
 from megazero.log.exit_status import ExitStatus
 from megazero.models import Decoder
 from megazero.moe.context import Holders
+from megazero.ops.watchdog import REQUEST
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.tp.collectives import Pending
@@ -48,7 +48,6 @@ EXPERTS = {
     **{"moe_ffn_hidden_size": 12, "expert_model_parallel_size": 2},
 }
 GATHERED = {**PAIR, "context_parallel_size": 2, "cp_comm_type": ("all_gather",), "ranks_per_node": 1}
-PTRACE_ATTACH = 16
 BUSY = "not in a collective but at "
 
 
@@ -88,31 +87,13 @@ def before(owner: Any, name: str, values: dict[str, Any], world: int = 2) -> tup
     return 1, partial(in_a_loop, owner, name), values, BUSY, world
 
 
-def hold(pid: int) -> None:
-    """Attach to a process as a debugger does, which stops it, until it is killed, and reap it before its parent.
-
-    It is held while it waits: a thread that is stopped with the interpreter's lock would silence the others, too.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.ptrace.argtypes = [ctypes.c_long] * 4
-    while Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-        pass
-    if libc.ptrace(PTRACE_ATTACH, pid, 0, 0) != 0:
-        os._exit(ctypes.get_errno())
-    while os.WIFSTOPPED(os.waitpid(pid, 0x40000000)[1]):  # __WALL: it is no child
-        pass
+def written(stacks: Path) -> int:
+    """How many files of ranks there are."""
+    return len(list(stacks.glob("*/*rank_*")))
 
 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-
-
-def trace(pid: int) -> None:
-    debugger = get_context("fork").Process(target=hold, args=(pid,), daemon=True)
-    debugger.start()
-    time.sleep(1)
-    if not debugger.is_alive():
-        pytest.skip(f"ptrace is not allowed ({os.strerror(debugger.exitcode or 0)})")
 
 
 # name -> (the rank, what it or the test does, the run, what is said of it, the number of ranks)
@@ -120,7 +101,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "stopped, first rank": (0, stop, TRAINING, "which holds the store: it is stopped or lost", 3),
     "stopped, middle rank": (1, stop, TRAINING, "no answer, so its process is stopped or lost", 3),
     "stopped, last rank": (2, stop, TRAINING, "no answer, so its process is stopped or lost", 3),
-    "held by ptrace": (1, trace, TRAINING, "where it is held, as by a debugger", 3),
     "reads a FIFO nobody writes": (1, in_data, TRAINING, BUSY, 3),
     "loops before a gather": before(Decoder, "run_stage", {**TRAINING, "zero_preset": "zero3"}, 3),
     "loops before a reduction": before(Reducer, "_submit", {**TRAINING, "zero_preset": "zero2"}, 3),
@@ -154,17 +134,16 @@ ALWAYS = "loops before experts' rows"
 def test_a_hang_is_named_and_all_end(tmp_path: Path, kind: str) -> None:
     victim, act, values, words, world = KINDS[kind]
     began = tmp_path / "began"
-    outside = act in (stop, trace)
+    outside, logs = act is stop, tmp_path / "logs"
     if "save_interval" in values:
         values = {**values, "save": str(tmp_path / "run"), "save_keep_last": 1}
-    ranks = Processes.start(
-        world,
-        {**values, "log_dir": str(tmp_path / "logs")},
-        tmp_path,
-        None if outside else partial(act, began),
-    )
+    values = {**values, "log_dir": str(logs)}
+    ranks = Processes.start(world, values, tmp_path, None if outside else partial(act, began))
     if outside:
-        ranks.wait_for(lambda: iterations(tmp_path / "logs") > 2)
+        ranks.wait_for(lambda: iterations(logs) > 2)
+        (logs / REQUEST).touch()  # all ranks write their stacks, and the run goes on
+        before = iterations(logs)
+        ranks.wait_for(lambda: iterations(logs) > before + 2 and written(logs / "stacks") == 2 * world)
         began.touch()
         act(ranks.ranks[victim].pid)
     codes, ended = ranks.statuses(), time.time()
@@ -177,6 +156,12 @@ def test_a_hang_is_named_and_all_end(tmp_path: Path, kind: str) -> None:
     assert said and all(
         words in line and re.findall(r"[:;] rank (\d+) ", line) == [f"{victim}"] for _, line in said
     ), texts
+    assert not (logs / REQUEST).exists()
+    for folder in (logs / "hang", *(logs / "stacks").glob("*")):
+        waiting = (victim + 1) % world
+        assert "trainer.py" in (folder / f"rank_{waiting}.txt").read_text()
+        record = pickle.loads((folder / f"nccl_trace_rank_{waiting}").read_bytes())
+        assert record["entries"][-1]["profiling_name"].startswith("gloo:")
     late = [log.stat().st_mtime for log, text in zip(ranks.logs, texts, strict=True) if "missing: " in text]
     named, all_ended = (at - began.stat().st_mtime - LIMIT for at in (min(late), ended))
     print(f"\n| {kind} | {named:.1f} s | {all_ended:.1f} s |")

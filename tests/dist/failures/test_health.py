@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from megazero import files
+from megazero.cli import node_check
 from megazero.config import World, make_config
-from megazero.mesh.mesh import create_mesh
-from megazero.ops import health_links, health_probes
-from megazero.ops.health import HealthCheck, Storage, Unhealthy
+from megazero.ops import health_probes
+from megazero.ops.health import Storage, Unhealthy, check_health
 from megazero.plan.memory import checkpoint_bytes
 from tests.dist.pool import run_ranks
 from tests.dist.runs import checkpoint_of, train, train_all
+from tests.messages import names
 from tests.sizes import TINY
 
 SHORT = {"train_iters": 1, "lr_warmup_iters": 0}
@@ -28,26 +29,19 @@ BAD_NODE = f"n{BAD}"
 
 def check(save: Path, plant: Callable[[], None] | None = None, size: int = 1) -> str:
     """The notes of a check in this rank, or what it refuses. plant: what makes rank BAD bad."""
-    kept = (health_probes.read_clock, health_probes.multiplies, dist.send, files.SEEN_S)
+    kept = (health_probes.multiplies, dist.send, files.SEEN_S)
     files.SEEN_S = 1.0
     rank = dist.get_rank()
     if rank == BAD and plant is not None:
         plant()
-    health = HealthCheck(f"n{rank}")
+    elsewhere = save.with_name("elsewhere") if plant is see_another_folder and rank == BAD else save
     try:
-        health.check_ranks(torch.device("cpu"))
-        elsewhere = save.with_name("elsewhere") if plant is see_another_folder and rank == BAD else save
-        health.check_storage(Storage(elsewhere, size, 2))
-        health.check_groups(create_mesh(shards=(RANKS,) * 3, ranks_per_node=1))
-        return "\n".join(health.notes())
+        nodes, notes = check_health(f"n{rank}", torch.device("cpu"), Storage(elsewhere, size, 2))
+        return "\n".join((*notes, node_check.check_links(nodes, 1, torch.device("cpu"))))
     except Unhealthy as error:
         return f"{error.exit_status.name} {error}"
     finally:
-        health_probes.read_clock, health_probes.multiplies, dist.send, files.SEEN_S = kept
-
-
-def be_late() -> None:
-    health_probes.read_clock = lambda: time.time() - 60
+        health_probes.multiplies, dist.send, files.SEEN_S = kept
 
 
 def multiply_wrongly() -> None:
@@ -64,30 +58,22 @@ def send_slowly() -> None:
 
 
 def check_each(save: Path) -> list[str]:
-    health_links.PAUSE = 0.0
-    faults = (None, be_late, multiply_wrongly, see_another_folder, send_slowly)
+    faults = (None, multiply_wrongly, see_another_folder, send_slowly)
     return [*(check(save, plant) for plant in faults), check(save, size=10**18)]
 
 
 @pytest.mark.slow
 def test_faults_are_named_with_their_node_on_every_rank(tmp_path: Path) -> None:
     every = run_ranks(RANKS, check_each, tmp_path / "deep" / "save")
-    well, late, wrong, elsewhere, slow, full = every[0]
-    assert well.startswith("health check of 4 ranks on 4 nodes: ")
-    assert "links: p_inter" in well and "nodes" in well and "clock" not in well
-    assert f"{BAD_NODE}: its clock is -60.0 s from the others'" in late
-    leave = f"Leave them out: --exclude={BAD_NODE}"
-    said = (
-        f"RANK_LOST health check: {BAD_NODE}: rank {BAD}: the product of two small matrices is wrong. {leave}"
-    )
-    assert said in wrong
-    assert (
-        f"RANK_LOST health check: {BAD_NODE}: rank {BAD} does not see the file" in elsewhere
-        and leave in elsewhere
-    )
-    assert f"RANK_LOST health check: {BAD_NODE}: its links to its neighbours" in slow and leave in slow
-    assert "STORAGE health check: --save" in full and "GiB more" in full and "--exclude" not in full
-    refusals = [rank[2:] for rank in every]
+    well, wrong, elsewhere, slow, full = every[0]
+    names(well, "health check of 4 ranks on 4 nodes", "links: gathers across nodes", "pairs of nodes")
+    bad = f"RANK_LOST health check: {BAD_NODE}:", f"--exclude={BAD_NODE}"
+    names(wrong, *bad, f"rank {BAD}", "product")
+    names(elsewhere, *bad, f"rank {BAD}", "does not see the file")
+    names(slow, *bad, "neighbours")
+    names(full, "STORAGE", "--save", "GiB more")
+    assert "--exclude" not in full
+    refusals = [rank[1:] for rank in every]
     assert refusals == refusals[:1] * RANKS  # word for word
     assert os.listdir(tmp_path / "deep" / "save") == []
 

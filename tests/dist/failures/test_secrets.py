@@ -41,12 +41,8 @@ IN_FLAGS = {
 }
 PLANTED = (
     *(value for name, value in ENVIRONMENT.items() if name not in ("HTTPS_PROXY", "SSH_PRIVATE_KEY")),
-    "plantedFirstLine",
-    "plantedSecondLine",
-    "plantedProxy7",
-    "plantedBucket8",
-    "plantedFlagValue9",
-    "plantedFlagValue10",
+    *("plantedFirstLine", "plantedSecondLine", "plantedProxy7", "plantedBucket8"),
+    *("plantedFlagValue9", "plantedFlagValue10"),
 )
 # The program, with a library in it that fails and says all that it knows.
 CRASH = r"""
@@ -106,14 +102,8 @@ def test_a_run_that_trains_saves_and_crashes(tmp_path: Path, logger: str) -> Non
     pytest.importorskip(logger)
     to = ["--tensorboard-dir", str(tmp_path / "board")]
     if logger == "wandb":
-        to = [
-            "--wandb-project",
-            "p",
-            "--wandb-save-dir",
-            str(tmp_path),
-            "--wandb-exp-name",
-            ENVIRONMENT["HF_TOKEN"],
-        ]
+        named = f"--wandb-exp-name={ENVIRONMENT['HF_TOKEN']}"
+        to = ["--wandb-project", "p", "--wandb-save-dir", str(tmp_path), named]
     kill_switch = ["--kill-switch-path", IN_FLAGS["--kill-switch-path"]]
     save = ["--save", str(tmp_path / "run")]
     names = ",".join(ENVIRONMENT)
@@ -144,14 +134,6 @@ def test_mistakes_in_flags(tmp_path: Path) -> None:
     assert found(tmp_path, done.stdout, done.stderr) == []
 
 
-@pytest.mark.slow
-def test_a_mistake_that_is_found_later(tmp_path: Path) -> None:
-    load = "https://someone:plantedBucket8@host.example/run"
-    done = start(tmp_path, ["pretrain/pretrain_gpt.py"], "--load", load)
-    assert done.returncode == ExitStatus.MISTAKE and "https:" in done.stderr, done.stderr
-    assert found(tmp_path, done.stdout, done.stderr) == []
-
-
 def test_plain_words_are_secrets_of_sure_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DATA_KEY", "CACHE_PASS", "SSH_AUTH"):
         monkeypatch.setenv(name, "corpus")
@@ -165,43 +147,29 @@ def test_plain_words_are_secrets_of_sure_names_only(monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(name)
 
 
+SECRET = ("password: plantedX", "hf_token='plantedX'", "?sig=plantedX&a=1", "Authorization: Bearer plantedX")
+PLAIN = (
+    *("iteration 1 | 12.3k tokens/s | tokens: 123456", "eos_token='<|endoftext|>'", "forward pass: computed"),
+    *("KeyError: 'layers', abc, key 1: value", "http://host.example/a@b, sha256 0123456789abcdef"),
+    "hf:/models/sk-newspaper-llama-2",
+)
+
+
 def test_what_is_hidden_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SHORT_KEY", "abc")
     words = take_secrets([word for flag in IN_FLAGS.items() for word in flag])
-    assert words == [
-        "--kill-switch-path",
-        "s3://***@bucket.example/stop",
-        "--hf-token",
-        "***",
-        "--wandb-api-key",
-        "***",
-    ]
+    hidden = ("s3://***@bucket.example/stop", "***", "***")
+    assert words == [word for flag in zip(IN_FLAGS, hidden, strict=True) for word in flag]
     for secret in PLANTED:
-        for form in (
-            secret,
-            f"x={secret!r}",
-            json.dumps({"a": secret}),
-            f"https://host/?q={quote(secret, safe='')}",
-        ):
+        query = f"https://host/?q={quote(secret, safe='')}"
+        for form in (secret, f"x={secret!r}", json.dumps({"a": secret}), query):
             assert not any(each in redact(form).encode() for each in forms(secret)), form
     said = {"data": ("a", 1, ["planted1"]), "wandb_api_key": "x" * 3, "n": 2.5}
     assert redact(said) == {"data": ("a", 1, ["***"]), "wandb_api_key": "***", "n": 2.5}
-    for text in (
-        "password: plantedX",
-        "hf_token='plantedX'",
-        "?sig=plantedX&a=1",
-        "Authorization: Bearer plantedX",
-    ):
+    for text in SECRET:
         assert "plantedX" not in redact(text), text
-    for text in (
-        "iteration 1 | 12.3k tokens/s | tokens: 123456",
-        "eos_token='<|endoftext|>'",
-        "KeyError: 'layers', abc, key 1: value",
-        "http://host.example/a@b, sha256 0123456789abcdef",
-        "forward pass: computed",
-        "hf:/models/sk-newspaper-llama-2",
-    ):
+    for text in PLAIN:
         assert redact(text) == text
     assert not [option for option in all_options() if names_secret(option)]

@@ -9,7 +9,10 @@ from tests import ROOT
 from tests.unit.house.test_imports import parsed
 
 # No watchdog runs there.
-UNWATCHED = ("calibrate/", "patches/", "verify/", "mesh/local_ranks.py", "train/evaluate_command.py")
+UNWATCHED = (
+    *("calibrate/", "patches/", "verify/", "mesh/local_ranks.py"),
+    *("train/evaluate_command.py", "cli/node_check.py"),
+)
 # Called inside a wait, or where the host does not wait.
 INSIDE = {("comm/lane.py", "_landed"), ("pp/links.py", "_finish")}
 COLLECTIVES = {

@@ -15,6 +15,7 @@ from megazero.comm import timing
 from megazero.comm.timing import Waits
 from megazero.log.time_bill import ITEMS, TimeBill
 from megazero.ops.stragglers import STEADY, WINDOW, RankSeconds, Stragglers
+from tests.messages import names
 
 HOSTS = ["n0", "n0", "n1", "n1"]
 BILL = dict.fromkeys(ITEMS, 0.0) | {"compute": 1.0, "exposed_reduce_inter": 0.8, "data": 0.2}
@@ -29,55 +30,57 @@ def judged(rows: list[Any], times: int, judge: Stragglers) -> tuple[list[dict[st
 
 def stragglers(stages: list[list[int]]) -> Stragglers:
     judge = Stragglers(stages, HOSTS, judges=True)
-    assert judge.take([RankSeconds()] * 4, BILL, 2.0) == (
-        {},
-        [],
-    )  # nothing is known of an iteration before the first
+    # Nothing is known of an iteration before the first.
+    assert judge.take([RankSeconds()] * 4, BILL, 2.0) == ({}, [])
     return judge
 
 
-@pytest.mark.parametrize(("kind", "row"), [("compute", (1.5, 0.2)), ("data", (1.0, 0.6))])
+SLOW = (1.5, 0.2)
+
+
+@pytest.mark.parametrize(("kind", "row"), [("compute", SLOW), ("data", (1.0, 0.6))])
 def test_a_steadily_slower_rank_is_named_once_with_its_kind(kind: str, row: tuple[float, ...]) -> None:
     judge = stragglers([[0, 1, 2, 3]])
-    _, early = judged([EVEN, EVEN, EVEN, row], STEADY - 1, judge)
-    metrics, lines = judged([EVEN, EVEN, EVEN, row], WINDOW, judge)
-    assert early == [] and len(lines) == 1
-    assert lines[0].startswith(
-        f"rank 3 on n1 is slower than its peers, in {STEADY} of the last {STEADY} iterations"
+    assert judged([EVEN, EVEN, EVEN, row], STEADY - 1, judge)[1] == []
+    metrics, (line,) = judged([EVEN, EVEN, EVEN, row], WINDOW, judge)
+    names(
+        line, "rank 3 on n1", f"{STEADY} of the last {STEADY}", f"{kind} takes it {row[kind == 'data']:.3g} s"
     )
-    assert f"{kind} takes it {row[('compute', 'data').index(kind)]:.3g} s of 2 s, them" in lines[0]
     want = {"least_s": 1.2, "most_s": sum(row), "slowest_rank": 3, "slowest_host": "n1"}
     assert metrics[-1] == {"rank_times": want}
-    _, lines = judged([EVEN] * 4, 2 * WINDOW, judge)
-    assert lines == ["rank 3 on n1 is as fast as its peers again"]
+    (line,) = judged([EVEN] * 4, 2 * WINDOW, judge)[1]
+    names(line, "rank 3 on n1", "again")
 
 
-def test_now_and_then_is_not_steady_and_a_little_is_not_slow() -> None:
-    slow, little = (1.5, 0.2), (1.19, 0.2)
-    judge = stragglers([[0, 1, 2, 3]])
+ALL, PAIRS, ALONE = [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("stages", "rows", "words"),
+    [
+        (ALL, [EVEN, (1.19, 0.2), EVEN, EVEN], ()),  # a little
+        (PAIRS, [EVEN, EVEN, (1.9, 0.2), (1.9, 0.2)], ()),  # stages have other work, and are not compared
+        (PAIRS, [EVEN, EVEN, (1.9, 0.2), (2.3, 0.2)], ("compute takes it 2.3 s", "them 1.9 s")),
+        (ALONE, [EVEN, EVEN, EVEN, (1.9, 0.2)], ()),  # a rank alone in its stage is judged by its data
+        (ALONE, [EVEN, EVEN, EVEN, (1.9, 0.6)], ("data takes it 0.6 s", "them 0.2 s")),
+    ],
+)
+def test_a_rank_is_compared_with_its_peers(stages, rows, words) -> None:
+    lines = judged(rows, 3 * WINDOW, stragglers(stages))[1]
+    assert len(lines) == bool(words)
+    names("".join(lines), *words, *(["rank 3 on n1"] if words else []))
+
+
+def test_now_and_then_is_not_steady() -> None:
+    judge = stragglers(ALL)
     for turn in range(5 * WINDOW):
         rows = [EVEN] * 4
-        rows[turn % 4] = slow
+        rows[turn % 4] = RankSeconds(*SLOW)
         assert judged(rows, 1, judge)[1] == []
-    assert judged([EVEN, little, EVEN, EVEN], 3 * WINDOW, judge)[1] == []
-
-
-def test_stages_have_other_work_and_are_not_compared() -> None:
-    heavy = (1.9, 0.2)
-    assert judged([EVEN, EVEN, heavy, heavy], WINDOW, stragglers([[0, 1], [2, 3]]))[1] == []
-    (line,) = judged([EVEN, EVEN, heavy, (2.3, 0.2)], WINDOW, stragglers([[0, 1], [2, 3]]))[1]
-    assert "rank 3 on n1" in line and "compute takes it 2.3 s of 2 s, them 1.9 s" in line
-
-
-def test_a_rank_alone_in_its_stage_is_judged_by_its_data_only() -> None:
-    alone = [[0], [1], [2], [3]]
-    assert judged([EVEN, EVEN, EVEN, (1.9, 0.2)], WINDOW, stragglers(alone))[1] == []
-    (line,) = judged([EVEN, EVEN, EVEN, (1.9, 0.6)], WINDOW, stragglers(alone))[1]
-    assert "rank 3 on n1" in line and "data takes it 0.6 s of 2 s, them 0.2 s" in line
 
 
 def test_own_time_is_without_waits() -> None:
-    judge = Stragglers([[0, 1, 2, 3]], HOSTS, judges=False)
+    judge = Stragglers(ALL, HOSTS, judges=False)
     assert judge.take([EVEN] * 4, BILL, 2.0) == ({}, [])
     assert judge.own == pytest.approx(RankSeconds(1.0, 0.2))
     assert judge.take([EVEN, EVEN, EVEN, RankSeconds(9.0)], BILL, 2.0) == ({}, [])  # another rank speaks

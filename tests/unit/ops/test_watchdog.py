@@ -1,6 +1,6 @@
 """The watchdog of one rank, with other ranks' heartbeats put into its store by hand.
 
-tests/dist/failures/test_watchdog.py has ranks that hang.
+tests/dist/failures/test_hangs.py has ranks that hang.
 """
 
 from __future__ import annotations

@@ -363,21 +363,6 @@ def test_without_enough_good_nodes_the_job_goes_back_into_the_queue(scripts) -> 
     assert "node2 is left out" in text and "1 nodes are good, 2 are needed" in text
 
 
-def test_the_table_of_what_was_tried_has_events_of_the_matrix() -> None:
-    from tests.slurm.matrix_page import table
-    from tests.slurm.pausing import MOMENTS
-    from tests.slurm.test_matrix import EVENTS
-
-    result = {"state": "COMPLETED", "restarts": 2, "same bits": False, "apart": 2e-7}
-    every = [{**result, "event": event, "moment": moment} for event in EVENTS for moment in MOMENTS]
-    head, rule, *rows = table(every).splitlines()
-    assert rows[0] == f"| {next(iter(EVENTS))} |" + " completed, 2 restarts, within 2e-07 |" * len(MOMENTS)
-    page = (ROOT / "docs" / "guide" / "slurm.md").read_text().splitlines()
-    begin = page.index(head) + 2
-    tried = [row.split(" | ")[0].removeprefix("| ") for row in page[begin : page.index("", begin)]]
-    assert len(set(tried)) == len(tried) and set(tried) <= set(EVENTS) and "not run" not in "".join(page)
-
-
 def test_no_job_writes_into_the_checkout(tmp_path) -> None:
     """The scripts write beside themselves; in the tests' SLURM another folder goes before what they say."""
     assert Cluster(tmp_path).environ["SBATCH_OUTPUT"] == f"{tmp_path}/%x-%j.out"

@@ -18,6 +18,7 @@ from megazero.config import ConfigError, RunConfig, World, begun, make_config, p
 from megazero.config.read.beginning import Beginning, checkpoint_to_load, read_beginning
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.train.state import origin
+from tests.messages import names, refused
 from tests.sizes import TINY, words
 
 FOUR_LAYERS = {**TINY, "num_layers": 4, "elastic": True}
@@ -28,36 +29,17 @@ def configured(values: dict[str, Any], ranks: int, per_node: int | None = None) 
     return begun(make_config({**FOUR_LAYERS, **values}, world), world)
 
 
-def layout(config: RunConfig) -> tuple[int, int, int]:
-    """Tensor-parallel ranks, stages, micro-batch."""
-    parallel = config.parallel
-    return (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        config.batch.micro_batch_size or 0,
-    )
-
-
-# values over FOUR_LAYERS, ranks, what is taken (tensor-parallel ranks, stages, micro-batch), what the note says
-CASES: list[tuple[dict[str, Any], int, tuple[int, int, int], str]] = [
-    ({"micro_batch_size": 4}, 2, (1, 1, 4), ""),
-    ({"micro_batch_size": 4}, 4, (1, 1, 2), "--micro-batch-size 2"),
-    ({"micro_batch_size": 3, "global_batch_size": 24}, 4, (1, 1, 3), ""),
-    ({"micro_batch_size": 5, "global_batch_size": 24}, 4, (1, 1, 3), "--micro-batch-size 3"),
-    ({}, 3, (1, 3, 1), "--pipeline-model-parallel-size 3"),
-    ({"tensor_model_parallel_size": 2}, 6, (2, 3, 1), "--pipeline-model-parallel-size 3"),
-    ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 2, (2, 1, 1), "parallel-size 1"),
-    ({"tensor_model_parallel_size": 4}, 2, (2, 1, 1), "--tensor-model-parallel-size 2"),
-    (
-        {"pipeline_model_parallel_size": 4, "pipeline_partition": "1,1,1,1"},
-        2,
-        (1, 2, 1),
-        "--pipeline-model-parallel-size 2 no --pipeline-partition",
-    ),
+# values over FOUR_LAYERS, ranks, the micro-batch that is taken, what the note says
+CASES: list[tuple[dict[str, Any], int, int, str]] = [
+    ({"micro_batch_size": 4}, 2, 4, ""),
+    ({"micro_batch_size": 4}, 4, 2, "--micro-batch-size 2"),
+    ({"micro_batch_size": 3, "global_batch_size": 24}, 4, 3, ""),
+    ({"micro_batch_size": 5, "global_batch_size": 24}, 4, 3, "--micro-batch-size 3"),
+    ({"micro_batch_size": 8, "tensor_model_parallel_size": 2}, 4, 4, "--micro-batch-size 4"),
     (
         {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "micro_batch_size": 2},
         8,
-        (1, 2, 1),
+        1,
         "--micro-batch-size 1",
     ),
 ]
@@ -65,34 +47,29 @@ CASES: list[tuple[dict[str, Any], int, tuple[int, int, int], str]] = [
 
 @pytest.mark.parametrize("values, ranks, wanted, said", CASES)
 def test_the_nearest_legal_choice_is_taken_and_said(
-    values: dict[str, Any], ranks: int, wanted: tuple[int, int, int], said: str
+    values: dict[str, Any], ranks: int, wanted: int, said: str
 ) -> None:
     config = configured(values, ranks)
-    assert layout(config) == wanted
+    assert config.batch.micro_batch_size == wanted
     batch = {**FOUR_LAYERS, **values}["global_batch_size"]
     assert config.batch.global_batch_size == batch
     notes = [note for note in config.notes if note.startswith("--elastic")]
     assert len(notes) == bool(said)
     if said:
-        assert f"keeps the global batch of {batch} on {ranks} ranks" in notes[0] and said in notes[0]
-        with pytest.raises(ConfigError, match=f"to keep the global batch of {batch}.*as --elastic does") as e:
+        names(notes[0], f"{batch} on {ranks} ranks", said)
+        with refused(f"{batch} on {ranks} ranks", said, "--elastic"):
             configured({**values, "elastic": False}, ranks)
-        assert said in f"{e.value}"
 
 
 MIXTURE = {"num_experts": 4, "moe_aux_loss_coeff": 0.1, "micro_batch_size": 4}
 
 
 def test_a_loss_over_micro_batches_keeps_them() -> None:
-    """A smaller micro-batch is another loss, so another layout is taken, or none."""
-    assert layout(configured(MIXTURE, 4)) == (1, 2, 4)
+    """A smaller micro-batch is another loss."""
     for other in ({"moe_router_load_balancing_type": "seq_aux_loss"}, {"moe_aux_loss_coeff": 0.0}):
-        assert layout(configured({**MIXTURE, **other}, 4)) == (1, 1, 2)
-    with pytest.raises(
-        ConfigError, match="--micro-batch-size 4 stays.*seq_aux_loss is over samples"
-    ) as error:
-        configured({**MIXTURE, "global_batch_size": 6}, 2)
-    assert "nearest numbers of ranks" not in f"{error.value}"
+        assert configured({**MIXTURE, **other}, 4).batch.micro_batch_size == 2
+    with refused("--global-batch-size 8", "--micro-batch-size 4 stays", "seq_aux_loss"):
+        configured(MIXTURE, 4)
 
 
 def test_shards_that_the_ranks_do_not_have() -> None:
@@ -124,25 +101,28 @@ def test_only_what_does_not_divide_is_said_to_be_elastics() -> None:
 
 
 def test_what_no_layout_keeps_stays_an_error() -> None:
-    with pytest.raises(ConfigError, match="--global-batch-size 8 is not a multiple") as error:
+    with refused("--global-batch-size 8"):
         configured({}, 11)
-    assert "nearest numbers of ranks: 8 or 12" in f"{error.value}"
-    with pytest.raises(ConfigError, match="3 ranks do not divide"):
-        configured({"tensor_model_parallel_size": 2, "global_batch_size": None}, 3)
+    for of_batch in ({}, {"global_batch_size": None}):
+        with refused("3 ranks", "tensor-parallel size 2"):
+            configured({"tensor_model_parallel_size": 2, **of_batch}, 3)
     with pytest.raises(ConfigError) as error:
         configured({"lr": None, "micro_batch_size": 4}, 4)
     assert "--lr is required" in f"{error.value}" and "as --elastic does" not in f"{error.value}"
 
 
 def test_a_ramp_up_takes_what_divides_every_size_to_come(tmp_path: Path) -> None:
+    def micro(values: dict[str, Any]) -> int | None:
+        return configured(values, 2).batch.micro_batch_size
+
     ramp = {"rampup_batch_size": (8, 4, 32), "global_batch_size": 16, "micro_batch_size": 4}
-    assert layout(configured(ramp, 2)) == (1, 1, 2)  # 8, 12, 16
-    assert layout(configured({**ramp, "elastic": False}, 2)) == (1, 1, 4)  # stops before the 12
+    assert micro(ramp) == 2  # 8, 12, 16
+    assert micro({**ramp, "elastic": False}) == 4  # stops before the 12
     saved(tmp_path, consumed=32, batch=16)
-    assert layout(configured({**ramp, "load": str(tmp_path)}, 2)) == (1, 1, 4)
+    assert micro({**ramp, "load": str(tmp_path)}) == 4
     # 6, 7, 8, ...: no micro-batch on two ranks has them all, so that of now; the run stops before the 7
     odd = {"rampup_batch_size": (6, 1, 32), "global_batch_size": 8, "micro_batch_size": 4}
-    assert layout(configured(odd, 2)) == (1, 1, 1)
+    assert micro(odd) == 1
     assert BatchSizeRampup(8, 4, 32, 16, 1, 1).sizes_from(17) == [12, 16]
 
 
