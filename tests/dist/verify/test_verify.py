@@ -115,7 +115,7 @@ SEEN = {
     "swapped-shard": (ZEROPP, "Pass 1, exact: gradients"),
     "wrong-tied-sum": (GRID, "Pass 1, exact: gradient replicas"),
     "lost-activation": (GRID, "Pass 1, exact: activations"),
-    "wrong-noise": (RANDOM, "Pass 1, exact: master replicas"),
+    "wrong-noise": (RANDOM, "Pass 2, as configured: master replicas"),  # pass 1 has no small moments
     "wrong-bytes": (ZEROPP, "Pass 1, exact: bytes sent"),
     "sum-of-replicas": (OUTER, "Pass 1, outer steps: outer steps"),
     "unmixed-replicas": (STREAMED, "Pass 1, outer steps: weights after outer steps"),

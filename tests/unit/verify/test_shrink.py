@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,7 @@ from megazero.plan.gathers import Copies, gathers
 from megazero.plan.options import with_stand_ins
 from megazero.pp.partition import partition
 from megazero.pp.schedules import make_schedule
+from megazero.verify import expected_bytes
 from megazero.verify.options import VerifyConfig, read_request
 from megazero.verify.shrink import shrink, stage_layers
 from megazero.verify.verification import other_layouts
@@ -248,6 +251,11 @@ def test_shipped_configurations_shrink() -> None:
 
 
 # -- bytes ---------------------------------------------------------------------------------------------
+
+
+def test_the_byte_formula_shares_no_code_with_the_engine() -> None:
+    text = Path(expected_bytes.__file__).read_text()
+    assert not re.search(r"^\s*(from|import) megazero\.zero", text, re.MULTILINE)
 
 
 def test_messages() -> None:
