@@ -106,7 +106,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         **_on_processors(config),
     }
     values |= _zero(config, world, layout, values)
-    values["loss_chunk_tokens"] = _loss_chunk(config, values)
+    values["loss_chunk_tokens"] = config.training.loss_chunk_tokens and SMALL["loss_chunk_tokens"]
     if layout.replicas > 1:
         steps = max(steps, 2 * values["outer_interval"] + values["outer_delay"])
     values["train_iters"] = steps
@@ -338,16 +338,6 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
         exact = wire.exact_numel >= config.model.hidden_size
         out["zero_exact_numel"] = values["hidden_size"] if exact else 0
     return out
-
-
-def _loss_chunk(config: RunConfig, values: Mapping[str, Any]) -> int | None:
-    """Keep whether the loss has chunks, and several."""
-    chunk, full = config.training.loss_chunk_tokens, config.batch.micro_batch_size * config.own_length
-    if chunk is None:
-        return None
-    if isinstance(chunk, str) or chunk < full:
-        return SMALL["loss_chunk_tokens"]
-    return values["micro_batch_size"] * values["seq_length"] // values["context_parallel_size"]
 
 
 def _notes(config: RunConfig, world: World) -> list[str]:
