@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megazero.config.errors import ConfigError
-from megazero.patches.names import Needed, missing, release
+from megazero.patches.names import Needed, check_version
 
 KNOWN = ((2, 12), (2, 15))  # the first and the last version that were read
 FSDP = "torch.distributed.fsdp"
@@ -48,16 +47,7 @@ PARAMETERS_OWN = ("sharded_param", "padded_sharded_param_size", "mp_policy", "me
 
 def check_torch() -> None:
     """Raise ConfigError for a version of torch that was not tried, or in which a name or a parameter is missing."""
-    first, last = (".".join(map(str, version)) for version in KNOWN)
-    if not KNOWN[0] <= release(torch.__version__) <= KNOWN[1]:
-        raise ConfigError(
-            [
-                f"fsdp2_patch: torch {torch.__version__} was not tried: it uses private parts; take {first} to {last}"
-            ]
-        )
-    lacking = list(missing(NEEDED))
-    if lacking:
-        raise ConfigError([f"fsdp2_patch: torch {torch.__version__} lacks {text}" for text in lacking])
+    check_version("fsdp2_patch", "torch", torch.__version__, KNOWN, NEEDED, newer=False)
 
 
 def param_groups(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from megazero.patches.names import Needed, missing, release
+from megazero.patches.names import Needed, check_version
 
 KNOWN = ((0, 13), (0, 19))  # the first and the last version that were tried
 CORE = "megatron.core"
@@ -52,11 +52,10 @@ NEEDED: Needed = {
 }
 
 
-def check_names() -> tuple[str, tuple[str, ...]]:
+def check_names() -> tuple[str, list[str]]:
     """Return megatron-core's version, and notes for the user on a version that was not tried.
 
-    Raises ValueError where megatron-core is older than the known versions, or where names or parameters that the
-    patch needs are missing; then nothing may be patched.
+    Raises ValueError where there is none, or as ``check_version``; then nothing may be patched.
     """
     try:
         version = str(importlib.import_module(CORE).__version__)
@@ -64,23 +63,7 @@ def check_names() -> tuple[str, tuple[str, ...]]:
         raise ValueError(
             f"megatron_core_patch needs megatron-core, which cannot be imported: {error}"
         ) from error
-    first, last = KNOWN
-    number = release(version)
-    if number < first:
-        raise ValueError(
-            f"megatron-core {version} is older than {_text(first)}, the first that megatron_core_patch knows: update "
-            "it"
-        )
-    lacking = list(missing(NEEDED))
-    if lacking:
-        raise ValueError(
-            f"megatron-core {version} lacks what megatron_core_patch replaces, so nothing is patched: "
-            f"{'; '.join(lacking)}. Known are {_text(first)} to {_text(last)}"
-        )
-    if number <= last:
-        return version, ()
-    note = f"megatron-core {version} is newer than {_text(last)}, the last that was tried: names and parameters fit"
-    return version, (note,)
+    return version, check_version("megatron_core_patch", "megatron-core", version, KNOWN, NEEDED, newer=True)
 
 
 def exists(module: str, name: str) -> bool:
@@ -89,7 +72,3 @@ def exists(module: str, name: str) -> bool:
         return hasattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):  # it is not there, or not for this torch
         return False
-
-
-def _text(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))

@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+from megazero.config.errors import ConfigError
+
 # Module -> name in it -> the parameters that a patch relies on; None: it does not call it.
 Needed = Mapping[str, Mapping[str, tuple[str, ...] | None]]
+Version = tuple[int, ...]
 
 
-def release(version: str) -> tuple[int, ...]:
+def release(version: str) -> Version:
     """Return the first two numbers of a library's version."""
     return tuple(int(part) for part in version.split(".")[:2])
 
@@ -42,6 +45,24 @@ def missing(needed: Needed) -> Iterator[str]:
                 lacking = [p for p in parameters if p not in has]
                 if lacking:
                     yield f"{module}.{path} takes {', '.join(has)}, not {', '.join(lacking)}"
+
+
+def check_version(
+    patch: str, library: str, version: str, known: tuple[Version, Version], needed: Needed, *, newer: bool
+) -> list[str]:
+    """Return notes on a version that was not tried. ``known``: the first and the last that were.
+
+    newer: later ones are taken, too. Raises ConfigError for others, and where names or parameters are missing.
+    """
+    number, (first, last) = release(version), (".".join(map(str, each)) for each in known)
+    if number < known[0] or number > known[1] and not newer:
+        raise ConfigError([f"{patch}: {library} {version} was not tried: take {first} to {last}"])
+    lacking = [f"{patch}: {library} {version} lacks {text}" for text in missing(needed)]
+    if lacking:
+        raise ConfigError([*lacking, f"nothing is patched; known are {first} to {last}"])
+    if number <= known[1]:
+        return []
+    return [f"{library} {version} is newer than {last}, the last that was tried: names and parameters fit"]
 
 
 class Replaced:

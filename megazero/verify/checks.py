@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
@@ -55,41 +55,17 @@ class Check:
 
 @dataclass
 class Evidence:
-    """The results of the exact run, for checks and diagnosis. Each list but ``records`` has one item per step.
+    """The exact run of one outer replica beside one rank.
 
-    Gradients are divided, but not clipped. masters and got are assembled from all ranks. want: the gradients that one
-    rank computes at these masters. errors: the relative error of each parameter's gradient. norms: the global norm
-    that each rank had. losses: the losses of all ranks together. stale: the parameters of which some forward read
-    other values than the masters. regrets: the reference's, at these masters; balance: its balance loss and z loss.
-    crossed: each (what, stage, micro-batch) that a stage received although no stage sent it there, with the message
-    it was instead. every: the evidence of all outer replicas.
+    losses: of all its ranks together, by step. balance: the reference's balance loss and z loss at the ranks'
+    masters, by step. checks: what one replica shows by itself.
     """
 
     records: Sequence[RankRecord]
-    assembler: Assembler
     reference: Reference
-    curve: Curve
-    masters: list[FullTensors] = field(default_factory=list)
-    got: list[FullTensors] = field(default_factory=list)
-    want: list[Tensors] = field(default_factory=list)
-    errors: list[dict[str, float]] = field(default_factory=list)
-    norms: list[list[float]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    stale: list[list[str]] = field(default_factory=list)
-    regrets: list[float] = field(default_factory=list)
-    balance: list[tuple[float, float]] = field(default_factory=list)
-    crossed: list[list[str]] = field(default_factory=list)
-    every: list[Evidence] = field(default_factory=list, repr=False)
-
-    @property
-    def dtype(self) -> str:
-        return self.assembler.config.precision.params_dtype
-
-    @property
-    def noisy(self) -> list[str]:
-        rotary = self.assembler.config.model.position_embedding_type == "rope"
-        names = self.assembler.one_rank
-        return [] if rotary or self.dtype == "fp64" else [n for n in names if n.endswith("k_proj.bias")]
+    losses: list[float]
+    balance: list[tuple[float, float]]
+    checks: list[Check]
 
 
 def gather_evidence(
@@ -108,8 +84,9 @@ def gather_evidence(
     curves = train_together(references, steps)
     parts = zip(replicas, references, curves, strict=True)
     found = [_evidence(assembler, own, reference, curve) for own, reference, curve in parts]
-    for each in found:
-        each.every = found
+    if assembler.config.model.num_experts is not None:
+        for each in found:
+            each.checks += _balance_checks(each, found, LOSS[_dtype(assembler.config)])
     return found
 
 
@@ -147,23 +124,72 @@ def by_replica(records: Sequence[RankRecord]) -> list[list[RankRecord]]:
 def _evidence(
     assembler: Assembler, records: Sequence[RankRecord], reference: Reference, curve: Curve
 ) -> Evidence:
-    seen = Evidence(records, assembler, reference, curve)
+    """Compare what one replica's ranks had in each step with what one rank computes at their masters."""
+    dtype, rotary = _dtype(assembler.config), assembler.config.model.position_embedding_type == "rope"
+    whole = assembler.one_rank
+    noisy = [] if rotary or dtype == "fp64" else [name for name in whole if name.endswith("k_proj.bias")]
+    errors, norms, regrets = (list[tuple[float, str]]() for _ in range(3))
+    initial, stale, crossed, faults = (list[str]() for _ in range(4))
+    every_masters, every_got, balance = list[FullTensors](), list[FullTensors](), list[tuple[float, float]]()
     for step in range(len(records[0].steps)):
-        own = [record.steps[step] for record in records]
+        own, at = [record.steps[step] for record in records], f"step {step + 1}"
         masters = assembler.assemble(_pieces(records, [s.masters for s in own]))
         got = assembler.assemble(_pieces(records, [s.gradients for s in own]))
         want = reference.gradients(masters.whole, step)
-        seen.regrets.append(reference.regret)
-        seen.balance.append(reference.balance)
-        seen.masters.append(masters)
-        seen.got.append(got)
-        seen.want.append(want)
-        seen.errors.append(relative_errors(got.whole, want, seen.noisy))
-        seen.norms.append([s.norm for s in own])
-        seen.losses.append(step_loss(records, step))
-        seen.stale.append(sorted(set(_stale(assembler, records, masters, step))))
-        seen.crossed.append(list(_crossed(records, step)))
-    return seen
+        if step == 0:
+            initial = [n for n, w in curve.initial.items() if not np.array_equal(masters.whole[n], w)]
+        errors += [(e, f"{n}, {at}") for n, e in relative_errors(got.whole, want, noisy).items()]
+        norms += [(_relative(s.norm, global_norm(want)), at) for s in own]
+        regrets.append((reference.regret, at))
+        balance.append(reference.balance)
+        names = sorted(set(_stale(assembler, records, masters, step)))
+        stale += [f"{names[0]}, {at}"] if names else []
+        crossed += _crossed(records, step)
+        faults += [*masters.faults, *got.faults]
+        every_masters.append(masters)
+        every_got.append(got)
+    losses = [step_loss(records, step) for step in range(len(records[0].steps))]
+    checks = [
+        _none("initial weights", initial, "parameters: that differ from one rank's"),
+        _worst("gradients", errors, GRADIENT[dtype]),
+        _worst("gradient norm", norms, LOSS[dtype]),
+        _worst("loss curve", _apart(losses, curve.losses), LOSS[dtype]),
+        _none("weights in use", stale, "steps: whose forwards read other weights than the masters"),
+        _none("activations", crossed, "messages: between stages that are not what was sent"),
+        _same_bits("master replicas", every_masters),
+        _same_bits("gradient replicas", every_got),
+        _none(
+            "padding", faults, "parameters: with missing or infinite elements, or padding that is not zero"
+        ),
+    ]
+    if assembler.config.model.num_experts is not None:
+        # Every token went to its best experts, as far as rounding lets one tell.
+        checks.append(_worst("routing", regrets, ROUTING[dtype]))
+    return Evidence(records, reference, losses, balance, checks)
+
+
+def _dtype(config: RunConfig) -> str:
+    """Return the dtype that decides limits, of masters and anchors."""
+    return "fp64" if config.precision.params_dtype == "fp64" else "fp32"
+
+
+def _balance_checks(seen: Evidence, every: Sequence[Evidence], limit: float) -> Iterator[Check]:
+    """Check what was counted and averaged of the experts' tokens; ``every``: of all outer replicas."""
+    loads, biases, losses = list[str](), list[str](), list[tuple[float, str]]()
+    for step, own in enumerate(zip(*(record.steps for record in seen.records), strict=True)):
+        wanted = sum(each.reference.loads(step) for each in every)
+        moved = {name: bias.numpy().copy() for name, bias in seen.reference.take_biases(step).items()}
+        balance = np.mean([each.balance[step] for each in every], axis=0)
+        for rank, record in enumerate(own):
+            told, where = record.balance, f"rank {rank}, step {step + 1}"
+            assert told is not None
+            loads += [where] if not np.array_equal(record.loads, wanted) else []
+            biases += [f"{n}, {where}" for n, b in record.biases.items() if not np.array_equal(b, moved[n])]
+            pairs = zip((told.mean.loss, told.mean.z_loss), balance, strict=True)
+            losses += [(_relative(got, want), where) for got, want in pairs if want]
+    yield _none("expert loads", loads, "counts: of tokens that are not those which the experts got")
+    yield _none("expert bias", biases, "biases: that the experts' tokens do not make")
+    yield _worst("balance losses", losses or [(0.0, "none is added")], limit)
 
 
 def _pieces(records: Sequence[RankRecord], slices: Sequence[Sequence[UnitSlice]]) -> Iterator[Piece]:
@@ -178,63 +204,6 @@ def step_loss(records: Sequence[RankRecord], step: int) -> float:
     Tensor-parallel ranks hold the same loss, so one of them counts.
     """
     return sum(o.steps[step].loss for o in records if o.tp == 0 and o.last)
-
-
-def exact_checks(seen: Evidence) -> list[Check]:
-    """Return the checks of pass 1, which runs with identity codecs from end to end."""
-    gradient, curve = GRADIENT[seen.dtype], LOSS[seen.dtype]
-    initial = [n for n, w in seen.curve.initial.items() if not np.array_equal(seen.masters[0].whole[n], w)]
-    errors = [
-        (error, f"{name}, step {step + 1}")
-        for step, each in enumerate(seen.errors)
-        for name, error in each.items()
-    ]
-    norms = [
-        (_relative(norm, global_norm(want)), f"step {step + 1}")
-        for step, (every, want) in enumerate(zip(seen.norms, seen.want, strict=True))
-        for norm in every
-    ]
-    faults = [fault for step in (*seen.masters, *seen.got) for fault in step.faults]
-    stale = [f"{names[0]}, step {step + 1}" for step, names in enumerate(seen.stale) if names]
-    crossed = [line for lines in seen.crossed for line in lines]
-    return [
-        _none("initial weights", initial, "parameters: that differ from one rank's"),
-        _worst("gradients", errors, gradient),
-        _worst("gradient norm", norms, curve),
-        _worst("loss curve", _apart(seen.losses, seen.curve.losses), curve),
-        _none("weights in use", stale, "steps: whose forwards read other weights than the masters"),
-        _none("activations", crossed, "messages: between stages that are not what was sent"),
-        _same_bits("master replicas", seen.masters),
-        _same_bits("gradient replicas", seen.got),
-        *_routing_checks(seen),
-        _none(
-            "padding", faults, "parameters: with missing or infinite elements, or padding that is not zero"
-        ),
-    ]
-
-
-def _routing_checks(seen: Evidence) -> Iterator[Check]:
-    """Check that every token went to its best experts, as far as rounding lets one tell, in a model that has some,
-    and what was counted and averaged of that."""
-    if seen.assembler.config.model.num_experts is None:
-        return
-    regrets = [(regret, f"step {step + 1}") for step, regret in enumerate(seen.regrets)]
-    yield _worst("routing", regrets, ROUTING[seen.dtype])
-    loads, biases, losses = list[str](), list[str](), list[tuple[float, str]]()
-    for step, own in enumerate(zip(*(record.steps for record in seen.records), strict=True)):
-        wanted = sum(each.reference.loads(step) for each in seen.every)
-        moved = {name: bias.numpy().copy() for name, bias in seen.reference.take_biases(step).items()}
-        balance = np.mean([each.balance[step] for each in seen.every], axis=0)
-        for rank, record in enumerate(own):
-            told, where = record.balance, f"rank {rank}, step {step + 1}"
-            assert told is not None
-            loads += [where] if not np.array_equal(record.loads, wanted) else []
-            biases += [f"{n}, {where}" for n, b in record.biases.items() if not np.array_equal(b, moved[n])]
-            pairs = zip((told.mean.loss, told.mean.z_loss), balance, strict=True)
-            losses += [(_relative(got, want), where) for got, want in pairs if want]
-    yield _none("expert loads", loads, "counts: of tokens that are not those which the experts got")
-    yield _none("expert bias", biases, "biases: that the experts' tokens do not make")
-    yield _worst("balance losses", losses or [(0.0, "none is added")], LOSS[seen.dtype])
 
 
 def _relative(got: float, want: float) -> float:
@@ -295,11 +264,7 @@ def _crossed(records: Sequence[RankRecord], step: int) -> Iterator[str]:
         for (way, kind, stage, m), bits in o.steps[step].passed.items():
             source = stage - 1 if kind == "activation" else stage + 1
             if way == "got" and sent.get((o.dp, o.tp, kind, source, m)) != bits:
-                others = [
-                    k[-1] for k, b in sent.items() if b == bits and k[:-1] == (o.dp, o.tp, kind, source)
-                ]
-                instead = f"that of micro-batch {others[0]}" if others else "something else"
-                yield f"stage {stage} got, as the {kind} of micro-batch {m}, {instead} (step {step + 1})"
+                yield f"the {kind} of micro-batch {m} that stage {stage} got, step {step + 1}"
 
 
 # -- pass 2: as configured -----------------------------------------------------------------------------
@@ -424,7 +389,7 @@ def outer_checks(assembler: Assembler, records: Sequence[RankRecord]) -> list[Ch
         for got, weights in zip(end.gone_on, end.updated, strict=True):
             wanted = {**weights, **now}
             gone_on += [(_off(got[name], w, w), f"{name}, {at}") for name, w in wanted.items()]
-    dtype = "fp64" if config.precision.params_dtype == "fp64" else "fp32"  # of anchors
+    dtype = _dtype(config)
     limit = OUTER_ROUNDING.get(outer.outer_bits, GRADIENT[dtype])
     return [
         _none("meetings", odd, "steps: that should (not) have been outer steps"),

@@ -1,21 +1,27 @@
 """The bytes that each rank should send in a step, from the configuration alone.
 
-It builds the units of a decoder on the meta device and the schedule's program, and puts them into the formulas of
-plan/communication.py.
+It takes the parameters of a decoder on the meta device and the schedule's program, lays the units out by arithmetic
+of its own, and puts them into the formulas of plan/communication.py. It imports nothing of megazero.zero, whose bytes
+it judges.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from torch import nn
 
 from megazero.config import RunConfig, World
-from megazero.config.model.spec import model_spec
+from megazero.config.model.spec import ParameterSpec, model_spec
+from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
+from megazero.mesh.dealing import ROUND_NUMEL, Cut, Dealing
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.models import Decoder
 from megazero.models.dtypes import DTYPES
@@ -35,11 +41,7 @@ from megazero.plan.gathers import Copies
 from megazero.plan.units import chunks
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
-from megazero.train.parallelize import matrix_traits
 from megazero.verify.reference import arriving, leaving
-from megazero.zero.layout import UnitLayout, make_layout
-from megazero.zero.matrix_updates import deal_matrices
-from megazero.zero.optimizer import Traits
 
 BETWEEN = "outer_inter_node_bytes"  # between outer replicas
 
@@ -150,8 +152,8 @@ class ExpectedBytes:
                 fresh = {names[id(p)]: p for p in held if id(p) not in owner}
                 for group, is_tied in self._groups(decoder, fresh, tied):
                     owner.update({id(fresh[name]): len(units) for name in group})
-                    laid_out.append(self._laid_out(decoder, {n: fresh[n] for n in group}, rank))
-                    units.append(self._shape(laid_out[-1], is_tied))
+                    laid_out.append(self._laid_out(decoder, {n: fresh[n] for n in group}))
+                    units.append(self._shape(laid_out[-1], is_tied, rank))
                 for module in modules:
                     uses[-1].append(list(dict.fromkeys(owner[id(p)] for p in module.parameters())))
         shards, ahead = self.shards, self.config.zero.zero_prefetch_bytes
@@ -177,48 +179,71 @@ class ExpectedBytes:
         own = [([name], True) for name in fresh if name in tied]
         return own + [(chunk, False) for chunk in cut]
 
-    def _laid_out(self, decoder: Decoder, params: Mapping[str, nn.Parameter], rank: int) -> LaidOut:
-        partial, replicated = decoder.partial_gradients(), decoder.replicated_parameters()
-        plain, limit = decoder.no_weight_decay(), self.wire.exact_numel
-        matrices = matrix_traits(decoder, self.config)
+    def _laid_out(self, decoder: Decoder, params: Mapping[str, nn.Parameter]) -> LaidOut:
+        tp, specs = self.grid.tp, decoder.specs
         quantises = not self.exact and bool(self.wire.codings)
-        # Parameters of like traits lie together: padding between them goes with the one before it.
-        traits = {
-            n: Traits(
-                (("weight_decay", 0.0),) if n in plain else (),
-                n in replicated,
-                n in partial,
-                span=decoder.replica_span(n),
-                rounded=decoder.specs[n].experts > 0,
-                **matrices.get(n, {}),
-            )
-            for n in params
+        exact = {
+            n
+            for n, p in params.items()
+            if p.numel() <= self.wire.exact_numel or quantises and specs[n].exact(tp)
         }
-        exact = {n for n, p in params.items() if p.numel() <= limit or quantises and traits[n].exact}
         if len(exact) == len(params):
             quantises, exact = False, set()
-        ordered = sorted(params, key=lambda n: repr(traits[n]))
-        apart = self.grid.ep_data if any(decoder.specs[n].experts for n in params) else 1
+        apart = self.grid.ep_data if any(specs[n].experts for n in params) else 1
         axes = self.grid.data_axes if apart == 1 else self.grid.expert_axes
-        cuts = axes  # outer steps reduce over one level more
-        cuts += (self.grid.axis("outer"),) if self.grid.outer > 1 else ()
-        layout = make_layout(
-            {n: params[n].shape for n in ordered},
-            block=self.block,
-            sizes=[a.size for a in cuts],
-            indices=[a.index(rank) for a in cuts],
-            exact=frozenset(exact),
-        )
-        return LaidOut(layout, traits, quantises, apart, _os_axes(axes))
+        # Outer steps reduce over one level more.
+        ranks = prod(axis.size for axis in axes) * self.grid.outer
+        # Parameters whose updates and sums are alike lie together: padding between them goes with the one before it.
+        ordered = sorted(params, key=lambda n: (n in exact, self._likeness(params[n], specs[n])))
+        starts, ends, end = dict[str, int](), list[int](), 0
+        for region in ([n for n in ordered if n not in exact], [n for n in ordered if n in exact]):
+            begin = end
+            for name in region:
+                starts[name] = end
+                end += _up(params[name].numel(), self.block)
+            end = begin + _up(end - begin, self.block * ranks)
+            ends += [end] if region else []
+        os_axes = [axis for axis in axes if axis.role in ("p", "g", "os")]
+        shapes = {n: tuple(params[n].shape) for n in ordered}
+        return LaidOut({n: specs[n] for n in ordered}, shapes, starts, ends, quantises, apart, os_axes)
 
-    def _shape(self, unit: LaidOut, tied: bool) -> UnitShape:
-        layout, traits = unit.layout, unit.traits
-        numels = [n for _, n in layout.regions]
-        summed = 0
-        for piece in layout.pieces(len(unit.os_axes)):
-            starts = [(at, traits[slot.name]) for slot, _, _, at in layout.ranges_of(piece)]
-            ends = [*(at for at, _ in starts[1:]), piece.compact + piece.numel] if starts else []
-            summed += sum(stop - at for (at, mine), stop in zip(starts, ends, strict=True) if mine.partial)
+    def _likeness(self, parameter: nn.Parameter, spec: ParameterSpec) -> tuple[int, ...]:
+        """Return a key by which parameters are ordered in their unit's buffer."""
+        tp, split = self.grid.tp, self._split(spec)
+        copies = spec.copies(tp)
+        return (
+            parameter.ndim > 1,  # vectors have no weight decay
+            spec.replicated(tp),
+            spec.partial(tp, self.config.parallel.sequence_parallel),
+            copies if copies > 1 else 0,
+            self._by_matrix(spec),
+            split is None,
+            split or 0,
+            spec.experts > 0,
+        )
+
+    def _by_matrix(self, spec: ParameterSpec) -> bool:
+        """Tell whether the optimizer steps the parameter as a whole matrix."""
+        by_matrix = OPTIMIZERS[self.config.optimizer.optimizer].by_matrix
+        return by_matrix and spec.multiplies and not spec.vocabulary
+
+    def _split(self, spec: ParameterSpec) -> int | None:
+        """Return the dimension of a matrix that is cut over tensor-parallel ranks, if they step it together."""
+        together = self._by_matrix(spec) and self.config.optimizer.muon_tp_mode == "distributed"
+        return spec.cut if together else None
+
+    def _shape(self, unit: LaidOut, tied: bool, rank: int) -> UnitShape:
+        tp, sequence_parallel = self.grid.tp, self.config.parallel.sequence_parallel
+        place, summed = [axis.index(rank) for axis in unit.os_axes], 0
+        for begin, end in unit.slices(place):
+            held = list(unit.held(begin, end))
+            ends = [*(low for _, low, _ in held[1:]), end]
+            summed += sum(
+                stop - low
+                for (name, low, _), stop in zip(held, ends, strict=False)
+                if unit.specs[name].partial(tp, sequence_parallel)
+            )
+        numels = [end - begin for begin, end in unit.regions]
         return UnitShape(numels[0], sum(numels[1:]), unit.quantises, summed, tied, unit.apart)
 
     def _updates(self, units: Sequence[LaidOut], rank: int) -> Bytes:
@@ -230,10 +255,11 @@ class ExpectedBytes:
 
     def _updates_of(self, units: Sequence[LaidOut], rank: int) -> Bytes:
         """Return the same of units on the same axes."""
-        out, axes = Bytes(), units[0].os_axes
-        traits = {name: mine for unit in units for name, mine in unit.traits.items()}
-        cuts = [(axis.size, axis.link) for axis in axes]
-        dealing, _ = deal_matrices([unit.layout for unit in units], traits, cuts, self.grid.tp)
+        out, axes, tp = Bytes(), units[0].os_axes, self.grid.tp
+        cuts = [cut for unit in units for cut in self._cuts(unit)]
+        shared = tp if any(cut.shared for cut in cuts) else 1
+        crosses = [axis.link == INTER for axis in axes]
+        dealing = Dealing(cuts, [axis.size for axis in axes], crosses, shared, ROUND_NUMEL)
         axes = [*axes, self.grid.axis("tp")][: len(dealing.sizes)]
         width = communication.matrix_width(self.config.optimizer, self.width)
         for route in dealing.routes(tuple(axis.index(rank) for axis in axes)):
@@ -243,19 +269,65 @@ class ExpectedBytes:
                 out["update", axis.link] += sent * width
         return out
 
+    def _cuts(self, unit: LaidOut) -> Iterator[Cut]:
+        """Yield how ranks hold each matrix of a unit; a stack of experts has one of each."""
+        places = list(product(*(range(axis.size) for axis in unit.os_axes)))
+        for name, spec in unit.specs.items():
+            if not self._by_matrix(spec):
+                continue
+            *_, rows, columns = unit.shapes[name]
+            size, split = rows * columns, self._split(spec)
+            shards = 1 if split is None else self.grid.tp // spec.copies(self.grid.tp)
+            whole = rows * (shards if split == 0 else 1), columns * (shards if split == 1 else 1)
+            for first in range(unit.starts[name], unit.starts[name] + prod(unit.shapes[name]), size):
+                held = {}
+                for place in places:
+                    for begin, end in unit.slices(place):
+                        low, high = max(first, begin), min(first + size, end)
+                        if low < high:
+                            held[place] = low - first, high - first
+                yield Cut(*whole, held, shared=shards > 1)
 
-class LaidOut(NamedTuple):
-    """A unit on one rank. quantises: some of it is quantised. apart: as ``UnitShape``'s. os_axes: they cut states."""
 
-    layout: UnitLayout
-    traits: dict[str, Traits]
+@dataclass(frozen=True)
+class LaidOut:
+    """How the parameters of a unit lie in its buffer: first those that are rounded, then those that are not.
+
+    Each begins with a block of its own, and both regions are whole blocks of every rank. specs, shapes, starts: of
+    the parameters by name. ends: of the regions. quantises: some of it is quantised. apart: as ``UnitShape``'s.
+    os_axes: the axes that cut the optimizer states, the innermost first.
+    """
+
+    specs: Mapping[str, ParameterSpec]
+    shapes: Mapping[str, tuple[int, ...]]
+    starts: Mapping[str, int]
+    ends: Sequence[int]
     quantises: bool
     apart: int
     os_axes: list[AxisSpec]
 
+    @property
+    def regions(self) -> list[tuple[int, int]]:
+        return list(zip((0, *self.ends), self.ends, strict=False))
 
-def _os_axes(axes: Sequence[AxisSpec]) -> list[AxisSpec]:
-    return [axis for axis in axes if axis.role in ("p", "g", "os")]
+    def slices(self, place: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield where the OS slice of the rank at this place of the axes begins and ends, in each region."""
+        for begin, end in self.regions:
+            for index, axis in zip(place, self.os_axes, strict=True):
+                part = (end - begin) // axis.size
+                begin, end = begin + index * part, begin + (index + 1) * part
+            yield begin, end
+
+    def held(self, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the parameters in a part of the buffer, each with the part of it: begin and end in the buffer."""
+        for name, start in self.starts.items():
+            low, high = max(start, begin), min(start + prod(self.shapes[name]), end)
+            if low < high:
+                yield name, low, high
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def mismatches(want: Mapping[str, int], got: Mapping[str, int]) -> dict[str, tuple[int, int]]:

@@ -205,49 +205,57 @@ class Recorder(StepPart):
 
     def _note_rounding(self, unit: Unit, codec: Codec, kind: str, exact: Tensor, sent: Tensor) -> None:
         assert isinstance(codec, Blockwise)
-        coded = exact
+        coded, value, whole, block = exact, None, None, codec.form.block
         if kind == WEIGHTS:  # of the coded region alone; differences to R are what was rounded
             n = unit.layout.pieces(unit.axes.os)[0].numel
             held, coded, sent = self._held.get(unit.name), exact[:n].view(1, -1), sent[:n].view(1, -1)
+            value = used_weights(unit)[:n].view(1, -1)
             if held is not None:
                 self._held[unit.name] = used_weights(unit)
                 coded = coded.to(unit.dtype).to(unit.sum_dtype) - held[:n].view(1, -1)
                 sent = sent - held[:n].view(1, -1)
-        block = codec.form.block
-        mixes = codec.transform.size if codec.transform else 0
-        bound = codec.error_bound(coded).double().unsqueeze(-1) / max(mixes, 1)
-        error = (sent.double() - coded.double()).unflatten(1, (-1, block))
-        # What is decoded into a 16-bit parameter is rounded once more, by half a unit of its last place.
-        value = used_weights(unit)[: error.numel()].view(error.shape) if kind == WEIGHTS else error
-        place = 0.51 * torch.finfo(unit.dtype).eps * value.abs().double() if kind == WEIGHTS else 0.0
-        whole = torch.ones(error.shape[1], dtype=torch.bool)
-        if mixes and isinstance(place, Tensor):
-            place = place.amax(-1, keepdim=True)  # a mixed error has the mean of its block's
-            # Padding was cleared since: its blocks' errors are not of what was sent.
-            for low, high in unit.layout.gaps(unit.axes.os):
-                whole[low // block : -(-high // block)] = False
-        worst = codec.mixed(error).abs() / (bound + place).clamp(min=1e-300)
-        # A slice may be padding alone.
-        self._note(kind, codec, worst.where(whole.unsqueeze(-1), 0.0), error, coded)
+            if codec.transform:
+                # It mixes the errors of padding, which was cleared since, with others. A slice may be padding alone.
+                whole = torch.ones(n // block, dtype=torch.bool)
+                for low, high in unit.layout.gaps(unit.axes.os):
+                    whole[low // block : -(-high // block)] = False
+        self._note(kind, codec, sent, coded, value, unit.dtype, whole)
 
     def _note_keys(self, codec: Blockwise, own: Tensor, arrived: Tensor, peers: Peers) -> None:
         """Compare what arrived of other ranks' keys and values with what they were, which each tells once more."""
         exact = torch.empty_like(arrived)
         all_gather_flat(exact.view(-1), own.reshape(-1), group=peers.group)
         others = [rank for rank in range(peers.size) if rank != peers.rank]
-        coded, sent, block = exact[others].flatten(0, 1), arrived[others].flatten(0, 1), codec.form.block
-        error = (sent.double() - coded.double()).unflatten(1, (-1, block))
-        mixes = codec.transform.size if codec.transform else 1
-        # Decoded values are rounded once more to the dtype that attention computes in.
-        place = 0.51 * torch.finfo(own.dtype).eps * sent.abs().double().unflatten(1, (-1, block))
-        bound = codec.error_bound(coded).double().unsqueeze(-1) / mixes + place.amax(-1, keepdim=True)
-        self._note(KEYS, codec, codec.mixed(error).abs() / bound.clamp(min=1e-300), error, coded)
+        coded, sent = exact[others].flatten(0, 1), arrived[others].flatten(0, 1)
+        self._note(KEYS, codec, sent, coded, sent, own.dtype)
 
-    def _note(self, kind: str, codec: Blockwise, worst: Tensor, error: Tensor, coded: Tensor) -> None:
-        """Add what messages of a kind lost. worst: |error| / bound, by element."""
-        mixes = codec.transform.size if codec.transform else 0
-        name = rounded_name(codec.form.bits, codec.form.block, mixes)
-        note = self.rounded.setdefault((kind, name), RoundingRecord())
+    def _note(
+        self,
+        kind: str,
+        codec: Blockwise,
+        sent: Tensor,
+        coded: Tensor,
+        value: Tensor | None,
+        dtype: torch.dtype,
+        whole: Tensor | None = None,
+    ) -> None:
+        """Add what messages [rows, elements] lost.
+
+        value: what they become in ``dtype``, which rounds once more, by half a unit of its last place; None: they
+        stay as they are. whole: the blocks whose errors count [blocks]; None: all.
+        """
+        block, mixes = codec.form.block, codec.transform.size if codec.transform else 0
+        error = (sent.double() - coded.double()).unflatten(1, (-1, block))
+        bound = codec.error_bound(coded).double().unsqueeze(-1) / max(mixes, 1)
+        if value is not None:
+            place = 0.51 * torch.finfo(dtype).eps * value.abs().double().unflatten(1, (-1, block))
+            bound = bound + (
+                place.amax(-1, keepdim=True) if mixes else place
+            )  # a mixed error has its block's mean
+        worst = codec.mixed(error).abs() / bound.clamp(min=1e-300)
+        if whole is not None:
+            worst = worst.where(whole.view(*worst.shape[:2], 1), 0.0)
+        note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block, mixes)), RoundingRecord())
         note.elements += error.numel()
         note.worst = max(note.worst, float(worst.max()))
         note.error += float(error.square().sum())

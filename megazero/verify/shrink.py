@@ -1,8 +1,9 @@
 """Shrinks the sizes of a configuration and keeps its structure. Pure; no torch.
 
 It keeps the family and every choice of the model, the layout, the schedule, uneven stages, the preset or factors,
-lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. It also keeps whether sizes are
-odd, divide, pad or repeat. Data are made-up tokens and the learning rate is constant. Saving and logging are off.
+lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. Each size has a small value
+(``SMALL``), of which the run takes the nearest multiple that the ranks can share; RULES judge all of them together.
+Data are made-up tokens and the learning rate is constant. Saving and logging are off.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from megazero.config import RunConfig, World, make_config
 from megazero.config.layout.context import BOTH, GATHER, SWAP
 from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import model_spec
-from megazero.config.options.fields import section_of
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import OuterConfig
 from megazero.config.run import all_options
@@ -27,7 +27,22 @@ from megazero.verify.shrink_world import SubLayout, sub_layout
 # Fixed: a dynamic scale would skip the first steps on its way down. Gradients of these sizes neither overflow with it
 # nor become zero.
 LOSS_SCALE = 1024.0
-HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
+# What the sizes of a run are, by option.
+SMALL = {
+    "kv_channels": 4,
+    "num_attention_heads": 8,  # of models whose query heads have a key/value head each
+    "num_query_groups": 4,  # of others
+    "seq_length": 8,
+    "vocab_size": 64,
+    "make_vocab_size_divisible_by": 8,
+    "num_experts": 6,
+    "moe_router_topk": 3,
+    "micro_batch_size": 2,
+    "zero_unit_layers": 2,
+    "zero_block_size": 8,
+    "loss_chunk_tokens": 3,  # several chunks, of which the last is smaller
+}
+HEADS_OF_GROUP = 2  # query heads that share a key/value head, at most
 INIT_STD = 0.03  # well-conditioned in fp32 at these sizes
 # With norms of queries and keys, which are small here, so that their scores would not be: one fp32 rank of OLMo 2 is
 # 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
@@ -90,7 +105,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         **_on_processors(config),
     }
     values |= _zero(config, world, layout, values)
-    values["loss_chunk_tokens"] = _loss_chunk(config, values)
+    values["loss_chunk_tokens"] = config.training.loss_chunk_tokens and SMALL["loss_chunk_tokens"]
     if layout.replicas > 1:
         steps = max(steps, 2 * values["outer_interval"] + values["outer_delay"])
     values["train_iters"] = steps
@@ -135,9 +150,9 @@ def _outer(outer: OuterConfig, replicas: int) -> dict[str, Any]:
     }
 
 
-def like(size: int, most: int) -> int:
-    """Return ``size`` if it is at most ``most``, else the largest number up to that which is odd or even as it is."""
-    return size if size <= most else most - (most - size) % 2
+def multiple(name: str, of: int) -> int:
+    """Return the multiple of ``of`` nearest to an option's small value, at least twice ``of``."""
+    return of * max(2, SMALL[name] // of)
 
 
 def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
@@ -166,19 +181,11 @@ def _contexts(heads: int, keys: int) -> dict[str, Any]:
 
 
 def stage_layers(config: RunConfig, pp: int) -> list[int]:
-    """Return how many layers each stage has in a pipeline of ``pp`` ranks.
-
-    A stage has 1 or 2 layers, and more where the configuration has more.
-    """
-    counts = [len(stage.layers) for stage in _stages(config)]
-    wanted = pp * config.virtual_stages
-    if wanted < len(counts):  # first and last stage, and as many in between as there is room for
-        last = len(counts) - 1
-        counts = [counts[round(i * last / max(wanted - 1, 1))] for i in range(wanted)]
-    low, high = min(counts), max(counts)
-    if low == high:
-        return [2 if low > 1 and wanted <= 4 else 1] * wanted
-    return [1 if count == low else 2 for count in counts]
+    """Return how many layers each stage has in a pipeline of ``pp`` ranks. Of uneven stages the first has more."""
+    counts, wanted = {len(stage.layers) for stage in _stages(config)}, pp * config.virtual_stages
+    if len(counts) > 1:
+        return [2, *[1] * (wanted - 1)]
+    return [1 if counts == {1} or wanted > 4 else 2] * wanted
 
 
 def _stages(config: RunConfig) -> Any:
@@ -189,46 +196,23 @@ def _stages(config: RunConfig) -> Any:
 
 
 def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> dict[str, Any]:
-    m, tp, (cp, _) = (
-        config.model,
-        layout.tp,
-        layout.contexts,
-    )  # of those that share samples, whose heads differ
-    full_tp, (full_cp, _) = config.parallel.tensor_model_parallel_size, contexts
-    most = 8 if m.num_query_groups == m.num_attention_heads else 4
-    if m.num_query_groups < full_tp:  # ranks share them
-        groups = max(1, m.num_query_groups * tp // full_tp)
-    elif (of_rank := m.num_query_groups // full_tp) >= full_cp:
-        groups = tp * cp * like(of_rank // full_cp, max(2, most // (tp * cp)))
-    else:  # context-parallel ranks share them
-        groups = tp * max(k for k in range(1, cp) if cp % k == 0 and k <= of_rank)
-    # Ranks share query heads evenly, too.
-    units = tp * max(groups // tp, cp)
-    full_units = full_tp * max(m.num_query_groups // full_tp, full_cp)
-    heads = units * like(m.num_attention_heads // full_units, max(3, 8 // units))
-    width = _head_width(config)
+    m, tp, (cp, keys) = config.model, layout.tp, layout.contexts
+    heads, groups = _heads(config, layout, contexts[0])
+    width = _head_width(m)
     hidden = heads * width
     if m.kv_channels * m.num_attention_heads != m.hidden_size:  # heads that do not fill the residual stream
-        hidden = 2 * heads * width if m.hidden_size > m.kv_channels * m.num_attention_heads else hidden // 2
-    length = like(m.seq_length, SEQUENCE + m.seq_length % 2)
-    for of_tensor, full_tensor in ((tp, full_tp), (1, 1)):
-        small, full = (
-            lcm(tensor * heads * keys, 2 * keys if keys > 1 else 1)
-            for tensor, (heads, keys) in ((of_tensor, layout.contexts), (full_tensor, contexts))
-        )
-        if m.seq_length % full == 0:
-            length = small * like(m.seq_length // full, max(2, SEQUENCE // small))
-            break
+        hidden = 2 * hidden if m.hidden_size > m.kv_channels * m.num_attention_heads else hidden // 2
+    length = multiple("seq_length", lcm(tp * cp * keys, 2 * keys if keys > 1 else 1))
     return {
         "num_query_groups": groups,
         "num_attention_heads": heads,
         "kv_channels": width,
         "hidden_size": hidden,
-        "ffn_hidden_size": tp * like(m.ffn_hidden_size // full_tp, -(-5 * hidden // (2 * tp))),
+        "ffn_hidden_size": tp * -(-5 * hidden // (2 * tp)),
         "seq_length": length,
         "max_position_embeddings": length if m.seq_length == m.max_position_embeddings else 2 * length,
         **_rotary(m, width, length),
-        **_vocabulary(config, tp),
+        **_vocabulary(m, tp),
         **_experts(config, layout, hidden),
         **_kinds(m, sum(stage_layers(config, layout.pp))),
         **({"norm_epsilon": QK_NORM_EPSILON} if m.qk_norm != "none" else {}),
@@ -236,26 +220,44 @@ def _model(config: RunConfig, layout: SubLayout, contexts: tuple[int, int]) -> d
     }
 
 
+def _heads(config: RunConfig, layout: SubLayout, full_cp: int) -> tuple[int, int]:
+    """Return how many query heads and key/value heads there are.
+
+    Tensor-parallel ranks, and those that swap heads, share key/value heads if they share the configuration's.
+    """
+    m, tp, cp = config.model, layout.tp, layout.contexts[0]
+    full_tp = config.parallel.tensor_model_parallel_size
+    of_rank = m.num_query_groups // full_tp
+    if of_rank >= full_cp:
+        same = m.num_query_groups == m.num_attention_heads
+        most = multiple("num_attention_heads" if same else "num_query_groups", tp * cp)
+        groups = min(tp * cp * (of_rank // full_cp), most)
+    elif of_rank:
+        groups = tp * max(k for k in range(1, cp) if cp % k == 0 and k <= of_rank)
+    else:
+        groups = max(1, m.num_query_groups * tp // full_tp)
+    of_group = m.num_attention_heads // (full_tp * max(of_rank, full_cp))
+    return tp * max(groups // tp, cp) * min(of_group, HEADS_OF_GROUP), groups
+
+
 def _experts(config: RunConfig, layout: SubLayout, hidden: int) -> dict[str, Any]:
-    """Keep whether tokens go to one expert, to several or to all, or to those of some groups, whether there are
-    shared ones, and whether a rank has several."""
+    """Keep whether tokens go to one expert or to several, or to those of some groups, whether there are shared ones,
+    and whether a rank has several."""
     m, tp, ep = config.model, layout.tp, layout.ep
     if m.num_experts is None:
         return {}
-    count = ep * like(m.num_experts // config.parallel.expert_model_parallel_size, max(2, 6 // ep))
-    topk = count if m.moe_router_topk == m.num_experts else min(like(m.moe_router_topk, 3), count - 1)
-    grouped: dict[str, Any] = {}
-    if m.moe_router_group_topk is not None:
-        count, topk = lcm(8, ep), 3
-        grouped = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
-    shared = m.moe_shared_expert_intermediate_size
-    return {
-        "num_experts": count,
-        "moe_router_topk": topk,
-        **grouped,
-        "moe_ffn_hidden_size": like(m.expert_width, hidden),
-        "moe_shared_expert_intermediate_size": shared and tp * like(shared // tp, -(-hidden // tp)),
+    of_rank = m.num_experts // config.parallel.expert_model_parallel_size
+    experts, shared = min(ep * of_rank, multiple("num_experts", ep)), m.moe_shared_expert_intermediate_size
+    values = {
+        "num_experts": experts,
+        "moe_router_topk": min(m.moe_router_topk, SMALL["moe_router_topk"], experts),
+        "moe_ffn_hidden_size": hidden,
+        "moe_shared_expert_intermediate_size": shared and tp * -(-hidden // tp),
     }
+    if m.moe_router_group_topk is not None:
+        values |= {"num_experts": lcm(8, ep), "moe_router_topk": 3}
+        values |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    return values
 
 
 def _kinds(model: ModelConfig, layers: int) -> dict[str, Any]:
@@ -277,56 +279,39 @@ def _rotary(m: ModelConfig, width: int, length: int) -> dict[str, Any]:
     return values
 
 
-def _head_width(config: RunConfig) -> int:
-    """Choose a head width that is odd or even as the configuration's is.
-
-    Rotary positions rotate pairs of elements, so the rotated part of the width is whole pairs.
-    """
-    m = config.model
-    widths = count(HEAD + m.kv_channels % 2, 2)
-    if m.position_embedding_type != "rope":
-        return next(widths)
-    turned, least = ((width, int(width * m.rotary_percent)) for width in widths), 2
-    if m.rotary_scaling == "dynamic":
-        least = 4
+def _head_width(m: ModelConfig) -> int:
+    """Return the width of a head, of which rotary positions turn whole pairs of elements."""
+    part = m.rotary_percent if m.position_embedding_type == "rope" else 1.0
+    turned = ((width, int(width * part)) for width in count(SMALL["kv_channels"], 2))
+    least = 4 if m.rotary_scaling == "dynamic" else 2
     return next(width for width, channels in turned if channels >= least and channels % 2 == 0)
 
 
-def _vocabulary(config: RunConfig, tp: int) -> dict[str, Any]:
-    """Choose a vocabulary of about 60 words, with padding where the configuration's has it.
-
-    A vocabulary that only the tokenizer knows is taken to have padding.
-    """
-    m = config.model
-    divisible, exactly = min(m.make_vocab_size_divisible_by, 8), m.pad_vocab_size_to
-    unit = divisible * tp
-    full = m.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    padded = m.vocab_size is None or (
-        m.vocab_size % full != 0 if exactly is None else m.vocab_size != exactly
-    )
-    whole = unit * max(2, 64 // unit)
+def _vocabulary(m: ModelConfig, tp: int) -> dict[str, Any]:
+    """Choose a vocabulary that needs padding, if any can: that is more to get right."""
+    divisible = min(m.make_vocab_size_divisible_by, SMALL["make_vocab_size_divisible_by"])
+    words = multiple("vocab_size", divisible * tp)
     return {
-        # More than the multiple, so that it is seen to count.
-        "pad_vocab_size_to": None if exactly is None else whole + unit * padded,
-        "vocab_size": whole - unit + 1 if padded else whole,
         "make_vocab_size_divisible_by": divisible,
+        "vocab_size": words - divisible * tp + 1,
+        # More than the multiple, so that it is seen to count.
+        "pad_vocab_size_to": m.pad_vocab_size_to and words + divisible * tp,
     }
 
 
 def _batch(config: RunConfig, world: World, layout: SubLayout) -> dict[str, Any]:
     batch = config.batch
-    micro = like(batch.micro_batch_size, 2)
+    micro = min(batch.micro_batch_size, SMALL["micro_batch_size"])
     d = layout.world.world_size // (layout.tp * layout.pp * layout.cp)
     group = layout.pp if config.micro_batch_multiple > 1 else 1
     have = config.num_micro_batches(world)
+    number = min(have, max(2, layout.pp + 1))
     if group > 1:
-        count = 2 * group if have >= 2 * config.micro_batch_multiple else group
-    else:
-        count = min(have, max(2, layout.pp + 1))
+        number = 2 * group if have >= 2 * config.micro_batch_multiple else group
     quantum = micro * d * group
-    values: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": micro * d * count}
+    values: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": micro * d * number}
     if batch.rampup_batch_size is not None:
-        values["global_batch_size"] = max(2 * quantum, micro * d * count)
+        values["global_batch_size"] = max(2 * quantum, micro * d * number)
         # two sizes, the second from the middle of the run on
         increment = values["global_batch_size"] - quantum
         values["rampup_batch_size"] = (quantum, increment, 2 * quantum)
@@ -339,58 +324,30 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
         out["zero_shard"] = layout.shards
     if zero.zero_hpz_partition_size is not None:
         out["zero_hpz_partition_size"] = layout.shards[0]
-    out["zero_unit_layers"] = min(zero.zero_unit_layers, 2)
-    full = _layer_numel(config.model) // config.parallel.tensor_model_parallel_size
-    small = _layer_numel(section_of(ModelConfig, values)) // layout.tp
-    if full > zero.zero_chunk_numel:  # as many chunks as there are
-        out["zero_chunk_numel"] = max(1, small * zero.zero_chunk_numel // full)
+    out["zero_unit_layers"] = min(zero.zero_unit_layers, SMALL["zero_unit_layers"])
+    matrices = max(kind.matrices for kind in model_spec(config.model).layers)
+    if matrices // config.parallel.tensor_model_parallel_size > zero.zero_chunk_numel:
+        out["zero_chunk_numel"] = values["hidden_size"] ** 2  # several chunks
     wire = config.wire(world)
-    if wire.codings:  # what was exact as a vector still is, and matrices still are not
-        out["zero_block_size"] = BLOCK
-        exact = [size for before, size in _vectors(config, layout.tp, values) if before <= wire.exact_numel]
-        out["zero_exact_numel"] = max(exact, default=0)
+    if wire.codings:  # norms that were exact still are, and matrices are not
+        out["zero_block_size"] = SMALL["zero_block_size"]
+        exact = wire.exact_numel >= config.model.hidden_size
+        out["zero_exact_numel"] = values["hidden_size"] if exact else 0
     return out
-
-
-def _loss_chunk(config: RunConfig, values: Mapping[str, Any]) -> int | None:
-    """Keep whether the loss has several chunks, and whether the last is smaller. auto takes such ones."""
-    chunk, full = config.training.loss_chunk_tokens, config.batch.micro_batch_size * config.own_length
-    tokens = values["micro_batch_size"] * values["seq_length"] // values["context_parallel_size"]
-    if chunk is None or not isinstance(chunk, str) and chunk >= full:
-        return chunk and tokens
-    if isinstance(chunk, str) or full % chunk:
-        return next(size for size in range(2, tokens + 2) if tokens % size)
-    return tokens // next(n for n in range(2, tokens + 1) if tokens % n == 0)
-
-
-def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return (elements on a rank, shrunk) of norms, of those of single heads where there are some, and of the MLP's
-    biases where it has some.
-    """
-    m, full_tp = config.model, config.parallel.tensor_model_parallel_size
-    biases = [(m.ffn_hidden_size // full_tp, values["ffn_hidden_size"] // tp)] if m.add_bias_linear else []
-    heads = [(m.kv_channels, values["kv_channels"])] if m.qk_norm == "head" else []
-    return [(m.hidden_size, values["hidden_size"]), *heads, *biases]
-
-
-def _layer_numel(model: ModelConfig) -> int:
-    """Return the number of elements of the matrices of the largest layer."""
-    return max(kind.matrices for kind in model_spec(model).layers)
 
 
 def _notes(config: RunConfig, world: World) -> list[str]:
     notes = [
-        "data are made-up tokens, a fifth of which do not count in the loss; the learning rate is constant; initial "
-        f"weights have a standard deviation of {INIT_STD}"
+        "data are made-up tokens, and a fifth of them do not count in the loss; the learning rate is constant; "
+        f"initial weights have a standard deviation of {INIT_STD}"
     ]
     if config.model.qk_norm != "none":
         notes.append(
             f"norms have an epsilon of {QK_NORM_EPSILON:g}, with which small sizes are well-conditioned"
         )
-    if config.model.vocab_size is None:
-        notes.append("the vocabulary is the tokenizer's, which is not read: one that needs padding is run")
     if config.batch.rampup_seq_length or config.batch.seq_length_steps:
         notes.append("sequences have one length")
     if config.wire(world).codings:
-        notes.append(f"quantised blocks have {BLOCK} elements, so that slices of small matrices hold several")
+        block = SMALL["zero_block_size"]
+        notes.append(f"quantised blocks have {block} elements, so that slices of small matrices hold several")
     return notes

@@ -68,7 +68,12 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
     few, ep = _fewer_contexts(contexts, config.data_ranks_per_node(world), d, h), 1
     if parallel.expert_model_parallel_size > 1:
         ep = t * smaller[_apart(config)]
-    notes = _notes(config, world, small, (t, p, d, h, *few, ep))
+    notes = [
+        f"sub-layout of {small.world_size} ranks for {world.world_size}, with {d} data-parallel ranks for "
+        f"{config.shard_ranks(world)}; every cut of these (P, G, OS, node) is kept"
+    ]
+    if pp > 2 == p:
+        notes.append("the sub-layout's pipeline has no rank between the first and the last")
     return SubLayout(t, p, small, (p_, g, os), tuple(notes), contexts=few, ep=ep)
 
 
@@ -136,30 +141,3 @@ def _node(config: RunConfig, world: World, tp: int, pp: int, d: int, h: int) -> 
     stages = max(1, world.ranks_per_node // (full_tp * config.shard_ranks(world)))
     together = max(k for k in range(1, pp + 1) if pp % k == 0 and k <= stages and (k < pp or d > h))
     return tp * h * together
-
-
-def _notes(config: RunConfig, world: World, small: World, sizes: tuple[int, ...]) -> list[str]:
-    parallel = config.parallel
-    nodes = world.world_size // world.ranks_per_node
-    rows = [
-        ("tensor-parallel", parallel.tensor_model_parallel_size, sizes[0]),
-        ("pipeline", parallel.pipeline_model_parallel_size, sizes[1]),
-        ("data-parallel", config.shard_ranks(world), sizes[2]),
-        ("data-parallel ranks per node", config.data_ranks_per_node(world), sizes[3]),
-        *zip(
-            ("ranks that swap heads", "groups that gather keys"),
-            config.context_levels(world),
-            sizes[4:6],
-            strict=True,
-        ),
-        ("expert-parallel", parallel.expert_model_parallel_size, sizes[6]),
-        ("nodes", nodes, small.world_size // small.ranks_per_node),
-    ]
-    changed = [f"{name} {before} -> {after}" for name, before, after in rows if before != after]
-    notes = [
-        f"sub-layout of {small.world_size} ranks for {world.world_size}: {', '.join(changed)}; every cut of the "
-        "data-parallel ranks (P, G, OS, node) is kept"
-    ]
-    if parallel.pipeline_model_parallel_size > 2 == sizes[1]:
-        notes.append("the sub-layout's pipeline has no rank between the first and the last")
-    return notes

@@ -18,7 +18,6 @@ from megazero.mesh.local_ranks import LocalRanks
 from megazero.verify import checks
 from megazero.verify.certificate import Certificate, Section
 from megazero.verify.checks import Check, Evidence
-from megazero.verify.diagnosis import diagnose
 from megazero.verify.expected_bytes import ExpectedBytes
 from megazero.verify.full_tensors import Assembler
 from megazero.verify.options import VerifyRequest
@@ -65,7 +64,6 @@ def verify(request: VerifyRequest, ranks: LocalRanks, around: Around = nothing_a
         changes=small.changes,
         notes=small.notes,
         sections=tuple(sections),
-        diagnosis=tuple(runs.diagnosis),
         facts=made,
         configuration=small.config.to_dict(),
     )
@@ -94,7 +92,6 @@ class _Runs:
         self.world, self.config, self.replicas = small.layout.world, small.config, small.layout.replicas
         self.exact_config, self.block = _exactly(small.config), slice_block(self.config, self.world)
         self.saved = self._save_after()  # of both runs
-        self.diagnosis: list[str] = []
 
     def _save_after(self) -> int:
         """Return the step after which runs save. Outer replicas are apart then; with a delay differences leave."""
@@ -109,7 +106,6 @@ class _Runs:
         second = self._configured_section(seen, configured)
         first = [self._exact_section(each, exact) for each in seen]
         third = self._checkpoint_section(seen[0].losses[self.saved + 1], configured, resumed, weights)
-        self.diagnosis = list(dict.fromkeys(line for each in seen for line in diagnose(each)))
         return [*first, *self._outer_section(exact), second, third]
 
     def _outer_section(self, exact: Sequence[RankRecord]) -> list[Section]:
@@ -146,7 +142,7 @@ class _Runs:
         return exact, configured, resumed, weights
 
     def _exact_section(self, seen: Evidence, exact: Sequence[RankRecord]) -> Section:
-        found = checks.exact_checks(seen)
+        found = list(seen.checks)
         if seen.reference.replica == 0:  # of all ranks
             block = slice_block(self.exact_config, self.world)
             expected = ExpectedBytes(self.exact_config, self.world, True, block)

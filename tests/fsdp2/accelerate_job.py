@@ -1,6 +1,6 @@
 """A loop of transformers and accelerate on FSDP2, as their users write it: a small Llama on CPU ranks.
 
-torchrun ... accelerate_job.py FOLDER OPTIONS: options as JSON; ``words`` are what fsdp2_patch.enable takes.
+torchrun ... accelerate_job.py FOLDER WORDS: what fsdp2_patch.enable takes as JSON; null: without the patch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def note(folder: str, losses: list[float], patched: bool) -> None:
     Path(folder, f"sent{os.environ['RANK']}.json").write_text(json.dumps(sent))
 
 
-def main(folder: str, options: dict[str, Any]) -> None:
+def main(folder: str, words: dict[str, Any] | None) -> None:
     pretend_gpus()
     torch.manual_seed(1)
     plugin = FullyShardedDataParallelPlugin(
@@ -60,12 +60,10 @@ def main(folder: str, options: dict[str, Any]) -> None:
     accelerator = Accelerator(fsdp_plugin=plugin)
     model = llama()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    if options.get("words") is not None:
-        fsdp2_patch.enable(model, **options["words"])
-    if "load" in options:
-        accelerator.load_state(options["load"])
+    if words is not None:
+        fsdp2_patch.enable(model, **words)
     losses = []
-    for step in range(options.get("begin", 0), options.get("end", STEPS)):
+    for step in range(STEPS):
         for i in range(MICRO_BATCHES):
             model.set_requires_all_reduce(i == MICRO_BATCHES - 1)
             tokens = batch(step, i)
@@ -75,9 +73,7 @@ def main(folder: str, options: dict[str, Any]) -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    if "save" in options:
-        accelerator.save_state(options["save"])
-    note(folder, losses, options.get("words") is not None)
+    note(folder, losses, words is not None)
     accelerator.end_training()
 
 

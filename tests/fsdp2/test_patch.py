@@ -11,6 +11,7 @@ import contextlib
 import io
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from megazero.patches.checks import GradientSamples
 from tests.dist.pool import run_ranks
 from tests.fsdp2.job import RANKS, Case, Job, Model, Run, experts_on_their_mesh, patched, train, train_all
 from tests.fsdp2.mixed import give_norms_fp32, policies_of_parameters
+from tests.messages import names, refused
 
 BF16, FP16 = (torch.bfloat16, torch.float32), (torch.float16, torch.float16)
 EXACT: dict[str, Any] = {}
@@ -79,8 +81,7 @@ ALWAYS = {"2d, 4 micro-batches", "2d, experts"}
 
 def cases(always: set[str]) -> list:
     assert always <= set(CASES)
-    marks = [pytest.mark.slow]
-    return [pytest.param(CASES[name], id=name, marks=[] if name in always else marks) for name in CASES]
+    return [pytest.param(CASES[n], id=n, marks=[pytest.mark.slow] * (n not in always)) for n in CASES]
 
 
 def beside(case: Case, *formats: dict[str, Any]) -> list[list[Run]]:
@@ -160,8 +161,8 @@ def test_the_first_rank_warns_once_of_gradients_that_lose_much(mesh: str) -> Non
     case = Case(mesh, steps=8)
     lossy, fine = {"gradients": "int4", "exact_numel": 0}, {"gradients": "int8", "exact_numel": 0}
     told, *others = run_ranks(RANKS, printed_after_few_samples, case, lossy)
-    assert told.count("fsdp2_patch: warning: gradients lose 0.") == 1 and others == [""] * 3
-    assert "--zero-gradient-bits 8 (in enable(): gradients='int8')" in told
+    assert told.count("warning") == 1 and others == [""] * 3
+    names(told, "--zero-gradient-bits 8", "gradients='int8'")
     assert "warning" not in run_ranks(RANKS, printed_after_few_samples, case, fine)[0]
 
 
@@ -217,45 +218,30 @@ def test_bytes_are_those_of_the_formats() -> None:
     assert 0.5 * n / 2 <= hsdp["reduce_inter_node_bytes"] <= 0.5625 * (n / 2 + 64 * 30) + 32 * 15
 
 
-def sends_of_experts(mesh: str) -> list[dict[str, dict[str, int]]]:
-    """What this rank sends of experts, of a dense block and in all in the second step, exactly and quantised."""
+def sends_of_experts() -> list[dict[str, dict[str, int]]]:
+    """What this rank sends of experts and of a dense block in the second step, exactly and quantised."""
     found = []
-    for words in (EXACT, INT4 if mesh == "2d" else {**INT8_INT4, "gradients_intra_node": "int8"}):
-        job = Job(Case(mesh, 4, experts=2, divide=RANKS))
-        names = {"experts": "blocks.0.experts.up", "dense": "blocks.0.dense.up.weight", "all": None}
+    for words in (EXACT, {**INT8_INT4, "gradients_intra_node": "int8"}):
+        job = Job(Case("1d", 4, experts=2, divide=RANKS))
+        parameters = {"experts": "blocks.0.experts.up", "dense": "blocks.0.dense.up.weight"}
         with patched(job.model, words, 2):
             job.step(0)
-            for name in names.values():
+            for name in parameters.values():
                 fsdp2_patch.counters(name).take()
             job.step(1)
-            found.append({kind: fsdp2_patch.counters(name).take() for kind, name in names.items()})
-            assert "blocks.1.nothing is no parameter" in refused_count("blocks.1.nothing")
+            found.append({kind: fsdp2_patch.counters(name).take() for kind, name in parameters.items()})
+            with refused("blocks.1.nothing", "blocks.0"):
+                fsdp2_patch.counters("blocks.1.nothing")
     return found
-
-
-def refused_count(name: str) -> str:
-    with pytest.raises(ValueError) as error:
-        fsdp2_patch.counters(name)
-    return str(error.value)
 
 
 @pytest.mark.slow
 def test_every_mesh_counts_its_own_bytes() -> None:
     """Of 8 experts of 2 x 32 x 32 a rank has 4, half of them sharded: it is the one rank of its mesh in its node."""
     experts = 4 * 2 * 32 * 32
-    parameters = [
-        32,
-        32,
-        32,
-        32,
-        128 * 32,
-        128,
-        32 * 128,
-        32,
-        8 * 32,
-        8,
-    ]  # of norms, dense layers and the gate
-    for exact, coded in run_ranks(RANKS, sends_of_experts, "1d"):
+    # Of norms, dense layers and the gate.
+    parameters = [32, 32, 32, 32, 128 * 32, 128, 32 * 128, 32, 8 * 32, 8]
+    for exact, coded in run_ranks(RANKS, sends_of_experts):
         assert exact["experts"] == {
             "reduce_inter_node_bytes": 4 * experts // 2,
             "refresh_inter_node_bytes": 4 * experts // 2,
@@ -268,18 +254,6 @@ def test_every_mesh_counts_its_own_bytes() -> None:
         assert coded["experts"]["intra_node_bytes"] == 0 < coded["dense"]["reduce_intra_node_bytes"]
         blocks = sum(-(-numel // 4 // 64) for numel in parameters)
         assert coded["dense"]["refresh_inter_node_bytes"] == 66 * blocks
-        for sent in (exact, coded):
-            assert sent["all"]["inter_node_bytes"] > 2 * (
-                sent["experts"]["inter_node_bytes"] + sent["dense"]["inter_node_bytes"]
-            )
-
-
-@pytest.mark.slow
-def test_replicas_of_experts_count_their_own_bytes() -> None:
-    """Two replicas send each other half of a sum, and get half of it back."""
-    for exact, coded in run_ranks(RANKS, sends_of_experts, "2d"):
-        assert exact["experts"]["inter_node_bytes"] == 2 * 4 * (4 * 2 * 32 * 32) // 2
-        assert coded["experts"]["inter_node_bytes"] == 2 * 34 * (4 * 2 * 32 * 32) // 2 // 64
 
 
 def sent_by_stages() -> dict[str, int]:
@@ -336,19 +310,13 @@ def written(words: dict[str, Any], how: str, folder: str) -> tuple[list[float], 
     return found[0], found[1]
 
 
-@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "words, how",
     [
-        pytest.param(words, how, id=f"{name}-{how}", marks=[] if always else [pytest.mark.slow])
-        for words, name, how, always in (
-            (EXACT, "exact", "in place", False),
-            (EXACT, "exact", "load_state_dict", True),
-            (EXACT, "exact", "dcp", False),
-            (DELTA_INT4, "differences", "in place", False),
-            (DELTA_INT4, "differences", "load_state_dict", False),
-            (DELTA_INT4, "differences", "dcp", True),
-        )
+        pytest.param(EXACT, "load_state_dict", id="exact-load_state_dict"),
+        pytest.param(EXACT, "in place", id="exact-in place", marks=pytest.mark.slow),
+        pytest.param(DELTA_INT4, "in place", id="differences-in place", marks=pytest.mark.slow),
+        pytest.param(DELTA_INT4, "dcp", id="differences-dcp", marks=pytest.mark.slow),
     ],
 )
 def test_weights_are_never_stale(words: dict[str, Any], how: str, tmp_path: Path) -> None:
@@ -397,44 +365,28 @@ class Holder(torch.optim.Optimizer):
         self.held.step()
 
 
-def checksums_taken(words: dict[str, Any], micro_batches: int, held: bool = False) -> tuple[list[int], int]:
-    """Of how many shards checksums are taken in each of 3 steps and 2 evaluations; bytes that these send across."""
-    job, taken = Job(Case(micro_batches=micro_batches)), [0]
+def checksums_taken(micro_batches: int, held: bool = False) -> list[int]:
+    """Of how many shards checksums are taken in each of 3 steps and 2 evaluations."""
+    job, taken = Job(Case(micro_batches=micro_batches)), list[int]()
     job.optimizer = Holder(job.optimizer) if held else job.optimizer
 
     def counting(values: list[torch.Tensor]) -> torch.Tensor:
         taken[-1] += len(values)
         return fingerprints(values)
 
-    with mock.patch.object(weights, "fingerprints", counting), patched(job.model, words, 2):
-        for step in range(3):
+    with mock.patch.object(weights, "fingerprints", counting), patched(job.model, EXACT, 2):
+        for step in range(5):
             taken.append(0)
-            job.step(step)
-        fsdp2_patch.counters().take()
-        for _ in range(2):
-            taken.append(0)
-            job.look()
-        return taken[1:], fsdp2_patch.counters().take()["refresh_inter_node_bytes"]
+            job.step(step) if step < 3 else job.look()
+    return taken
 
 
 @pytest.mark.slow
 def test_checksums_are_taken_only_where_they_are_compared() -> None:
     """With one micro-batch a step they are not, but in the first, until what is kept is used again."""
-    counts = {
-        name: run_ranks(RANKS, checksums_taken, *given)[0]
-        for name, *given in (
-            ("one", EXACT, 1),
-            ("two", EXACT, 2),
-            ("two, by an optimizer that holds another", EXACT, 2, True),
-            ("differences", DELTA_INT4, 1),
-        )
-    }
-    assert counts["two, by an optimizer that holds another"] == counts["two"]
+    one, two, held = (run_ranks(RANKS, checksums_taken, *given)[0] for given in ((1,), (2,), (2, True)))
     n = len(list(Model().parameters()))
-    assert counts["one"][0] == [n, 0, 0, 0, n] and counts["two"][0] == [2 * n, 2 * n, 2 * n, n, n]
-    assert counts["differences"][0] == [2 * n, 2 * n, 2 * n, n, n]
-    # The first evaluation sends what the last step made; the second one knows of no checksum, and sends it again.
-    assert counts["one"][1] == 2 * counts["two"][1]
+    assert one == [n, 0, 0, 0, n] and two == held == [2 * n, 2 * n, 2 * n, n, n]
 
 
 def mixed(case: Case, words: dict[str, Any] | None) -> tuple[Run, list[str], str, set[torch.dtype]]:
@@ -474,8 +426,8 @@ def test_parameters_with_policies_of_their_own(mesh: str) -> None:
     assert len(told) == (2 if mesh == "1d" else 0)  # the blocks; the root has no norm
 
 
-def bytes_to_reduce() -> str:
-    """What is said where sums come as bytes of several dtypes, of the right size."""
+def bytes_to_reduce() -> None:
+    """Sums come as bytes of several dtypes, of the right size."""
     job = Job(Case())
     with patched(job.model, EXACT, 2):
         job.step(0)
@@ -483,14 +435,12 @@ def bytes_to_reduce() -> str:
         given = torch.zeros(RANKS * sum(p.padded_sharded_param_size.numel() for p in raw.fsdp_params))
         raw._reduce_scatter_comm.params = raw.fsdp_params
         for sums in (given.to(torch.uint8), given.view(torch.uint8), given[:-RANKS]):
-            with pytest.raises(RuntimeError) as error:
+            with refused("blocks.0", "reduce_dtype", by=RuntimeError):
                 raw._reduce_scatter_comm(given, sums, raw.mesh_info.shard_process_group, dist.ReduceOp.SUM)
-            assert "reduces gradients of blocks.0 in a buffer of" in str(error.value)
-        return str(error.value)
 
 
 def test_sums_of_several_dtypes_are_refused_by_name() -> None:
-    assert "give its parameters one reduce_dtype" in run_ranks(RANKS, bytes_to_reduce)[0]
+    run_ranks(RANKS, bytes_to_reduce)
 
 
 def evaluated(words: dict[str, Any] | None) -> list[float]:
@@ -546,58 +496,43 @@ def test_a_compiled_step_runs_as_it_does(mesh: str) -> None:
     assert run_ranks(RANKS, compiled_steps, EXACT, mesh, timeout=300)[0] == pytest.approx(plain, rel=1e-6)
 
 
-def refused(act: Any) -> str:
-    try:
-        act()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        fsdp2_patch.disable()
-    return "taken"
-
-
-def refusals() -> dict[str, str]:
-    """Every refusal at the call, of a model that is right otherwise."""
-    found = {}
-    h = {"ranks_per_node": 2}
-    flat, hsdp = Job(Case()).model, Job(Case("2d")).model
-    enable = fsdp2_patch.enable
-    found["no fsdp"] = refused(lambda: enable(nn.Linear(2, 2), **h))
-    found["one node"] = refused(lambda: enable(flat, ranks_per_node=4))
-    found["odd nodes"] = refused(lambda: enable(flat, ranks_per_node=3))
-    found["weights"] = refused(lambda: enable(hsdp, "int8", exact_numel=0, **h))
-    found["inside"] = refused(
-        lambda: enable(hsdp, gradients="int4", gradients_intra_node="int8", exact_numel=0, **h)
-    )
-    found["nodes of one"] = refused(lambda: enable(hsdp, ranks_per_node=1))
-    found["small"] = refused(lambda: enable(flat, "int8", **h))
-    found["word"] = refused(lambda: enable(flat, "fp8", **h))
-    found["reshard"] = refused(lambda: enable(Job(Case(reshard=2)).model, ranks_per_node=1))
-    flat.set_all_reduce_hook(lambda _: None)
-    found["hook"] = refused(lambda: enable(flat, **h))
-    flat.set_all_reduce_hook(None)
-    for name in ("_all_gather_comm", "_reduce_scatter_comm"):
-        with mock.patch.object(raw_of(flat), name, Other()):
-            found[name] = refused(lambda: enable(flat, **h))
-    lacking = Job(Case()).model
+def every_refusal() -> None:
+    """Every refusal at the call, of a model that is right otherwise, by the words that it names."""
+    h, inside = {"ranks_per_node": 2}, {"gradients": "int4", "gradients_intra_node": "int8", "exact_numel": 0}
+    flat, hsdp, enable = Job(Case()).model, Job(Case("2d")).model, fsdp2_patch.enable
+    lacking, first = Job(Case()).model, "int4" if dist.get_rank() else "int8"
     del raw_of(lacking).post_forward_mesh_info
-    found["attribute"] = refused(lambda: enable(lacking, **h))
-    found["words that differ"] = refused(
-        lambda: enable(flat, gradients="int4" if dist.get_rank() else "int8", exact_numel=0, **h)
-    )
-    inside = {"gradients": "int4", "gradients_intra_node": "int8", "exact_numel": 0}
-    found["alone in nodes"] = refused(lambda: enable(flat, ranks_per_node=1, **inside))
-    found["replicate"] = refused(lambda: enable(replicated(), **h))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "__version__", "2.11.0")
-        found["version"] = refused(lambda: enable(flat, **h))
-        patch.setattr(torch, "__version__", "2.13.0")
-        from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    for model, given, *words in (
+        (nn.Linear(2, 2), h, "fully_shard"),
+        (flat, {"ranks_per_node": 4}, "crosses nodes", "leave the patch out"),
+        (flat, {"ranks_per_node": 3}, "4 ranks", "3 ranks per node"),
+        (hsdp, {"weights": "int8", "exact_numel": 0, **h}, "2-D mesh", "weights='none'"),
+        (hsdp, {**inside, **h}, "gradients_intra_node='none'"),
+        (hsdp, {"ranks_per_node": 1}, "one replica", "nearest"),
+        (flat, {"weights": "int8", **h}, "exact_numel=16384"),
+        (flat, {"weights": "fp8", **h}, "weights='fp8'"),
+        (Job(Case(reshard=2)).model, {"ranks_per_node": 1}, "reshard_after_forward=2", "True or False"),
+        (lacking, h, "FSDPParamGroup.post_forward_mesh_info"),
+        (flat, {"gradients": first, "exact_numel": 0, **h}, "zero_gradient_bits", "rank 0", "rank 1"),
+        (flat, {"ranks_per_node": 1, **inside}, "gradients_intra_node", "leave it out"),
+        (replicated(), h, "replicate()", "use fully_shard"),
+    ):
+        with refused(*words):
+            enable(model, **given)
+    for name, words in {
+        "_all_gather_comm": ["Other"], "_reduce_scatter_comm": ["Other"], "_all_reduce_hook": ["all-reduce hook"]
+    }.items():  # fmt: skip
+        with mock.patch.object(raw_of(flat), name, Other()), refused(*words, "leave"):
+            enable(flat, **h)
+    with mock.patch.object(torch, "__version__", "2.11.0"), refused("torch 2.11.0"):
+        enable(flat, **h)
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-        patch.setattr(_fsdp_param_group, "foreach_reduce", lambda params, comm: None)
-        found["signature"] = refused(lambda: enable(flat, **h))
-    found["twice"] = refused(lambda: (enable(flat, **h), enable(flat, **h)))
-    return found
+    other = mock.patch.object(_fsdp_param_group, "foreach_reduce", lambda params, comm: None)
+    with other, refused("foreach_reduce", "params, comm", "fsdp_params"):
+        enable(flat, **h)
+    with patched(flat, {}, 2), refused("disable()", by=RuntimeError):
+        enable(flat, **h)
 
 
 class Other:
@@ -611,30 +546,7 @@ def replicated() -> nn.Module:
 
 
 def test_what_is_refused_at_the_call() -> None:
-    said = {
-        "no fsdp": "no module of the model was given to fully_shard",
-        "one node": "nothing crosses nodes",
-        "odd nodes": "do not divide by 3 ranks per node",
-        "weights": "weights do not cross nodes on a 2-D mesh",
-        "inside": "leave gradients_intra_node='none'",
-        "nodes of one": "each node must hold one replica",
-        "small": "exact_numel=16384: no parameter has more elements on a rank",
-        "word": "weights='fp8' is no format",
-        "reshard": "reshard_after_forward=2 gathers over several nodes",
-        "hook": "has an all-reduce hook",
-        "_all_gather_comm": "has Other set, which the patch would replace",
-        "_reduce_scatter_comm": "has Other set, which the patch would replace",
-        "attribute": "lacks FSDPParamGroup.post_forward_mesh_info",
-        "words that differ": "zero_gradient_bits is 8 on rank 0 and 4 on rank 1",
-        "alone in nodes": "no node holds two ranks of a mesh",
-        "replicate": "is replicated and not sharded",
-        "version": "torch 2.11.0 was not tried",
-        "signature": "foreach_reduce takes params, comm, not fsdp_params",
-        "twice": "is on already: call disable() first",
-    }
-    for found in run_ranks(RANKS, refusals):
-        assert found.keys() == said.keys()
-        assert not {name: (text, found[name]) for name, text in said.items() if text not in found[name]}
+    run_ranks(RANKS, every_refusal)
 
 
 def early(job: Job) -> None:
@@ -689,45 +601,35 @@ def unscaled(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     return model.head(x)
 
 
-ACTS_REFUSED = {
-    "early": early,
-    "backward": in_backward,
-    "uneven": uneven,
-    "given up": given_up,
-    "divided": divided_otherwise,
-    "reduce-scatter": scattered,
-    "hook": hooked,
-}
+# What is refused when it happens, whether it crosses nodes, and the words of the refusal.
+ACTS: list[tuple[Callable[[Job], None], bool, list[str]]] = [
+    (early, False, ["set_requires_all_reduce(True)"]),
+    (in_backward, True, ["head.weight", "hook"]),
+    (uneven, False, ["scale", "set_reduce_scatter_unused_params(True)"]),
+    (given_up, False, ["blocks.1.up.weight", "zero_grad", "reset_iter_state()"]),
+    (divided_otherwise, False, ["blocks.1", "8.0", "set_requires_all_reduce(True)"]),
+    (scattered, True, ["the model", "reduce-scatter", "disable()"]),
+    (hooked, True, ["the model", "hook", "disable()"]),
+]
 
 
-def refusals_at_work() -> dict[str, str]:
-    """What is refused when it happens."""
-    found, job = {}, Job(Case(micro_batches=2))
+def refusals_at_work() -> None:
+    job = Job(Case(micro_batches=2))
     with patched(job.model, EXACT, 2):
-        for name, act in ACTS_REFUSED.items():
-            job.model.set_requires_all_reduce(name in ("backward", "reduce-scatter", "hook"))
-            try:
+        for act, crosses, words in ACTS:
+            job.model.set_requires_all_reduce(crosses)
+            with refused(*words, by=RuntimeError):
                 act(job)
-            except RuntimeError as error:
-                found[name] = str(error)
             job.model.reset_iter_state()  # drops the sums that wait
             job.optimizer.zero_grad()
-            if name == "early":  # a whole step behind it goes well
+            if act is early:  # a whole step behind it goes well
                 job.model.set_requires_all_reduce(True)
                 job.loss(job.batch(0, 0)).backward()
                 job.optimizer.step()
-    return found
 
 
 def test_what_is_refused_at_work() -> None:
-    for found in run_ranks(RANKS, refusals_at_work):
-        assert "an optimizer steps while gradients" in found["early"]
-        assert "head.weight has a hook behind its gradient" in found["backward"]
-        assert "scale had gradients in some micro-batches of a step alone" in found["uneven"]
-        assert "blocks.1.up.weight were dropped (zero_grad) while their sums wait" in found["given up"]
-        assert "blocks.1 was given another gradient divide factor, 8.0, between" in found["divided"]
-        for name in ("reduce-scatter", "hook"):
-            assert "the model was given another" in found[name]
+    run_ranks(RANKS, refusals_at_work)
 
 
 def on_and_off() -> tuple[Run, Run, bool, list[int]]:

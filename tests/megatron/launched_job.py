@@ -1,22 +1,18 @@
-"""A training script under a launcher: trains a case of the harness, and leaves what each rank has to say.
+"""A training script under a launcher: trains a case of the harness twice, and leaves what each rank has to say.
 
-    torchrun ... [-m megatron_core_patch FLAGS] launched_job.py --case NAME --folder DIR [--enable JSON] [--starts N]
-        [--breaks]
+    torchrun ... -m megatron_core_patch FLAGS launched_job.py CASE FOLDER
 
-It knows nothing of the patch, unless ``--enable`` gives it words to turn it on with. It trains ``--starts`` times in
-its process, each time with new process groups and a new model, as Megatron-LM's --inprocess-restart does. With
-``--breaks`` all starts but the last end in their second step, with its gradients under way.
+It knows nothing of the patch. The first start ends in its second step, with its gradients under way. The second has
+new process groups and a new model in the same process, as with Megatron-LM's --inprocess-restart.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
+import os
 import pickle
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,52 +24,47 @@ from megatron.core import distributed
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import megatron_core_patch
+from tests.megatron.case import Run
 from tests.megatron.cases import CASES
 from tests.megatron.training import sent, train
+
+STARTS = itertools.count()
 
 
 class Broken(Exception):
     """What a rank ends with in the middle of a step."""
 
 
-@contextmanager
-def broken() -> Iterator[None]:
-    """Let every second step end behind its backward, before anything waits for its gradients."""
-    original, calls = distributed.finalize_model_grads, itertools.count(1)
+def start(store: dist.Store, name: str) -> Run:
+    """Train in new process groups; the harness itself turns nothing on."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = dist.PrefixStore(f"{next(STARTS)}", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
+    megatron_core_patch.counters().bytes.clear()
+    try:
+        run = replace(train(replace(CASES[name], bf16=True)), sent=sent({}))
+        dist.barrier()
+        return run
+    finally:
+        dist.destroy_process_group()
 
-    def finalize(*args: Any, **kwargs: Any) -> None:
-        if next(calls) % 2 == 0:
+
+def main(name: str, folder: str) -> None:
+    store, *_ = next(dist.rendezvous("env://"))
+    original, calls = distributed.finalize_model_grads, itertools.count()
+
+    def break_in_second_step(*args: Any, **kwargs: Any) -> None:
+        """End behind a backward, before anything waits for its gradients."""
+        if next(calls):
             raise Broken
         original(*args, **kwargs)
 
-    with mock.patch.object(distributed, "finalize_model_grads", finalize):
-        yield
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--case", choices=CASES, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--enable", type=json.loads)
-    parser.add_argument("--starts", type=int, default=1)
-    parser.add_argument("--breaks", action="store_true")
-    options = parser.parse_args()
-    if options.enable is not None:
-        megatron_core_patch.enable(**options.enable)
-    store, rank, size = next(dist.rendezvous("env://"))
-    for start in range(options.starts):
-        own = dist.PrefixStore(str(start), store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
-        megatron_core_patch.counters().bytes.clear()
-        breaks = options.breaks and start < options.starts - 1
-        with broken() if breaks else nullcontext(), suppress(Broken):
-            run = train(replace(CASES[options.case], bf16=True))  # the harness itself turns nothing on
-            run = replace(run, sent=sent({}))
-        if not breaks:
-            dist.barrier()
-        dist.destroy_process_group()
-    (options.folder / str(rank)).write_bytes(pickle.dumps((sys.argv, run)))
+    broken = mock.patch.object(distributed, "finalize_model_grads", break_in_second_step)
+    with broken, suppress(Broken):
+        start(store, name)
+    run = start(store, name)
+    Path(folder, os.environ["RANK"]).write_bytes(pickle.dumps((sys.argv, run)))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

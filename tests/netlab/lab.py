@@ -90,25 +90,20 @@ class Link(NamedTuple):
 
 
 def parse_link(text: str | None) -> Link:
-    """A rate, or a rate and a delay ('1gbit+20ms', 'none+20ms')."""
-    rate, plus, delay = (text or "none").partition("+")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)ms", delay)
-    if plus and not match:
+    """Read a rate in tc's words, or a rate and a delay ('200mbit', '1gbit+20ms', 'none+20ms').
+
+    None and 'none' are a link that is not shaped. Raises ValueError for other words.
+    """
+    match = re.fullmatch(
+        r"(?:none|(\d+(?:\.\d+)?)([kmg]?)bit)(?:\+(\d+(?:\.\d+)?)ms)?", (text or "none").lower()
+    )
+    bits = int(float(match[1]) * 1000 ** " kmg".index(match[2] or " ")) if match and match[1] else None
+    if not match or bits is not None and bits < 1_000_000:
         raise ValueError(
-            f"rate {text!r}: after + write the delay of one way in milliseconds, as in {rate}+20ms"
+            f"rate {text!r}: write a number and kbit, mbit or gbit, 1mbit or more, or none; after + the delay of one "
+            "way in milliseconds, as in 1gbit+20ms"
         )
-    return Link(parse_rate(rate), float(match[1]) if match else 0.0)
-
-
-def parse_rate(text: str | None) -> int | None:
-    """Bits per second of tc's way of writing a rate ('200mbit', '1gbit'); None for 'none', an unshaped link."""
-    if text is None or text == "none":
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.lower())
-    rate = int(float(match[1]) * 1000 ** " kmg".index(match[2] or " ")) if match else 0
-    if rate < 1_000_000:
-        raise ValueError(f"rate {text!r}: write a number and kbit, mbit or gbit, 1mbit or more, or none")
-    return rate
+    return Link(bits, float(match[3] or 0))
 
 
 def interface_bytes(pid: int | str = "self", interface: str = INTERFACE) -> tuple[int, int]:
@@ -402,14 +397,11 @@ def _wait(running: Sequence[subprocess.Popen], deadline: float | None) -> bool:
     return False
 
 
-def report(result: LabResult, steps: int | None) -> str:
+def report(result: LabResult) -> str:
     rows = [f"{'':8}{'sent':>16}{'received':>16}   bytes at {INTERFACE}"]
     counts = [*zip(result.sent, result.received, strict=True), (sum(result.sent), sum(result.received))]
     names = [*(f"node{i}" for i in range(len(result.sent))), "all"]
-    for name, (sent, received) in zip(names, counts, strict=True):
-        rows.append(f"{name:8}{sent:16,}{received:16,}")
-        if steps:
-            rows.append(f"{'  / step':8}{sent / steps:16,.0f}{received / steps:16,.0f}")
+    rows += [f"{n:8}{sent:16,}{received:16,}" for n, (sent, received) in zip(names, counts, strict=True)]
     return "\n".join([*rows, f"{result.seconds:.1f} s, return codes {list(result.returncodes)}"])
 
 
@@ -422,7 +414,6 @@ def main() -> int:
     parser.add_argument(
         "--rate", default="none", help="of each node's link and direction: 200mbit, none, 1gbit+20ms"
     )
-    parser.add_argument("--per-step", type=int, metavar="N", help="also print bytes divided by N steps")
     parser.add_argument("--timeout", type=float, metavar="SECONDS")
     parser.add_argument(
         "--launcher",
@@ -448,7 +439,7 @@ def main() -> int:
     except (LabUnavailable, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(report(result, options.per_step))
+    print(report(result))
     return result.returncode
 
 

@@ -269,8 +269,8 @@ def _partial_router(place: Place) -> None:
 
 
 def _of_experts(engine: Engine) -> list[Any]:
-    """The units of experts that ranks share."""
-    return [unit for unit in engine.units if unit.name.endswith("experts")]
+    """The units of experts that ranks share; some are in chunks."""
+    return [unit for unit in engine.units if unit.name.partition("[")[0].endswith("experts")]
 
 
 def _dropped_expert_reduction(place: Place) -> None:

@@ -18,7 +18,7 @@ import fsdp2_patch
 from fsdp2_patch.gradients import ReplicaAllReduce, TwoHopReduceScatter
 from fsdp2_patch.group import Group
 from fsdp2_patch.packing import Packing
-from fsdp2_patch.refusals import mesh_problems, not_sharded
+from fsdp2_patch.refusals import not_sharded
 from fsdp2_patch.report import start_line
 from fsdp2_patch.torch_parts import KNOWN, NEEDED, check_torch
 from fsdp2_patch.weights import KeptAllGather
@@ -26,7 +26,6 @@ from megatron_core_patch.options import PatchOptions
 from megazero.comm.codec import Blockwise, codecs_of
 from megazero.comm.hops import Channel, Traffic
 from megazero.comm.wire import Codecs
-from megazero.config.errors import ConfigError
 from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.kernels.arena import Arena
 from megazero.patches.checks import Differences, refuse_recording
@@ -34,6 +33,7 @@ from megazero.patches.names import Replaced, lookup, missing, release
 from megazero.patches.options import MessageOptions, read_words
 from megazero.patches.two_hops import TwoHops
 from tests import ROOT
+from tests.messages import names, refused
 
 KNOWN_TORCH = pytest.mark.skipif(
     release(torch.__version__) < KNOWN[0], reason="fsdp2_patch refuses this torch"
@@ -44,38 +44,28 @@ def test_words() -> None:
     options = read_words(MessageOptions, "int4-delta", "int4")
     assert options.wire.delta and options.wire.exact_numel == EXACT_NUMEL
     assert read_words(MessageOptions, gradients="int8", exact_numel=0).wire.exact_numel == 0
-    with pytest.raises(TypeError, match="unexpected keyword 'chunk_numel'"):
-        read_words(MessageOptions, chunk_numel=1)
-    with pytest.raises(TypeError, match="unexpected keyword 'weight_bits'; nearest: one of block_size"):
-        read_words(MessageOptions, "int8", weight_bits=4)
-    with pytest.raises(ValueError, match="- exact_numel -1"):  # by the word, not the flag
-        read_words(MessageOptions, exact_numel=-1)
-    with pytest.raises(
-        ValueError, match="exact_numel 0 has no effect without weights='int8' or gradients='int4'"
-    ):
-        read_words(MessageOptions, exact_numel=0)
-
-
-@pytest.mark.parametrize(
-    "given, said",
-    [
-        ({"exact_numel": "few"}, "exact_numel takes a whole number, got 'few'"),
-        ({"verify_first_steps": 2.5}, "verify_first_steps takes a whole number, got 2.5"),
-        ({"verify_first_steps": None}, "verify_first_steps takes a whole number, got None"),
-        ({"gradient_transform": True}, "gradient_transform takes text, got True"),
-    ],
-)
-def test_values_of_another_kind_are_refused_by_word(given: dict, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        read_words(PatchOptions, gradients="int4", **given)
-
-
-def test_values_are_read_as_those_of_a_file() -> None:
     options = read_words(
         MessageOptions, gradients="int4", block_size=32.0, ranks_per_node="8", exact_numel=None
     )
-    assert (options.zero_block_size, options.ranks_per_node) == (32, 8)
-    assert options.wire.exact_numel == EXACT_NUMEL
+    assert (options.zero_block_size, options.ranks_per_node, options.wire.exact_numel) == (32, 8, EXACT_NUMEL)
+
+
+@pytest.mark.parametrize(
+    "given, by, words",
+    [
+        ({"chunk_numel": 1}, TypeError, ["'chunk_numel'", "nearest"]),  # a word of the other patch's
+        ({"weights": "int8", "weight_bits": 4}, TypeError, ["'weight_bits'", "nearest"]),
+        ({"exact_numel": -1}, ValueError, ["- exact_numel -1"]),  # by the word, not the flag
+        ({"exact_numel": 0}, ValueError, ["exact_numel 0", "weights='int8'", "gradients='int4'"]),
+        ({"gradients": "int4", "exact_numel": "few"}, ValueError, ["exact_numel", "'few'"]),
+        ({"gradients": "int4", "verify_first_steps": 2.5}, ValueError, ["verify_first_steps", "2.5"]),
+        ({"gradients": "int4", "verify_first_steps": None}, ValueError, ["verify_first_steps", "None"]),
+        ({"gradients": "int4", "gradient_transform": True}, ValueError, ["gradient_transform", "True"]),
+    ],
+)
+def test_bad_words(given: dict, by: type[Exception], words: list[str]) -> None:
+    with refused(*words, by=by):
+        read_words(MessageOptions, **given)
 
 
 @pytest.mark.parametrize("gradients", ["int8", "int4"])
@@ -92,12 +82,8 @@ def test_both_patches_mean_the_same_by_the_same_words(gradients: str, given: dic
 
 
 def test_the_page_lists_every_keyword() -> None:
-    table = (
-        (ROOT / "docs" / "integrate" / "fsdp2.md")
-        .read_text()
-        .split("| keyword | values |")[1]
-        .split("\n\n")[0]
-    )
+    page = (ROOT / "docs" / "integrate" / "fsdp2.md").read_text()
+    table = page.split("| keyword | values |")[1].split("\n\n")[0]
     listed = {
         word
         for line in table.splitlines()
@@ -137,7 +123,7 @@ def test_exact_neighbours_move_as_one() -> None:
 
 @pytest.mark.skipif(release(torch.__version__) >= KNOWN[0], reason="this torch is known")
 def test_an_older_torch_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"was not tried: it uses private parts; take 2\.12 to"):
+    with refused(torch.__version__, "2.12"):
         check_torch()
 
 
@@ -152,12 +138,12 @@ def test_the_private_parts_are_there_in_this_torch() -> None:
 
 @KNOWN_TORCH
 def test_a_name_that_is_replaced_keeps_its_signature() -> None:
-    names = Replaced()
+    replaced = Replaced()
     for module, paths in NEEDED.items():
         for path in paths:
-            names.wrap(module, path, lambda original, *rest, **words: original(*rest, **words))
+            replaced.wrap(module, path, lambda original, *rest, **words: original(*rest, **words))
     assert not list(missing(NEEDED))  # as for a second model that is patched
-    names.restore()
+    replaced.restore()
     check_torch()
 
 
@@ -194,33 +180,25 @@ def test_a_model_of_another_fsdp_is_named() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MegatronFSDP, "__module__", "megatron_fsdp.megatron_fsdp")
         said = not_sharded(torch.nn.Sequential(MegatronFSDP()))
-    assert "sharded by megatron_fsdp.megatron_fsdp.MegatronFSDP" in said and "use torch's fully_shard" in said
-    assert "was given to fully_shard" in not_sharded(torch.nn.Sequential(MegatronFSDP()))
+    names(said, "megatron_fsdp.megatron_fsdp.MegatronFSDP", "fully_shard", "megatron_core_patch")
+    names(not_sharded(torch.nn.Sequential(MegatronFSDP())), "fully_shard", "enable()")
     first = FullyShardedDataParallel.__new__(type("First", (FullyShardedDataParallel,), {}))
     torch.nn.Module.__init__(first)
     assert "fully_sharded_data_parallel.FullyShardedDataParallel" in not_sharded(first)
-
-
-def test_meshes_that_do_not_lie_on_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda ranks: ranks)
-    for ranks, said in (([0, 1, 2], "holds equally many"), ([0, 2, 1, 3], "goes back to a node")):
-        raw = SimpleNamespace(mesh_info=SimpleNamespace(shard_process_group=ranks))
-        (problem,) = mesh_problems("blocks.0", raw, 2)
-        assert problem.startswith("blocks.0: ") and said in problem
 
 
 def test_recordings_of_a_step_are_told_apart() -> None:
     """A traced one; a graph that is captured, as CUDA says; and neither."""
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     refuse_recording(cpu, "patch", torch.ones(1))
-    with pytest.raises(RuntimeError, match="patch: a whole step is traced.*compile blocks"):
+    with refused("patch", "compile blocks", by=RuntimeError):
         make_fx(lambda x: (refuse_recording(cpu, "patch", x), x)[1], tracing_mode="fake")(torch.ones(1))
-    with pytest.raises(RuntimeError, match="patch: a whole step is traced"), FakeTensorMode():
+    with refused("patch", "compile blocks", by=RuntimeError), FakeTensorMode():
         refuse_recording(cpu, "patch", torch.ones(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         refuse_recording(cpu, "patch")
-        with pytest.raises(RuntimeError, match="patch: a CUDA graph records.*disable_cuda_graphs"):
+        with refused("patch", "disable_cuda_graphs", by=RuntimeError):
             refuse_recording(cuda, "patch")
 
 
@@ -235,11 +213,11 @@ def test_every_message_of_a_traced_step_is_refused() -> None:
             partial(scatter.cross, x),
             partial(ReplicaAllReduce(group).all_reduce, x),
         ):
-            with pytest.raises(RuntimeError, match="fsdp2_patch: a whole step is traced"):
+            with refused("fsdp2_patch", "compile blocks", by=RuntimeError):
                 send()
 
 
 def test_nothing_is_on_without_enable() -> None:
     fsdp2_patch.disable()
-    with pytest.raises(RuntimeError, match=r"call enable\(\) first"):
+    with refused("enable()", by=RuntimeError):
         fsdp2_patch.counters()
