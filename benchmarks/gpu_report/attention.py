@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu_report.record import Record, Skip
 from benchmarks.gpu_report.setting import Setting, elapsed, free
-from benchmarks.harness import peak_bytes, ratios, take_turns
+from benchmarks.harness import ratios, take_turns
 from megazero.config.model.attention import TORCH, able
 from megazero.models.attention import (
     AttentionTables,
@@ -61,10 +61,6 @@ def run(setting: Setting, record: Record) -> None:
                 taken = take_turns(turns, setting.pick(5, 1), warm_up=setting.pick(2, 0))
                 row["ms"] = statistics.median(taken["own"]) * 1e3
                 row["of plain"] = statistics.median(ratios(taken["own"], taken["plain"]))
-                if device.type == "cuda":
-                    row["MiB"], row["plain MiB"] = (
-                        peak_bytes(partial(gradients, each, q, k, v)) / 2**20 for each in (tables, plain)
-                    )
             free(device)
 
 

@@ -1,14 +1,12 @@
 """What the executor records of a real run: every action once, in the schedule's order, after what it needs."""
 
-import json
 from functools import cache
 from itertools import pairwise
 
 import pytest
-from PIL import Image
 
 from benchmarks.pipeline.sleeping import Case, take_turns
-from benchmarks.pipeline.timelines import Timeline, chrome_trace, draw
+from benchmarks.pipeline.timelines import Timeline
 from megazero.pp.schedules import SCHEDULES, done_by, make_schedule, needs, peak_activations
 from megazero.pp.timeline import Times
 from tests.dist.pool import run_ranks
@@ -48,15 +46,3 @@ def test_activations_are_held_as_long_as_the_schedule_says(case):
     run = runs()[case.schedule]
     expected = peak_activations(case.schedule, case.pp, case.virtual, case.micro_batches)
     assert run.held == Timeline(case.pp, run.spans).peak_activations() == expected
-
-
-@pytest.mark.slow
-def test_trace_and_picture_of_real_runs(tmp_path):
-    timelines = {name: Timeline(3, run.spans) for name, run in runs().items()}
-    for timeline in timelines.values():
-        assert 0 < timeline.bubble < 1
-        events = json.loads(json.dumps(chrome_trace(timeline)))["traceEvents"]
-        assert sum(event["ph"] == "X" for event in events) == len(timeline.spans)
-    draw(timelines, tmp_path / "timelines.png")
-    with Image.open(tmp_path / "timelines.png") as picture:
-        assert min(picture.size) > 300 and len(picture.getcolors(1 << 24)) > 4

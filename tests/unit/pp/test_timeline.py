@@ -1,11 +1,8 @@
 """Simulated timelines against closed forms; the trace and the picture."""
 
-import json
-
 import pytest
-from PIL import Image
 
-from benchmarks.pipeline.timelines import Timeline, chrome_trace, draw
+from benchmarks.pipeline.timelines import Timeline
 from megazero.pp.schedules import SCHEDULES, Action, Kind, make_schedule, peak_activations, schedule_problem
 from megazero.pp.timeline import Span, Times, ideal_bubble, simulate
 
@@ -63,33 +60,3 @@ def test_measured_spans_need_not_start_at_zero():
     spans = [Span(0, Action(Kind.FORWARD, 0, 0), 10, 11), Span(0, Action(Kind.BACKWARD, 0, 0), 12, 14)]
     run = Timeline(1, tuple(reversed(spans)))
     assert run.makespan == 4 and run.bubble == 0.25 and run.peak_activations() == (1,)
-
-
-def test_the_trace_is_json_with_a_row_per_rank():
-    run = timeline("zb-h1", 3, 1, 4)
-    events = json.loads(json.dumps(chrome_trace(run)))["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
-    assert names == [f"pipeline rank {rank}" for rank in range(3)]
-    boxes = [event for event in events if event["ph"] == "X"]
-    assert len(boxes) == len(run.spans)
-    first = next(box for box in boxes if box["tid"] == 1)
-    assert (first["name"], first["ts"], first["dur"]) == ("F0", 1e6, 1e6)
-    assert first["args"] == {"stage": 1, "micro_batch": 0}
-
-
-def test_the_picture(tmp_path):
-    sizes = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
-    chunked = {name: Times(1 / v, 1 / v, 1 / v) for name, v in sizes}
-    draw(
-        {name: timeline(name, 4, v, 8, chunked[name].of) for name, v in sizes},
-        tmp_path / "new" / "four.png",
-    )
-    picture = tmp_path / "new" / "four.png"
-    assert picture.stat().st_size < 300_000
-    with Image.open(picture) as image:
-        image.load()
-        assert (
-            image.format == "PNG" and image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 20
-        )
-    with pytest.raises(ValueError, match="no timelines"):
-        draw({}, tmp_path / "none.png")
