@@ -118,7 +118,7 @@ test-releases:
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/step_time.py
 
-# Everything that needs a GPU, in at most 8 minutes on one card, into docs/results/gpu.md; without a card a rehearsal. For
+# Everything that needs a GPU, in at most 8 minutes on one card, into runs/gpu-report; without a card a rehearsal. For
 # example REPORT_ARGS="--pieces kernels,race --fresh".
 gpu-report: $(VENV)/.test
 	$(BIN)/python tools/gpu_report.py $(REPORT_ARGS)

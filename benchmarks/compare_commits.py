@@ -11,7 +11,6 @@ cores.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -125,13 +124,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Row:
-    """A comparison. failed: what a run printed that failed. sha256: of both results' tensors, by name."""
+    """A comparison. failed: what a run printed that failed."""
 
     case: str
     iterations: int
     tensors: int = 0
     differences: tuple[Difference, ...] = ()
-    sha256: tuple[Mapping[str, str], ...] = ()
     failed: str = ""
 
     @property
@@ -158,10 +156,6 @@ def read_result(folder: Path, after: int = 0) -> dict[str, Tensor]:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return uint8 [elements, bytes of one]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), -1)
-
-
-def sha256(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: hashlib.sha256(as_bytes(t).numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 
 
 def compare(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> tuple[Difference, ...]:
@@ -265,8 +259,7 @@ def row(name: str, iterations: int, one: Path, two: Path, wrong: str) -> Row:
     if wrong:
         return Row(name, iterations, failed=wrong)
     results = [read_result(folder, ITERATIONS - iterations) for folder in (one, two)]
-    hashes = tuple(map(sha256, results))
-    return Row(name, iterations, len(results[1]), compare(*results), hashes)
+    return Row(name, iterations, len(results[1]), compare(*results))
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -280,20 +280,6 @@ def step_seconds(
     return (clock() - began) / steps
 
 
-def own_seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of a step; on a CPU the process's CPU time, which other programs do not change."""
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    return step_seconds(step, device, clock=clock)
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """Return the most bytes that a card has allocated in ``run``, above those before it."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -364,19 +350,6 @@ def of_medians(own: Sequence[float], other: Sequence[float], digits: int = 2) ->
 
 
 # -- pages -----------------------------------------------------------------------------------------------
-
-
-def turn_rows(turns: Mapping[str, Sequence[tuple[float, int]]]) -> list[list[str]]:
-    """Return a row for each contestant's turns of ``measure_most``: name, ms, MB sent, ratio to the first
-    contestant."""
-    rows: list[list[str]] = []
-    base = [seconds for seconds, _ in next(iter(turns.values()))]
-    for name, taken in turns.items():
-        seconds = [took for took, _ in taken]
-        sent = statistics.median(count for _, count in taken) / 1e6
-        ratio = spread(ratios(seconds, base), 2) if rows else ""
-        rows.append([name, spread([t * 1e3 for t in seconds], 1), f"{sent:.2f}", ratio])
-    return rows
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

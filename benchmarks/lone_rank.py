@@ -22,24 +22,11 @@ from megazero.mesh.grid import AxisSpec, Grid, make_grid
 from megazero.mesh.mesh import Axis, Mesh
 
 
-class Landing(Protocol):
-    """The handle of a copy."""
-
-    def wait(self, timeout: object = None) -> bool: ...
-    def is_completed(self) -> bool: ...
-
-
 class Communicator(Protocol):
-    """Takes a process group's place."""
+    """Takes a process group's place. What it returns has ``wait`` and ``is_completed``."""
 
-    def gather(self, out: torch.Tensor, own: torch.Tensor) -> Landing: ...
-    def exchange(
-        self,
-        out: torch.Tensor,
-        sent: torch.Tensor,
-        out_splits: list[int] | None = None,
-        sent_splits: list[int] | None = None,
-    ) -> Landing: ...
+    def gather(self, out: torch.Tensor, own: torch.Tensor) -> Any: ...
+    def exchange(self, out: torch.Tensor, sent: torch.Tensor, *splits: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +57,12 @@ def own_collectives(**more: Callable[..., Any]) -> Iterator[None]:
     """Let the engine's collectives go to a ``Communicator``. more: replaces further functions of
     torch.distributed."""
 
-    def gather(out: torch.Tensor, own: torch.Tensor, group: Communicator, async_op: bool = False) -> Landing:
+    def gather(out: torch.Tensor, own: torch.Tensor, group: Communicator, async_op: bool = False) -> Any:
         return _begun(group.gather(out, own), async_op)
 
     def exchange(
         out: torch.Tensor, sent: torch.Tensor, *splits: Any, group: Communicator, async_op: bool = False
-    ) -> Landing:
+    ) -> Any:
         return _begun(group.exchange(out, sent, *splits), async_op)
 
     with (
@@ -86,7 +73,7 @@ def own_collectives(**more: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def _begun(work: Landing, async_op: bool) -> Landing:
+def _begun(work: Any, async_op: bool) -> Any:
     if not async_op:
         work.wait()
     return work

@@ -120,15 +120,11 @@ class Member:
     def gather(self, out: torch.Tensor, own: torch.Tensor) -> Meeting:
         return self._meet(list(out.view(self.size, -1)), [own.view(-1)] * self.size)
 
-    def exchange(
-        self,
-        out: torch.Tensor,
-        sent: torch.Tensor,
-        out_splits: list[int] | None = None,
-        sent_splits: list[int] | None = None,
-    ) -> Meeting:
+    def exchange(self, out: torch.Tensor, sent: torch.Tensor, *splits: Any) -> Meeting:
+        """splits: of ``out`` and of ``sent``, even without."""
         even = [out.numel() // self.size] * self.size
-        return self._meet(list(out.split(out_splits or even)), list(sent.split(sent_splits or even)))
+        of_out, of_sent = (each or even for each in splits or (None, None))
+        return self._meet(list(out.split(of_out)), list(sent.split(of_sent)))
 
     def _meet(self, out: list[torch.Tensor], sent: list[torch.Tensor]) -> Meeting:
         meeting = self.room.setdefault(self.count, Meeting(self.threads, self.size))

@@ -1,4 +1,4 @@
-"""Step time as a ratio to torch's own, and bytes per rank against the formula.
+"""Step time as a ratio to torch's own.
 
     python benchmarks/step_time.py [--ranks 4] [--rounds 5] [--dtype fp32] [--json FILE]
     python benchmarks/step_time.py --against HEAD~1 [--only zero3 hpz]     # this tree / another commit
@@ -11,11 +11,10 @@ median over rounds counts, with the range.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
-import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks import step_time_against as against
 from benchmarks.links.contestants import ddp, fsdp2
-from benchmarks.steps import AdamW, Shape, Step, bytes_in_step, decoder, ours, torch_step
-from megazero.config import resolve_shards
+from benchmarks.steps import AdamW, Shape, Step, decoder, ours, torch_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PAIRS = {"zero3": "fsdp2", "mics": "hsdp", "ddp": "torch ddp", "zero1": "torch ddp", "hpz": "fsdp2"}
 PEERS = {"fsdp2": fsdp2(), "hsdp": fsdp2(hybrid=True), "torch ddp": ddp(once=True)}
-FORMULA_PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz")
-Result = dict[str, Any]
+ALONE = {"megazero": "bare torch"}  # the pair of one rank
 
 
 def contestants(shape: Shape, only: list[str] | None) -> dict[str, Step]:
@@ -52,54 +49,24 @@ def contestants(shape: Shape, only: list[str] | None) -> dict[str, Step]:
     }
 
 
-def compare(options: dict[str, Any]) -> Result:
-    """Return seconds per step of every turn, bytes held by preset, the model's elements and a rank's tokens of a
-    step."""
+def compare(options: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the seconds per step of every turn."""
     shape = Shape(dtype=DTYPES[options["dtype"]], micro_batches=options["micro_batches"])
     steps = contestants(shape, options["only"])
     harness.require_training({name: harness.learned([step(), step()]) for name, step in steps.items()})
     turns = {
         name: lambda step=step: harness.measure(step, options["steps"])[0] for name, step in steps.items()
     }
-    found: Result = {
-        "seconds": harness.take_turns(turns, options["rounds"]),
-        "held": {},
-        "tokens": shape.tokens,
-    }
-    found["elements"] = sum(p.numel() for p in decoder(shape, "meta").parameters())
-    if (world := dist.get_world_size()) > 1:
-        small = dataclasses.replace(shape, dtype=torch.bfloat16, sequence=16, micro_batch=1, micro_batches=1)
-        for preset in FORMULA_PRESETS:
-            found["held"][preset] = bytes_in_step(preset, small, world // 2, harness.device())
-    return found
+    return harness.take_turns(turns, options["rounds"])
 
 
-def expected_bytes(preset: str, n: int, world: int) -> dict[str, float]:
-    """Return 2 N/P for bf16 parameters, 4 N/G for accumulated gradients, 12 N/OS for master and two moments."""
-    s = resolve_shards(preset, world, max(1, world // 2))
-    return {"parameters": 2 * n / s.p, "gradients": 4 * n / s.g, "optimizer": 12 * n / s.os}
-
-
-def report(world: int, result: Result) -> dict:
-    times, n = result["seconds"], result["elements"]
-    print(f"\n{world} rank(s), {result['tokens']} tokens per rank and step, {n / 1e6:.1f}M parameters")
-    print(f"{'contestant':12} {'median s':>9} {'min':>7} {'max':>7}")
-    for name, t in times.items():
-        print(f"{name:12} {statistics.median(t):9.3f} {min(t):7.3f} {max(t):7.3f}")
-    ratios = {}
-    for mine, theirs in ({"megazero": "bare torch"} if world == 1 else PAIRS).items():
-        if mine in times and theirs in times:
-            ratios[f"{mine} / {theirs}"] = statistics.median(times[mine]) / statistics.median(times[theirs])
-            print(
-                f"{mine} / {theirs}: {harness.of_medians(times[mine], times[theirs], 3)}, of medians, and by round"
-            )
-    table = {}
-    for preset, kinds in result["held"].items():
-        want = expected_bytes(preset, n, world)
-        table[preset] = {k: kinds[k] / want[k] for k in want}
-        cells = (f"{k} {kinds[k]:,} = {r:.4f} x formula" for k, r in table[preset].items())
-        print(f"bytes {preset:6} " + "  ".join(cells))
-    return {"world": world, "seconds": times, "ratios": ratios, "bytes_over_formula": table}
+def report(world: int, times: Mapping[str, Sequence[float]]) -> str:
+    rows = []
+    for name, seconds in times.items():
+        other = (ALONE if world == 1 else PAIRS).get(name)
+        ratio = f"{harness.of_medians(seconds, times[other], 3)} of {other}" if other in times else ""
+        rows.append([name, harness.spread(seconds), ratio])
+    return f"{world} rank(s)\n\n{harness.table(['', 's per step', 'of medians, and by round'], rows)}\n"
 
 
 def compare_with_commit(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
@@ -122,18 +89,22 @@ def main() -> None:
         "--only", nargs="*", help="contestants of the several-rank part, e.g. ddp 'torch ddp'"
     )
     parser.add_argument("--against", metavar="REF", help="a commit of this checkout, instead of torch's own")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.rounds = options.rounds or (7 if options.against else 5)
     os.environ["OMP_NUM_THREADS"] = "1"
-    results: object
+    found: dict[Any, Any] = {}
     if options.against:
-        results = compare_with_commit(parser, options)
+        found = compare_with_commit(parser, options)
     else:
-        worlds = dict.fromkeys((1, options.ranks))
-        results = [report(world, harness.run(compare, vars(options), ranks=world)) for world in worlds]
+        asked = {
+            name: getattr(options, name) for name in ("dtype", "micro_batches", "only", "steps", "rounds")
+        }
+        for world in dict.fromkeys((1, options.ranks)):
+            found[world] = harness.run(compare, asked, ranks=world)
+            print(report(world, found[world]))
     if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1))
+        options.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,8 +15,11 @@ import torch.distributed as dist
 from benchmarks.harness import Taken
 from megazero import zero
 from megazero.config import RunConfig, resolve_shards
+from megazero.config.layout.wire import Wire, asked_for
+from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, ModelConfig, initializer, make_model
+from megazero.models.compilation import compile_layers
 from megazero.moe import ExpertParallel
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder, units_of
 
@@ -26,7 +29,8 @@ CLIP = 1.0
 
 def llama(sizes: Any) -> ModelConfig:
     """Return the model section of a Llama. sizes: has layers, hidden, ffn, heads, vocabulary and sequence, the
-    longest. If it has experts, each is as wide as ffn, and a token goes to two, or to topk."""
+    longest.
+    If it has experts, each is as wide as ffn, and a token goes to ``topk``."""
     count, topk = getattr(sizes, "experts", 0), getattr(sizes, "topk", 2)
     experts = (
         {"num_experts": count, "moe_ffn_hidden_size": sizes.ffn, "moe_router_topk": topk} if count else {}
@@ -68,6 +72,7 @@ class Shape:
     micro_batches: int = 1
     dtype: torch.dtype = torch.float32
     experts: int = 0
+    topk: int = 2
 
     @property
     def tokens(self) -> int:
@@ -135,22 +140,48 @@ def ours(
     replicas = world // ranks_per_node if policy and policy.outer else 1
     factors = resolve_shards(shards, world // replicas, min(world, ranks_per_node)).factors
     mesh = shared_mesh(factors, ranks_per_node, device, replicas, ep)
-    model = decoder(shape, "meta", ExpertParallel.of(mesh))
+    made = engine_step(shape, mesh, policy=policy, joined=joined)
+    mesh.release()  # for the next contestant: they take turns, so theirs are never collectives of two engines at once
+    return made
+
+
+def engine_step(
+    shape: Shape,
+    mesh: Mesh,
+    *,
+    policy: zero.Policy | None = None,
+    joined: int = 1,
+    recompute: str = "none",
+    compiled: bool = False,
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW,
+    init: Callable[[Decoder], Callable[[str], torch.Tensor]] = lambda model: initializer(model, 1),
+    **more: Any,
+) -> tuple[Step, zero.Engine]:
+    """Return a step of the engine on ``mesh``, and the engine.
+
+    compiled: as with --compile. init: makes initial values by name. more: further arguments of ``zero.shard``.
+    """
+    model = Decoder(
+        llama(shape), ep=ExpertParallel.of(mesh), recompute=recompute, device="meta", dtype=shape.dtype
+    )
+    if compiled:
+        compile_layers(model, compile_backend(mesh.device))
+    units = units_of(model, joined, mesh)
     engine = zero.shard(
         model,
         mesh=mesh,
         policy=policy,
-        units=units_of(model, joined, mesh),
-        optimizer=ADAMW,
+        units=units,
+        optimizer=optimizer,
         clip_norm=CLIP,
-        init=initializer(model, 1),
+        init=init(model),
+        **more,
     )
-    mesh.release()  # for the next contestant: they take turns, so theirs are never collectives of two engines at once
-    data = batches(shape, device)
+    data = batches(shape, mesh.device)
 
     def step() -> Taken:
         engine.begin_step(len(data), divisor=shape.tokens * mesh.dp_size)
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), device=mesh.device)
         for tokens in data:
             loss = model(tokens, tokens).sum()
             loss.backward()
@@ -158,6 +189,26 @@ def ours(
         return Taken(total / shape.tokens, engine.step().grad_norm)
 
     return step, engine
+
+
+def compile_backend(device: torch.device) -> str:
+    """Return the backend to compile with: inductor's code for a CPU takes minutes to compile."""
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+def policy_of(wire: Wire) -> zero.Policy:
+    return zero.Policy(block=wire.block, exact_numel=wire.exact_numel, codecs=wire)
+
+
+def policies() -> dict[str, tuple[str, zero.Policy]]:
+    """Return what one rank alone can run: name -> (preset, policy)."""
+    delta = ZeroConfig(zero_preset="zeropp")
+    whole = replace(delta, zero_quantized_weights_delta=False)
+    return {
+        **{preset: (preset, zero.Policy()) for preset in ("zero1", "zero3", "hpz", "mics")},
+        "zeropp": ("zeropp", policy_of(asked_for(delta))),
+        "zeropp INT8": ("zeropp", policy_of(asked_for(whole))),
+    }
 
 
 def pipelined(
@@ -225,13 +276,14 @@ class AdamW:
 
 
 def torch_step(
-    model: torch.nn.Module,
+    model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     optimizer: AdamW,
     shape: Shape,
     device: torch.device,
     quiet: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
 ) -> Step:
-    """Return a step of plain torch. quiet: surrounds a micro-batch, given whether it is the last."""
+    """Return a step of plain torch. model: tokens and labels -> losses. quiet: surrounds a micro-batch, given whether
+    it is the last."""
     data = batches(shape, device)
 
     def step() -> Taken:
@@ -244,22 +296,6 @@ def torch_step(
         return Taken(total, optimizer.step())
 
     return step
-
-
-def bytes_in_step(preset: str, shape: Shape, ranks_per_node: int, device: torch.device) -> dict[str, int]:
-    """Return the bytes that a rank holds between the last backward and the update, when every P copy is present."""
-    _, engine = ours(preset, shape, ranks_per_node, device)
-    data = batches(shape, device)
-    engine.begin_step(len(data))
-    for tokens in data:
-        engine.module(tokens, tokens).sum().backward()
-    for unit in engine.units:
-        if unit.axes.p:
-            engine.gatherer.release(unit)
-    engine.optimizer.ensure_state()
-    held = held_bytes(engine)
-    engine.step()
-    return held
 
 
 def held_bytes(engine: zero.Engine) -> dict[str, int]:

@@ -6,7 +6,7 @@
 # DEVICE=cpu rehearses with tiny sizes. PIECES: another list of pieces, in their order; RIGHT=no: those alone.
 set -u
 DEVICE=${DEVICE:-cuda}; PY=${PY:-python3}; RESULTS=${RESULTS:-runs/first-contact}
-PIECES=${PIECES:-nccl,train-experts,profile-experts,attention,train-1b,overhead,profile,kernels,allocations,memory,race}
+PIECES=${PIECES:-nccl,train-experts,attention,train-1b,kernels,memory,race}
 rm -rf "$RESULTS"; mkdir -p "$RESULTS"
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 save() { # without the checkpoint: packing its gigabytes took the minutes of what came next
@@ -40,11 +40,11 @@ trainer() {
 }
 report() { # pieces
     [ "$DEVICE" = cuda ] || set -- "$@" --rehearsal
-    one "report-$1" 600 $PY tools/gpu_report.py --minutes "${MINUTES:-6}" --out "$RESULTS/report" --docs "$RESULTS/docs" --pieces "$@"
+    one "report-$1" 600 $PY tools/gpu_report.py --minutes "${MINUTES:-6}" --out "$RESULTS/report" --pieces "$@"
 }
 if [ "${RIGHT:-yes}" = yes ]; then
     trainer &
-    report tests
+    one tests 300 $PY -m pytest -q -m gpu -p no:cacheprovider tests/gpu
     wait
 fi
 report "$PIECES"

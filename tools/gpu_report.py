@@ -1,12 +1,11 @@
 """Measure on one card, in at most 8 minutes and piece by piece, everything about megazero that needs a GPU.
 
-    python tools/gpu_report.py [--pieces kernels,race] [--minutes 8] [--fresh] [--out DIR] [--docs DIR]
+    python tools/gpu_report.py [--pieces kernels,race] [--minutes 8] [--fresh] [--out DIR]
 
 A piece runs in a process of its own with a time limit. Its result is kept in OUT; a failure is a row with its reason.
-Run again, it does only what is missing or failed. With a card the page and the charts are written to docs/,
-too, and gpu.json to benchmarks/results. Without one, or with --rehearsal, the same pieces run with tiny sizes on the
-CPU, and the page, which says so, goes to OUT alone. It needs torch and numpy; what else a piece needs and does not
-find is a reason on the page.
+Run again, it does only what is missing or failed. OUT has all results as gpu.md and gpu.json. Without a card, or with
+--rehearsal, the same pieces run with tiny sizes on the CPU, and the page says so. It needs torch and numpy; what else
+a piece needs and does not find is a reason on the page.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_report import page  # noqa: E402
 from benchmarks.gpu_report.pieces import BY_NAME, PIECES, Piece  # noqa: E402
 from benchmarks.gpu_report.record import REASON  # noqa: E402
-from benchmarks.results import data_of  # noqa: E402
 from megazero.files import write_text  # noqa: E402
 
 LEAST = 5.0  # seconds that a piece is started with
@@ -47,7 +45,6 @@ def main(argv: list[str] | None = None) -> int:
 
     rehearsal = options.rehearsal or not torch.cuda.is_available()
     out = options.out or ROOT / "runs" / ("gpu-rehearsal" if rehearsal else "gpu-report")
-    docs = options.docs or (None if rehearsal else ROOT / "docs" / "results")
     facts = machine(rehearsal)
     results: dict[str, Any] = {}
     for piece in PIECES:
@@ -63,8 +60,6 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{piece.name:12} {kept['seconds']:5.0f} s  {kept[REASON] or 'done'}", flush=True)
             write(stored, out)
             keep(out, os.environ.get("OUT"))
-    if docs is not None and results:
-        write(stored, docs, draw=not rehearsal)
     return int(any(piece.name not in results or results[piece.name][REASON] for piece in options.pieces))
 
 
@@ -79,9 +74,6 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="run what is there already, too")
     parser.add_argument("--rehearsal", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--out", type=Path, help="results and logs (default: runs/gpu-report, gpu-rehearsal)")
-    parser.add_argument(
-        "--docs", type=Path, help="where the page goes, too (default with a card: docs/results)"
-    )
     options = parser.parse_args(argv)
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g} must be above 0; the default is 8")
@@ -168,17 +160,10 @@ def last_words(log: Path) -> str:
     return lines[-1][:300].replace("|", "/") if lines else "it printed nothing"
 
 
-def write(stored: Mapping[str, Any], folder: Path, draw: bool = True) -> None:
-    """Write the page gpu.md and gpu.json and, with ``draw``, the charts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        charts = page.charts(stored, folder) if draw else []
-    except ImportError:
-        charts, note = [], "\nNo charts: matplotlib is not installed (pip install matplotlib).\n"
-    else:
-        note = ""
-    write_text(data_of(folder) / "gpu.json", json.dumps(stored, indent=1) + "\n")
-    write_text(folder / "gpu.md", page.page(stored, charts) + note)
+def write(stored: Mapping[str, Any], folder: Path) -> None:
+    """Write gpu.md and gpu.json."""
+    write_text(folder / "gpu.json", json.dumps(stored, indent=1) + "\n")
+    write_text(folder / "gpu.md", page.page(stored))
 
 
 if __name__ == "__main__":

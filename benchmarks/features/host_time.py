@@ -1,13 +1,13 @@
 """Host time of a step: what the engine adds to a plain eager loop, beside FSDP2, without a card.
 
-    python -m benchmarks.features.host_time [--only zero3 plain] [--rounds 9] [--page docs/develop/decisions.md]
+    python -m benchmarks.features.host_time [--only zero3 plain] [--rounds 9]
 
 One rank of a cluster steps a decoder of ``--layers`` layers and tiny tensors, so a step's time is the host's:
 Python, torch's dispatch and the little that operations compute on a CPU. The engine takes its CUDA paths. Streams,
 events and collectives do nothing, and kernels of megazero's own are not launched; their numbers stand in the table.
 Seconds are of one thread, so that others on the machine count little. Contestants take turns; ratios are taken round
-by round. ``FSDP2, patched`` is over two nodes of half the ranks, with int8 weights and int4 gradients. Writes the
-section of ``--page``.
+by round. ``FSDP2, patched`` is over two nodes of half the ranks, with int8 weights and int4 gradients. Prints the
+table of docs/develop/decisions.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -36,19 +35,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp2_patch.patch
 import megazero.kernels
 from benchmarks import harness, lone_rank
-from benchmarks.gpu_report import loops
-from benchmarks.gpu_report.loops import Size, Step
+from benchmarks.steps import AdamW, Shape, Step, decoder, engine_step, policies, torch_step
 from megazero import zero
 from megazero.config import resolve_shards
 from megazero.kernels import arena
 from megazero.mesh import objects
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.mesh import Axis
+from megazero.models import Decoder
 from megazero.patches.options import MessageOptions, read_words
 from megazero.patches.two_hops import TwoHops
 from megazero.zero.elementwise import OnePassAdamW
 
-TITLE = "Host time"
 CPU = torch.device("cpu")
 RANKS = 8  # of a node
 PLAIN, PATCHED = "plain loop", "FSDP2, patched"
@@ -124,14 +122,6 @@ def no_device() -> Iterator[None]:
         stack.enter_context(patch.object(arena, "home_of", lambda device: CURRENT[-1]))
         stack.enter_context(patch.object(torch.cuda, "stream", lambda stream: stream))
         stack.enter_context(patch.object(lone_rank, "Echo", Silence))
-        stack.enter_context(no_kernels())
-        yield
-
-
-@contextmanager
-def no_kernels() -> Iterator[None]:
-    """Let own kernels do nothing but count."""
-    with ExitStack() as stack:
         for found in pkgutil.iter_modules(megazero.kernels.__path__):
             module = importlib.import_module(f"megazero.kernels.{found.name}")
             if hasattr(module, "_kernel"):
@@ -153,17 +143,17 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def ours(size: Size, preset: str, stack: ExitStack) -> Step:
+def ours(shape: Shape, preset: str, stack: ExitStack) -> Step:
     """Return a step of one rank of a preset, as a run has it: the update in one pass, norms without weight decay."""
     nodes = PRESETS[preset]
-    known = {**loops.policies(), "zero3": ("zero3", zero.Policy(prefetch_bytes=0))}
+    known = {**policies(), "zero3": ("zero3", zero.Policy(prefetch_bytes=0))}
     policy = known[preset][1]
     if not policy.codecs.exact:
-        policy = replace(policy, exact_numel=size.hidden)  # norms, as a run's default of a larger model
+        policy = replace(policy, exact_numel=shape.hidden)  # norms, as a run's default of a larger model
     factors = resolve_shards(preset, RANKS * nodes, RANKS).factors
     mesh = stack.enter_context(lone_rank.lone_rank(RANKS * nodes, RANKS, factors, CPU))
     update = partial(OnePassAdamW, lr=1e-4, weight_decay=0.1)  # which a run on a card has
-    step, engine = loops.ours(size, CPU, mesh=mesh, policy=policy, traits=undecayed, optimizer=update)
+    step, engine = engine_step(shape, mesh, policy=policy, traits=undecayed, optimizer=update)
     for lane in engine.lanes:
         lane.streams = [Stream(), Stream()]
     return step
@@ -173,53 +163,50 @@ def undecayed(name: str, parameter: torch.Tensor) -> zero.Traits:
     return zero.Traits((("weight_decay", 0.0),) if parameter.ndim == 1 else ())
 
 
-def plain(size: Size, stack: ExitStack) -> Step:
-    model = loops.decoder(size, CPU)
-    return loops.plain(size, CPU, model, lambda tokens: model(tokens, tokens).sum())
+def looped(shape: Shape, model: Decoder) -> Step:
+    master = next(model.parameters()).dtype != torch.float32
+    return torch_step(model, AdamW(model.parameters(), master), shape, CPU)
 
 
-def fsdp2(size: Size, stack: ExitStack) -> Step:
-    """Return a step of FSDP2 over the node: every layer, then the root. It has torch's own clipping and AdamW."""
-    model = loops.decoder(size, CPU, dtype=torch.float32)
-    mesh, half = init_device_mesh("cpu", (RANKS,)), torch.bfloat16
+def plain(shape: Shape, stack: ExitStack) -> Step:
+    return looped(shape, decoder(shape))
+
+
+def sharded(shape: Shape) -> Decoder:
+    """Return the model under FSDP2 over the node: every layer, then the root."""
+    model, half = decoder(replace(shape, dtype=torch.float32)), torch.bfloat16
+    mesh = init_device_mesh("cpu", (RANKS,))
     for module in (*model.layers.values(), model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half))
-    return loops.plain(size, CPU, model, lambda tokens: model(tokens, tokens).sum())
+    return model
 
 
-def patched(size: Size, stack: ExitStack) -> Step:
-    """Return a step of FSDP2 with ``fsdp2_patch`` on. Other contestants of FSDP2 pass its wrappers, too."""
-    model = loops.decoder(size, CPU, dtype=torch.float32)
-    mesh, half = init_device_mesh("cpu", (RANKS,)), torch.bfloat16
-    for module in (*model.layers.values(), model):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half))
-    options = read_words(MessageOptions, "int8", "int4", ranks_per_node=RANKS // 2, exact_numel=size.hidden)
-    with silent_hops(fsdp2_patch.patch, stack):
-        stack.callback(fsdp2_patch.patch.Fsdp2Patch(model, options).remove)
-    return loops.plain(size, CPU, model, lambda tokens: model(tokens, tokens).sum())
+def fsdp2(shape: Shape, stack: ExitStack) -> Step:
+    """Return a step of FSDP2 with torch's own clipping and AdamW."""
+    return looped(shape, sharded(shape))
 
 
-@contextmanager
-def silent_hops(module: ModuleType, stack: ExitStack) -> Iterator[None]:
-    """Let a patch, whose module this is, cut all ranks into two nodes with hops that move nothing.
-
-    stack: holds what must last as long as the patch does.
-    """
-    ranks, here = tuple(range(RANKS)), dist.get_rank()
-    specs = AxisSpec("intra", "data", RANKS // 2, 1, INTRA), AxisSpec("inter", "data", 2, RANKS // 2, INTER)
+def patched(shape: Shape, stack: ExitStack) -> Step:
+    """Return a step of FSDP2 with ``fsdp2_patch`` on, which cuts all ranks into two nodes, with hops that move
+    nothing. Other contestants of FSDP2 pass its wrappers, too."""
+    model, half, here = sharded(shape), RANKS // 2, dist.get_rank()
+    specs = AxisSpec("intra", "data", half, 1, INTRA), AxisSpec("inter", "data", 2, half, INTER)
     intra, inter = (
         Axis(spec, spec.index(here), spec.ranks(here), Silence(spec.size), Silence(spec.size))  # type: ignore[arg-type]
         for spec in specs
     )
+    ranks = tuple(range(RANKS))
+    options = read_words(MessageOptions, "int8", "int4", ranks_per_node=half, exact_numel=shape.hidden)
     stack.enter_context(lone_rank.own_collectives())
     with (
         patch.object(objects, "_exchange", lambda text, *_, **__: [text] * RANKS),
-        patch.object(module, "cut_groups", lambda *_: {ranks: TwoHops(ranks, inter, intra)}),
+        patch.object(fsdp2_patch.patch, "cut_groups", lambda *_: {ranks: TwoHops(ranks, inter, intra)}),
     ):
-        yield
+        stack.callback(fsdp2_patch.patch.Fsdp2Patch(model, options).remove)
+    return looped(shape, model)
 
 
-BUILDERS: dict[str, Callable[[Size, ExitStack], Step]] = {
+BUILDERS: dict[str, Callable[[Shape, ExitStack], Step]] = {
     PLAIN: plain,
     **{preset: partial(ours, preset=preset) for preset in PRESETS},
     "FSDP2": fsdp2,
@@ -232,11 +219,11 @@ Found = dict[str, dict[str, Any]]  # by contestant: the seconds of each round, a
 
 def measure(names: list[str], layers: int, hidden: int, rounds: int, steps: int) -> Found:
     """Let contestants take turns. The process is a benchmark's own: it gets a process group that does nothing."""
-    size = Size("host", layers, hidden, 2 * hidden, heads=4, vocabulary=512, sequence=16)
+    shape = Shape(layers, hidden, 2 * hidden, 4, 512, sequence=16, micro_batch=1, dtype=torch.bfloat16)
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
     dist.init_process_group("fake", rank=1, world_size=RANKS, store=dist.HashStore())  # FSDP2's collectives
     with no_device(), ExitStack() as stack:
-        made = {name: BUILDERS[name](size, stack=stack) for name in names}  # type: ignore[call-arg]
+        made = {name: BUILDERS[name](shape, stack=stack) for name in names}  # type: ignore[call-arg]
         turn = partial(harness.step_seconds, device=CPU, steps=steps, clock=time.thread_time)
         turns = {name: partial(turn, step) for name, step in made.items()}
         seconds = harness.take_turns(turns, rounds, warm_up=2)
@@ -267,7 +254,7 @@ def rows(found: Found) -> list[list[str]]:
     return made
 
 
-def main() -> int:
+def main() -> None:
     options = harness.parser(
         __doc__,
         only=(list(BUILDERS), "contestants; the plain loop always"),
@@ -275,31 +262,13 @@ def main() -> int:
         hidden=64,
         rounds=41,
         steps=(1, "of a turn"),
-        page=harness.DOCS / "develop" / "decisions.md",
     ).parse_args()
     names = list(dict.fromkeys([PLAIN, *options.only]))
     sizes = (options.layers, options.hidden, options.rounds, options.steps)
     found = harness.run(measure, names, *sizes, ranks=1, world=False)
-    header = [
-        "",
-        "ms",
-        "ms added",
-        "of the plain loop's",
-        "operations",
-        "own kernels",
-        "collectives",
-        "events",
-    ]
-    lines = f"Measured by `python -m benchmarks.features.host_time`: one thread of {harness.setting()}.\n\n"
-    lines += harness.table(header, rows(found))
-    print(lines)
-    said = (
-        harness.section(harness.DOCS / "develop" / "decisions.md", TITLE)
-        .partition("\nMeasured by ")[0]
-        .rstrip()
-    )
-    harness.write_section(options.page, TITLE, f"{said}\n\n{lines}")
-    return 0
+    header = ["", "ms", "ms added", "of the plain loop's", "operations"]
+    header += ["own kernels", "collectives", "events"]
+    print(f"one thread of {harness.setting()}\n\n{harness.table(header, rows(found))}")
 
 
 if __name__ == "__main__":

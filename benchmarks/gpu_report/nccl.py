@@ -1,4 +1,4 @@
-"""The engine and the collectives over NCCL, as 4 ranks on one card, with the losses of one rank beside them.
+"""The engine over NCCL, as 4 ranks on one card, with the losses of one rank beside theirs.
 
 Each rank says to NCCL that it is a host of its own, and data go through sockets (benchmarks/shared_card.py): what is
 shown is that the collectives and their order are right, not how fast they are. To megazero the ranks are 2 nodes of
@@ -15,19 +15,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.gpu_report.loops import Size
 from benchmarks.gpu_report.record import Record
-from benchmarks.gpu_report.setting import Setting, elapsed, free
+from benchmarks.gpu_report.setting import Setting, free
 from benchmarks.shared_card import Work, together
-from benchmarks.steps import options_of
+from benchmarks.steps import Shape, options_of
 from megazero.config import World, make_config
-from megazero.mesh.mesh import all_gather_flat
 from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
 
-SMALL = Size("small", layers=4, hidden=256, ffn=512, heads=4, vocabulary=512, sequence=128)
+SMALL = Shape(layers=4, hidden=256, ffn=512, heads=4, vocabulary=512, sequence=128)
 WORLD, PER_NODE, SAMPLES, STEPS = 4, 2, 8, 4
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", "zeropp")
 PP = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
@@ -86,11 +83,10 @@ def run(setting: Setting, record: Record) -> None:
         record.row(what=f"{row['what']}, one rank", found=_told(row["losses"]), difference=None)
 
     def tell(row: dict[str, Any]) -> None:
-        losses, kind = row.pop("losses", None), KIND_OF.get(row["what"], "")
-        if losses is not None:
-            apart = max(abs(a - b) for a, b in zip(losses, alone[kind], strict=True))
-            row |= {"found": _told(losses) + " (**apart**)" * (not apart <= APART), "difference": apart}
-        record.row(**row)
+        losses, one = row.pop("losses"), alone[KIND_OF[row["what"]]]
+        apart = max(abs(a - b) for a, b in zip(losses, one, strict=True))
+        told = _told(losses) + " (**apart**)" * (not apart <= APART)
+        record.row(**row, found=told, difference=apart)
 
     def ranks(world: int, work: Sequence[Work], tell: Callable[[dict[str, Any]], object]) -> None:
         seconds = min(setting.pick(TIMEOUT, 4 * TIMEOUT), max(1.0, setting.left))
@@ -98,9 +94,9 @@ def run(setting: Setting, record: Record) -> None:
 
     ranks(1, [partial(_train, name, own, 1, setting) for name, (own, _) in KINDS.items()], tell_one)
     layouts = {name: base | own for base, cases in KINDS.values() for name, own in cases.items()}
-    work: list[Work] = [partial(_train, name, own, WORLD, setting) for name, own in layouts.items()]
+    work = [partial(_train, name, own, WORLD, setting) for name, own in layouts.items()]
     with record.attempt(what=f"all cases on {WORLD} ranks") as row:
-        ranks(WORLD, [*work, *(partial(_collective, verb, WORLD, setting) for verb in VERBS)], tell)
+        ranks(WORLD, work, tell)
         row["found"] = "done"
 
 
@@ -133,24 +129,6 @@ def _train(name: str, options: Mapping[str, Any], world: int, setting: Setting) 
         rows = mesh.gather_rows(loss if mesh.tp.index == 0 else torch.zeros_like(loss))
         losses.append(float(rows.sum()) / tokens.numel())
     return {"what": name, "losses": losses, "seconds": time.monotonic() - began}
-
-
-VERBS = ("all-gather", "all-to-all", "all-reduce")
-
-
-def _collective(name: str, world: int, setting: Setting) -> dict[str, Any]:
-    n = setting.pick(1 << 22, 1 << 10) // world * world
-    whole = torch.zeros(n, device=setting.device, dtype=torch.bfloat16)
-    other, part = torch.zeros_like(whole), torch.zeros_like(whole[: n // world])
-    launches: dict[str, Callable[[], Any]] = {
-        "all-gather": lambda: all_gather_flat(whole, part),
-        "all-to-all": lambda: dist.all_to_all_single(other, whole),
-        "all-reduce": lambda: dist.all_reduce(whole),
-    }
-    launches[name]()
-    dist.barrier()
-    seconds = elapsed(launches[name], setting.device, 2)
-    return {"what": name, "found": f"{2 * n / 1e6:.1f} MB in {seconds * 1e3:.3g} ms"}
 
 
 def _told(losses: list[float]) -> str:

@@ -29,26 +29,16 @@ class Piece:
 # In the order in which they run: what tells most for its time first, should the time of all (--minutes) be short.
 # Seconds are what an H100 took, and a third more.
 PIECES = (
-    Piece("tests", "Tests marked gpu", "gpu_tests.run", 240),
     Piece("nccl", "Several ranks on one card", "nccl.run", 200),
-    Piece("rounding", "What rounding costs a trained model", "rounding.run", 240),
-    Piece("overhead", "The engine's cost on one rank", "overhead.run", 50),
-    Piece("profile", "A profile of training steps", "profile_steps.run", 20),
     Piece("kernels", "Bandwidth of the kernels", "kernels.run", 40, {"TRITON_INTERPRET": "1"}),
-    Piece("products", "Rates of a decoder's operations", "products.run", 40),
     Piece("train-1b", "Training, 1B parameters", "training.run_one", 65),
     Piece("train-experts", "Training, a mixture of experts", "training.run_mixture", 70),
-    Piece("profile-experts", "A profile of a mixture's steps", "profile_steps.run_mixture", 30),
-    Piece("allocations", "Allocations and host waits in steady steps", "allocations.run", 25),
     Piece("memory", "Peak memory against the formula", "memory.run", 20),
     Piece("race", "The race of hpZ", "race.run", 20),
-    Piece("update", "The optimizer's update", "update.run", 15),
     Piece("compile-1b", "Compiled layers, 1B parameters", "training.run_one_compiled", 90),
-    Piece("attention", "Attention backends", "attention.run", 60),
-    Piece("loss-chunks", "The loss in chunks", "loss_chunks.run", 40),
+    Piece("attention", "Attention backends", "attention.run", 90),
     Piece("train-3b", "Training, 3B parameters", "training.run_three", 80),
     Piece("compile-3b", "Compiled layers, 3B parameters", "training.run_three_compiled", 120),
-    Piece("deepspeed", "The kernels against DeepSpeed's quantiser", "deepspeed_kernels.run", 30),
 )
 BY_NAME = {piece.name: piece for piece in PIECES}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
 import subprocess
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 
 from benchmarks.gpu_report.record import Skip
 from benchmarks.harness import ROOT, installed
+from benchmarks.steps import Shape
 
 # Dense bf16 TFLOP/s of the tensor cores, from the makers' data sheets; the first name that occurs in the device's.
 PEAKS = (
@@ -24,6 +24,8 @@ PEAKS = (
     ("A40", 149.7), ("A10G", 70.0), ("A10", 125.0), ("L40S", 362.0), ("L40", 181.0), ("L4", 121.0),
     ("RTX 6000 Ada", 364.2), ("RTX A6000", 154.8), ("RTX 4090", 165.2), ("RTX 3090", 71.0),
 )  # fmt: skip
+# The sizes of a rehearsal.
+TINY = Shape(2, 64, 128, 4, vocabulary=256, sequence=16, micro_batch=1, dtype=torch.bfloat16)
 T = TypeVar("T")
 
 
@@ -94,20 +96,16 @@ def free(device: torch.device) -> None:
 
 def machine(rehearsal: bool) -> dict[str, str]:
     """Return what the figures are measured on, in words."""
-    import numpy
-
-    found = {
+    return {
         "device": f"the CPU ({os.cpu_count()} cores); no GPU was used" if rehearsal else _card(),
         "torch": torch.__version__,
-        "CUDA of torch": str(torch.version.cuda),
-        "driver": _driver(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none",
         "Triton": installed("triton"),
-        "numpy": numpy.__version__,
-        "Python": platform.python_version(),
-        "commit": commit(),
+        "commit": _output(
+            "git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
+        ),
     }
-    return {key: value for key, value in found.items() if value}
 
 
 def _card() -> str:
@@ -118,19 +116,6 @@ def _card() -> str:
         f"{card.name}, {card.total_memory / 2**30:.1f} GiB, {card.multi_processor_count} multiprocessors, "
         f"compute capability {card.major}.{card.minor}; {rate}"
     )
-
-
-def _driver() -> str:
-    return (
-        _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or "none"
-    )
-
-
-def commit() -> str:
-    """Return this checkout's commit, and whether it has changes of its own."""
-    found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
-    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
-    return (found + (" with uncommitted changes" if changed else "")) or "not a git checkout"
 
 
 def _output(*command: str) -> str:

@@ -5,14 +5,14 @@
     python -m benchmarks.links.comparison --heats outer --rates 50mbit 200mbit --micro-batches 1 --out runs/outer
 
     python -m benchmarks.links.comparison --heats experts --rates 200mbit 1gbit --micro-batches 1 --out runs/experts
+    python -m benchmarks.links.comparison --heats pipelines --micro-batches 4 --out runs/pipelines
 
 Everyone trains the same Llama (8 layers, hidden 256, ffn 688, vocabulary 4096, sequence 128, micro-batch 1) with bf16
 parameters and an fp32 master. Within a heat the contestants take turns; bytes are what the kernel counted
 at the interface of a node around a contestant's steps, everything included. A turn of those that meet every few steps
-has whole intervals; one more interval, whose steps are measured one by one, has the most bytes of a step. Writes
-comparison.md and comparison.png into --out. The results, comparison.json, go there, too, or for docs/results to
-benchmarks/results. A run replaces its rates, micro-batches and heats there and leaves the others, so parts can be run
-one by one.
+has whole intervals; one more interval, whose steps are measured one by one, has the most bytes of a step. The results
+are kept in comparison.json in --out, or for docs/results in benchmarks/results: a run replaces its rates,
+micro-batches and heats there and leaves the others. Prints the tables of docs/results/comparison.md.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.links.comparison_report import chart, chart_over_rates, page
+from benchmarks.links import pipelines
+from benchmarks.links.comparison_report import byte_lines, tables
 from benchmarks.links.contestants import CONTESTANTS, EXPERTS, HEATS, PAGE_HEATS, Running, absent
-from benchmarks.links.volume import Case, scalars
+from benchmarks.links.volume import Case
 from benchmarks.results import data_of
 from benchmarks.steps import Shape, decoder
 from megazero.config.layout.wire import EXACT_NUMEL
@@ -87,14 +88,6 @@ class Record:
         return max(harness.measure_most(self.step)[1] for _ in range(steps))
 
 
-def losses(records: dict[str, Record]) -> tuple[int, dict[str, float]]:
-    """Return the last step that all have taken, and everyone's loss per token in it, averaged over ranks."""
-    step = min(len(r.taken) for r in records.values())
-    row = torch.stack([r.taken[step - 1].loss for r in records.values()])
-    dist.all_reduce(row)
-    return step, dict(zip(records, (row / dist.get_world_size()).tolist(), strict=True))
-
-
 def compare(heat: str, names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict[str, Any]:
     """Measure contestants of a heat. asked: least and most rounds, seconds of them all and of a turn."""
     node = harness.ranks_per_node()
@@ -127,11 +120,9 @@ def compare(heat: str, names: list[str], micro_batches: int, asked: dict[str, An
         turns, max(asked["rounds"], min(asked["most_rounds"], round(asked["seconds"] / whole))), 0
     )
     most = {name: records[name].most(each.interval) for name, each in chosen.items() if each.most}
-    step, loss = losses(records)
     case = case_of(shape, dist.get_world_size() // node, node)
-    facts = {"elements": case.elements, "loss_step": step, "loss": loss, "most": most}
-    facts["scalars"] = scalars(case)
-    facts["formula"] = {name: each.sent(case) for name, each in chosen.items()}
+    facts: dict[str, Any] = {"elements": case.elements, "most": most}
+    facts["formula"] = {name: each.sent(case) for name, each in chosen.items() if each.sent}
     facts["most_formula"] = {name: each.most(case) for name, each in chosen.items() if each.most}
     for what in ("steps", "seconds", "sent", "counted"):
         facts[what] = {name: getattr(record, what) for name, record in records.items()}
@@ -141,10 +132,11 @@ def compare(heat: str, names: list[str], micro_batches: int, asked: dict[str, An
 def shape_of(micro_batches: int, heat: str = "") -> Shape:
     """Return what a heat trains: that of EXPERTS a mixture of 16 experts of which a token takes two, 31M parameters,
     5M of them for a token."""
+    if heat == "pipelines":
+        return replace(pipelines.SHAPE, micro_batches=micro_batches)
     one = Shape(sequence=128, micro_batch=1, micro_batches=micro_batches, dtype=torch.bfloat16)
-    return (
-        replace(one, layers=6, hidden=192, ffn=512, vocabulary=2048, experts=16) if heat == EXPERTS else one
-    )
+    mixture = {"layers": 6, "hidden": 192, "ffn": 512, "vocabulary": 2048, "experts": 16}
+    return replace(one, **mixture) if heat == EXPERTS else one
 
 
 def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
@@ -228,10 +220,9 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    (options.out / "comparison.md").write_text(page(stored))
-    chart(stored["results"], options.out / "comparison.png")
-    chart_over_rates(stored["results"], options.out / "rates.png")
-    print(page(stored))
+    for heat_of, text in tables(stored["results"]).items():
+        print(f"\n## {heat_of}\n\n{text}")
+    print("", *byte_lines(stored["results"]), sep="\n")
     return 0
 
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.harness import Taken, device
-from benchmarks.links import volume
+from benchmarks.links import pipelines, volume
 from benchmarks.steps import (
     ADAMW,
     CLIP,
@@ -37,6 +37,7 @@ from benchmarks.steps import (
     options_of,
     ours,
     pipelined,
+    policy_of,
     shared_mesh,
     torch_step,
     world_group,
@@ -74,26 +75,18 @@ class Running:
 
 @dataclass(frozen=True)
 class Contestant:
-    """build: from the shape and the ranks per node, collective. sent: formula (volume.py), bytes per step of a node.
+    """build: from the shape and the ranks per node, collective. sent: formula (volume.py), bytes per step of a node,
+    where there is one.
 
-    peer: not megazero. shards: holds parameters in parts between steps, in whichever form. plain: and in the form
-    that most people write, so that gradients and parameters are never whole: zeropp's class of memory.
-    interval: steps from one meeting to the next: a turn has whole ones. lead: steps before the first, so that
-    nothing is on its way when a turn ends. most: formula, the bytes of a meeting.
+    interval: steps from one meeting to the next: a turn has whole ones. lead: steps before the first, so that nothing
+    is on its way when a turn ends. most: formula, the bytes of a meeting.
     """
 
     build: Callable[[Shape, int], Running]
-    sent: Callable[[volume.Case], float]
-    peer: bool = True
-    shards: bool = False
-    plain: bool = False
+    sent: Callable[[volume.Case], float] | None = None
     interval: int = 1
     lead: int = 0
     most: Callable[[volume.Case], float] | None = None
-
-
-def policy_of(wire: Wire) -> Policy:
-    return Policy(block=wire.block, exact_numel=wire.exact_numel, codecs=wire)
 
 
 def megazero(shards: str, wire: Wire | None = None, joined: int = 1, shared: bool = False) -> Contestant:
@@ -117,7 +110,7 @@ def megazero(shards: str, wire: Wire | None = None, joined: int = 1, shared: boo
         own = case if shared else replace(case, experts=0)
         return volume.megazero(factors(case.nodes, case.ranks_per_node), codecs_of(policy.codecs), own)
 
-    return Contestant(build, sent, peer=False)
+    return Contestant(build, sent)
 
 
 def configured(tp: int = 1, shared: bool = False) -> Contestant:
@@ -159,7 +152,7 @@ def configured(tp: int = 1, shared: bool = False) -> Contestant:
         of_rank = Across(case.model, case.nodes, case.nodes * case.ranks_per_node, tp, ep).sent()
         return case.ranks_per_node * sum(of_rank.values()) + volume.scalars(case, SCALARS + OF_ROUNDING)
 
-    return Contestant(build, sent, peer=False)
+    return Contestant(build, sent)
 
 
 def outer_steps(**options: Any) -> Contestant:
@@ -175,7 +168,6 @@ def outer_steps(**options: Any) -> Contestant:
     return Contestant(
         build,
         lambda case: volume.outer(config, case)[0],
-        peer=False,
         interval=INTERVAL,
         lead=config.outer_delay,
         most=lambda case: volume.outer(config, case)[1],
@@ -288,7 +280,7 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
             return volume.hsdp(case, once)
         return volume.fsdp2(replace(case, experts=0), once, keep)
 
-    return Contestant(build, sent, shards=True, plain=not once)
+    return Contestant(build, sent)
 
 
 def fsdp2_experts() -> Contestant:
@@ -320,7 +312,7 @@ def fsdp2_experts() -> Contestant:
 
         return Running(torch_step(model, AdamW(model.parameters(), False, clip), shape, where))
 
-    return Contestant(build, partial(volume.fsdp2, once=False, keep=False), shards=True, plain=True)
+    return Contestant(build, partial(volume.fsdp2, once=False, keep=False))
 
 
 def total_norm(parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -345,7 +337,7 @@ def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = Fa
         return Running(step, patch.traffic)
 
     sent = partial(volume.patched, codecs_of(options.wire), hybrid=hybrid)
-    return Contestant(build, sent, peer=False)
+    return Contestant(build, sent)
 
 
 def deepspeed_zero(stage: int) -> Contestant:
@@ -384,9 +376,14 @@ def deepspeed_zero(stage: int) -> Contestant:
         return Running(step)
 
     sent = {1: volume.deepspeed_zero1, 3: volume.deepspeed_zero3}[stage]
-    return Contestant(build, sent, shards=stage == 3, plain=stage == 3)
+    return Contestant(build, sent)
 
 
+def staged(build: pipelines.Build) -> Contestant:
+    return Contestant(lambda shape, ranks_per_node: Running(*build(shape, ranks_per_node)))
+
+
+PIPELINES = {name: staged(build) for name, build in pipelines.contestants().items()}
 CONTESTANTS: dict[str, Contestant] = {
     "megazero zeropp INT8": megazero("zeropp", INT8),
     "megazero zeropp": megazero("zeropp", DELTA),
@@ -420,6 +417,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "megazero outer INT4 late": outer_steps(outer_bits=4, outer_delay=3),
     "DiLoCo": diloco(),
     "DiLoCo bf16": diloco(torch.bfloat16),
+    **PIPELINES,
 }
 
 # Who takes turns with whom, in processes of their own: every communicator of gloo has a thread that wakes 100 times a
@@ -448,10 +446,9 @@ HEATS = {
         *("megazero outer", "megazero outer INT4", "megazero outer INT4 late", "DiLoCo", "DiLoCo bf16"),
         *("megazero zero1", "megazero zeropp", "HSDP once", "DDP once"),
     ),
+    "pipelines": tuple(PIPELINES),
 }
-PAGE_HEATS = tuple(
-    heat for heat in HEATS if heat not in ("outer", EXPERTS)
-)  # those of docs/results/comparison.md
+PAGE_HEATS = ("sharded", "replicated", "presets", "formats", "patched")  # those of docs/results/comparison.md
 
 
 def absent(name: str) -> str | None:

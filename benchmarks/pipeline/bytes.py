@@ -3,7 +3,7 @@
     python -m benchmarks.pipeline.bytes [--rate none] [--micro-batches 2 4 8]
 
 2 nodes (tests/netlab) of 2 or 4 ranks. Counted by megazero, counted by the kernel at a node's interface, and from
-formulas. Writes its section of docs/results/pipeline.md (--out: another folder).
+formulas. Prints the table of docs/results/pipeline.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.results import PAGES
 from benchmarks.steps import Shape, options_of
 from megazero.comm.codec import Identity
 from megazero.config import RunConfig, World, make_config
@@ -29,32 +28,10 @@ from megazero.zero import Engine
 from megazero.zero.unit import Unit
 from tests.netlab.lab import bytes_sent_again
 
-TITLE = "Bytes between nodes"
 HEADER = [
     *("pipelines", "ranks of a node", "TP x PP x DP", "model state", "micro-batches"),
     *("refresh + reduce", "over 2N", "activations", "scalars", "of formula", "interface / counters"),
 ]
-TEXT = """    python -m benchmarks.pipeline.bytes
-
-kB that a node sends to the other in one step (the node that sends most), 2 pipeline stages, 4 layers of hidden
-{hidden} (ffn 688, vocabulary {vocabulary}), micro-batches of {sequence} tokens, bf16.
-
-- *inside*: each pipeline lies inside a node and data parallelism crosses nodes (`--use-tp-pp-dp-mapping`). Weight
-  differences and gradient sums cross once per step.
-- *across*: the default order, with stages on different nodes. Activations and their gradients cross with every
-  micro-batch: `micro-batches x tokens x hidden x 2` bytes each way per pipeline, whatever TP. Tied embeddings add
-  one exchange of their sums.
-- *over 2N*: relative to the whole model in bf16, {elements:.1f}M parameters. *of formula*: counters without scalars
-  over `benchmarks/pipeline/bytes.py: formula`. *interface / counters*: what left the node's network interface,
-  with headers and acknowledgements, over the counters.
-
-zeropp needs two data-parallel ranks per node. With one, its factors are those of zero1, so zero1 with its formats
-represents it. {setting}.
-
-{table}
-"""
-
-
 NODES, SEQUENCE, HIDDEN, VOCABULARY = 2, 64, Shape.hidden, Shape.vocabulary
 # zeropp's behaviour where one data-parallel rank is on each node: its factors are then those of zero1. Step times
 # were measured before gradients were transformed by default.
@@ -228,19 +205,13 @@ def rows(name: str, results: list[dict[str, Any]]) -> list[list[str]]:
 
 def main() -> None:
     parser = harness.parser(
-        __doc__,
-        rate=("none", "of the links; bytes do not depend on it"),
-        micro_batches=[2, 4, 8],
-        out=PAGES,
+        __doc__, rate=("none", "of the links; bytes do not depend on it"), micro_batches=[2, 4, 8]
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
     found = measure(options.cases, options.micro_batches, options.rate)
     every = [row for name, results in found.items() for row in rows(name, results)]
-    sizes = {"sequence": SEQUENCE, "hidden": HIDDEN, "vocabulary": VOCABULARY, "elements": elements() / 1e6}
-    text = TEXT.format(**sizes, setting=harness.setting(), table=harness.table(HEADER, every))
-    print(text)
-    harness.write_section(options.out / "pipeline.md", TITLE, text)
+    print(f"{harness.setting()}\n\n{harness.table(HEADER, every)}")
 
 
 if __name__ == "__main__":

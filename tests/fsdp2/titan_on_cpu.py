@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import random
 import runpy
 import sys
 import traceback
@@ -171,8 +170,8 @@ def note_first_gradients(file: Path, trainer: Any) -> None:
     register_optimizer_step_pre_hook(note)
 
 
-def write_assets(folder: Path, noise: float) -> None:
-    """Write the tokenizer and the texts that a checkout of torchtitan has. noise: the share of random letters."""
+def write_assets(folder: Path) -> None:
+    """Write the tokenizer and the texts that a checkout of torchtitan has."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", *ascii_lowercase])}
@@ -183,31 +182,16 @@ def write_assets(folder: Path, noise: float) -> None:
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
     text = " ".join(chr(97 + (i * i + i) % 26) for i in range(4000))
-    draw = random.Random(1)
-
-    def noisy(letter: str) -> str:
-        return draw.choice(ascii_lowercase) if letter != " " and draw.random() < noise else letter
-
-    lines = [json.dumps({"text": "".join(map(noisy, text[i:] + text[:i]))}) for i in range(0, 400, 10)]
+    lines = [json.dumps({"text": text[i:] + text[:i]}) for i in range(0, 400, 10)]
     data = folder / "c4_test"
     data.mkdir(exist_ok=True)
     (data / "data.json").write_text("\n".join(lines))
 
 
-def keep_experts(layers: list[Any], count: int) -> None:
-    """Leave so many experts to the configurations of layers that have some."""
-    for moe in (layer.moe for layer in layers if layer.moe is not None):
-        routed = moe.routed_experts
-        for owner in (moe, moe.router, routed.inner_experts, routed.token_dispatcher):
-            owner.num_experts = count
-        moe.router.gate.out_features = count
-
-
 def small_debug_model(assets: Path, folder: Path, options: dict[str, Any]) -> Any:
     """One of torchtitan's debug models with short sequences and 2 micro-batches a step.
 
-    Models of experts keep their first two layers, whose experts (all, or as many as are asked for) are shared by two
-    ranks.
+    Models of experts keep their first two layers, whose experts two ranks share.
     """
     family, name = options.get("model", "llama3.llama3_debugmodel").split(".")
     registry = importlib.import_module(f"torchtitan.models.{family}.config_registry")
@@ -215,8 +199,6 @@ def small_debug_model(assets: Path, folder: Path, options: dict[str, Any]) -> An
     if family != "llama3":
         del config.model_spec.model.layers[2:]
         config.parallelism.expert_parallel_degree = 2
-        if options.get("experts"):
-            keep_experts(config.model_spec.model.layers, options["experts"])
     config.hf_assets_path, config.dump_folder = str(assets), str(folder)
     config.dataloader.dataset_path = str(assets / "c4_test")
     training = config.training
@@ -244,7 +226,7 @@ def train(script: str, folder: str, options: dict[str, Any]) -> None:
     attend_on_a_cpu()
     compute_experts_on_a_cpu()
     assets, rank = Path(folder) / f"assets{os.environ['RANK']}", os.environ["RANK"]
-    write_assets(assets, options.get("noise", 0.0))
+    write_assets(assets)
     ConfigManager.parse_args = lambda *_: small_debug_model(assets, Path(folder), options)
     if options.get("defers_replicas"):
         defer_replicas(Trainer)

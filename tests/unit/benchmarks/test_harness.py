@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import harness
+from tests.messages import refused
 from tests.soak.trials import run_trials
 
 
@@ -48,12 +49,10 @@ def test_times_of_who_does_not_learn_do_not_count() -> None:
 
     good = {"ours": contestant(1), "plain": contestant(1.05)}
     harness.require_training(good)
-    with pytest.raises(RuntimeError, match="compiled does not learn: loss 4, later 4"):
-        harness.require_training({**good, "compiled": contestant(0)})
-    for scale in (0.5, 2, math.nan):  # a mean over too many, a sum
-        with pytest.raises(RuntimeError, match="scaled (has gradients of norm|does not learn)"):
+    for scale in (0, 0.5, 2, math.nan):  # no gradients, a mean over too many, a sum
+        with refused("scaled", by=RuntimeError):
             harness.require_training({**good, "scaled": contestant(scale)})
-    with pytest.raises(RuntimeError, match="b has gradients of norm 0, the contestants 4"):
+    with refused("b ", "norm 0", by=RuntimeError):
         harness.require_gradients({"a": 4.0, "b": 0.0})
 
 
@@ -61,7 +60,7 @@ def test_one_process_at_a_time_adds_to_a_file(tmp_path: Path) -> None:
     """A lock is an open file's, so two stores of this process are as two processes."""
     first, second = (harness.Store(tmp_path / "new" / "runs.jsonl") for _ in range(2))
     first.claim()
-    with pytest.raises(ValueError, match="another process adds to it"):
+    with refused("runs.jsonl", "another process"):
         second.claim()
     first.append({"run": 1})
     del first
@@ -80,7 +79,7 @@ def test_trials_that_are_missing_run_until_one_raises(tmp_path: Path) -> None:
     rows = run_trials(trial, 4, store, [{"trial": 1, "problems": ["known"]}], jobs=2)
     assert sorted(row["trial"] for row in rows) == [0, 1, 2, 3] and len(store.records()) == 3
     assert run_trials(trial, 9, store, rows, seconds=0) == rows
-    with pytest.raises(RuntimeError, match="trial 5"):
+    with refused("trial 5", by=RuntimeError):
         run_trials(trial, 9, store, rows)
     assert [row["trial"] for row in store.records()][3:] == [4]
 
@@ -100,7 +99,7 @@ def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
     harness.write_section(page, "Two", "last")
     assert page.read_text() == "# Page\n\n## One\n\n    new\n\n## Two\n\nlast\n"
     assert harness.section(page, "One") == "    new"
-    with pytest.raises(ValueError, match="has no section 'Three'"):
+    with refused("page.md", "Three"):
         harness.write_section(page, "Three", "text")
 
 
@@ -127,5 +126,5 @@ def sums(factor: int) -> list[int]:
 @pytest.mark.slow
 def test_ranks_run_a_function_and_say_why_it_failed() -> None:
     assert harness.run(sums, 5) == [15, 2]
-    with pytest.raises(RuntimeError, match="no factor"):
+    with refused("no factor", by=RuntimeError):
         harness.run(sums, 0)

@@ -6,10 +6,7 @@ import importlib
 import sys
 
 import pytest
-import torch
 
-from fsdp2_patch.torch_parts import KNOWN
-from megazero.patches.names import release
 from tests import ROOT
 
 PROGRAMS = [
@@ -23,8 +20,6 @@ PROGRAMS = [
 def test_it_says_its_options(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "benchmarks.patches.fsdp2_loss" and release(torch.__version__) < KNOWN[0]:
-        pytest.skip("fsdp2_patch refuses this torch")
     program = importlib.import_module(name)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:

@@ -5,26 +5,30 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_report import allocations, loops
+from benchmarks import steps
 from megazero import zero
 from megazero.kernels import arena as arena_module
 from megazero.kernels.arena import SCRATCH, Arena, Frame
+from megazero.zero.elementwise import best_adamw
+from tests import allocations
 
 CPU = torch.device("cpu")
 ALWAYS = ("zero3", "zeropp", "PP 2, zeropp")
 OURS = ("comm", "zero", "codecs")
+AS_A_RUN = partial(best_adamw, lr=1e-4, weight_decay=0.1)
 
 
-def steady(name: str) -> dict[tuple[str, str], tuple[int, int]]:
+def steady(name: str, **options: Any) -> dict[tuple[str, str], tuple[int, int]]:
     """What the three packages allocate in steps 5 to 10, by place."""
-    with allocations.stepping(name, allocations.SMALL, CPU) as (step, engine):
+    with allocations.stepping(name, **{"optimizer": AS_A_RUN, **options}) as (step, engine):
         for _ in range(1, allocations.FIRST):
             step()
-        found = allocations.by_profiler(step, allocations.LAST - allocations.FIRST + 1)
+        found = allocations.allocated(step, allocations.LAST - allocations.FIRST + 1)
         assert engine.arena.used == SCRATCH.used == 0, "every frame was closed"
         assert engine.arena.nbytes <= 1.25 * engine.arena.peak
     return {place: figures for place, figures in found.items() if place[0] in OURS}
@@ -33,19 +37,17 @@ def steady(name: str) -> dict[tuple[str, str], tuple[int, int]]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in allocations.cases()],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in allocations.CASES],
 )
 def test_steady_steps_allocate_nothing(name: str) -> None:
     assert steady(name) == {}
 
 
 @pytest.mark.slow
-def test_steady_steps_with_small_moments_allocate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steady_steps_with_small_moments_allocate_nothing() -> None:
     small = zero.default_adamw(lr=1e-3, exp_avg_dtype="int8", exp_avg_sq_dtype="bf16")
-    whole = {name: (form, replace(policy, block=128)) for name, (form, policy) in loops.policies().items()}
-    monkeypatch.setattr(loops, "ours", partial(loops.ours, optimizer=small))
-    monkeypatch.setattr(loops, "policies", lambda: whole)
-    assert steady("zeropp") == {}
+    policy = replace(steps.policies()["zeropp"][1], block=128)
+    assert steady("zeropp", optimizer=small, policy=policy) == {}
 
 
 @pytest.mark.slow
