@@ -13,8 +13,8 @@ What each folder measures, and its pages:
     links       step times and bytes on slow links beside FSDP2, HSDP, DDP and DeepSpeed; two hops against one;
                 Muon's updates; what delays cost
                 -> comparison, slow-links, fsdp2, decisions
-    loss        what quantised messages, outer steps and Muon do to the loss; rounding errors
-                -> loss, loss_at_size, rounding, training
+    loss        what quantised messages, outer steps and Muon do to the loss; rounding of a trained model
+                -> loss, training
     patches     loss, step times and host time under megatron_core_patch and fsdp2_patch, also of torchtitan's experts
                 -> megatron-patch, fsdp2
     pipeline    bubbles, bytes and step times of pipelines; a backward split in two
