@@ -179,7 +179,7 @@ def evaluated(
 def train(mesh_of: MeshOf, folder: Path, settings: Settings, run: Run) -> dict[str, Any]:
     """Train and evaluate; collective. Return what is kept of a run: ``loss`` over the evaluation set, with outer
     replicas that of the anchor beside ``replicas``, the mean of theirs; ``sent`` bytes per step from one node, mean
-    relative rounding ``errors``, the ``skipped`` steps, digests of the final master and of the text, and seconds, of
+    relative rounding ``errors``, the ``skipped`` steps, digests of the final masters and of the text, and seconds, of
     the CPU time those of this process."""
     began, cpu = time.perf_counter(), time.process_time()
     model, engine = shard(mesh_of, settings, run)
@@ -205,7 +205,7 @@ def train(mesh_of: MeshOf, folder: Path, settings: Settings, run: Run) -> dict[s
         "skipped": skipped,
         "sent": sum_over_ranks(mesh, sent) / (RANKS // settings.node) / settings.steps,
         "errors": {kind: fmean(values) for kind, values in errors.items()},
-        "digest": digest(whole_master(engine)),
+        "digest": digest(engine),
         "corpus": corpus(folder),
         "seconds": time.perf_counter() - began,
         "cpu_seconds": time.process_time() - cpu,
@@ -237,35 +237,13 @@ def learning_rate(settings: Settings) -> LearningRate:
     )
 
 
-def whole_master(engine: zero.Engine) -> dict[str, torch.Tensor]:
-    """Return the first outer replica's master weights by parameter, in fp32 on every rank's CPU. Slices do not
-    overlap, so adding zeros is exact. Of experts that ranks share it is the sum of what they hold."""
-    assert all(unit.axes.os == unit.axes.all for unit in engine.units), "replicas would be added up"
-    whole = {slot.name: torch.zeros(slot.shape) for unit in engine.units for slot in unit.layout.slots}
-    for name, low, high, values in own_slices(engine):
-        whole[name].view(-1)[low:high] = values
-    for tensor in whole.values():
-        rows = engine.mesh.gather_rows(tensor.view(-1).to(engine.mesh.device))
-        tensor.view(-1).copy_(rows[: engine.mesh.grid.replica_size].sum(0))
-    return whole
-
-
-def own_slices(engine: zero.Engine) -> list[tuple[str, int, int, torch.Tensor]]:
-    """Return (parameter, first and last + 1 of its flat elements, view of this rank's master) of each OS slice."""
-    return [
-        (slot.name, low, high, unit.master.value[at : at + high - low])
-        for unit in engine.units
-        for slot, low, high, at in unit.layout.ranges(unit.axes.os)
-    ]
-
-
-def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a digest of names and bits."""
-    total = hashlib.sha256()
-    for name in sorted(tensors):
-        total.update(name.encode())
-        total.update(tensors[name].contiguous().numpy().tobytes())
-    return total.hexdigest()
+def digest(engine: zero.Engine) -> str:
+    """Return a digest of the bits of all ranks' slices of the master weights. Collective."""
+    own = hashlib.sha256()
+    for unit in engine.units:
+        own.update(unit.master.value.cpu().numpy().tobytes())
+    number = torch.tensor([int.from_bytes(own.digest()[:7], "big")], device=engine.mesh.device)
+    return hashlib.sha256(engine.mesh.gather_rows(number).cpu().numpy().tobytes()).hexdigest()
 
 
 def sum_over_ranks(mesh: Mesh, value: float) -> float:
