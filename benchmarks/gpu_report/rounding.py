@@ -13,7 +13,7 @@ from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting
 from benchmarks.harness import ROOT
 from benchmarks.loss.intervals import effects
-from benchmarks.loss.page import by_format, gains, settled
+from benchmarks.loss.page import by_format, settled
 from benchmarks.loss.rounding import continued
 from benchmarks.loss.rounding.__main__ import TEXT, TINY, TINY_CONTINUED
 from benchmarks.loss.rounding.formats import EXACT, GRADIENTS
@@ -48,9 +48,9 @@ def run(setting: Setting, record: Record) -> None:
         )  # fmt: skip
         if setting.left < 1.2 * row["seconds"]:
             break
-    losses, shares = by_format(runs), gains(runs)
+    losses = by_format(runs)
     for name, gap in effects(losses, EXACT).items() if EXACT in losses else ():
-        record.note(f"{name}: {gap.percent:+.3f}% ({gap.bounds}), {shares[name]:.3f} of exact's gain")
+        record.note(f"{name}: {gap.percent:+.3f}% ({gap.bounds})")
 
 
 def _text(setting: Setting) -> np.ndarray:

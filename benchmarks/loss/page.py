@@ -79,27 +79,15 @@ def by_format(runs: Sequence[Row]) -> dict[str, dict[int, list[float]]]:
     return losses
 
 
-def gains(runs: Sequence[Row]) -> dict[str, float]:
-    """Return by format the share of the exact run's gain in loss, the mean of the seeds that it has, too."""
-    fell = {(row["format"], row["seed"]): row["curve"][0][1] - settled(row["curve"]) for row in runs}
-    shares: dict[str, list[float]] = {}
-    for (name, seed), gain in fell.items():
-        if (EXACT, seed) in fell:
-            shares.setdefault(name, []).append(gain / fell[EXACT, seed])
-    return {name: fmean(values) for name, values in shares.items()}
-
-
 def continued() -> str:
-    runs = trained("continued")
-    losses, shares = by_format(runs), gains(runs)
+    losses, lines = by_format(trained("continued")), []
     found = effects(losses, EXACT)
-    lines = []
     for name, by_seed in losses.items():
         loss = fmean(each for values in by_seed.values() for each in values)
         gap = found.get(name)
         cells = [f"{gap.percent:+.2f}", gap.bounds] if gap else ["-", "-"]
-        lines.append([name, str(len(by_seed)), f"{loss:.4f}", *cells, f"{shares[name]:.3f}"])
-    return table(["", "seeds", "loss", "gap %", "95% bounds %", "share of exact's gain"], lines)
+        lines.append([name, str(len(by_seed)), f"{loss:.4f}", *cells])
+    return table(["", "seeds", "loss", "gap %", "95% bounds %"], lines)
 
 
 def keys() -> str:
