@@ -11,8 +11,8 @@ A program prints the table that stands on its page. What each folder measures, a
     links       step times and bytes on slow links beside FSDP2, HSDP, DDP, DeepSpeed and torch's pipelining; what
                 context parallelism sends
                 -> comparison, pipeline, slow-links, fsdp2, experts, parallelism
-    loss        what quantised messages, outer steps and Muon do to the loss; rounding errors
-                -> loss, loss_at_size, rounding, training
+    loss        what quantised messages, outer steps and Muon do to the loss; rounding of a trained model
+                -> loss, training
     patches     loss under megatron_core_patch and fsdp2_patch; step times under the first
                 -> megatron-patch, fsdp2
     pipeline    bubbles and bytes of pipelines

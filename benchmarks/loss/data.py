@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import platform
 import sys
 from collections.abc import Mapping
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,8 +29,7 @@ PACKAGES = {
     "tensorboard": "tensorboard", "hypothesis": "hypothesis", "mpmath": "mpmath", "triton": "triton",
 }  # fmt: skip
 TEXTS: Mapping[str, tuple[str, ...]] = {"stdlib": (STDLIB,), "packages": (STDLIB, *PACKAGES)}
-NOTE = "text.json"  # of a prepared text, written last
-Row = dict[str, Any]
+NOTE = "digest"  # of a prepared text, written last
 
 
 def sources(name: str) -> list[Path]:
@@ -43,39 +39,11 @@ def sources(name: str) -> list[Path]:
     return text_sources(Path(str(distribution(name).locate_file(PACKAGES[name]))))
 
 
-def contents(text: str) -> list[Row]:
-    """Return the sources of a text on this machine, each with its version, files, bytes, and a digest of them."""
-    rows = []
-    for name in TEXTS[text]:
-        files = sources(name)
-        digest, size = hashlib.sha256(), 0
-        for path in files:
-            raw = path.read_bytes()
-            digest.update(raw)
-            size += len(raw)
-        version = platform.python_version() if name == STDLIB else distribution(name).version
-        rows.append(
-            {
-                "name": name,
-                "version": version,
-                "files": len(files),
-                "bytes": size,
-                "digest": digest.hexdigest()[:16],
-            }
-        )
-    return rows
-
-
 def prepare(work: Path, text: str, vocabulary: int) -> Path:
     """Write tokenizer and indexed tokens into a folder of ``work`` unless they are there (5 s for the standard
-    library, a minute or two for all); return the folder. Raises ValueError if the tokens there are not those that
-    were written."""
+    library, a minute or two for all); return the folder."""
     folder = work / (f"data-{vocabulary}" if text == "stdlib" else f"data-{text}-{vocabulary}")
     if (folder / NOTE).exists():
-        if _digest(folder) != corpus(folder):
-            raise ValueError(
-                f"{folder} has other tokens than were written there: delete it, and it is made anew"
-            )
         return folder
     # An order without meaning, since the last documents are what is evaluated on.
     files = sorted(
@@ -88,27 +56,16 @@ def prepare(work: Path, text: str, vocabulary: int) -> Path:
         train_tokenizer(sample_lines(map(str, files)), model, vocab_size=vocabulary)
     job = Job(tuple(map(str, files)), ("text",), KIND, str(model), None, True, False)
     preprocess(job, folder / "corpus", workers=2)
-    said = {"corpus": _digest(folder), "contents": contents(text)}
-    write_text(folder / NOTE, json.dumps(said, indent=1) + "\n")
-    return folder
-
-
-def note(folder: Path) -> dict[str, Any]:
-    """Return the note of a prepared text: "corpus", a digest of its tokens, and "contents", their sources."""
-    return json.loads((folder / NOTE).read_text())
-
-
-def corpus(folder: Path) -> str:
-    """Return what distinguishes the tokens of one prepared text from another's."""
-    return note(folder)["corpus"]
-
-
-def _digest(folder: Path) -> str:
-    """Return a digest of the tokens and of where documents begin."""
     total = hashlib.sha256()
     for suffix in (".idx", ".bin"):
         total.update(_prefix(folder).with_suffix(suffix).read_bytes())
-    return total.hexdigest()[:16]
+    write_text(folder / NOTE, total.hexdigest()[:16])
+    return folder
+
+
+def corpus(folder: Path) -> str:
+    """Return a digest of a prepared text's tokens, and of where its documents begin."""
+    return (folder / NOTE).read_text()
 
 
 def train_samples(folder: Path, sequence: int, seed: int, count: int) -> Dataset:

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.loss.snapshot import outer_tensors
 from megazero.config import ConfigError, World, make_config
 from megazero.config.layout.shards import QUANTISED
 from megazero.mesh.launch import read_launch
@@ -170,6 +169,15 @@ def measure(values: dict[str, Any]) -> dict[str, int]:
         row = torch.tensor([peak, states[-1]])
         dist.all_reduce(row, dist.ReduceOp.MAX)
     return dict(zip(("peak", "states"), row.tolist(), strict=True))
+
+
+def outer_tensors(engine: Any) -> list[torch.Tensor]:
+    """Return what outer steps keep, and what is under way between replicas."""
+    if engine.outer is None:
+        return []
+    every = [t for a in engine.outer.anchors.values() for t in (a.value, a.momentum, a.residual)]
+    flying = engine.outer.flight.sums.values() if engine.outer.flight else ()
+    return [*(t for t in every if t is not None), *flying]
 
 
 def state_bytes(engine: Any) -> int:

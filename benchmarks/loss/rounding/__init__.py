@@ -1,1 +1,1 @@
-"""What rounding gradients costs a real trained model: errors by kind of tensor, training on, and training anew."""
+"""What rounding costs a trained model: gradients of one step, weights and differences, keys, training on."""

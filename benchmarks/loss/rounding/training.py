@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,28 +17,14 @@ BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and labels, int64 [b, s]
 
 
-@dataclass(frozen=True)
-class State:
-    """Master weights and AdamW's moments, fp32 [n], and how many steps were made."""
-
-    master: torch.Tensor
-    moments: tuple[torch.Tensor, torch.Tensor]
-    steps: int
+State = tuple[torch.Tensor, dict[str, Any]]  # master weights fp32 [n], and the optimizer's state
 
 
 class Training:
-    """Trains ``model`` in its own dtype. Parameters of at most ``exact`` elements lie in the exact region.
+    """Trains ``model`` in its own dtype. Parameters of at most ``exact`` elements lie in the exact region."""
 
-    names: the parameters that are trained; by default all.
-    """
-
-    def __init__(
-        self, model: Decoder, senders: int, exact: int = 16384, names: Collection[str] | None = None
-    ) -> None:
-        self.model = model
-        for name, p in model.named_parameters():
-            p.requires_grad_(names is None or name in names)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    def __init__(self, model: Decoder, senders: int, exact: int = 16384) -> None:
+        self.model, trained = model, dict(model.named_parameters())
         self.layout = make_layout(
             {name: p.shape for name, p in trained.items()},
             block=BLOCK,
@@ -79,18 +66,13 @@ class Training:
 
     def state(self) -> State:
         """Return a copy of what training has reached."""
-        states = [self.optimizer.state[held] for held in self.held]
-        moments = [torch.cat([s[name] for s in states]) for name in ("exp_avg", "exp_avg_sq")]
-        return State(self.master.clone(), (moments[0], moments[1]), int(states[0]["step"]))
+        return self.master.clone(), copy.deepcopy(self.optimizer.state_dict())
 
     def restore(self, state: State) -> None:
-        self.master.copy_(state.master)
+        master, optimizer = state
+        self.master.copy_(master)
         self.weights.copy_(self.master)
-        for held, group in zip(self.held, self.optimizer.param_groups, strict=True):
-            mine = self.optimizer.state[held]
-            mine["step"].fill_(state.steps)
-            for name, moment in zip(("exp_avg", "exp_avg_sq"), state.moments, strict=True):
-                mine[name].copy_(moment[group["span"]])
+        self.optimizer.load_state_dict(copy.deepcopy(optimizer))
 
 
 def adamw(master: torch.Tensor, layout: UnitLayout) -> tuple[torch.optim.AdamW, list[nn.Parameter]]:

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.loss.published import HADAMARD, INT4, SDP4BIT
-from benchmarks.loss.published import ZEROPP as PUBLISHED_ZEROPP
 from megazero.comm.codec import codec_of
 from megazero.comm.wire import Coding
 from megazero.config import ConfigError, World, make_config
@@ -14,6 +12,8 @@ from megazero.config.layout.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
 from megazero.config.summary import describe
 from megazero.kernels import format as kernel_format
 from megazero.kernels import hadamard as kernel_hadamard
+from megazero.plan.rounding import HADAMARD, INT4, SDP4BIT
+from megazero.plan.rounding import ZEROPP as PUBLISHED_ZEROPP
 from tests.sizes import SMALL
 
 TWO_NODES, ONE_NODE = World(8, 4), World(4, 4)

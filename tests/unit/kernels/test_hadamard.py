@@ -7,8 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.harness import DOCS
-from benchmarks.loss.rounding_errors import DIFFERENCES, GRADIENTS, KINDS
 from megazero.comm.codec import Blockwise
 from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
@@ -204,10 +202,3 @@ def test_what_it_refuses() -> None:
         Hadamard(100)
     with refused("64", "blocks of 32", "nearest: 32"):
         Blockwise(4, 32, hadamard=64)
-
-
-def test_the_page_of_rounding_errors_has_every_format_and_layer() -> None:
-    page = (DOCS / "results" / "rounding.md").read_text()
-    for codecs in (GRADIENTS, DIFFERENCES):
-        assert f"| layer | {' | '.join(codecs)} |" in page
-    assert all(page.count(f"| {kind} |") == 2 for kind in KINDS)
