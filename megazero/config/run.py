@@ -70,6 +70,10 @@ _BOUND = (
     "no measurement shows that a fallback helps: leave it out; a run warns where gradients lose much by rounding, "
     "and --zero-gradient-bits 8 loses less"
 )
+_ORDER = (
+    "SLURM orders nodes: TopologyPlugin=topology/tree in slurm.conf, and srun --distribution; a list of nodes in an "
+    "order of your own goes to srun --distribution=arbitrary by SLURM_HOSTFILE"
+)
 REMOVED = {
     "log_each_rank": Removed(
         "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
@@ -91,6 +95,8 @@ REMOVED = {
     "zero_gradient_rounding": Removed(_FEEDBACK, off="nearest"),
     "zero_gradient_feedback_beta": Removed(_FEEDBACK, off="0.0"),
     "zero_gradient_feedback_reset": Removed(_FEEDBACK, off="0"),
+    "topology": Removed(_ORDER),
+    "topology_nodes": Removed(_ORDER),
     "zero_weight_error_bound": Removed(_BOUND),
     "zero_gradient_error_bound": Removed(_BOUND),
 }

@@ -15,7 +15,6 @@ from megazero.files import write_text
 from megazero.plan import pays, slow_links
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
-from megazero.plan.node_order import host_files, lines, place
 from megazero.plan.options import PlanRequest, help_text, read_request, with_stand_ins
 from megazero.plan.report import (
     advice,
@@ -32,7 +31,6 @@ from megazero.plan.report import (
 from megazero.plan.search import CHOICES, OUTER, Found, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
-from megazero.plan.topology import Topology
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,8 +69,6 @@ def _plan(request: PlanRequest) -> int:
     if request.explain is not None:
         print("\n".join(["", *_explained(request, best[0])]))
     folder = Path(options.plan_output)
-    if request.topology is not None:
-        print("\n".join(["", *_placed(request, request.topology, first.layout, folder)]))
     rows = slow_links.as_dicts(compared) if compared else []
     write_json(folder / "plan.json", cluster, request.loss_policy, request.values, best, rows)
     print(f"\n{folder / 'plan.json'}: all of it")
@@ -102,14 +98,6 @@ def _pays(request: PlanRequest, values: dict[str, Any]) -> int:
     write_text(path, json.dumps({"version": 1, "cluster": cluster.name, "pays": found}, indent=1) + "\n")
     print(f"\n{path}: all of it")
     return 0
-
-
-def _placed(request: PlanRequest, topology: Topology, layout: Layout, folder: Path) -> list[str]:
-    """Write the order of nodes for a layout, and return its description."""
-    found = place(layout, topology, request.hosts)
-    for name, text in host_files(found, request.cluster.ranks_per_node).items():
-        write_text(folder / name, text)
-    return lines(found, layout, str(folder))
 
 
 def _explained(request: PlanRequest, best: Found) -> list[str]:
