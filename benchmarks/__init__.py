@@ -19,8 +19,8 @@ What each folder measures, and its pages:
                 -> megatron-patch, fsdp2
     pipeline    bubbles, bytes and step times of pipelines; a backward split in two
                 -> pipeline
-    planning    the planner's predictions beside measurements and papers
-                -> planning, slow-links
+    planning    the planner beside published runs, and what it says of some models
+                -> published
     gpu_report  the pieces of `make gpu-report`; what the kernels compile to
                 -> gpu, kernels
 

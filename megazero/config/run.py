@@ -95,6 +95,7 @@ REMOVED = {
     "zero_gradient_rounding": Removed(_FEEDBACK, off="nearest"),
     "zero_gradient_feedback_beta": Removed(_FEEDBACK, off="0.0"),
     "zero_gradient_feedback_reset": Removed(_FEEDBACK, off="0"),
+    "price": Removed("a worth of 1.10 saves a tenth of what the GPUs cost: leave it out"),
     "topology": Removed(_ORDER),
     "topology_nodes": Removed(_ORDER),
     "zero_weight_error_bound": Removed(_BOUND),

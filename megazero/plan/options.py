@@ -18,15 +18,15 @@ from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
 from megazero.config.read.resolve import complete_megatron, unfused_gelu
 from megazero.config.run import all_options
-from megazero.plan.search import OUTER, given_formats
+from megazero.plan.search import OUTER_POLICY, given_formats
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
 
 Finds the fastest layouts of a model on a cluster. It takes flags of training (megazero train --help lists them): the
 model's and --global-batch-size. It keeps the flags of the layout that you give and chooses the others. It prints the
-ten fastest layouts that fit, with memory, time and flags, and writes plan.json and, with matplotlib, plan.png. Flags
-after --explain, which comes last, describe one layout: the report says why it does not fit or is slower than the
-best. Exit status 0: a layout fits; 1: none does; 2: the command line or the cluster file is wrong.
+ten fastest layouts that fit, with memory, time and flags, and writes plan.json. Flags after --explain, which comes
+last, describe one layout: the report says why it does not fit or is slower than the best. Exit status 0: a layout
+fits; 1: none does; 2: the command line or the cluster file is wrong.
 
 Clusters that come with it: {", ".join(known_clusters())}.
 """
@@ -38,13 +38,12 @@ class PlanConfig:
     """The plan itself."""
 
     nodes: int | None = option(None, "nodes to plan for (default: all of the cluster's)", low=1, high=MOST)
-    plan_output: str = option("plan", "folder of plan.json and plan.png")
+    plan_output: str = option("plan", "folder of plan.json")
     pays: bool = option(
         False,
         "print instead whether quantised messages pay: DDP, ZeRO-1, FSDP2, HSDP, the best exact and quantised "
         "layouts and outer steps in one table, with the tokens that rounding costs",
     )
-    price: float | None = option(None, "with --pays, dollars of one GPU for an hour", above=0)
     link_rates: tuple[float, ...] | None = option(
         None,
         "rates in Gb/s of the slowest kind of link at which schemes are compared (default, with --pays: the "
@@ -144,12 +143,10 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
 
 def _useless(options: PlanConfig, policy: str, explains: bool) -> Iterator[str]:
     """Yield what flags have no effect beside the others."""
-    if options.link_rates is not None and policy != OUTER and not options.pays:
-        yield f"--link-rates has no effect without --loss-policy {OUTER} or --pays"
-    if options.link_delays is not None and policy != OUTER:
-        yield f"--link-delays has no effect without --loss-policy {OUTER}"
-    if options.price is not None and not options.pays:
-        yield "--price has no effect without --pays"
+    if options.link_rates is not None and policy != OUTER_POLICY and not options.pays:
+        yield f"--link-rates has no effect without --loss-policy {OUTER_POLICY} or --pays"
+    if options.link_delays is not None and policy != OUTER_POLICY:
+        yield f"--link-delays has no effect without --loss-policy {OUTER_POLICY}"
     if options.pays and policy != all_options()["loss_policy"].default:
         yield "--pays tries every scheme: leave out --loss-policy"
     if options.pays and explains:
@@ -158,7 +155,7 @@ def _useless(options: PlanConfig, policy: str, explains: bool) -> Iterator[str]:
 
 def _not_beside_schemes(options: PlanConfig, policy: str, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield what would make the rows of exact and of quantised messages the same."""
-    words = "--pays" if options.pays else f"--loss-policy {OUTER}" if policy == OUTER else ""
+    words = "--pays" if options.pays else f"--loss-policy {OUTER_POLICY}" if policy == OUTER_POLICY else ""
     if words and (given := given_formats(values)):
         flags = ", ".join(all_options()[name].flag for name in given)
         yield f"{words} compares exact messages with quantised ones: leave out {flags}"
