@@ -331,7 +331,8 @@ class Search:
         key = base.mesh, base.partition.kinds[0], base.micro_batches == 1, choice.shard, choice.formats
         if key not in self._messages:
             layout = self.layout(base, choice.zeros[0])
-            self._messages[key] = layout and (Messages.of(layout), self.weight(layout))
+            known = None if layout is None else (Messages.of(layout), self.weight(layout))
+            self._messages[key] = known
         return self._messages[key]
 
     @property
@@ -410,21 +411,26 @@ class Search:
         for base in sorted(bases, key=attrgetter("pipeline_seconds")):
             if beaten(base.pipeline_seconds):  # as are those after it
                 break
-            if least_memory(base) > room or not self._legal(base):
+            if least_memory(base) > room:
                 continue
-            for choice in self.choices(base):
-                if (known := self.messages_of(base, choice)) is None:
+            for seconds, choice, zero in self._estimates(base):
+                if beaten(seconds) or least_memory(base, choice.shard) > room:
                     continue
-                messages, weight = known
-                for zero in choice.zeros:
-                    seconds = weight * messages.step_seconds(base, zero.zero_params_lifetime == "gathered")
-                    if beaten(seconds) or least_memory(base, choice.shard) > room:
-                        continue
-                    layout = self.layout(base, zero)
-                    if layout is not None and layout.fits:
-                        insort(kept, Estimated(seconds, layout, choice.formats), key=attrgetter("seconds"))
-                        del kept[SIMULATED:]
+                if not self._legal(base):
+                    break
+                layout = self.layout(base, zero)
+                if layout is not None and layout.fits:
+                    insort(kept, Estimated(seconds, layout, choice.formats), key=attrgetter("seconds"))
+                    del kept[SIMULATED:]
         return kept
+
+    def _estimates(self, base: BaseLayout) -> Iterator[tuple[float, Choice, ZeroConfig]]:
+        """Yield the estimate of each of a base's layouts, times its weight."""
+        for choice in self.choices(base):
+            if (known := self.messages_of(base, choice)) is not None:
+                for zero in choice.zeros:
+                    gathered = zero.zero_params_lifetime == "gathered"
+                    yield known[1] * known[0].step_seconds(base, gathered), choice, zero
 
     @property
     def _could_fit(self) -> bool:
