@@ -17,8 +17,8 @@ A program prints the table that stands on its page. What each folder measures, a
                 -> megatron-patch, fsdp2
     pipeline    bubbles and bytes of pipelines
                 -> pipeline
-    planning    the planner's predictions beside measurements and papers
-                -> planning, slow-links
+    planning    the planner beside published runs, and what it says of some models
+                -> published
     gpu_report  the pieces of `make gpu-report`; what the kernels compile to
                 -> gpu, kernels
 

@@ -31,7 +31,7 @@ DATA = Path(__file__).with_suffix(".yaml")
 SPEED_UP = "speed-up"
 WHOLE = (
     1 << 40
-)  # elements, bytes: other systems move a module's parameters together and bound no gathers ahead
+)  # elements, bytes: other systems move a module's parameters at once, and bound no gathers ahead
 # What a cluster file has where nobody measured: the rates of data sheets.
 DATA_SHEET: Mapping[str, Any] = {
     "product_us": 0.0,
@@ -40,10 +40,7 @@ DATA_SHEET: Mapping[str, Any] = {
     "memory_efficiency": 1.0,
     "contention": 0.0,
 }
-SHEET_PRODUCTS = {
-    "h100": 0.65,
-    "h100-500w": 0.65,
-}  # else 0.75: shares of the peak, as the files had them before
+SHEET_PRODUCTS = {"h100": 0.65, "h100-500w": 0.65}  # shares of the peak; else 0.75
 
 
 @dataclass(frozen=True)
@@ -231,12 +228,6 @@ def runs() -> Iterator[Run]:
                 shape=content["models"][row["model"]],
                 held_out=number % 2 == 1,
             )
-
-
-def left_out() -> Iterator[tuple[str, str, str]]:
-    """Yield each source with its address and what is assumed and left out."""
-    content = yaml.safe_load(DATA.read_text(encoding="utf-8"))
-    yield from ((table["source"], table["url"], table["assumed"]) for table in content["tables"])
 
 
 def layout_of(run: Run, system: System) -> Layout:

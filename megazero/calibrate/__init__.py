@@ -1,1 +1,1 @@
-"""Measures a cluster for the planner, on the ranks at hand: collectives, codecs, a model's modules."""
+"""Measures a cluster for the planner, on the ranks at hand: collectives, rates, a model's modules."""

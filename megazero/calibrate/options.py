@@ -18,10 +18,9 @@ USAGE = """usage: torchrun --nnodes 2 --nproc-per-node 8 ... -m megazero calibra
 
 Measures a cluster for `megazero plan` on the ranks of a launcher, or on ranks that it starts on this machine, and
 writes the cluster file. It measures every collective of the engine, by ranks x nodes and size, with all such groups
-at once; the codecs; the optimizer's update; and the modules of the model that the flags of training describe, by
-micro-batch and tensor-parallel size, with all ranks of a node at work. CLUSTER_OUTPUT.measured.jsonl keeps results
-as they come, and the same command continues after a stop. With matplotlib it also draws a chart beside the file.
-Exit status 0: the file is written; 2: a flag is wrong.
+at once; the optimizer's update; and the modules of the model that the flags of training describe, by micro-batch and
+tensor-parallel size, with all ranks of a node at work. CLUSTER_OUTPUT.measured.jsonl keeps results as they come, and
+the same command continues after a stop. Exit status 0: the file is written; 2: a flag is wrong.
 """
 
 

@@ -9,7 +9,6 @@ from megazero.config.nearest import common_divisors
 
 SMALLEST = 4096  # bytes of a message; below, latency is all there is
 STEP = 4  # from one size to the next
-CODED_BITS = (8, 4, 2)
 
 
 class CollectivePoint(NamedTuple):

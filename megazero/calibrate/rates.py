@@ -1,28 +1,25 @@
-"""Measures a rank's own work, on all ranks at once: matrices, memory, codecs, the optimizer's update."""
+"""Measures a rank's own work, on all ranks at once: matrices, memory, the optimizer's update."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from megazero.calibrate.points import CODED_BITS
 from megazero.calibrate.timing import Clock
-from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.config import RunConfig
 from megazero.mesh.objects import gather_objects
 from megazero.models.dtypes import DTYPES
 from megazero.plan.compute import UPDATE_BYTES
 from megazero.train.parallelize import optimizer_factory
 
-ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of what is coded and updated
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of what is copied and updated
 MATRIX = {"cpu": 1024, "cuda": 8192}
 MEETINGS, MEETING_S = 10, 0.3  # how often, and after how long, ranks meet: about as in a step
 STATISTICS = Path("/proc/stat")
@@ -103,34 +100,6 @@ def _update(config: RunConfig, clock: Clock, elements: int) -> float:
         optimizer.step()
 
     return clock(update, slowest=False).median
-
-
-def measure_codecs(config: RunConfig, clock: Clock) -> Iterator[dict[str, Any]]:
-    """Yield a row of the cluster file for each wire format. Collective."""
-    elements, dtype = ELEMENTS[clock.device.type], DTYPES[config.precision.params_dtype]
-    coded: dict[int, Codec] = {bits: Blockwise(bits) for bits in CODED_BITS}
-    exact: dict[int, Codec] = {8 * d.itemsize: Identity(d) for d in (torch.float32, dtype) if d.itemsize <= 4}
-    sums = torch.randn(1, elements, device=clock.device)
-    parameters = torch.zeros(1, elements, dtype=dtype, device=clock.device)
-    for bits, codec in {**exact, **coded}.items():
-        m = codec.message_numel(elements)
-        message = torch.zeros(1, m, dtype=codec.wire_dtype, device=clock.device)
-        encode = clock(lambda c=codec, out=message: c.encode(sums, out=out), slowest=False)  # type: ignore[misc]
-        decode = clock(lambda c=codec, x=message: c.decode(x, parameters), slowest=False)  # type: ignore[misc]
-        add = clock(lambda c=codec, x=message: c.decode_sum(x, sums[0], True), slowest=False)  # type: ignore[misc]
-        mixed = 0.0
-        if isinstance(codec, Blockwise):
-            mixing = replace(codec, hadamard=codec.block)
-            mixed = clock(lambda c=mixing, out=message: c.encode(sums, out=out), slowest=False).median  # type: ignore[misc]
-            mixed = max(mixed - encode.median, 0.0)
-        yield {
-            "bits": bits,
-            "encode_ns": encode.median / elements * 1e9,
-            "decode_ns": decode.median / elements * 1e9,
-            "sum_ns": add.median / elements * 1e9,
-            "transform_ns": mixed / elements * 1e9,
-            "spread": max(encode.spread, decode.spread, add.spread),
-        }
 
 
 def find_host() -> dict[str, int]:

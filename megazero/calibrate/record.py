@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ from typing import Any
 import yaml
 
 from megazero.bounded import load_json
-from megazero.charts import new_figure, save
 from megazero.config import ConfigError
 from megazero.config.options.cluster import TABLES, Cluster, parse_cluster
 from megazero.files import write_text
 
 Rows = list[dict[str, Any]]
-Series = dict[str, list[tuple[float, float, float]]]  # name -> (x, y, relative spread)
 
 
 class Measurements:
@@ -117,33 +114,3 @@ def write_cluster(path: Path, sections: Mapping[str, Any]) -> Cluster:
     cluster = parse_cluster(text, str(path))
     write_text(path, text)
     return cluster
-
-
-def draw(cluster: Cluster, output: Path) -> None:
-    """Draw collectives and modules with the rounds' spread. Raises ValueError without matplotlib."""
-    title = f"{cluster.name}: {cluster.nodes} nodes of {cluster.ranks_per_node}"
-    figure = new_figure(12, 5, title=title)
-    labels = "bytes that a rank sends", "micro-batch"
-    for axes, lines, label in zip(figure.subplots(1, 2), series(cluster), labels, strict=True):
-        for name, points in sorted(lines.items()):
-            x, y, spread = zip(*sorted(points), strict=True)
-            half = [value * part / 2 for value, part in zip(y, spread, strict=True)]
-            axes.errorbar(x, y, yerr=half, label=name, marker=".", capsize=2)
-        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="seconds")
-        if lines:
-            axes.legend(fontsize=7)
-    save(figure, output)
-
-
-def series(cluster: Cluster) -> tuple[Series, Series]:
-    """Return the lines of collectives by size, and of modules by micro-batch."""
-    collectives: Series = defaultdict(list)
-    for row in cluster.collectives:
-        name = f"{row.operation} {row.ranks}x{row.nodes}"
-        collectives[name].append((row.bytes, row.seconds, row.spread or 0.0))
-    modules: Series = defaultdict(list)
-    for part in cluster.layers:
-        for what, seconds in (("forward", part.forward_seconds), ("backward", part.backward_seconds)):
-            name = f"{part.module} {what}, TP {part.tp}"
-            modules[name].append((part.micro_batch or 1, seconds, part.spread or 0.0))
-    return collectives, modules

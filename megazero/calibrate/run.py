@@ -14,8 +14,8 @@ from megazero.calibrate.collectives import measure_wire
 from megazero.calibrate.model import DoesNotFit, measure_modules
 from megazero.calibrate.options import CalibrationRequest
 from megazero.calibrate.points import modules, sizes, wires
-from megazero.calibrate.rates import find_host, measure_codecs, measure_device
-from megazero.calibrate.record import Measurements, Rows, cluster_text, draw, links, write_cluster
+from megazero.calibrate.rates import find_host, measure_device
+from megazero.calibrate.record import Measurements, Rows, cluster_text, links, write_cluster
 from megazero.calibrate.timing import Clock
 from megazero.config import ConfigError, RunConfig, make_config
 from megazero.config.options.cluster import CALIBRATED, Cluster, parse_cluster
@@ -26,7 +26,7 @@ from megazero.models.dtypes import DTYPES
 from megazero.train.distributed import start_rank
 
 TIMEOUT = timedelta(minutes=10)
-METHOD = 2  # version of how things are measured; a calibration of another version is not continued
+METHOD = 3  # version of how things are measured; a calibration of another version is not continued
 
 
 def join(request: CalibrationRequest, launch: Launch) -> tuple[RunConfig, torch.device, tuple[str, ...]]:
@@ -121,7 +121,6 @@ class Calibration:
     def measure(self) -> None:
         """Measure everything. Collective."""
         self.point("device", lambda: [measure_device(self.config, self.clock)])
-        self.point("codecs", lambda: measure_codecs(self.config, self.clock))
         dtype = DTYPES[self.config.precision.params_dtype]
         ladder = sizes(self.request.options.calibrate_largest_bytes)
         for wire in wires(self.world // self.per_node, self.per_node):
@@ -161,7 +160,6 @@ class Calibration:
             **device,
             **links(collectives, device["device"]["memory_gbytes_per_s"], self.per_node),
             "collectives": collectives,
-            "codecs": done["codecs"],
             "layers": layers,
         }
 
@@ -169,12 +167,6 @@ class Calibration:
         return parse_cluster(cluster_text(self.sections()), "the calibration")
 
     def write(self) -> None:
-        """Write the cluster file and its chart."""
         output = self.request.options.output
         cluster = write_cluster(output, self.sections())
         print(f"{output}: {len(cluster.collectives)} collectives, {len(cluster.layers)} modules", flush=True)
-        try:
-            draw(cluster, output.with_suffix(".png"))
-            print(f"{output.with_suffix('.png')}: the chart", flush=True)
-        except ValueError as error:
-            print(error, flush=True)

@@ -71,6 +71,10 @@ _BOUND = (
     "and --zero-gradient-bits 8 loses less"
 )
 _NO_FRAGMENTS = "replicas meet in all parameters at once: leave it out, and hide a meeting with --outer-delay"
+_ORDER = (
+    "SLURM orders nodes: TopologyPlugin=topology/tree in slurm.conf, and srun --distribution; a list of nodes in an "
+    "order of your own goes to srun --distribution=arbitrary by SLURM_HOSTFILE"
+)
 REMOVED = {
     "outer_fragments": Removed(_NO_FRAGMENTS, off="1"),
     "outer_fragment_pattern": Removed(_NO_FRAGMENTS, off="strided"),
@@ -102,6 +106,9 @@ REMOVED = {
     "zero_gradient_rounding": Removed(_FEEDBACK, off="nearest"),
     "zero_gradient_feedback_beta": Removed(_FEEDBACK, off="0.0"),
     "zero_gradient_feedback_reset": Removed(_FEEDBACK, off="0"),
+    "price": Removed("a worth of 1.10 saves a tenth of what the GPUs cost: leave it out"),
+    "topology": Removed(_ORDER),
+    "topology_nodes": Removed(_ORDER),
     "zero_weight_error_bound": Removed(_BOUND),
     "zero_gradient_error_bound": Removed(_BOUND),
 }

@@ -6,13 +6,12 @@ Many layouts share one base.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from megazero.config import RunConfig, World
-from megazero.config.model.spec import HEAD, ModelSpec, is_layer
+from megazero.config.model.spec import HEAD, ModelSpec
 from megazero.config.options.cluster import Cluster
 from megazero.config.validate import find_errors
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
@@ -32,7 +31,6 @@ from megazero.pp.schedules import (
     make_schedule,
     needs,
     peak_activations,
-    turns,
 )
 
 Shared = TypeVar("Shared")
@@ -43,7 +41,7 @@ Step = tuple[int, Action, int, tuple[tuple[int, int], ...]]
 
 # All ranks and layouts of a base ask for one schedule: making it anew each time was 3/4 of a search's seconds.
 schedule_of = lru_cache(maxsize=64)(make_schedule)
-turns_of, peaks_of = lru_cache(maxsize=4096)(turns), lru_cache(maxsize=4096)(peak_activations)
+peaks_of = lru_cache(maxsize=4096)(peak_activations)
 _made_grid = lru_cache(maxsize=4096)(make_grid)
 
 
@@ -74,12 +72,6 @@ def ring_of(grid: Grid, site_ranks: int) -> tuple[str, ...]:
     first = axis.ranks(0)
     pairs = enumerate(zip(first, (*first[1:], first[0]), strict=True))
     return tuple(INTER_SITE if own in across else grid.link(*pair) for own, pair in pairs)
-
-
-@lru_cache(maxsize=1)
-def _lazy() -> frozenset[str]:
-    """Return the names of what a base layout computes when it is asked."""
-    return frozenset(name for name, value in vars(BaseLayout).items() if isinstance(value, cached_property))
 
 
 @lru_cache(maxsize=4096)
@@ -137,24 +129,12 @@ class BaseLayout:
             (config.outer, config.optimizer, config.model),
         )
         self.mesh: object = collectives.known.setdefault(mesh, object())
-        self._take(config, partition or Partition(config.stages(), self.pp, compute.spec), compute)
-
-    def _take(self, config: RunConfig, partition: Partition, compute: Compute) -> None:
-        """Take what depends on the micro-batch or on recompute."""
+        partition = partition or Partition(config.stages(), self.pp, compute.spec)
         self.config, self.partition, self.compute = config, partition, compute
         self.stages, self.of_rank = partition.stages, partition.of_rank
         self.spec, self.activation = compute.spec, compute.activation
         self.micro_batches = config.num_micro_batches(self.world)
         self._moments: dict[tuple[int, int | None], dict[str, dict[str, float]]] = {}
-        self.judged: list[Sequence[str]] = []  # what the rules refuse, once asked; copies elsewhere share it
-
-    def varied(self, config: RunConfig, partition: Partition, compute: Compute | None = None) -> BaseLayout:
-        """Return the base of a configuration whose micro-batch and recompute alone differ from this one's."""
-        other = copy(self)
-        for name in _lazy().intersection(vars(other)):
-            del vars(other)[name]
-        other._take(config, partition, compute or Compute(config, self.cluster, self.collectives, self.whole))
-        return other
 
     def shared(self, key: Any, make: Callable[[], Shared]) -> Shared:
         """Return what layouts of the same mesh compute alike, made once: ``key`` has all else that it depends on."""
@@ -164,12 +144,10 @@ class BaseLayout:
         found: Shared = known[whole]
         return found
 
-    @property
+    @cached_property
     def faults(self) -> Sequence[str]:
         """What the configuration's rules refuse."""
-        if not self.judged:
-            self.judged.append(find_errors(self.config, self.world))
-        return self.judged[0]
+        return find_errors(self.config, self.world)
 
     @cached_property
     def stage_seconds(self) -> list[dict[Kind, float]]:
@@ -186,28 +164,28 @@ class BaseLayout:
         return found
 
     @cached_property
-    def least_seconds(self) -> float:
-        """Return a lower bound of these layouts' step time: each rank's compute after its unavoidable waits.
+    def pipeline_seconds(self) -> float:
+        """The estimated seconds of a step in which nothing waits for weights or gradients.
 
-        Nor can the first rank have more micro-batches on their way to the last stage and back than the schedule lets
-        in at once.
+        The last rank begins when the first forward arrives, and ends so much before the first rank. In between, ranks
+        keep pace with the slowest of each turn. Nor can the first rank have more micro-batches on their way to the
+        last stage and back than the schedule lets in at once.
         """
-        seconds, best, before = self.stage_seconds, 0.0, 0.0
-        split = SCHEDULES[self.schedule_name].splits_backward and self.pp > 1
+        seconds, pp = self.stage_seconds, self.pp
+        split = SCHEDULES[self.schedule_name].splits_backward and pp > 1
         back = Kind.INPUT if split else Kind.BACKWARD
         sends = [self.message_seconds[link] for link in self._ring]
-        for rank, own in enumerate(self.of_rank):
-            each = (seconds[s.index] for s in own)
-            busy = self.micro_batches * sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in each)
-            best = max(best, before + busy)
-            forth = seconds[rank][Kind.FORWARD] + sends[rank]
-            before += forth + (0.0 if split else seconds[rank][back] + sends[rank])
+        turns = (seconds[first : first + pp] for first in range(0, len(seconds), pp))
+        pace = sum(max(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in turn) for turn in turns)
+        apart = 0.0
+        for one, send in zip(seconds[: pp - 1], sends, strict=False):
+            apart += one[Kind.FORWARD] + send + (0.0 if split else one[back] + send)
         away = on_way = 0.0
         for stage in reversed(range(len(self.stages))):
             away += seconds[stage][Kind.FORWARD] + seconds[stage][back]
-            on_way += away if stage % self.pp == 0 else 0.0
-            away += 2 * sends[(stage - 1) % self.pp]
-        return max(best, self.micro_batches * on_way / max(self.peaks[0], 1))
+            on_way += away if stage % pp == 0 else 0.0
+            away += 2 * sends[(stage - 1) % pp]
+        return max(self.micro_batches * pace + apart, self.micro_batches * on_way / max(self.peaks[0], 1))
 
     @cached_property
     def sampled(self) -> tuple[int, ...]:
@@ -233,40 +211,10 @@ class BaseLayout:
         return ordered_steps(self.schedule_name, self.pp, self.virtual, micro_batches)
 
     @cached_property
-    def beside(self) -> Mapping[Kind, list[float]]:
-        """The seconds for which the first rank computes until a part's first forward ends, and from its last backward
-        on, part by part: as many micro-batches of the parts before as there are ranks, and one of its own."""
-        found: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
-        for kind, sums in found.items():
-            before = 0.0
-            for stage in self.of_rank[0]:
-                own = self.stage_seconds[stage.index][kind]
-                sums.append(before + own)
-                before += self.pp * own
-        return found
-
-    @cached_property
-    def first_rank_busy(self) -> float:
-        """The seconds for which the first rank computes."""
-        own = (self.stage_seconds[s.index] for s in self.of_rank[0])
-        return self.micro_batches * sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in own)
-
-    @cached_property
-    def compute_only(self) -> tuple[float, float]:
-        """Return when the last rank and when the first one ends, if nothing waits for weights or gradients."""
-        ends = [self._compute_only(micro_batches) for micro_batches in self.sampled]
-        return self.extrapolated([last for last, _ in ends]), self.extrapolated([first for _, first in ends])
-
-    def _compute_only(self, micro_batches: int) -> tuple[float, float]:
-        done: dict[int, float] = {}
-        free = [0.0] * self.pp
-        seconds, message = self.stage_seconds, self.message_seconds
-        for rank, action, event, needed in self.steps_of(micro_batches)[1]:
-            at = free[rank]
-            for other, source in needed:
-                at = max(at, done[other] + (message[self.link(source, rank)] if source != rank else 0.0))
-            free[rank] = done[event] = at + seconds[action.stage][action.kind]
-        return max(free), free[0]
+    def own_seconds(self) -> Mapping[Kind, list[float]]:
+        """The seconds of the first rank's forwards and backwards of a micro-batch, part by part."""
+        kinds = Kind.FORWARD, Kind.BACKWARD
+        return {k: [self.stage_seconds[stage.index][k] for stage in self.of_rank[0]] for k in kinds}
 
     @cached_property
     def least_activations(self) -> Mapping[int, float]:
@@ -276,18 +224,6 @@ class BaseLayout:
             r: [self.activation_memory(r, chunk).values() for chunk in chunks] for r in self.distinct_ranks
         }
         return {r: min(max(sum(n.values()) for n in one) for one in each) for r, each in moments.items()}
-
-    def matrices_of(self, rank: int) -> Sequence[tuple[int, int]]:
-        """Return the elements of the matrices of a rank's layers, beside how many data-parallel ranks hold others."""
-        return self.shared(("matrices", self.partition.kinds[rank]), lambda: self._matrices_of(rank))
-
-    def _matrices_of(self, rank: int) -> Sequence[tuple[int, int]]:
-        found = Counter[int]()
-        for kind, number in (pair for part in self.partition.of[rank] for pair in part if is_layer(pair[0])):
-            for p in self.spec.modules[kind].parameters:
-                if p.multiplies:
-                    found[self.whole.ep_data if p.experts else 1] += number * p.local_numel(self.tp)
-        return tuple(found.items())
 
     def elements_of(self, rank: int) -> Sequence[tuple[int, int]]:
         """Return the elements of all parameters of a rank, beside how many data-parallel ranks hold others."""
@@ -350,12 +286,6 @@ class BaseLayout:
         return peaks_of(self.schedule_name, self.pp, self.virtual, self.micro_batches)
 
     @cached_property
-    def turns(self) -> float:
-        """How often the first rank computes a stage right after it computed the same one the other way round."""
-        each = [turns_of(self.schedule_name, self.pp, self.virtual, n) for n in self.sampled]
-        return self.extrapolated(each)
-
-    @cached_property
     def distinct_ranks(self) -> list[int]:
         """Return one pipeline rank of each kind: of those with like modules, that with the most activations."""
         found: dict[object, int] = {}
@@ -395,26 +325,6 @@ class BaseLayout:
 
     def grid(self, shards: tuple[int, int, int]) -> Grid:
         return grid_of(self.config, self.world, shards)
-
-
-def moved(bases: Iterable[BaseLayout], cluster: Cluster) -> Iterator[BaseLayout]:
-    """Yield base layouts on another cluster, whose links alone differ. What is legal does not depend on these."""
-    collectives, computes = Collectives(cluster), dict[Compute, Compute]()
-    meshes: dict[tuple[object, str, int], BaseLayout] = {}
-    for base in bases:
-        if base.compute not in computes:
-            of = base.compute
-            computes[of] = Compute(of.config, cluster, collectives, of.grid)
-        config, compute, alike = (
-            base.config,
-            computes[base.compute],
-            (base.mesh, base.schedule_name, base.virtual),
-        )
-        if alike not in meshes:
-            meshes[alike] = BaseLayout(config, base.world, cluster, collectives, base.partition, compute)
-        there = meshes[alike].varied(config, base.partition, compute)
-        there.judged = base.judged
-        yield there
 
 
 def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Grid:

@@ -12,15 +12,13 @@ from typing import Any
 
 from megazero.config import World, make_config, run_command
 from megazero.files import write_text
-from megazero.plan import pays, slow_links
+from megazero.plan import compare
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
-from megazero.plan.node_order import host_files, lines, place
 from megazero.plan.options import PlanRequest, help_text, read_request, with_stand_ins
 from megazero.plan.report import (
     advice,
     details,
-    draw,
     experts_across,
     explain,
     headline,
@@ -29,10 +27,9 @@ from megazero.plan.report import (
     table,
     write_json,
 )
-from megazero.plan.search import CHOICES, OUTER, Found, Search
+from megazero.plan.search import BEST, CHOICES, OUTER_POLICY, Found, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
-from megazero.plan.topology import Topology
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,66 +47,48 @@ def _plan(request: PlanRequest) -> int:
     if options.pays:
         return _pays(request, values)
     search = Search(values, cluster, request.loss_policy)
-    compared: slow_links.Proposal | None = None
-    if request.loss_policy == OUTER:
-        rates, delays = options.link_rates or slow_links.RATES, options.link_delays or (0.0,)
-        compared = slow_links.answer(values, cluster, rates, delays)
-    best = search.best() if compared is None else compared.best
+    outer = request.loss_policy == OUTER_POLICY
+    best = compare.outer_layouts(values, cluster, BEST) if outer else search.best()
     if not best:
         print("\n".join(advice(values, cluster, search)), file=sys.stderr)
         return 1
     first = best[0]
     print(headline(first.layout.config, cluster))
     print("\n".join([*table(best), source_of_rates(cluster)]))
-    print(
-        "\n".join(
-            ["", "The first:", *details(first), "flags:", shlex.join(layout_flags(first.layout.config))]
-        )
-    )
-    if compared is not None:
-        print("\n".join(["", *slow_links.lines(compared, cluster)]))
+    flags = shlex.join(layout_flags(first.layout.config))
+    print("\n".join(["", "The first:", *details(first), "flags:", flags]))
+    rows = []
+    if outer:
+        rates, delays = options.link_rates or compare.RATES, options.link_delays or (0.0,)
+        found = compare.at_rates(values, cluster, rates, delays)
+        print("\n".join(["", *compare.rate_lines(found, cluster)]))
+        rows = compare.rate_dicts(found)
     if request.explain is not None:
-        print("\n".join(["", *_explained(request, best[0])]))
-    folder = Path(options.plan_output)
-    if request.topology is not None:
-        print("\n".join(["", *_placed(request, request.topology, first.layout, folder)]))
-    rows = slow_links.as_dicts(compared) if compared else []
-    write_json(folder / "plan.json", cluster, request.loss_policy, request.values, best, rows)
-    print(f"\n{folder / 'plan.json'}: all of it")
-    try:
-        draw(best, folder / "plan.png", headline(first.layout.config, cluster))
-        print(f"{folder / 'plan.png'}: the chart")
-    except ValueError as error:
-        print(error)
+        print("\n".join(["", *_explained(request, first)]))
+    path = Path(options.plan_output) / "plan.json"
+    write_json(path, cluster, request.loss_policy, request.values, best, rows)
+    print(f"\n{path}: all of it")
     return 0
 
 
 def _pays(request: PlanRequest, values: dict[str, Any]) -> int:
     """Print whether quantised messages pay, at each rate, and write plan.json."""
     cluster, options = request.cluster, request.options
-    rates = options.link_rates or (cluster.slow_link.gbits_per_s,)
     found: list[dict[str, Any]] = []
-    for each in pays.compare(values, [cluster.with_slow_link(rate, 0.0) for rate in rates]):
-        if not any(row.name == pays.EXACT for row in each.rows):
+    for rate in options.link_rates or (cluster.slow_link.gbits_per_s,):
+        each = compare.compare(values, cluster.with_slow_link(rate, 0.0))
+        if each.row(compare.EXACT) is None:
             print("\n".join(advice(values, cluster, Search(values, cluster, "exact"))), file=sys.stderr)
             return 1
         if not found:
-            print("\n".join([headline(each.rows[0].layout.config, cluster), source_of_rates(cluster)]))
-        print("\n".join(["", *pays.lines(each, options.price)]), flush=True)
-        found.append(pays.as_dict(each))
-    print("\n".join(["", *pays.LEGEND]))
+            print("\n".join([headline(each.exact.layout.config, cluster), source_of_rates(cluster)]))
+        print("\n".join(["", *compare.lines(each)]), flush=True)
+        found.append(compare.as_dict(each))
+    print("\n".join(["", *compare.LEGEND]))
     path = Path(options.plan_output) / "plan.json"
     write_text(path, json.dumps({"version": 1, "cluster": cluster.name, "pays": found}, indent=1) + "\n")
     print(f"\n{path}: all of it")
     return 0
-
-
-def _placed(request: PlanRequest, topology: Topology, layout: Layout, folder: Path) -> list[str]:
-    """Write the order of nodes for a layout, and return its description."""
-    found = place(layout, topology, request.hosts)
-    for name, text in host_files(found, request.cluster.ranks_per_node).items():
-        write_text(folder / name, text)
-    return lines(found, layout, str(folder))
 
 
 def _explained(request: PlanRequest, best: Found) -> list[str]:

@@ -2,8 +2,8 @@
 
 Matrix products run at a share of the device's peak, but not faster than their weights are read. Everything else takes
 the time of the bytes it moves. Measured modules scale these times. Multiply-adds are those of
-config/model/spec.py, counted here as the kernels execute them. Where a cluster file has the codecs' times, they
-count for each element. Else coding takes the time of the bytes that are read and written.
+config/model/spec.py, counted here as the kernels execute them. Coding takes the time of the bytes that are read and
+written.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megazero.comm.wire import Coding
 from megazero.config import RunConfig
 from megazero.config.layout.context import gather_coding
 from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
-from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
+from megazero.mesh.grid import INTER, INTRA, Grid
 from megazero.plan.communication import (
     Activation,
     ContextExchange,
@@ -40,7 +39,7 @@ ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores onc
 # Per element of an optimizer slice: the norm reads 4, the clip reads and writes 8, the update reads 16 and writes 12.
 UPDATE_BYTES = 40
 COMPILED = 0.5  # of the bytes of a layer's operations that are no products, where a compiler joins them
-CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no codecs
+CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no rate of codecs
 
 
 @dataclass(frozen=True)
@@ -267,7 +266,7 @@ class Compute:
 
     def _exchange(self, exchange: ContextExchange) -> float:
         coding = gather_coding(self.config.parallel)
-        coded = Coder(self, Formats(self.width, self.width), 1, 1).keys(exchange, coding) if coding else 0.0
+        coded = Coder(self, Formats(self.width, self.width)).keys(exchange) if coding else 0.0
         return coded + self._sent(exchange)
 
     def _sent(self, exchange: ContextExchange) -> float:
@@ -293,78 +292,27 @@ def _between(points: Sequence[tuple[float, float, float]], at: float) -> tuple[f
 
 @dataclass(frozen=True)
 class Coder:
-    """The seconds of coding on one rank. p, os: how many ranks share the parameters and the optimizer states."""
+    """The seconds of coding on one rank: of the bytes that are read and written."""
 
     compute: Compute
     formats: Formats
-    p: int
-    os: int
 
-    def _ns(self, bits: int, column: str) -> float:
-        """Return nanoseconds for an element, those of the format with the nearest number of bits."""
-        rows = self.compute.cluster.codecs
-        return float(getattr(min(rows, key=lambda row: abs(row.bits - bits)), column))
-
-    def _transform_ns(self, coding: Coding) -> float:
-        return self._ns(coding.bits, "transform_ns") if coding.hadamard else 0.0
-
-    @property
-    def measured(self) -> bool:
-        return bool(self.compute.cluster.codecs)
-
-    def refresh(self, unit: UnitShape, gathered: bool) -> tuple[float, float]:
-        """Return what is spent before a refresh is sent, and after it came. gathered: a gather follows."""
-        weights, elements, width = self.formats.of_weights(unit), unit.elements, self.formats.width
-        if not self.measured:
-            return 0.0, self.compute.moved(elements * 1.5 * width) if weights and not gathered else 0.0
-        own, copy = elements / self.os, self._ns(32, "encode_ns")
-        if weights is None:
-            return (own * self._ns(8 * width, "encode_ns") if width < self.formats.sums else 0.0) * 1e-9, 0.0
-        mixed = self._transform_ns(weights)
-        before = own * (
-            self._ns(weights.bits, "encode_ns") + mixed + (2 * copy if self.formats.codecs.delta else 0.0)
-        )
-        decoded = self.formats.codecs.delta or not gathered  # else the messages stay as they came
-        after = elements / self.p * (self._ns(weights.bits, "decode_ns") + mixed) * decoded
-        return before * 1e-9, after * 1e-9
+    def refresh(self, unit: UnitShape, gathered: bool) -> float:
+        """Return what is spent after a refresh came. gathered: a gather follows, which decodes."""
+        coded = self.formats.of_weights(unit) is not None and not gathered
+        return self._decoded(unit.elements) if coded else 0.0
 
     def gather(self, unit: UnitShape) -> float:
         """Return what is spent after a gather came."""
-        weights, elements = self.formats.of_weights(unit), unit.elements
-        if weights is None:
-            return 0.0
-        if not self.measured:
-            return self.compute.moved(elements * 1.5 * self.formats.width)
-        if self.formats.codecs.delta:
-            return 0.0
-        return elements * (self._ns(weights.bits, "decode_ns") + self._transform_ns(weights)) * 1e-9
+        return self._decoded(unit.elements) if self.formats.of_weights(unit) else 0.0
 
-    def exchange(self, unit: UnitShape, axis: AxisSpec, left: float, raw: bool) -> tuple[float, float]:
-        """Return what is spent before and after an exchange of ``left`` elements over ``axis``.
+    def exchange(self, left: float) -> float:
+        """Return what is spent on an exchange of ``left`` elements of gradients."""
+        return self.compute.moved(left * (self.formats.width + self.formats.sums) / 2)
 
-        raw: they are one micro-batch's gradients in the parameters' dtype, not sums.
-        """
-        width, sums = self.formats.width, self.formats.sums
-        if not self.measured:
-            return 0.0, self.compute.moved(left * (width + sums) / 2)
-        coding = self.formats.of_gradients(unit, axis.link)
-        bits = coding.bits if coding else 8 * (width if raw else sums)
-        others, mixed = left * (axis.size - 1) / axis.size, self._transform_ns(coding) if coding else 0.0
-        # Exact ones are sent from where they lie. Sums are transformed back once, not every message.
-        before = others * (self._ns(bits, "encode_ns") + mixed) if coding else 0.0
-        after = others * self._ns(bits, "sum_ns") + left / axis.size * (self._ns(8 * sums, "sum_ns") + mixed)
-        return before * 1e-9, after * 1e-9
-
-    def keys(self, gather: ContextExchange, coding: Coding) -> float:
+    def keys(self, gather: ContextExchange) -> float:
         """Return what is spent to encode gathered keys and values, and to decode those of each other rank."""
-        others = gather.axis.size - 1
-        if not self.measured:
-            return self.compute.moved(gather.coded * (1 + others) * 1.5 * self.formats.width)
-        mixed = self._transform_ns(coding)
-        encoded, decoded = (self._ns(coding.bits, way) + mixed for way in ("encode_ns", "decode_ns"))
-        return gather.coded * (encoded + others * decoded) * 1e-9
+        return self._decoded(gather.coded * gather.axis.size)
 
-    def staged(self, unit: UnitShape, added: bool) -> float:
-        """Return what is spent to take a micro-batch's gradients from autograd. added: they are added to a sum."""
-        column = "sum_ns" if added else "encode_ns"
-        return unit.elements * self._ns(32, column) * 1e-9 if self.measured else 0.0
+    def _decoded(self, elements: float) -> float:
+        return self.compute.moved(elements * 1.5 * self.formats.width)

@@ -47,47 +47,13 @@ Chain = tuple[TimedHop, ...]
 
 @dataclass(frozen=True)
 class UnitChains:
-    """The chains of one unit: its refresh, its gather and its reductions.
-
-    stage: seconds in which the rank itself takes a micro-batch's gradients; add: the same where a sum is there.
-    """
+    """The chains of one unit: its refresh, its gather and its reductions."""
 
     refresh: Chain
     gather: Chain
     every: Chain  # of a micro-batch that is not the last
     last: Chain
     ahead_bytes: float
-    stage: float = 0.0
-    add: float = 0.0
-
-    @cached_property
-    def by_link(self) -> Mapping[str, LinkSeconds]:
-        """The seconds on each link, and of local work."""
-        links = {hop.link for chain in (self.refresh, self.gather, self.every, self.last) for hop in chain}
-        return {link: LinkSeconds.of(self, link) for link in links}
-
-
-class LinkSeconds(NamedTuple):
-    """Seconds of a unit's chains on one link: of its refresh and first gather, and of its last reduction; without
-    latency, of refresh and last reduction, of another reduction, and of a gather."""
-
-    first: float = 0.0
-    last: float = 0.0
-    once: float = 0.0
-    every: float = 0.0
-    gather: float = 0.0
-
-    @classmethod
-    def of(cls, chains: UnitChains, link: str) -> LinkSeconds:
-        def on(chain: Chain) -> float:
-            return sum(hop.seconds for hop in chain if hop.link == link)
-
-        def occupied(chain: Chain) -> float:
-            return sum(hop.seconds - hop.latency for hop in chain if hop.link == link)
-
-        once = occupied(chains.refresh) + occupied(chains.last)
-        first = on(chains.refresh + chains.gather)
-        return cls(first, on(chains.last), once, occupied(chains.every), occupied(chains.gather))
 
 
 @dataclass(frozen=True)
@@ -281,8 +247,7 @@ class Layout:
         )
 
     def _make_chains(self, unit: UnitShape) -> UnitChains:
-        axes, (p, _, os) = unit.axes(self.grid), self.states.factors(unit)
-        coder = Coder(self.base.compute, self.formats, p, os)
+        axes, coder = unit.axes(self.grid), Coder(self.base.compute, self.formats)
         refresh, gather = communication.weight_hops(unit, axes, self.formats)
         summed = [replace(a, role="replica") if self.all_reduce and a.role == "os" else a for a in axes]
         reduction = communication.gradient_hops(
@@ -291,25 +256,20 @@ class Layout:
         last: list[TimedHop] = []
         every: list[TimedHop] = []
         left = unit.elements
-        for number, hop in enumerate(reduction):
+        for hop in reduction:
             hops = [self._timed_hop(hop)]
             if hop.operation == communication.EXCHANGE:  # messages are encoded, decoded and summed
-                raw = number == 0 and (self.states.g(unit) > 1 or self.base.micro_batches == 1)
-                before, after = coder.exchange(unit, hop.axis, left, raw)
-                hops = [*_local(before), *hops, *_local(after)]
+                hops += _local(coder.exchange(left))
                 left //= hop.axis.size
             last += hops
             every += hops if hop.every else []
-        before, after = coder.refresh(unit, bool(gather)) if refresh else (0.0, 0.0)
-        decode = coder.gather(unit) if gather else 0.0
+        decode = coder.refresh(unit, bool(gather)) if refresh else 0.0
         return UnitChains(
-            refresh=(*_local(before), *map(self._timed_hop, refresh), *_local(after)),
-            gather=(*map(self._timed_hop, gather), *_local(decode)),
+            refresh=(*map(self._timed_hop, refresh), *_local(decode)),
+            gather=(*map(self._timed_hop, gather), *_local(coder.gather(unit) if gather else 0.0)),
             every=tuple(every),
             last=tuple(last),
             ahead_bytes=self.states.ahead_bytes(unit),
-            stage=coder.staged(unit, added=False),
-            add=coder.staged(unit, added=True),
         )
 
     def meeting_chain(self, unit: UnitShape) -> Chain:
@@ -317,20 +277,15 @@ class Layout:
         outer = self.states.outer
         if outer is None:
             return ()
-        (p, _, os), compute = self.states.factors(unit), self.base.compute
-        own = unit.elements / os * outer.sums
-        codecs = replace(self.formats.codecs, gradients_intra=None, gradients_inter=outer.coding)
-        coder = Coder(compute, replace(self.formats, codecs=codecs), p, os)
+        compute, own = self.base.compute, unit.elements / self.states.factors(unit)[2] * outer.sums
         there, *back = outer.hops(unit, self.grid)
         share = unit.elements * unit.apart / self.grid.dp
-        before, after = coder.exchange(unit, there.axis, share, raw=False)
         # The difference is taken (3 slices), then the anchor and the master weights are written (4, momentum 2).
         begin, end = compute.moved(3 * own), compute.moved((4 + 2 * outer.momentum) * own)
-        encoded = before * (1 + outer.feedback)
         return (
-            *_local(begin + encoded),
+            *_local(begin),
             self._timed_hop(there),
-            *_local(after),
+            *_local(Coder(compute, self.formats).exchange(share)),
             *map(self._timed_hop, back),
             *_local(end),
         )

@@ -18,16 +18,15 @@ from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
 from megazero.config.read.resolve import complete_megatron, unfused_gelu
 from megazero.config.run import all_options
-from megazero.plan.search import OUTER, given_formats
-from megazero.plan.topology import Topology, check_nodes, expand, read_topology
+from megazero.plan.search import OUTER_POLICY, given_formats
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
 
 Finds the fastest layouts of a model on a cluster. It takes flags of training (megazero train --help lists them): the
 model's and --global-batch-size. It keeps the flags of the layout that you give and chooses the others. It prints the
-ten fastest layouts that fit, with memory, time and flags, and writes plan.json and, with matplotlib, plan.png. Flags
-after --explain, which comes last, describe one layout: the report says why it does not fit or is slower than the
-best. Exit status 0: a layout fits; 1: none does; 2: the command line or the cluster file is wrong.
+ten fastest layouts that fit, with memory, time and flags, and writes plan.json. Flags after --explain, which comes
+last, describe one layout: the report says why it does not fit or is slower than the best. Exit status 0: a layout
+fits; 1: none does; 2: the command line or the cluster file is wrong.
 
 Clusters that come with it: {", ".join(known_clusters())}.
 """
@@ -39,13 +38,12 @@ class PlanConfig:
     """The plan itself."""
 
     nodes: int | None = option(None, "nodes to plan for (default: all of the cluster's)", low=1, high=MOST)
-    plan_output: str = option("plan", "folder of plan.json and plan.png")
+    plan_output: str = option("plan", "folder of plan.json")
     pays: bool = option(
         False,
         "print instead whether quantised messages pay: DDP, ZeRO-1, FSDP2, HSDP, the best exact and quantised "
         "layouts and outer steps in one table, with the tokens that rounding costs",
     )
-    price: float | None = option(None, "with --pays, dollars of one GPU for an hour", above=0)
     link_rates: tuple[float, ...] | None = option(
         None,
         "rates in Gb/s of the slowest kind of link at which schemes are compared (default, with --pays: the "
@@ -57,22 +55,13 @@ class PlanConfig:
         "with --loss-policy outer, delays in ms that are added to that link's latency (default: 0)",
         low=0,
     )
-    topology: str | None = option(
-        None,
-        "file that says which nodes lie under which switch: SLURM's topology.conf, the output of scontrol show "
-        "topology, or a line of nodes for each leaf switch; the first layout's nodes are then ordered for it",
-    )
-    topology_nodes: str | None = option(
-        None, "the nodes to order, as SLURM writes them: gpu[01-16] (default: all of the topology's)"
-    )
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """The request of the command line.
 
-    values: the training's options by name. explain: those of a layout, or None. hosts: the nodes that are to be
-    ordered by the topology, if there is one.
+    values: the training's options by name. explain: those of a layout, or None.
     """
 
     values: dict[str, Any]
@@ -80,8 +69,6 @@ class PlanRequest:
     loss_policy: str
     options: PlanConfig
     explain: dict[str, Any] | None
-    topology: Topology | None = None
-    hosts: tuple[str, ...] = ()
 
 
 def help_text() -> str:
@@ -145,59 +132,33 @@ def read_request(argv: Sequence[str]) -> PlanRequest:
                 f"--ranks-per-node {given} is not the cluster's {cluster.ranks_per_node}; leave it out"
             )
         values["ranks_per_node"] = cluster.ranks_per_node
-    topology, hosts = _topology(options, cluster, errors)
     errors += _useless(options, policy, layout is not None)
     errors += _not_beside_schemes(options, policy, values)
     if not any(line.startswith("--load ") for line in errors):  # what is missing may stand there
         errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return PlanRequest(values, cluster, policy, options, explain, topology, hosts)
+    return PlanRequest(values, cluster, policy, options, explain)
 
 
 def _useless(options: PlanConfig, policy: str, explains: bool) -> Iterator[str]:
     """Yield what flags have no effect beside the others."""
-    if options.link_rates is not None and policy != OUTER and not options.pays:
-        yield f"--link-rates has no effect without --loss-policy {OUTER} or --pays"
-    if options.link_delays is not None and policy != OUTER:
-        yield f"--link-delays has no effect without --loss-policy {OUTER}"
-    if options.price is not None and not options.pays:
-        yield "--price has no effect without --pays"
+    if options.link_rates is not None and policy != OUTER_POLICY and not options.pays:
+        yield f"--link-rates has no effect without --loss-policy {OUTER_POLICY} or --pays"
+    if options.link_delays is not None and policy != OUTER_POLICY:
+        yield f"--link-delays has no effect without --loss-policy {OUTER_POLICY}"
     if options.pays and policy != all_options()["loss_policy"].default:
         yield "--pays tries every scheme: leave out --loss-policy"
-    if options.pays and (explains or options.topology is not None):
-        yield f"--pays prints one table: leave out {EXPLAIN} and --topology"
+    if options.pays and explains:
+        yield f"--pays prints one table: leave out {EXPLAIN}"
 
 
 def _not_beside_schemes(options: PlanConfig, policy: str, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield what would make the rows of exact and of quantised messages the same."""
-    words = "--pays" if options.pays else f"--loss-policy {OUTER}" if policy == OUTER else ""
+    words = "--pays" if options.pays else f"--loss-policy {OUTER_POLICY}" if policy == OUTER_POLICY else ""
     if words and (given := given_formats(values)):
         flags = ", ".join(all_options()[name].flag for name in given)
         yield f"{words} compares exact messages with quantised ones: leave out {flags}"
-
-
-def _topology(
-    options: PlanConfig, cluster: Cluster | None, errors: list[str]
-) -> tuple[Topology | None, tuple[str, ...]]:
-    """Return the topology and the nodes to order. Faults go to ``errors``."""
-    if options.topology is None:
-        if options.topology_nodes is not None:
-            errors.append("--topology-nodes has no effect without --topology; leave it out or add that")
-        return None, ()
-    try:
-        topology = read_topology(options.topology)
-    except ConfigError as error:
-        errors += error.errors
-        return None, ()
-    try:
-        hosts = expand(options.topology_nodes or "")
-    except ValueError as error:
-        errors.append(f"--topology-nodes {error}")
-        return None, ()
-    if cluster is not None:
-        errors += check_nodes(topology, hosts, cluster.nodes)
-    return topology, hosts or topology.nodes
 
 
 def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:

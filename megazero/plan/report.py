@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megazero.charts import new_figure, save, stacked_bars
 from megazero.config import RunConfig
 from megazero.config.model.spec import parameter_count, training_flops
 from megazero.config.options.cluster import CALIBRATED, PUBLISHED, Cluster
@@ -33,12 +32,7 @@ FORMATS = (
     "zero_gradient_transform",
 )
 MOST_NODES = 64  # times as many as there are: the largest cluster that is tried if no layout fits
-OUTER_STEPS = (
-    "outer_interval",
-    "outer_replicas",
-    "outer_bits",
-    "outer_delay",
-)
+OUTER_STEPS = ("outer_interval", "outer_replicas", "outer_bits", "outer_delay")
 CHOSEN = (
     *PARALLEL,
     *STAGES,
@@ -310,22 +304,3 @@ def _more_nodes(values: Mapping[str, Any], cluster: Cluster) -> Iterator[str]:
             yield f"{cluster.nodes * (times - 1)} more nodes, {cluster.nodes * times} in all: {describe(layout)}"
             return
         times += 1 if times < 4 else times // 2
-
-
-def draw(best: Sequence[Found], output: Path, title: str) -> None:
-    """Draw a bar per layout, of its seconds and of its memory by item. Raises ValueError without matplotlib."""
-    figure = new_figure(13, 1.5 + 0.45 * len(best), title=title)
-    times, sizes = figure.subplots(1, 2, sharey=True)
-    names = [f"{i}: {describe(found.layout)}" for i, found in enumerate(best, 1)]
-    stacked_bars(
-        times, names, {words: [one.timing.bill[item] for one in best] for item, words in BILL.items()}
-    )
-    memory = [found.layout.memory.items() for found in best]
-    stacked_bars(sizes, names, {item: [items[item] / GIB for items in memory] for item in memory[0]})
-    for axes, label in ((times, "seconds of a step"), (sizes, "GiB of the fullest rank")):
-        axes.set_xlabel(label)
-        axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=4)
-        axes.tick_params(labelsize=7)
-    sizes.axvline(best[0].layout.room / GIB, color="black", linestyle="--", linewidth=1)
-    times.invert_yaxis()
-    save(figure, output)

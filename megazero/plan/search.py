@@ -1,9 +1,8 @@
-"""Finds the fastest layouts that fit: every legal one, except those that a bound rules out.
+"""Finds the fastest layouts that fit: enumerates the legal ones, estimates each in closed form, simulates the best.
 
-The configuration's own rules decide legality: every base validates, and every layout's shards and wire resolve. Each
-has a lower bound of its step time. The one with the least bound is simulated next, until ten results lie below all
-remaining bounds. Layouts whose ranks share samples, inside a node, are tried where memory is short without: where no
-other fits, or the fastest of them recomputes all.
+The configuration's own rules decide legality. Estimates (estimate.py) are of step time and memory; the layouts with
+the least times that fit are simulated, SIMULATED of them. Layouts whose ranks share samples, inside a node, are tried
+where memory is short without: where no other fits, or the fastest of them recomputes all.
 
 Never better and therefore not tried: schedule gpipe (the time of 1f1b with more memory), tensor parallelism without
 legal sequence parallelism (the same bytes with more memory), P copies that need not be resident.
@@ -11,12 +10,10 @@ legal sequence parallelism (the same bytes with more memory), P copies that need
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import heappop, heappush
-from itertools import count, groupby
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,17 +24,17 @@ from megazero.config.model.spec import model_spec
 from megazero.config.nearest import common_divisors
 from megazero.config.options.cluster import Cluster
 from megazero.config.options.sections import ZeroConfig
-from megazero.config.run import all_options
 from megazero.config.validate import uneven_ranks
 from megazero.plan.base_layout import BaseLayout, Partition
-from megazero.plan.bounds import ChainWork, Shard, Widths, least_crossing, least_memory, least_state
 from megazero.plan.compute import Compute
+from megazero.plan.estimate import Messages, Shard, least_memory, least_state
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
 from megazero.plan.units import WIDTHS
 
 BEST = 10
+SIMULATED = 64  # layouts, those with the least estimated times
 # The options that the planner chooses where they are not given.
 PARALLEL = (
     "tensor_model_parallel_size",
@@ -74,7 +71,7 @@ class FormatChoice:
     def __add__(self, other: FormatChoice) -> FormatChoice:
         return FormatChoice(f"{self.name}, {other.name}", {**self.values, **other.values})
 
-    def has_effect(self, shard: tuple[int, int, int], base: BaseLayout) -> bool:
+    def has_effect(self, shard: Shard, base: BaseLayout) -> bool:
         """Return whether all of it changes messages across nodes, so that it does not duplicate another choice."""
         p, g, os = shard
         effect = {
@@ -84,54 +81,11 @@ class FormatChoice:
         }
         return all(effect.get(name, True) for name in self.values)
 
-    @cached_property
-    def codes_weights(self) -> bool:
-        """Whether weights may stay as they were received, in few bits: differences are added to what is there."""
-        differences = "zero_quantized_weights_delta" in self.values
-        return self == AS_GIVEN or "zero_quantized_weights" in self.values and not differences
-
-    def least_widths(self, given: Mapping[str, Any], width: float, exact: float) -> Widths:
-        """Return the bytes of an element at least. width, exact: of a weight and of a gradient without a format.
-        given: options that stay."""
-        asked = {**given, **self.values}
-        quantised = "zero_quantized_gradients" in self.values
-        there = (asked.get("zero_gradient_bits") or 4) / 8 if quantised else exact
-        if "zero_quantized_weights_delta" in self.values:
-            width = 0.5
-        elif "zero_quantized_weights" in self.values:
-            width = (asked.get("zero_weight_bits") or 8) / 8
-        return Widths(there, there, width)
-
-
-class Template:
-    """A configuration whose options are changed many times, often to the same values: sections are made once."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self._made = config, dict[object, Any]()
-
-    def changed(self, values: Mapping[str, Any], of: RunConfig | None = None) -> RunConfig:
-        """Do as ``RunConfig.changed``. of: the configuration, if not this one: its other sections differ."""
-        sections = defaultdict[str, dict[str, Any]](dict)
-        for name, value in values.items():
-            sections[all_options()[name].section][name] = value
-        made = {}
-        for section, own in sections.items():
-            key = section, tuple(own.items())
-            if key not in self._made:
-                self._made[key] = getattr(self.config.changed(own), section)
-            made[section] = self._made[key]
-        return replace(of or self.config, **made)
-
 
 def given_formats(values: Mapping[str, Any]) -> list[str]:
     """Return the names of given options that choose the messages: of quantised ones, or a preset that has them."""
     preset = values.get("zero_preset") in QUANTISED
     return [name for name in values if "quantized" in name or preset and name == "zero_preset"]
-
-
-def _apart_from_batch(choice: Mapping[str, Any]) -> object:
-    """Return the choice of all options that decide where ranks lie, and what they hold."""
-    return [value for name, value in choice.items() if name not in OF_BATCH]
 
 
 EXACT, AS_GIVEN = FormatChoice("exact"), FormatChoice("as given")
@@ -145,10 +99,10 @@ _INSIDE = FormatChoice(
 INT8 = (EXACT, _INT8, _SUMS_INT8, _INT8 + _SUMS_INT8)
 ZEROPP = (EXACT, _INT8, _DELTA, _INT4, _INT8 + _INT4, _DELTA + _INT4)
 AGGRESSIVE = (*ZEROPP, _INSIDE)
-OUTER = "outer"  # of the policies: outer steps are proposed (slow_links.py), and messages inside a replica are exact
+OUTER_POLICY = "outer"  # outer steps are proposed (compare.py), and messages inside a replica are exact
 # By how much of the loss the planner may touch.
 LOSS_POLICIES: Mapping[str, tuple[FormatChoice, ...]] = MappingProxyType(
-    {"exact": (EXACT,), "int8": INT8, "zeropp": ZEROPP, "aggressive": AGGRESSIVE, OUTER: (EXACT,)}
+    {"exact": (EXACT,), "int8": INT8, "zeropp": ZEROPP, "aggressive": AGGRESSIVE, OUTER_POLICY: (EXACT,)}
 )
 
 
@@ -167,27 +121,19 @@ class Found:
 
 
 class Choice(NamedTuple):
-    """A base layout with shard factors and wire formats. How long parameters live is still open."""
+    """Shard factors with wire formats. zeros: their options, for each lifetime of parameters that matters."""
 
-    base: BaseLayout
     shard: Shard
-    formats: FormatChoice
+    formats: str
+    zeros: tuple[ZeroConfig, ...]
 
 
-class Unmade(NamedTuple):
-    """A layout that is not made yet."""
+class Estimated(NamedTuple):
+    """A layout that fits. seconds: its estimated step time, times the search's weight. formats: their name."""
 
-    choice: Choice
-    zero: ZeroConfig
-
-
-class Refined(NamedTuple):
-    """A layout that fits, whose bound follows its schedule."""
-
+    seconds: float
     layout: Layout
-
-
-Waiting = BaseLayout | Choice | Unmade | Refined | Found
+    formats: str
 
 
 class Search:
@@ -205,10 +151,8 @@ class Search:
         self.weight: Callable[[Layout], float] = lambda layout: 1.0  # of a layout's seconds, at least 1
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
         self._partitions: dict[tuple[int, int, str], Partition] = {}
-        self._works: dict[object, tuple[ChainWork, float] | None] = {}
-        self._formats: dict[object, Sequence[FormatChoice]] = {}
-        self._zeros: dict[object, Sequence[ZeroConfig]] = {}
-        self._least_widths: dict[bool, Mapping[str, Widths]] = {}
+        self._choices: dict[object, Sequence[Choice]] = {}
+        self._messages: dict[object, tuple[Messages, float] | None] = {}
 
     # -- bases ----------------------------------------------------------------------------------
 
@@ -222,45 +166,45 @@ class Search:
         tried: context-parallel sizes that are left out.
         """
         computes: dict[object, Compute] = {}
-        for _, alike in groupby(self._choices(tried), _apart_from_batch):
-            choices = list(alike)
-            first = self._template.changed(choices[0])
-            if uneven := uneven_ranks(first, self.world):
-                self._count(uneven, len(choices))
+        for options in self.options(tried):
+            config = self._template.changed(options)
+            if uneven := uneven_ranks(config, self.world):
+                self._count(uneven)
                 continue
-            parallel = first.parallel
             # The mesh decides where messages of a layer go, if ranks share samples, or experts of several nodes.
-            spans = parallel.context_parallel_size > 1 or parallel.moe_dispatch_across_nodes != "no"
+            spans = (
+                config.parallel.context_parallel_size > 1 or config.parallel.moe_dispatch_across_nodes != "no"
+            )
             beside = STAGES if spans else OF_STAGES
-            place = tuple(value for name, value in choices[0].items() if name not in (*OF_BATCH, *beside))
-            batches = [{name: choice[name] for name in OF_BATCH if name in choice} for choice in choices]
-            keys = [(place, *batch.values()) for batch in batches]
+            key = tuple(value for name, value in options.items() if name not in beside)
             try:
-                partition, known = self._partition_of(first), computes.get(keys[0])
-                mesh = BaseLayout(first, self.world, self.cluster, self.collectives, partition, known)
+                base = BaseLayout(
+                    config,
+                    self.world,
+                    self.cluster,
+                    self.collectives,
+                    self._partition_of(config),
+                    computes.get(key),
+                )
             except ValueError as error:
-                self._count([str(error)], len(choices))
+                self._count([str(error)])
                 continue
-            computes[keys[0]] = mesh.compute
-            for batch, key in zip(batches, keys, strict=True):
-                config = self._template.changed(batch, first)
-                base = mesh.varied(config, self._partition_of(config), computes.get(key))
-                computes[key] = base.compute
-                yield base
+            computes[key] = base.compute
+            yield base
 
     @cached_property
-    def _template(self) -> Template:
+    def _template(self) -> RunConfig:
         """The configuration of the values that are given. The choices replace some of them."""
-        return Template(unjudged({"micro_batch_size": 1, **self.values, **self._no_shards}))
+        return unjudged({"micro_batch_size": 1, **self.values, **self._no_shards})
 
     def _legal(self, base: BaseLayout) -> bool:
         self._count(base.faults)
         return not base.faults
 
-    def _count(self, errors: Iterable[str], times: int = 1) -> None:
+    def _count(self, errors: Iterable[str]) -> None:
         """Count what the rules refuse."""
         for line in errors:
-            self.errors[line] = self.errors.get(line, 0) + times
+            self.errors[line] = self.errors.get(line, 0) + 1
 
     def _partition_of(self, config: RunConfig) -> Partition:
         parallel = config.parallel
@@ -278,7 +222,7 @@ class Search:
         """Return the choices of an option, or the value that was given for it."""
         return [self.values[name]] if name in self.values else list(choices)
 
-    def _choices(self, tried: Collection[int] = ()) -> Iterator[dict[str, Any]]:
+    def options(self, tried: Collection[int] = ()) -> Iterator[dict[str, Any]]:
         """Yield the options of every base that sizes allow."""
         tensor, pipeline, mapping, sequence, experts, context = PARALLEL
         sizes = [
@@ -354,59 +298,42 @@ class Search:
 
     # -- layouts ---------------------------------------------------------------------------------
 
-    def choices(self, base: BaseLayout) -> Iterator[Choice]:
-        """Yield every choice of shards and formats; the rules of the configuration judge them."""
-        for shard in [self.given_shards(base)] if self.shards_given else self._shards(base):
-            key = shard, base.d, base.h
-            if key not in self._formats:
-                self._formats[key] = [each for each in self.formats if each.has_effect(shard, base)]
-            yield from (Choice(base, shard, each) for each in self._formats[key])
+    def choices(self, base: BaseLayout) -> Sequence[Choice]:
+        """Return every choice of shards and formats; the rules of the configuration judge them."""
+        given = self.given_shards(base) if self.shards_given else None
+        key = base.d, base.h, given
+        if key not in self._choices:
+            self._choices[key] = [
+                Choice(shard, formats.name, tuple(self._zeros(shard, formats)))
+                for shard in ([given] if given else self._shards(base))
+                for formats in self.formats
+                if formats.has_effect(shard, base)
+            ]
+        return self._choices[key]
 
-    def _promising(self, base: BaseLayout) -> Iterator[tuple[Choice, float]]:
-        """Yield the choices whose model state could fit, each with a lower bound of its seconds."""
-        widths, once = self._widths(base), self.values.get(WHOLE) == "step"
-        for shard, alike in groupby(self.choices(base), attrgetter("shard")):
-            fits = [least_memory(base, shard, coded) <= self.cluster.device.room for coded in (False, True)]
-            for choice in alike:
-                if fits[choice.formats.codes_weights]:
-                    yield choice, least_crossing(base, widths[choice.formats.name], shard, once)
+    def layout(self, base: BaseLayout, zero: ZeroConfig) -> Layout | None:
+        """Return the layout of a choice; None: it is not legal."""
+        try:
+            return Layout(base, zero)
+        except ValueError as error:
+            self._count([str(error)])
+            return None
 
-    def _widths(self, base: BaseLayout) -> Mapping[str, Widths]:
-        """Return the bytes of an element at least, by the name of formats."""
-        if not self._formats_free:
-            return {AS_GIVEN.name: Widths(0.5, 0.5, 0.25)}  # four bits, and two
-        width = base.compute.width
-        raw = base.h == 1 or base.micro_batches == 1 or base.ep > 1  # no sums cross then
-        if raw not in self._least_widths:
-            exact = width if raw else max(width, 4)
-            self._least_widths[raw] = {
-                each.name: each.least_widths(self.values, width, exact) for each in self.policy
-            }
-        return self._least_widths[raw]
+    def layouts(self, base: BaseLayout, choice: Choice) -> list[Layout]:
+        """Return every legal layout of a choice."""
+        return [layout for zero in choice.zeros if (layout := self.layout(base, zero)) is not None]
 
-    def work_of(self, choice: Choice) -> tuple[ChainWork, float] | None:
-        """Return the work of the links of a choice's layouts, and their weight; None: not legal.
+    def messages_of(self, base: BaseLayout, choice: Choice) -> tuple[Messages, float] | None:
+        """Return the messages of a choice's layouts, and their weight; None: not legal.
 
         How long gathered units live makes no difference to one gather.
         """
-        base, shard, formats = choice
-        key = base.mesh, base.partition.kinds[0], base.micro_batches == 1, shard, formats.name
-        if key not in self._works:
-            try:
-                layout = Layout(base, self._zeros_of(choice)[0])
-                self._works[key] = ChainWork.of_layout(layout), self.weight(layout)
-            except ValueError as error:
-                self._count([str(error)])
-                self._works[key] = None
-        return self._works[key]
-
-    def layouts(self, choice: Choice) -> Iterator[Layout]:
-        """Yield every legal layout of a choice."""
-        for zero in self._zeros_of(choice):
-            try:
-                yield Layout(choice.base, zero)
-            except ValueError as error:
-                self._count([str(error)])
+        key = base.mesh, base.partition.kinds[0], base.micro_batches == 1, choice.shard, choice.formats
+        if key not in self._messages:
+            layout = self.layout(base, choice.zeros[0])
+            known = None if layout is None else (Messages.of(layout), self.weight(layout))
+            self._messages[key] = known
+        return self._messages[key]
 
     @property
     def shards_given(self) -> bool:
@@ -424,21 +351,17 @@ class Search:
     def formats(self) -> Sequence[FormatChoice]:
         return self.policy if self._formats_free else (AS_GIVEN,)
 
-    def _zeros_of(self, choice: Choice) -> Sequence[ZeroConfig]:
-        """Return the ZeRO options of a choice's layouts: of each lifetime of parameters that makes a difference."""
-        key = choice.shard, choice.formats.name
-        if key not in self._zeros:
-            zero = choice.base.config.zero
-            given = {
-                n: v
-                for n, v in self.values.items()
-                if n.startswith("zero_") and n not in ZERO and v is not None
-            }
-            kept = {n: getattr(zero, n) for n in ZERO} if self.shards_given else {"zero_shard": choice.shard}
-            lives = [given.get(LIFETIME), *["gathered"] * (LIFETIME not in given and choice.shard[0] > 1)]
-            options = {**given, **kept, **choice.formats.values}
-            self._zeros[key] = [ZeroConfig(**{**options, LIFETIME: life}) for life in lives]
-        return self._zeros[key]
+    def _zeros(self, shard: Shard, formats: FormatChoice) -> Iterator[ZeroConfig]:
+        """Yield the ZeRO options of a choice, for each lifetime of parameters that makes a difference."""
+        given = {
+            n: v for n, v in self.values.items() if n.startswith("zero_") and n not in ZERO and v is not None
+        }
+        kept = (
+            {n: getattr(self._template.zero, n) for n in ZERO} if self.shards_given else {"zero_shard": shard}
+        )
+        lives = [given.get(LIFETIME), *["gathered"] * (LIFETIME not in given and shard[0] > 1)]
+        for life in lives:
+            yield ZeroConfig(**{**given, **kept, **formats.values, LIFETIME: life})
 
     @staticmethod
     def _shards(base: BaseLayout) -> Iterator[Shard]:
@@ -458,7 +381,7 @@ class Search:
         """
         if not self._could_fit:
             return []
-        best = self._best(number, self.drafts() if bases is None else bases)
+        best = self._fastest(number, self.drafts() if bases is None else bases)
         recompute = "recompute_granularity" not in self.values
         short = not best or recompute and best[0].layout.config.training.recompute_granularity == "full"
         if bases is not None or not short or PARALLEL[-1] in self.values:
@@ -466,15 +389,53 @@ class Search:
         for across in (False, True):
             tried = self.contexts
             self.share_samples(across)
-            best = self._best(number, self.drafts(tried), best)
+            best = self._fastest(number, self.drafts(tried), best)
             if best:
                 break
         return best
 
+    def _fastest(self, number: int, bases: Iterable[BaseLayout], found: Iterable[Found] = ()) -> list[Found]:
+        """Return the fastest of the promising layouts of these bases, and of what was found among others."""
+        simulated = (Found(one.layout, simulate(one.layout), one.formats) for one in self.promising(bases))
+        every = [*found, *simulated]
+        return sorted(every, key=lambda one: (one.key[0] * self.weight(one.layout), one.key[1]))[:number]
+
+    def promising(self, bases: Iterable[BaseLayout]) -> list[Estimated]:
+        """Return the SIMULATED layouts that fit with the least estimates, the least first."""
+        kept: list[Estimated] = []
+        room = self.cluster.device.room
+
+        def beaten(seconds: float) -> bool:
+            return len(kept) == SIMULATED and seconds >= kept[-1].seconds
+
+        for base in sorted(bases, key=attrgetter("pipeline_seconds")):
+            if beaten(base.pipeline_seconds):  # as are those after it
+                break
+            if least_memory(base) > room:
+                continue
+            for seconds, choice, zero in self._estimates(base):
+                if beaten(seconds) or least_memory(base, choice.shard) > room:
+                    continue
+                if not self._legal(base):
+                    break
+                layout = self.layout(base, zero)
+                if layout is not None and layout.fits:
+                    insort(kept, Estimated(seconds, layout, choice.formats), key=attrgetter("seconds"))
+                    del kept[SIMULATED:]
+        return kept
+
+    def _estimates(self, base: BaseLayout) -> Iterator[tuple[float, Choice, ZeroConfig]]:
+        """Yield the estimate of each of a base's layouts, times its weight."""
+        for choice in self.choices(base):
+            if (known := self.messages_of(base, choice)) is not None:
+                for zero in choice.zeros:
+                    gathered = zero.zero_params_lifetime == "gathered"
+                    yield known[1] * known[0].step_seconds(base, gathered), choice, zero
+
     @property
     def _could_fit(self) -> bool:
         """Return whether the model state could fit if all ranks of a replica had equal shares of it."""
-        config = self._template.config
+        config = self._template
         ranks = config.replica_world(self.world).world_size
         width, matrices = WIDTHS[config.precision.params_dtype], model_spec(config.model).layer_matrices
         least = matrices / ranks * sum(least_state(config, self.world, width))
@@ -488,63 +449,6 @@ class Search:
         found = common_divisors(world) if across else common_divisors(inside)
         self.contexts = [k for k in found if k < inside or k % inside == 0]
 
-    def _unmade(self, choice: Choice) -> Iterator[tuple[Unmade, float]]:
-        """Yield the layouts of a choice, each with a lower bound of its seconds times its weight."""
-        if (known := self.work_of(choice)) is not None:
-            for zero in self._zeros_of(choice):
-                gathered = zero.zero_params_lifetime == "gathered"
-                yield Unmade(choice, zero), known[0].least_seconds(choice.base, gathered) * known[1]
-
-    def _refined(self, unmade: Unmade) -> tuple[Layout, float] | None:
-        """Return a layout with a bound that follows its schedule; None: it is not legal, or does not fit."""
-        (base, _, _), zero = unmade
-        known = self.work_of(unmade.choice)
-        try:
-            layout = Layout(base, zero)
-        except ValueError as error:
-            self._count([str(error)])
-            return None
-        if known is None or not layout.fits:
-            return None
-        return layout, known[0].least_seconds(base, layout.shards.keep_gathered, exactly=True) * known[1]
-
-    def _best(self, number: int, bases: Iterable[BaseLayout], found: Iterable[Found] = ()) -> list[Found]:
-        """Do as ``best`` says. found: results of other bases.
-
-        Base layouts, shard choices, layouts and results wait in one queue, ordered by their lower bound. The first is
-        expanded: a base into its shard choices, a choice into its layouts, a layout, whose bound is refined before,
-        into a result. So nothing is computed whose bound is above the last result's time.
-        """
-        order = count()
-        queue: list[tuple[float, float, int, Waiting, str]] = []
-
-        def put(bound: float, tie: float, item: Waiting, name: str = "") -> None:
-            heappush(queue, (bound, tie, next(order), item, name))
-
-        for base in bases:
-            narrowest = min(self._widths(base).values(), key=lambda widths: widths.there_and_back)
-            put(max(base.least_seconds, least_crossing(base, narrowest)), 0.0, base)
-        for one in found:
-            put(one.timing.seconds * self.weight(one.layout), one.layout.memory.total, one)
-        best: list[Found] = []
-        while queue and len(best) < number:
-            bound, _, _, item, name = heappop(queue)
-            if isinstance(item, Found):
-                best.append(item)
-            elif isinstance(item, Refined):
-                one = Found(item.layout, simulate(item.layout), name)
-                put(one.timing.seconds * self.weight(item.layout), item.layout.memory.total, one)
-            elif isinstance(item, Unmade):
-                if (refined := self._refined(item)) is not None:
-                    put(max(bound, refined[1]), 0.0, Refined(refined[0]), name)
-            elif isinstance(item, Choice):
-                for unmade, least in self._unmade(item):
-                    put(max(bound, least), 0.0, unmade, name)
-            elif least_memory(item) <= self.cluster.device.room and self._legal(item):
-                for choice, least in self._promising(item):
-                    put(max(bound, least), 0.0, choice, choice.formats.name)
-        return sorted(best, key=lambda one: (one.key[0] * self.weight(one.layout), one.key[1]))
-
 
 def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | None:
     """Return the layout with the least memory, of those with small micro-batches and the largest shard factors."""
@@ -556,10 +460,11 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
     }
     search = Search({**most, **values}, cluster, "exact")
     search.share_samples(across=True)
-    best: Layout | None = None
-    for base in search.bases():
-        shard = search.given_shards(base) if search.shards_given else (base.d, base.d, base.d)
-        for layout in (one for each in search.formats for one in search.layouts(Choice(base, shard, each))):
-            if best is None or layout.memory.total < best.memory.total:
-                best = layout
-    return best
+    layouts = (
+        layout
+        for base in search.bases()
+        for choice in search.choices(base)
+        if search.shards_given or choice.shard == (base.d, base.d, base.d)
+        for layout in search.layouts(base, choice)
+    )
+    return min(layouts, key=lambda layout: layout.memory.total, default=None)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise, permutations
+from itertools import permutations
 from types import MappingProxyType
 
 
@@ -164,15 +164,6 @@ def peak_activations(name: str, pp: int, virtual: int, micro_batches: int) -> tu
     not ended."""
     phases = (_phases(name, pp, virtual, micro_batches, rank) for rank in range(pp))
     return tuple(min(warmup + 1 + delay, virtual * micro_batches) for warmup, delay in phases)
-
-
-def turns(name: str, pp: int, virtual: int, micro_batches: int) -> int:
-    """Return how often the first rank computes a stage right after it computed the same one the other way round."""
-    halves = (a for a in _actions(name, pp, virtual, micro_batches, 0) if a.kind != Kind.WEIGHT)
-    return sum(
-        a.stage == b.stage and (a.kind == Kind.FORWARD) != (b.kind == Kind.FORWARD)
-        for a, b in pairwise(halves)
-    )
 
 
 def done_by(action: Action) -> Action:

@@ -173,22 +173,6 @@ class MeasuredLayer:
 
 
 @dataclass(frozen=True)
-class MeasuredCodec:
-    """What a wire format costs a rank, in nanoseconds for an element. All ranks of a node were at work.
-
-    bits: 8, 4 and 2 are the quantised formats; 32 and 16 are elements as they are, whose encoding is a cast.
-    transform_ns: what a Hadamard transform adds, before values are encoded or after they are decoded.
-    """
-
-    bits: int = option(MISSING, "bits of an element in a message", choices=(32, 16, 8, 4, 2), required=True)
-    encode_ns: float = option(MISSING, "to encode an element", above=0, required=True)
-    decode_ns: float = option(MISSING, "to decode an element into a parameter", above=0, required=True)
-    sum_ns: float = option(MISSING, "to decode an element and add it to a sum", above=0, required=True)
-    transform_ns: float = option(0.0, "to transform an element", low=0)
-    spread: float | None = option(None, "of the rounds, relative", low=0)
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Nodes of equal ranks, with what was measured on them (empty where nothing was)."""
 
@@ -200,7 +184,6 @@ class Cluster:
     inter_node: InterNode
     collectives: tuple[MeasuredCollective, ...] = ()
     layers: tuple[MeasuredLayer, ...] = ()
-    codecs: tuple[MeasuredCodec, ...] = ()
     cores: Cores | None = None
     inter_site: InterSite | None = None
     rates: str = DATA_SHEET
@@ -271,7 +254,6 @@ _OPTIONAL: Mapping[str, type] = {"cores": Cores, "inter_site": InterSite}
 TABLES: Mapping[str, type] = {
     "collectives": MeasuredCollective,
     "layers": MeasuredLayer,
-    "codecs": MeasuredCodec,
 }
 
 

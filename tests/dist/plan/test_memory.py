@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from benchmarks.planning.memory import state_bytes
 from megazero.config import World, make_config
 from megazero.config.options.cluster import Cores
 from megazero.mesh.launch import Launch
@@ -53,6 +53,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 MODEL = {**TINY, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 192, "train_iters": 3}
 MODEL |= {"vocab_size": 1000, "ranks_per_node": 2}
+
+
+def state_bytes(engine: Any) -> int:
+    """Return the bytes of P copies, gradients, master weights, moments, residuals and anchors, before an update."""
+    moments = [value for state in engine.optimizer.torch.state.values() for value in state.values()]
+    buffers = [
+        each
+        for unit in engine.units
+        for each in (
+            unit.weights.copy if unit.weights.copy_present else None,
+            *(unit.master.value, unit.gradients.grad),
+        )
+    ]
+    if engine.outer is not None:
+        buffers += [t for a in engine.outer.anchors.values() for t in (a.value, a.momentum, a.residual)]
+        buffers += engine.outer.flight.sums.values() if engine.outer.flight else ()
+    held = [t for t in (*moments, *buffers) if isinstance(t, torch.Tensor) and t.numel() > 1]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
 
 def hold(layouts: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float, float]]:

@@ -15,15 +15,16 @@ from megazero.calibrate import rates
 from megazero.calibrate.command import main
 from megazero.calibrate.options import read_request
 from megazero.calibrate.points import CollectivePoint, modules, sizes, wires
-from megazero.calibrate.record import Measurements, cluster_text, links, series, write_cluster
+from megazero.calibrate.record import Measurements, cluster_text, links, write_cluster
 from megazero.calibrate.run import Calibration
 from megazero.calibrate.timing import Clock
 from megazero.cli import check_nodes
-from megazero.config import ConfigError, World, make_config, read_arguments
+from megazero.config import World, make_config, read_arguments
 from megazero.config.options.cluster import load_cluster, parse_cluster
 from megazero.mesh.launch import read_launch
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
+from tests.messages import names, refused
 from tests.sizes import SMALL, words
 
 SIZES = ("model_family", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
@@ -65,17 +66,15 @@ def test_every_collective_of_a_step_is_asked_for() -> None:
 
 
 def test_a_written_cluster_is_read_as_it_was_measured(tmp_path: Path) -> None:
-    codec = {"bits": 4, "encode_ns": 1.0, "decode_ns": 2.0, "sum_ns": 3.0, "spread": 0.1}
-    given = sections(layers=[{**LAYER, "micro_batch": 2}], codecs=[codec], cores={"count": 2, "ranks": 4})
+    given = sections(layers=[{**LAYER, "micro_batch": 2}], cores={"count": 2, "ranks": 4})
     write_cluster(tmp_path / "a" / "lab.yaml", given)
     found = load_cluster(str(tmp_path / "a" / "lab.yaml"))
     assert found.name == "lab: two # nodes" and found.world_size == 4 and found.cores is not None
-    assert found.cores.count == 2 and found.codecs[0].sum_ns == 3.0 and found.layers[0].micro_batch == 2
+    assert found.cores.count == 2 and found.layers[0].micro_batch == 2
     assert [(r.operation, r.nodes, r.bytes, r.seconds, r.busy) for r in found.collectives] == [
         (r["operation"], r["nodes"], r["bytes"], r["seconds"], r["busy"]) for r in given["collectives"]
     ]
     assert not list(tmp_path.rglob("*.partial"))
-    assert set(series(found)[0]) == {"gather 2x1", "gather 2x2"}
 
 
 def test_links_are_those_of_the_measured_collectives() -> None:
@@ -126,7 +125,7 @@ def test_progress_goes_on_and_refuses_another_model(tmp_path: Path) -> None:
     assert again.done == {"a": [{"x": 1}], "b": [{"x": 2}]}
     again.add("c", [{"x": 3}])
     assert [json.loads(line).get("point") for line in path.read_text().splitlines()] == [None, "a", "b", "c"]
-    with pytest.raises(ConfigError, match="another model: --calibrate-fresh forgets it"):
+    with refused("another model", "--calibrate-fresh"):
         Measurements(path, {"model": 2})
     assert Measurements(path, {"model": 2}, fresh=True).done == {}
 
@@ -140,7 +139,7 @@ def test_a_file_that_cannot_be_kept_is_every_rank_s_error(
     monkeypatch.setattr("megazero.calibrate.run.gather_objects", lambda value: told.append(value) or told)
     run = object.__new__(Calibration)
     run.first, run.request = True, read_request([*WORDS, "--cluster-output", f"{tmp_path}/file/lab.yaml"])
-    with pytest.raises(ConfigError, match="--cluster-output: .*file"):
+    with refused("--cluster-output: ", "file"):
         run._progress({})
     assert len(told) == 1
 
@@ -207,13 +206,7 @@ def test_flags_that_the_calibration_chooses_itself_are_named() -> None:
 
 def test_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--num-layerz", "2", "--calibrate-rounds", "1", "--calibrate-micro-batches", "0", "2"]) == 2
-    said = capsys.readouterr().err
-    for part in (
-        "num-layers",
-        "--calibrate-rounds 1",
-        "--calibrate-micro-batches 0",
-        "--vocab-size is required",
-    ):
-        assert part in said, part
+    wrong = ("num-layers", "--calibrate-rounds 1", "--calibrate-micro-batches 0", "--vocab-size")
+    names(capsys.readouterr().err, *wrong)
     assert main(["--help"]) == 0
-    assert "--calibrate-largest-bytes" in capsys.readouterr().out
+    names(capsys.readouterr().out, "--calibrate-largest-bytes")

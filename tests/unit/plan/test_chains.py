@@ -1,20 +1,17 @@
-"""The chains of a unit: a transform costs once, and a step sends each message as often as the engine does."""
+"""The chains of a unit: a step sends each message as often as the engine does."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
 from megazero.config import World, make_config
 from megazero.config.options.cluster import (
     Cluster,
-    Cores,
     Device,
     InterNode,
     IntraNode,
-    MeasuredCodec,
     MeasuredCollective,
 )
 from megazero.mesh.grid import INTER
@@ -26,42 +23,25 @@ from megazero.plan.simulate import ENGINE, _Lane, _run
 from tests.sizes import PLANNED
 
 MODEL = {**PLANNED, "num_layers": 4, "num_attention_heads": 4, "global_batch_size": 16, "ranks_per_node": 2}
-CODECS = tuple(MeasuredCodec(bits, 4.0, 2.0, 3.0) for bits in (32, 8, 4))
 
 
-def lab(cores: Cores | None = None, seconds: float = 1e-6, busy: float = 0.0) -> Cluster:
-    """Two nodes of 2 devices, or of ``cores``. A MB takes ``seconds``, in which its ranks compute for ``busy``."""
+def lab() -> Cluster:
+    """Two nodes of 2 devices, on which a MB takes a microsecond."""
     rows = [
-        MeasuredCollective(operation, 2, nodes, size, seconds * size / 1e6, busy * size / 1e6)
+        MeasuredCollective(operation, 2, nodes, size, size / 1e12)
         for operation in ("gather", "exchange", "message", "sum")
         for nodes in (1, 2)
         for size in (1000, 10**7)
     ]
     device = Device("core", 16.0, 10.0, 1.0, fp32_tflops=0.05, reserved_gib=0.0, update_gbytes_per_s=1e6)
     link, across = IntraNode(10.0, 0.0), InterNode(10.0, None, 0.0)
-    return Cluster("lab", 2, 2, device, link, across, tuple(rows), (), CODECS, cores)
+    return Cluster("lab", 2, 2, device, link, across, tuple(rows))
 
 
 def layout(on: Cluster, **values: object) -> Layout:
     world = World(4, 2)
     config = make_config({**MODEL, **values}, world)
     return Layout(BaseLayout(config, world, on, Collectives(on)), config.zero)
-
-
-def test_a_transform_costs_once_for_what_is_sent_and_once_for_the_sum() -> None:
-    """Not once for every message of the sum. Weights go through none."""
-    on = replace(lab(), codecs=tuple(replace(row, transform_ns=5.0) for row in CODECS))
-
-    def seconds(**values: object) -> tuple[float, float, float]:
-        plan = layout(on, zero_preset="zeropp", zero_exact_numel=0, **values)
-        unit = next(unit for unit in plan.units(0).shapes if unit.quantised)
-        chains = plan.chains_of(unit)
-        return unit.elements, *(sum(hop.seconds for hop in c) for c in (chains.refresh, chains.last))  # type: ignore
-
-    n, refresh, last = seconds(zero_gradient_transform="none")
-    _, same, mixed = seconds()
-    # Half of a node's half goes across nodes; the sum of as much comes back.
-    assert same == refresh and mixed - last == pytest.approx((n / 4 + n / 4) * 5e-9)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -1,4 +1,4 @@
-"""The planner's price of context parallelism: bytes by hand, seconds by link, memory, and when it is proposed."""
+"""The planner's price of context parallelism: seconds by link, memory, and when it is proposed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,6 @@ from megazero.plan.simulate import simulate
 from tests.unit.plan.test_plan import MODEL, cluster, layout
 
 LONG = {"seq_length": 4096, "global_batch_size": 8, "num_query_groups": 2, "recompute_granularity": "none"}
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_bytes_are_those_of_four_swaps(recompute: str) -> None:
-    """Of 8 heads of 32 channels over 2, among 4 ranks: each receives a copy of a key/value head."""
-    plan = layout({**LONG, "context_parallel_size": 4, "recompute_granularity": recompute}, cluster(1, 4))
-    channel, q, k = 4096 // 4 * 2, 256, 4 * 32  # bytes of one over a rank's tokens; k with copies
-    there, back = ((3 * channel * width) // 4 for width in (q + 2 * k, q))
-    again = {"none": 0, "selective": there, "full": there + back}[recompute]
-    layers, micro_batches = 6, 8
-    assert plan.bytes_by_stage[0]["cp", INTRA] == layers * micro_batches * (2 * (there + back) + again)
-    assert plan.bytes_by_stage[0]["cp", INTER] == 0
 
 
 def test_what_crosses_nodes_counts_there_and_costs_more() -> None:
@@ -63,41 +51,6 @@ def test_ranks_whose_part_of_a_sequence_cannot_be_cut_once_more_are_tried_withou
         search = Search({**MODEL, **sizes, "context_parallel_size": cp}, cluster(1, 4), "exact")
         found[cp] = {base.config.parallel.sequence_parallel for base in search.bases()}
     assert found == {1: {True}, 2: {False}}
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("word", ["all_gather", None])
-def test_bytes_of_gathered_keys(word: str | None, recompute: str) -> None:
-    """8 ranks on 2 nodes of 4, 8 heads of 32 channels over 2. A rank sends its keys and values across nodes once, and
-    those of both nodes to each of the others on its node; with swaps on the node only the first.
-    """
-    ways = {"context_parallel_size": 8, "cp_comm_type": word and (word,), "recompute_granularity": recompute}
-    plan = layout({**LONG, **ways}, cluster(2, 4))
-    ranks, (q, k), channel = 4 if word is None else 1, (256, 64 if word else 128), 4096 // 8 * 2
-    gathered, inside = 2 * k * channel, 0 if word is None else 3 * 2 * 2 * k * channel
-    there, back = ((ranks - 1) * channel * width // ranks for width in (q + 2 * k, q))
-    again = recompute != "none"
-    sent = plan.bytes_by_stage[0]
-    layers, micro_batches = 6, 8
-    assert sent["cp", INTER] == layers * micro_batches * (2 + again) * gathered
-    swapped = 2 * (there + back) + again * (there + (recompute == "full") * back)
-    assert sent["cp", INTRA] == layers * micro_batches * (swapped + (2 + again) * inside)
-
-
-@pytest.mark.parametrize("word", ["all_gather", None])
-def test_bytes_of_keys_in_eight_bits(word: str | None) -> None:
-    """As above. Whole blocks of 128 elements with a scale of two bytes; gradients, and what goes inside a node, keep
-    their bytes."""
-    ways = {"context_parallel_size": 8, "cp_comm_type": word and (word,), "recompute_granularity": "full"}
-    exact, coded = (
-        layout({**LONG, **ways, "cp_gather_bits": bits}, cluster(2, 4)).bytes_by_stage[0]
-        for bits in (None, 8)
-    )
-    k, tokens, passes = 64 if word else 128, 4096 // 8, 6 * 8
-    message = k * tokens + 2 * k * tokens // 128
-    assert coded["cp", INTER] == passes * (2 * 2 * message + 2 * k * tokens * 2)
-    assert coded["cp", INTER] < 0.68 * exact["cp", INTER]
-    assert coded["cp", INTRA] == exact["cp", INTRA]
 
 
 def test_keys_that_fill_no_block_are_padded() -> None:

@@ -8,21 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config import ConfigError
 from megazero.config.options.cluster import Cluster, InterSite
-from megazero.config.options.sections import OuterConfig
 from megazero.mesh.grid import INTER, AxisSpec
-from megazero.plan import slow_links
-from megazero.plan.command import main
+from megazero.plan import compare
 from megazero.plan.communication import UnitShape
 from megazero.plan.memory import _outer_pool, _step_pool
 from megazero.plan.options import with_stand_ins
 from megazero.plan.report import layout_flags
-from megazero.plan.search import OUTER, Search
+from megazero.plan.search import Search
 from megazero.plan.seconds import INTER_SITE, Collectives
 from megazero.plan.simulate import meeting_seconds, simulate
+from tests.messages import names, refused
 from tests.sizes import PLANNED
-from tests.unit.plan.test_plan import ALONE, WORDS, cluster, layout, write_cluster
+from tests.unit.plan.test_plan import ALONE, cluster, layout, plan
 
 STEPS = {"outer_interval": 10, "zero_preset": "zero3"}
 CHOSEN = {
@@ -37,10 +35,6 @@ def question(on: Cluster, **values: object) -> dict[str, object]:
     given = {name: value for name, value in PLANNED.items() if name not in ("lr", "train_iters", "mock_data")}
     asked = {**given, **CHOSEN, "params_dtype": "bf16", "ranks_per_node": on.ranks_per_node, **values}
     return with_stand_ins(asked)
-
-
-def steps_of(outer: OuterConfig) -> slow_links.Steps:
-    return slow_links.Steps(outer.outer_bits, outer.outer_interval, outer.outer_delay)
 
 
 def test_a_meeting_takes_the_bytes_and_delays_of_its_hops() -> None:
@@ -84,16 +78,6 @@ def test_of_stages_the_one_that_sends_the_most_counts_and_a_delay_keeps_what_is_
         assert kept == now.units(rank).elements / now.base.d * 4
 
 
-def test_a_delay_hides_what_is_short_and_shows_the_rest_of_what_is_long() -> None:
-    for gbits, short in ((0.5, False), (400.0, True)):
-        on = cluster(2, 4, gbits=gbits)
-        at_once, late = (layout({**STEPS, "outer_delay": delay}, on) for delay in (0, 1))
-        seconds, alone = meeting_seconds(at_once), simulate(at_once)
-        step = alone.seconds - alone.bill["outer"]
-        assert alone.bill["outer"] == pytest.approx(seconds / 10) and (seconds < step) == short
-        assert simulate(late).bill["outer"] == pytest.approx(max(seconds - step, 0.0) / 10)
-
-
 def test_what_is_on_its_way_has_buffers_of_its_own() -> None:
     on = cluster(2, 4)
     now, late = (layout({**STEPS, "zero_preset": "ddp", "outer_delay": delay}, on) for delay in (0, 1))
@@ -116,7 +100,7 @@ def test_a_site_is_left_once_by_a_ring_and_by_every_row_of_an_exchange() -> None
     assert collectives.of_axis("gather", near, sent) == Collectives(cluster(4, 2)).of_axis(
         "gather", near, sent
     )
-    with pytest.raises(ConfigError, match="3 nodes do not divide into 2 sites; nearest: 2 or 4 nodes"):
+    with refused("3 nodes", "2 sites", "2 or 4"):
         on.with_nodes(3)
     stages = layout({"pipeline_model_parallel_size": 2, "zero_preset": "zero1"}, on)
     assert stages.base.link(0, 1) == INTER_SITE
@@ -144,74 +128,54 @@ def test_what_some_groups_send_between_sites_counts_as_between_sites() -> None:
     assert base.link(0, 1) == INTER_SITE, "of nodes 2 and 3"
 
 
+def test_a_delay_hides_what_is_short_and_shows_the_rest_of_what_is_long() -> None:
+    for gbits, hidden in ((100.0, True), (0.01, False)):
+        at_once, late = (layout({**STEPS, "outer_delay": delay}, cluster(2, 4, gbits)) for delay in (0, 1))
+        seconds, alone = meeting_seconds(at_once), simulate(at_once)
+        step = alone.seconds - alone.bill["outer"]
+        assert (seconds < step) == hidden and alone.bill["outer"] == pytest.approx(seconds / 10)
+        assert simulate(late).bill["outer"] == pytest.approx(max(seconds - step, 0.0) / 10)
+
+
 def test_the_slower_the_link_the_rarer_the_meetings_and_the_likelier_that_outer_steps_win() -> None:
     on = cluster(2, 4, gbits=1.0)
-    found = slow_links.answer(question(on), on, (400.0, 1.0, 0.01), (0.0, 50.0))
-    assert [(row.rate, row.delay) for row in found.rows[:3]] == [(400, 0), (1, 0), (0.01, 0)]
-    assert found.rows[0].wins == "exact" and found.rows[2].wins == OUTER
+    found = compare.at_rates(question(on), on, (1.0, 400.0, 0.01), (0.0, 50.0))
+    assert [*found] == [(rate, delay) for delay in (0, 50) for rate in (400, 1, 0.01)]
+    assert found[400, 0].wins == compare.EXACT and found[0.01, 0].wins == compare.OUTER
     rungs = []
-    for row in found.rows[:3]:
-        fastest = row.found[OUTER]
-        assert fastest is not None and fastest.timing.seconds > 0
-        chosen = fastest.layout.config.outer
-        rungs.append(slow_links.LADDER.index(steps_of(chosen)))
+    for place in ((400, 0), (1, 0), (0.01, 0)):
+        row = found[place].row(compare.OUTER)
+        assert row is not None and row.layout.grid.outer == 2
+        outer = row.layout.config.outer
+        rungs.append(compare.LADDER.index((outer.outer_bits, outer.outer_interval)))
+        assert row.seconds == pytest.approx(simulate(row.layout).seconds, rel=1e-9)
+        assert found[place[0], 50].exact.seconds > found[place].exact.seconds
     assert rungs == sorted(rungs) and rungs[0] == 0 and rungs[2] > 0
-    assert all(
-        later.found["exact"].timing.seconds > row.found["exact"].timing.seconds
-        for row, later in zip(found.rows[:3], found.rows[3:], strict=True)
-        if row.found["exact"] and later.found["exact"]
-    )
-    best = found.best[0]
-    assert best.layout.grid.outer == 2
-    assert best.timing.seconds == pytest.approx(simulate(best.layout).seconds, rel=1e-9)
-    flags = " ".join(layout_flags(best.layout.config))
-    assert "--outer-interval" in flags and "--outer-replicas 2" in flags
-    text = "\n".join(slow_links.lines(found, on))
-    assert "exact from" in text and "outer from 0.01 Gb/s" in text and slow_links.LOSS in text
+    flags = layout_flags(row.layout.config)
+    names(" ".join(flags), "--outer-interval", "--outer-replicas 2")
+    names("\n".join(compare.rate_lines(found, on)), compare.OUTER, "2 replicas", compare.LOSS)
 
 
-def test_given_outer_steps_stay_and_differences_have_room() -> None:
-    on = cluster(2, 4, gbits=1.0)
-
-    def proposed(rate: float = 0.01, **given: object) -> OuterConfig:
-        return slow_links.answer(question(on, **given), on, (rate,), (0.0,)).best[0].layout.config.outer
-
-    late = proposed(outer_delay=50)
-    assert late.outer_interval > 50 == late.outer_delay
-    given = proposed(outer_interval=7, outer_bits=8, outer_delay=0)
-    assert steps_of(given) == slow_links.Steps(8, 7)
-
-
-def test_differences_cross_behind_the_training_where_waiting_costs_too_much() -> None:
-    slow = cluster(2, 4, gbits=0.01)
-    best = slow_links.answer(question(slow), slow, (0.01,), (0.0,)).best[0]
-    delay = best.layout.config.outer.outer_delay
-    waited = slow_links._moved(best, slow, outer_delay=0)
-    assert delay and best.timing.bill["outer"] < waited.timing.bill["outer"]
-    assert f"--outer-delay {delay}" in " ".join(layout_flags(best.layout.config))
-
-
-def test_replicas_are_sites_or_nodes_or_as_given() -> None:
-    on = cluster(4, 2)
-    assert slow_links.replica_counts({}, on) == [4, 2]
-    assert slow_links.replica_counts({}, replace(on, inter_site=InterSite(1.0, 2))) == [2]
-    assert slow_links.replica_counts({"outer_replicas": 2}, on) == [2]
-    with pytest.raises(ConfigError, match="there is one node"):
-        slow_links.replica_counts({}, cluster(1, 2))
-    values = question(on, outer_interval=8, outer_replicas=2)
-    (best,) = Search(values, on, "exact").best(1)
+def test_given_outer_steps_stay_and_replicas_are_sites_or_nodes_or_as_given() -> None:
+    slow, on = cluster(2, 4, gbits=0.01), cluster(4, 2)
+    given = question(slow, outer_interval=7, outer_bits=8, outer_delay=2)
+    outer = compare.outer_layouts(given, slow, 1)[0].layout.config.outer
+    assert (outer.outer_interval, outer.outer_bits, outer.outer_delay) == (7, 8, 2)
+    assert compare.replica_counts({}, on) == [4, 2]
+    assert compare.replica_counts({}, replace(on, inter_site=InterSite(1.0, 2))) == [2]
+    assert compare.replica_counts({"outer_replicas": 2}, on) == [2]
+    with refused("--loss-policy outer", "one node"):
+        compare.replica_counts({}, cluster(1, 2))
+    (best,) = Search(question(on, outer_interval=8, outer_replicas=2), on, "exact").best(1)
     assert best.layout.grid.outer == 2 and best.timing.bill["outer"] > 0
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_cluster(tmp_path / "lab.yaml", 1)
-    words = [*WORDS, *ALONE, "--recompute-granularity", "none", "--cluster", file]
-    words += ["--plan-output", str(tmp_path / "out")]
-    assert main([*words, "--outer-interval", "20"]) == 0
-    assert "2 replicas, 32 bits every 20 steps" in capsys.readouterr().out
-    assert main([*words, "--loss-policy", "outer", "--link-rates", "10,0.01"]) == 0
-    assert "Schemes by the link between nodes" in capsys.readouterr().out
-    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
-    assert [row["gbits_per_s"] for row in plan["schemes"]] == [10, 0.01]
-    assert main([*words, "--link-rates", "10"]) == 2
-    assert "without --loss-policy outer" in capsys.readouterr().err
+    alone = [*ALONE, "--recompute-granularity", "none"]
+    assert plan(tmp_path, 1, *alone, "--outer-interval", "20")[0] == 0
+    names(capsys.readouterr().out, "2 replicas, 32 bits every 20 steps")
+    status, out = plan(tmp_path, 1, *alone, "--loss-policy", "outer", "--link-rates", "10,0.01")
+    assert status == 0
+    names(capsys.readouterr().out, "Schemes by the link between nodes")
+    rows = json.loads((out / "plan.json").read_text())["schemes"]
+    assert [row["gbits_per_s"] for row in rows] == [10, 0.01]

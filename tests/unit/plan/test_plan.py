@@ -17,7 +17,6 @@ from megazero.config.options.cluster import (
     Cluster,
     Device,
     InterNode,
-    InterSite,
     IntraNode,
     MeasuredCollective,
     known_clusters,
@@ -25,19 +24,21 @@ from megazero.config.options.cluster import (
     parse_cluster,
 )
 from megazero.config.validate import find_errors
+from megazero.mesh.grid import INTER
 from megazero.plan.base_layout import BaseLayout
-from megazero.plan.bounds import ChainWork, least_crossing, least_memory
 from megazero.plan.command import main
 from megazero.plan.communication import ExpertRows
+from megazero.plan.estimate import least_memory
 from megazero.plan.layout import Layout, TimedHop
 from megazero.plan.options import read_request
-from megazero.plan.rank_step import RankStep
 from megazero.plan.report import layout_flags
-from megazero.plan.search import Search
+from megazero.plan.search import SIMULATED, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, _Lane, simulate
 from megazero.pp.schedules import Kind
 from megazero.verify.expected_bytes import ExpectedBytes, LayerRows
+from tests import ROOT
+from tests.messages import names, refused
 from tests.sizes import CONFIG_JSON, PLANNED, words
 
 MODEL = {**PLANNED, "params_dtype": "bf16"}
@@ -46,6 +47,7 @@ EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_layer_freq": (2,)}
 WORDS = [*words({name: value for name, value in PLANNED.items() if name not in TRAINED}), "--bf16"]
 
 
+GATHERED = {"context_parallel_size": 8, "num_query_groups": 2, "cp_comm_type": ("all_gather",)}
 ALONE = [
     "--tensor-model-parallel-size",
     "1",
@@ -77,7 +79,7 @@ def test_the_model_may_be_that_of_a_folder(tmp_path: Path) -> None:
     request = read_request(["--load", f"hf:{tmp_path}", *batch, "--cluster", lab])
     sizes = {"num_layers": 3, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 500}
     assert request.values.items() >= sizes.items() and "load" not in request.values
-    with pytest.raises(ConfigError, match="--num-layers 4 is not the model"):
+    with refused("--num-layers", "4"):
         read_request(["--load", f"hf:{tmp_path}", *batch, "--cluster", lab, "--num-layers", "4"])
 
 
@@ -112,6 +114,9 @@ def test_tied_ends_send_gradients_as_they_are_coded() -> None:
         ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1", "zero_shard": (1, 4, 4)}, 2),
         ({"context_parallel_size": 2, "zero_preset": "zero3", "recompute_granularity": "selective"}, 2),
         ({"context_parallel_size": 8, "num_query_groups": 2, "recompute_granularity": "full"}, 2),
+        ({"context_parallel_size": 8, "num_query_groups": 2, "cp_comm_type": ("a2a",)}, 2),
+        ({**GATHERED, "cp_gather_bits": 8, "recompute_granularity": "full"}, 2),
+        ({**GATHERED, "recompute_granularity": "selective"}, 2),
         ({"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}, 2),
     ],
 )
@@ -122,6 +127,13 @@ def test_bytes_are_those_that_verify_expects(values: dict[str, object], nodes: i
         rank = plan.grid.rank_of(stage, 0, 0)
         want = expected.bytes_of(rank, 1, False)
         assert {f"{kind}_{link}_bytes": sent for (kind, link), sent in total.items() if sent} == want
+
+
+def test_the_scalars_of_the_formula_are_those_that_are_counted() -> None:
+    """Of two nodes, each rank sends its row once to the other."""
+    (sent,) = layout({"zero_preset": "zeropp"}, cluster(2, 4)).bytes_by_stage
+    page = (ROOT / "docs" / "guide" / "parallelism.md").read_text(encoding="utf-8")
+    assert f"+ {sent['scalar', INTER]} (Y - 1) h    bytes" in page
 
 
 TENSORS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -357,10 +369,10 @@ def test_without_links_a_step_is_its_compute() -> None:
     fast = replace(cluster(), intra_node=IntraNode(1e9, 0.0), inter_node=InterNode(1e10, None, 0.0))
     fast = replace(fast, device=replace(fast.device, codec_gbytes_per_s=1e9))
     plan = layout({"zero_preset": "zero3"}, fast)
-    timing = simulate(plan)
-    update = timing.bill["update"]
-    assert timing.seconds - update == pytest.approx(plan.base.compute_only[0], rel=1e-3)
-    assert timing.bill["compute"] == pytest.approx(plan.base.compute_only[0], rel=1e-6)
+    timing, base = simulate(plan), plan.base
+    compute = base.micro_batches * sum(sum(own) for own in base.own_seconds.values())
+    assert timing.seconds - timing.bill["update"] == pytest.approx(compute, rel=1e-3)
+    assert timing.bill["compute"] == pytest.approx(compute, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -397,6 +409,7 @@ def test_long_steps_follow_from_their_period(
     assert simulate(layout(values, cluster())).seconds == pytest.approx(short, rel=0.01)
 
 
+ONE = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
 EVERYTHING: tuple[tuple[str, Cluster, dict[str, object]], ...] = (
     ("zeropp", cluster(2, 2, 0.2), {"num_layers": 4, "global_batch_size": 8, "zero_prefetch_bytes": 0}),
     ("zeropp", cluster(2, 2, 0.2), {"num_layers": 4, "global_batch_size": 8}),
@@ -411,108 +424,39 @@ EVERYTHING: tuple[tuple[str, Cluster, dict[str, object]], ...] = (
 )
 
 
+LOST = 0.01  # of the step time: what the best found may take longer than the best of all
+
+
 @pytest.mark.parametrize(
-    ("policy", "on", "more"),
-    [
-        *EVERYTHING[1:3],
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (EVERYTHING[0], *EVERYTHING[3:])),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
+    ("policy", "on", "more"), EVERYTHING, ids=lambda value: getattr(value, "name", str(value))
 )
-def test_search_finds_what_asking_everything_finds(
-    policy: str, on: Cluster, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+def test_search_finds_what_simulating_everything_finds(
+    policy: str, on: Cluster, more: dict[str, object]
 ) -> None:
-    """Also with room for more than the whole model ahead, where units stay gathered by themselves."""
+    """The estimates that choose what is simulated lose at most LOST. Those of memory are lower bounds."""
     on = replace(on, device=replace(on.device, contention=0.5))
     values = {"zero_prefetch_bytes": 256 << 20, **MODEL, **more, "ranks_per_node": on.ranks_per_node}
     del values["micro_batch_size"]
-    search, simulated = Search(values, on, policy), []
-    monkeypatch.setattr(
-        "megazero.plan.search.simulate", lambda layout: simulated.append(layout) or simulate(layout)
-    )
-    best = search.best(5)
-    everything = []
-    for base in Search(values, on, policy).bases():
-        widths = search._widths(base)
-        least = least_crossing(base, min(widths.values(), key=lambda each: each.there_and_back))
-        for choice in search.choices(base):
-            crossing = least_crossing(base, widths[choice.formats.name], choice.shard)
-            assert least <= crossing * (1 + 1e-9)
-            for plan in search.layouts(choice):
-                seconds, (work, _) = simulate(plan).seconds, search.work_of(choice) or (None, 1.0)
-                assert work == ChainWork.of_layout(plan)
-                gathered = plan.shards.keep_gathered
-                bounds = [work.least_seconds(base, gathered, exactly) for exactly in (False, True)]
-                assert base.least_seconds <= bounds[0] * (1 + 1e-9) and bounds[0] <= bounds[1] * (1 + 1e-9)
-                assert max(crossing, *bounds) <= seconds * (1 + 1e-9), (bounds, plan.given.zero)
-                memory = least_memory(base, choice.shard, choice.formats.codes_weights)
-                assert least_memory(base) <= least_memory(base, choice.shard) <= memory <= plan.memory.total
-                everything += [seconds] * plan.fits
-    assert [f.timing.seconds for f in sorted(best, key=lambda f: f.timing.seconds)] == sorted(everything)[:5]
-    assert len(simulated) < len(everything) / 2
-
-
-@pytest.mark.parametrize("layers_ahead", [0, 1, 3, 8])
-@pytest.mark.parametrize(
-    ("stages", "pp"),
-    [
-        ({}, 1),
-        ({"pipeline_schedule": "1f1b"}, 2),
-        ({"pipeline_schedule": "zb-h1"}, 4),
-        ({"num_virtual_stages_per_pipeline_rank": 2}, 2),
-        ({"num_virtual_stages_per_pipeline_rank": 3}, 2),
-        ({"num_virtual_stages_per_pipeline_rank": 3}, 4),
-        ({"num_virtual_stages_per_pipeline_rank": 6}, 2),
-    ],
-    ids=str,
-)
-def test_the_bound_has_no_more_gathers_than_a_step(
-    stages: dict[str, object], pp: int, layers_ahead: int
-) -> None:
-    """Of several parts, a part's weights are there again only if it is short beside what may be held ahead."""
-    model = {"num_layers": 24, "vocab_size": 64, "untie_embeddings_and_output_weights": True}
-    shape = {**model, **stages, "pipeline_model_parallel_size": pp, "global_batch_size": 64}
-    size = layout({**shape, "zero_preset": "zero3"}, cluster()).units(0).modules[LAYER] * 2
-    plan = layout({**shape, "zero_preset": "zero3", "zero_prefetch_bytes": layers_ahead * size}, cluster())
-    work, step, moved = ChainWork.of_layout(plan), RankStep(plan, 0, plan.base.micro_batches), 0.0
-    for use in step.uses:
-        chains = (step.chains[unit].gather for unit in use.begun)
-        moved += sum(
-            hop.seconds - hop.latency for chain in chains for hop in chain if hop.link == "intra_node"
-        )
-    link = work.of["intra_node"]
-    held = work.held(plan.base)
-    bound = (
-        link.seconds(plan.base.micro_batches, held) - link.once - (plan.base.micro_batches - 1) * link.every
-    )
-    assert bound <= moved * (1 + 1e-9)
-    if plan.base.virtual > 1 and layers_ahead == 0 and not work.outlast:
-        assert bound > 0.75 * moved
-
-
-def test_what_crosses_nodes_takes_no_longer_than_a_step_between_sites() -> None:
-    """Between sites is a link of its own, beside the one between nodes: without that a bound would be too large."""
-    on = replace(cluster(4, 2, 0.05), inter_site=InterSite(0.2, 2))
-    one = {
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "recompute_granularity": "none",
-    }
-    search, shares = Search({**MODEL, **one, "num_layers": 8, "ranks_per_node": 2}, on, "zeropp"), []
+    search, everything = Search(values, on, policy), []
     for base in search.bases():
         for choice in search.choices(base):
-            crossing = least_crossing(base, search._widths(base)[choice.formats.name], choice.shard)
-            shares += [crossing / simulate(plan).seconds for plan in search.layouts(choice)]
-    assert 0.5 < max(shares) <= 1 + 1e-9
+            for plan in search.layouts(base, choice):
+                memory = least_memory(base, choice.shard)
+                assert least_memory(base) <= memory <= plan.memory.total
+                everything += [simulate(plan).seconds] * plan.fits
+    best = [found.timing.seconds for found in Search(values, on, policy).best(5)]
+    assert len(everything) > 2 * SIMULATED
+    assert min(everything) <= best[0] <= (1 + LOST) * min(everything)
+    assert best[4] <= (1 + 2 * LOST) * sorted(everything)[4]
 
 
-def test_drafts_are_what_the_command_line_completes() -> None:
+def test_a_draft_is_what_the_command_line_completes() -> None:
     """A draft changes a few options of one configuration; the rules are asked where it matters."""
     on = cluster(2, 2)
     values = {**MODEL, "num_layers": 4, "global_batch_size": 8, "ranks_per_node": 2, **EXPERTS}
     del values["micro_batch_size"]
     search, legal, refused = Search(values, on, "exact"), 0, 0
-    for choice in search._choices():
+    for choice in search.options():
         draft = search._template.changed(choice)
         try:
             assert make_config({**values, **choice}, search.world) == draft
@@ -524,44 +468,24 @@ def test_drafts_are_what_the_command_line_completes() -> None:
     assert legal == len(list(search.bases())) and refused
 
 
-def test_what_is_given_stays_and_flags_are_legal() -> None:
-    on = cluster()
-    values = {**MODEL, "pipeline_model_parallel_size": 2, "ranks_per_node": 4}
-    for found in Search(values, on, "aggressive").best():
-        flags = layout_flags(found.layout.config)
-        config = parse(
-            [*WORDS, *flags, "--ranks-per-node", "4", "--lr", "1e-3", "--train-iters", "5", "--mock-data"],
-            World(8, 4),
-        )
-        assert config.parallel.pipeline_model_parallel_size == 2
-        assert config.shards(World(8, 4)) == found.layout.shards
-        assert config.wire(World(8, 4)) == found.layout.wire
-        assert config.pipeline_schedule == found.layout.base.schedule_name
-
-
-@pytest.mark.parametrize("given", [{"zero_stage": 3}, {"zero_preset": "zeropp"}, {"zero_preset": "zero3"}])
-def test_given_sharding_stays(given: dict[str, object]) -> None:
-    values = {
-        **MODEL,
-        **given,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "ranks_per_node": 4,
-    }
-    best = Search(values, cluster(), "zeropp").best()
-    wanted = (4, 4, 8) if given == {"zero_preset": "zeropp"} else (8, 8, 8)
-    assert best and all(found.layout.shards.factors == wanted for found in best)
-    for found in best:
-        flags = [
-            *layout_flags(found.layout.config),
-            "--ranks-per-node",
-            "4",
-            "--lr",
-            "1e-3",
-            "--train-iters",
-            "5",
-        ]
-        assert parse([*WORDS, *flags, "--mock-data"], World(8, 4)).wire(World(8, 4)) == found.layout.wire
+@pytest.mark.parametrize(
+    ("given", "shards"),
+    [
+        ({"pipeline_model_parallel_size": 2}, None),
+        ({**ONE, "zero_stage": 3}, (8, 8, 8)),
+        ({**ONE, "zero_preset": "zeropp"}, (4, 4, 8)),
+    ],
+)
+def test_what_is_given_stays_and_flags_are_legal(
+    given: dict[str, object], shards: tuple[int, int, int] | None
+) -> None:
+    run = ["--ranks-per-node", "4", "--lr", "1e-3", "--train-iters", "5", "--mock-data"]
+    for found in Search({**MODEL, **given, "ranks_per_node": 4}, cluster(), "aggressive").best():
+        config, layout = parse([*WORDS, *layout_flags(found.layout.config), *run], World(8, 4)), found.layout
+        assert config.parallel.pipeline_model_parallel_size == given["pipeline_model_parallel_size"]
+        assert config.shards(World(8, 4)) == layout.shards and config.wire(World(8, 4)) == layout.wire
+        assert config.pipeline_schedule == layout.base.schedule_name
+        assert shards in (None, layout.shards.factors)
 
 
 def test_measured_collectives_stand_above_links() -> None:
@@ -611,25 +535,20 @@ device: {name: card, memory_gib: -3, memory_gbytes_per_s: 1e-320, matmul_efficie
 intra_node: {latency_us: x}
 collectives: [{operation: gathr, ranks: 2, nodes: 1, bytes: 1%s}]
 """ % ("0" * 400)
-    with pytest.raises(ConfigError) as error:
+    faults = {
+        *(
+            "nodes 0",
+            "colour",
+            "memory_gib -3",
+            "memory_gbytes_per_s 1e-320",
+            "matmul_efficiency 1.5",
+            "memroy",
+        ),
+        *("latency_us", "gbytes_per_s", "gbits_per_s", "gathr", "bytes", "seconds"),
+    }
+    with refused(*faults):
         parse_cluster(text, "lab.yaml")
-    found = "\n".join(error.value.errors)
-    for part in (
-        "nodes 0 must be at least 1",
-        "colour does not exist",
-        "memory_gib -3 must be above 0",
-        "memory_gbytes_per_s 1e-320 must be at least 1e-06",
-        "matmul_efficiency 1.5 must be at most 1",
-        "memroy does not exist",
-        "intra_node: latency_us takes a number",
-        "intra_node: gbytes_per_s is required",
-        "inter_node: gbits_per_s is required",
-        "gathr is not one of",
-        "bytes takes a whole number, got 1000",
-        "seconds is required",
-    ):
-        assert part in found, (part, found)
-    with pytest.raises(ConfigError, match="nodes 10{20} must be at most 131072"):
+    with refused(f"nodes {10**20}", "131072"):
         parse_cluster(text.replace("nodes: 0", f"nodes: {10**20}"), "lab.yaml")
 
 
@@ -647,63 +566,70 @@ inter_node: {{gbits_per_s: 1}}
     return str(path)
 
 
+def plan(tmp_path: Path, gib: float, *more: str) -> tuple[int, Path]:
+    """Plan for a cluster whose devices have so much memory. Return the status and the folder."""
+    out = tmp_path / "out"
+    words = [*WORDS, "--cluster", write_cluster(tmp_path / "lab.yaml", gib), "--plan-output", str(out)]
+    return main([*words, *more]), out
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_cluster(tmp_path / "lab.yaml", 1)
-    words = [
-        *WORDS,
-        "--cluster",
-        file,
-        "--plan-output",
-        str(tmp_path / "out"),
-        "--tensor-model-parallel-size",
-        "1",
-    ]
-    assert main([*words, "--explain", "--zero-preset", "zero3"]) == 0
-    out = capsys.readouterr().out
-    assert "times as fast" in out
-    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
-    assert shlex.join(plan["layouts"][0]["flags"]) in out
-    assert main([*words, "--explain", "--zero-preset", "hpzz"]) == 0
-    out = capsys.readouterr().out
-    assert "not legal" in out and "--moe-dispatch-across-nodes" not in out
-    mixture = [*words, "--num-experts", "8", "--pipeline-model-parallel-size", "1"]
-    assert main([*mixture, "--explain", "--zero-preset", "zero3", "--expert-model-parallel-size", "8"]) == 0
-    out = capsys.readouterr().out
-    assert "without --moe-dispatch-across-nodes exact" in out
-    assert "shared by the 8 ranks of two nodes (--moe-dispatch-across-nodes): their rows would take" in out
+    one = ("--tensor-model-parallel-size", "1")
+    status, out = plan(tmp_path, 1, *one, "--explain", "--zero-preset", "zero3")
+    said = capsys.readouterr().out
+    assert status == 0 and "times as fast" in said
+    assert shlex.join(json.loads((out / "plan.json").read_text())["layouts"][0]["flags"]) in said
+    assert plan(tmp_path, 1, *one, "--explain", "--zero-preset", "hpzz")[0] == 0
+    said = capsys.readouterr().out
+    assert "not legal" in said and "--moe-dispatch-across-nodes" not in said
+    mixture = ["--num-experts", "8", "--pipeline-model-parallel-size", "1"]
+    shared = ["--explain", "--zero-preset", "zero3", "--expert-model-parallel-size", "8"]
+    assert plan(tmp_path, 1, *one, *mixture, *shared)[0] == 0
+    names(capsys.readouterr().out, "without --moe-dispatch-across-nodes exact", "8 ranks of two nodes")
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_cluster(tmp_path / "lab.yaml", 0.06)
-    words = [*WORDS, *ALONE, "--cluster", file, "--plan-output", str(tmp_path / "out")]
-    assert main([*words, "--zero-preset", "ddp"]) == 1
-    said = capsys.readouterr().err
-    assert (
-        "no layout fits" in said
-        and "without --zero-preset ddp: TP 1, PP 1, DP 8, CP 4 x 2 of these, P,G,OS 8,8,8" in said
+    assert plan(tmp_path, 0.06, *ALONE, "--zero-preset", "ddp")[0] == 1
+    names(
+        capsys.readouterr().err,
+        "without --zero-preset ddp",
+        "TP 1, PP 1, DP 8, CP 4 x 2 of these, P,G,OS 8,8,8",
     )
-    assert main(words) == 0, "what was advised fits"
-    file = write_cluster(tmp_path / "lab.yaml", 0.031)
-    assert main([*words, "--recompute-granularity", "full"]) == 1
-    assert "2 more nodes, 4 in all" in capsys.readouterr().err
+    assert plan(tmp_path, 0.06, *ALONE)[0] == 0, "what was advised fits"
+    assert plan(tmp_path, 0.031, *ALONE, "--recompute-granularity", "full")[0] == 1
+    names(capsys.readouterr().err, "2 more nodes")
 
 
 def test_faults_of_a_command_line_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--num-layerz", "3", "--cluster", "dgx2", "--loss-policy", "some"]) == 2
-    said = capsys.readouterr().err
-    for part in (
-        "num-layers",
-        "--cluster dgx2",
-        "--loss-policy some",
-        "--global-batch-size is required",
-        "--vocab-size",
-    ):
-        assert part in said
-    words = [word for word in WORDS if word != "--bf16"]
-    assert main([*words, "--bf16", "--cluster", "dgx2-v100-1ib"]) == 2
-    assert "nearest: --fp16" in capsys.readouterr().err
+    wrong = ("num-layers", "--cluster dgx2", "--loss-policy some", "--global-batch-size", "--vocab-size")
+    names(capsys.readouterr().err, *wrong)
+    v100 = [*WORDS, "--cluster", "dgx2-v100-1ib"]
+    assert main(v100) == 2
+    names(capsys.readouterr().err, "--fp16")
     after = ["--explain", "--zero-presett", "zero3", "--loss-policy", "zeropp", "--plan-output", "plans"]
-    assert main([*words, "--cluster", "dgx2-v100-1ib", *after]) == 2
+    assert main([*v100, *after]) == 2
     said = capsys.readouterr().err
-    assert "after --explain: --zero-presett" in said and "flags of plan stand before --explain" in said
+    names(said, "after --explain: --zero-presett", "stand before --explain")
     assert "--plan-output does not exist" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--link-rates 10", ["--link-rates", "--loss-policy outer", "--pays"]),
+        (
+            "--pays --loss-policy zeropp --explain --zero-stage 3",
+            ["leave out --loss-policy", "leave out --explain"],
+        ),
+        ("--pays --link-rates 10,0 --link-delays -5", ["--link-rates 0", "--link-delays -5"]),
+        ("--pays --zero-preset zeropp --zero-quantized-weights", ["leave out --zero-"]),
+        ("--loss-policy outer --zero-preset zeropp", ["leave out --zero-preset"]),
+        ("--topology leaves --price 2", ["--topology", "SLURM", "--price", "worth"]),
+    ],
+)
+def test_flags_that_do_not_go_together(
+    words: str, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(tmp_path, 1, *words.split())[0] == 2
+    names(capsys.readouterr().err, *said)
