@@ -80,7 +80,7 @@ def by_format(runs: Sequence[Row]) -> dict[str, dict[int, list[float]]]:
 
 
 def continued() -> str:
-    losses, lines = by_format(trained("continued")), []
+    losses, lines = by_format(trained("continued")), list[list[str]]()
     found = effects(losses, EXACT)
     for name, by_seed in losses.items():
         loss = fmean(each for values in by_seed.values() for each in values)

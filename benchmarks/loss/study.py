@@ -262,12 +262,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     studies = parser.add_subparsers(dest="study", required=True)
-    shared = {
+    shared: dict[str, Any] = {
         "work": (Path("runs/loss"), "the text, and the runs of formats"),
         "results": (RESULTS, "folder of the runs of sizes and outer"),
         "minutes": (math.inf, "begin no run after so many"),
     }
-    own = {
+    own: dict[str, Any] = {
         "variants": (list(FORMATS), f"known: {', '.join(VARIANTS)}"),
         "runs": (4, "of each variant, over all seeds"),
         "baseline_runs": (10, "of zero3, over all seeds"),
@@ -275,8 +275,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         **{each.name: each.default for each in fields(Settings)},
         "peak": ([Settings.peak], "learning rates, each compared for itself"),
     }
-    for name, options in {"formats": shared | own, "sizes": shared, "outer": shared}.items():
-        of_study = harness.parser(None, **options)
+    for name, given in {"formats": shared | own, "sizes": shared, "outer": shared}.items():
+        of_study = harness.parser(None, **given)
         studies.add_parser(name, parents=[of_study], conflict_handler="resolve", allow_abbrev=False)
     options = parser.parse_args(arguments)
     if unknown := set(getattr(options, "variants", ())) - set(VARIANTS):
