@@ -100,7 +100,7 @@ def machine(rehearsal: bool) -> dict[str, str]:
         "device": f"the CPU ({os.cpu_count()} cores); no GPU was used" if rehearsal else _card(),
         "torch": torch.__version__,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if not rehearsal else "none",
         "Triton": installed("triton"),
         "commit": _output(
             "git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
