@@ -163,6 +163,11 @@ class BaseLayout:
         found: list[dict[Kind, float]] = known[key]
         return found
 
+    @property
+    def split(self) -> bool:
+        """Whether weight gradients are computed apart, which no other rank waits for."""
+        return SCHEDULES[self.schedule_name].splits_backward and self.pp > 1
+
     @cached_property
     def pipeline_seconds(self) -> float:
         """The estimated seconds of a step in which nothing waits for weights or gradients.
@@ -172,14 +177,13 @@ class BaseLayout:
         last stage and back than the schedule lets in at once.
         """
         seconds, pp = self.stage_seconds, self.pp
-        split = SCHEDULES[self.schedule_name].splits_backward and pp > 1
-        back = Kind.INPUT if split else Kind.BACKWARD
+        back = Kind.INPUT if self.split else Kind.BACKWARD
         sends = [self.message_seconds[link] for link in self._ring]
         turns = (seconds[first : first + pp] for first in range(0, len(seconds), pp))
         pace = sum(max(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in turn) for turn in turns)
         apart = 0.0
         for one, send in zip(seconds[: pp - 1], sends, strict=False):
-            apart += one[Kind.FORWARD] + send + (0.0 if split else one[back] + send)
+            apart += one[Kind.FORWARD] + send + (0.0 if self.split else one[back] + send)
         away = on_way = 0.0
         for stage in reversed(range(len(self.stages))):
             away += seconds[stage][Kind.FORWARD] + seconds[stage][back]

@@ -104,7 +104,7 @@ class Messages:
         moving = [self.links[link] for link in busy]
         lead = _exposed([each.lead for each in moving], base.own_seconds[Kind.FORWARD], base.pp)
         backwards = base.own_seconds[Kind.BACKWARD]
-        if self.staged:
+        if self.staged and not base.split:
             tail = base.pp * max(0.0, *(each.tail[1] - sum(backwards) for each in moving), 0.0)
         else:
             tail = _exposed([each.tail for each in moving], backwards, base.pp)

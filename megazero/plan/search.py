@@ -411,8 +411,8 @@ class Search:
         for base in sorted(bases, key=attrgetter("pipeline_seconds")):
             if beaten(base.pipeline_seconds):  # as are those after it
                 break
-            if least_memory(base) > room:
-                continue
+            if least_memory(base) > room or self.shards_given and not self._legal(base):
+                continue  # given shards have no numbers where they are not legal
             for seconds, choice, zero in self._estimates(base):
                 if beaten(seconds) or least_memory(base, choice.shard) > room:
                     continue

@@ -41,6 +41,12 @@ def test_every_scheme_has_a_row_with_its_own_bytes(rate: float) -> None:
     assert exact.seconds <= 1.001 * min(row.seconds for row in found.rows if row.name in compare.KNOWN)
 
 
+def test_presets_that_are_not_legal_have_no_row() -> None:
+    """HSDP shards inside a node, which has one rank here."""
+    on = cluster(2, 1)
+    assert {row.name for row in compare.compare(question(on), on).rows} == ALL - {"HSDP, once a step"}
+
+
 def test_it_pays_on_a_slow_link_alone_and_where_the_loss_does_not_eat_it() -> None:
     names(compare.sentence(answer(FAST)), "do not pay", "--zero-preset")
     slow = answer(SLOW)
