@@ -10,6 +10,7 @@ are apart by the largest difference from eager's in the first five steps.
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -95,9 +96,8 @@ def main() -> None:
     for name in options.layouts:
         ranks, values = LAYOUTS[name]
         with tempfile.TemporaryDirectory() as cache:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # of the ranks, which inherit it
             compiled = {**values, "compile": True, "compile_backend": options.backend}
-            if options.backend == "inductor":
-                compiled["compile_cache"] = cache
             forms = {"eager": values, "compiled": compiled}
             turns = {n: partial(harness.run, train, v, options.steps, ranks=ranks) for n, v in forms.items()}
             found = harness.take_turns(turns, options.rounds, warm_up=0)

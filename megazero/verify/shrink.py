@@ -109,7 +109,7 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
     if optimizer.decoupled_lr is not None:
         values["decoupled_lr"] = spec.small_rate * optimizer.decoupled_lr / optimizer.lr
     if spec.by_matrix:
-        values |= {"muon_fp32_matmul_prec": "high", "muon_tp_mode": "distributed"}
+        values |= {"muon_fp32_matmul_prec": "high"}
     return values
 
 
@@ -393,7 +393,7 @@ def _notes(config: RunConfig, world: World) -> list[str]:
         )
     if config.model.vocab_size is None:
         notes.append("the vocabulary is the tokenizer's, which is not read: one that needs padding is run")
-    if config.batch.rampup_seq_length or config.batch.seq_length_steps:
+    if config.batch.rampup_seq_length:
         notes.append("sequences have one length")
     if config.wire(world).codings:
         notes.append(f"quantised blocks have {BLOCK} elements, so that slices of small matrices hold several")

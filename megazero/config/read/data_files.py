@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megazero.bounded import load_json, read_bytes
+from megazero.bounded import read_bytes
 from megazero.config.errors import WRONG_PATH, ConfigError
 from megazero.config.options.data_inputs import (
     DATA_WORDS,
@@ -20,22 +20,6 @@ from megazero.config.options.fields import show
 from megazero.config.run import RunConfig, all_options
 
 Words = Mapping[str, tuple[str, ...]]  # by the name of the option that they are the value of
-
-
-def _blend(text: str) -> Words:
-    return {"data_path": tuple(text.split())}
-
-
-def _per_split(text: str) -> Words:
-    content = load_json(text)
-    if not isinstance(content, dict) or not set(content) <= set(SPLITS):
-        raise ValueError(f"must hold an object with the keys {', '.join(SPLITS)}")
-    words = {
-        key: value.split() if isinstance(value, str) else value for key, value in content.items() if value
-    }
-    if not all(isinstance(value, list) for value in words.values()):
-        raise ValueError("must hold a list of words, or a text of them, under each key")
-    return {f"{key}_data_path": tuple(map(str, value)) for key, value in words.items()}
 
 
 def _groups(name: str) -> Callable[[str], Words]:
@@ -51,9 +35,7 @@ def _groups(name: str) -> Callable[[str], Words]:
 
 # What the file of an option holds.
 READERS: Mapping[str, Callable[[str], Words]] = {
-    "data_args_path": _blend,
-    "per_split_data_args_path": _per_split,
-    **{f"{split}_weighted_split_paths_path": _groups(f"{split}_weighted_split_paths") for split in SPLITS},
+    f"{split}_weighted_split_paths_path": _groups(f"{split}_weighted_split_paths") for split in SPLITS
 }
 
 

@@ -60,7 +60,6 @@ MEGATRON: dict[str, Any] = {
     "exit_signal_handler": False,
     "eval_interval": None,
     "muon_momentum": 0.9,
-    "muon_tp_mode": "blockwise",
     "eval_iters": 100,
     "seed": 1234,
     "deterministic_mode": False,

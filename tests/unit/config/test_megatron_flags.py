@@ -130,9 +130,6 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
         "checkpoint-granularity": "full",
         "activations-checkpoint-granularity": "full",
     }
-    grows = "--weight-decay-incr-style linear"
-    values |= {"start-wd": f"0 --end-weight-decay 1 {grows}", "end-wd": f"1 --start-weight-decay 0 {grows}"}
-    values |= {"wd-incr-style": "linear --start-weight-decay 0 --end-weight-decay 1"}
     values |= {"virtual-pipeline-model-parallel-size": "2 --pipeline-model-parallel-size 2"}
     values |= {
         "padded-vocab-size": "128",
@@ -216,81 +213,6 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
 )
 def test_other_names_and_spellings(line, name, value):
     assert run(line).get(name) == value
-
-
-@pytest.mark.parametrize(
-    "line, part",
-    [
-        (
-            "--checkpoint-activations --recompute-granularity selective",
-            "but --recompute-granularity selective is given",
-        ),
-        ("--recompute-activations --checkpoint-activations", "leave one of them out"),
-        (
-            "--use-rotary-position-embeddings --position-embedding-type alibi",
-            "--position-embedding-type rope, but",
-        ),
-        (
-            "--layernorm-epsilon 1e-6 --norm-epsilon 1e-5",
-            "is --norm-epsilon 1e-06, but --norm-epsilon 1e-05 is given",
-        ),
-        (
-            "--position-embedding-type learned_absolute --no-position-embedding",
-            "a model without positions is not",
-        ),
-        (
-            "--position-embedding-type yarn --use-rope-scaling",
-            "--position-embedding-type yarn is --rotary-scaling yarn, but --rotary-scaling llama3 is given",
-        ),
-        ("--position-embedding-type none", "none is Megatron's, not built here"),
-        ("--tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t", "not built here"),
-        ("--hybrid-context-parallel", "--hybrid-context-parallel is Megatron's flag, not built here"),
-        (
-            "--num-experts 8 --moe-loss-coeff 0.01",
-            "--moe-loss-coeff 0.01 is Megatron's flag, not built",
-        ),
-        (
-            "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
-            "sinkhorn is Megatron's, not built",
-        ),
-        ("--num-experts 8 --moe-router-dtype fp64", "softmax and sigmoid in fp32 are built"),
-        ("--num-experts 8 --moe-expert-capacity-factor 1.5", "every token goes to all of its experts"),
-        ("--num-experts 8 --expert-tensor-parallel-size 2", "ranks do not share one expert"),
-        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 needs --num-experts"),
-        ("--num-experts 1 8", "--num-experts takes one value, got 1 8"),
-        ("--extra-vocab-size 100", "use --vocab-size"),
-        ("--dataloader-type cyclic", "use --dataloader-type single"),
-        ("--use-flash-attn --attention-backend math", "but --attention-backend math is given"),
-        ("--data-impl cached", "convert the data"),
-        ("--glu-activation reglu", "SwiGLU and GEGLU are built"),
-        ("--window-size 7,1", "--window-size 7,1 must be tokens before and after a query"),
-        ("--window-size 7,0 --sliding-window 7", "is --sliding-window 8, but 7 is given; leave one of"),
-        (
-            "--sliding-window 7 --window-attn-skip-freq 1,0",
-            "has 2 numbers for --num-layers 4; give one for each",
-        ),
-        ("--sliding-window 7 --window-attn-skip-freq 0", "must be at least 1, as every N-th layer is meant"),
-        ("--sliding-window 7 --window-attn-skip-freq 1,0,2,0", "lists layers by 0 and 1, got 2"),
-        ("--sliding-window 7 --window-attn-skip-freq [1,0", "takes numbers or a list of Python, got '[1,0'"),
-        ("--sliding-window 7 --window-attn-skip-freq [print()]", "takes numbers or a list of Python"),
-        ("--geglu --swiglu", "--geglu and --swiglu exclude each other"),
-        ("--main-grads-dtype fp16", "sums of gradients are in fp32"),
-        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "leave one of them out"),
-        ("--tensorboard-queue-size", "takes one value, got none"),
-        ("--no-bias-gelu-fusion 1", "takes no value, got 1"),
-        ("--layernorm-epsilon x", "--layernorm-epsilon x takes a number"),
-        ("--group-query-attention", "needs --num-query-groups"),
-        ("--train-tokens 0 --global-batch-size 16", "--train-tokens 0 must be at least 1"),
-        ("--lr-warmup-tokens 100 --global-batch-size 16", "--lr-warmup-tokens needs --lr-decay-tokens"),
-        (
-            "--tensorboard-queue 5",
-            "nearest: --tensorboard-queue-size (Megatron's, changes nothing here)",
-        ),  # no prefixes
-    ],
-)
-def test_contradictions_and_values_that_are_not_built(line, part):
-    found = errors(line)
-    assert len(found) == 1 and part in found[0]
 
 
 def test_a_backend_that_is_left_open_is_no_contradiction():
