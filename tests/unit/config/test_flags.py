@@ -231,9 +231,7 @@ def test_make_config_from_python():
 
 def test_what_is_chosen_is_described_alone():
     config = run("--seed 7 --zero-preset hpz --weight-decay 0.01")
-    lines = [
-        line for line in describe(config, WORLD, every=False) if not line.startswith(("decoder", "note"))
-    ]
+    lines = [line for line in describe(config, WORLD) if not line.startswith(("decoder", "note"))]
     shown = {
         word.split("=")[0] for line in lines for word in line.split() if "=" in word and "P,G,OS" not in word
     }
