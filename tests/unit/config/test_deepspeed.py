@@ -255,13 +255,6 @@ def test_deepspeed_zeropp_keys(tmp_path):
         assert run(f"{path} --zero-preset zeropp {choice}").wire(WORLD) == wire
 
 
-def test_deepspeed_loco_is_refused(tmp_path):
-    zero = {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
-    (fault,) = errors(deepspeed(tmp_path, {"zero_optimization": zero}))
-    assert "zeropp_loco_param" in fault and "error feedback is not built" in fault
-    run(deepspeed(tmp_path, {"zero_optimization": {**zero, "zeropp_loco_param": {}}}))
-
-
 def test_deepspeed_accumulation_is_checked_and_flags_replace_it(tmp_path):
     flags = base_without("micro_batch_size")
     sizes = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
