@@ -214,21 +214,6 @@ def test_stage_0_in_bf16_shards_states_as_deepspeed_does():
     assert run("--zero-stage 0 --fp16").zero.zero_preset == "ddp"
 
 
-def test_make_config_from_python():
-    values = {
-        "model_family": "llama",
-        "num_layers": 2,
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "seq_length": 4,
-        "micro_batch_size": 1,
-    }
-    values |= {"lr": 1, "train_iters": 1, "mock_data": True, "vocab_size": 10}
-    assert make_config(values).model.kv_channels == 4
-    with pytest.raises(ConfigError, match="num_layer does not exist; nearest: num_layers"):
-        make_config(values | {"num_layer": 2})
-
-
 def test_what_is_chosen_is_described_alone():
     config = run("--seed 7 --zero-preset hpz --weight-decay 0.01")
     lines = [line for line in describe(config, WORLD) if not line.startswith(("decoder", "note"))]

@@ -119,7 +119,3 @@ def test_nothing_is_written_before_the_data_are_found(tmp_path):
     assert done.returncode == 2 and "2 configuration errors" in done.stderr, done.stderr
     assert "no.idx does not exist" in done.stderr and "none.idx does not exist" in done.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["there.bin", "there.idx"]
-
-
-def test_other_legal_names_of_the_place_are_known():
-    assert suggestion("hepl", others=("help",)) == "; nearest: --help"

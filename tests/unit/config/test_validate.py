@@ -80,6 +80,7 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --optimizer muon --optimizer-impl apex -> --optimizer-impl apex; auto
 --zero-shard 2,4,6 -> 2,4,8
 --zero-shard 2,2 -> P,G,OS
+--zero-stage 2 --zero-preset ddp -> --zero-stage; --zero-preset; ddp; zero2
 --zero-shard 2,2,2 --zero-stage 3 -> --zero-shard 2,2,2; --zero-stage
 --zero-stage 2 --zero-preset hpz -> --zero-stage 2; --zero-preset
 --zero-stage 2 --zero-hpz-partition-size 4
@@ -387,6 +388,10 @@ def test_a_mixture_without_a_layer_of_experts_is_refused():
     text = errors(**MIXTURE, moe_layer_freq=(0, 0, 0, 0))
     assert "\n" not in text and "--moe-layer-freq 0,0,0,0 gives no layer the 4 experts; nearest: 1" in text
     assert "has 2 numbers for --num-layers 4" in errors(**MIXTURE, moe_layer_freq=(0, 0))
+
+
+def test_a_name_that_does_not_exist_is_told_the_nearest():
+    assert errors(num_layer=2) == "num_layer does not exist; nearest: num_layers"
 
 
 def test_a_size_that_the_ranks_do_not_divide_by_is_one_error():
