@@ -3,9 +3,8 @@
 
     python pretrain/quickstart.py --out runs/quickstart
 
-The text is the standard library of the running Python; everything is written under --out. Run again, it does
-only what is missing there (a training phase that was interrupted begins again); --fresh removes what an earlier
-quickstart left in --out and begins anew. It uses the machine's GPUs if torch sees any, else the CPU.
+The text is the standard library of the running Python; everything is written under --out, a new folder. It uses the
+machine's GPUs if torch sees any, else the CPU.
 """
 
 from __future__ import annotations
@@ -15,27 +14,20 @@ import hashlib
 import json
 import math
 import os
-import platform
-import resource
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.data.text import stdlib_sources
-from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus
 from megazero.log.metrics import METRICS_FILE, read_metrics
 from megazero.log.plot import plot_loss
 from megazero.log.safe_stream import guard_streams
 
 ROOT = Path(__file__).resolve().parents[1]
-MEGAZERO = ("-m", "megazero")
 VOCABULARY = 4096
 PROMPT = "import os\n\n\ndef "
 # 10.6M parameters and 1024 tokens a step: with so little text to see, many small steps learn more than few large,
@@ -77,10 +69,10 @@ LAYOUTS = {  # by ranks: one phase each; every phase but the first resumes from 
 
 
 @dataclass(frozen=True)
-class QuickstartPlan:
-    """What decides the outcome. An --out folder belongs to one plan. ``device`` is 'cuda' or 'cpu'."""
+class Quickstart:
+    """The steps, as commands that a user could type. device: 'cuda' or 'cpu'."""
 
-    python: str
+    out: Path
     device: str
     dtype: str
     ranks: int
@@ -92,153 +84,86 @@ class QuickstartPlan:
         phases = len(LAYOUTS[self.ranks])
         return [self.iterations * phase // phases for phase in range(1, phases + 1)]
 
-
-@dataclass(frozen=True)
-class Step:
-    """One thing to do. The path ``outcome`` exists when it is done."""
-
-    name: str
-    outcome: Path
-    act: Callable[[Path], None]
-
-
-class StepFailed(Exception):
-    """A command of a step ended with an error."""
-
-
-class Quickstart:
-    """The steps, as commands that a user could type."""
-
-    def __init__(self, out: Path, plan: QuickstartPlan) -> None:
-        self.out, self.plan, self.began = out, plan, time.monotonic()
-        self.corpus, self.tokenizer = out / "corpus.jsonl", out / "tokenizer.model"
-        self.data = out / "data" / "corpus_text_document"
-        self.checkpoint, self.logs = out / "checkpoint", out / "logs"
-        self.curve = out / "loss.png"
-
-    @cached_property
-    def steps(self) -> list[Step]:
-        return [
-            Step("corpus: the standard library's sources", self.corpus, self._write_corpus),
-            Step(f"tokenizer: {VOCABULARY} SentencePiece pieces", self.tokenizer, self._train_tokenizer),
-            Step("tokens: corpus to .bin and .idx", Path(f"{self.data}.idx"), self._preprocess),
-            *(self._phase(*phase) for phase in enumerate(LAYOUTS[self.plan.ranks])),
-            Step("sample: what the model writes", self.out / "sample.txt", self._sample),
-            Step("loss curve", self.curve, self._plot),
-        ]
-
-    def _phase(self, number: int, layout: Phase) -> Step:
-        end = self.plan.phase_ends[number]
-        more = ["--load", self.checkpoint] if number else []
-        more += ["--exit-interval", end] if end < self.plan.iterations else []
-        return Step(
-            f"{'resume' if number else 'train'} to iteration {end} on {layout.describe(self.plan.ranks)}",
-            self._saved(end),
-            lambda log: self._train(layout, more, log),
-        )
-
     def run(self) -> None:
-        """Do what is missing. Raises StepFailed naming the step and its log."""
-        (self.out / "steps").mkdir(parents=True, exist_ok=True)
-        for number, step in enumerate(self.steps, 1):
-            done = step.outcome.exists()
-            self._say(f"step {number}/{len(self.steps)}  {step.name}{' (there already)' if done else ''}")
-            if done:
-                continue
-            log = self.out / "steps" / f"{number}-{step.name.split()[0].strip(':')}.log"
-            try:
-                step.act(log)
-            except (StepFailed, ValueError, OSError) as error:
-                seen = f"; its output is in {log}" if log.exists() else ""
-                raise StepFailed(f"step {number} ({step.name}) failed: {error}{seen}") from error
-        self._summary()
+        """Do all steps. Raises StepFailed."""
+        began, (tokenize, preprocess, *phases) = time.monotonic(), self.commands()
+        self.out.mkdir(parents=True)
+        write_corpus(self.out / "corpus.jsonl")
+        for command in (tokenize, preprocess):
+            self.megazero(command)
+        for layout, end, command in zip(LAYOUTS[self.ranks], self.phase_ends, phases, strict=True):
+            print(f"\nto iteration {end} on {layout.describe(self.ranks)}", flush=True)
+            stops = end < self.iterations
+            self.megazero(command, ExitStatus.STOPPED if stops else ExitStatus.FINISHED)
+        sample = ["generate", "--load", self.out / "checkpoint", "--prompt", PROMPT, "--tokens", 120]
+        self.megazero([*sample, "--device", self.device])
+        self.summarise()
+        print(f"done in {time.monotonic() - began:.0f} s")
 
-    def _say(self, text: str) -> None:
-        minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
-        print(f"[{minutes}:{seconds:02}] {text}", flush=True)
-
-    def _saved(self, iteration: int) -> Path:
-        return self.checkpoint / f"iter_{iteration:07d}" / "manifest.json"
-
-    # -- the steps -------------------------------------------------------------------------------
-
-    def _write_corpus(self, _: Path) -> None:
-        """Write JSON lines in an order without meaning, since the last documents become the validation split."""
-        sources = sorted(
-            stdlib_sources(), key=lambda p: hashlib.sha256("/".join(p.parts[-3:]).encode()).digest()
-        )
-        with replacing(self.corpus) as file:
-            for path in sources:
-                line = json.dumps({"text": path.read_text("utf-8"), "path": str(path)})
-                file.write(f"{line}\n".encode())
-        self._say(f"{len(sources)} files, {self.corpus.stat().st_size / 1e6:.1f} MB in {self.corpus}")
-
-    def _train_tokenizer(self, log: Path) -> None:
-        prefix = self.tokenizer.with_suffix("")
-        command = [*MEGAZERO, "tokenizer", "--input", self.corpus, "--vocab-size", VOCABULARY]
-        self._python([*command, "--model-prefix", prefix], log)
-
-    def _preprocess(self, log: Path) -> None:
-        command = [*MEGAZERO, "preprocess", "--input", self.corpus]
-        command += ["--output-prefix", self.out / "data/corpus", *self._tokenizer_flags()]
-        self._python([*command, "--append-eod", "--workers", min(4, cores())], log)
-
-    def _train(self, layout: Phase, more: Sequence[object], log: Path) -> None:
-        ranks, whole = self.plan.ranks, self.plan.iterations
-        flags = ["--nproc-per-node", ranks, *MODEL.split(), "--global-batch-size", GLOBAL_BATCH]
-        flags += [*self._tokenizer_flags(), "--data-path", self.data, "--train-iters", whole]
-        samples = GLOBAL_BATCH // (layout.data_parallel(ranks) * layout.micro_batches)
-        flags += ["--micro-batch-size", samples, "--zero-preset", layout.preset]
-        flags += [
-            "--tensor-model-parallel-size",
-            layout.tp,
-            f"--{self.plan.dtype}",
-            "--device",
-            self.plan.device,
+    def commands(self) -> list[list[object]]:
+        """The words of megazero for the tokenizer, the tokens, and each phase of the training."""
+        corpus, prefix = self.out / "corpus.jsonl", self.out / "tokenizer"
+        tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{prefix}.model"]
+        data, workers = self.out / "data" / "corpus", min(4, cores())
+        return [
+            ["tokenizer", "--input", corpus, "--vocab-size", VOCABULARY, "--model-prefix", prefix],
+            ["preprocess", "--input", corpus, "--output-prefix", data, *tokenizer, "--append-eod"]
+            + ["--workers", workers],
+            *([*self.training(number), *tokenizer] for number in range(len(LAYOUTS[self.ranks]))),
         ]
-        flags += ["--sequence-parallel"] if layout.tp > 1 else []
-        flags += ["--pipeline-model-parallel-size", layout.pp] if layout.pp > 1 else []
-        flags += ["--ranks-per-node", layout.node] if layout.node else []
-        flags += ["--eval-interval", max(1, whole // 12), "--log-interval", max(1, whole // 36)]
-        flags += ["--save", self.checkpoint, "--log-dir", self.logs, *more]
-        end = ExitStatus.STOPPED if "--exit-interval" in more else ExitStatus.FINISHED
-        self._python([*MEGAZERO, "train", *flags], log, end)
 
-    def _sample(self, log: Path) -> None:
-        command = [*MEGAZERO, "generate", "--load", self.checkpoint, "--prompt", PROMPT, "--tokens", 120]
-        self._python([*command, "--device", self.plan.device], log)
-        with replacing(self.out / "sample.txt") as file:
-            file.write(log.read_bytes())
+    def training(self, number: int) -> list[object]:
+        """The words of one phase. Every phase but the first resumes."""
+        layout, whole, end = LAYOUTS[self.ranks][number], self.iterations, self.phase_ends[number]
+        samples = GLOBAL_BATCH // (layout.data_parallel(self.ranks) * layout.micro_batches)
+        checkpoint, data = self.out / "checkpoint", self.out / "data" / "corpus_text_document"
+        return [
+            *("train", "--nproc-per-node", self.ranks, *MODEL.split(), "--data-path", data),
+            *("--global-batch-size", GLOBAL_BATCH, "--micro-batch-size", samples, "--train-iters", whole),
+            *("--zero-preset", layout.preset, f"--{self.dtype}", "--device", self.device),
+            *("--tensor-model-parallel-size", layout.tp, *["--sequence-parallel"] * (layout.tp > 1)),
+            *(("--pipeline-model-parallel-size", layout.pp) if layout.pp > 1 else ()),
+            *(("--ranks-per-node", layout.node) if layout.node else ()),
+            *("--eval-interval", max(1, whole // 12), "--log-interval", max(1, whole // 36)),
+            *("--save", checkpoint, "--log-dir", self.out / "logs"),
+            *(("--load", checkpoint) if number else ()),
+            *(("--exit-interval", end) if end < whole else ()),
+        ]
 
-    def _plot(self, _: Path) -> None:
-        plot_loss([self.logs], self.curve, title="quickstart: loss")
-
-    def _tokenizer_flags(self) -> list[object]:
-        return ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", self.tokenizer]
-
-    def _python(self, command: Sequence[object], log: Path, end: int = 0) -> None:
-        """Run a program. Raises StepFailed if it ends with another exit status than ``end``."""
-        threads = max(1, cores() // self.plan.ranks)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    def megazero(self, words: list[object], end: int = 0) -> None:
+        """Run a command. Raises StepFailed if it ends with another exit status than ``end``."""
+        threads = max(1, cores() // self.ranks)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        status = run_shown([sys.executable, *map(str, command)], log, environment)
-        if status != end:
-            raise StepFailed(f"exit status {status}")
+        command = [sys.executable, "-m", "megazero", *map(str, words)]
+        if (status := subprocess.run(command, env=environment, check=False).returncode) != end:
+            raise StepFailed(f"megazero {words[0]} ended with exit status {status}")
 
-    def _summary(self) -> None:
-        lines = read_metrics(self.logs)
+    def summarise(self) -> None:
+        logs, curve = self.out / "logs", self.out / "loss.png"
+        plot_loss([logs], curve, title="quickstart: loss")
+        lines = read_metrics(logs)
         first = next(line["lm_loss"] for line in lines if "lm_loss" in line)
         evaluations = [(m["iteration"], m["eval_lm_loss"]) for m in lines if "eval_lm_loss" in m]
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         print(
             f"\nuntrained: loss {first:.3f} on the first batch (ln {VOCABULARY} = {math.log(VOCABULARY):.3f})\n"
             f"evaluation loss: {', '.join(f'{loss:.3f} at {at}' for at, loss in evaluations)}\n"
-            f"  (resumed on another layout after {' and '.join(map(str, self.plan.phase_ends[:-1]))})\n\n"
-            f"loss curve  {self.curve}\nmetrics     {self.logs / METRICS_FILE}\n"
-            f"checkpoint  {self.checkpoint}\n"
-            f"more text   {sys.executable} -m megazero generate --load {self.checkpoint} --prompt 'class '\n"
+            f"  (resumed on another layout after {' and '.join(map(str, self.phase_ends[:-1]))})\n\n"
+            f"loss curve  {curve}\nmetrics     {logs / METRICS_FILE}\ncheckpoint  {self.out / 'checkpoint'}\n"
+            f"more text   {sys.executable} -m megazero generate --load {self.out / 'checkpoint'} --prompt 'class '\n"
         )
-        self._say(f"done; {usage.ru_utime + usage.ru_stime:.0f} s of CPU time in the steps above")
+
+
+class StepFailed(Exception):
+    """A command ended with an error."""
+
+
+def write_corpus(path: Path) -> None:
+    """Write JSON lines in an order without meaning, since the last documents become the validation split."""
+    sources = sorted(stdlib_sources(), key=lambda p: hashlib.sha256("/".join(p.parts[-3:]).encode()).digest())
+    texts = ({"text": source.read_text("utf-8"), "path": str(source)} for source in sources)
+    path.write_text("".join(f"{json.dumps(text)}\n" for text in texts), "utf-8")
+    print(f"{len(sources)} files, {path.stat().st_size / 1e6:.1f} MB in {path}", flush=True)
 
 
 # -- the machine ---------------------------------------------------------------------------------------
@@ -269,61 +194,11 @@ def cpu_dtype() -> str:
     return "fp32"
 
 
-def run_shown(command: Sequence[str], log: Path, environment: dict[str, str]) -> int:
-    """Run a command, show its output as it comes, and keep it in ``log``. Returns its exit status.
-
-    Where we write to a terminal the command gets one too, so that its progress bars move.
-    """
-    ours, theirs = os.openpty() if sys.stdout.isatty() else os.pipe()
-    with open(log, "wb") as file:
-        with subprocess.Popen(
-            command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env=environment
-        ) as job:
-            os.close(theirs)
-            try:
-                while chunk := _read(ours):
-                    sys.stdout.buffer.write(chunk)
-                    sys.stdout.buffer.flush()
-                    file.write(chunk)
-            except KeyboardInterrupt:
-                job.wait()  # it got it, too; what it says of it is not shown
-                raise
-        os.close(ours)
-    return job.returncode
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 1 << 16)
-    except OSError:  # a terminal whose other end is closed
-        return b""
-
-
 # -- the command line ------------------------------------------------------------------------------------
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/quickstart"), help="folder of everything that is written")
-    add(
-        "--ranks",
-        type=int,
-        choices=sorted(LAYOUTS),
-        default=4,
-        help="processes; with GPUs one on each, at most",
-    )
-    add("--iterations", type=int, help=f"optimizer steps, a multiple of the phases (default: {ITERATIONS})")
-    add(
-        "--fresh", action="store_true", help="remove what an earlier quickstart left in --out, and begin anew"
-    )
-    return parser.parse_args(arguments)
-
-
-def make_plan(ranks: int, iterations: int | None, gpus: int) -> QuickstartPlan:
-    """Plan as many ranks as were asked for, or as there are GPUs to hold them."""
+def make_plan(out: Path, ranks: int, iterations: int | None, gpus: int) -> Quickstart:
+    """Plan as many ranks as were asked for, or as there are GPUs to hold them. Raises ValueError."""
     if gpus:
         ranks = max(known for known in LAYOUTS if known <= min(ranks, gpus))
     phases = len(LAYOUTS[ranks])
@@ -332,43 +207,32 @@ def make_plan(ranks: int, iterations: int | None, gpus: int) -> QuickstartPlan:
             f"--iterations {iterations} is not a multiple of the {phases} phases of {ranks} ranks; nearest: "
             f"{max(1, round(iterations / phases)) * phases}"
         )
+    if out.exists():
+        raise ValueError(f"--out {out} is there already: remove it, or name a new folder")
     dtype = "bf16" if gpus else cpu_dtype()
     default = ITERATIONS["cuda" if gpus else dtype]
-    return QuickstartPlan(
-        platform.python_version(), "cuda" if gpus else "cpu", dtype, ranks, iterations or default
+    return Quickstart(out, "cuda" if gpus else "cpu", dtype, ranks, iterations or default)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-
-
-def claim(out: Path, plan: QuickstartPlan, fresh: bool) -> None:
-    """Make ``out`` this plan's folder. Raises ValueError if it holds anything else."""
-    settings = out / "quickstart.json"
-    if not settings.exists():
-        if out.exists() and any(out.iterdir()):
-            raise ValueError(f"--out {out} holds something that is no quickstart; name a new folder")
-    elif fresh:
-        shutil.rmtree(out)
-    elif json.loads(settings.read_bytes()) != asdict(plan):
-        raise ValueError(
-            f"--out {out} was begun with other settings ({settings}): --fresh replaces it, or name a new folder"
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    with replacing(settings) as file:
-        file.write(json.dumps(asdict(plan), indent=1).encode())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/quickstart"), help="folder of everything that is written")
+    ranks = "processes; with GPUs one on each, at most"
+    add("--ranks", type=int, choices=sorted(LAYOUTS), default=4, help=ranks)
+    add("--iterations", type=int, help=f"optimizer steps, a multiple of the phases (default: {ITERATIONS})")
+    options = parser.parse_args()
     try:
-        plan = make_plan(options.ranks, options.iterations, count_gpus())
-        claim(options.out, plan, options.fresh)
+        plan = make_plan(options.out, options.ranks, options.iterations, count_gpus())
         where = f"{plan.ranks} GPUs" if plan.device == "cuda" else f"{cores()} CPU cores"
-        print(f"megazero quickstart on {where}, {plan.dtype}, {plan.iterations} iterations, in {options.out}")
-        Quickstart(options.out, plan).run()
+        print(f"megazero quickstart on {where}, {plan.dtype}, {plan.iterations} iterations, in {plan.out}")
+        plan.run()
     except (StepFailed, ValueError, OSError) as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nquickstart: interrupted; the same command goes on with what is missing", file=sys.stderr)
         return 130
     return 0
 

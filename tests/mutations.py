@@ -179,7 +179,7 @@ megazero/config/rules.py
 - if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
 + if False:
   every tensor-parallel rank computes the experts of all tokens
-> tests/unit/config/test_experts.py::test_what_a_router_cannot_do_is_an_error_with_the_nearest_choice
+> tests/unit/config/test_validate.py::test_what_cannot_be_is_refused_with_what_can
 
 megazero/families/layer_kinds.py
 - return (index + marked.last) % frequency[0] == 0

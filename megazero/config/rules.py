@@ -23,11 +23,9 @@ from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, 
 from megazero.config.options.fields import Condition, typed
 from megazero.config.options.optimizers import (
     OPTIMIZERS,
-    QUINTIC_SETS,
     SMALL_MOMENTS,
     optimizer_conditions,
 )
-from megazero.config.options.sections import INDUCTOR
 from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
 from megazero.config.run import RunConfig, all_options
 from megazero.config.schedule.batch_sizes import ramp_fault
@@ -44,16 +42,11 @@ def _ramp(config: RunConfig) -> Iterator[str]:
 
 def _lengths(config: RunConfig) -> Iterator[str]:
     """Report sequence lengths that cannot grow this way, or that ranks cannot share."""
-    batch = config.batch
-    ramp, steps = batch.rampup_seq_length, batch.seq_length_steps
-    if batch.lr_by_tokens and config.training.train_samples is None:
-        yield "--lr-by-tokens needs lengths in samples: --train-samples"
-    if not ramp and not steps:
-        return
-    if fault := growth_fault(ramp, steps):
+    ramp = config.batch.rampup_seq_length
+    if ramp and (fault := growth_fault(ramp)):
         yield fault
-        return
-    yield from context_rules.ramped(config, config.context_levels(None)[1])
+    elif ramp:
+        yield from context_rules.ramped(config, config.context_levels(None)[1])
 
 
 def _length(config: RunConfig) -> Iterator[str]:
@@ -95,39 +88,6 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     if opt.lr_decay_style == "WSD" and lengths.total and not lengths.wsd_decay:
         unit = "iters" if lengths.unit == "iterations" else "samples"
         yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its last phase"
-
-
-def _weight_decay(config: RunConfig) -> Iterator[str]:
-    """Report a growth without its two ends, as Megatron does, and ends without a growth."""
-    opt = config.optimizer
-    ends = {"--start-weight-decay": opt.start_weight_decay, "--end-weight-decay": opt.end_weight_decay}
-    if opt.weight_decay_incr_style == "constant":
-        given = [f"{flag} {value:g}" for flag, value in ends.items() if value is not None]
-        if given:
-            yield (
-                f"{' and '.join(given)} without growth: add --weight-decay-incr-style linear or cosine, or use "
-                "--weight-decay alone"
-            )
-        return
-    missing = [flag for flag, value in ends.items() if value is None]
-    if missing:
-        yield f"--weight-decay-incr-style {opt.weight_decay_incr_style} needs {' and '.join(missing)}"
-    elif opt.start_weight_decay > opt.end_weight_decay:  # type: ignore[operator]
-        yield (
-            f"--start-weight-decay {opt.start_weight_decay:g} exceeds --end-weight-decay {opt.end_weight_decay:g}; "
-            f"nearest: {opt.end_weight_decay:g}"
-        )
-
-
-def _newton_schulz(config: RunConfig) -> Iterator[str]:
-    """Report iterations that end in the middle of a set of coefficients, as Megatron's optimizers do."""
-    opt, sets = config.optimizer, QUINTIC_SETS
-    if opt.optimizer == "muon" and opt.muon_coefficient_type == "quintic" and opt.muon_num_ns_steps % sets:
-        near = multiples_around(opt.muon_num_ns_steps, sets)
-        yield (
-            f"--muon-num-ns-steps {opt.muon_num_ns_steps} is not a multiple of the {sets} sets of coefficients of "
-            f"--muon-coefficient-type quintic; nearest: {near}, or simple"
-        )
 
 
 # Options that name the data of a part.
@@ -198,9 +158,9 @@ def _source(config: RunConfig) -> Iterator[str]:
     data = config.data
     # A file stays where it could not be read, which has been reported.
     forms = (
-        ("data_path", "data_args_path"),
+        ("data_path",),
         ("mock_data",),
-        (*_APART.values(), "per_split_data_args_path"),
+        tuple(_APART.values()),
         (*_WEIGHTED.values(), *(f"{name}_path" for name in _WEIGHTED.values())),
     )
     given = [[name for name in form if getattr(data, name)] for form in forms]
@@ -208,7 +168,7 @@ def _source(config: RunConfig) -> Iterator[str]:
         also = "; --train-data-path or --train-weighted-split-paths may stand in the place of --data-path"
         yield f"exactly one of --data-path and --mock-data is required{also}"
     for names, train in ((given[2], _APART["train"]), (given[3], _WEIGHTED["train"])):
-        if names and not any(name.startswith(("train", "per_split")) for name in names):
+        if names and not any(name.startswith("train") for name in names):
             yield f"{all_options()[names[0]].flag} needs {all_options()[train].flag}"
 
 
@@ -394,8 +354,6 @@ RULES: tuple[Rule, ...] = (
     _length,
     _units,
     _schedule,
-    _weight_decay,
-    _newton_schulz,
     _experts,
     _idle_router_of_new_model,
     _source,
@@ -443,9 +401,6 @@ def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
     # ALiBi's distances are those within a document wherever attention stays in it.
     positions = config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask
     tokenized = config.data.tokenizer_type not in (None, "NullTokenizer")
-    grows = bool(config.batch.rampup_seq_length or config.batch.seq_length_steps)
-    yield ["rampup_seq_length_root"], bool(config.batch.rampup_seq_length), "--rampup-seq-length"
-    yield ["lr_by_tokens"], grows, "--rampup-seq-length or --seq-length-steps"
     yield wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"
     yield decaying, opt.lr_decay_style != "constant", "a --lr-decay-style that decays"
     yield ["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"
@@ -458,8 +413,7 @@ def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
     yield ["tokenizer_model", "vocab_file", "merge_file"], tokenized, of_files
     evaluates = config.training.eval_iters > 0 or bool(config.logging.callbacks)
     yield ["eval_interval", "eval_at_start"], evaluates, "--eval-iters above 0"
-    yield ["compile_backend", "compile_cache"], config.training.compile, "--compile"
-    yield ["compile_cache"], config.training.compile_backend == INDUCTOR, f"--compile-backend {INDUCTOR}"
+    yield ["compile_backend"], config.training.compile, "--compile"
     mixture, training = config.model.num_experts is not None, config.training
     of_mixtures = [
         "moe_aux_loss_coeff",

@@ -75,6 +75,7 @@ _ORDER = (
     "SLURM orders nodes: TopologyPlugin=topology/tree in slurm.conf, and srun --distribution; a list of nodes in an "
     "order of your own goes to srun --distribution=arbitrary by SLURM_HOSTFILE"
 )
+_WEIGHT_DECAY = "weight decay is the same over the run: --weight-decay"
 REMOVED = {
     "outer_fragments": Removed(_NO_FRAGMENTS, off="1"),
     "outer_fragment_pattern": Removed(_NO_FRAGMENTS, off="strided"),
@@ -86,6 +87,18 @@ REMOVED = {
         "common weights and outer momentum stay on the device, a part of each rank's slice: leave it out; "
         "--outer-optimizer average keeps no momentum"
     ),
+    "compile_cache": Removed("torch reads the folder from the variable TORCHINDUCTOR_CACHE_DIR"),
+    "data_args_path": Removed("let the shell read the file: --data-path $(cat FILE)"),
+    "end_weight_decay": Removed(_WEIGHT_DECAY),
+    "lr_by_tokens": Removed("the learning rate counts samples: --lr-decay-samples"),
+    "muon_coefficient_type": Removed("the iteration takes the five sets of quintic", off="quintic"),
+    "muon_num_ns_steps": Removed("the Newton-Schulz iteration has 5 steps", off="5"),
+    "muon_tp_mode": Removed("matrices that ranks cut are stepped whole: leave it out", off="distributed"),
+    "per_split_data_args_path": Removed("write --train-data-path, --valid-data-path and --test-data-path"),
+    "rampup_seq_length_root": Removed("lengths grow in a straight line: --rampup-seq-length", off="1.0"),
+    "seq_length_steps": Removed("lengths grow in equal steps: --rampup-seq-length"),
+    "start_weight_decay": Removed(_WEIGHT_DECAY),
+    "weight_decay_incr_style": Removed(_WEIGHT_DECAY, off="constant"),
     "log_each_rank": Removed(
         "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
         "--log-dir LOGS (--tee 3 prints it, too)"

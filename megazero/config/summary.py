@@ -1,4 +1,4 @@
-"""Describes a configuration: the model, every option, the layout, and what is active on which hop and why."""
+"""Describes a configuration: the model, what was chosen, the layout, and what is active on which hop and why."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ from megazero.pp.timeline import ideal_bubble
 WHERE = {INTRA: "inside nodes", INTER: "across nodes"}
 
 
-def describe(config: RunConfig, world: World | None = None, *, every: bool = True) -> list[str]:
-    """Describe the architecture, then the options in a paragraph per section. ``world`` adds the layout.
-
-    With ``every``, all options are listed, and '*' marks those that are not the default. Without, only those are.
-    """
-    return [decoder_line(config), *_options(config, every), *layout_lines(config, world), *note_lines(config)]
+def describe(config: RunConfig, world: World | None = None) -> list[str]:
+    """Describe the architecture, the options that are not the default, by section, and notes. ``world`` adds the
+    layout."""
+    return [decoder_line(config), *_chosen(config), *layout_lines(config, world), *note_lines(config)]
 
 
 def decoder_line(config: RunConfig) -> str:
@@ -38,16 +36,15 @@ def decoder_line(config: RunConfig) -> str:
     return f"{'decoder':<11}{model_summary(config.model, config.parallel.tensor_model_parallel_size)}"
 
 
-def _options(config: RunConfig, every: bool) -> Iterator[str]:
+def _chosen(config: RunConfig) -> Iterator[str]:
+    """Yield the options that are not the default, a paragraph for each section."""
     family = FAMILIES[config.model.model_family].defaults
     for section in section_types():
         words = []
         for opt in all_options().values():
             value = config.get(opt.name)
-            default = value == family.get(opt.name, opt.default)
-            if opt.section == section and (every or not default):
-                mark = "*" if every and not default else ""
-                words.append(f"{mark}{opt.key}={show(value)}".replace(" ", "\0"))
+            if opt.section == section and value != family.get(opt.name, opt.default):
+                words.append(f"{opt.key}={show(value)}".replace(" ", "\0"))
         text = textwrap.wrap(" ".join(words), width=120, break_long_words=False, break_on_hyphens=False)
         yield from (f"{'' if i else section:<11}{line}".replace("\0", " ") for i, line in enumerate(text))
 

@@ -26,16 +26,13 @@ from megazero.models.feed_forward import FeedForward
 from megazero.models.layer import DecoderLayer
 
 
-def compile_layers(decoder: Decoder, backend: str, cache: str | None = None) -> None:
+def compile_layers(decoder: Decoder, backend: str) -> None:
     """Compile the decoder's layers, when each kind is first called.
 
-    backend: of torch.compile. cache: a folder for what inductor compiles, for other ranks and later runs; None leaves
-    torch's. Raises ValueError if inductor lacks what it needs on this machine.
+    backend: of torch.compile. Raises ValueError if inductor lacks what it needs on this machine.
     """
     if backend == INDUCTOR:
         _require_compiler()
-        if cache is not None:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute())
     allow_graphs(len(set(layer_kinds(decoder.config))))
     whole = decoder.tp.size == decoder.cp.size == 1 and decoder.tp.deferred is None
     compiled = torch.compile(DecoderLayer._layer, backend=backend, fullgraph=whole, dynamic=False)

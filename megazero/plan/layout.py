@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megazero.config import RunConfig
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
-from megazero.config.options.optimizers import OPTIMIZERS
+from megazero.config.options.optimizers import NEWTON_SCHULZ_STEPS, OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.dealing import ROUND_NUMEL
 from megazero.mesh.grid import INTER, AxisSpec, Grid
@@ -300,8 +300,7 @@ class Layout:
 
     @cached_property
     def _layer_matrices(self) -> Mapping[str, tuple[LayerMatrix, ...]]:
-        whole = self.base.config.optimizer.muon_tp_mode == "distributed"
-        return layer_matrices(self.base.config.model, self.base.tp, self.base.ep, whole)
+        return layer_matrices(self.base.config.model, self.base.tp, self.base.ep)
 
     def _stepped(self, rank: int) -> list[Stepped]:
         """Return the matrices of a pipeline rank, those on the same axes together: none if the optimizer is
@@ -326,7 +325,7 @@ class Layout:
 
         What is shorter, messages or products, is hidden but for one round. Those on other axes are stepped after.
         """
-        steps, total = 2 * self.base.config.optimizer.muon_num_ns_steps, 0.0
+        steps, total = 2 * NEWTON_SCHULZ_STEPS, 0.0
         for each in self._stepped(rank):
             products = steps * each.busiest / self.base.compute.matrix_rate
             messages = 2 * sum(self._timed_hop(hop).seconds for hop in each.hops)

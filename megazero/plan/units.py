@@ -154,17 +154,12 @@ class LayerMatrix(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def layer_matrices(
-    model: ModelConfig, tp: int, ep: int, whole: bool
-) -> Mapping[str, tuple[LayerMatrix, ...]]:
-    """Return the matrices of each kind of layer on one of ``tp`` ranks, and of ``ep`` that share the experts.
-
-    whole: the ``tp`` ranks step together the matrices that they cut; else each steps its own parts.
-    """
+def layer_matrices(model: ModelConfig, tp: int, ep: int) -> Mapping[str, tuple[LayerMatrix, ...]]:
+    """Return the matrices of each kind of layer on one of ``tp`` ranks, and of ``ep`` that share the experts."""
 
     def described(p: ParameterSpec) -> LayerMatrix:
-        *_, rows, columns = p.local_shape(1 if whole else tp)
-        shared = whole and p.cut is not None and p.copies(tp) < tp
+        *_, rows, columns = p.local_shape(1)  # those that ranks cut are stepped whole
+        shared = p.cut is not None and p.copies(tp) < tp
         cut = Cut(rows, columns, held={}, shared=shared)
         return LayerMatrix(cut, max(p.experts, 1), p.local_numel(tp), apart_of(p, tp, ep))
 
@@ -201,7 +196,7 @@ def rank_units(
         unit: _module_units(model, unit, tp, ep, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
         for unit in dict.fromkeys(unit for stage in stages for unit in joined_modules(stage, joined, kinds))
     }
-    return RankUnits(stages, joined, made, kinds, layer_matrices(model, tp, ep, True))
+    return RankUnits(stages, joined, made, kinds, layer_matrices(model, tp, ep))
 
 
 @dataclass(frozen=True)

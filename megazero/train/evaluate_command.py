@@ -37,7 +37,7 @@ OPTIONS = (
     *("micro_batch_size", "global_batch_size"),
     *("zero_preset", "zero_stage", "zero_shard", "zero_hpz_partition_size", "zero_params_lifetime"),
     *("zero_prefetch_bytes", "zero_chunk_numel", "zero_unit_layers"),
-    *("eval_iters", "seed", "device", "attention_backend", "compile", "compile_backend", "compile_cache"),
+    *("eval_iters", "seed", "device", "attention_backend", "compile", "compile_backend"),
     *("norm_impl", "deterministic_mode", "distributed_timeout_minutes", "distributed_init_timeout_minutes"),
     *("load", "ckpt_step", "accept_field", "finetune"),
 )

@@ -254,7 +254,7 @@ def report_start(
     for line in shortened(shown, START_LINES - 2, file):  # below the two of the header
         outputs.console.note(line)
     if outputs.metrics is not None:
-        lines = [*told, *describe(config, world, every=False), *remarks, *predicted]
+        lines = [*told, *describe(config, world), *remarks, *predicted]
         _write_config(
             [f"{name}: {fact}" for name, fact in facts.items()] + lines, config, file, outputs.console
         )

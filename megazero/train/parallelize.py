@@ -95,7 +95,7 @@ def build_decoder(
     if training.norm_impl == "apex":
         use_apex(decoder)
     if training.compile:
-        compile_layers(decoder, training.compile_backend, training.compile_cache)
+        compile_layers(decoder, training.compile_backend)
     return decoder
 
 
@@ -162,8 +162,7 @@ def matrix_traits(decoder: Decoder, config: RunConfig) -> dict[str, dict[str, An
     """Return the traits of the layers' matrices by name; {} if the optimizer is elementwise."""
     if not OPTIMIZERS[config.optimizer.optimizer].by_matrix:
         return {}
-    whole = config.optimizer.muon_tp_mode == "distributed"
-    return {name: {MATRIX: True, "split": dim if whole else None} for name, dim in decoder.matrices().items()}
+    return {name: {MATRIX: True, "split": dim} for name, dim in decoder.matrices().items()}
 
 
 def units_of(decoder: Decoder, layers: int, mesh: Mesh) -> list[zero.UnitSpec]:

@@ -59,7 +59,7 @@ from megazero.train.nvidia_apex import refuse_without_apex
 from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.peak import peak_tflops
-from megazero.train.schedule.learning_rate import LearningRate, WeightDecay
+from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import run_length
 from megazero.train.state.checkpointing import Checkpointing, SavedTokenizer
@@ -348,7 +348,6 @@ def prepare(
         data=data,
         length=length,
         learning_rates=learning_rates,
-        weight_decay=WeightDecay.of(config),
         progress=progress,
         checkpointing=checkpointing,
         outputs=outputs,

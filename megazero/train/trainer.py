@@ -36,7 +36,7 @@ from megazero.train.expert_balance import memory_explained
 from megazero.train.iteration_line import iteration_line
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
-from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED, LearningRate, WeightDecay
+from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED, LearningRate
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.progress import Progress, leave_out, next_to_leave_out, without_effect
@@ -79,7 +79,6 @@ class Trainer:
     data: RunData
     length: RunLength
     learning_rates: Mapping[bool, LearningRate]
-    weight_decay: WeightDecay
     progress: Progress
     checkpointing: Checkpointing
     outputs: Outputs
@@ -92,7 +91,7 @@ class Trainer:
         self.config, self.guard = checkpointing.config, NonFiniteGuard()
         self.scaling = checkpointing.scaling
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
-        self.lengths = SequenceLengths.of(self.config.model.seq_length, self.config.batch)
+        self.lengths = SequenceLengths(self.config.model.seq_length, self.config.batch.rampup_seq_length)
         masked = self.config.data.eod_mask_loss
         self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, self.pipeline.loss_rank, masked)
         limit_s = self.config.training.distributed_timeout_minutes * 60
@@ -312,15 +311,14 @@ class Trainer:
     def _set_rates(self) -> dict[str, float]:
         """Give every group of the optimizer its learning rate and weight decay. Returns the metrics of these."""
         position = self.length.scheduled(self.progress) - self.scaling.skipped(self.length.by_samples)
-        at = self.progress.tokens / self.lengths.full if self.config.batch.lr_by_tokens else position
-        rates = {decoupled: rate(at) for decoupled, rate in self.learning_rates.items()}
-        decay, names = self.weight_decay(position), {"learning_rate": rates[False]}
+        rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
         for group in self.engine.param_groups:
             group["lr"] = rates[group.get(DECOUPLED, False)]
-            group["weight_decay"] = 0.0 if group.get(UNDECAYED) else decay
-        if self.config.optimizer.decoupled_lr is not None:
-            names["decoupled_learning_rate"] = rates[True]
-        return names if self.weight_decay.style == "constant" else {**names, "weight_decay": decay}
+            group["weight_decay"] = 0.0 if group.get(UNDECAYED) else self.config.optimizer.weight_decay
+        decoupled = (
+            {} if self.config.optimizer.decoupled_lr is None else {"decoupled_learning_rate": rates[True]}
+        )
+        return {"learning_rate": rates[False], **decoupled}
 
     # -- evaluation, saving ----------------------------------------------------------------------
 

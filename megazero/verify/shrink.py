@@ -123,7 +123,7 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
     if optimizer.decoupled_lr is not None:
         values["decoupled_lr"] = spec.small_rate * optimizer.decoupled_lr / optimizer.lr
     if spec.by_matrix:
-        values |= {"muon_fp32_matmul_prec": "high", "muon_tp_mode": "distributed"}
+        values |= {"muon_fp32_matmul_prec": "high"}
     return values
 
 
@@ -345,7 +345,7 @@ def _notes(config: RunConfig, world: World) -> list[str]:
         notes.append(
             f"norms have an epsilon of {QK_NORM_EPSILON:g}, with which small sizes are well-conditioned"
         )
-    if config.batch.rampup_seq_length or config.batch.seq_length_steps:
+    if config.batch.rampup_seq_length:
         notes.append("sequences have one length")
     if config.wire(world).codings:
         block = SMALL["zero_block_size"]

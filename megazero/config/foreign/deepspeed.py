@@ -234,36 +234,22 @@ def _clip(layer: Layer, said: Mapping[str, Any]) -> None:
 
 
 def _curriculum(layer: Layer, where: str, block: Any) -> None:
-    """Take over lengths that grow: the block as DeepSpeed's CurriculumScheduler reads it."""
+    """Take over lengths that grow in equal steps, as DeepSpeed's CurriculumScheduler reads them."""
     if not isinstance(block, dict):
         layer.errors.append(f"{where} takes an object, got {block!r}")
-        return
-    if not _asks("curriculum_learning", block):
+    if not isinstance(block, dict) or not _asks("curriculum_learning", block):
         return
     schedule = block.get("schedule_config")
-    kind, schedule = block.get("schedule_type"), schedule if isinstance(schedule, dict) else {}
-    lengths, until = (schedule.get(key, ()) for key in ("difficulty", "max_step"))
-    lists = isinstance(lengths, list) and isinstance(until, list)
-    if block.get("curriculum_type", "seqlen") != "seqlen":
-        layer.errors.append(
-            f"{where}.curriculum_type {block['curriculum_type']!r} is not built; only seqlen is"
-        )
-        return
-    keys = [block.get(f"{end}_difficulty") for end in ("min", "max")]
-    keys += [schedule.get("difficulty_step"), schedule.get("total_curriculum_step")]
-    if kind in ("fixed_linear", "fixed_root") and None not in keys:
-        layer.put(all_options()["rampup_seq_length"], [_whole(key) for key in keys], where)
-        if kind == "fixed_root":
-            root = f"{where}.schedule_config.root_degree"
-            layer.put(all_options()["rampup_seq_length_root"], schedule.get("root_degree"), root)
-    elif kind == "fixed_discrete" and lists and len(lengths) == len(until) + 1:
-        steps = [each for pair in zip(lengths, [*until, None], strict=True) for each in pair]
-        layer.put(all_options()["seq_length_steps"], steps[:-1], where)
+    schedule = schedule if isinstance(schedule, dict) else {}
+    ramp = [block.get("min_difficulty"), block.get("max_difficulty")]
+    ramp += [schedule.get("difficulty_step"), schedule.get("total_curriculum_step")]
+    kind = block.get("curriculum_type", "seqlen"), block.get("schedule_type")
+    if kind == ("seqlen", "fixed_linear") and None not in ramp:
+        layer.put(all_options()["rampup_seq_length"], [_whole(key) for key in ramp], where)
     else:
         layer.errors.append(
-            f"{where} needs min_difficulty, max_difficulty, and a schedule_type of fixed_linear or fixed_root, with "
-            "schedule_config's total_curriculum_step and difficulty_step, or of fixed_discrete, with its difficulty "
-            "and max_step"
+            f"{where}: of curricula only curriculum_type seqlen with schedule_type fixed_linear is built; it needs "
+            "min_difficulty, max_difficulty, and schedule_config's total_curriculum_step and difficulty_step"
         )
 
 

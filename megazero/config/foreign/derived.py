@@ -6,11 +6,10 @@ With --train-tokens, Megatron-DeepSpeed ends after the first iteration that reac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from megazero.config.options.fields import show, typed
-from megazero.config.options.sections import BatchConfig
 from megazero.config.run import all_options
 from megazero.config.schedule.batch_sizes import BatchSizeRampup, ramp_fault
 from megazero.config.schedule.sequence_lengths import SequenceLengths, growth_fault
@@ -80,9 +79,8 @@ def _faults(values: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
         yield "--train-tokens needs --global-batch-size: the run ends with the batch that reaches them"
     if "lr_warmup_tokens" in tokens and "lr_decay_tokens" not in tokens:
         yield "--lr-warmup-tokens needs --lr-decay-tokens; or use --lr-warmup-samples"
-    warmup = any(values.get(f"lr_warmup_{unit}") for unit in ("samples", "iters", "fraction"))
-    if "lr_decay_tokens" in tokens and "lr_warmup_tokens" not in tokens and warmup and _growing(values):
-        yield "--lr-decay-tokens with lengths that grow needs the warm-up in tokens, too: --lr-warmup-tokens"
+    if "lr_decay_tokens" in tokens and values.get("rampup_seq_length"):
+        yield "--lr-decay-tokens with lengths that grow (--rampup-seq-length): use --lr-decay-samples"
     if values.get("train_iters") and (values.get("rampup_batch_size") or not values.get("global_batch_size")):
         yield (
             "lengths in tokens with --train-iters need one --global-batch-size, without --rampup-batch-size; use "
@@ -97,20 +95,13 @@ def _sizes(values: dict[str, Any], batch: int) -> BatchSizeRampup:
     return BatchSizeRampup(start, increment, samples, batch, 1, 1)
 
 
-def _growing(values: Mapping[str, Any]) -> BatchConfig | None:
-    """Return how lengths grow, or None where they do not, or not legally, which is reported elsewhere."""
-    ramp, steps = (tuple(values.get(name) or ()) for name in ("rampup_seq_length", "seq_length_steps"))
-    if not ramp and not steps or growth_fault(ramp, steps):
-        return None
-    root = values.get("rampup_seq_length_root") or 1.0
-    return BatchConfig(
-        micro_batch_size=1, rampup_seq_length=ramp, rampup_seq_length_root=root, seq_length_steps=steps
-    )
-
-
 def _in_samples(values: dict[str, Any], tokens: dict[str, int]) -> None:
     """Set the lengths in samples, of whole samples: rounded up for the length of the run, else down."""
-    length, batch, grows = values["seq_length"], values.get("global_batch_size") or 1, _growing(values)
+    length, batch, grows = (
+        values["seq_length"],
+        values.get("global_batch_size") or 1,
+        values.get("rampup_seq_length"),
+    )
     if values.get("train_iters"):
         for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay"):
             count = values.pop(f"{name}_iters", None)
@@ -123,15 +114,12 @@ def _in_samples(values: dict[str, Any], tokens: dict[str, int]) -> None:
             values["lr_decay_samples"] = given
         # The run ends with the last whole batch within --train-samples: the one that reaches the tokens.
         end = _sizes(values, batch).reaching(wanted)
-        if grows:
-            end = SequenceLengths.of(length, grows).samples_reaching(
-                tokens["train_tokens"], _sizes(values, batch)
-            )
+        if grows and not growth_fault(grows):  # else it is reported elsewhere
+            lengths = SequenceLengths(length, grows)
+            end = lengths.samples_reaching(tokens["train_tokens"], _sizes(values, batch))
         values["train_samples"] = min(given, end) if given else end
     if "lr_decay_tokens" in tokens:
         values["lr_decay_samples"] = max(1, tokens["lr_decay_tokens"] // length)
-        if grows:
-            values["lr_by_tokens"] = True
     if "lr_warmup_tokens" in tokens:
         values["lr_warmup_samples"] = tokens["lr_warmup_tokens"] // length
         values.pop("lr_warmup_fraction", None)

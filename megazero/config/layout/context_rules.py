@@ -138,9 +138,8 @@ def _lengths(config: RunConfig, keys: int) -> Iterator[str]:
 
 def ramped(config: RunConfig, keys: int) -> Iterator[str]:
     """Report a length of a ramp that the ranks cannot share."""
-    batch, whole = config.batch, parts(config.parallel, keys)
-    ramp, steps = batch.rampup_seq_length, batch.seq_length_steps
-    lengths = (ramp[2], min(ramp[1], config.model.seq_length)) if ramp else (steps or ())[::2]
+    whole, ramp = parts(config.parallel, keys), config.batch.rampup_seq_length
+    lengths = (ramp[2], min(ramp[1], config.model.seq_length)) if ramp else ()
     odd = next((each for each in lengths if each % whole), None)
     if odd is not None:
         yield (

@@ -24,8 +24,7 @@ class Optimizer:
     ``arguments`` are those of every factory, by name; each is an option, or a tuple of options.
     ``moments`` is how many values it keeps beside each master weight, in the master's dtype but where one of
     ``moment_dtypes``, the names of options, says another (MOMENT_DTYPES). ``matrix_moments`` is the same of the
-    layers' matrices, for an optimizer that steps them whole; None: it is elementwise. ``layout`` has options that it
-    reads beside its arguments: they say where matrices are stepped.
+    layers' matrices, for an optimizer that steps them whole; None: it is elementwise.
     ``small_rate`` is a learning rate at which a model of a few thousand parameters trains well in fp32 (megazero
     verify).
     """
@@ -36,7 +35,6 @@ class Optimizer:
     small_rate: float
     moment_dtypes: tuple[str, ...] = ()
     matrix_moments: int | None = None
-    layout: tuple[str, ...] = ()
 
     @property
     def by_matrix(self) -> bool:
@@ -46,7 +44,7 @@ class Optimizer:
     def options(self) -> list[str]:
         """Return the names of the options that it reads."""
         nested = ((names,) if isinstance(names, str) else names for names in self.arguments.values())
-        return [*(name for names in nested for name in names), *self.layout]
+        return [name for names in nested for name in names]
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
@@ -95,8 +93,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 "weight_decay": "weight_decay",
                 "momentum": "muon_momentum",
                 "nesterov": "muon_nesterov",
-                "coefficients": "muon_coefficient_type",
-                "steps": "muon_num_ns_steps",
                 "scale": "muon_scale_mode",
                 "extra_scale": "muon_extra_scale_factor",
                 "precision": "muon_fp32_matmul_prec",
@@ -104,12 +100,11 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             moments=2,
             small_rate=2e-4,
             matrix_moments=1,
-            layout=("muon_tp_mode",),
         ),
     }
 )
 IMPLEMENTATIONS = tuple(OPTIMIZERS["adamw"].factories)
-QUINTIC_SETS = 5  # of coefficients, of zero/by_matrix.py, which needs torch; a test keeps the two equal
+NEWTON_SCHULZ_STEPS = 5  # of muon, as in zero/by_matrix.py, which needs torch; a test keeps the two equal
 SMALL_MOMENTS = ("auto", "triton")  # the implementations that keep moments in fewer bits
 
 
@@ -144,15 +139,11 @@ WSD_FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
     }
 )
 DECAY_STYLES = ("constant", *FALLING, "inverse-square-root", "WSD")
-# What of end - start weight decay is reached when a share r of the run is over, by the style's name.
-GROWING: Mapping[str, Callable[[float], float]] = MappingProxyType(
-    {"linear": lambda r: r, "cosine": lambda r: 0.5 * (math.cos(math.pi * (1.0 - r)) + 1.0)}
-)
 
 
 def of_schedule(name: str) -> bool:
     """Tell whether an option is of the schedule of learning rate and weight decay, which Megatron saves."""
-    return name.startswith(("lr", "min_lr", "decoupled", "weight_decay", "start_", "end_"))
+    return name.startswith(("lr", "min_lr", "decoupled", "weight_decay"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,18 +188,6 @@ class OptimizerConfig:
     weight_decay: float = option(
         0.01, "weight decay, decoupled except for sgd; norms and biases have none", low=0
     )
-    weight_decay_incr_style: str = option(
-        "constant",
-        "how weight decay grows over the run, from --start-weight-decay to --end-weight-decay",
-        choices=("constant", *GROWING),
-        whole_run=True,
-    )
-    start_weight_decay: float | None = option(
-        None, "weight decay at the start, where it grows", low=0, whole_run=True
-    )
-    end_weight_decay: float | None = option(
-        None, "weight decay at the end, where it grows", low=0, whole_run=True
-    )
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
@@ -224,12 +203,6 @@ class OptimizerConfig:
     lion_beta2: float = option(0.98, "decay of lion's momentum", low=0, below=1)
     muon_momentum: float = option(0.9, "share of the momentum that muon keeps", low=0, below=1)
     muon_nesterov: bool = option(False, "muon takes Nesterov's momentum")
-    muon_coefficient_type: str = option(
-        "quintic",
-        "coefficients of muon's Newton-Schulz iteration: five sets in turn, or one (simple, as torch.optim.Muon)",
-        choices=("quintic", "simple"),
-    )
-    muon_num_ns_steps: int = option(5, "Newton-Schulz iterations of muon", low=1, high=99)
     muon_scale_mode: str = option(
         "spectral",
         "factor of an orthogonalised [m, n] matrix: spectral is sqrt(max(m, n)), unit_rms_norm is sqrt(m / n), "
@@ -245,12 +218,6 @@ class OptimizerConfig:
         "medium",
         "dtype in which matrices are moved and iterated: medium is bfloat16, high is the master weights'",
         choices=("medium", "high"),
-    )
-    muon_tp_mode: str = option(
-        "distributed",
-        "matrices that tensor-parallel ranks cut: distributed steps each whole on one of them, blockwise steps each "
-        "rank's part by itself, which is another update",
-        choices=("distributed", "blockwise"),
     )
     clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", low=0)
 

@@ -302,24 +302,7 @@ class BatchConfig:
     rampup_seq_length: tuple[int, ...] | None = option(
         None,
         "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in "
-        "steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
-        whole_run=True,
-    )
-    rampup_seq_length_root: float = option(
-        1.0,
-        "degree of the root by which --rampup-seq-length grows; 1 is a straight line",
-        above=0,
-        whole_run=True,
-    )
-    seq_length_steps: tuple[int, ...] | None = option(
-        None,
-        "LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH: train on the first LENGTH tokens of each sample, "
-        "up to LAST_ITERATION",
-        whole_run=True,
-    )
-    lr_by_tokens: bool = option(
-        False,
-        "a sample counts in the learning rate's schedule as its share of --seq-length, where lengths grow",
+        "equal steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
         whole_run=True,
     )
     elastic: bool = option(
@@ -368,11 +351,6 @@ class TrainingConfig:
         INDUCTOR,
         "compiler of the graphs; aot_eager runs their operations as they are",
         choices=COMPILE_BACKENDS,
-        strict=True,
-    )
-    compile_cache: str | None = option(
-        None,
-        "folder that keeps what inductor compiled, for later runs (default: torch's, TORCHINDUCTOR_CACHE_DIR)",
         strict=True,
     )
     z_loss_strength: float = option(
@@ -435,7 +413,6 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option((), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend")
     split: str = option("969,30,1", "shares of train, validation and test in --data-path")
-    data_args_path: str | None = option(None, "file with the words of --data-path")
     train_data_path: tuple[str, ...] = option(
         (), "data to train on, in the form of --data-path, instead of it and --split"
     )
@@ -444,11 +421,6 @@ class DataConfig:
     )
     test_data_path: tuple[str, ...] = option(
         (), "data to evaluate on after the last iteration, in the form of --data-path"
-    )
-    per_split_data_args_path: str | None = option(
-        None,
-        "JSON file with the values of --train-data-path, --valid-data-path and "
-        '--test-data-path: {"train": [...], "valid": [...], "test": [...]}',
     )
     train_weighted_split_paths: tuple[str, ...] = option(
         (),

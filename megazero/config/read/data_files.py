@@ -1,13 +1,12 @@
-"""Files that list the data: their words replace the option that names the file. Also checks that the data exists."""
+"""Files with BLOOM's groups of data: their words replace the option that names the file. Data must exist."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from megazero.bounded import load_json, read_bytes
+from megazero.bounded import read_bytes
 from megazero.config.errors import WRONG_PATH, ConfigError
 from megazero.config.options.data_inputs import (
     DATA_WORDS,
@@ -19,74 +18,42 @@ from megazero.config.options.data_inputs import (
 from megazero.config.options.fields import show
 from megazero.config.run import RunConfig, all_options
 
-Words = Mapping[str, tuple[str, ...]]  # by the name of the option that they are the value of
 
-
-def _blend(text: str) -> Words:
-    return {"data_path": tuple(text.split())}
-
-
-def _per_split(text: str) -> Words:
-    content = load_json(text)
-    if not isinstance(content, dict) or not set(content) <= set(SPLITS):
-        raise ValueError(f"must hold an object with the keys {', '.join(SPLITS)}")
-    words = {
-        key: value.split() if isinstance(value, str) else value for key, value in content.items() if value
-    }
-    if not all(isinstance(value, list) for value in words.values()):
-        raise ValueError("must hold a list of words, or a text of them, under each key")
-    return {f"{key}_data_path": tuple(map(str, value)) for key, value in words.items()}
-
-
-def _groups(name: str) -> Callable[[str], Words]:
-    """Return a reader of groups: quoted as in a shell, or one a line, which a comma at its end continues."""
-
-    def read(text: str) -> Words:
-        lines = re.sub(r",\s*\n", ", ", text).splitlines()
-        bare = [line.strip() for line in lines if line.strip()]
-        return {name: tuple(shlex.split(text) if re.search("['\"]", text) else bare)}
-
-    return read
-
-
-# What the file of an option holds.
-READERS: Mapping[str, Callable[[str], Words]] = {
-    "data_args_path": _blend,
-    "per_split_data_args_path": _per_split,
-    **{f"{split}_weighted_split_paths_path": _groups(f"{split}_weighted_split_paths") for split in SPLITS},
-}
+def _groups(text: str) -> tuple[str, ...]:
+    """Return the groups of a file: quoted as in a shell, or one a line, which a comma at its end continues."""
+    if re.search("['\"]", text):
+        return tuple(shlex.split(text))
+    lines = re.sub(r",\s*\n", ", ", text).splitlines()
+    return tuple(line.strip() for line in lines if line.strip())
 
 
 def read_data_files(values: dict[str, Any], notes: list[str]) -> list[str]:
-    """Put the words of the files that ``values`` names where they belong, with a note for each file.
+    """Put the groups of the files that ``values`` names where they belong, with a note for each file.
 
     Returns an error line for each file that cannot be used, whose option then stays.
     """
     errors = []
-    for name, read in READERS.items():
-        path = values.get(name)
+    for name in (f"{split}_weighted_split_paths" for split in SPLITS):
+        path, option = values.get(f"{name}_path"), all_options()[name]
         if path is None:
             continue
-        flag = all_options()[name].flag
+        named = f"{all_options()[f'{name}_path'].flag} {path}"
         try:
-            text = read_bytes(path).decode("utf-8")
-            words = {key: value for key, value in read(text).items() if value}
-            for key, value in words.items():
-                DATA_WORDS[key](value)  # here, so that its error names the file
+            groups = _groups(read_bytes(path).decode("utf-8"))
+            DATA_WORDS[name](groups)  # here, so that its error names the file
         except WRONG_PATH as error:
-            errors.append(f"{flag} {path} cannot be read: {error.strerror or error}")
-            continue
-        except ValueError as error:  # of JSON, of an open quote and of bytes that are no text, too
-            errors.append(f"{flag} {path}: {error}")
-            continue
-        twice = [all_options()[key].flag for key in words if values.get(key)]
-        if twice or not words:
-            excluded = f"and {' and '.join(twice)} exclude each other; leave one out"
-            errors.append(f"{flag} {path} {excluded if twice else 'names no data'}")
-            continue
-        del values[name]
-        values |= words
-        notes += [f"{flag} {path}: {all_options()[key].flag} {show(value)}" for key, value in words.items()]
+            errors.append(f"{named} cannot be read: {error.strerror or error}")
+        except ValueError as error:  # of an open quote and of bytes that are no text, too
+            errors.append(f"{named}: {error}")
+        else:
+            if values.get(name):
+                errors.append(f"{named} and {option.flag} exclude each other; leave one out")
+            elif not groups:
+                errors.append(f"{named} names no data")
+            else:
+                del values[f"{name}_path"]
+                values[name] = groups
+                notes.append(f"{named}: {option.flag} {show(groups)}")
     return errors
 
 

@@ -37,7 +37,7 @@ def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
     if flags.help:
         print(help_text())
         raise SystemExit(0)
-    return _configured(read_layers(flags), world)
+    return make_run(read_layers(flags), world)
 
 
 def begun(config: RunConfig, world: World | None = None, beginning: Beginning | None = None) -> RunConfig:
@@ -70,11 +70,6 @@ def read_layers(flags: Flags) -> Layer:
     for layer in (*layers, flags.layer):
         settle(layer)
     return merge([*layers, flags.layer])
-
-
-def make_run(said: Layer, world: World | None = None) -> RunConfig:
-    """Do as ``parse`` does with the values of ``read_layers``, which a command may have changed."""
-    return _configured(said, world)
 
 
 def settle(layer: Layer) -> None:
@@ -148,7 +143,7 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
 
     As ``parse``, it reads no checkpoint. Raises ConfigError with every fault.
     """
-    return _configured(_said(values), world)
+    return make_run(_said(values), world)
 
 
 def unjudged(values: Mapping[str, Any]) -> RunConfig:
@@ -179,8 +174,11 @@ def _said(values: Mapping[str, Any]) -> Layer:
     return layer
 
 
-def _configured(said: Layer, world: World | None) -> RunConfig:
-    """Return the configuration, with ``said`` in it where what --load names is still to be read."""
+def make_run(said: Layer, world: World | None = None) -> RunConfig:
+    """Do as ``parse`` does with the values of ``read_layers``, which a command may have changed.
+
+    ``said`` is in the configuration where what --load names is still to be read.
+    """
     if said.unread:
         raise ConfigError(said.errors)
     if said.values.get("load") is None:

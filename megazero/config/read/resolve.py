@@ -44,8 +44,6 @@ from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
 from megazero.config.run import REMOVED, RunConfig, World, all_options
 
-# The configuration of the run that goes on, by section; {} where a new one begins.
-Stored = Mapping[str, Mapping[str, Any]]
 TRANSFORM = "zero_gradient_transform"
 KEPT_PLAIN = (
     ", so gradients are sent as they were, with a larger error than by today's default; --zero-gradient-transform "
@@ -87,8 +85,11 @@ def resolve(
     if "group-query-attention" in said.accepted and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
     errors += unmet_conditions(said.conditions, complete(values))
-    stored = beginning.manifest if beginning.goes_on(values) else None
-    goes_on = (beginning.path, stored.configuration) if stored else (None, {})
+    # The options of the run that goes on, by name; {} where a new one begins.
+    stored = beginning.manifest.configuration if beginning.manifest and beginning.goes_on(values) else {}
+    saved = {name: value for section in stored.values() for name, value in section.items()}
+    goes_on = beginning.path, saved
+    notes += _removed_since(*goes_on)
     errors += _complete_schedule(values, said.accepted, *goes_on, notes)
     notes += [*_unlike_megatron(values, said.accepted), *unfused_gelu(values)]
     values = complete(values)
@@ -98,7 +99,7 @@ def resolve(
     values |= {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
         values["save_keep_last"] = 1
-    errors += _complete_batch(values, accumulation, world, goes_on[1], notes)
+    errors += _complete_batch(values, accumulation, world, saved.get("global_batch_size"), notes)
     notes += _changed_update(values, *goes_on)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
@@ -125,7 +126,11 @@ def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> 
 
 
 def _complete_schedule(
-    values: dict[str, Any], accepted: Collection[str], path: Path | None, stored: Stored, notes: list[str]
+    values: dict[str, Any],
+    accepted: Collection[str],
+    path: Path | None,
+    saved: Mapping[str, Any],
+    notes: list[str],
 ) -> list[str]:
     """At a resume, take the checkpoint's schedule if that is asked for, else note where the flags differ from it.
 
@@ -136,7 +141,6 @@ def _complete_schedule(
         return [
             f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"
         ]
-    saved = {name: value for section in stored.values() for name, value in section.items()}
     before, now = _schedule(saved), _schedule(values)
     changed = [name for name in now if before[name] != now[name]]
     if before["lr"] is None or not changed:  # nothing is continued, or what was imported
@@ -161,9 +165,15 @@ def _complete_schedule(
     return []
 
 
-def _changed_update(values: Mapping[str, Any], path: Path | None, stored: Stored) -> Iterator[str]:
+def _removed_since(path: Path | None, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for each option of the checkpoint that was removed since."""
+    for name, removed in REMOVED.items():
+        if f"{saved.get(name)}".lower() not in ("none", removed.off):
+            yield f"{path} was trained with {name} {show(saved[name])}, which was removed: {removed.cure}"
+
+
+def _changed_update(values: Mapping[str, Any], path: Path | None, saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note if a run that goes on has another update, beside its schedule, or another loss than before."""
-    saved = {name: value for section in stored.values() for name, value in section.items()}
     optimizer = OPTIMIZERS.get(values.get("optimizer") or all_options()["optimizer"].default)
     read = [name for name in optimizer.options if not of_schedule(name)] if optimizer else []
     balanced = [section_of(TrainingConfig, each).balances_micro_batches for each in (saved, values)]
@@ -182,20 +192,13 @@ def _changes(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, 
 
 
 def _complete_formats(
-    values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]
+    values: dict[str, Any], path: Path | None, saved: Mapping[str, Any], notes: list[str]
 ) -> Collection[str]:
     """At a resume, take the formats of messages from the checkpoint where the options give none, else note a change.
 
-    Returns the options that were taken. Notes say which of its options were removed since, and what gradients lose
-    that are sent in few bits as they are.
+    Returns the options that were taken. A note says what gradients lose that are sent in few bits as they are.
     """
-    before = _formats(stored.get("zero", {}))
-    said_before = {**before, **stored.get("outer", {})}
-    for name, removed in REMOVED.items():
-        if f"{said_before.get(name)}".lower() not in ("none", removed.off):
-            notes.append(
-                f"{path} was trained with {name} {show(said_before[name])}, which was removed: {removed.cure}"
-            )
+    before = _formats(saved)
     options, said = all_options(), {name: value for name, value in values.items() if value is not None}
     asked = section_of(ZeroConfig, said)
     planned = may_quantise(asked.zero_preset, said.get("loss_policy"))
@@ -213,11 +216,13 @@ def _complete_formats(
     return kept
 
 
-def _complete_outer(values: dict[str, Any], path: Path | None, stored: Stored, notes: list[str]) -> None:
+def _complete_outer(
+    values: dict[str, Any], path: Path | None, saved: Mapping[str, Any], notes: list[str]
+) -> None:
     """At a resume, take the outer momentum from the checkpoint where the options give none: what it has summed up is
     by that rule, and the default was 0.9 before 0.3.0."""
     said = {name: value for name, value in values.items() if value is not None}
-    before, now = (section_of(OuterConfig, each) for each in (stored.get("outer", {}), said))
+    before, now = (section_of(OuterConfig, each) for each in (saved, said))
     if "outer_momentum" in said or not (before.outer_interval and now.outer_interval):
         return
     if before.outer_momentum != now.outer_momentum and not (averages(before) or averages(now)):
@@ -225,16 +230,16 @@ def _complete_outer(values: dict[str, Any], path: Path | None, stored: Stored, n
         notes.append(f"from {path}: --outer-momentum {before.outer_momentum:g}")
 
 
-def _formats(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ZeRO options of a checkpoint, in which plain gradients have their format by its name.
+def _formats(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a checkpoint, in which plain gradients have their format by its name.
 
     A checkpoint from before the transform was the default has 'none' whatever it sent, and one from before there was
     a transform nothing.
     """
     none = {TRANSFORM: "none"}
-    if is_plain(section_of(ZeroConfig, {**none, **stored})):
-        return {**stored, **none}
-    return {name: value for name, value in stored.items() if (name, value) not in none.items()}
+    if is_plain(section_of(ZeroConfig, {**none, **saved})):
+        return {**saved, **none}
+    return {name: value for name, value in saved.items() if (name, value) not in none.items()}
 
 
 def _changed_format(was: ZeroConfig, now: ZeroConfig, path: Path | None) -> Iterator[str]:
@@ -380,15 +385,15 @@ def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
 
 
 def _complete_batch(
-    values: dict[str, Any], accumulation: int | None, world: World | None, stored: Stored, notes: list[str]
+    values: dict[str, Any], accumulation: int | None, world: World | None, saved: int | None, notes: list[str]
 ) -> list[str]:
     """Set the global batch, or check that the sizes agree if it is given. Returns error lines.
 
-    The global batch is micro-batch x data-parallel size (x DeepSpeed's accumulation).
+    The global batch is micro-batch x data-parallel size (x DeepSpeed's accumulation). saved: that of the checkpoint.
     """
     elastic, kept = values.get("elastic"), None
     if values.get("global_batch_size") is None:
-        kept = stored.get("batch", {}).get("global_batch_size")
+        kept = saved
         if kept and elastic:
             values["global_batch_size"] = kept
             notes.append(f"--elastic: the global batch is {kept}, as in the checkpoint")

@@ -21,6 +21,7 @@ from megazero.config.read.flags import read_flags
 from megazero.config.read.parse import read_layers, settle
 from megazero.config.read.resolve import complete_megatron, unfused_gelu
 from megazero.config.read.sources import Layer, all_switches, merge
+from megazero.config.run import REMOVED
 
 _HERE = "the checkpoint's arguments"
 # Arguments that decide what the model computes, of which only "none" is built: 0, False, None or what is here.
@@ -147,7 +148,6 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
     if args.get("layernorm_zero_centered_gamma"):  # the name in megatron-core's own configuration
         said["apply_layernorm_1p"] = True
     unit = "_iters" if said.get("train_samples") else "_samples"
-    grows = args.get("weight_decay_incr_style") not in (None, "constant")
     yarn = args.get("position_embedding_type") == "yarn"
     rotary = args.get("position_embedding_type") in (None, "rope") or args.get(
         "use_rotary_position_embeddings"
@@ -166,7 +166,6 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
         (not rotary, ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")),
         (not said.get("use_rope_scaling"), ("use_rope_scaling", "rope_scaling_factor")),
         (not yarn, ("rotary_scaling_factor", "mscale", "mscale_all_dim")),
-        (not grows, ("start_weight_decay", "end_weight_decay")),
         (not _has_experts(args), [name for name in said if name.startswith(("moe_", "expert_"))]),
     )
     without = {name for holds, names in idle if holds for name in names}
@@ -226,7 +225,9 @@ def _refused(args: Mapping[str, Any], accept: Collection[str]) -> Iterator[str]:
 
 
 def _mentioned(key: str) -> bool:
-    return any(flag in flags() for flag in (key, f"no-{key}", f"disable-{key}"))
+    return key.replace("-", "_") in REMOVED or any(
+        flag in flags() for flag in (key, f"no-{key}", f"disable-{key}")
+    )
 
 
 def _left_out(args: Mapping[str, Any]) -> Iterator[str]:
@@ -237,6 +238,15 @@ def _left_out(args: Mapping[str, Any]) -> Iterator[str]:
         refused = [row for row in rows if row.kind == REFUSE]
         if judged and rows and rows[0].kind == ACCEPT and refused and not _accepted(rows, value):
             yield f"--{rows[0].name} {value}: {refused[-1].text}"
+        # The two ends of a growth are there without one, too.
+        idle = (
+            name.startswith(("start_", "end_"))
+            or name.startswith("muon_")
+            and args.get("optimizer") != "muon"
+        )
+        removed = REMOVED.get(name)
+        if removed is not None and not idle and f"{value}".lower() not in ("none", removed.off):
+            yield f"--{name.replace('_', '-')} {show(value)}: {removed.cure}"
 
 
 def _accepted(rows: Collection[Row], value: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config import RunConfig
-from megazero.config.options.optimizers import FALLING, GROWING, WSD_FALLING
+from megazero.config.options.optimizers import FALLING, WSD_FALLING
 
 # Marks of an optimizer's group: its rate is that of --decoupled-lr; it has no weight decay.
 DECOUPLED, UNDECAYED = "decoupled", "undecayed"
@@ -92,32 +92,3 @@ class LearningRate:
             return FALLING[self.style]((consumed - self.warmup) / (self.decay - self.warmup))
         into = consumed - (self.decay - self.wsd_decay)
         return 1.0 if into <= 0 else WSD_FALLING[self.wsd_style](into / self.wsd_decay)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightDecay:
-    """From `start` to `end` over the length of the run by `style`, one of GROWING; `end` after it, or if constant."""
-
-    start: float
-    end: float
-    length: int
-    style: str = "constant"
-    batch: int = 1
-
-    @classmethod
-    def of(cls, config: RunConfig) -> WeightDecay:
-        """The weight decay of a resolved configuration. Progress is in the unit of its ``lr_lengths``."""
-        o, lengths = config.optimizer, config.lr_samples
-        start, end = (
-            o.weight_decay if value is None else value for value in (o.start_weight_decay, o.end_weight_decay)
-        )
-        return cls(
-            start=start, end=end, length=lengths.total, style=o.weight_decay_incr_style, batch=lengths.batch
-        )
-
-    def __call__(self, progress: float) -> float:
-        """The weight decay of the step that is taken after `progress` iterations or samples."""
-        consumed = progress * self.batch
-        if self.style == "constant" or consumed > self.length:
-            return self.end
-        return self.start + GROWING[self.style](consumed / self.length) * (self.end - self.start)

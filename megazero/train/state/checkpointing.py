@@ -101,7 +101,7 @@ class Checkpointing:
             "chunk_numel": policy.chunk_numel,
             **({"unit_layers": joined} if (joined := self.config.zero.zero_unit_layers) > 1 else {}),
             # In a unit, matrices that are stepped alike lie together.
-            **({"matrices": self.config.optimizer.muon_tp_mode} if self.engine.by_matrix else {}),
+            **({"matrices": "distributed"} if self.engine.by_matrix else {}),
             **({"outer_replicas": grid.outer} if grid.outer > 1 else {}),
             # Units of experts, and what they leave in their layers'.
             **({"ep": grid.ep} if grid.ep > 1 else {}),

@@ -26,7 +26,7 @@ def base(tmp_path: Path, **more: Any) -> dict[str, Any]:
     data = write_data(tmp_path / "data", end=EOD)
     values = {"mock_data": None, "data_path": (data,), "split": "80,20,0", **MASKED}
     # Samples of 8 tokens, then of 12.
-    values |= {"seq_length_steps": (8, 3, 12), "eval_iters": 2, "eval_interval": 2, "train_iters": 6}
+    values |= {"rampup_seq_length": (8, 12, 4, 4), "eval_iters": 2, "eval_interval": 2, "train_iters": 6}
     return values | more
 
 

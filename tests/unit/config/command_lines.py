@@ -1,6 +1,7 @@
 """Short command lines for the tests of the configuration: a base that is legal, and what is said of the rest."""
 
 import json
+import re
 
 import pytest
 
@@ -10,10 +11,28 @@ from tests.sizes import SMALL, words
 VALUES = {**SMALL, "train_iters": 10, "vocab_size": 100}
 BASE = words(VALUES)
 WORLD = World(8, 4)
+# What stands for several flags in tables.
+SHORT = {
+    "HEADS": "--hidden-size 96 --num-attention-heads 12",
+    "YARN": "--rotary-scaling yarn --position-embedding-type rope",
+    "EXPERTS": "--num-experts 12 --disable-bias-linear",
+    "EIGHT": "--num-experts 8 --disable-bias-linear",
+    "LONG": "--context-parallel-size 8 --seq-length 64 --num-attention-heads 8 --num-query-groups 8 --kv-channels 4",
+    "PP": "--pipeline-model-parallel-size 2",
+    "CP": "--context-parallel-size 2",
+}
+
+
+def rows(table):
+    """The rows of a table: a command line -> words, set apart by semicolons. An indented line continues its row."""
+    lines = re.sub(r"\n +", " ", table.strip()).splitlines()
+    pairs = (line.partition(" ->")[::2] for line in lines)
+    return [(line, [word.strip() for word in named.split(";")]) for line, named in pairs]
 
 
 def run(text="", world=WORLD):
-    return begun(parse([*BASE, *text.split()], world), world)
+    said = " ".join(SHORT.get(word, word) for word in text.split())
+    return begun(parse([*BASE, *said.split()], world), world)
 
 
 def base_without(name):

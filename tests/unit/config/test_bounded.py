@@ -67,8 +67,6 @@ def test_deep_json_is_an_error_of_every_reader(tmp_path: Path) -> None:
         read_manifest(tmp_path)
     with pytest.raises(ConfigError, match=f"--deepspeed-config {file} is not JSON: .*{DEEP}"):
         parse(["--deepspeed-config", f"{file}"], World(1, 1))
-    with pytest.raises(ConfigError, match=DEEP):
-        parse(["--per-split-data-args-path", f"{file}"], World(1, 1))
 
 
 def test_a_sparse_manifest_is_not_read(tmp_path: Path) -> None:

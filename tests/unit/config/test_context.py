@@ -60,81 +60,6 @@ def test_how_ranks_attend(word: str | None, changes: dict[str, object], levels: 
     assert run.own_length == 64 // run.parallel.context_parallel_size
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"cp_comm_type": ("a2a", "p2p")}, "other words for other layers are not built; nearest: a2a"),
-        (
-            {"cp_comm_type": ("a3a",)},
-            "a3a is not one of a2a, all_gather, allgather, p2p, a2a+p2p; nearest: a2a",
-        ),
-        ({"cp_comm_type": ("a2a+p2p",)}, "needs --hierarchical-context-parallel-sizes U G"),
-        (
-            {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
-            "with U x G = --context-parallel-size 2, and it is 2,2; nearest: 2 1",
-        ),
-        (
-            {
-                **{"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (4, 2)},
-                **{"context_parallel_size": 8, "ranks_per_node": 2, "seq_length": 64},
-            },
-            "of the ranks that swap heads a node holds 2; nearest: 2 4",
-        ),
-        (
-            {"cp_comm_type": ("all_gather",), "attention_backend": "cudnn"},
-            "does not compute chunks of queries (--context-parallel-size: ranks that gather keys)",
-        ),
-        (
-            {"context_parallel_size": 8, "attention_backend": "efficient"},  # 4 share a node
-            "does not compute chunks of queries (--context-parallel-size: ranks that gather keys)",
-        ),
-        (
-            {"cp_comm_type": ("all_gather",), "seq_length": 30},
-            "--seq-length 30 does not divide by 2 x --context-parallel-size 2 (ranks that gather keys",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True},
-            "does not go with --use-tp-pp-dp-mapping",
-        ),
-        (
-            {"seq_length": 31},
-            "--seq-length 31 does not divide by --context-parallel-size 2; nearest: 30 or 32",
-        ),
-        (
-            {"seq_length": 30, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-            "--seq-length 30 does not divide by --context-parallel-size 2 x --tensor-model-parallel-size 2",
-        ),
-        ({"seq_length_steps": (15, 3, 32)}, "15 tokens of a sample do not divide by the 2 parts"),
-        ({"seq_length_steps": (14, 3, 32), "cp_comm_type": ("all_gather",)}, "do not divide by the 4 parts"),
-        (
-            {"num_attention_heads": 9, "kv_channels": 4, "cp_comm_type": ("a2a",)},
-            "does not share 9 heads over 9 evenly",
-        ),
-        (
-            {
-                **{
-                    "context_parallel_size": 4,
-                    "num_attention_heads": 12,
-                    "num_query_groups": 6,
-                    "kv_channels": 4,
-                },
-                "cp_comm_type": ("a2a",),
-            },
-            "does not share 12 heads over 6 evenly: each rank attends with its own heads; nearest size that fits: 3",
-        ),
-        (
-            {"context_parallel_size": 3, "num_attention_heads": 6, "kv_channels": 4, "seq_length": 30},
-            "nearest: 4",
-        ),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else value[:24],
-)
-def test_what_is_refused(changes: dict[str, object], line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config(**{**CP2, **changes})
-    assert any(line in error for error in caught.value.errors), caught.value.errors
-
-
 CODED = {"cp_gather_bits": 8, "context_parallel_size": 8, "seq_length": 64}  # 4 of these ranks share a node
 EIGHT_HEADS = {"num_attention_heads": 8, "num_query_groups": 8, "kv_channels": 4}
 
@@ -147,23 +72,6 @@ def test_keys_across_nodes_in_eight_bits() -> None:
     said = "across nodes as INT8 after a Hadamard transform (blocks of 128), gradients exact"
     assert any(said in line for line in describe(run, EIGHT))
     assert said in rounded_summary(run, EIGHT)
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"cp_comm_type": ("a2a",)}, "8 has no effect without a --cp-comm-type other than a2a"),
-        ({"context_parallel_size": 1}, "8 has no effect without --context-parallel-size above 1;"),
-        ({"context_parallel_size": 4}, "none of the 4 ranks that share samples gather any there"),
-        ({"cp_gather_bits": 4}, "--cp-gather-bits 4"),
-    ],
-)
-def test_where_no_keys_are_gathered_across_nodes_bits_are_refused(
-    changes: dict[str, object], line: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config(**{**CODED, **EIGHT_HEADS, **changes})
-    assert any(line in error for error in caught.value.errors), caught.value.errors
 
 
 def test_groups_do_not_straddle_nodes_unevenly() -> None:

@@ -7,6 +7,7 @@ import pytest
 from megazero.config import ConfigError, parse
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 from megazero.config.schedule.sequence_lengths import SequenceLengths
+from tests.messages import refused
 from tests.unit.config.command_lines import WORLD, base_without, deepspeed, errors, run
 
 
@@ -68,7 +69,7 @@ def test_deepspeed_faults(tmp_path):
         "fp16.initial_scale_power takes a whole number from 0 to 127, got 0.5",
         "--hysteresis 0 must be at least 1",
         "fp16.consecutive_hysteresis is not supported",
-        "curriculum_learning needs min_difficulty, max_difficulty, and a schedule_type",
+        "curriculum_learning: of curricula only curriculum_type seqlen with schedule_type fixed_linear",
         "grad_accum_dtype cannot be 'bf16'",
         "gradient_acumulation_steps is not supported; nearest: gradient_accumulation_steps",
         "zero_quantized_gradients takes true or false, got 1",
@@ -142,10 +143,6 @@ def test_one_line_for_one_missing_capability_of_a_deepspeed_file(tmp_path):
     assert "bf16 takes an object, got 'yes'" in errors(deepspeed(tmp_path, {"bf16": "yes"}))[0]
     (line,) = errors(deepspeed(tmp_path, {"gradient_accumulation_steps": 1.5}))
     assert "gradient_accumulation_steps takes a whole number, got 1.5" in line
-    for schedule in ({"difficulty": 8, "max_step": 5}, {"difficulty": [8, 16], "max_step": 5}, [8]):
-        block = {"enabled": True, "schedule_type": "fixed_discrete", "schedule_config": schedule}
-        (line,) = errors(deepspeed(tmp_path, {"curriculum_learning": block}))
-        assert "with its difficulty and max_step" in line
     for infinite in (float("inf"), "1e400"):
         assert "train_batch_size takes a" in errors(deepspeed(tmp_path, {"train_batch_size": infinite}))[0]
 
@@ -197,92 +194,41 @@ def test_one_rule_says_who_decides_of_the_optimizer(tmp_path):
     assert any("pipeline, timers" in note for note in config.notes)
 
 
-LINEAR = {"total_curriculum_step": 110, "difficulty_step": 8}
-CURRICULA = {  # block: (schedule_type, schedule_config, min, max)
-    "linear": ("fixed_linear", LINEAR, 8, 32),
-    "linear, from between two multiples": ("fixed_linear", LINEAR, 13, 30),
-    "root": ("fixed_root", {**LINEAR, "root_degree": 2}, 8, 32),
-    "cube root": ("fixed_root", {**LINEAR, "root_degree": 3}, 9, 32),
-    "steps": ("fixed_discrete", {"difficulty": [8, 16, 32], "max_step": [20, 90]}, 8, 32),
-    "beyond the samples": ("fixed_linear", LINEAR, 8, 64),
-}
+def curriculum(low, high):
+    schedule = {"total_curriculum_step": 110, "difficulty_step": 8}
+    block = {"curriculum_type": "seqlen", "schedule_type": "fixed_linear", "schedule_config": schedule}
+    return {"curriculum_learning": {**block, "enabled": True, "min_difficulty": low, "max_difficulty": high}}
 
 
-@pytest.mark.parametrize("name", CURRICULA)
-def test_lengths_grow_by_deepspeeds_rule(tmp_path, name):
-    """Against the rule in the words of its documentation: floor(root x (max - min) + min), down to a multiple."""
-    kind, schedule, low, high = CURRICULA[name]
-    block = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": low, "max_difficulty": high}
-    config = run(
-        deepspeed(
-            tmp_path, {"curriculum_learning": {**block, "schedule_type": kind, "schedule_config": schedule}}
-        )
-    )
+@pytest.mark.parametrize(("low", "high"), [(8, 32), (13, 30), (8, 64)])  # the last: beyond the samples
+def test_lengths_grow_by_deepspeeds_rule(tmp_path, low, high):
+    """Against the rule in the words of its documentation, down to a multiple."""
+    config = run(deepspeed(tmp_path, curriculum(low, high)))
     full = config.model.seq_length
-    lengths = SequenceLengths.of(full, config.batch)
+    lengths = SequenceLengths(full, config.batch.rampup_seq_length)
     for step in range(1, 200):
-        if kind == "fixed_discrete":
-            wanted = 8 if step <= 20 else 16 if step <= 90 else 32
-        else:
-            part = (step / schedule["total_curriculum_step"]) ** (1 / schedule.get("root_degree", 1))
-            wanted = math.floor(part * (high - low) + low)
-            wanted = min(wanted - wanted % schedule["difficulty_step"], high)
-        assert lengths.at(step) == min(wanted, full), step
+        wanted = math.floor(step / 110 * (high - low) + low)
+        assert lengths.at(step) == min(wanted - wanted % 8, high, full), step
     settled = lengths.settled
     assert lengths.at(settled) == lengths.at(10**6)
     assert high > full or lengths.at(settled - 1) < lengths.at(settled)
 
 
 def test_lengths_in_tokens_count_what_growing_samples_have(tmp_path):
-    block = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32}
-    block |= {"schedule_type": "fixed_linear", "schedule_config": LINEAR}
-    flags = base_without("train_iters")
-    flags += [
-        "--global-batch-size",
-        "16",
-        "--train-tokens",
-        "60000",
-        "--lr-decay-tokens",
-        "32000",
-        "--lr-warmup-tokens",
-        "3200",
-    ]
-    path = deepspeed(tmp_path, {"curriculum_learning": block}).split()
+    flags = [*base_without("train_iters"), *["--global-batch-size", "16", "--train-tokens", "60000"]]
+    path = deepspeed(tmp_path, curriculum(8, 32)).split()
     config = parse([*flags, *path], WORLD)
-    lengths, tokens, iterations = SequenceLengths.of(32, config.batch), 0, 0
+    lengths, tokens, iterations = SequenceLengths(32, config.batch.rampup_seq_length), 0, 0
     while tokens < 60000:  # as Megatron-DeepSpeed's loop
         iterations += 1
         tokens += 16 * lengths.at(iterations)
     assert config.training.train_samples == 16 * iterations > 60000 / 32
-    assert config.batch.lr_by_tokens and config.optimizer.lr_decay_samples == 1000
     sizes, reached = BatchSizeRampup(16, 0, 0, 16, 1, 1), 16 * sum(map(lengths.at, range(1, 41)))
     found = [lengths.samples_reaching(tokens, sizes) for tokens in (reached - 1, reached, reached + 1)]
     assert found == [640, 640, 656]
-    even = parse(flags, WORLD)
-    assert even.training.train_samples == 1888 and not even.batch.lr_by_tokens
-    mixed = [*flags[:-2], "--lr-warmup-samples", "9", *path]
-    with pytest.raises(ConfigError, match="needs the warm-up in tokens"):
-        parse(mixed, WORLD)
-
-
-@pytest.mark.parametrize(
-    "words, part",
-    [
-        ("--rampup-seq-length 8 32 8", "four numbers"),
-        ("--rampup-seq-length 4 32 8 10", "MULTIPLE <= START <= END"),
-        ("--rampup-seq-length 16 8 8 10", "MULTIPLE <= START <= END"),
-        ("--rampup-seq-length 8 32 8 10 --seq-length-steps 8 9 16", "exclude each other"),
-        ("--seq-length-steps 8 9", "LENGTH LAST_ITERATION ... LENGTH"),
-        ("--seq-length-steps 8 9 4", "that grow"),
-        (
-            "--rampup-seq-length 9 27 9 10 --tensor-model-parallel-size 2 --sequence-parallel",
-            "9 tokens of a sample",
-        ),
-        ("--rampup-seq-length 8 32 8 10 --lr-by-tokens", "--train-samples"),
-    ],
-)
-def test_lengths_that_cannot_grow_so(words, part):
-    assert any(part in line for line in errors(words)), errors(words)
+    assert parse(flags, WORLD).training.train_samples == 1888
+    with refused("--lr-decay-tokens", "--lr-decay-samples"):
+        parse([*flags, *path, "--lr-decay-tokens", "32000"], WORLD)
 
 
 def test_deepspeed_zeropp_keys(tmp_path):
@@ -307,13 +253,6 @@ def test_deepspeed_zeropp_keys(tmp_path):
     path = deepspeed(tmp_path, {"zero_optimization": zero})
     for choice in ("--no-zero-quantized-weights-delta", "--zero-params-lifetime step"):
         assert run(f"{path} --zero-preset zeropp {choice}").wire(WORLD) == wire
-
-
-def test_deepspeed_loco_is_refused(tmp_path):
-    zero = {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
-    (fault,) = errors(deepspeed(tmp_path, {"zero_optimization": zero}))
-    assert "zeropp_loco_param" in fault and "error feedback is not built" in fault
-    run(deepspeed(tmp_path, {"zero_optimization": {**zero, "zeropp_loco_param": {}}}))
 
 
 def test_deepspeed_accumulation_is_checked_and_flags_replace_it(tmp_path):

@@ -1,68 +1,20 @@
-"""Rules of mixtures of experts: what a router cannot choose, and what is not built with experts."""
+"""Mixtures of experts: routers, ranks that share experts, and what --elastic makes of them."""
 
 from __future__ import annotations
 
 import pytest
 
+from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.model.architecture import architecture_of
 from megazero.models import make_model
-from tests.unit.config.command_lines import errors, run
+from tests.sizes import SMALL
+from tests.unit.config.command_lines import run
 
-EXPERTS = "--num-experts 12 --disable-bias-linear"
-SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (f"{EXPERTS} --moe-router-topk 13", "exceeds --num-experts 12; nearest: 12"),
-        (f"{EXPERTS} --moe-router-topk 1", "needs --moe-router-pre-softmax, or --moe-aux-loss-coeff above 0"),
-        (f"{EXPERTS} --moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),
-        (f"{EXPERTS} --moe-router-group-topk 2", "needs --moe-router-num-groups"),
-        (f"{EXPERTS} --moe-router-num-groups 5 --moe-router-group-topk 1", "nearest groups: 4 or 6"),
-        (f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 4", "nearest: 2"),
-        (f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 3", "exceeds --moe-router-topk 2"),
-        (
-            f"{EXPERTS} --moe-router-topk 5 --moe-router-num-groups 4 --moe-router-group-topk 1",
-            "groups of 3 experts have fewer than --moe-router-topk 5; nearest: 2",
-        ),
-        (
-            f"{EXPERTS} --moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2 --sequence-parallel",
-            "--moe-shared-expert-intermediate-size 33 does not divide by --tensor-model-parallel-size 2",
-        ),
-        (f"{EXPERTS} --tensor-model-parallel-size 2", "needs --sequence-parallel"),
-        ("--num-experts 4 --add-bias-linear", "nearest: --disable-bias-linear"),
-        (f"{SIGMOID} --moe-router-enable-expert-bias --outer-interval 4", "move the bias apart; nearest"),
-    ],
-)
-def test_what_a_router_cannot_do_is_an_error_with_the_nearest_choice(words: str, error: str) -> None:
-    (line,) = errors(words)
-    assert error in line
-
-
-@pytest.mark.parametrize(
-    ("words", "note"),
-    [
-        ("--moe-router-score-function sigmoid", "--num-experts"),
-        (f"{SIGMOID} --moe-router-pre-softmax", "--moe-router-score-function softmax"),
-        (f"{EXPERTS} --moe-router-num-groups 4", "--moe-router-group-topk"),
-        (f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", "--moe-aux-loss-coeff above 0"),
-        ("--moe-aux-loss-coeff 0.01", "--num-experts"),
-        ("--moe-per-layer-logging", "--num-experts"),
-        (
-            f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
-            "--moe-router-load-balancing-type",
-        ),
-        (f"{SIGMOID} --moe-router-bias-update-rate 0.01", "--moe-router-enable-expert-bias"),
-    ],
-)
-def test_what_changes_nothing_is_a_note(words: str, note: str) -> None:
-    (found,) = (line for line in run(words).notes if "--moe" in line)
-    assert note in found
+SIGMOID = "EXPERTS --moe-router-score-function sigmoid"
 
 
 def test_a_loss_that_balances_teaches_a_router_of_one_expert() -> None:
-    assert run(f"{EXPERTS} --moe-router-topk 1 --moe-aux-loss-coeff 0.01").model.moe_router_topk == 1
+    assert run("EXPERTS --moe-router-topk 1 --moe-aux-loss-coeff 0.01").model.moe_router_topk == 1
 
 
 def test_one_sigmoid_needs_no_softmax() -> None:
@@ -87,3 +39,40 @@ def test_no_family_of_softmax_takes_another_router() -> None:
         architecture_of(model)
     for flag in ("score-function sigmoid", "topk-scaling-factor 2.5", "enable-expert-bias"):
         assert f"--moe-router-{flag}" in str(caught.value)
+
+
+EIGHT = World(8, 4)
+EXPERTS = {"model_family": "qwen3_moe", "num_experts": 8, "moe_ffn_hidden_size": 16}
+
+
+def config(world: World | None = EIGHT, **changes: object) -> RunConfig:
+    return make_config({**SMALL, **EXPERTS, **changes}, world)
+
+
+def test_ranks_need_not_share_an_mlp_that_no_layer_has() -> None:
+    odd = {"ffn_hidden_size": 50, "tensor_model_parallel_size": 4, "sequence_parallel": True}
+    assert config(**odd).parallel.tensor_model_parallel_size == 4
+    with pytest.raises(ConfigError, match="--ffn-hidden-size 50 does not divide"):
+        config(**odd, moe_layer_freq=(2,))
+
+
+def test_shards_between_which_the_size_lies_are_an_error() -> None:
+    six = {"num_experts": 12, "global_batch_size": 24, "expert_model_parallel_size": 2}
+    with pytest.raises(ConfigError, match="neither divide P = 3 nor are a multiple of it; nearest: 3"):
+        config(World(6, 6), zero_shard=(3, 3, 6), **six)
+    config(World(6, 6), zero_shard=(3, 3, 6), **{**six, "expert_model_parallel_size": 3})
+    config(World(6, 6), zero_preset="zero3", **six)
+
+
+def test_with_its_flag_ranks_of_several_nodes_share_experts() -> None:
+    crossing = {"expert_model_parallel_size": 8, "moe_dispatch_across_nodes": "exact", "micro_batch_size": 1}
+    assert config(**crossing).parallel.expert_model_parallel_size == 8
+    fewer = config(World(4, 4), elastic=True, **crossing)
+    assert fewer.parallel.expert_model_parallel_size == 4
+
+
+def test_elastic_shares_experts_among_as_many_as_a_node_has() -> None:
+    given = {"elastic": True, "global_batch_size": 8, "micro_batch_size": 8, "expert_model_parallel_size": 4}
+    assert config(World(8, 4), **given).parallel.expert_model_parallel_size == 4
+    assert config(World(2, 2), **given).parallel.expert_model_parallel_size == 2
+    assert config(World(1, 1), **given).parallel.expert_model_parallel_size == 1

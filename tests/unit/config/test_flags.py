@@ -16,12 +16,13 @@ from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import parameter_count
 from megazero.config.options.fields import section_of
 from megazero.config.read.sources import all_switches
-from megazero.config.run import all_options, stored_values
+from megazero.config.run import REMOVED, all_options, stored_values
 from megazero.config.summary import describe
 from megazero.families import FAMILIES
 from megazero.plan.options import with_stand_ins
 from megazero.train.data.datasets import tokenizer_info, with_vocabulary
 from tests import ROOT, sizes
+from tests.messages import names
 from tests.unit.config.command_lines import BASE, WORLD, deepspeed, errors, run, write
 from tools.flags_page import markdown
 
@@ -60,11 +61,6 @@ def test_families_and_booleans_both_ways():
     assert run("--use-rope-scaling --rope-scaling-factor 4").model.rotary_scaling_factor == 4.0
     config = run("--load x --no-load-optim --no-load-rng")
     assert not config.checkpoint.load_optim and not config.checkpoint.load_rng
-
-
-def test_negative_numbers_are_values_not_flags():
-    assert errors("--weight-decay -1") == ("--weight-decay -1 must be at least 0; the default is 0.01",)
-    assert errors("--weight-decay -.5e-1")[0].startswith("--weight-decay -0.05")
 
 
 def test_a_repeated_flag_wins_and_is_noted():
@@ -124,33 +120,10 @@ def test_fp16_and_its_loss_scale():
     )
 
 
-@pytest.mark.parametrize(
-    "line, note",
-    [
-        ("--bf16 --loss-scale 12", "--loss-scale changes nothing without --fp16: losses are not scaled"),
-        ("--hysteresis 2 --loss-scale 0", "--loss-scale, --hysteresis change nothing without --fp16"),
-        ("--fp16 --loss-scale 12 --hysteresis 3", "--hysteresis changes nothing with --loss-scale 12"),
-    ],
-)
-def test_a_loss_scale_without_effect_is_noted(line, note):
-    assert any(note in each for each in run(line).notes)
-
-
 def test_stray_words_and_single_dashes():
     with pytest.raises(ConfigError, match="'word' does not belong to a flag"):
         parse(["word", *BASE])
     assert "nearest" in errors("-seed 3")[0]
-
-
-@pytest.mark.parametrize("raw", ["nan", "inf", "1e400"])
-def test_non_finite_numbers_are_refused(raw):
-    assert "finite" in errors(f"--weight-decay {raw}")[0]
-
-
-def test_a_missing_checkpoint_cannot_be_both_an_error_and_none():
-    assert run("--load x --exit-on-missing-checkpoint").checkpoint.exit_on_missing_checkpoint
-    (line,) = errors("--load x --exit-on-missing-checkpoint --allow-fresh-start")
-    assert "--allow-fresh-start contradicts --exit-on-missing-checkpoint" in line
 
 
 def test_names_do_not_collide():
@@ -231,66 +204,6 @@ def test_round_trip_and_reuse_as_yaml(tmp_path):
         section_of(ModelConfig, stored_values(stored))
 
 
-def test_a_removed_option_is_refused_with_its_cure_and_old_files_load(tmp_path: Path) -> None:
-    for words in (
-        "--log-each-rank",
-        f"--config {write(tmp_path, 'on.yaml', 'logging: {log_each_rank: true}')}",
-    ):
-        with pytest.raises(ConfigError, match="log-each-rank was removed: .* srun --output=") as caught:
-            run(words)
-        assert len(caught.value.errors) == 1
-    off = write(tmp_path, "off.yaml", "logging: {log_each_rank: false}")
-    assert run(f"--no-log-each-rank --config {off}") == run("")
-    stored = run("").to_dict()
-    stored["logging"]["log_each_rank"] = True
-    assert RunConfig.of(stored_values(stored)) == run("")
-
-
-@pytest.mark.parametrize(
-    "name, on, off",
-    [
-        ("zero_weight_clip_search", "8", "0"),
-        ("zero_gradient_clip_search", "8", "0"),
-        ("zero_weight_transform", "hadamard", "none"),
-    ],
-)
-def test_a_removed_format_is_refused_unless_it_was_off(name: str, on: str, off: str, tmp_path: Path) -> None:
-    """A run's config.yaml, and a checkpoint's stored configuration, have every option."""
-    flag = "--" + name.replace("_", "-")
-    old = write(tmp_path, "on.yaml", f"zero: {{{name}: {on}}}")
-    for words in (f"{flag} {on}", f"--config {old}"):
-        with pytest.raises(ConfigError, match=f"{flag[2:]} was removed: .*leave it out"):
-            run(words)
-    same = write(tmp_path, "off.yaml", f"zero: {{{name}: {off}}}")
-    assert run(f"{flag} {off}") == run(f"--config {same}") == run("")
-    stored = run("").to_dict()
-    stored["zero"][name] = off
-    assert RunConfig.of(stored_values(stored)) == run("")
-
-
-def test_removed_knobs_of_rounding_say_what_serves_instead(tmp_path: Path) -> None:
-    """At their default, as every config.yaml of before has them, they say nothing; a resume says what it drops."""
-    bits = "--zero-gradient-bits 8"
-    names = {"zero_quantized_gradients_until": (None, "engine.exact_gradients")}
-    names |= {"zero_weight_error_bound": (None, bits), "zero_gradient_error_bound": (None, bits)}
-    names |= {"zero_gradient_feedback_beta": (0.0, bits), "zero_gradient_feedback_reset": (0, bits)}
-    names |= {"zero_gradient_rounding": ("nearest", bits)}
-    defaults = {name: default for name, (default, _) in names.items()}
-    unset = write(tmp_path, "unset.yaml", json.dumps({"zero": defaults}))
-    assert run(f"--config {unset}") == run("")
-    for name, (_, instead) in names.items():
-        flag = f"--{name.replace('_', '-')}"
-        (line,) = errors(f"{flag} {'feedback' if 'rounding' in name else 0.1}")
-        assert line.startswith(f"{flag} was removed: ") and instead in line
-    stored = run("").to_dict()
-    stored["zero"] |= {**defaults, "zero_gradient_rounding": "feedback"}
-    folder = tmp_path / "iter_0000001"
-    folder.mkdir()
-    write_manifest(folder, Manifest(1, 0, 1, {}, {}, stored, {}))
-    (note,) = [note for note in run(f"--load {tmp_path}").notes if "was removed" in note]
-    assert "zero_gradient_rounding feedback" in note and bits in note
-
-
 def test_stage_0_in_bf16_shards_states_as_deepspeed_does():
     sharded = run("--zero-stage 0 --bf16")
     assert sharded.zero.zero_preset == "zero1" and any("--zero-stage 0" in note for note in sharded.notes)
@@ -301,34 +214,9 @@ def test_stage_0_in_bf16_shards_states_as_deepspeed_does():
     assert run("--zero-stage 0 --fp16").zero.zero_preset == "ddp"
 
 
-def test_make_config_from_python():
-    values = {
-        "model_family": "llama",
-        "num_layers": 2,
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "seq_length": 4,
-        "micro_batch_size": 1,
-    }
-    values |= {"lr": 1, "train_iters": 1, "mock_data": True, "vocab_size": 10}
-    assert make_config(values).model.kv_channels == 4
-    with pytest.raises(ConfigError, match="num_layer does not exist; nearest: num_layers"):
-        make_config(values | {"num_layer": 2})
-
-
-def test_describe_marks_what_is_not_default():
-    lines = describe(run("--seed 7 --zero-preset hpz --overlap-grad-reduce --log-dir runs/v2.0"), WORLD)
-    words = {word for line in lines for word in line.split()}
-    assert {"*seed=7", "swiglu=on", "*log-dir=runs/v2.0", "outer-lr=0.7"} <= words
-    assert any("P,G,OS = 4,8,8" in line for line in lines)
-    assert any(line.startswith("note: ") and "--overlap-grad-reduce" in line for line in lines)
-
-
 def test_what_is_chosen_is_described_alone():
     config = run("--seed 7 --zero-preset hpz --weight-decay 0.01")
-    lines = [
-        line for line in describe(config, WORLD, every=False) if not line.startswith(("decoder", "note"))
-    ]
+    lines = [line for line in describe(config, WORLD) if not line.startswith(("decoder", "note"))]
     shown = {
         word.split("=")[0] for line in lines for word in line.split() if "=" in word and "P,G,OS" not in word
     }
@@ -340,15 +228,6 @@ def test_what_is_chosen_is_described_alone():
     heads = {line.split()[0] for line in lines}
     assert "training" in heads and "profiling" not in heads  # of which nothing was chosen
     assert any("P,G,OS = 4,8,8" in line for line in lines)
-
-
-PROBE = "import sys; {}; print(sorted(m for m in ('torch', 'numpy') if m in sys.modules))"
-
-
-def test_importing_and_parsing_loads_neither_torch_nor_numpy():
-    code = PROBE.format(f"from megazero.config import parse; parse({BASE!r})")
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert out.stdout.strip() == "[]"
 
 
 def test_the_check_knows_the_ranks_that_are_to_be_started():
@@ -398,3 +277,21 @@ def test_the_vocabulary_shown_and_planned_is_that_of_the_run(words, vocabulary, 
     assert f"vocabulary {vocabulary}" in shown and f"{parameter_count(trained):,} parameters" in shown
     said = {"vocab_size": 100, "tokenizer_type": config.data.tokenizer_type}
     assert with_stand_ins(said)["vocab_size"] == vocabulary
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_is_refused_with_its_cure_and_off_it_is_nothing(name, tmp_path):
+    """Files of earlier versions have every option, on the command line and in a checkpoint."""
+    removed, key = REMOVED[name], name.replace("_", "-")
+    for words in (f"--{key} on", f"--config {write(tmp_path, 'on.yaml', f'{name}: on-it-was')}"):
+        (line,) = errors(words)
+        names(line, key, removed.cure)
+    off = write(tmp_path, "off.yaml", f"{name}: {removed.off}")
+    assert run(f"--config {off}") == run(f"--no-{key}") == run()
+    stored = run().to_dict()
+    stored["zero"][name] = "on-it-was"
+    assert RunConfig.of(stored_values(stored)) == run()
+    (folder := Path(tmp_path, "iter_0000001")).mkdir()
+    write_manifest(folder, Manifest(1, 0, 1, {}, {}, stored, {}))
+    (note,) = [note for note in run(f"--load {folder.parent}").notes if removed.cure in note]
+    names(note, f"{name} on-it-was")

@@ -13,7 +13,6 @@ from megazero.cli.flags import differences
 from megazero.config import parse
 from megazero.config.options.fields import show
 from megazero.config.run import all_options
-from megazero.config.summary import describe
 
 LEAST = (
     "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
@@ -60,7 +59,6 @@ MEGATRON: dict[str, Any] = {
     "exit_signal_handler": False,
     "eval_interval": None,
     "muon_momentum": 0.9,
-    "muon_tp_mode": "blockwise",
     "eval_iters": 100,
     "seed": 1234,
     "deterministic_mode": False,
@@ -148,53 +146,8 @@ def test_every_difference_is_of_a_flag_and_says_all() -> None:
     assert all(flag.startswith("--") and all(said) for flag, *said in differences())
 
 
-@pytest.mark.parametrize(
-    ("flags", "wanted"),
-    [
-        ("--swiglu", {"swiglu": True, "ffn_hidden_size": 256, "add_bias_linear": True}),
-        ("--swiglu --hidden-size 2048", {"ffn_hidden_size": 5440}),
-        ("--swiglu --ffn-hidden-size 100", {"ffn_hidden_size": 100}),
-        ("--swiglu --model-family llama --hidden-size 2048", {"ffn_hidden_size": 5504}),  # Llama's own rule
-        ("--normalization RMSNorm", {"normalization": "RMSNorm", "norm_epsilon": 1e-5}),
-        ("--position-embedding-type rope", {"position_embedding_type": "rope", "rotary_base": 10000}),
-        ("--disable-bias-linear", {"add_bias_linear": False, "add_qkv_bias": False}),
-        ("--untie-embeddings-and-output-weights", {"untie_embeddings_and_output_weights": True}),
-        ("--squared-relu", {"squared_relu": True, "swiglu": False, "hidden_dropout": 0.1}),
-    ],
-)
-def test_a_switch_without_a_family_is_enough(flags: str, wanted: dict[str, Any]) -> None:
-    config = parse(f"{LEAST} {flags}".split())
-    assert {name: config.get(name) for name in wanted} == wanted
-
-
 def test_what_megatron_would_compute_otherwise_is_noted() -> None:
     groups = parse(f"{LEAST} --num-query-groups 2".split()).notes
     assert any("--num-query-groups 2" in note and "--group-query-attention" in note for note in groups)
     assert not parse(f"{LEAST} --group-query-attention --num-query-groups 2".split()).notes[1:]
     assert not parse(f"{LEAST} --model-family llama --num-query-groups 2".split()).notes
-
-
-@pytest.mark.parametrize(
-    ("flags", "tanh", "noted"),
-    [
-        ("", True, ""),
-        ("--bias-gelu-fusion", True, "kernels and fusions"),
-        ("--disable-bias-linear", False, ""),
-        ("--disable-bias-linear --openai-gelu", True, ""),
-        ("--no-bias-gelu-fusion", False, "GELU is exact"),
-        ("--no-bias-gelu-fusion --openai-gelu", True, "changes nothing: GELU is by tanh"),
-        ("--no-bias-gelu-fusion --disable-bias-linear", False, "GELU is exact"),
-        ("--erf-gelu", False, "--erf-gelu is --no-openai-gelu"),
-        ("--no-bias-gelu-fusion --swiglu", True, "the MLP has no GELU"),
-        ("--disable-bias-linear --squared-relu", True, ""),
-        ("--disable-bias-linear --swiglu", True, ""),
-        ("--model-family bloom --no-bias-gelu-fusion", False, "GELU is exact"),
-        ("--model-family bloom --disable-bias-linear", True, ""),
-    ],
-)
-def test_gelu_has_the_form_that_megatrons_kernels_compute(flags: str, tanh: bool, noted: str) -> None:
-    config = parse(f"{LEAST} {flags}".split())
-    assert config.model.openai_gelu is tanh
-    assert any(noted in note for note in config.notes) or not noted
-    shown = f"GELU ({'tanh form' if tanh else 'exact'})"
-    assert (shown in describe(config)[0]) == ("GELU" in describe(config)[0])

@@ -12,14 +12,15 @@ from megazero.config import ConfigError, begun, parse
 from megazero.config.foreign import deepspeed, megatron
 from megazero.config.foreign.megatron import COUNTS, flags, kind, other_values
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED
+from megazero.config.options.fields import show
 from megazero.config.options.optimizers import of_schedule
 from megazero.config.read.sources import all_switches
 from megazero.config.run import REMOVED, all_options
 from megazero.ops.exit_conditions import STOP_SIGNALS
 from tests import ROOT
-from tests.unit.config.command_lines import BASE, WORLD, base_without, errors, run, write
+from tests.unit.config.command_lines import BASE, base_without, errors, run, write
+from tests.unit.config.command_lines import rows as rows_of
 
-ORIGINAL = "rotary_original_max_position"
 WORDS = {"": "", "X": "1", "[X]": "", "[X ...]": "", "X ...": "1"}  # values that stand for each form
 
 
@@ -89,11 +90,6 @@ def test_flags_are_judged_by_the_model_of_load(tmp_path):
     assert line.startswith("--moe-expert-capacity-factor 2 is Megatron's flag, not built here")
 
 
-def test_values_that_published_scripts_of_forks_give():
-    config = run("--eval-iters -1 --main-grads-dtype bf16 --max-padding-length 8 --patch-tokenizer-type A")
-    assert config.training.eval_iters == 0 and "--eval-iters -1 is 0" in config.notes
-
-
 def test_every_signal_that_stops_a_run_may_be_megatrons_exit_signal():
     for number in STOP_SIGNALS:
         for value in (number.name, number.name.lower(), str(int(number))):
@@ -130,9 +126,6 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
         "checkpoint-granularity": "full",
         "activations-checkpoint-granularity": "full",
     }
-    grows = "--weight-decay-incr-style linear"
-    values |= {"start-wd": f"0 --end-weight-decay 1 {grows}", "end-wd": f"1 --start-weight-decay 0 {grows}"}
-    values |= {"wd-incr-style": "linear --start-weight-decay 0 --end-weight-decay 1"}
     values |= {"virtual-pipeline-model-parallel-size": "2 --pipeline-model-parallel-size 2"}
     values |= {
         "padded-vocab-size": "128",
@@ -152,162 +145,80 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
         assert bool(said) == bool(row.options), (line, notes)
 
 
-@pytest.mark.parametrize(
-    "line, name, value",
-    [
-        ("--checkpoint-activations", "recompute_granularity", "full"),
-        ("--deepspeed-activation-checkpointing --partition-activations", "recompute_granularity", "full"),
-        ("--activations-checkpoint-method uniform", "recompute_granularity", "full"),
-        ("--recompute-activations", "recompute_granularity", "selective"),
-        (
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            "recompute_granularity",
-            "full",
-        ),
-        (
-            "--recompute-method uniform --recompute-num-layers 1",
-            "recompute_granularity",
-            "none",
-        ),  # as in Megatron
-        ("--use-rotary-position-embeddings --no-position-embedding", "position_embedding_type", "rope"),
-        ("--position-embedding-type rotary", "position_embedding_type", "rope"),
-        ("--position-embedding-type absolute", "position_embedding_type", "learned_absolute"),
-        ("--normalization rmsnorm", "normalization", "RMSNorm"),
-        ("--layernorm-epsilon 1e-6", "norm_epsilon", 1e-6),
-        ("--layernorm_epsilon=1e-6", "norm_epsilon", 1e-6),
-        ("--attention-head-type multiquery", "num_query_groups", 1),
-        ("--attention-head-type multihead", "num_query_groups", 4),
-        (
-            "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path t",
-            "tokenizer_type",
-            "HuggingFaceTokenizer",
-        ),
-        ("--tokenizer-type TokenizerFromFile --tokenizer-file t", "tokenizer_model", "t"),
-        (
-            "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model t",
-            "tokenizer_type",
-            "SentencePieceTokenizer",
-        ),
-        ("--glu-activation swiglu", "ffn_hidden_size", 256),
-        ("--glu-activation swiglu --ffn-hidden-size 128", "ffn_hidden_size", 128),
-        ("--wandb-project-name p --wandb-entity-name e", "wandb_entity", "e"),
-        ("--data-parallel-sharding-strategy optim_grads_params --use-megatron-fsdp", "zero_preset", "zero3"),
-        (
-            "--rotary-seq-len-interpolation-factor 4 --position-embedding-type rope",
-            "rotary_scaling_factor",
-            4.0,
-        ),
-        ("--position-embedding-type yarn --rotary-scaling-factor 4", "rotary_scaling", "yarn"),
-        ("--position-embedding-type yarn", "rotary_original_max_position", 4096),
-        ("--position-embedding-type yarn --mscale 0.7", "yarn_mscale", 0.7),
-        ("--position-embedding-type yarn --yarn-original-max-position-embeddings 64", ORIGINAL, 64),
-        ("--glu-activation geglu", "openai_gelu", False),
-        ("--glu-activation geglu", "ffn_hidden_size", 256),
-        ("--window-size 7,0", "sliding_window", 8),
-        ("--window-size (7,0) --sliding-window 8", "sliding_window", 8),
-        ("--window-size -1,-1", "sliding_window", None),
-        ("--window-size 7,0 --window-attn-skip-freq 2", "window_attn_skip_freq", (2,)),
-        ("--window-size 7,0 --window-attn-skip-freq ([1]+[0])*2", "window_attn_skip_freq", (1, 0, 1, 0)),
-        ("--use-rotary-position-embeddings --no-rope-freq [0,1]*2", "no_rope_freq", (0, 1, 0, 1)),
-        ("--apply-layernorm-1p", "apply_layernorm_1p", True),
-        ("--input-embeddings-multiplier 12", "embedding_multiplier", 12.0),
-        ("--split '9,1,0'", "split", "'9,1,0'"),
-    ],
-)
-def test_other_names_and_spellings(line, name, value):
-    assert run(line).get(name) == value
+# Megatron's words -> options.
+MEANS = """
+--checkpoint-activations -> recompute_granularity=full
+--deepspeed-activation-checkpointing --partition-activations -> recompute_granularity=full
+--activations-checkpoint-method uniform -> recompute_granularity=full
+--recompute-activations -> recompute_granularity=selective
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 -> recompute_granularity=full
+--recompute-method uniform --recompute-num-layers 1 -> recompute_granularity=none
+--use-rotary-position-embeddings --no-position-embedding -> position_embedding_type=rope
+--position-embedding-type rotary -> position_embedding_type=rope
+--position-embedding-type absolute -> position_embedding_type=learned_absolute
+--normalization rmsnorm -> normalization=RMSNorm
+--layernorm-epsilon 1e-6 -> norm_epsilon=1e-06
+--layernorm_epsilon=1e-6 -> norm_epsilon=1e-06
+--attention-head-type multiquery -> num_query_groups=1
+--attention-head-type multihead -> num_query_groups=4
+--tokenizer-type PretrainedFromHF --tokenizer-name-or-path t -> tokenizer_type=HuggingFaceTokenizer
+--tokenizer-type TokenizerFromFile --tokenizer-file t -> tokenizer_model=t
+--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model t -> tokenizer_type=SentencePieceTokenizer
+--glu-activation swiglu -> ffn_hidden_size=256
+--glu-activation swiglu --ffn-hidden-size 128 -> ffn_hidden_size=128
+--wandb-project-name p --wandb-entity-name e -> wandb_entity=e
+--data-parallel-sharding-strategy optim_grads_params --use-megatron-fsdp -> zero_preset=zero3
+--rotary-seq-len-interpolation-factor 4 --position-embedding-type rope -> rotary_scaling_factor=4
+--position-embedding-type yarn --rotary-scaling-factor 4 -> rotary_scaling=yarn
+--position-embedding-type yarn -> rotary_original_max_position=4096
+--position-embedding-type yarn --mscale 0.7 -> yarn_mscale=0.7
+--position-embedding-type yarn --yarn-original-max-position-embeddings 64 -> rotary_original_max_position=64
+--glu-activation geglu -> openai_gelu=off
+--glu-activation geglu -> ffn_hidden_size=256
+--window-size 7,0 -> sliding_window=8
+--window-size (7,0) --sliding-window 8 -> sliding_window=8
+--window-size -1,-1 -> sliding_window=unset
+--window-size 7,0 --window-attn-skip-freq 2 -> window_attn_skip_freq=2
+--window-size 7,0 --window-attn-skip-freq ([1]+[0])*2 -> window_attn_skip_freq=1,0,1,0
+--use-rotary-position-embeddings --no-rope-freq [0,1]*2 -> no_rope_freq=0,1,0,1
+--apply-layernorm-1p -> apply_layernorm_1p=on
+--input-embeddings-multiplier 12 -> embedding_multiplier=12
+--split '9,1,0' -> split='9,1,0'
+--model-family gpt --swiglu --hidden-size 96 -> swiglu=on; ffn_hidden_size=256; add_bias_linear=on
+--model-family gpt --swiglu --hidden-size 2048 -> ffn_hidden_size=5440
+--model-family gpt --swiglu --ffn-hidden-size 100 -> ffn_hidden_size=100
+--swiglu --model-family llama --hidden-size 2048 -> ffn_hidden_size=5504
+--model-family gpt --normalization RMSNorm -> normalization=RMSNorm; norm_epsilon=1e-05
+--model-family gpt --position-embedding-type rope -> position_embedding_type=rope; rotary_base=10000
+--model-family gpt --disable-bias-linear -> add_bias_linear=off; add_qkv_bias=off
+--model-family gpt --untie-embeddings-and-output-weights -> untie_embeddings_and_output_weights=on
+--model-family gpt --squared-relu -> squared_relu=on; swiglu=off; hidden_dropout=0.1
+--model-family gpt -> openai_gelu=on
+--model-family gpt --bias-gelu-fusion -> openai_gelu=on
+--model-family gpt --disable-bias-linear -> openai_gelu=off
+--model-family gpt --disable-bias-linear --openai-gelu -> openai_gelu=on
+--model-family gpt --no-bias-gelu-fusion -> openai_gelu=off
+--model-family gpt --no-bias-gelu-fusion --openai-gelu -> openai_gelu=on
+--model-family gpt --no-bias-gelu-fusion --disable-bias-linear -> openai_gelu=off
+--model-family gpt --erf-gelu -> openai_gelu=off
+--model-family gpt --no-bias-gelu-fusion --swiglu -> openai_gelu=on
+--model-family gpt --disable-bias-linear --squared-relu -> openai_gelu=on
+--model-family gpt --disable-bias-linear --swiglu -> openai_gelu=on
+--model-family bloom --no-bias-gelu-fusion -> openai_gelu=off
+--model-family bloom --disable-bias-linear -> openai_gelu=on
+--use-flash-attn --attention-backend auto --fp16 --attention-dropout 0 -> attention_backend=flash
+--eval-iters -1 --main-grads-dtype bf16 --max-padding-length 8 --patch-tokenizer-type A -> eval_iters=0
+--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes [2 2]
+    -> hierarchical_context_parallel_sizes=2,2
+"""
 
 
-@pytest.mark.parametrize(
-    "line, part",
-    [
-        (
-            "--checkpoint-activations --recompute-granularity selective",
-            "but --recompute-granularity selective is given",
-        ),
-        ("--recompute-activations --checkpoint-activations", "leave one of them out"),
-        (
-            "--use-rotary-position-embeddings --position-embedding-type alibi",
-            "--position-embedding-type rope, but",
-        ),
-        (
-            "--layernorm-epsilon 1e-6 --norm-epsilon 1e-5",
-            "is --norm-epsilon 1e-06, but --norm-epsilon 1e-05 is given",
-        ),
-        (
-            "--position-embedding-type learned_absolute --no-position-embedding",
-            "a model without positions is not",
-        ),
-        (
-            "--position-embedding-type yarn --use-rope-scaling",
-            "--position-embedding-type yarn is --rotary-scaling yarn, but --rotary-scaling llama3 is given",
-        ),
-        ("--position-embedding-type none", "none is Megatron's, not built here"),
-        ("--tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t", "not built here"),
-        ("--hybrid-context-parallel", "--hybrid-context-parallel is Megatron's flag, not built here"),
-        (
-            "--num-experts 8 --moe-loss-coeff 0.01",
-            "--moe-loss-coeff 0.01 is Megatron's flag, not built",
-        ),
-        (
-            "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
-            "sinkhorn is Megatron's, not built",
-        ),
-        ("--num-experts 8 --moe-router-dtype fp64", "softmax and sigmoid in fp32 are built"),
-        ("--num-experts 8 --moe-expert-capacity-factor 1.5", "every token goes to all of its experts"),
-        ("--num-experts 8 --expert-tensor-parallel-size 2", "ranks do not share one expert"),
-        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 needs --num-experts"),
-        ("--num-experts 1 8", "--num-experts takes one value, got 1 8"),
-        ("--extra-vocab-size 100", "use --vocab-size"),
-        ("--dataloader-type cyclic", "use --dataloader-type single"),
-        ("--use-flash-attn --attention-backend math", "but --attention-backend math is given"),
-        ("--data-impl cached", "convert the data"),
-        ("--glu-activation reglu", "SwiGLU and GEGLU are built"),
-        ("--window-size 7,1", "--window-size 7,1 must be tokens before and after a query"),
-        ("--window-size 7,0 --sliding-window 7", "is --sliding-window 8, but 7 is given; leave one of"),
-        (
-            "--sliding-window 7 --window-attn-skip-freq 1,0",
-            "has 2 numbers for --num-layers 4; give one for each",
-        ),
-        ("--sliding-window 7 --window-attn-skip-freq 0", "must be at least 1, as every N-th layer is meant"),
-        ("--sliding-window 7 --window-attn-skip-freq 1,0,2,0", "lists layers by 0 and 1, got 2"),
-        ("--sliding-window 7 --window-attn-skip-freq [1,0", "takes numbers or a list of Python, got '[1,0'"),
-        ("--sliding-window 7 --window-attn-skip-freq [print()]", "takes numbers or a list of Python"),
-        ("--geglu --swiglu", "--geglu and --swiglu exclude each other"),
-        ("--main-grads-dtype fp16", "sums of gradients are in fp32"),
-        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "leave one of them out"),
-        ("--tensorboard-queue-size", "takes one value, got none"),
-        ("--no-bias-gelu-fusion 1", "takes no value, got 1"),
-        ("--layernorm-epsilon x", "--layernorm-epsilon x takes a number"),
-        ("--group-query-attention", "needs --num-query-groups"),
-        ("--train-tokens 0 --global-batch-size 16", "--train-tokens 0 must be at least 1"),
-        ("--lr-warmup-tokens 100 --global-batch-size 16", "--lr-warmup-tokens needs --lr-decay-tokens"),
-        (
-            "--tensorboard-queue 5",
-            "nearest: --tensorboard-queue-size (Megatron's, changes nothing here)",
-        ),  # no prefixes
-    ],
-)
-def test_contradictions_and_values_that_are_not_built(line, part):
-    found = errors(line)
-    assert len(found) == 1 and part in found[0]
-
-
-def test_a_backend_that_is_left_open_is_no_contradiction():
-    config = run("--use-flash-attn --attention-backend auto --fp16 --attention-dropout 0")
-    assert config.training.attention_backend == "flash"
-
-
-@pytest.mark.parametrize("sizes", [["2", "2"], ["[2 2]"], ["[2", "2]"], ["2,2"], ["[2, 2]"]])
-def test_sizes_may_stand_in_brackets(sizes):
-    words = [
-        "--context-parallel-size",
-        "4",
-        "--cp-comm-type",
-        "a2a+p2p",
-        "--hierarchical-context-parallel-sizes",
-    ]
-    assert parse([*BASE, *words, *sizes], WORLD).parallel.hierarchical_context_parallel_sizes == (2, 2)
+@pytest.mark.parametrize(("typed", "options"), rows_of(MEANS))
+def test_words_of_megatron_are_options(typed, options):
+    config = run(typed)
+    assert [
+        f"{name}={show(config.get(name))}" for name, _, _ in (o.partition("=") for o in options)
+    ] == options
 
 
 def in_tokens(line):

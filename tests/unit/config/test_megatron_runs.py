@@ -36,13 +36,6 @@ RUNS: dict[str, tuple[int, str, int | None]] = {
         f"1024 --micro-batch-size 4 --global-batch-size 8 --train-iters 500000 --fp16 {EARLY} {GPT2}",
         354_871_296,
     ),
-    "NVIDIA GPT 345M, TP 2 PP 2": (
-        2,
-        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings "
-        "1024 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --micro-batch-size "
-        f"4 --global-batch-size 16 --train-iters 500000 --fp16 {EARLY} {GPT2}",
-        None,
-    ),
     "NVIDIA GPT-3 175B": (
         8,
         "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --num-layers 96 --hidden-size 12288 "
@@ -50,24 +43,6 @@ RUNS: dict[str, tuple[int, str, int | None]] = {
         "--global-batch-size 1536 --rampup-batch-size 16 16 5859375 --train-samples 146484375 --lr-decay-samples "
         "126953125 --lr-warmup-samples 183105 --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine --weight-decay 0.1 "
         f"--adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --fp16 {GPT2}",
-        None,
-    ),
-    "NVIDIA GPT 76B, 2021": (
-        32,
-        "--num-layers-per-virtual-pipeline-stage 5 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 "
-        "--micro-batch-size 1 --global-batch-size 1792 --num-layers 60 --hidden-size 10240 --num-attention-heads 80 "
-        "--seq-length 2048 --max-position-embeddings 2048 --train-iters 500 --lr-decay-iters 320 --lr 0.0001 "
-        f"--min-lr 0.00001 --lr-decay-style cosine --lr-warmup-fraction 0.01 --fp16 --loss-scale 8192 {GPT2}",
-        None,
-    ),
-    "NVIDIA GPT 7B, grouped queries": (
-        2,
-        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
-        "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 8 --seq-length 8192 "
-        "--max-position-embeddings 8192 --train-iters 25 --tokenizer-type NullTokenizer --vocab-size 131072 "
-        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --deterministic-mode --bf16 "
-        "--use-distributed-optimizer --lr 0.00015 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-iters 320000 "
-        "--lr-warmup-fraction 0.01",
         None,
     ),
     "NVIDIA GPT 15B": (
@@ -110,15 +85,6 @@ RUNS: dict[str, tuple[int, str, int | None]] = {
         "--num-layers-per-virtual-pipeline-stage 2 --vocab-size 128000",
         None,
     ),
-    "LUMI Viking 7B": (
-        64,
-        f"--tensor-model-parallel-size 2 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 {LLAMA} "
-        "--ffn-hidden-size 11008 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 "
-        "--global-batch-size 1024 --train-samples 488281250 --bf16 --init-method-std 0.0048 --seed 42 --lr 3e-4 "
-        "--min-lr 3e-5 --lr-decay-style cosine --lr-decay-samples 488281250 --lr-warmup-samples 2048000 "
-        "--vocab-size 131072",
-        None,
-    ),
     "LUMI without a width": (
         8,
         f"--num-layers 24 --hidden-size 1024 --num-attention-heads 16 {LLAMA} --seq-length 4096 "
@@ -153,61 +119,12 @@ RUNS: dict[str, tuple[int, str, int | None]] = {
         f"--lr-warmup-iters 1000 {BLOOM}",
         7_069_016_064,
     ),
-    "BLOOM 1B1": (
-        16,
-        f"--num-layers 24 --hidden-size 1536 --num-attention-heads 16 {ALIBI} --seq-length 2048 --micro-batch-size 1 "
-        f"--global-batch-size 256 --train-iters 1000 --fp16 --lr 2.5e-4 {BLOOM}",
-        1_065_314_304,
-    ),
-    "BigScience 13B": (
-        8,
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --num-layers 40 --hidden-size 5120 "
-        "--ffn-hidden-size 20480 --num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 "
-        "--micro-batch-size 1 --rampup-batch-size 16 16 5_000_000 --global-batch-size 1024 --train-samples "
-        "300_000_000 --loss-scale 12 --fp16 --seed 42 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine "
-        f"--lr-decay-samples 126_953_125 --lr-warmup-samples 216_320 --weight-decay 1e-1 --zero-stage 1 {GPT2}",
-        None,
-    ),
-    "BigScience 104B, a norm after the embedding": (
-        2,
-        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 32 --num-layers 64 --hidden-size 11600 "
-        "--num-attention-heads 80 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 "
-        "--rampup-batch-size 16 16 6_000_000 --global-batch-size 2048 --train-samples 300_000_000 --init-method-std "
-        "0.006 --fp16 --embed-layernorm --lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine --lr-decay-samples "
-        f"126_953_125 --lr-warmup-samples 216_320 {GPT2}",
-        None,
-    ),
-    "BigScience 350M, rotary": (
-        2,
-        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 24 --hidden-size 1024 "
-        "--num-attention-heads 16 --ffn-hidden-size 4096 --seq-length 2048 --position-embedding-type rope "
-        "--micro-batch-size 8 --global-batch-size 512 --rampup-batch-size 32 32 2_000_000 --train-samples 73_242_187 "
-        "--fp16 --lr 3e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-samples 73_242_187 --lr-warmup-samples "
-        f"183_105 {GPT2}",
-        None,
-    ),
     "BigScience 1B3, SwiGLU with biases": (
         4,
         "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-layers 24 --hidden-size 2048 "
         "--num-attention-heads 16 --ffn-hidden-size 5456 --swiglu --seq-length 2048 --max-position-embeddings 2048 "
         "--micro-batch-size 8 --global-batch-size 512 --rampup-batch-size 32 32 2_000_000 --train-samples 73_242_187 "
         f"--fp16 --lr 2e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-samples 183_105 {GPT2}",
-        None,
-    ),
-    "DeepSpeed GPT 1.3B": (
-        16,
-        "--tensor-model-parallel-size 2 --init-method-std 0.013 --micro-batch-size 2 --global-batch-size 512 "
-        "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings "
-        "2048 --train-samples 292968750 --lr 2.0e-4 --min-lr 1.0e-6 --lr-decay-style cosine --lr-warmup-samples "
-        f"1464843 --weight-decay 0.1 --hysteresis 2 --fp16 --zero-stage 0 {GPT2}",
-        None,
-    ),
-    "DeepSpeed Llama": (
-        4,
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 24 --hidden-size 2048 "
-        f"--ffn-hidden-size 5504 --num-attention-heads 16 {LLAMA} --micro-batch-size 4 --global-batch-size 32 "
-        "--seq-length 2048 --max-position-embeddings 2048 --train-iters 250000 --lr 3e-4 --lr-decay-style cosine "
-        "--min-lr 3e-5 --weight-decay 0.1 --lr-warmup-iters 2000 --bf16 --zero-stage 0 --vocab-size 32000",
         None,
     ),
 }

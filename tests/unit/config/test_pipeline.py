@@ -75,72 +75,6 @@ def test_stage_costs_are_the_flops_of_the_model():
         assert costs.layer < selective.layer < full.layer
 
 
-@pytest.mark.parametrize(
-    "changes, part",
-    [
-        ({"num_layers": 1}, "1 layers cannot fill 2 stages (2 ranks x 1 each)"),
-        ({"num_virtual_stages_per_pipeline_rank": 5}, "nearest: 4 stages per rank, or 10 layers"),
-        (
-            {"num_layers_per_virtual_pipeline_stage": 3},
-            "--num-layers-per-virtual-pipeline-stage 3 = 6; nearest: 2 or 4",
-        ),
-        (
-            {"num_layers": 9, "num_layers_per_virtual_pipeline_stage": 3},
-            "nearest: --num-virtual-stages-per-pipeline-rank",
-        ),
-        (
-            {"num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2},
-            "exclude each other",
-        ),
-        (
-            {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_schedule": "zb-h1"},
-            "--pipeline-schedule zb-h1: schedule zb-h1 has one stage per rank, not 2; nearest: interleaved",
-        ),
-        ({"pipeline_schedule": "interleaved"}, "needs at least 2 stages per rank, not 1; nearest: 1f1b"),
-        (
-            {"pipeline_schedule": "zbh1"},
-            "--pipeline-schedule zbh1 is not one of gpipe, 1f1b, interleaved, zb-h1",
-        ),
-        ({"pipeline_partition": "even"}, "--pipeline-partition even is not one of balanced, uniform"),
-        ({"pipeline_partition": "unifrm"}, "nearest: uniform"),
-        (
-            {"pipeline_partition": "4,5"},
-            "layers per stage 4,5: their sum is 9, the model has 8 layers; nearest: 4,4",
-        ),
-        ({"pipeline_partition": "3,3,2"}, "3 numbers for 2 stages"),
-        (
-            {"num_layers_per_virtual_pipeline_stage": 4, "pipeline_partition": "uniform"},
-            "gives every stage 4 layers, which excludes --pipeline-partition; nearest: --num-virtual",
-        ),
-        (
-            {"num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 1},
-            "--decoder-first-pipeline-num-layers 1: not with 2 stages per rank; nearest: --pipeline-partition",
-        ),
-        ({"decoder_first_pipeline_num_layers": 8}, "8 layers for the first stage leave 0 of 8"),
-        ({"global_batch_size": 12}, "not a multiple of micro-batch size 2 x data-parallel size 4 = 8"),
-        (
-            {"num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 24},
-            "x data-parallel size 4 x 2 pipeline ranks (schedule interleaved) = 16; nearest: 16 or 32",
-        ),
-        (
-            {
-                "num_virtual_stages_per_pipeline_rank": 2,
-                "global_batch_size": 64,
-                "rampup_batch_size": (24, 8, 100),
-            },
-            "--rampup-batch-size starts at 24, which is not a multiple of micro-batch size 2",
-        ),
-        (
-            {"pipeline_model_parallel_size": 3},
-            "8 ranks do not divide by tensor-parallel size 1 x pipeline size 3",
-        ),
-        ({"zero_params_lifetime": "gathered"}, "'gathered' needs P > 1"),
-    ],
-)
-def test_faults(changes, part):
-    assert part in errors(**changes)
-
-
 def test_every_size_of_a_ramp_is_taken_by_the_schedule():
     for start, increment in itertools.product((16, 32), (16, 32)):
         changes = {"num_virtual_stages_per_pipeline_rank": 2, "rampup_batch_size": (start, increment, 1000)}
@@ -148,23 +82,6 @@ def test_every_size_of_a_ramp_is_taken_by_the_schedule():
         config = legal(**changes, global_batch_size=batch)
         for size in range(start, batch + 1, increment):
             assert size // (2 * config.data_parallel_size(WORLD)) % 2 == 0
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pipeline_schedule": "1f1b"},
-        {"use_tp_pp_dp_mapping": True},
-        {"pipeline_partition": "uniform"},
-        {"num_layers_per_virtual_pipeline_stage": 2},
-        {"num_virtual_stages_per_pipeline_rank": 1},
-        {"decoder_first_pipeline_num_layers": 2},
-        {"decoder_last_pipeline_num_layers": 2},
-    ],
-)
-def test_options_of_pipelines_need_one(changes):
-    (note,) = (n for n in legal(pipeline_model_parallel_size=1, **changes).notes if "no effect" in n)
-    assert note.endswith("has no effect without --pipeline-model-parallel-size above 1")
 
 
 def test_the_mapping_decides_who_shares_a_node():

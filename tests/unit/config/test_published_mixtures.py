@@ -16,7 +16,6 @@ import pytest
 from megazero.config import RunConfig, World, begun, parse
 from megazero.config.model.architecture import from_hf_config, is_architecture
 from megazero.config.model.spec import parameter_count
-from megazero.config.run import all_options
 from megazero.families.layer_kinds import layer_kinds
 from tests.unit.config.test_families import PUBLISHED
 
@@ -40,8 +39,6 @@ GLM = (
     "--moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 0 --moe-router-load-balancing-type seq_aux_loss --moe-router-topk 8"
 )
-QWEN3_235B = PUBLISHED["qwen3-30b-a3b"][0] | {"hidden_size": 4096, "num_hidden_layers": 94}
-QWEN3_235B |= {"num_attention_heads": 64, "intermediate_size": 12288, "moe_intermediate_size": 1536}
 GLM45 = PUBLISHED["glm-4.5-air"][0] | {
     "hidden_size": 5120,
     "intermediate_size": 12288,
@@ -56,12 +53,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
         f"--moe-ffn-hidden-size 768 --moe-layer-freq [{','.join(['1'] * 48)}]",
         PUBLISHED["qwen3-30b-a3b"][0],
         30.5,
-    ),
-    "Qwen3-235B-A22B": (
-        f"{QWEN3} --num-attention-heads 64 --num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 "
-        f"--moe-ffn-hidden-size 1536 --moe-layer-freq [{','.join(['1'] * 94)}]",
-        QWEN3_235B,
-        235.1,
     ),
     "GLM-4.5-Air": (
         f"{GLM} --num-layers 46 --hidden-size 4096 --ffn-hidden-size 10944 --moe-ffn-hidden-size 1408 "
@@ -80,9 +71,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
 
 
 def read(line: str, world: World) -> RunConfig:
-    """The configuration of a line. Where ranks cannot share experts, a script's words for that are left out."""
-    if "expert_model_parallel_size" not in all_options():
-        line = re.sub(r"--expert-model-parallel-size \d+", "", line)
     return begun(parse(line.split(), world), world)
 
 

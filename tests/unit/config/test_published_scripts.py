@@ -106,22 +106,9 @@ def test_what_is_not_built_is_refused_by_name(run: str, more: str, tmp_path: Pat
         assert any(part in error and "not built here" in error for error in caught.value.errors), part
 
 
-# Megatron-LM's functional tests gpt3_mcore_te_tp2_pp2_cp2 (now with nccl2) and gpt3_mcore_te_tp1_pp2_cp4_a2a_p2p, and
-# the 70B on 64 GPUs of its parallelism guide (with data, vocabulary, rate and length of a run); run_gpt.sh of
-# asd123www/Megatron-LM-study; what radixark/miles gives Megatron on 8 GPUs. Words that say nothing of a layout are
-# left out.
+# Megatron-LM's functional test gpt3_mcore_te_tp1_pp2_cp4_a2a_p2p, and what radixark/miles gives Megatron on 8 GPUs.
+# Words that say nothing of a layout are left out.
 LONG = {
-    "functional test": (
-        "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --log-params-norm "
-        "--log-num-zeros-in-grad --micro-batch-size 4 --global-batch-size 32 --seq-length 1024 "
-        "--max-position-embeddings 1024 --train-iters 50 --lr-decay-iters 320000 --tokenizer-type "
-        "NullTokenizer --vocab-size 50257 --distributed-backend nccl --lr 0.00015 --lr-decay-style cosine "
-        "--min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --transformer-impl "
-        "transformer_engine --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-        "--context-parallel-size 2 --sequence-parallel --hidden-dropout 0.0 --attention-dropout 0.0 "
-        "--no-gradient-accumulation-fusion --attention-softmax-in-fp32 --use-mcore-models --ckpt-format "
-        "torch_dist --bf16 --attention-backend flash --async-save --use-persistent-ckpt-worker --mock-data"
-    ),
     "hierarchical": (
         "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 4 --global-batch-size 32 "
         "--seq-length 1024 --max-position-embeddings 1024 --train-iters 50 --lr-decay-iters 320000 --tokenizer-type "
@@ -132,19 +119,6 @@ LONG = {
         "--sequence-parallel --hidden-dropout 0.0 --attention-dropout 0.0 --no-gradient-accumulation-fusion "
         "--attention-softmax-in-fp32 --use-mcore-models --ckpt-format torch_dist --dist-ckpt-strictness log_all "
         "--bf16 --attention-backend flash --async-save --use-persistent-ckpt-worker"
-    ),
-    "70B": (
-        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --context-parallel-size 2 --num-layers 80 "
-        "--hidden-size 8192 --num-attention-heads 64 --seq-length 8192 --micro-batch-size 1 --global-batch-size 512 "
-        "--bf16 --max-position-embeddings 8192 --tokenizer-type NullTokenizer --vocab-size 128256 --mock-data "
-        "--train-iters 10 --lr 1e-4"
-    ),
-    "allgather": (
-        "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --tensor-model-parallel-size 2 "
-        "--pipeline-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type allgather --num-layers "
-        "8 --hidden-size 512 --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 "
-        "--micro-batch-size 1 --global-batch-size 1 --train-iters 2 --log-interval 1 --eval-interval "
-        "100000000 --eval-iters 1 --attention-backend flash --bf16 --lr 1e-4 --attention-dropout 0.0"
     ),
     "a2a": (
         "--num-layers 36 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
@@ -163,10 +137,7 @@ LONG = {
 # What Megatron's parse_args and validate_args make of them: data-parallel size, --sequence-parallel, width of the MLP
 # and of a head, groups that share keys.
 MEGATRON = {
-    "functional test": (1, True, 2048, 64, 8),
     "hierarchical": (1, False, 2048, 64, 8),
-    "70B": (2, False, 32768, 128, 64),
-    "allgather": (1, False, 2048, 64, 8),
     "a2a": (1, True, 10880, 128, 8),
 }
 
@@ -174,10 +145,7 @@ MEGATRON = {
 @pytest.mark.parametrize(
     ("name", "ranks", "levels"),
     [
-        ("functional test", 8, (2, 1)),
         ("hierarchical", 8, (2, 2)),
-        ("70B", 64, (2, 1)),
-        ("allgather", 8, (1, 2)),
         ("a2a", 8, (4, 1)),
     ],
 )

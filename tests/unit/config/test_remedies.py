@@ -12,7 +12,6 @@ from megazero.config.options.data_inputs import missing_file
 from megazero.config.options.fields import option
 from megazero.config.read.folders import make_folders
 from megazero.data.tokenizer import load_tokenizer
-from megazero.families.config_json.known_fields import INERT
 from megazero.train.command import main
 from tests.sizes import LEAST, SMALL, TINY, words
 
@@ -129,12 +128,3 @@ def test_a_tokenizer_of_another_kind_is_told_its_type(tmp_path: Path) -> None:
         ValueError, match="not a tokenizer.json.*nearest: --tokenizer-type SentencePieceTokenizer"
     ):
         load_tokenizer("HuggingFaceTokenizer", tmp_path / "spm.model")
-
-
-def test_a_stage_and_another_preset_are_told_what_each_means() -> None:
-    (line,) = faults([*RUN, "--zero-stage", "2", "--zero-preset", "ddp"])
-    assert line.endswith("without --zero-stage it is ddp, without --zero-preset zero2")
-
-
-def test_fields_that_only_name_things_are_inert() -> None:
-    assert {"*name_or_path", "_commit_hash", "transformers.js_config"} <= set(INERT)

@@ -12,7 +12,7 @@ from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.config.options.skipping import due
 from megazero.config.run import all_options
 from tests import ROOT
-from tests.unit.config.command_lines import base_without, errors, run, write
+from tests.unit.config.command_lines import base_without, run, write
 
 
 @pytest.mark.parametrize(
@@ -88,22 +88,6 @@ def test_one_fault_is_one_error():
             assert len(caught.value.errors) == 1, caught.value.errors
 
 
-@pytest.mark.parametrize(
-    "line, part",
-    [
-        (
-            "--eval-iters -2",
-            "must be at least 0; the default is 100",
-        ),  # not "nearest: 0", which evaluates nothing
-        ("--eval-iters 0 --log-interval 0", "--log-interval 0 must be at least 1; nearest: 1"),
-        ("--sliding-window 0", "--sliding-window 0 must be at least 1; or leave it out"),
-        ("--attention-dropout 1", "must be below 1; the default is 0, gpt: 0.1"),
-    ],
-)
-def test_what_a_number_out_of_bounds_is_told(line, part):
-    assert part in errors(line)[0]
-
-
 def test_zero_is_off_as_in_megatron():
     config = run("--exit-interval 0 --exit-duration-in-mins 0 --save-interval 0 --eval-interval 0 --save c")
     assert config.training.exit_interval is config.training.exit_duration_in_mins is None
@@ -135,7 +119,3 @@ def test_nothing_is_written_before_the_data_are_found(tmp_path):
     assert done.returncode == 2 and "2 configuration errors" in done.stderr, done.stderr
     assert "no.idx does not exist" in done.stderr and "none.idx does not exist" in done.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["there.bin", "there.idx"]
-
-
-def test_other_legal_names_of_the_place_are_known():
-    assert suggestion("hepl", others=("help",)) == "; nearest: --help"

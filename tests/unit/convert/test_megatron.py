@@ -340,8 +340,6 @@ def test_the_gate_is_where_the_argument_says(kind, tmp_path):
             {"position_embedding_type": "yarn", "mscale": 1.5, "rotary_scaling_factor": 4.0},
             {"rotary_scaling": "yarn", "yarn_mscale": 1.5, "rotary_scaling_factor": 4.0},
         ),
-        ({"start_weight_decay": 0.1, "end_weight_decay": 0.1}, {"start_weight_decay": None}),
-        ({"start_weight_decay": 0.1, "weight_decay_incr_style": "linear"}, {"start_weight_decay": 0.1}),
         ({"use_checkpoint_opt_param_scheduler": True}, {"use_checkpoint_opt_param_scheduler": None}),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,6 @@ def test_files_stand_for_their_words(tmp_path: Path) -> None:
         "t.txt": f'"{GROUP}"\n',
         "v.txt": f'"{GROUP}" "AR: 1 0:1 c"\n',
         "bare.txt": GROUP.replace(", ", ",\n  ") + "\n\nAR: 1 0:1 c\n",  # without quotes: a group each line
-        "blend": "0.3 a\n0.7 b\n",
-        "apart.json": json.dumps({"train": ["1", "a", "2", "b"], "valid": "c d", "test": None}),
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -51,9 +48,7 @@ def test_files_stand_for_their_words(tmp_path: Path) -> None:
     assert data.valid_weighted_split_paths == (GROUP, "AR: 1 0:1 c")
     bare = parse(argv(*flags[:2], "--valid-weighted-split-paths-path", where["bare.txt"])).data
     assert [" ".join(group.split()) for group in bare.valid_weighted_split_paths] == [GROUP, "AR: 1 0:1 c"]
-    assert parse(argv("--data-args-path", where["blend"])).data.data_path == ("0.3", "a", "0.7", "b")
-    config = parse(argv("--per-split-data-args-path", where["apart.json"], "--split", "1"))
-    assert (config.data.train_data_path, config.data.valid_data_path) == (("1", "a", "2", "b"), ("c", "d"))
+    config = parse(argv(*flags, "--split", "1"))
     assert any(note.startswith("--split changes nothing") for note in config.notes)
     assert make_config(dict(config.values())).data == config.data  # what was resolved resolves to itself
 
@@ -62,12 +57,10 @@ def test_mistakes(tmp_path: Path) -> None:
     for name, text in {
         "open": '"EN: 1 0:1 a',
         "empty": "",
-        "list.json": "[1]",
-        "prefix": "a",
         "bare": "EN: 1 0:1 a,\n 1 0:0.5 b\n\nFR: 1 0:1 c\n",
     }.items():
         (tmp_path / name).write_text(text)
-    path = {name: str(tmp_path / name) for name in ("open", "empty", "list.json", "bare", "prefix", "absent")}
+    path = {name: str(tmp_path / name) for name in ("open", "empty", "bare", "absent")}
     for changes, part in (
         ({}, "exactly one of --data-path and --mock-data is required"),
         ({"data_path": ["a"], "train_data_path": ["b"]}, "exactly one of --data-path and --mock-data"),
@@ -89,18 +82,19 @@ def test_mistakes(tmp_path: Path) -> None:
         ({"train_weighted_split_paths_path": path["open"]}, "open: No closing quotation"),
         ({"train_weighted_split_paths_path": path["empty"]}, "empty names no data"),
         (
-            {"per_split_data_args_path": path["list.json"]},
-            "must hold an object with the keys train, valid, test",
+            {
+                "train_weighted_split_paths": [GROUP],
+                "valid_weighted_split_paths": [GROUP],
+                "valid_weighted_split_paths_path": path["bare"],
+            },
+            "and --valid-weighted-split-paths exclude each other",
         ),
-        ({"data_args_path": path["prefix"], "data_path": ["a"]}, "and --data-path exclude each other"),
     ):
         assert part in errors(**changes), changes
     for name, text, problem in (
         ("train_weighted_split_paths_path", path["bare"], "bare: takes one value"),
         ("valid_weighted_split_paths_path", "E: 1 0:2 a", "split: 0:2 of a must be START:END"),
         ("valid_weighted_split_paths_path", "'E: 1 0:1 a' 1", "split: '1' must be NAME"),
-        ("data_args_path", "1 a b", "split: 1 a b must be PREFIX"),
-        ("per_split_data_args_path", '{"valid": "0 a"}', "split: weight 0 of a must be above 0"),
     ):
         (tmp_path / "split").write_text(text)
         file = text if text == path["bare"] else str(tmp_path / "split")

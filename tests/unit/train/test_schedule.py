@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megazero.config import make_config
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
-from megazero.train.schedule.learning_rate import LearningRate, WeightDecay
+from megazero.train.schedule.learning_rate import LearningRate
 from tests.oracle import megatron_batch_sizes
 
 # Megatron's: a style that megazero alone has needs a test by hand.
@@ -53,9 +53,6 @@ def flag_set(draw: random.Random) -> dict[str, Any]:
             f"lr_wsd_decay_{unit}": draw.randint(1, decay + 20),
             "lr_wsd_decay_style": draw.choice(WSD_STYLES),
         }
-    grows = draw.choice(("constant", "linear", "cosine"))
-    if grows != "constant":
-        values |= {"weight_decay_incr_style": grows, "start_weight_decay": 0.01, "end_weight_decay": 0.1}
     return values
 
 
@@ -71,8 +68,7 @@ def megatron_scheduler(said: Mapping[str, Any], group: dict[str, float]) -> Any:
     wsd = said.get(f"lr_wsd_decay_{unit}")
     return module.OptimizerParamScheduler(
         SimpleNamespace(param_groups=[group]), said["lr_warmup_init"], said["lr"], said["min_lr"], warmup, decay,
-        said["lr_decay_style"], said.get("start_weight_decay", 0.01), said.get("end_weight_decay", 0.01),
-        said[f"train_{unit}"] * batch, said.get("weight_decay_incr_style", "constant"),
+        said["lr_decay_style"], 0.01, 0.01, said[f"train_{unit}"] * batch, "constant",
         wsd_decay_steps=None if wsd is None else wsd * batch, lr_wsd_decay_style=said.get("lr_wsd_decay_style"),
     )  # fmt: skip
 
@@ -84,13 +80,13 @@ def test_schedules_equal_megatrons() -> None:
         draw, group = random.Random(seed), dict[str, float]()
         said = flag_set(draw)
         config = make_config({**BASE, **said})
-        rate, decay = LearningRate.of(config), WeightDecay.of(config)
+        rate = LearningRate.of(config)
         theirs = megatron_scheduler(said, group)
         batch, last = config.lr_samples.batch, config.lr_lengths.total + 40
         places = {0, 1, 2, last, *(draw.randrange(last) for _ in range(PLACES))}
         for place in sorted(places):
             theirs.step(place * batch - theirs.num_steps)
-            assert (rate(place), decay(place)) == (group["lr"], group["weight_decay"]), (seed, said, place)
+            assert rate(place) == group["lr"], (seed, said, place)
 
 
 def test_learning_rate_by_hand() -> None:

@@ -26,7 +26,6 @@ from megazero.models import Decoder
 from megazero.ops.failures import NonFiniteLoss
 from megazero.train import setup
 from megazero.train.parallelize import dropout_key, make_policy
-from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.trainer import Trainer
 from tests.oracle import megatron_batch_sizes
 from tests.oracle_muon import POLYNOMIALS, plain_step
@@ -60,8 +59,7 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], float, int]
     holder = SimpleNamespace(param_groups=[{}, apart])
     scheduler = core.OptimizerParamScheduler(
         holder, 0.0, o.lr, o.min_lr, span.warmup, span.decay, o.lr_decay_style,
-        *((o.weight_decay,) * 2 if o.start_weight_decay is None else (o.start_weight_decay, o.end_weight_decay)),
-        span.total, o.weight_decay_incr_style,
+        o.weight_decay, o.weight_decay, span.total, "constant",
         wsd_decay_steps=span.wsd_decay, lr_wsd_decay_style=o.lr_wsd_decay_style,
     )  # fmt: skip
     sizes = megatron_batch_sizes(batch.global_batch_size, batch.micro_batch_size, 1, batch.rampup_batch_size)
@@ -159,13 +157,11 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
             loss = mean_loss(model, evaluated, 8, 0.0).item()
         return {"iteration": iteration, "consumed_samples": consumed, "eval_lm_loss": loss}
 
-    consumed, seen, lines = 0, 0, [evaluation(0, 0)]
+    consumed, lines = 0, [evaluation(0, 0)]
     for iteration, ((rate, apart), decay, size) in enumerate(megatron_rates(config), 1):
         if consumed + size > total:
             return lines
         length = min(4 + 4 * iteration // 6 // 2 * 2, 8) if batch.rampup_seq_length else 8  # 4 8 2 6
-        if batch.lr_by_tokens:
-            rate = apart = LearningRate.of(config)(seen / 8)
         rows = [train[i] for i in range(consumed, consumed + size)]
         loss = mean_loss(model, rows, length, training.z_loss_strength)
         optimizer.zero_grad()
@@ -174,7 +170,7 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
         for group, own in zip(optimizer.param_groups, (rate, rate, apart), strict=True):
             group["lr"], group["weight_decay"] = own, decay if group["weight_decay"] else 0.0
         optimizer.step()
-        consumed, seen = consumed + size, seen + size * length
+        consumed += size
         line = {
             "iteration": iteration,
             "consumed_samples": consumed,
@@ -182,7 +178,7 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
             "grad_norm": norm,
         }
         line |= {"decoupled_learning_rate": apart} if o.decoupled_lr else {}
-        line |= {"seq_length": length, "weight_decay": decay} if batch.rampup_seq_length else {}
+        line |= {"seq_length": length} if batch.rampup_seq_length else {}
         lines.append({**line, "learning_rate": rate, "batch_size": size})
         if iteration % training.eval_interval == 0:
             lines.append(evaluation(iteration, consumed))
@@ -195,15 +191,12 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.6}
 
 LION = {"optimizer": "lion", "lion_beta1": 0.6, "lion_beta2": 0.7}
 MUON = {
-    **{**ADAMW, "optimizer": "muon", "muon_momentum": 0.7, "muon_nesterov": True, "muon_num_ns_steps": 4},
-    **{"muon_coefficient_type": "simple", "muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 0.3},
+    **{**ADAMW, "optimizer": "muon", "muon_momentum": 0.7, "muon_nesterov": True},
+    **{"muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 0.3},
     **{"muon_fp32_matmul_prec": "high"},
 }
 DECOUPLED = {**ADAMW, "decoupled_lr": 0.2, "decoupled_min_lr": 0.03}
-GROWING = {
-    **{**ADAMW, "z_loss_strength": 0.1, "rampup_seq_length": (4, 8, 2, 6), "lr_by_tokens": True},
-    **{"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.9},
-}
+GROWING = {**ADAMW, "z_loss_strength": 0.1, "rampup_seq_length": (4, 8, 2, 6)}
 UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": True}
 
 

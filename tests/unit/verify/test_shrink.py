@@ -67,14 +67,12 @@ def test_the_loss_has_chunks_if_it_had(asked: str, chunks: int) -> None:
 
 def test_other_layouts_compute_the_same_loss() -> None:
     """On other layouts the loss is asked for again; lengths and rates that change are left out on all."""
-    growing = "--rampup-seq-length 64 4096 64 500 --weight-decay-incr-style linear --start-weight-decay 0"
-    words = f"{growing} --end-weight-decay 1 --z-loss-strength 1e-3 --world-size 4 --ranks-per-node 4"
+    words = "--rampup-seq-length 64 4096 64 500 --z-loss-strength 1e-3 --world-size 4 --ranks-per-node 4"
     found = shrunk(f"{words} --tensor-model-parallel-size 2")
     others = [config for _, config, _ in other_layouts(found.config, found.layout.world, 2)]
     assert len(others) == 2
     for run in (found.config, *others):
         assert run.training.z_loss_strength == 1e-3 and run.batch.rampup_seq_length is None
-        assert run.optimizer.weight_decay_incr_style == "constant"
 
 
 def test_structure_is_kept_and_sizes_are_not() -> None:

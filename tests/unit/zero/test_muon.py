@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from megazero import zero
-from megazero.config.options.optimizers import QUINTIC_SETS
+from megazero.config.options.optimizers import NEWTON_SCHULZ_STEPS
 from megazero.config.run import all_options
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.by_matrix import COEFFICIENTS, MATRIX, SCALES, Muon, newton_schulz
@@ -44,10 +45,8 @@ def test_newton_schulz_is_its_polynomials_of_the_singular_values(shape, dtype, l
 
 
 def test_the_configuration_offers_what_there_is():
-    offered = all_options()
-    assert set(offered["muon_coefficient_type"].choices) == set(COEFFICIENTS)
-    assert set(offered["muon_scale_mode"].choices) == set(SCALES)
-    assert len(COEFFICIENTS["quintic"]) == QUINTIC_SETS
+    assert set(all_options()["muon_scale_mode"].choices) == set(SCALES)
+    assert inspect.signature(Muon).parameters["steps"].default == NEWTON_SCHULZ_STEPS
 
 
 def test_a_matrix_of_zeros_has_no_direction():
