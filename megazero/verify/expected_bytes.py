@@ -228,9 +228,8 @@ class ExpectedBytes:
         return by_matrix and spec.multiplies and not spec.vocabulary
 
     def _split(self, spec: ParameterSpec) -> int | None:
-        """Return the dimension of a matrix that is cut over tensor-parallel ranks, if they step it together."""
-        together = self._by_matrix(spec) and self.config.optimizer.muon_tp_mode == "distributed"
-        return spec.cut if together else None
+        """Return the dimension of a matrix that is cut over tensor-parallel ranks, which step it together."""
+        return spec.cut if self._by_matrix(spec) else None
 
     def _shape(self, unit: LaidOut, tied: bool, rank: int) -> UnitShape:
         tp, sequence_parallel = self.grid.tp, self.config.parallel.sequence_parallel
