@@ -76,9 +76,6 @@ COLOURS = {
 }
 
 
-# -- published runs -------------------------------------------------------------------------------
-
-
 def outcomes(which: Iterable[Run]) -> list[Outcome]:
     return [predict(run) for run in which]
 
@@ -153,9 +150,6 @@ def run_lines(found: Sequence[Outcome]) -> list[str]:
     return out
 
 
-# -- what it says of models -----------------------------------------------------------------------
-
-
 def planned_table(words: str) -> str:
     """Return the seconds of each line's fastest layout at each rate."""
     rows = []
@@ -200,9 +194,6 @@ def pays_table() -> str:
 
 def _best(row: compare.Scheme | None) -> str:
     return "does not fit" if row is None else f"{row.seconds:.2f}"
-
-
-# -- README's chart -------------------------------------------------------------------------------
 
 
 def chart() -> None:
