@@ -22,7 +22,7 @@ from megazero.mesh.mesh import create_mesh
 from tests.dist.capture import weights
 from tests.dist.engine.test_engine import make_net
 from tests.dist.pool import run_ranks
-from tests.messages import refused
+from tests.messages import names, refused
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 wrong = partial(refused, by=RuntimeError)
@@ -52,6 +52,15 @@ def train(model, engine, x=None, order=None) -> zero.StepInfo:
     engine.begin_step(1)
     model(torch.ones(3, 8) if x is None else x, order).sum().backward()
     return engine.step()
+
+
+def said_by(act) -> str:
+    """Return an error's words. Nothing of it is kept: its frames hold collectives that will not end."""
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 # -- misuse and refusals ------------------------------------------------------------------------------
@@ -145,8 +154,8 @@ def opaque_output():
 
 def ranks_of_another_order():
     model, engine = make()
-    with wrong("different collectives"):
-        train(model, engine, order=[0, 1, 2, 3] if dist.get_rank() == 0 else [0, 2, 1, 3])
+    order = [0, 1, 2, 3] if dist.get_rank() == 0 else [0, 2, 1, 3]
+    names(said_by(lambda: train(model, engine, order=order)), "different collectives")
 
 
 # -- order, reading and writing ------------------------------------------------------------------------
