@@ -36,7 +36,7 @@ VOCABULARIES = {
 # truth; after steps of 5e-4 7e-7.
 LR_OF_DEEP = 5e-4
 MULTI_QUERY = "multi-query"  # Llama with one key/value head, which tensor-parallel ranks share
-TWO_KEY_HEADS, TINY_VOCABULARY = "two key heads", "tiny vocabulary"
+TWO_KEY_HEADS = "two key heads"
 # Families of other options than their name's own.
 MORE: dict[str, dict[str, Any]] = {
     MULTI_QUERY: {"model_family": "llama", "num_query_groups": 1},
@@ -44,7 +44,6 @@ MORE: dict[str, dict[str, Any]] = {
         **{"model_family": "llama", "num_query_groups": 2, "squared_relu": True, "swiglu": False},
         **{"kv_channels": 8, "rotary_percent": 0.5, "pad_vocab_size_to": 128},
     },
-    TINY_VOCABULARY: {"model_family": "bloom", "vocab_size": 5, "make_vocab_size_divisible_by": 128},
     "qwen2-window": {"model_family": "qwen2", "num_query_groups": 4, "sliding_window": 3},
     "gemma2-documents": {
         "model_family": "gemma2",
