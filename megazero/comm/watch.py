@@ -75,10 +75,9 @@ class LossyGradients:
     """Warns once if gradients lose too much by rounding: if half of the last WINDOW measurements are above LIMIT.
 
     A measurement is a module's ||sent - exact|| / ||exact||, another module's each time. One of them says little: in
-    young models modules lie between 0.08 and 0.17 in INT4 in blocks of 64 (docs/results/loss_at_size.md), with a
-    median of 0.107 to 0.12. A trained model loses 0.17 in that format, where its step keeps 0.88 of an exact step's
-    gain in loss, and 0.09 with a Hadamard transform, where it keeps 0.98 (docs/results/rounding_trained.md). LIMIT
-    lies between.
+    young models modules lie between 0.08 and 0.17 in INT4 in blocks of 64, with a median of 0.107 to 0.12. A trained
+    model loses 0.17 in that format, where its step keeps 0.88 of an exact step's gain in loss, and 0.09 with a
+    Hadamard transform, where it keeps 0.98 (docs/results/loss.md). LIMIT lies between.
     """
 
     LIMIT, WINDOW = 0.15, 16

@@ -44,7 +44,7 @@ def gather_coding(parallel: ParallelConfig) -> Coding | None:
     """Return the format of keys and values that are gathered across nodes, as --cp-gather-bits asks; None is exact.
 
     Some channels of keys are many times larger than others, and a transform spreads them over their block, a head or
-    two of one token: of SmolLM2-135M it halves the error of attention's output (docs/results/rounding_trained.md).
+    two of one token: of SmolLM2-135M it halves the error of attention's output (docs/results/loss.md).
     They are rounded to nearest, so that a recompute gathers the same bits.
     """
     bits = parallel.cp_gather_bits

@@ -140,7 +140,7 @@ def _coding(zero: ZeroConfig, bits: int) -> Coding:
 def _mixed(codings: Sequence[Coding | None], by: str) -> list[Coding | None]:
     """Return the formats of successive hops with their transform.
 
-    It mixes the smallest of their blocks (the larger the better, see docs/results/rounding.md), so that it is the
+    It mixes the smallest of their blocks (the larger the better, see docs/results/loss.md), so that it is the
     same on all hops and nothing is transformed between them.
     """
     size = min(MIXED, *(c.block for c in codings if c)) if by == "hadamard" else 0

@@ -71,7 +71,7 @@ def test_bad_words(given: dict, by: type[Exception], words: list[str]) -> None:
 @pytest.mark.parametrize("gradients", ["int8", "int4"])
 @pytest.mark.parametrize("given", [{}, {"gradient_transform": "none"}, {"gradient_transform": "hadamard"}])
 def test_both_patches_mean_the_same_by_the_same_words(gradients: str, given: dict) -> None:
-    """The formats of docs/results/rounding.md: a transform of 64 in 4 bits by default, or as is said."""
+    """The formats of docs/results/loss.md: a transform of 64 in 4 bits by default, or as is said."""
     words = {"gradients": gradients, **given}
     wires = [read_words(kind, **words).wire for kind in (MessageOptions, PatchOptions)]
     assert wires[0] == wires[1]
