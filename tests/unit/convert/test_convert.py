@@ -258,6 +258,32 @@ def remove_shard(folder):
     first_shard(folder).unlink()
 
 
+def share_bytes(folder):
+    """Let a norm lie where another one lies."""
+    rewrite(
+        folder, lambda told: told["model.norm.weight"] | {"data_offsets": first_norm(told)["data_offsets"]}
+    )
+
+
+def measure_in_floats(folder):
+    rewrite(folder, lambda told: told["model.norm.weight"] | {"shape": [32.0]})
+
+
+def rewrite(folder, norm):
+    """Replace what a header says of the last norm."""
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        told = json.loads(data[8:end])
+        if "model.norm.weight" in told:
+            text = json.dumps({**told, "model.norm.weight": norm(told)}).encode()
+            file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+def first_norm(told):
+    return next(each for name, each in told.items() if name.endswith("post_attention_layernorm.weight"))
+
+
 def edit(folder, **fields):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
@@ -268,6 +294,8 @@ MISTAKES = {
     "a damaged header": (header, "is no safetensors file, or is cut off"),
     "a missing index": (remove_index, "model.safetensors.index.json' is missing: there are"),
     "an index that is a list": (lambda f: reindex(f, ["lm_head.weight"]), "index.json' is damaged"),
+    "tensors that share bytes": (share_bytes, r"begins at byte \d+, and what is before it ends at"),
+    "a length that is no whole number": (measure_in_floats, "for shape \\[32.0\\], which are no sizes"),
     "a missing shard": (remove_shard, "is missing, and .* names it"),
     "an unknown field": (lambda f: edit(f, brand_new=3), "brand_new = 3 is not known here.*--accept-field"),
     "another model type": (
