@@ -42,7 +42,7 @@ UNTIED = make_model(**{**GPT, "vocab_size": 96}, untie_embeddings_and_output_wei
 
 def context(sequence_parallel: bool) -> TensorParallel:
     world = dist.group.WORLD
-    return TensorParallel(world, dist.get_rank(), dist.get_world_size(), sequence_parallel)
+    return TensorParallel(world, dist.get_rank(), dist.get_world_size(), sequence_parallel=sequence_parallel)
 
 
 def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
