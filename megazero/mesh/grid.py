@@ -223,8 +223,8 @@ def data_ranks_per_node(
         )
     if ranks_per_node % tp:
         problems.append(
-            f"a node of {ranks_per_node} ranks does not hold whole tensor-parallel groups of {tp}; nearest "
-            f"tensor-parallel size: {nearest_divisor(ranks_per_node, tp)}"
+            f"a node of {ranks_per_node} ranks does not hold whole groups of "
+            f"--tensor-model-parallel-size {tp}; nearest: {nearest_divisor(ranks_per_node, tp)}"
         )
     inner = tp * pp if dp_outermost else tp  # ranks between neighbours of a data-parallel group
     if not problems and dp_outermost and ranks_per_node % inner and inner % ranks_per_node:

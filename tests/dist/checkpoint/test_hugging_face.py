@@ -184,7 +184,7 @@ def test_flags_that_are_another_model_are_errors_at_once(folders):
     )  # as with --finetune
     assert longer.model.rotary_base == 5e5
     assert any("--rotary-base 500000 replaces --rotary-base 10000" in note for note in longer.notes)
-    with refused("nowhere.config.json", by=ConfigError):
+    with refused("/nowhere/config.json", by=ConfigError):
         begun(make_config({**RUN, "load": "hf:/nowhere"}))
     with refused("--save-hf", "--save", by=ConfigError):
         begun(make_config({**RUN, "load": f"hf:{folders['llama']}", "save_hf": "out"}))

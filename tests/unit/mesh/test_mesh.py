@@ -43,7 +43,7 @@ def test_zero3_over_two_nodes_is_cut_at_the_node():
 
 
 def test_bad_sizes_name_the_nearest():
-    with refused("nearest tensor-parallel size: 2"):
+    with refused("--tensor-model-parallel-size", "nearest: 2"):
         make_grid(8, 4, tp=3)
     with refused("P = 3", "G = 4", "nearest legal: 4,4,4"):
         make_grid(4, 4, shards=(3, 4, 4))

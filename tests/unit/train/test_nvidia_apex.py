@@ -21,11 +21,29 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 BOTH = TrainingConfig(train_iters=1, optimizer_impl="apex", norm_impl="apex")
 
 
+class FusedAdam(torch.optim.AdamW):
+    """As apex/optimizers/fused_adam.py: the step is counted in the group, not in the states."""
+
+    def __init__(self, params, adam_w_mode=True, **options):
+        assert adam_w_mode
+        super().__init__(params, **options)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            count = group["step"] = group.get("step", 0) + 1
+            for state in (self.state[p] for p in group["params"] if self.state[p]):
+                state["step"] = torch.tensor(count - 1.0)
+        super().step(closure)
+        for state in self.state.values():
+            del state["step"]
+
+
 @contextmanager
 def installed(folder=None):
     """Inside the block ``import apex`` finds the stand-in, or what lies in the folder."""
-    made = {name: ModuleType(name) for name in ("apex", "apex.normalization")}
+    made = {name: ModuleType(name) for name in ("apex", "apex.optimizers", "apex.normalization", "amp_C")}
     made["fused_layer_norm_cuda"] = norms = ModuleType("apex.normalization.fused_layer_norm")
+    made["apex.optimizers"].FusedAdam = FusedAdam
     norms.fused_rms_norm_affine = lambda x, weight, shape, eps: F.rms_norm(x, shape, weight, eps)
     norms.fused_layer_norm_affine = lambda x, weight, bias, shape, eps: F.layer_norm(
         x, shape, weight, bias, eps

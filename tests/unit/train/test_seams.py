@@ -98,7 +98,7 @@ class PlainMuon(torch.optim.AdamW):
                 assert p.grad is not None
                 plain_step(
                     p, p.grad, momentum, lr=group["lr"], decay=group["weight_decay"], beta=0.7, nesterov=True,
-                    polynomials=POLYNOMIALS["simple"][:4], scale=lambda m, n: 0.3 * (m / n) ** 0.5,
+                    polynomials=POLYNOMIALS["quintic"], scale=lambda m, n: 0.3 * (m / n) ** 0.5,
                 )  # fmt: skip
                 p.grad = None
         super().step()
