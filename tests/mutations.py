@@ -140,6 +140,8 @@ megazero/cp/exchange.py
 + for peers in (cp.heads,):
   tokens of groups that gather keys are not counted
 > tests/unit/cp/test_exchange.py::test_counts_are_added_up_over_all_ranks_that_share_samples
+
+megazero/comm/peers.py
 - dtype=torch.promote_types(rows.dtype, torch.float32))
 + dtype=rows.dtype)
   gradients of gathered keys are rounded with every addition
@@ -196,7 +198,7 @@ megazero/models/experts.py
 + x.shape[0] * self.cp.size
   a sample has the tokens of one tensor-parallel rank
 > tests/dist/models/test_experts.py::test_experts_train_on_a_layout_as_on_one_rank
-- counts = start_all_reduce(counts, self.tp).wait()
+- counts = self.tp.start_sum(counts).wait()
 + pass
   tokens of one tensor-parallel rank are counted
 > tests/dist/models/test_experts.py::test_experts_train_on_a_layout_as_on_one_rank

@@ -304,7 +304,7 @@ def fsdp2_experts() -> Contestant:
         def clip(held: list[torch.Tensor]) -> torch.Tensor:
             own, others = ([p for p in held if (p.device_mesh is mesh) is apart] for apart in (True, False))  # type: ignore[attr-defined]
             squared = total_norm(own).square()
-            dist.all_reduce(squared, group=ep.inside.axis.gather_group)
+            dist.all_reduce(squared, group=ep.inside.group)
             norm = (squared + total_norm(others).square()).sqrt()
             for each in (own, others):
                 torch.nn.utils.clip_grads_with_norm_(each, CLIP, norm)

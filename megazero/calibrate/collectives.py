@@ -11,12 +11,12 @@ import torch.distributed as dist
 from megazero.calibrate.points import CollectivePoint
 from megazero.calibrate.timing import Clock
 from megazero.comm.hops import Traffic, start_exchange, start_gather
+from megazero.comm.peers import Peers
 from megazero.comm.timing import Waits
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Mesh, create_mesh, destroy_mesh
 from megazero.pp.links import Links
 from megazero.pp.schedules import Message
-from megazero.tp import TensorParallel, start_all_reduce
 
 Operation = Callable[[], Any]
 SLOW_S = 0.5  # a message that takes longer ends its series: from there on time grows with the bytes
@@ -63,9 +63,9 @@ def _operation(
     if wire.operation == "message":
         return _messages(mesh, size)
     if wire.operation == "sum":
-        tp = TensorParallel(mesh.tp.gather_group, mesh.tp.index, mesh.tp.size)
+        tp = Peers.of(mesh.tp, kind="tp")
         x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
-        return 2 * (tp.size - 1) * x.nbytes // tp.size, lambda: start_all_reduce(x, tp).wait(), 1
+        return 2 * (tp.size - 1) * x.nbytes // tp.size, lambda: tp.start_sum(x).wait(), 1
     link = INTRA if wire.nodes == 1 else INTER
     axis = next(axis for axis in mesh.data_axes if axis.link == link)
     each = size // (axis.size - 1)

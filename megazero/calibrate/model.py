@@ -61,7 +61,7 @@ def measure_modules(
     )
     sizes = Compute(config, cluster, Collectives(cluster)).sizes
     mesh = create_mesh(tp=point.tp, ranks_per_node=cluster.ranks_per_node, device=clock.device)
-    tp = TensorParallel(mesh.tp.gather_group, mesh.tp.index, mesh.tp.size, config.parallel.sequence_parallel)
+    tp = TensorParallel.of(mesh.tp, sequence_parallel=config.parallel.sequence_parallel)
     try:
         decoder, calls = _tried(config, tp, point.micro_batch, clock.device)
     except DoesNotFit:  # on all ranks

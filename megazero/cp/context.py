@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.codec import Blockwise, codec_of
 from megazero.comm.hops import Traffic
+from megazero.comm.peers import Observer, Peers
 from megazero.comm.timing import Waits
 from megazero.comm.wire import Coding
-from megazero.mesh.grid import INTER, INTRA, own_spans
-from megazero.mesh.mesh import Axis, Mesh
-
-
-@dataclass(frozen=True)
-class Peers:
-    """The ranks of one axis, as one of them sees them: their group, its index, their number, and how many of them
-    share a node. ``group`` of one rank is not looked at.
-    """
-
-    group: dist.ProcessGroup | None = None
-    rank: int = 0
-    size: int = 1
-    near: int = 1
-
-    @classmethod
-    def of(cls, axis: Axis, near: int | None = None) -> Peers:
-        """Return an axis's. ``near`` is not given where all of them share a link."""
-        near = (axis.size if axis.link == INTRA else 1) if near is None else near
-        return cls(axis.gather_group, axis.index, axis.size, near)
-
-    @property
-    def link(self) -> str:
-        """Return the slowest link that the ranks use."""
-        return INTRA if self.near == self.size else INTER
-
-
-# It is told the codec of a gather, the tensors [k, n] that this rank sent, what those of all ranks became
-# [size, k, n], and the ranks. A rank's own in there stay as they are.
-Observer = Callable[[Blockwise, Tensor, Tensor, Peers], None]
+from megazero.mesh.grid import own_spans
+from megazero.mesh.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -53,16 +25,12 @@ class ContextParallel:
         their group, cut in their order. With one group that is the sequence.
     keys: Those of other groups with the same heads, on this rank's node and then across nodes, which gather keys and
         values. A group's number is that across nodes, then that on the node.
-    traffic: It counts the bytes this rank sends, if given.
-    waits: It times the waits for other ranks.
     codec: The format of keys and values that are gathered across nodes; None sends them as they are.
     observers: They are called after each such gather.
     """
 
     heads: Peers = Peers()
     keys: tuple[Peers, Peers] = (Peers(), Peers())
-    traffic: Traffic | None = field(default=None, compare=False, repr=False)
-    waits: Waits = field(default_factory=Waits, compare=False, repr=False)
     codec: Blockwise | None = None
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
 
@@ -79,10 +47,11 @@ class ContextParallel:
         if mesh.grid.cp == 1:
             return cls()
         heads, inside, across = mesh.cp_axes
-        keys = Peers.of(inside), Peers.of(across)
-        near, codec = mesh.grid.cp_heads_near, codec_of(coding, seed=seed)
+        known = {"kind": "cp", "traffic": traffic or Traffic(), "waits": waits or Waits()}
+        keys = Peers.of(inside, **known), Peers.of(across, **known)
+        codec = codec_of(coding, seed=seed)
         assert codec is None or isinstance(codec, Blockwise)
-        return cls(Peers.of(heads, near), keys, traffic, waits or Waits(), codec)
+        return cls(Peers.of(heads, **known, near=mesh.grid.cp_heads_near), keys, codec)
 
     @property
     def groups(self) -> int:
@@ -101,12 +70,6 @@ class ContextParallel:
     @property
     def rank(self) -> int:
         return self.group * self.heads.size + self.heads.rank
-
-    def count(self, peers: Peers, row: int) -> None:
-        """Add the bytes that this rank sends if each of the other ``peers`` receives ``row``."""
-        if self.traffic is not None:
-            self.traffic.add("cp", INTRA, row * (peers.near - 1))
-            self.traffic.add("cp", INTER, row * (peers.size - peers.near))
 
     def own(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return the tokens of this rank of a tensor that has those of whole sequences along ``dim``. Where they lie

@@ -3,7 +3,7 @@
 The hooks gather parameters before a layer is called and release them after, in eager Python; what is compiled is a
 function of tensors, so one graph for training and one for evaluation serve all layers of a kind. Tables, masks and
 dropout keys are made before the layers. Tensor-parallel linears and those of a split backward are cut out
-(``tp/linear.py``), and so are swaps of context parallelism (``cp/exchange.py``): their collectives overlap, are
+(``tp/linear.py``), and so are swaps of context parallelism (``comm/peers.py``): their collectives overlap, are
 counted and are put off as without compiling. Where none is there, a graph is whole, and what would break it is an
 error.
 """

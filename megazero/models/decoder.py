@@ -39,7 +39,6 @@ from megazero.tp import (
     chunked_loss,
     column_parallel,
     sequence_slice,
-    start_all_gather,
     vocab_parallel_cross_entropy,
 )
 
@@ -296,7 +295,7 @@ class Decoder(nn.Module):
         """Return the true vocabulary's logits [b, s, vocab_size], gathered over the tp axis, without gradient."""
         local = self(tokens)
         if self.tp.size > 1:
-            parts = start_all_gather(local.permute(2, 1, 0), self.tp).wait()
+            parts = self.tp.start_gather(local.permute(2, 1, 0)).wait()
             local = parts.permute(2, 1, 0)
         return local[..., : self.config.vocabulary]
 

@@ -21,7 +21,7 @@ from megazero.moe import (
     route,
     weighted,
 )
-from megazero.tp import TensorParallel, start_all_reduce
+from megazero.tp import TensorParallel
 
 
 class Linear(nn.Module):
@@ -136,5 +136,5 @@ class MixtureOfExperts(nn.Module):
     def _summed(self, counts: Tensor) -> Tensor:
         """Add up counts over the ranks that share this one's samples."""
         if self.tp.sharded_sequence:
-            counts = start_all_reduce(counts, self.tp).wait()
+            counts = self.tp.start_sum(counts).wait()
         return summed(counts, self.cp)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megazero.tp import TensorParallel, start_all_reduce
+from megazero.tp import TensorParallel
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _SplitRMSNorm(torch.autograd.Function):
         inputs, weights = tensors[:count], tensors[count:]
         wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
         squares = torch.stack([x.square().sum(-1, keepdim=True) for x in wide])
-        sums = start_all_reduce(squares, tp).wait()
+        sums = tp.start_sum(squares).wait()
         scales = [(s / (tp.size * x.shape[-1]) + eps).rsqrt() for s, x in zip(sums, wide, strict=True)]
         ctx.tp = tp
         ctx.save_for_backward(*tensors, *scales)
@@ -143,7 +143,7 @@ class _SplitRMSNorm(torch.autograd.Function):
         wide = [g.to(n.dtype) for g, n in zip(grads, normed, strict=True)]
         weighted = [g * w.to(g.dtype) for g, w in zip(wide, weights, strict=True)]
         dots = torch.stack([(g * n).sum(-1, keepdim=True) for g, n in zip(weighted, normed, strict=True)])
-        pending = start_all_reduce(dots, ctx.tp)
+        pending = ctx.tp.start_sum(dots)
         of_weights = [
             (g * n).flatten(0, -2).sum(0).to(w.dtype) for g, n, w in zip(wide, normed, weights, strict=True)
         ]

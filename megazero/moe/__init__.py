@@ -1,7 +1,7 @@
 """Mixtures of experts on plain tensors: which experts a token goes to, the rows of each expert, grouped products."""
 
 from megazero.moe.balance import Balance, BalanceLosses
-from megazero.moe.context import ExpertParallel, Holders
+from megazero.moe.context import ExpertParallel
 from megazero.moe.dispatch import Dispatch, RowCounts, Told, TwoLevels, dispatch_to
 from megazero.moe.grouped import grouped_linear, weighted
 from megazero.moe.routing import Decision, Router, route
@@ -12,7 +12,6 @@ __all__ = [
     "Decision",
     "Dispatch",
     "ExpertParallel",
-    "Holders",
     "Router",
     "RowCounts",
     "Told",

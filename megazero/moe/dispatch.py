@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.comm.codec import Blockwise
+from megazero.comm.peers import Peers
 from megazero.mesh.waiting import waiting
-from megazero.moe.context import ALONE, ExpertParallel, Holders
+from megazero.moe.context import ALONE, ExpertParallel
 
 NOWHERE = -1  # in the place of an expert
 
@@ -49,8 +50,8 @@ class Dispatch:
     """The places of one micro-batch's rows in one layer.
 
     experts: of each token, [T, k] int64, or NOWHERE, where it goes to fewer. count: how many experts there are.
-    holders: the ranks that share them. sizes: if they are known; else the ranks tell each other, which is collective
-    over holders, and for which the host waits. They are None where ranks share nothing and every token goes to k
+    peers: the ranks that share them. sizes: if they are known; else the ranks tell each other, which is collective
+    over the peers, and for which the host waits. They are None where ranks share nothing and every token goes to k
     experts. sparse: some tokens go to fewer.
     """
 
@@ -58,19 +59,19 @@ class Dispatch:
         self,
         experts: Tensor,
         count: int,
-        holders: Holders = ALONE,
+        peers: Peers = ALONE,
         sizes: RowCounts | None = None,
         sparse: bool = False,
     ) -> None:
         flat = experts.flatten()
-        self.k, self.slots, self.holders = experts.shape[1], len(flat), holders
+        self.k, self.slots, self.peers = experts.shape[1], len(flat), peers
         # Of each row, ordered by expert: which of the T x k it is. Equal experts keep the order of tokens.
         self.order = flat.argsort(stable=True)
         numbers = torch.arange(NOWHERE, count, device=flat.device)
         ends = torch.searchsorted(flat[self.order], numbers, right=True).to(torch.int32)
         self.sizes, self.ends = sizes, ends[1:]
-        if sizes is None and (holders.size > 1 or sparse):
-            self.sizes = _sizes(ends.diff(), holders)
+        if sizes is None and (peers.size > 1 or sparse):
+            self.sizes = _sizes(ends.diff(), peers)
         if self.sizes is not None:
             self.order = self.order[self.slots - sum(map(sum, self.sizes.sent)) :]
             self.ends = self._at_experts.sum(0).cumsum(0, dtype=torch.int32)
@@ -111,12 +112,12 @@ class Dispatch:
     def spread(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows [n, h] of this rank's experts, ordered by expert, and their values [n].
 
-        x: tokens [T, h]. values: of tokens' experts, [T, k]. Without other ranks n is T x k. Collective over holders.
+        x: tokens [T, h]. values: of tokens' experts, [T, k]. Without other ranks n is T x k. Collective.
         """
         return _Spread.apply(x, values, self)
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Return for each token the sum of its rows, [T, h]. Collective over holders."""
+        """Return for each token the sum of its rows, [T, h]. Collective over the peers."""
         return _Collect.apply(rows, self)
 
     def take_rows(self, x: Tensor) -> Tensor:
@@ -140,17 +141,17 @@ class Dispatch:
 
     def _there(self, rows: Tensor, codec: Blockwise | None = None) -> Tensor:
         """Send this rank's rows to their experts."""
-        if self.sizes is None or self.holders.size == 1:
+        if self.sizes is None or self.peers.size == 1:
             return rows
         sent, received = (list(map(sum, each)) for each in self.sizes)
-        return self.holders.exchange(rows, sent, received, codec).index_select(0, self._by_expert)
+        return self.peers.route(rows, sent, received, codec).index_select(0, self._by_expert)
 
     def _back(self, rows: Tensor) -> Tensor:
         """Send the rows of this rank's experts back to where they came from."""
-        if self.sizes is None or self.holders.size == 1:
+        if self.sizes is None or self.peers.size == 1:
             return rows
         sent, received = (list(map(sum, each)) for each in self.sizes)
-        return self.holders.exchange(rows.index_select(0, self._by_source), received, sent)
+        return self.peers.route(rows.index_select(0, self._by_source), received, sent)
 
 
 class _ToNodes(Dispatch):
@@ -184,7 +185,7 @@ class TwoLevels:
         to = number.where(wanted, NOWHERE)
         self.across = _ToNodes(to, ep, told.across if told else None)
         came = told.experts if told else self.across.take_values(experts.to(torch.int32))
-        own = came.long() - ep.across.index * share
+        own = came.long() - ep.across.rank * share
         own = own.where((own >= 0) & (own < share), NOWHERE)
         self.inside = Dispatch(own, share, ep.inside, told.inside if told else None, sparse=True)
         self.told, self.ends = Told(self.across.told, came, self.inside.told), self.inside.ends
@@ -208,14 +209,14 @@ def dispatch_to(
     return Dispatch(experts, count, ep.inside, told)
 
 
-def _sizes(counts: Tensor, holders: Holders) -> RowCounts:
+def _sizes(counts: Tensor, peers: Peers) -> RowCounts:
     """Tell the other ranks how many rows go to each of their experts. counts: of all experts, int32."""
     received = counts
-    if holders.size > 1:
-        each = [len(counts) // holders.size] * holders.size
-        received = holders.exchange(counts, each, each)
+    if peers.size > 1:
+        each = [len(counts) // peers.size] * peers.size
+        received = peers.route(counts, each, each)
     with waiting:  # on CUDA the host waits where it reads
-        sent, came = torch.stack([counts, received]).view(2, holders.size, -1).tolist()
+        sent, came = torch.stack([counts, received]).view(2, peers.size, -1).tolist()
     return RowCounts(sent, came)
 
 

@@ -1,13 +1,7 @@
 """Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy, sequence parallelism."""
 
 from megazero.tp.chunked_loss import chunked_loss
-from megazero.tp.collectives import (
-    TensorParallel,
-    reduce_output,
-    sequence_slice,
-    start_all_gather,
-    start_all_reduce,
-)
+from megazero.tp.context import TensorParallel, reduce_output, sequence_slice
 from megazero.tp.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
 from megazero.tp.deferred import DeferredGradients
 from megazero.tp.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
@@ -25,7 +19,5 @@ __all__ = [
     "column_parallel",
     "reduce_output",
     "sequence_slice",
-    "start_all_gather",
-    "start_all_reduce",
     "vocab_parallel_cross_entropy",
 ]

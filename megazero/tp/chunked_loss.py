@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.tp.collectives import TensorParallel, start_all_gather
+from megazero.tp.context import TensorParallel
 from megazero.tp.deferred import now_or_later
 from megazero.tp.linear import start_reduction
 
@@ -41,7 +41,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scale: float | None,
     ) -> Tensor:
         """``scale`` None computes no gradients."""
-        full = start_all_gather(x, tp).wait() if tp.sharded_sequence else x
+        full = tp.start_gather(x).wait() if tp.sharded_sequence else x
         tokens, labels, weights = full.reshape(-1, full.shape[-1]), labels.reshape(-1), weights.reshape(-1)
         needs_x, needs_weight = (scale is not None and needed for needed in ctx.needs_input_grad[:2])
         grad_x = torch.empty_like(tokens) if needs_x else None

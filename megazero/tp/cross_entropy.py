@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.tp.collectives import TensorParallel, start_all_gather
+from megazero.tp.context import TensorParallel
 from megazero.tp.vocabulary import VocabShard
 
 IGNORED_LABEL = -100  # torch's own convention: zero loss, zero gradient
@@ -41,7 +41,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             lse.fill_(-torch.inf)
             target.zero_()
         if tp.size > 1:  # one small message: [size, 2, tokens]; the same sum in the same order on every rank
-            parts = start_all_gather(torch.stack((lse, target)).unsqueeze(0), tp).wait()
+            parts = tp.start_gather(torch.stack((lse, target)).unsqueeze(0)).wait()
             lse, target = torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
         ctx.save_for_backward(logits, local, elsewhere, ignored, lse)
         ctx.shard, ctx.z_loss, ctx.used = shard, z_loss, False

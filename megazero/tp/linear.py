@@ -12,13 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megazero.tp.collectives import (
-    TensorParallel,
-    reduce_output,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from megazero.tp.context import TensorParallel, reduce_output
 from megazero.tp.deferred import DeferredGradients
 
 
@@ -36,7 +30,7 @@ class _Linears(torch.autograd.Function):
         ctx.tp, ctx.parameters = tp, parameters  # themselves: a saved tensor may come back as another object
         needs_weights = any(ctx.needs_input_grad[3 : 3 + count])
         ctx.save_for_backward(x if needs_weights else None, *(weights if ctx.needs_input_grad[0] else ()))
-        full = start_all_gather(x, tp).wait() if tp.sharded_sequence else x
+        full = tp.start_gather(x).wait() if tp.sharded_sequence else x
         return tuple(F.linear(full, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
@@ -75,7 +69,7 @@ def start_reduction(partial_sum: Tensor, tp: TensorParallel) -> Callable[[], Ten
     """
     if tp.size == 1:
         return lambda: partial_sum
-    return (start_reduce_scatter if tp.sequence_parallel else start_all_reduce)(partial_sum, tp).wait
+    return (tp.start_scatter if tp.sequence_parallel else tp.start_sum)(partial_sum).wait
 
 
 def _start_gradients(
@@ -86,7 +80,7 @@ def _start_gradients(
     ``x`` is [s, b, in], its slice under sequence parallel, or None where no weight needs a gradient. ``rows`` holds
     one [s * b, out_i] for each linear. ``needs`` is for the weights, then for the biases.
     """
-    gather = start_all_gather(x, tp) if x is not None and tp.sharded_sequence else None
+    gather = tp.start_gather(x) if x is not None and tp.sharded_sequence else None
 
     def gradients() -> Iterator[Tensor]:
         if x is not None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megazero.tp.collectives import TensorParallel, reduce_output
+from megazero.tp.context import TensorParallel, reduce_output
 from megazero.tp.deferred import DeferredGradients, now_or_later
 
 

@@ -44,7 +44,7 @@ from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
-from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
+from megazero.tp import DeferredGradients, TensorParallel
 from megazero.train.expert_balance import ExpertBalance, balance_losses
 from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
 from megazero.zero.by_matrix import MATRIX
@@ -61,12 +61,10 @@ def build_decoder(
 
     traffic: counts the bytes that tensor and context parallelism send. timed: as in ``shard_decoder``.
     """
-    waits = Waits(mesh.device, timed)
+    traffic, waits = traffic or Traffic(), Waits(mesh.device, timed)
     splits = SCHEDULES[config.pipeline_schedule].splits_backward and mesh.pp.size > 1
-    tp = TensorParallel(
-        group=mesh.tp.gather_group,
-        rank=mesh.tp.index,
-        size=mesh.tp.size,
+    tp = TensorParallel.of(
+        mesh.tp,
         sequence_parallel=config.parallel.sequence_parallel,
         traffic=traffic,
         waits=waits,
@@ -333,4 +331,4 @@ class Slices:
 
     def unpack(self, x: Tensor) -> Tensor:
         """Return the activation (``shape``) of the received slice ``x`` (``wire_shape``). Collective over tp."""
-        return start_all_gather(x, self.tp).wait().view(self.shape) if self.cuts else x
+        return self.tp.start_gather(x).wait().view(self.shape) if self.cuts else x

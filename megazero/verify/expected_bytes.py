@@ -128,7 +128,9 @@ class ExpectedBytes:
     def _decoder(self, rank: int) -> Decoder:
         """Return the decoder of a rank on the meta device."""
         pp, tp = (self.grid.axis(name).index(rank) for name in ("pp", "tp"))
-        context = TensorParallel(None, tp, self.grid.tp, self.config.parallel.sequence_parallel)
+        context = TensorParallel(
+            None, tp, self.grid.tp, sequence_parallel=self.config.parallel.sequence_parallel
+        )
         experts = ExpertParallel(self.grid.ep_axis.index(rank), self.grid.ep)
         own = [stage for stage in self.config.stages() if stage.rank == pp]
         return Decoder(self.config.model, context, ep=experts, stages=own, device="meta")

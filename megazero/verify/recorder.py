@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.codec import Blockwise, Codec
-from megazero.cp import Peers
+from megazero.comm.peers import Peers
 from megazero.mesh.mesh import all_gather_flat
 from megazero.models import Decoder
 from megazero.pp.executor import Pipeline

@@ -18,20 +18,18 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megazero.checkpoint.saving import Part
+from megazero.comm.peers import Peers, Pending
 from megazero.log.exit_status import ExitStatus
 from megazero.models import Decoder
-from megazero.moe.context import Holders
 from megazero.ops.watchdog import REQUEST
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
-from megazero.tp.collectives import Pending
 from megazero.train.callbacks.exits import Exits
 from megazero.train.data import feeding
 from megazero.zero.reduce import Reducer
@@ -39,7 +37,6 @@ from megazero.zero.scalars import StepScalars
 from tests.dist.failures.test_failing_ranks import LONG, errors, iterations
 from tests.dist.runs import Processes
 
-CP = "megazero.cp.exchange"
 LIMIT, CALLS = 6.0, 8  # seconds; what is called so often hangs
 TRAINING = {**LONG, "global_batch_size": 3, "distributed_timeout_minutes": LIMIT / 60, "lr_warmup_iters": 0}
 PAIR = {**TRAINING, "global_batch_size": 2, "zero_preset": "ddp"}
@@ -79,7 +76,7 @@ def in_data(began: Path, rank: int) -> None:
 
 def in_a_loop(owner: Any, name: str, began: Path, rank: int) -> None:
     if rank == 1:
-        at_call(import_module(owner) if isinstance(owner, str) else owner, name, began, endless)
+        at_call(owner, name, began, endless)
 
 
 def before(owner: Any, name: str, values: dict[str, Any], world: int = 2) -> tuple[Any, ...]:
@@ -107,14 +104,14 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "loops before the step's exchange": before(
         StepScalars, "exchange", {**TRAINING, "zero_preset": "ddp"}, 3
     ),
-    "loops before experts' rows": before(Holders, "_exchanged", EXPERTS),
+    "loops before experts' rows": before(Peers, "start_route", EXPERTS),
     "loops in a callback, EP 4": before(
         Exits, "before_step", {**EXPERTS, "expert_model_parallel_size": 4, "global_batch_size": 4}, 4
     ),
     "loops before a swap of heads": before(
-        CP, "_all_to_all", {**PAIR, "context_parallel_size": 2, "cp_comm_type": ("a2a",)}
+        Peers, "start_swap", {**PAIR, "context_parallel_size": 2, "cp_comm_type": ("a2a",)}
     ),
-    "loops before a gather of keys": before(CP, "_all_gather", GATHERED),
+    "loops before a gather of keys": before(Peers, "start_gather", GATHERED),
     "loops before a stage's message": before(
         Links, "send", {**TRAINING, "pipeline_model_parallel_size": 3, "num_layers": 3}, 3
     ),

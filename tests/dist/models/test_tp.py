@@ -36,7 +36,7 @@ RECOMPUTE = {"llama-two-key-heads": "selective", "bloom": "full"}
 
 def context(sequence_parallel: bool) -> TensorParallel:
     world = dist.group.WORLD
-    return TensorParallel(world, dist.get_rank(), dist.get_world_size(), sequence_parallel)
+    return TensorParallel(world, dist.get_rank(), dist.get_world_size(), sequence_parallel=sequence_parallel)
 
 
 def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:

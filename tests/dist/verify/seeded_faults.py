@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from megazero.comm import hops
+from megazero.comm import peers as peers_module
+from megazero.comm.codec import Blockwise
 from megazero.comm.lane import Chain
+from megazero.comm.peers import Peers, Pending
 from megazero.config import RunConfig
-from megazero.cp import ContextParallel, Peers, exchange
+from megazero.cp import ContextParallel
 from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.models.experts import Experts, MixtureOfExperts
-from megazero.moe import Balance, Holders, dispatch
+from megazero.moe import Balance, dispatch
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, outer
 from megazero.zero import engine as engine_module
@@ -186,7 +189,7 @@ def _unswapped_gradient(place: Place) -> None:
     def staying(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
-    place.replace(exchange._Exchange, "backward", staticmethod(staying))
+    place.replace(peers_module._Swap, "backward", staticmethod(staying))
 
 
 def _shifted_part(place: Place) -> None:
@@ -214,32 +217,36 @@ def _wrong_chunk(place: Place) -> None:
 def _unsummed_keys(place: Place) -> None:
     """Of the gradients of gathered keys and values, a rank takes its own."""
 
-    def own(rows: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
-        return exchange._all_to_all(rows, cp, peers)[peers.rank] if peers.size > 1 else rows.squeeze(0)
+    scatter = Peers.start_scatter
 
-    place.replace(exchange, "_sum_of_own", own)
+    def own(peers: Peers, x: Tensor, ordered: bool = False) -> Pending:
+        if not ordered:  # activations of tensor-parallel ranks
+            return scatter(peers, x)
+        swapped = peers.start_swap(x.unflatten(0, (peers.size, -1)))
+        return swapped._replace(finish=lambda: swapped.finish()[peers.rank])
+
+    place.replace(Peers, "start_scatter", own)
 
 
 def _unlike_signs(place: Place) -> None:
     """Every node transforms the keys and values that cross nodes with signs of its own."""
-    gathered = exchange._all_gather_coded
+    gathered = peers_module._gathered_in_code
 
-    def own(keys: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
-        assert cp.codec is not None
-        return gathered(keys, replace(cp, codec=replace(cp.codec, seed=peers.rank)), peers)
+    def own(keys: Tensor, peers: Peers, codec: Blockwise, observers: Any) -> Tensor:
+        return gathered(keys, peers, replace(codec, seed=peers.rank), observers)
 
-    place.replace(exchange, "_all_gather_coded", own)
+    place.replace(peers_module, "_gathered_in_code", own)
 
 
 def _doubled_swap(place: Place) -> None:
     """Every swap of context-parallel ranks is done twice."""
-    swap = exchange._all_to_all
+    swap = Peers.start_swap
 
-    def twice(rows: Tensor, cp: ContextParallel, peers: Peers) -> Tensor:
-        swap(rows, cp, peers)
-        return swap(rows, cp, peers)
+    def twice(peers: Peers, rows: Tensor) -> Pending:
+        swap(peers, rows).wait()
+        return swap(peers, rows)
 
-    place.replace(exchange, "_all_to_all", twice)
+    place.replace(Peers, "start_swap", twice)
 
 
 def _recounted_tokens(place: Place) -> None:
@@ -327,8 +334,8 @@ def _stale_sizes(place: Place) -> None:
     held: dict[int, Any] = {}
     sizes = dispatch._sizes
 
-    def stale(counts: Tensor, holders: Holders) -> Any:
-        found = sizes(counts, holders)
+    def stale(counts: Tensor, peers: Peers) -> Any:
+        found = sizes(counts, peers)
         return held.setdefault(len(counts), found)
 
     place.replace(dispatch, "_sizes", stale)
@@ -336,13 +343,13 @@ def _stale_sizes(place: Place) -> None:
 
 def _doubled_dispatch(place: Place) -> None:
     """Rows go to their experts twice."""
-    exchange_rows = Holders.exchange
+    route = Peers.route
 
-    def twice(holders: Holders, rows: Tensor, *sizes: Any) -> Tensor:
-        exchange_rows(holders, rows, *sizes)
-        return exchange_rows(holders, rows, *sizes)
+    def twice(peers: Peers, rows: Tensor, *sizes: Any) -> Tensor:
+        route(peers, rows, *sizes)
+        return route(peers, rows, *sizes)
 
-    place.replace(Holders, "exchange", twice)
+    place.replace(Peers, "route", twice)
 
 
 FAULTS: dict[str, Callable[[Place], None]] = {

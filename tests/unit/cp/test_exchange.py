@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import pad
 
+from megazero.comm import peers as peers_module
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
-from megazero.cp import ContextParallel, Peers, exchange, gather, summed
+from megazero.comm.peers import Peers, Pending
+from megazero.comm.timing import Waits
+from megazero.cp import ContextParallel, gather, summed
 from megazero.cp.exchange import _dealt
 from megazero.mesh.grid import INTER, INTRA, make_grid, own_spans
 from megazero.models.dropout import sharded_key
@@ -68,24 +70,22 @@ def test_of_gathered_keys_others_are_rounded_and_own_are_not(
     codec, seen = Blockwise(8, hadamard=128), []
     sent: list[torch.Tensor] = []
 
-    def found(messages: torch.Tensor, *_: object) -> torch.Tensor:
+    def found(_: Peers, messages: torch.Tensor) -> torch.Tensor:
         sent.append(messages)
         whole = [pad(each.flatten(1), (0, -each[0].numel() % 128)) for each in held]
         return torch.stack([codec.encode(each) for each in whole])
 
-    monkeypatch.setattr(exchange, "_all_gather", found)
-    cp = ContextParallel(
-        keys=(Peers(), Peers(None, 1, 3)), codec=codec, observers=[lambda *a: seen.append(a)]
-    )
-    arrived = exchange._all_gather_coded(held[1], cp, cp.keys[1])
-    assert torch.equal(arrived[1], held[1]) and torch.equal(sent[0], found(sent[0])[1])
+    monkeypatch.setattr(Peers, "_gathered", found)
+    three = Peers(None, 1, 3)
+    arrived = three.gather(held[1], codec, [lambda *a: seen.append(a)])
+    assert torch.equal(arrived[1], held[1]) and torch.equal(sent[0], found(three, sent[0])[1])
     for got, wanted in zip(arrived[::2], held[::2], strict=True):
         error = (got - wanted).flatten(1)
         rows = pad(wanted.flatten(1), (0, -wanted[0].numel() % 128))
         bound = codec.error_bound(rows).repeat_interleave(128, 1)[:, : error.shape[1]]
         assert 0 < error.norm() < 0.02 * wanted.norm() and (error.abs() <= bound).all()
     ((told, own, decoded, peers),) = seen
-    assert told is codec and peers is cp.keys[1]
+    assert told is codec and peers is three
     assert torch.equal(own[:, : held[1][0].numel()], held[1].flatten(1)) and torch.equal(decoded[1], own)
 
 
@@ -116,13 +116,13 @@ class Room:
 def test_gradients_of_rounded_keys_are_those_of_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of one rank. The bytes are those of the messages there, and of exact gradients back."""
     room, shape = Room(), (8, 1, 2, 64)
-    monkeypatch.setattr(exchange, "all_gather_flat", room.gather)
-    monkeypatch.setattr(exchange.dist, "all_to_all_single", room.all_to_all)
+    monkeypatch.setattr(peers_module, "all_gather_flat", room.gather)
+    monkeypatch.setattr(peers_module.dist, "all_to_all_single", room.all_to_all)
 
     def run(rank: int, codec: Blockwise | None) -> tuple[list[torch.Tensor], int]:
         traffic, generator = Traffic(), torch.Generator().manual_seed(rank)
-        peers: Any = Peers(rank, rank, 2)  # type: ignore[arg-type]
-        cp = ContextParallel(keys=(Peers(), peers), traffic=traffic, codec=codec)
+        peers = Peers(rank, rank, 2, near=1, kind="cp", traffic=traffic)  # type: ignore[arg-type]
+        cp = ContextParallel(keys=(Peers(), peers), codec=codec)
         k, v = (torch.randn(shape, generator=generator, requires_grad=True) for _ in range(2))
         gathered = gather(k, v, cp)
         weights = torch.randn(2, *gathered[0].shape, generator=generator)
@@ -144,16 +144,20 @@ def test_gradients_of_rounded_keys_are_those_of_exact_ones(monkeypatch: pytest.M
 
 def test_counts_are_added_up_over_all_ranks_that_share_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of groups of 2 ranks, 3 on each of 5 nodes, without ranks: a gather finds the same of each."""
-    monkeypatch.setattr(exchange, "_all_gather", lambda own, cp, peers: own.expand(peers.size, *own.shape))
+    monkeypatch.setattr(Peers, "gather", lambda peers, own: own.expand(peers.size, *own.shape))
     cp = ContextParallel(Peers(None, 0, 2), (Peers(None, 0, 3), Peers(None, 0, 5)))
     assert summed(torch.tensor([1, 2]), cp).tolist() == [30, 60]
 
 
 def test_gradients_of_gathered_keys_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """256 + 1 is 256 in bf16."""
-    monkeypatch.setattr(exchange, "_all_to_all", lambda rows, cp, peers: rows)
+
+    def swapped(peers: Peers, rows: torch.Tensor) -> Pending:
+        return Pending(SimpleNamespace(wait=lambda: None), Waits(), "", rows, lambda: rows)
+
+    monkeypatch.setattr(Peers, "start_swap", swapped)
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
-    assert exchange._sum_of_own(rows, ContextParallel(), Peers(None, 0, 3)).tolist() == [258]
+    assert Peers(None, 0, 3).start_scatter(rows, ordered=True).wait().tolist() == [[258]]
 
 
 def test_dropout_has_a_key_for_each_part_and_the_old_one_without() -> None:
@@ -166,8 +170,7 @@ def test_dropout_has_a_key_for_each_part_and_the_old_one_without() -> None:
 def test_bytes_count_where_they_go() -> None:
     """Of 4 ranks on nodes of 2, one lies on the same node and two on the other."""
     traffic = Traffic()
-    cp = ContextParallel(Peers(None, 0, 4, near=2), traffic=traffic)
-    cp.count(cp.heads, 10)
+    Peers(None, 0, 4, near=2, kind="cp", traffic=traffic).count(10)
     assert traffic.bytes == {("cp", INTRA): 10, ("cp", INTER): 20}
 
 

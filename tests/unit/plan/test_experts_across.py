@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megazero.comm.codec import Blockwise
+from megazero.comm.peers import Peers
 from megazero.config import World, make_config
 from megazero.config.model.spec import model_spec
 from megazero.models import Decoder
 from megazero.models.experts import router_of
 from megazero.moe import ExpertParallel
-from megazero.moe.context import Holders
 from megazero.plan.activations import layer_activations
 from megazero.plan.communication import nodes_of_token
 from tests.unit.plan.test_plan import MODEL
@@ -43,20 +43,14 @@ def test_nodes_that_a_token_goes_to(groups: tuple[int, int] | None, nodes: int) 
 
 
 @dataclass(frozen=True)
-class Mirrored(Holders):
+class Mirrored(Peers):
     """So many ranks that all have the same tokens: what this one sends to its own place comes from each."""
 
-    ranks: int = 1
-
-    @property
-    def size(self) -> int:
-        return self.ranks
-
-    def exchange(
+    def route(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], codec: Blockwise | None = None
     ) -> Tensor:
-        if list(received) == [sent[0]] * self.ranks:
-            return torch.cat([rows[: sent[0]]] * self.ranks)
+        if list(received) == [sent[0]] * self.size:
+            return torch.cat([rows[: sent[0]]] * self.size)
         return rows.new_zeros(sum(received), *rows.shape[1:])
 
 
@@ -80,7 +74,7 @@ def peak_bytes(values: dict[str, Any], ep: ExpertParallel, seed: int) -> int:
 def test_rows_come_together_at_the_nodes_between(nodes: int) -> None:
     long = {"num_layers": 1, "seq_length": 1024, "max_position_embeddings": 1024, "hidden_size": 128}
     values = {**MODEL, **EXPERTS, **long, "params_dtype": "fp32", "micro_batch_size": 1}
-    ep = ExpertParallel(0, 2 * nodes, Mirrored(ranks=2), Mirrored(ranks=nodes))
+    ep = ExpertParallel(0, 2 * nodes, Mirrored(size=2), Mirrored(size=nodes))
     # One draw's rows are up to 6% off their mean.
     measured = fmean(peak_bytes(values, ep, seed) for seed in range(3))
     shared = {

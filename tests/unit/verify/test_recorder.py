@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.comm.codec import Blockwise
-from megazero.cp import Peers
+from megazero.comm.peers import Peers
 from megazero.verify import recorder
 from megazero.verify.recorder import Recorder
 from megazero.zero.rounding import WEIGHTS

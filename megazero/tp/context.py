@@ -1,0 +1,66 @@
+"""The tensor-parallel context, which layers are given, and the way of a layer's output to its ranks.
+
+Activations are [s, b, h], so a rank's slice under sequence parallel is a part of dim 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megazero.comm.peers import Peers
+from megazero.mesh.grid import nearest_multiple
+from megazero.tp.deferred import DeferredGradients
+
+
+@dataclass(frozen=True)
+class TensorParallel(Peers):
+    """The ranks of the tp axis. The axis never leaves a node.
+
+    sequence_parallel: Between the parallel linears, activations are cut along the sequence (dim 0) over the axis
+        (Korthikanti et al. 2022, section 4.2.2).
+    deferred: It lets backwards put weight gradients off, if given. It works for every size, 1 included.
+    """
+
+    kind: str = "tp"
+    sequence_parallel: bool = False
+    deferred: DeferredGradients | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def sharded_sequence(self) -> bool:
+        """Return whether activations between the parallel linears hold only this rank's part of the sequence."""
+        return self.sequence_parallel and self.size > 1
+
+    def share(self, total: int, what: str) -> int:
+        """Return ``total / size``. Raises ValueError naming ``what`` when it does not divide."""
+        if total % self.size:
+            raise ValueError(
+                f"{what} = {total} does not divide over tensor parallel size {self.size}; "
+                f"the nearest multiple is {nearest_multiple(total, self.size)}"
+            )
+        return total // self.size
+
+
+def reduce_output(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Sum the ranks' partial [s, b, h]. The sum is returned whole, or as this rank's [s / size, b, h] under sequence
+    parallel, in the dtype of ``x``.
+
+    ``x`` may be overwritten, so it must be a fresh result that no backward needs.
+    """
+    if not tp.sharded_sequence:
+        return tp.sum(x)
+    if x.shape[0] % tp.size:
+        raise ValueError(
+            f"sequence length {x.shape[0]} does not divide over tensor parallel size {tp.size}, which "
+            f"sequence parallel needs; pad to {-(-x.shape[0] // tp.size) * tp.size} or turn it off"
+        )
+    return tp.scatter(x)
+
+
+def sequence_slice(length: int, tp: TensorParallel) -> slice:
+    """Return the positions of a sequence of ``length`` that this rank holds between the parallel linears."""
+    if not tp.sharded_sequence:
+        return slice(0, length)
+    share = tp.share(length, "sequence length")
+    return slice(tp.rank * share, (tp.rank + 1) * share)
