@@ -1,4 +1,4 @@
-"""Values in a store that any host can reach. torch's store asks nobody who he is: whoever finds its port reads,
+"""Values in a store that any host can reach. torch's TCPStore has no authentication: whoever finds its port reads,
 writes and deletes keys. So each value of ours carries a code that takes the job's secret to make (HMAC). What carries
 none of this job's counts as not there.
 

@@ -47,7 +47,7 @@ class Told(NamedTuple):
 
 
 class Dispatch:
-    """The places of one micro-batch's rows in one layer.
+    """The permutation that takes one layer's tokens of a micro-batch to their experts, and back.
 
     experts: of each token, [T, k] int64, or NOWHERE, where it goes to fewer. count: how many experts there are.
     peers: the ranks that share them. sizes: if they are known; else the ranks tell each other, which is collective
@@ -140,7 +140,7 @@ class Dispatch:
         return back.index_select(0, self.places).unflatten(0, (-1, self.k))
 
     def _there(self, rows: Tensor, codec: Blockwise | None = None) -> Tensor:
-        """Send this rank's rows to their experts."""
+        """Send this rank's rows to their experts, across nodes in the codec's format if there is one."""
         if self.sizes is None or self.peers.size == 1:
             return rows
         sent, received = (list(map(sum, each)) for each in self.sizes)
@@ -172,9 +172,9 @@ class _ToNodes(Dispatch):
 
 
 class TwoLevels:
-    """The places of one micro-batch's rows in one layer, where ranks of several nodes share the experts.
+    """The same as ``Dispatch`` where ranks of several nodes share the experts.
 
-    It does as ``Dispatch`` by two of them: to nodes, and inside one. Collective over ep.
+    Tokens go in two hops: across nodes, then inside one. Collective over ep.
     """
 
     def __init__(self, experts: Tensor, count: int, ep: ExpertParallel, told: Told | None = None) -> None:
