@@ -1,8 +1,8 @@
-"""Rules between options that hold whatever the size of the world: RULES, and conditions.
+"""Rules between options that hold whatever the size of the world: RULES.
 
 A rule yields error lines with the nearest legal choice. It may trust every option that it reads (options/fields.py:
-guarded). A condition says what options need to have an effect.
-Those of the model, pipelines, messages and outer steps are in files of their own.
+guarded). Those of the model, pipelines, messages and outer steps are in files of their own. conditions.py has what
+options need to have an effect.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from megazero.config.conditions import needs
 from megazero.config.errors import ConfigError
 from megazero.config.layout import context_rules, outer_rules, pipeline_rules, wire_rules
+from megazero.config.layout.context import SWAP, comm_type
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
@@ -24,7 +26,6 @@ from megazero.config.options.fields import Condition, typed
 from megazero.config.options.optimizers import (
     OPTIMIZERS,
     SMALL_MOMENTS,
-    optimizer_conditions,
 )
 from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
 from megazero.config.run import RunConfig, all_options
@@ -382,72 +383,10 @@ RULES: tuple[Rule, ...] = (
 
 def conditions(config: RunConfig) -> Iterator[Condition]:
     """Yield what every option that depends on others needs to have an effect."""
-    planned = wire_rules.may_quantise(config.zero.zero_preset, config.planning.loss_policy)
-    yield from model_rules.conditions(config.model)
-    yield from optimizer_conditions(config.optimizer.optimizer)
-    yield from _conditions_of_training(config)
-    yield from _conditions_of_files(config)
-    yield from pipeline_rules.pipeline_conditions(config.parallel)
-    yield from context_rules.context_conditions(config.parallel)
-    yield from wire_rules.message_conditions(config.zero, planned)
-    yield from outer_rules.outer_conditions(config.outer)
-
-
-def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
-    """Yield what the options of the schedule, data, evaluation and compilation need."""
-    opt = config.optimizer
-    wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
-    decaying = ("min_lr", "decoupled_min_lr", "lr_decay_iters", "lr_decay_samples")
-    # ALiBi's distances are those within a document wherever attention stays in it.
-    positions = config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask
-    tokenized = config.data.tokenizer_type not in (None, "NullTokenizer")
-    yield wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"
-    yield decaying, opt.lr_decay_style != "constant", "a --lr-decay-style that decays"
-    yield ["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"
-    warmup = bool(opt.lr_warmup_iters or opt.lr_warmup_samples or opt.lr_warmup_fraction)
-    yield ["lr_warmup_init"], warmup, "a warm-up"
-    yield ["loss_policy"], config.zero.zero_preset == AUTO, "--zero-preset auto"
-    yield ["reset_position_ids"], positions, "--reset-attention-mask, or positions other than ALiBi"
-    yield ["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"
-    of_files = "--tokenizer-type other than NullTokenizer"
-    yield ["tokenizer_model", "vocab_file", "merge_file"], tokenized, of_files
-    evaluates = config.training.eval_iters > 0 or bool(config.logging.callbacks)
-    yield ["eval_interval", "eval_at_start"], evaluates, "--eval-iters above 0"
-    yield ["compile_backend"], config.training.compile, "--compile"
-    mixture, training = config.model.num_experts is not None, config.training
-    of_mixtures = [
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_router_bias_update_rate",
-        "moe_per_layer_logging",
-    ]
-    yield of_mixtures, mixture, "--num-experts above 1"
-    balanced = training.moe_router_load_balancing_type != "none"
-    yield ["moe_aux_loss_coeff"], balanced, "--moe-router-load-balancing-type aux_loss or seq_aux_loss"
-    yield ["moe_router_load_balancing_type"], training.moe_aux_loss_coeff > 0, "--moe-aux-loss-coeff above 0"
-    biased = config.model.moe_router_enable_expert_bias
-    yield ["moe_router_bias_update_rate"], biased, "--moe-router-enable-expert-bias"
-
-
-def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
-    """Yield what the options of checkpoints, profiles and loggers need."""
-    files, published = config.checkpoint, is_published(config.checkpoint.load)
-    kept = ["save_retain_interval", "save_keep_last"]
-    profile, wandb = config.profiling.profile, config.logging.wandb_project is not None
-    copies = ["save_copy_interval", "save_copy_keep_last"]
-    of_save = ["save_interval", "save_hf", "async_save", "save_retry_minutes", "save_copy", *kept]
-    yield of_save, files.save is not None, "--save"
-    yield [*kept, "async_save", copies[0]], files.save_interval is not None, "--save-interval above 0"
-    yield copies, files.save_copy is not None, "--save-copy"
-    loading = ["allow_fresh_start", "finetune", "load_optim", "load_rng"]
-    loading += ["exit_on_missing_checkpoint", "use_checkpoint_opt_param_scheduler"]
-    yield loading, files.load is not None, "--load"
-    yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
-    yield ["accept_field"], published, "--load hf:DIR"
-    lacks = ["--save"] * (files.save is None) + ["--save-interval above 0"] * (files.save_interval is None)
-    yield ["stop_on_spike"], not lacks, " and ".join(lacks)
-    yield ["spike_loss_bound", "spike_norm_bound"], config.skipping.stop_on_spike, "--stop-on-spike"
-    continuing = ["load_optim", "load_rng", "use_checkpoint_opt_param_scheduler"]
-    yield continuing, not files.finetune, "continuing the run (no --finetune)"
-    yield ["profile_step_start", "profile_step_end", "profile_ranks"], profile, "--profile"
-    yield ["wandb_entity", "wandb_exp_name", "wandb_save_dir"], wandb, "--wandb-project"
+    zero, parallel = config.zero, config.parallel
+    planned = wire_rules.may_quantise(zero.zero_preset, config.planning.loss_policy)
+    facts = {
+        "loads_hugging_face": is_published(config.checkpoint.load),
+        "gathers_keys": comm_type(parallel) != SWAP,
+    }
+    return needs({**config.values(), **facts, **wire_rules.message_facts(zero, planned)})

@@ -92,7 +92,7 @@ HEADS --rotary-scaling longrope --position-embedding-type rope --rotary-short-fa
 --zero-preset zero2 --zero-params-lifetime use -> step
 --zero-preset hpz --tensor-model-parallel-size 4 -> zero3
 --ranks-per-node 3 -> 2
---ranks-per-node 2 --tensor-model-parallel-size 4 -> --tensor-model-parallel-size 2; 2
+--ranks-per-node 2 --tensor-model-parallel-size 4 -> tensor-parallel size: 2
 --tensor-model-parallel-size 3 -> --tensor-model-parallel-size 3; 2 or 4
 --weight-decay -1 -> --weight-decay -1; 0.01
 --weight-decay -.5e-1 -> --weight-decay -0.05

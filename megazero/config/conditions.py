@@ -1,0 +1,141 @@
+"""What options need to have an effect: one row for each group of options with the same need.
+
+A row is 'options: need', or 'options: need: the need in words for people'. A need names an option, or a fact that
+rules.py adds to them. It holds where the option is set ('save', 'not finetune') or has a value ('outer_interval > 0',
+'optimizer = adamw|muon', 'tokenizer_type != NullTokenizer'); an option without a value meets no comparison. Of needs
+with 'or' between them one is enough. An error names the first row of an option whose need is not met.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+from megazero.config.model.section import ModelConfig
+from megazero.config.options.fields import Condition
+from megazero.config.options.optimizers import OPTIMIZERS
+from megazero.config.options.sections import OuterConfig
+
+_ROTARY = """rotary_base rotary_percent rotary_interleaved rotary_scaling rotary_window_base no_rope_freq
+rotary_scaling_factor rotary_original_max_position rotary_attention_factor rotary_low_freq_factor
+rotary_high_freq_factor rotary_short_factor rotary_long_factor yarn_mscale yarn_mscale_all_dim yarn_beta_fast
+yarn_beta_slow yarn_correction_range_round_to_int"""
+_EXPERTS = [field.name for field in fields(ModelConfig) if field.name.startswith("moe_")]
+_OUTER = [field.name for field in fields(OuterConfig) if field.name != "outer_interval"]
+_GELU = "GELU (--no-swiglu, and no --squared-relu)"
+ROWS = (
+    f"openai_gelu: not swiglu: {_GELU}",
+    f"openai_gelu: not squared_relu: {_GELU}",
+    "window_attn_skip_freq rotary_window_base: sliding_window",
+    "scaled_alibi: position_embedding_type = alibi",
+    f"{_ROTARY}: position_embedding_type = rope",
+    "rotary_scaling_factor: rotary_scaling = linear|dynamic|llama3|yarn|longrope",
+    "rotary_original_max_position: rotary_scaling = dynamic|llama3|yarn|longrope",
+    "rotary_attention_factor: rotary_scaling = yarn|longrope",
+    "rotary_low_freq_factor rotary_high_freq_factor: rotary_scaling = llama3",
+    "rotary_short_factor rotary_long_factor: rotary_scaling = longrope",
+    "yarn_mscale yarn_mscale_all_dim yarn_beta_fast yarn_beta_slow: rotary_scaling = yarn",
+    "yarn_correction_range_round_to_int: rotary_scaling = yarn",
+    f"{' '.join(_EXPERTS)}: num_experts > 1",
+    "moe_shared_expert_gate: moe_shared_expert_intermediate_size",
+    "moe_router_pre_softmax: moe_router_score_function = softmax",
+    "moe_router_num_groups: moe_router_group_topk",
+    "yarn_mscale yarn_mscale_all_dim: not rotary_attention_factor: "
+    "the computed attention factor (no --rotary-attention-factor)",
+    *(
+        f"{name}: optimizer = {'|'.join(o for o, each in OPTIMIZERS.items() if name in each.options)}"
+        for name in dict.fromkeys(name for each in OPTIMIZERS.values() for name in each.options)
+    ),
+    "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples: lr_decay_style = WSD",
+    "min_lr decoupled_min_lr lr_decay_iters lr_decay_samples: lr_decay_style != constant: "
+    "a --lr-decay-style that decays",
+    "decoupled_min_lr: decoupled_lr",
+    "lr_warmup_init: lr_warmup_iters > 0 or lr_warmup_samples > 0 or lr_warmup_fraction > 0: a warm-up",
+    "loss_policy: zero_preset = auto",
+    # ALiBi's distances are those within a document wherever attention stays in it.
+    "reset_position_ids: position_embedding_type != alibi or reset_attention_mask: "
+    "--reset-attention-mask, or positions other than ALiBi",
+    "data_cache_path: not mock_data: --data-path instead of --mock-data",
+    "tokenizer_model vocab_file merge_file: tokenizer_type != NullTokenizer",
+    "eval_interval eval_at_start: eval_iters > 0 or callbacks: --eval-iters above 0",
+    "compile_backend: compile",
+    "moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate moe_per_layer_logging: num_experts > 1",
+    "moe_aux_loss_coeff: moe_router_load_balancing_type = aux_loss|seq_aux_loss",
+    "moe_router_load_balancing_type: moe_aux_loss_coeff > 0",
+    "moe_router_bias_update_rate: moe_router_enable_expert_bias",
+    "save_interval save_hf async_save save_retry_minutes save_copy save_retain_interval save_keep_last: save",
+    "save_retain_interval save_keep_last async_save save_copy_interval: save_interval > 0",
+    "save_copy_interval save_copy_keep_last: save_copy",
+    "allow_fresh_start finetune load_optim load_rng exit_on_missing_checkpoint: load",
+    "use_checkpoint_opt_param_scheduler: load",
+    "allow_fresh_start exit_on_missing_checkpoint: not loads_hugging_face: --load of a checkpoint",
+    "accept_field: loads_hugging_face: --load hf:DIR",
+    "stop_on_spike: save or save_interval > 0: --save and --save-interval above 0",
+    "stop_on_spike: save",
+    "stop_on_spike: save_interval > 0",
+    "spike_loss_bound spike_norm_bound: stop_on_spike",
+    "load_optim load_rng use_checkpoint_opt_param_scheduler: not finetune: continuing the run (no --finetune)",
+    "profile_step_start profile_step_end profile_ranks: profile",
+    "wandb_entity wandb_exp_name wandb_save_dir: wandb_project",
+    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank use_tp_pp_dp_mapping "
+    "pipeline_schedule pipeline_partition decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers: "
+    "pipeline_model_parallel_size > 1",
+    "cp_comm_type hierarchical_context_parallel_sizes cp_gather_bits: context_parallel_size > 1",
+    "hierarchical_context_parallel_sizes: cp_comm_type = a2a+p2p",
+    "cp_gather_bits: gathers_keys: a --cp-comm-type other than a2a",
+    "zero_weight_bits: sends_weights: --zero-quantized-weights",
+    "zero_gradient_bits zero_gradient_bits_intra_node: sends_gradients: --zero-quantized-gradients",
+    # No transform is what happens without quantised gradients.
+    "zero_gradient_transform: sends_gradients or zero_gradient_transform = none: --zero-quantized-gradients",
+    "zero_block_size zero_exact_numel: sends_weights or sends_gradients: "
+    "--zero-quantized-weights or --zero-quantized-gradients",
+    f"{' '.join(_OUTER)}: outer_interval > 0",
+    "outer_lr outer_momentum: outer_optimizer = nesterov|sgd",
+    "outer_rounding: outer_bits < 32",
+)
+_NEED = re.compile(r"(not )?(\w+)(?: (>|<|!?=) (\S+))?")
+_WORDS = {">": "above ", "<": "below ", "=": "", "!=": "other than "}
+Need = tuple[str | None, str, str | None, str | None]  # negated, name, comparison, value
+
+
+def _holds(value: Any, need: Need) -> bool:
+    negated, _, comparison, wanted = need
+    if comparison is None or wanted is None:
+        return bool(negated) == (value is None or value is False or value == ())
+    if value is None:
+        return False
+    if comparison in "<>":
+        return bool(value > float(wanted) if comparison == ">" else value < float(wanted))
+    has = not {*wanted.split("|")}.isdisjoint(value if isinstance(value, tuple) else [value])
+    return has == (comparison == "=")
+
+
+def _words(need: Need) -> str:
+    """Return what a user would add."""
+    _, name, comparison, wanted = need
+    value = f" {_WORDS[comparison]}{' or '.join(wanted.split('|'))}" if comparison and wanted else ""
+    return f"--{name.replace('_', '-')}{value}"
+
+
+@lru_cache(maxsize=1)
+def _rows() -> tuple[tuple[list[str], list[Need], str], ...]:
+    """Return the options of each row, its needs, and what would give the options an effect."""
+    rows = []
+    for row in ROWS:
+        names, needs, cure = (*row.split(": ", 2), "")[:3]
+        found: list[Any] = [match.groups() for match in map(_NEED.fullmatch, needs.split(" or ")) if match]
+        rows.append((names.split(), found, cure or _words(found[0])))
+    return tuple(rows)
+
+
+def needs(known: Mapping[str, Any]) -> Iterator[Condition]:
+    """Yield the options of each row, whether they have an effect, and what would give them one.
+
+    known: options and facts by name. Rows whose needs are not among them are left out.
+    """
+    for names, wanted, cure in _rows():
+        if all(name in known for _, name, *_ in wanted):
+            yield names, any(_holds(known[need[1]], need) for need in wanted), cure
