@@ -2,7 +2,7 @@
 
 A row is 'options: need', or 'options: need: the need in words for people'. A need names an option, or a fact that
 rules.py adds to them. It holds where the option is set ('save', 'not finetune') or has a value ('outer_interval > 0',
-'optimizer = adamw|muon', 'tokenizer_type != NullTokenizer'); an option without a value meets no comparison. Of needs
+'optimizer = adamw|muon', 'lr_decay_style != constant'); an option without a value meets no comparison. Of needs
 with 'or' between them one is enough. An error names the first row of an option whose need is not met.
 """
 
@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from megazero.config.model.section import ModelConfig
+from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
 from megazero.config.options.fields import Condition
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import OuterConfig
@@ -53,13 +54,21 @@ ROWS = (
     "min_lr decoupled_min_lr lr_decay_iters lr_decay_samples: lr_decay_style != constant: "
     "a --lr-decay-style that decays",
     "decoupled_min_lr: decoupled_lr",
-    "lr_warmup_init: lr_warmup_iters > 0 or lr_warmup_samples > 0 or lr_warmup_fraction > 0: a warm-up",
+    "lr_warmup_init: lr_warmup_iters or lr_warmup_samples or lr_warmup_fraction: a warm-up",
     "loss_policy: zero_preset = auto",
     # ALiBi's distances are those within a document wherever attention stays in it.
     "reset_position_ids: position_embedding_type != alibi or reset_attention_mask: "
     "--reset-attention-mask, or positions other than ALiBi",
     "data_cache_path: not mock_data: --data-path instead of --mock-data",
-    "tokenizer_model vocab_file merge_file: tokenizer_type != NullTokenizer",
+    *(
+        f"{name}: tokenizer_type = {'|'.join(kind for kind, files in TOKENIZERS.items() if name in files)}"
+        for name in FILE_OPTIONS
+    ),
+    "split: not names_parts: --data-path, which it divides",
+    "sequence_parallel: tensor_model_parallel_size > 1",
+    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis: params_dtype = fp16: --fp16",
+    "initial_loss_scale min_loss_scale loss_scale_window hysteresis: not loss_scale: "
+    "a scale that changes (no --loss-scale)",
     "eval_interval eval_at_start: eval_iters > 0 or callbacks: --eval-iters above 0",
     "compile_backend: compile",
     "moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate moe_per_layer_logging: num_experts > 1",
@@ -69,9 +78,9 @@ ROWS = (
     "save_interval save_hf async_save save_retry_minutes save_copy save_retain_interval save_keep_last: save",
     "save_retain_interval save_keep_last async_save save_copy_interval: save_interval > 0",
     "save_copy_interval save_copy_keep_last: save_copy",
-    "allow_fresh_start finetune load_optim load_rng exit_on_missing_checkpoint: load",
+    "ckpt_step allow_fresh_start finetune load_optim load_rng exit_on_missing_checkpoint: load",
     "use_checkpoint_opt_param_scheduler: load",
-    "allow_fresh_start exit_on_missing_checkpoint: not loads_hugging_face: --load of a checkpoint",
+    "ckpt_step allow_fresh_start exit_on_missing_checkpoint: not loads_hugging_face: --load of a checkpoint",
     "accept_field: loads_hugging_face: --load hf:DIR",
     "stop_on_spike: save or save_interval > 0: --save and --save-interval above 0",
     "stop_on_spike: save",
@@ -83,6 +92,8 @@ ROWS = (
     "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank use_tp_pp_dp_mapping "
     "pipeline_schedule pipeline_partition decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers: "
     "pipeline_model_parallel_size > 1",
+    "expert_model_parallel_size: num_experts > 1",
+    "moe_dispatch_across_nodes: expert_model_parallel_size > 1 or elastic: --expert-model-parallel-size above 1",
     "cp_comm_type hierarchical_context_parallel_sizes cp_gather_bits: context_parallel_size > 1",
     "hierarchical_context_parallel_sizes: cp_comm_type = a2a+p2p",
     "cp_gather_bits: gathers_keys: a --cp-comm-type other than a2a",
@@ -104,7 +115,7 @@ Need = tuple[str | None, str, str | None, str | None]  # negated, name, comparis
 def _holds(value: Any, need: Need) -> bool:
     negated, _, comparison, wanted = need
     if comparison is None or wanted is None:
-        return bool(negated) == (value is None or value is False or value == ())
+        return bool(negated) != bool(value)
     if value is None:
         return False
     if comparison in "<>":

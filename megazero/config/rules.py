@@ -21,7 +21,7 @@ from megazero.config.model.architecture import architecture_of
 from megazero.config.model.published import is_published
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
-from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
+from megazero.config.options.data_inputs import DATA_WORDS, PARTS, SPLITS, TOKENIZERS, parse_split
 from megazero.config.options.fields import Condition, typed
 from megazero.config.options.optimizers import (
     OPTIMIZERS,
@@ -101,11 +101,6 @@ def _experts(config: RunConfig) -> Iterator[str]:
     parallel = config.parallel
     yield from _dispatch(config)
     if config.model.num_experts is None:
-        if parallel.expert_model_parallel_size > 1:
-            yield (
-                f"--expert-model-parallel-size {parallel.expert_model_parallel_size} needs --num-experts, which the "
-                "ranks share; nearest: 1"
-            )
         return
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield (
@@ -139,15 +134,9 @@ def _idle_router_of_new_model(config: RunConfig) -> Iterator[str]:
 
 
 def _dispatch(config: RunConfig) -> Iterator[str]:
-    """Report a way across nodes that no row takes, or for which rows are too short."""
-    parallel, hidden = config.parallel, config.model.hidden_size
-    way = parallel.moe_dispatch_across_nodes
-    if way != "no" and parallel.expert_model_parallel_size == 1 and not config.batch.elastic:
-        yield (
-            f"--moe-dispatch-across-nodes {way} needs ranks that share the experts, which "
-            "--expert-model-parallel-size sets; nearest: no"
-        )
-    if way == "int8" and hidden % wire_rules.LEAST_BLOCK:
+    """Report rows that are too short for the way across nodes."""
+    hidden = config.model.hidden_size
+    if config.parallel.moe_dispatch_across_nodes == "int8" and hidden % wire_rules.LEAST_BLOCK:
         near = multiples_around(hidden, wire_rules.LEAST_BLOCK)
         yield (
             f"--moe-dispatch-across-nodes int8 with --hidden-size {hidden}: a row is whole blocks of at least "
@@ -275,13 +264,6 @@ def _missing_checkpoint(config: RunConfig) -> Iterator[str]:
         yield "--allow-fresh-start contradicts --exit-on-missing-checkpoint; leave one of them out"
 
 
-def _named_checkpoint(config: RunConfig) -> Iterator[str]:
-    step, load = config.checkpoint.ckpt_step, config.checkpoint.load
-    if step is not None and (load is None or is_published(load)):
-        why = "--load is not given" if load is None else f"--load {load} is a Hugging Face folder"
-        yield f"--ckpt-step {step} names a checkpoint in the folder of --load, but {why}; leave it out, or name one"
-
-
 def _exportable(config: RunConfig) -> Iterator[str]:
     if config.checkpoint.save_hf is None or any(model_rules.frequencies(config.model)):
         return
@@ -368,7 +350,6 @@ RULES: tuple[Rule, ...] = (
     _retention,
     _spikes,
     _missing_checkpoint,
-    _named_checkpoint,
     _skipped_ranges,
     _exportable,
     _planned,
@@ -388,5 +369,6 @@ def conditions(config: RunConfig) -> Iterator[Condition]:
     facts = {
         "loads_hugging_face": is_published(config.checkpoint.load),
         "gathers_keys": comm_type(parallel) != SWAP,
+        "names_parts": any(getattr(config.data, name) for name in PARTS),
     }
     return needs({**config.values(), **facts, **wire_rules.message_facts(zero, planned)})

@@ -29,7 +29,7 @@ from megazero.config.layout.wire import (
 from megazero.config.layout.wire_rules import may_quantise
 from megazero.config.model.loaded import take_architecture
 from megazero.config.model.section import complete, has_gelu
-from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
+from megazero.config.options.data_inputs import FILE_OPTIONS, PARTS, tokenizer_type
 from megazero.config.options.fields import section_of, show, stand_in, typed
 from megazero.config.options.optimizers import OPTIMIZERS, of_schedule
 from megazero.config.options.sections import OuterConfig, TrainingConfig, ZeroConfig
@@ -77,11 +77,6 @@ class Draft:
         for name in [name for name, value in values.items() if value is None]:
             del self.values[name]
 
-    def load(self, values: Mapping[str, Any]) -> None:
-        """Take values that --load gives."""
-        self.loaded += [name for name, value in values.items() if value is not None]
-        self.update(values)
-
 
 def resolve(
     said: Layer, world: World | None, beginning: Beginning | None
@@ -121,14 +116,14 @@ def _of_load(draft: Draft) -> None:
         return
     said, values = draft.said, draft.values
     completed, notes, clashes = take_architecture(values, draft.beginning)
-    draft.load({name: value for name, value in completed.items() if name not in values})
-    draft.update(completed)
+    draft.loaded += [name for name, v in completed.items() if v is not None and name not in values]
     draft.notes += notes
     draft.errors += clashes
     unread = f"--load {values.get('load')}: "
     if any(line.startswith(unread) for line in clashes):  # it may have what is missing
         model = (opt.name for opt in all_options().values() if opt.section == "model")
         said.failed.update(name for name in model if name not in completed)
+    draft.update(completed)
     manifest = draft.beginning.manifest
     if manifest and draft.beginning.goes_on(completed):
         draft.path = draft.beginning.path
@@ -136,10 +131,21 @@ def _of_load(draft: Draft) -> None:
 
 
 def _of_megatrons_model(draft: Draft) -> None:
-    """Judge the flags of Megatron that change nothing in some models."""
-    if "group-query-attention" in draft.said.accepted and "num_query_groups" not in draft.values:
+    """Judge the flags of Megatron that change nothing in some models, and note where its model is another one.
+
+    Megatron has no --model-family, so a script with it is not Megatron's.
+    """
+    values, confirmed = draft.values, "group-query-attention" in draft.said.accepted
+    groups = values.get("num_query_groups")
+    if confirmed and groups is None:
         draft.errors.append(
             "--group-query-attention needs --num-query-groups: how many key/value heads there are"
+        )
+    alike = confirmed or groups in (None, values.get("num_attention_heads"))
+    if not alike and "model_family" not in values:
+        draft.notes.append(
+            f"--num-query-groups {groups} takes effect; Megatron ignores it without --group-query-attention, which "
+            "confirms it"
         )
     draft.errors += unmet_conditions(draft.said.conditions, complete(draft.values))
 
@@ -221,7 +227,8 @@ def _formats(draft: Draft) -> None:
     planned = may_quantise(asked.zero_preset, draft.values.get("loss_policy"))
     names = [name for name in format_options(asked) + [TRANSFORM] * planned if name not in draft.values]
     kept = {n: before[n] for n in names if before.get(n) not in (None, options[n].default)}
-    draft.load(kept)
+    draft.loaded += kept
+    draft.update(kept)
     now = section_of(ZeroConfig, draft.values)
     plain = few_bits(now) and now.zero_gradient_transform == "none" and (planned or quantizes_gradients(now))
     if kept:
@@ -229,7 +236,12 @@ def _formats(draft: Draft) -> None:
         draft.notes.append(as_before + KEPT_PLAIN * (plain and TRANSFORM in kept))
     if plain and TRANSFORM not in kept:
         draft.notes.append(PLAIN)
-    draft.notes += _changed_format(section_of(ZeroConfig, before), now, path)
+    was = section_of(ZeroConfig, before)
+    sent = [(w.gradients_intra, w.gradients_inter) for w in (asked_for(was), asked_for(now))]
+    if quantizes_gradients(was) and quantizes_gradients(now) and sent[0] != sent[1]:
+        names = [n for n in (*OF_GRADIENTS, *OF_BOTH) if getattr(was, n) != getattr(now, n)]
+        said = _changes(names, vars(was), vars(now))
+        draft.notes.append(f"the flags decide the format of gradients, which is not that of {path}: {said}")
 
 
 def _outer(draft: Draft) -> None:
@@ -255,17 +267,6 @@ def _formats_of(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if (name, value) not in none.items()}
 
 
-def _changed_format(was: ZeroConfig, now: ZeroConfig, path: Path | None) -> Iterator[str]:
-    """Yield a note if a run that goes on sends its quantised gradients in another format than before."""
-    if not (quantizes_gradients(was) and quantizes_gradients(now)):
-        return
-    formats = [(w.gradients_intra, w.gradients_inter) for w in (asked_for(was), asked_for(now))]
-    if formats[0] != formats[1]:
-        names = [n for n in (*OF_GRADIENTS, *OF_BOTH) if getattr(was, n) != getattr(now, n)]
-        said = _changes(names, vars(was), vars(now))
-        yield f"the flags decide the format of gradients, which is not that of {path}: {said}"
-
-
 def _schedule_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the schedule by name. A decay whose length is not said is as long as the run."""
     named = (
@@ -279,25 +280,8 @@ def _schedule_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _model(draft: Draft) -> None:
     """Set what the family and other sizes of the model decide."""
-    draft.notes += _unlike_megatron(draft.values, draft.said.accepted)
     draft.notes += unfused_gelu(draft.values)
     draft.values = {name: v for name, v in complete(draft.values).items() if v is not None}
-
-
-def _unlike_megatron(said: Mapping[str, Any], accepted: Collection[str]) -> Iterator[str]:
-    """Note where Megatron makes another model of the same flags: those without --model-family, which it has not."""
-    if said.get("model_family") is not None:
-        return
-    groups = said.get("num_query_groups")
-    if (
-        groups is not None
-        and "group-query-attention" not in accepted
-        and groups != said.get("num_attention_heads")
-    ):
-        yield (
-            f"--num-query-groups {groups} takes effect; Megatron ignores it without --group-query-attention, which "
-            "confirms it"
-        )
 
 
 def unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
@@ -322,55 +306,28 @@ def _saving(draft: Draft) -> None:
     draft.update({name: None for name in ZERO_IS_OFF if values.get(name) == 0})
     if "save_retain_interval" in values:
         draft.update({"save_keep_last": values.get("save_keep_last", 1)})
-
-
-def _idle_words(draft: Draft) -> None:
-    """Note what changes nothing, and a run that is not saved on its way."""
-    values = draft.values
-    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
-        draft.notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
-    if values.get("save") and not values.get("save_interval"):
+    if "save" in values and "save_interval" not in values:
         draft.notes.append(
             "--save without --save-interval: saved only at the end and at planned stops; a lost rank costs all since"
         )
-    unused = ["initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"]
-    if values.get("params_dtype") != "fp16":
-        draft.notes += _unused(values, ["loss_scale", *unused], "without --fp16: losses are not scaled")
-    elif values.get("loss_scale"):
-        fixed = f"with --loss-scale {show(values['loss_scale'])}: the scale is fixed"
-        draft.notes += _unused(values, unused, fixed)
-
-
-def _unused(values: Mapping[str, Any], names: Iterable[str], why: str) -> Iterator[str]:
-    """Yield a note on those of the options that are given."""
-    given = [all_options()[name].flag for name in names if name in values]
-    if given:
-        yield f"{', '.join(given)} change{'' if len(given) > 1 else 's'} nothing {why}"
 
 
 def _tokenizer(draft: Draft) -> None:
-    """Set Megatron's default, GPT2BPETokenizer, where one of its files is given, and note files without a use."""
-    values = draft.values
-    said = values.get("tokenizer_type")
-    kind = tokenizer_type(said, [name for name in FILE_OPTIONS if name in values]) or ""
-    if kind and said is None:
+    """Set Megatron's default, GPT2BPETokenizer, where one of its files is given."""
+    given = [name for name in FILE_OPTIONS if name in draft.values]
+    kind = tokenizer_type(draft.values.get("tokenizer_type"), given)
+    if kind and "tokenizer_type" not in draft.values:
         draft.update({"tokenizer_type": kind})
         draft.notes.append(f"--vocab-file, --merge-file: the tokenizer is {kind}, Megatron's default")
-    if kind in TOKENIZERS and kind != "NullTokenizer":
-        others = [name for name in FILE_OPTIONS if name not in TOKENIZERS[kind]]
-        draft.notes += _unused(values, others, f"with --tokenizer-type {kind}")
 
 
 def _data(draft: Draft) -> None:
-    """Read files with groups of data, and note what is not read where each part's data is named."""
-    values, notes = draft.values, draft.notes
-    draft.errors += read_data_files(values, notes)
-    named = [f"{split}_{form}" for form in ("data_path", "weighted_split_paths") for split in SPLITS]
-    given = [name for name in named if values.get(name)]
-    if given and "split" in values:
-        notes.append("--split changes nothing where each part's data is named")
+    """Read files with groups of data, and note that nothing is evaluated where each part but that is named."""
+    values = draft.values
+    draft.errors += read_data_files(values, draft.notes)
+    given = [name for name in PARTS if values.get(name)]
     if given and not any(name.startswith("valid") for name in given) and values.get("eval_iters") != 0:
-        notes.append("no validation data is named: nothing is evaluated while training")
+        draft.notes.append("no validation data is named: nothing is evaluated while training")
 
 
 def _zero(draft: Draft) -> None:
@@ -468,7 +425,6 @@ COMPLETIONS: tuple[Callable[[Draft], None], ...] = (
     _saving,
     _batch,  # needs the parallel sizes
     _changed_update,
-    _idle_words,
     _tokenizer,
     _data,
 )

@@ -179,14 +179,16 @@ LONG --context-parallel-size 4 --cp-gather-bits 8 -> --cp-gather-bits 8; leave i
 LONG --cp-gather-bits 4 -> --cp-gather-bits 4; 8
 EIGHT --expert-model-parallel-size 3 -> --expert-model-parallel-size 3; 4
 EIGHT --expert-model-parallel-size 8 -> --expert-model-parallel-size 8; 4
-EIGHT --moe-dispatch-across-nodes exact -> --moe-dispatch-across-nodes exact; no
+EIGHT --moe-dispatch-across-nodes exact -> --moe-dispatch-across-nodes exact; --expert-model-parallel-size
 EIGHT --expert-model-parallel-size 4 --moe-dispatch-across-nodes int8 -> --moe-dispatch-across-nodes int8; no
---moe-dispatch-across-nodes int8 -> --moe-dispatch-across-nodes int8; no
+--moe-dispatch-across-nodes int8 -> --moe-dispatch-across-nodes int8; --expert-model-parallel-size
+--ckpt-step 10 -> --ckpt-step 10; --load
+--load hf:x --ckpt-step 10 -> --ckpt-step 10; --load
 EIGHT --expert-model-parallel-size 8 --moe-dispatch-across-nodes int8 --hidden-size 36
     -> --moe-dispatch-across-nodes int8; --hidden-size 36; --hidden-size 32 or 40, or exact
 EIGHT --expert-model-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel
     -> --expert-model-parallel-size 2; --tensor-model-parallel-size 4; 4
---expert-model-parallel-size 2 -> --expert-model-parallel-size 2; 1
+--expert-model-parallel-size 2 -> --expert-model-parallel-size 2; --num-experts
 EXPERTS --moe-router-topk 13 -> --num-experts 12; 12
 EXPERTS --moe-router-topk 1 -> --moe-router-topk; --moe-router-pre-softmax; --moe-aux-loss-coeff
 EXPERTS --moe-router-enable-expert-bias -> --moe-router-enable-expert-bias; --moe-router-score-function
@@ -310,7 +312,7 @@ EXPERTS --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01
 EXPERTS --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.01
     -> --moe-router-bias-update-rate 0.01; --moe-router-enable-expert-bias
 --bf16 --loss-scale 12 -> --loss-scale; --fp16
---hysteresis 2 --loss-scale 0 -> --hysteresis; --loss-scale; --fp16
+--hysteresis 3 -> --hysteresis 3; --fp16
 --fp16 --loss-scale 12 --hysteresis 3 -> --hysteresis; --loss-scale
 """
 
