@@ -19,6 +19,7 @@ from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
 from megazero.config.model.published import is_published
+from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
 from megazero.config.options.data_inputs import DATA_WORDS, PARTS, SPLITS, TOKENIZERS, parse_split
@@ -91,11 +92,6 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its last phase"
 
 
-# Options that name the data of a part.
-_APART = {split: f"{split}_data_path" for split in SPLITS}
-_WEIGHTED = {split: f"{split}_weighted_split_paths" for split in SPLITS}
-
-
 def _experts(config: RunConfig) -> Iterator[str]:
     """Report what is not built together with experts."""
     parallel = config.parallel
@@ -145,19 +141,15 @@ def _dispatch(config: RunConfig) -> Iterator[str]:
 
 
 def _source(config: RunConfig) -> Iterator[str]:
-    data = config.data
+    """Report data that are named in no way or in two, and parts of them without those to train on."""
+    apart, weighted = PARTS[: len(SPLITS)], PARTS[len(SPLITS) :]
     # A file stays where it could not be read, which has been reported.
-    forms = (
-        ("data_path",),
-        ("mock_data",),
-        tuple(_APART.values()),
-        (*_WEIGHTED.values(), *(f"{name}_path" for name in _WEIGHTED.values())),
-    )
-    given = [[name for name in form if getattr(data, name)] for form in forms]
+    forms = (("data_path",), ("mock_data",), apart, (*weighted, *(f"{name}_path" for name in weighted)))
+    given = [[name for name in form if getattr(config.data, name)] for form in forms]
     if sum(map(bool, given)) != 1:
         also = "; --train-data-path or --train-weighted-split-paths may stand in the place of --data-path"
         yield f"exactly one of --data-path and --mock-data is required{also}"
-    for names, train in ((given[2], _APART["train"]), (given[3], _WEIGHTED["train"])):
+    for names, train in ((given[2], apart[0]), (given[3], weighted[0])):
         if names and not any(name.startswith("train") for name in names):
             yield f"{all_options()[names[0]].flag} needs {all_options()[train].flag}"
 
@@ -314,15 +306,14 @@ def _attention(config: RunConfig) -> Iterator[str]:
     yield from context_rules.backend(config, config.context_levels(None)[1])
 
 
+def _of_model(rule: Callable[[ModelConfig], Iterator[str]]) -> Rule:
+    return lambda config: rule(config.model)
+
+
 RULES: tuple[Rule, ...] = (
-    lambda c: model_rules.heads(c.model),
-    lambda c: model_rules.rotary(c.model),
-    lambda c: model_rules.mlp(c.model),
-    lambda c: model_rules.frequencies(c.model),
-    lambda c: model_rules.query_key_norm(c.model),
-    lambda c: model_rules.experts(c.model),
+    *map(_of_model, model_rules.RULES),
     lambda c: model_rules.padded_vocabulary(c.model, c.parallel.tensor_model_parallel_size),
-    lambda c: model_rules.sequence(c.model),
+    _of_model(model_rules.sequence),
     lambda c: model_rules.tensor_parallel(
         c.model, c.parallel.tensor_model_parallel_size, c.parallel.sequence_parallel
     ),

@@ -50,17 +50,13 @@ def mechanism(config: RunConfig) -> Iterator[str]:
         return
     elif len(set(words)) > 1:
         yield f"--cp-comm-type {show(words)}: other words for other layers are not built; nearest: {words[0]}"
-    elif words[0] == BOTH and not _multiply_to(size, sizes):
+    elif words[0] == BOTH and (sizes is None or len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != size):
         given = "it is missing" if sizes is None else f"it is {show(sizes)}"
         fits = " ".join(map(str, levels(replace(parallel, cp_comm_type=None), config.model)))
         yield (
             f"--cp-comm-type {BOTH} needs --hierarchical-context-parallel-sizes U G with U x G = "
             f"--context-parallel-size {size}, and {given}; nearest: {fits}"
         )
-
-
-def _multiply_to(size: int, sizes: tuple[int, ...] | None) -> bool:
-    return sizes is not None and len(sizes) == 2 and min(sizes) > 0 and prod(sizes) == size
 
 
 def order(config: RunConfig) -> Iterator[str]:

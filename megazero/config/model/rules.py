@@ -237,6 +237,9 @@ def context_parallel(
     )
 
 
+RULES = (heads, rotary, mlp, frequencies, query_key_norm, experts)  # of any decoder
+
+
 def check_model(model: ModelConfig, tp: int = 1, cp: int = 1) -> None:
     """Check what a decoder over ``tp`` x ``cp`` ranks asks of its sizes and choices. Raises ConfigError with every
     fault.
@@ -248,8 +251,7 @@ def check_model(model: ModelConfig, tp: int = 1, cp: int = 1) -> None:
     }
     errors = [error for name, option in options.items() if (error := fault(option, getattr(model, name)))]
     if not errors:
-        errors = [*heads(model), *rotary(model), *mlp(model), *frequencies(model), *query_key_norm(model)]
-        errors += experts(model)
+        errors = [line for rule in RULES for line in rule(model)]
         errors += [*tensor_parallel(model, tp), *padded_vocabulary(model, tp)]
         errors += context_parallel(model, tp, cp) if cp > 1 and not errors else []
     if errors:
