@@ -8,11 +8,12 @@ with 'or' between them one is enough. An error names the first row of an option 
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
@@ -109,26 +110,35 @@ ROWS = (
 )
 _NEED = re.compile(r"(not )?(\w+)(?: (>|<|!?=) (\S+))?")
 _WORDS = {">": "above ", "<": "below ", "=": "", "!=": "other than "}
-Need = tuple[str | None, str, str | None, str | None]  # negated, name, comparison, value
 
 
-def _holds(value: Any, need: Need) -> bool:
-    negated, _, comparison, wanted = need
-    if comparison is None or wanted is None:
-        return bool(negated) != bool(value)
-    if value is None:
-        return False
-    if comparison in "<>":
-        return bool(value > float(wanted) if comparison == ">" else value < float(wanted))
-    has = not {*wanted.split("|")}.isdisjoint(value if isinstance(value, tuple) else [value])
-    return has == (comparison == "=")
+class Need(NamedTuple):
+    """The option or fact that a need names, what holds of its value, and what a user would add."""
+
+    name: str
+    holds: Callable[[Any], bool]
+    words: str
 
 
-def _words(need: Need) -> str:
-    """Return what a user would add."""
-    _, name, comparison, wanted = need
-    value = f" {_WORDS[comparison]}{' or '.join(wanted.split('|'))}" if comparison and wanted else ""
-    return f"--{name.replace('_', '-')}{value}"
+def _need(text: str) -> Need:
+    match = _NEED.fullmatch(text)
+    assert match, f"{text!r} is no need"
+    negated, name, comparison, wanted = match.groups(default="")
+    values = frozenset(wanted.split("|"))
+    bound = float(wanted) if comparison in (">", "<") else 0.0
+
+    def equal(value: Any) -> bool:
+        return value in values or isinstance(value, tuple) and not values.isdisjoint(value)
+
+    holds: dict[str, Callable[[Any], bool]] = {
+        "": operator.not_ if negated else bool,
+        ">": lambda value: value is not None and value > bound,
+        "<": lambda value: value is not None and value < bound,
+        "=": equal,
+        "!=": lambda value: value is not None and not equal(value),
+    }
+    said = f" {_WORDS[comparison]}{' or '.join(wanted.split('|'))}" if comparison else ""
+    return Need(name, holds[comparison], f"--{name.replace('_', '-')}{said}")
 
 
 @lru_cache(maxsize=1)
@@ -137,8 +147,8 @@ def _rows() -> tuple[tuple[list[str], list[Need], str], ...]:
     rows = []
     for row in ROWS:
         names, needs, cure = (*row.split(": ", 2), "")[:3]
-        found: list[Any] = [match.groups() for match in map(_NEED.fullmatch, needs.split(" or ")) if match]
-        rows.append((names.split(), found, cure or _words(found[0])))
+        found = [_need(need) for need in needs.split(" or ")]
+        rows.append((names.split(), found, cure or found[0].words))
     return tuple(rows)
 
 
@@ -148,5 +158,5 @@ def needs(known: Mapping[str, Any]) -> Iterator[Condition]:
     known: options and facts by name. Rows whose needs are not among them are left out.
     """
     for names, wanted, cure in _rows():
-        if all(name in known for _, name, *_ in wanted):
-            yield names, any(_holds(known[need[1]], need) for need in wanted), cure
+        if all(need.name in known for need in wanted):
+            yield names, any(need.holds(known[need.name]) for need in wanted), cure

@@ -27,9 +27,9 @@ def find_errors(
     A rule ends where it reads an option in ``skip``, which is reported already, one in ``missing``, or one with an
     illegal value.
     """
-    broken, errors = set(skip), []
+    broken, errors, values = set(skip), list[str](), config.values()
     for opt in all_options().values():
-        value = None if opt.name in missing else config.get(opt.name)
+        value = None if opt.name in missing else values[opt.name]
         if broken.intersection(DERIVED_FROM.get(opt.name, ())):
             broken.add(opt.name)
         if opt.name not in broken and (error := fault(opt, value)):
