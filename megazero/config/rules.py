@@ -1,8 +1,8 @@
-"""Rules between options that hold whatever the size of the world: RULES, and conditions.
+"""Rules between options that hold whatever the size of the world: RULES.
 
 A rule yields error lines with the nearest legal choice. It may trust every option that it reads (options/fields.py:
-guarded). A condition says what options need to have an effect.
-Those of the model, pipelines, messages and outer steps are in files of their own.
+guarded). Those of the model, pipelines, messages and outer steps are in files of their own. conditions.py has what
+options need to have an effect.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from megazero.config.conditions import needs
 from megazero.config.errors import ConfigError
 from megazero.config.layout import context_rules, outer_rules, pipeline_rules, wire_rules
+from megazero.config.layout.context import SWAP, comm_type
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
 from megazero.config.model.published import is_published
+from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import multiples_around
 from megazero.config.options.callback_words import parse_callback
-from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
+from megazero.config.options.data_inputs import DATA_WORDS, PARTS, SPLITS, TOKENIZERS, parse_split
 from megazero.config.options.fields import Condition, typed
 from megazero.config.options.optimizers import (
     OPTIMIZERS,
     SMALL_MOMENTS,
-    optimizer_conditions,
 )
 from megazero.config.options.skipping import IN_A_ROW, iteration_ranges
 from megazero.config.run import RunConfig, all_options
@@ -90,21 +92,11 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its last phase"
 
 
-# Options that name the data of a part.
-_APART = {split: f"{split}_data_path" for split in SPLITS}
-_WEIGHTED = {split: f"{split}_weighted_split_paths" for split in SPLITS}
-
-
 def _experts(config: RunConfig) -> Iterator[str]:
     """Report what is not built together with experts."""
     parallel = config.parallel
     yield from _dispatch(config)
     if config.model.num_experts is None:
-        if parallel.expert_model_parallel_size > 1:
-            yield (
-                f"--expert-model-parallel-size {parallel.expert_model_parallel_size} needs --num-experts, which the "
-                "ranks share; nearest: 1"
-            )
         return
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield (
@@ -138,15 +130,9 @@ def _idle_router_of_new_model(config: RunConfig) -> Iterator[str]:
 
 
 def _dispatch(config: RunConfig) -> Iterator[str]:
-    """Report a way across nodes that no row takes, or for which rows are too short."""
-    parallel, hidden = config.parallel, config.model.hidden_size
-    way = parallel.moe_dispatch_across_nodes
-    if way != "no" and parallel.expert_model_parallel_size == 1 and not config.batch.elastic:
-        yield (
-            f"--moe-dispatch-across-nodes {way} needs ranks that share the experts, which "
-            "--expert-model-parallel-size sets; nearest: no"
-        )
-    if way == "int8" and hidden % wire_rules.LEAST_BLOCK:
+    """Report rows that are too short for the way across nodes."""
+    hidden = config.model.hidden_size
+    if config.parallel.moe_dispatch_across_nodes == "int8" and hidden % wire_rules.LEAST_BLOCK:
         near = multiples_around(hidden, wire_rules.LEAST_BLOCK)
         yield (
             f"--moe-dispatch-across-nodes int8 with --hidden-size {hidden}: a row is whole blocks of at least "
@@ -155,19 +141,15 @@ def _dispatch(config: RunConfig) -> Iterator[str]:
 
 
 def _source(config: RunConfig) -> Iterator[str]:
-    data = config.data
+    """Report data that are named in no way or in two, and parts of them without those to train on."""
+    apart, weighted = PARTS[: len(SPLITS)], PARTS[len(SPLITS) :]
     # A file stays where it could not be read, which has been reported.
-    forms = (
-        ("data_path",),
-        ("mock_data",),
-        tuple(_APART.values()),
-        (*_WEIGHTED.values(), *(f"{name}_path" for name in _WEIGHTED.values())),
-    )
-    given = [[name for name in form if getattr(data, name)] for form in forms]
+    forms = (("data_path",), ("mock_data",), apart, (*weighted, *(f"{name}_path" for name in weighted)))
+    given = [[name for name in form if getattr(config.data, name)] for form in forms]
     if sum(map(bool, given)) != 1:
         also = "; --train-data-path or --train-weighted-split-paths may stand in the place of --data-path"
         yield f"exactly one of --data-path and --mock-data is required{also}"
-    for names, train in ((given[2], _APART["train"]), (given[3], _WEIGHTED["train"])):
+    for names, train in ((given[2], apart[0]), (given[3], weighted[0])):
         if names and not any(name.startswith("train") for name in names):
             yield f"{all_options()[names[0]].flag} needs {all_options()[train].flag}"
 
@@ -274,13 +256,6 @@ def _missing_checkpoint(config: RunConfig) -> Iterator[str]:
         yield "--allow-fresh-start contradicts --exit-on-missing-checkpoint; leave one of them out"
 
 
-def _named_checkpoint(config: RunConfig) -> Iterator[str]:
-    step, load = config.checkpoint.ckpt_step, config.checkpoint.load
-    if step is not None and (load is None or is_published(load)):
-        why = "--load is not given" if load is None else f"--load {load} is a Hugging Face folder"
-        yield f"--ckpt-step {step} names a checkpoint in the folder of --load, but {why}; leave it out, or name one"
-
-
 def _exportable(config: RunConfig) -> Iterator[str]:
     if config.checkpoint.save_hf is None or any(model_rules.frequencies(config.model)):
         return
@@ -331,15 +306,14 @@ def _attention(config: RunConfig) -> Iterator[str]:
     yield from context_rules.backend(config, config.context_levels(None)[1])
 
 
+def _of_model(rule: Callable[[ModelConfig], Iterator[str]]) -> Rule:
+    return lambda config: rule(config.model)
+
+
 RULES: tuple[Rule, ...] = (
-    lambda c: model_rules.heads(c.model),
-    lambda c: model_rules.rotary(c.model),
-    lambda c: model_rules.mlp(c.model),
-    lambda c: model_rules.frequencies(c.model),
-    lambda c: model_rules.query_key_norm(c.model),
-    lambda c: model_rules.experts(c.model),
+    *map(_of_model, model_rules.RULES),
     lambda c: model_rules.padded_vocabulary(c.model, c.parallel.tensor_model_parallel_size),
-    lambda c: model_rules.sequence(c.model),
+    _of_model(model_rules.sequence),
     lambda c: model_rules.tensor_parallel(
         c.model, c.parallel.tensor_model_parallel_size, c.parallel.sequence_parallel
     ),
@@ -367,7 +341,6 @@ RULES: tuple[Rule, ...] = (
     _retention,
     _spikes,
     _missing_checkpoint,
-    _named_checkpoint,
     _skipped_ranges,
     _exportable,
     _planned,
@@ -382,72 +355,11 @@ RULES: tuple[Rule, ...] = (
 
 def conditions(config: RunConfig) -> Iterator[Condition]:
     """Yield what every option that depends on others needs to have an effect."""
-    planned = wire_rules.may_quantise(config.zero.zero_preset, config.planning.loss_policy)
-    yield from model_rules.conditions(config.model)
-    yield from optimizer_conditions(config.optimizer.optimizer)
-    yield from _conditions_of_training(config)
-    yield from _conditions_of_files(config)
-    yield from pipeline_rules.pipeline_conditions(config.parallel)
-    yield from context_rules.context_conditions(config.parallel)
-    yield from wire_rules.message_conditions(config.zero, planned)
-    yield from outer_rules.outer_conditions(config.outer)
-
-
-def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
-    """Yield what the options of the schedule, data, evaluation and compilation need."""
-    opt = config.optimizer
-    wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
-    decaying = ("min_lr", "decoupled_min_lr", "lr_decay_iters", "lr_decay_samples")
-    # ALiBi's distances are those within a document wherever attention stays in it.
-    positions = config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask
-    tokenized = config.data.tokenizer_type not in (None, "NullTokenizer")
-    yield wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"
-    yield decaying, opt.lr_decay_style != "constant", "a --lr-decay-style that decays"
-    yield ["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"
-    warmup = bool(opt.lr_warmup_iters or opt.lr_warmup_samples or opt.lr_warmup_fraction)
-    yield ["lr_warmup_init"], warmup, "a warm-up"
-    yield ["loss_policy"], config.zero.zero_preset == AUTO, "--zero-preset auto"
-    yield ["reset_position_ids"], positions, "--reset-attention-mask, or positions other than ALiBi"
-    yield ["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"
-    of_files = "--tokenizer-type other than NullTokenizer"
-    yield ["tokenizer_model", "vocab_file", "merge_file"], tokenized, of_files
-    evaluates = config.training.eval_iters > 0 or bool(config.logging.callbacks)
-    yield ["eval_interval", "eval_at_start"], evaluates, "--eval-iters above 0"
-    yield ["compile_backend"], config.training.compile, "--compile"
-    mixture, training = config.model.num_experts is not None, config.training
-    of_mixtures = [
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_router_bias_update_rate",
-        "moe_per_layer_logging",
-    ]
-    yield of_mixtures, mixture, "--num-experts above 1"
-    balanced = training.moe_router_load_balancing_type != "none"
-    yield ["moe_aux_loss_coeff"], balanced, "--moe-router-load-balancing-type aux_loss or seq_aux_loss"
-    yield ["moe_router_load_balancing_type"], training.moe_aux_loss_coeff > 0, "--moe-aux-loss-coeff above 0"
-    biased = config.model.moe_router_enable_expert_bias
-    yield ["moe_router_bias_update_rate"], biased, "--moe-router-enable-expert-bias"
-
-
-def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
-    """Yield what the options of checkpoints, profiles and loggers need."""
-    files, published = config.checkpoint, is_published(config.checkpoint.load)
-    kept = ["save_retain_interval", "save_keep_last"]
-    profile, wandb = config.profiling.profile, config.logging.wandb_project is not None
-    copies = ["save_copy_interval", "save_copy_keep_last"]
-    of_save = ["save_interval", "save_hf", "async_save", "save_retry_minutes", "save_copy", *kept]
-    yield of_save, files.save is not None, "--save"
-    yield [*kept, "async_save", copies[0]], files.save_interval is not None, "--save-interval above 0"
-    yield copies, files.save_copy is not None, "--save-copy"
-    loading = ["allow_fresh_start", "finetune", "load_optim", "load_rng"]
-    loading += ["exit_on_missing_checkpoint", "use_checkpoint_opt_param_scheduler"]
-    yield loading, files.load is not None, "--load"
-    yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
-    yield ["accept_field"], published, "--load hf:DIR"
-    lacks = ["--save"] * (files.save is None) + ["--save-interval above 0"] * (files.save_interval is None)
-    yield ["stop_on_spike"], not lacks, " and ".join(lacks)
-    yield ["spike_loss_bound", "spike_norm_bound"], config.skipping.stop_on_spike, "--stop-on-spike"
-    continuing = ["load_optim", "load_rng", "use_checkpoint_opt_param_scheduler"]
-    yield continuing, not files.finetune, "continuing the run (no --finetune)"
-    yield ["profile_step_start", "profile_step_end", "profile_ranks"], profile, "--profile"
-    yield ["wandb_entity", "wandb_exp_name", "wandb_save_dir"], wandb, "--wandb-project"
+    zero, parallel = config.zero, config.parallel
+    planned = wire_rules.may_quantise(zero.zero_preset, config.planning.loss_policy)
+    facts = {
+        "loads_hugging_face": is_published(config.checkpoint.load),
+        "gathers_keys": comm_type(parallel) != SWAP,
+        "names_parts": any(getattr(config.data, name) for name in PARTS),
+    }
+    return needs({**config.values(), **facts, **wire_rules.message_facts(zero, planned)})

@@ -194,7 +194,8 @@ class RunConfig:
         return getattr(getattr(self, all_options()[name].section), name)
 
     def values(self) -> dict[str, Any]:
-        return {name: self.get(name) for name in all_options()}
+        sections = (getattr(self, section) for section in section_types())
+        return {name: value for section in sections for name, value in vars(section).items()}
 
     def knows_nodes(self, world: World | None) -> bool:
         """Tell whether the size of a node is known, so that what depends on it can be asked."""

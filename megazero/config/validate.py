@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from megazero.config.layout import context_rules
 from megazero.config.layout.outer_rules import outer_notes
 from megazero.config.layout.shards import QUANTISED, resolve_shards
 from megazero.config.nearest import multiples_around
 from megazero.config.options.fields import Unjudged, fault, guarded, without_effect
-from megazero.config.options.sections import OuterConfig, ZeroConfig
+from megazero.config.options.sections import OuterConfig
 from megazero.config.rules import RULES, conditions, idle_router
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.families import FAMILIES
@@ -26,9 +27,9 @@ def find_errors(
     A rule ends where it reads an option in ``skip``, which is reported already, one in ``missing``, or one with an
     illegal value.
     """
-    broken, errors = set(skip), []
+    broken, errors, values = set(skip), list[str](), config.values()
     for opt in all_options().values():
-        value = None if opt.name in missing else config.get(opt.name)
+        value = None if opt.name in missing else values[opt.name]
         if broken.intersection(DERIVED_FROM.get(opt.name, ())):
             broken.add(opt.name)
         if opt.name not in broken and (error := fault(opt, value)):
@@ -39,18 +40,25 @@ def find_errors(
     if broken:
         judged = replace(config, **{n: guarded(getattr(config, n), broken) for n in section_types()})
     for rule in RULES:
-        with suppress(Unjudged):
-            for line in rule(judged):
-                errors.append(line)  # not extend: of a rule that ends early, the lines before count
+        errors += _judged(rule, judged)
     errors += [line for name, line in _without_effect(config, broken) if all_options()[name].strict]
     if world is not None:
-        errors += _layout(config, world, broken)
-        if config.knows_nodes(world):
-            with suppress(Unjudged):
-                errors += () if uneven_ranks(judged, world) else context_rules.over_nodes(judged, world)
-    if not config.knows_nodes(world) and config.zero.zero_shard:
-        errors += _shard_chain(config.zero, config.zero.zero_shard)
+        errors += _judged(_profiled_ranks, judged, world)
+        errors += (uneven := _judged(uneven_ranks, judged, world))
+        for layout_rule in () if uneven else LAYOUT_RULES:
+            errors += _judged(layout_rule, judged, world)
+    if not config.knows_nodes(world):
+        errors += _judged(_shard_chain, judged)
     return errors
+
+
+def _judged(rule: Callable[..., Iterable[str]], *of: Any) -> list[str]:
+    """Return the lines of a rule up to where it reads an option that has no legal value."""
+    lines: list[str] = []
+    with suppress(Unjudged):
+        for line in rule(*of):
+            lines.append(line)  # not extend: the lines before that count
+    return lines
 
 
 def notes_on(config: RunConfig, world: World | None) -> list[str]:
@@ -102,16 +110,6 @@ DERIVED_FROM = {
     "num_query_groups": ("num_attention_heads",),
     "max_position_embeddings": ("seq_length",),
 }
-# The options that decide the arrangement of ranks.
-LAYOUT = {
-    *(
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "ranks_per_node",
-    ),
-    *("outer_interval", "outer_replicas"),
-}
 
 
 def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -142,8 +140,11 @@ def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
         yield f"--rampup-batch-size starts at {ramp[0]}, which is not a multiple of {rule}; nearest: {near}"
 
 
-def _shard_chain(zero: ZeroConfig, shard: tuple[int, ...]) -> Iterator[str]:
-    """Check the shards without a world: with d = OS and h = 1, only P | G | OS and the lifetime are left to check."""
+def _shard_chain(config: RunConfig) -> Iterator[str]:
+    """Check the shards without nodes: with d = OS and h = 1, only P | G | OS and the lifetime are left to check."""
+    zero = config.zero
+    if not (shard := zero.zero_shard):
+        return
     try:
         resolve_shards(
             shard, max(shard[-1], 1), 1, zero.zero_params_lifetime, gradients=zero.zero_gradients_lifetime
@@ -152,11 +153,16 @@ def _shard_chain(zero: ZeroConfig, shard: tuple[int, ...]) -> Iterator[str]:
         yield str(error)
 
 
+def _with_nodes(config: RunConfig, world: World) -> tuple[RunConfig, World]:
+    """Return a configuration and a world with nodes: where they are not known, one node without outer replicas."""
+    if config.knows_nodes(world):
+        return config, world
+    return replace(config, outer=OuterConfig()), World(world.world_size, world.world_size)
+
+
 def uneven_ranks(config: RunConfig, world: World) -> list[str]:
     """Return the error line of ranks that do not divide by the parallel sizes, or whose groups straddle nodes."""
-    if not config.knows_nodes(world):
-        config = replace(config, outer=OuterConfig())  # replicas are groups of nodes
-        world = World(world.world_size, world.world_size)
+    config, world = _with_nodes(config, world)
     where = ""
     try:
         if config.replica_world(world) != world:
@@ -174,17 +180,12 @@ def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
     Without known nodes the world counts as one. Shards that are illegal are reported elsewhere.
     """
     parallel, experts = config.parallel, config.model.num_experts
-    ep, tp, way = (
-        parallel.expert_model_parallel_size,
-        parallel.tensor_model_parallel_size,
-        parallel.moe_dispatch_across_nodes,
-    )
+    ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    way = parallel.moe_dispatch_across_nodes
     if ep == 1 or experts is None:
         return
     known = config.knows_nodes(world)
-    if not known:
-        world = World(world.world_size, world.world_size)
-        config = replace(config, outer=OuterConfig())
+    config, world = _with_nodes(config, world)
     with suppress(ValueError):
         h = config.data_ranks_per_node(world)
         problem = expert_problem(
@@ -206,33 +207,32 @@ def uneven_experts(config: RunConfig, world: World) -> Iterator[str]:
             )
 
 
-def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:
-    """Check the rules over the size of the world: profiled ranks, nodes, shards, batch.
-
-    Where nodes are not known yet, only the rules that hold for any nodes are checked.
-    """
-    for rank in () if "profile_ranks" in broken else config.profiling.profile_ranks:
+def _profiled_ranks(config: RunConfig, world: World) -> Iterator[str]:
+    for rank in config.profiling.profile_ranks:
         if rank >= world.world_size:
             yield (
                 f"--profile-ranks {rank} is not one of the {world.world_size} ranks; nearest: {world.world_size - 1}"
             )
-    if LAYOUT & set(broken):
+
+
+def _messages(config: RunConfig, world: World) -> Iterator[str]:
+    """Report shards that are illegal on these nodes, and formats that have no effect there or do not go together."""
+    if not config.knows_nodes(world):
         return
-    uneven = uneven_ranks(config, world)
-    yield from uneven
-    if uneven:
-        return
-    if not {"num_experts", "expert_model_parallel_size", "zero_shard", "zero_preset"} & set(broken):
-        yield from uneven_experts(config, world)
-    of_slices = {opt.name for opt in all_options().values() if opt.section in ("zero", "optimizer")}
-    if config.knows_nodes(world) and not of_slices & set(broken):
-        try:
-            if config.wire(world).delta and config.outer_replicas(world) > 1:
-                yield (
-                    "--outer-interval does not take changes of weights between a replica's nodes: evaluations would "
-                    "see the anchor through their rounding; nearest: --no-zero-quantized-weights-delta"
-                )
-        except ValueError as error:
-            yield str(error)
-    if not {"micro_batch_size", "global_batch_size", "rampup_batch_size"} & set(broken):
-        yield from batch_multiples(config, world)
+    try:
+        if config.wire(world).delta and config.outer_replicas(world) > 1:
+            yield (
+                "--outer-interval does not take changes of weights between a replica's nodes: evaluations would see "
+                "the anchor through their rounding; nearest: --no-zero-quantized-weights-delta"
+            )
+    except ValueError as error:
+        yield str(error)
+
+
+def _over_nodes(config: RunConfig, world: World) -> Iterator[str]:
+    if config.knows_nodes(world):
+        yield from context_rules.over_nodes(config, world)
+
+
+# Rules over the size of the world, where ranks divide evenly. Before nodes are known, those judge that hold for any.
+LAYOUT_RULES = (uneven_experts, _messages, batch_multiples, _over_nodes)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megazero.config.conditions import needs
 from megazero.config.errors import ConfigError
 from megazero.config.layout.wire import (
     PLAIN,
@@ -19,7 +20,7 @@ from megazero.config.layout.wire import (
 from megazero.config.layout.wire_rules import (
     LEAST_BLOCK,
     legal_block,
-    message_conditions,
+    message_facts,
     unquantised_changes,
 )
 from megazero.config.options.fields import (
@@ -123,7 +124,7 @@ def _contradictions(options: MessageOptions) -> Iterator[str]:
     ends = ["zero_quantized_gradients_until_step"], quantizes_gradients(zero), "--zero-quantized-gradients"
     table = [
         ([name for name in names if name in own], holds, cure)
-        for names, holds, cure in (*message_conditions(zero), ends)
+        for names, holds, cure in (*needs({**vars(zero), **message_facts(zero)}), ends)
     ]
     yield from unquantised_changes(zero)
     yield from (line for _, line in without_effect(table, own, vars(options), {}))

@@ -10,20 +10,9 @@ from megazero.config.layout.context import BOTH, COMM_TYPES, RING, SWAP, comm_ty
 from megazero.config.model import rules as model_rules
 from megazero.config.model.attention import refusal, wants_of
 from megazero.config.nearest import misspelt, multiples_around
-from megazero.config.options.fields import Condition, show
-from megazero.config.options.sections import ParallelConfig
+from megazero.config.options.fields import show
 from megazero.config.run import RunConfig, World
 from megazero.mesh.grid import context_problem
-
-
-def context_conditions(parallel: ParallelConfig) -> Iterator[Condition]:
-    """Yield what the options of context parallelism need to have an effect."""
-    several = parallel.context_parallel_size > 1
-    yield ["cp_comm_type"], several, "--context-parallel-size above 1"
-    both = several and BOTH in (parallel.cp_comm_type or ())
-    yield ["hierarchical_context_parallel_sizes"], both, f"--cp-comm-type {BOTH}"
-    yield ["cp_gather_bits"], several, "--context-parallel-size above 1"
-    yield ["cp_gather_bits"], comm_type(parallel) != SWAP, f"a --cp-comm-type other than {SWAP}"
 
 
 def context_notes(config: RunConfig, world: World | None) -> Iterator[str]:
@@ -61,17 +50,13 @@ def mechanism(config: RunConfig) -> Iterator[str]:
         return
     elif len(set(words)) > 1:
         yield f"--cp-comm-type {show(words)}: other words for other layers are not built; nearest: {words[0]}"
-    elif words[0] == BOTH and not _multiply_to(size, sizes):
+    elif words[0] == BOTH and (sizes is None or len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != size):
         given = "it is missing" if sizes is None else f"it is {show(sizes)}"
         fits = " ".join(map(str, levels(replace(parallel, cp_comm_type=None), config.model)))
         yield (
             f"--cp-comm-type {BOTH} needs --hierarchical-context-parallel-sizes U G with U x G = "
             f"--context-parallel-size {size}, and {given}; nearest: {fits}"
         )
-
-
-def _multiply_to(size: int, sizes: tuple[int, ...] | None) -> bool:
-    return sizes is not None and len(sizes) == 2 and min(sizes) > 0 and prod(sizes) == size
 
 
 def order(config: RunConfig) -> Iterator[str]:

@@ -40,10 +40,13 @@ def fit(config: RunConfig, world: World, consumed: int = 0) -> tuple[RunConfig, 
     found = next(_legal(config, world, sizes), None)
     batch = f"the global batch of {config.batch.global_batch_size} on {world.world_size} ranks"
     if found is None:
-        return config, [
-            *errors,
-            *([_kept(config)] if elastic and errors and _keeps_micro_batch(config) else []),
-        ]
+        if elastic and errors and _keeps_micro_batch(config):
+            errors.append(
+                f"--elastic: --micro-batch-size {config.batch.micro_batch_size} stays, because the loss that "
+                "balances experts is over micro-batches (aux_loss): --moe-router-load-balancing-type seq_aux_loss is "
+                "over samples"
+            )
+        return config, errors
     changes = _changes(config, found)
     if not elastic:
         hint = f"; to keep {batch}: {changes}, as --elastic does"
@@ -62,13 +65,6 @@ def _changes(config: RunConfig, found: RunConfig) -> str:
 def _keeps_micro_batch(config: RunConfig) -> bool:
     """Tell whether another micro-batch would be another loss."""
     return config.model.num_experts is not None and config.training.balances_micro_batches
-
-
-def _kept(config: RunConfig) -> str:
-    return (
-        f"--elastic: --micro-batch-size {config.batch.micro_batch_size} stays, because the loss that balances "
-        "experts is over micro-batches (aux_loss): --moe-router-load-balancing-type seq_aux_loss is over samples"
-    )
 
 
 def _legal(config: RunConfig, world: World, sizes: Sequence[int]) -> Iterator[RunConfig]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megazero.config.layout.outer import EXACT_BITS, averages, last_arrival
-from megazero.config.options.fields import Condition, section_options
-from megazero.config.options.sections import OuterConfig
+from megazero.config.layout.outer import last_arrival
 from megazero.config.run import RunConfig
 from megazero.config.schedule.batch_sizes import BatchSizeRampup
 
@@ -19,16 +17,6 @@ def late(config: RunConfig) -> Iterator[str]:
             f"--outer-delay {outer.outer_delay}: differences arrive before the next ones leave, --outer-interval "
             f"{outer.outer_interval} steps later; nearest: {outer.outer_interval - 1}"
         )
-
-
-def outer_conditions(outer: OuterConfig) -> Iterator[Condition]:
-    """Yield what the options of outer steps need to have an effect."""
-    names = [option.name for option in section_options("outer", OuterConfig)]
-    steps = outer.outer_interval > 0
-    yield [name for name in names if name != "outer_interval"], steps, "--outer-interval above 0"
-    if steps:
-        yield ["outer_lr", "outer_momentum"], not averages(outer), "--outer-optimizer nesterov or sgd"
-        yield ["outer_rounding"], outer.outer_bits < EXACT_BITS, f"--outer-bits below {EXACT_BITS}"
 
 
 def outer_notes(config: RunConfig) -> list[str]:

@@ -6,26 +6,10 @@ from collections.abc import Iterator
 
 from megazero.config.layout.pipeline import partition_method, schedule_name, virtual_stages
 from megazero.config.nearest import around, common_divisors, did_you_mean
-from megazero.config.options.fields import Condition
 from megazero.config.options.sections import ParallelConfig
 from megazero.config.run import RunConfig
 from megazero.pp.partition import METHODS, partition_problems
 from megazero.pp.schedules import SCHEDULES, schedule_problem
-
-_OF_PIPELINES = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "use_tp_pp_dp_mapping",
-    "pipeline_schedule",
-    "pipeline_partition",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-)
-
-
-def pipeline_conditions(parallel: ParallelConfig) -> Iterator[Condition]:
-    """Yield what the options of pipelines need to have an effect."""
-    yield _OF_PIPELINES, parallel.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size above 1"
 
 
 def virtual(config: RunConfig) -> Iterator[str]:

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megazero.config.layout.shards import AUTO, PRESETS
-from megazero.config.layout.wire import (
-    OF_BOTH,
-    OF_GRADIENTS,
-    OF_WEIGHTS,
-    quantizes_gradients,
-    quantizes_weights,
-)
+from megazero.config.layout.wire import quantizes_gradients, quantizes_weights
 from megazero.config.nearest import nearest_power_of_two
-from megazero.config.options.fields import Condition
 from megazero.config.options.sections import ZeroConfig
 from megazero.config.run import RunConfig
 
@@ -26,17 +19,15 @@ def may_quantise(preset: str | None, loss_policy: str | None) -> bool:
     return preset == AUTO and loss_policy not in (None, "exact")
 
 
-def message_conditions(zero: ZeroConfig, planned: bool = False) -> Iterator[Condition]:
-    """Yield what the options of quantised messages need to have an effect.
+def message_facts(zero: ZeroConfig, planned: bool = False) -> dict[str, bool]:
+    """Return which messages may be quantised, as conditions.py calls it.
 
     planned: the planner may quantise what is not asked for.
     """
-    weights, gradients = (f(zero) or planned for f in (quantizes_weights, quantizes_gradients))
-    yield OF_WEIGHTS, weights, "--zero-quantized-weights"
-    asked = [name for name in OF_GRADIENTS if getattr(zero, name) != "none"]  # none is what happens there
-    yield asked, gradients, "--zero-quantized-gradients"
-    either = "--zero-quantized-weights or --zero-quantized-gradients"
-    yield [*OF_BOTH], weights or gradients, either
+    return {
+        "sends_weights": quantizes_weights(zero) or planned,
+        "sends_gradients": quantizes_gradients(zero) or planned,
+    }
 
 
 def legal_block(zero: ZeroConfig, largest: int = LARGEST_BLOCK) -> Iterator[str]:

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from megazero.config.conditions import needs
 from megazero.config.errors import ConfigError
-from megazero.config.model.rules import check_model, conditions
+from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, convert, section_options, show
 from megazero.families import FAMILIES, Family
@@ -169,7 +170,7 @@ def _inexpressible(options: ModelConfig, family: Family) -> _Inexpressible:
         back = _read(family, config, (), {"seq_length": options.seq_length})
     except ValueError as error:
         return _Inexpressible([str(error)], readable=False)
-    idle = {name for names, holds, _ in conditions(options) if not holds for name in names}
+    idle = {name for names, holds, _ in needs(vars(options)) if not holds for name in names}
     idle |= {"model_family", "vocab_size"}
     said = [
         option

@@ -7,32 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megazero.config.errors import ConfigError
-from megazero.config.model.section import ACTIVATIONS, ModelConfig, has_gelu
+from megazero.config.model.section import ACTIVATIONS, ModelConfig
 from megazero.config.nearest import around, common_divisors, multiples_around
-from megazero.config.options.fields import Condition, fault, section_options, show
+from megazero.config.options.fields import fault, section_options, show
 from megazero.families.layer_kinds import MARKS
-
-_ROTARY = (
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_scaling",
-    "rotary_window_base",
-    "no_rope_freq",
-)
-_MSCALES = ("yarn_mscale", "yarn_mscale_all_dim")
-# By option: the scalings of rotary positions that it belongs to.
-_OF_SCALING = {
-    "rotary_scaling_factor": ("linear", "dynamic", "llama3", "yarn", "longrope"),
-    "rotary_original_max_position": ("dynamic", "llama3", "yarn", "longrope"),
-    "rotary_attention_factor": ("yarn", "longrope"),
-    "rotary_low_freq_factor": ("llama3",),
-    "rotary_high_freq_factor": ("llama3",),
-    "rotary_short_factor": ("longrope",),
-    "rotary_long_factor": ("longrope",),
-    **dict.fromkeys((*_MSCALES, "yarn_beta_fast", "yarn_beta_slow"), ("yarn",)),
-    "yarn_correction_range_round_to_int": ("yarn",),
-}
 
 
 def heads(model: ModelConfig) -> Iterator[str]:
@@ -259,30 +237,7 @@ def context_parallel(
     )
 
 
-def conditions(model: ModelConfig) -> Iterator[Condition]:
-    """Yield options, whether they have an effect in this model, and what would give them one."""
-    rope = model.position_embedding_type == "rope"
-    yield ("openai_gelu",), has_gelu(vars(model)), "GELU (--no-swiglu, and no --squared-relu)"
-    yield (
-        ("window_attn_skip_freq", "rotary_window_base"),
-        model.sliding_window is not None,
-        "--sliding-window",
-    )
-    alibi = model.position_embedding_type == "alibi"
-    yield ("scaled_alibi",), alibi, "--position-embedding-type alibi"
-    yield (*_ROTARY, *_OF_SCALING), rope, "--position-embedding-type rope"
-    for name, kinds in _OF_SCALING.items():
-        yield (name,), model.rotary_scaling in kinds, f"--rotary-scaling {' or '.join(kinds)}"
-    of_experts = [name for name in vars(model) if name.startswith("moe_")]
-    yield of_experts, model.num_experts is not None, "--num-experts above 1"
-    shared = model.moe_shared_expert_intermediate_size is not None
-    yield ("moe_shared_expert_gate",), shared, "--moe-shared-expert-intermediate-size"
-    softmax = model.moe_router_score_function == "softmax"
-    yield ("moe_router_pre_softmax",), softmax, "--moe-router-score-function softmax"
-    grouped = model.moe_router_group_topk is not None
-    yield ("moe_router_num_groups",), grouped, "--moe-router-group-topk"
-    computed = model.rotary_attention_factor is None
-    yield _MSCALES, computed, "the computed attention factor (no --rotary-attention-factor)"
+RULES = (heads, rotary, mlp, frequencies, query_key_norm, experts)  # of any decoder
 
 
 def check_model(model: ModelConfig, tp: int = 1, cp: int = 1) -> None:
@@ -296,8 +251,7 @@ def check_model(model: ModelConfig, tp: int = 1, cp: int = 1) -> None:
     }
     errors = [error for name, option in options.items() if (error := fault(option, getattr(model, name)))]
     if not errors:
-        errors = [*heads(model), *rotary(model), *mlp(model), *frequencies(model), *query_key_norm(model)]
-        errors += experts(model)
+        errors = [line for rule in RULES for line in rule(model)]
         errors += [*tensor_parallel(model, tp), *padded_vocabulary(model, tp)]
         errors += context_parallel(model, tp, cp) if cp > 1 and not errors else []
     if errors:

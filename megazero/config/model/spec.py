@@ -323,7 +323,7 @@ def _by_choices(c: ModelConfig) -> dict[LayerKind, list[int]]:
 def _layer(c: ModelConfig, choices: LayerKind) -> LayerSpec:
     """Describe a layer (models/layer.py). Its parameters are in the order of ``named_parameters``."""
     norms, h = LAYER_NORMS[c.transformer_block_type], c.hidden_size
-    attention, mlp = _attention(c), _feed_forward(c, choices)
+    attention, mlp = _attention(c), _experts(c) if choices.experts else _mlp(c)
     blocks = (
         ("input_norm", attention.parameters),
         ("attention_output_norm", ()),
@@ -386,11 +386,6 @@ def _attention(c: ModelConfig) -> Block:
     # Rotated q, k, v; attention's output and, laid out anew, o_proj's input; what norms of q and k begin with.
     kept = 3 * q + 2 * kv + (q + kv if c.qk_norm != "none" else 0)
     return Block(tuple(parameters), moved=4 * (q + kv), kept=kept)
-
-
-def _feed_forward(c: ModelConfig, choices: LayerKind) -> Block:
-    """``choices`` are those of the layer's number, by which MLPs differ."""
-    return _experts(c) if choices.experts else _mlp(c)
 
 
 def _mlp(c: ModelConfig, name: str = "mlp", width: int | None = None) -> Block:

@@ -37,6 +37,8 @@ def run_vocabulary(kind: str | None, size: int | None) -> int | None:
 
 
 SPLITS = ("train", "valid", "test")
+# The options that name the data of one part.
+PARTS = tuple(f"{split}_{form}" for form in ("data_path", "weighted_split_paths") for split in SPLITS)
 WHOLE = (0.0, 1.0)
 
 

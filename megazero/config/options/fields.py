@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -295,28 +296,26 @@ def fault(opt: Option, value: Any) -> str:
 
 def _out_of_range(opt: Option, value: float) -> str:
     """Return the range that a number breaks, or ''."""
-    default = _default_words(opt) if not _within(opt, value) else ""
-    if opt.low is not None and value < opt.low:
-        # Below 0, and at 0 where it may be left out, it often stands for "none" or "all", as no neighbour does.
-        unset = value <= 0 and opt.default is None and not opt.needed
-        nearest = "; or leave it out" if unset else f"; nearest: {show(opt.low)}" if value >= 0 else default
-        return f"{opt.flag} {show(value)} must be at least {show(opt.low)}{nearest}"
-    if opt.high is not None and value > opt.high:
-        return f"{opt.flag} {show(value)} must be at most {show(opt.high)}; nearest: {show(opt.high)}"
-    if opt.above is not None and value <= opt.above:
-        return f"{opt.flag} {show(value)} must be above {show(opt.above)}{default}"
-    if opt.below is not None and value >= opt.below:
-        return f"{opt.flag} {show(value)} must be below {show(opt.below)}{default}"
+    bounds = (
+        ("at least", opt.low, operator.ge),
+        ("at most", opt.high, operator.le),
+        ("above", opt.above, operator.gt),
+        ("below", opt.below, operator.lt),
+    )
+    for words, bound, within in bounds:
+        if bound is not None and not within(value, bound):
+            near = _near_bound(opt, value, bound, words)
+            return f"{opt.flag} {show(value)} must be {words} {show(bound)}{near}"
     return ""
 
 
-def _within(opt: Option, value: float) -> bool:
-    """Tell whether a number is in the range of ``opt``."""
-    low = (opt.low is None or value >= opt.low) and (opt.above is None or value > opt.above)
-    return low and (opt.high is None or value <= opt.high) and (opt.below is None or value < opt.below)
-
-
-def _default_words(opt: Option) -> str:
+def _near_bound(opt: Option, value: float, bound: float, words: str) -> str:
+    """Return what to do about a number beyond a bound."""
+    # Below 0, and at 0 where it may be left out, it often stands for "none" or "all", as no neighbour does.
+    if words == "at least" and value <= 0 and opt.default is None and not opt.needed:
+        return "; or leave it out"
+    if words == "at most" or words == "at least" and value >= 0:
+        return f"; nearest: {show(bound)}"
     default = default_text(opt).removeprefix("default: ")
     return f"; the default is {default}" if default and not opt.required else ""
 

@@ -7,13 +7,12 @@ zero/elementwise.py runs it to see, or by matrix (zero/by_matrix.py). A shape is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.options.fields import Condition, option
+from megazero.config.options.fields import option
 
 
 @dataclass(frozen=True)
@@ -266,19 +265,3 @@ class OptimizerConfig:
         own = OPTIMIZERS[self.optimizer]
         said = [MOMENT_DTYPES[getattr(self, name)] for name in own.moment_dtypes]
         return said + [MomentDtype()] * (own.moments - len(said))
-
-
-@cache
-def optimizer_conditions(chosen: str) -> tuple[Condition, ...]:
-    """Return the options that not every optimizer reads.
-
-    Each comes with whether ``chosen`` reads it, and with which optimizers do.
-    """
-    return tuple(_optimizer_conditions(chosen))
-
-
-def _optimizer_conditions(chosen: str) -> Iterator[Condition]:
-    for name in dict.fromkeys(name for each in OPTIMIZERS.values() for name in each.options):
-        readers = [other for other, each in OPTIMIZERS.items() if name in each.options]
-        if len(readers) < len(OPTIMIZERS):
-            yield [name], chosen in readers, f"--optimizer {' or '.join(readers)}"

@@ -53,12 +53,14 @@ class ParallelConfig:
         "ranks of a node that share the experts, tensor-parallel ranks and then data-parallel neighbours: a token "
         "goes to the ranks that hold its experts",
         low=1,
+        strict=True,
     )
     moe_dispatch_across_nodes: str = option(
         "no",
         "whether ranks of several nodes may share the experts: a token goes once to each node that has some of its "
         "own. int8: its row goes there, and its output's gradient, in 8 bits; the ways back are exact",
         choices=DISPATCH,
+        strict=True,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
@@ -478,6 +480,7 @@ class CheckpointConfig:
         "iteration of the checkpoint in --load to continue from, instead of the newest. Newer ones in --save are "
         "renamed, and the same command, started again, continues from what it has saved since",
         low=0,
+        strict=True,
     )
     accept_field: tuple[str, ...] = option(
         (),

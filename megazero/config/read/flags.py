@@ -94,7 +94,9 @@ def read_arguments(cls: type[Section], argv: Sequence[str]) -> Section:
             words += typed
         elif switch is not None:
             count = _count_taken(switch, typed, values, bool(places))
-            _put_switch(layer, switch, word, [*_earlier(layer, switch), *values[:count]])
+            option = switch.option  # of several values each may have a flag of its own
+            earlier = layer.values.get(option.name, ()) if option.kind == "strs" else ()
+            _put_switch(layer, switch, word, [*earlier, *values[:count]])
             words += values[count:]
         elif places and places[-1].place == FLAGS:
             words += typed
@@ -117,11 +119,6 @@ def _count_taken(switch: Switch, typed: Sequence[str], values: Sequence[str], pl
     if not places:
         return len(values)
     return 1 if switch.sets is None or "=" in typed[0] else 0
-
-
-def _earlier(layer: Layer, switch: Switch) -> Sequence[str]:
-    """Return the texts that an earlier word of the same flag gave."""
-    return layer.values.get(switch.option.name, ()) if switch.option.kind == "strs" else ()
 
 
 def _fill(layer: Layer, places: Sequence[Option], words: list[str]) -> list[str]:

@@ -1,19 +1,13 @@
-"""Completes a RunConfig from what the user said, in an order that each step relies on.
+"""Completes a RunConfig from what the user said, by COMPLETIONS in an order that each of them relies on.
 
-1. Each source's foreign words become options (parse.py: settle). Then the sources become one layer (sources.py:
-   merge).
-2. Megatron's derived values become options (complete_megatron).
-3. The checkpoint or folder of --load gives the architecture (take_architecture), by which Megatron's flags are judged
-   that change nothing (unmet_conditions), and, to a run that goes on, the schedule (_complete_schedule).
-4. The family's defaults and the derived sizes of the model follow (complete).
-5. The ZeRO options become one preset or factors (_complete_zero), the formats of a run that goes on follow
-   (_complete_formats), then the batch (_complete_batch), which needs the parallel sizes.
-6. The tokenizer and the data files come last: they decide nothing else.
+Before them each source's foreign words become options (parse.py: settle), and the sources one layer (sources.py:
+merge).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,7 +29,7 @@ from megazero.config.layout.wire import (
 from megazero.config.layout.wire_rules import may_quantise
 from megazero.config.model.loaded import take_architecture
 from megazero.config.model.section import complete, has_gelu
-from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
+from megazero.config.options.data_inputs import FILE_OPTIONS, PARTS, tokenizer_type
 from megazero.config.options.fields import section_of, show, stand_in, typed
 from megazero.config.options.optimizers import OPTIMIZERS, of_schedule
 from megazero.config.options.sections import OuterConfig, TrainingConfig, ZeroConfig
@@ -58,6 +52,32 @@ OF_UPDATE = (
 ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
 
 
+@dataclass
+class Draft:
+    """A configuration on its way.
+
+    values: the options that have a value, by name. loaded: the names of those that --load gave. notes, errors: lines
+    for the user. beginning: what the folders of --load and --save say, or None before they are read. path, saved: the
+    checkpoint of a run that goes on, and its options by name; None and {} where a new run begins.
+    """
+
+    said: Layer
+    world: World | None
+    beginning: Beginning | None
+    values: dict[str, Any]
+    notes: list[str]
+    errors: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    path: Path | None = None
+    saved: Mapping[str, Any] = field(default_factory=dict)
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Take values by name; None unsets an option."""
+        self.values.update(values)
+        for name in [name for name, value in values.items() if value is None]:
+            del self.values[name]
+
+
 def resolve(
     said: Layer, world: World | None, beginning: Beginning | None
 ) -> tuple[RunConfig, Collection[str], Collection[str], list[str]]:
@@ -68,52 +88,17 @@ def resolve(
     Missing options must have a value and were neither given nor derived. They get stand-ins, by which nothing may be
     judged. Raises OSError if the storage of a Hugging Face folder or a data file does not answer.
     """
-    values = dict(said.values)
-    accumulation = values.pop("gradient_accumulation_steps", None)
-    notes, errors = list(said.notes), list[str]()
-    errors += complete_megatron(said, values, notes)
-    beginning, read = beginning or Beginning(), beginning is not None
-    given = values
-    values, found, clashes = take_architecture(given, beginning) if read else (given, [], [])
-    loaded = [name for name, value in values.items() if value is not None and given.get(name) is None]
-    notes, errors = [*notes, *found], [*errors, *clashes]
-    unread = values.get("load") and f"--load {values['load']}: "
-    if unread and any(line.startswith(unread) for line in clashes):  # it may have what is missing
-        said.failed.update(
-            o.name for o in all_options().values() if o.section == "model" and o.name not in values
-        )
-    if "group-query-attention" in said.accepted and values.get("num_query_groups") is None:
-        errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
-    errors += unmet_conditions(said.conditions, complete(values))
-    # The options of the run that goes on, by name; {} where a new one begins.
-    stored = beginning.manifest.configuration if beginning.manifest and beginning.goes_on(values) else {}
-    saved = {name: value for section in stored.values() for name, value in section.items()}
-    goes_on = beginning.path, saved
-    notes += _removed_since(*goes_on)
-    errors += _complete_schedule(values, said.accepted, *goes_on, notes)
-    notes += [*_unlike_megatron(values, said.accepted), *unfused_gelu(values)]
-    values = complete(values)
-    errors += _complete_zero(values, notes)
-    loaded += _complete_formats(values, *goes_on, notes)
-    _complete_outer(values, *goes_on, notes)
-    values |= {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
-    if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
-        values["save_keep_last"] = 1
-    errors += _complete_batch(values, accumulation, world, saved.get("global_batch_size"), notes)
-    notes += _changed_update(values, *goes_on)
-    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
-        notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
-    if values.get("save") and not values.get("save_interval"):
-        notes.append(
-            "--save without --save-interval: saved only at the end and at planned stops; a lost rank costs all since"
-        )
-    notes += _unused_loss_scaling(values)
-    notes += _complete_tokenizer(values)
-    errors += read_data_files(values, notes)
-    notes += _unused_split(values)
-    needed = (opt for opt in all_options().values() if opt.needed and values.get(opt.name) is None)
+    draft = Draft(said, world, beginning, {}, [*said.notes])
+    draft.update(said.values)
+    for complete_part in COMPLETIONS:
+        complete_part(draft)
+    needed = (opt for opt in all_options().values() if opt.needed and opt.name not in draft.values)
     missing = {opt.name: stand_in(opt) for opt in needed}
-    return RunConfig.of(values | missing, notes), missing, loaded, errors
+    return RunConfig.of(draft.values | missing, draft.notes), missing, draft.loaded, draft.errors
+
+
+def _of_megatron(draft: Draft) -> None:
+    draft.errors += complete_megatron(draft.said, draft.values, draft.notes)
 
 
 def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
@@ -125,44 +110,77 @@ def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> 
     return complete_derived(values, notes)
 
 
-def _complete_schedule(
-    values: dict[str, Any],
-    accepted: Collection[str],
-    path: Path | None,
-    saved: Mapping[str, Any],
-    notes: list[str],
-) -> list[str]:
-    """At a resume, take the checkpoint's schedule if that is asked for, else note where the flags differ from it.
+def _of_load(draft: Draft) -> None:
+    """Take the architecture of the checkpoint or folder of --load, and the options of a run that goes on."""
+    if draft.beginning is None:
+        return
+    said, values = draft.said, draft.values
+    completed, notes, clashes = take_architecture(values, draft.beginning)
+    draft.loaded += [name for name, v in completed.items() if v is not None and name not in values]
+    draft.notes += notes
+    draft.errors += clashes
+    unread = f"--load {values.get('load')}: "
+    if any(line.startswith(unread) for line in clashes):  # it may have what is missing
+        model = (opt.name for opt in all_options().values() if opt.section == "model")
+        said.failed.update(name for name in model if name not in completed)
+    draft.update(completed)
+    manifest = draft.beginning.manifest
+    if manifest and draft.beginning.goes_on(completed):
+        draft.path = draft.beginning.path
+        draft.saved = {n: v for section in manifest.configuration.values() for n, v in section.items()}
 
-    Returns an error line if the flags ask for both.
+
+def _of_megatrons_model(draft: Draft) -> None:
+    """Judge the flags of Megatron that change nothing in some models, and note where its model is another one.
+
+    Megatron has no --model-family, so a script with it is not Megatron's.
     """
+    values, confirmed = draft.values, "group-query-attention" in draft.said.accepted
+    groups = values.get("num_query_groups")
+    if confirmed and groups is None:
+        draft.errors.append(
+            "--group-query-attention needs --num-query-groups: how many key/value heads there are"
+        )
+    alike = confirmed or groups in (None, values.get("num_attention_heads"))
+    if not alike and "model_family" not in values:
+        draft.notes.append(
+            f"--num-query-groups {groups} takes effect; Megatron ignores it without --group-query-attention, which "
+            "confirms it"
+        )
+    draft.errors += unmet_conditions(draft.said.conditions, complete(draft.values))
+
+
+def _schedule(draft: Draft) -> None:
+    """At a resume, take the checkpoint's schedule if that is asked for, else note where the flags differ from it."""
+    draft.notes += _removed_since(draft.path, draft.saved)
+    values, saved, path = draft.values, draft.saved, draft.path
     use = values.get("use_checkpoint_opt_param_scheduler")
-    if use and (override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*accepted}):
-        return [
+    if use and (
+        override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*draft.said.accepted}
+    ):
+        draft.errors.append(
             f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"
-        ]
-    before, now = _schedule(saved), _schedule(values)
+        )
+        return
+    before, now = _schedule_of(saved), _schedule_of(values)
     changed = [name for name in now if before[name] != now[name]]
     if before["lr"] is None or not changed:  # nothing is continued, or what was imported
-        return []
+        return
     lengths = [f"--train-{'samples' if each.get('train_samples') else 'iters'}" for each in (saved, values)]
     if use and lengths[0] != lengths[1]:
-        return [
+        draft.errors.append(
             f"--use-checkpoint-opt-param-scheduler: {path} has a schedule by {lengths[0]}, and this run's length is "
             f"{lengths[1]}; nearest: {lengths[0]}, or the flags of the schedule without that flag"
-        ]
-    if use:
-        values |= before
-        said = " ".join(
-            typed(all_options()[name], before[name]) for name in changed if before[name] is not None
         )
-        notes.append(f"--use-checkpoint-opt-param-scheduler: {said}, as in {path}")
+    elif use:
+        draft.update(before)
+        said = " ".join(typed(all_options()[n], before[n]) for n in changed if before[n] is not None)
+        draft.notes.append(f"--use-checkpoint-opt-param-scheduler: {said}, as in {path}")
     else:
-        notes.append(
+        draft.notes.append(
             f"the flags decide the schedule, which is not that of {path}: {_changes(changed, before, now)}. "
             "--use-checkpoint-opt-param-scheduler takes the checkpoint's"
         )
-    return []
 
 
 def _removed_since(path: Path | None, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -172,18 +190,26 @@ def _removed_since(path: Path | None, saved: Mapping[str, Any]) -> Iterator[str]
             yield f"{path} was trained with {name} {show(saved[name])}, which was removed: {removed.cure}"
 
 
-def _changed_update(values: Mapping[str, Any], path: Path | None, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note if a run that goes on has another update, beside its schedule, or another loss than before."""
-    optimizer = OPTIMIZERS.get(values.get("optimizer") or all_options()["optimizer"].default)
+def _changed_update(draft: Draft) -> None:
+    """Note if a run that goes on has another update, beside its schedule, or another loss than before."""
+    values, saved = draft.values, draft.saved
+    optimizer = OPTIMIZERS.get(_or_default(values, "optimizer"))
     read = [name for name in optimizer.options if not of_schedule(name)] if optimizer else []
     balanced = [section_of(TrainingConfig, each).balances_micro_batches for each in (saved, values)]
     blocks = ["micro_batch_size"] if values.get("num_experts") and any(balanced) else []
     names = [name for name in dict.fromkeys((*read, *OF_UPDATE, *blocks)) if name in saved]
-    names = [name for name in names if name != "global_batch_size" or values.get(name)]  # it may be open
-    now = {name: all_options()[name].default if values.get(name) is None else values[name] for name in names}
+    names = [name for name in names if name != "global_batch_size" or name in values]  # it may be open
+    now = {name: _or_default(values, name) for name in names}
     if changed := [name for name in names if now[name] != saved[name]]:
         said = _changes(changed, saved, now)
-        yield f"the flags decide the update and the loss, which are not those of {path}: {said}"
+        draft.notes.append(
+            f"the flags decide the update and the loss, which are not those of {draft.path}: {said}"
+        )
+
+
+def _or_default(values: Mapping[str, Any], name: str) -> Any:
+    value = values.get(name)
+    return all_options()[name].default if value is None else value
 
 
 def _changes(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -191,46 +217,45 @@ def _changes(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, 
     return ", ".join(f"{all_options()[n].flag} {show(now[n])} (was {show(before[n])})" for n in names)
 
 
-def _complete_formats(
-    values: dict[str, Any], path: Path | None, saved: Mapping[str, Any], notes: list[str]
-) -> Collection[str]:
+def _formats(draft: Draft) -> None:
     """At a resume, take the formats of messages from the checkpoint where the options give none, else note a change.
 
-    Returns the options that were taken. A note says what gradients lose that are sent in few bits as they are.
+    A note says what gradients lose that are sent in few bits as they are.
     """
-    before = _formats(saved)
-    options, said = all_options(), {name: value for name, value in values.items() if value is not None}
-    asked = section_of(ZeroConfig, said)
-    planned = may_quantise(asked.zero_preset, said.get("loss_policy"))
-    names = [name for name in format_options(asked) + [TRANSFORM] * planned if name not in said]
+    before, options, path = _formats_of(draft.saved), all_options(), draft.path
+    asked = section_of(ZeroConfig, draft.values)
+    planned = may_quantise(asked.zero_preset, draft.values.get("loss_policy"))
+    names = [name for name in format_options(asked) + [TRANSFORM] * planned if name not in draft.values]
     kept = {n: before[n] for n in names if before.get(n) not in (None, options[n].default)}
-    values |= kept
-    now = section_of(ZeroConfig, kept | said)
+    draft.loaded += kept
+    draft.update(kept)
+    now = section_of(ZeroConfig, draft.values)
     plain = few_bits(now) and now.zero_gradient_transform == "none" and (planned or quantizes_gradients(now))
     if kept:
         as_before = f"from {path}: {' '.join(typed(options[n], v) for n, v in kept.items())}"
-        notes.append(as_before + KEPT_PLAIN * (plain and TRANSFORM in kept))
+        draft.notes.append(as_before + KEPT_PLAIN * (plain and TRANSFORM in kept))
     if plain and TRANSFORM not in kept:
-        notes.append(PLAIN)
-    notes += _changed_format(section_of(ZeroConfig, before), now, path)
-    return kept
+        draft.notes.append(PLAIN)
+    was = section_of(ZeroConfig, before)
+    sent = [(w.gradients_intra, w.gradients_inter) for w in (asked_for(was), asked_for(now))]
+    if quantizes_gradients(was) and quantizes_gradients(now) and sent[0] != sent[1]:
+        names = [n for n in (*OF_GRADIENTS, *OF_BOTH) if getattr(was, n) != getattr(now, n)]
+        said = _changes(names, vars(was), vars(now))
+        draft.notes.append(f"the flags decide the format of gradients, which is not that of {path}: {said}")
 
 
-def _complete_outer(
-    values: dict[str, Any], path: Path | None, saved: Mapping[str, Any], notes: list[str]
-) -> None:
+def _outer(draft: Draft) -> None:
     """At a resume, take the outer momentum from the checkpoint where the options give none: what it has summed up is
     by that rule, and the default was 0.9 before 0.3.0."""
-    said = {name: value for name, value in values.items() if value is not None}
-    before, now = (section_of(OuterConfig, each) for each in (saved, said))
-    if "outer_momentum" in said or not (before.outer_interval and now.outer_interval):
+    before, now = (section_of(OuterConfig, each) for each in (draft.saved, draft.values))
+    if "outer_momentum" in draft.values or not (before.outer_interval and now.outer_interval):
         return
     if before.outer_momentum != now.outer_momentum and not (averages(before) or averages(now)):
-        values["outer_momentum"] = before.outer_momentum
-        notes.append(f"from {path}: --outer-momentum {before.outer_momentum:g}")
+        draft.update({"outer_momentum": before.outer_momentum})
+        draft.notes.append(f"from {draft.path}: --outer-momentum {before.outer_momentum:g}")
 
 
-def _formats(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _formats_of(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a checkpoint, in which plain gradients have their format by its name.
 
     A checkpoint from before the transform was the default has 'none' whatever it sent, and one from before there was
@@ -242,40 +267,21 @@ def _formats(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if (name, value) not in none.items()}
 
 
-def _changed_format(was: ZeroConfig, now: ZeroConfig, path: Path | None) -> Iterator[str]:
-    """Yield a note if a run that goes on sends its quantised gradients in another format than before."""
-    if not (quantizes_gradients(was) and quantizes_gradients(now)):
-        return
-    formats = [(w.gradients_intra, w.gradients_inter) for w in (asked_for(was), asked_for(now))]
-    if formats[0] != formats[1]:
-        names = [n for n in (*OF_GRADIENTS, *OF_BOTH) if getattr(was, n) != getattr(now, n)]
-        said = _changes(names, vars(was), vars(now))
-        yield f"the flags decide the format of gradients, which is not that of {path}: {said}"
-
-
-def _schedule(values: Mapping[str, Any]) -> dict[str, Any]:
+def _schedule_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the schedule by name. A decay whose length is not said is as long as the run."""
-    named = (opt for opt in all_options().values() if opt.section == "optimizer" and of_schedule(opt.name))
-    found = {opt.name: opt.default if values.get(opt.name) is None else values[opt.name] for opt in named}
+    named = (
+        opt.name for opt in all_options().values() if opt.section == "optimizer" and of_schedule(opt.name)
+    )
+    found = {name: _or_default(values, name) for name in named}
     for unit in ("iters", "samples"):
         found[f"lr_decay_{unit}"] = found[f"lr_decay_{unit}"] or values.get(f"train_{unit}")
     return found
 
 
-def _unlike_megatron(said: Mapping[str, Any], accepted: Collection[str]) -> Iterator[str]:
-    """Note where Megatron makes another model of the same flags: those without --model-family, which it has not."""
-    if said.get("model_family") is not None:
-        return
-    groups = said.get("num_query_groups")
-    if (
-        groups is not None
-        and "group-query-attention" not in accepted
-        and groups != said.get("num_attention_heads")
-    ):
-        yield (
-            f"--num-query-groups {groups} takes effect; Megatron ignores it without --group-query-attention, which "
-            "confirms it"
-        )
+def _model(draft: Draft) -> None:
+    """Set what the family and other sizes of the model decide."""
+    draft.notes += unfused_gelu(draft.values)
+    draft.values = {name: v for name, v in complete(draft.values).items() if v is not None}
 
 
 def unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
@@ -294,65 +300,46 @@ def unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
         yield "--no-bias-gelu-fusion: GELU is exact (--no-openai-gelu), as in Megatron without that kernel"
 
 
-def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
-    """Return notes on options of a loss scale that does not exist or does not change."""
-    unused: tuple[str, ...] = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    if values.get("params_dtype") != "fp16":
-        unused, why = ("loss_scale", *unused), "without --fp16: losses are not scaled"
-    elif values.get("loss_scale"):
-        why = f"with --loss-scale {show(values['loss_scale'])}: the scale is fixed"
-    else:
-        return []
-    given = [all_options()[name].flag for name in unused if values.get(name) is not None]
-    return [f"{', '.join(given)} change{'' if len(given) > 1 else 's'} nothing {why}"] if given else []
-
-
-def _unused_split(values: Mapping[str, Any]) -> list[str]:
-    """Return notes where train, validation and test data are named apart."""
-    named = [f"{split}_{form}" for form in ("data_path", "weighted_split_paths") for split in SPLITS]
-    given = [name for name in named if values.get(name)]
-    if not given:
-        return []
-    notes = ["--split changes nothing where each part's data is named"] if "split" in values else []
-    if not any(name.startswith("valid") for name in given) and values.get("eval_iters") != 0:
-        notes.append("no validation data is named: nothing is evaluated while training")
-    return notes
-
-
-def _complete_tokenizer(values: dict[str, Any]) -> list[str]:
-    """Set Megatron's default, GPT2BPETokenizer, where one of its files is given.
-
-    Returns notes on that, and on files that the tokenizer is not made from.
-    """
-    files = [name for name in FILE_OPTIONS if values.get(name) is not None]
-    notes = []
-    said = values.get("tokenizer_type")
-    kind = tokenizer_type(said, files) or ""
-    if kind and said is None:
-        values["tokenizer_type"] = kind
-        notes.append(f"--vocab-file, --merge-file: the tokenizer is {kind}, Megatron's default")
-    if kind in TOKENIZERS and kind != "NullTokenizer":
-        unused = [all_options()[name].flag for name in files if name not in TOKENIZERS[kind]]
-        plural = "" if len(unused) > 1 else "s"
-        notes += (
-            [f"{', '.join(unused)} change{plural} nothing with --tokenizer-type {kind}"] if unused else []
+def _saving(draft: Draft) -> None:
+    """Unset intervals of 0, as in Megatron, and keep one checkpoint beside those that are kept for good."""
+    values = draft.values
+    draft.update({name: None for name in ZERO_IS_OFF if values.get(name) == 0})
+    if "save_retain_interval" in values:
+        draft.update({"save_keep_last": values.get("save_keep_last", 1)})
+    if "save" in values and "save_interval" not in values:
+        draft.notes.append(
+            "--save without --save-interval: saved only at the end and at planned stops; a lost rank costs all since"
         )
-    return notes
 
 
-def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
-    """Set zero_preset from whichever of the ZeRO options is given. Returns one error line for each contradiction."""
+def _tokenizer(draft: Draft) -> None:
+    """Set Megatron's default, GPT2BPETokenizer, where one of its files is given."""
+    given = [name for name in FILE_OPTIONS if name in draft.values]
+    kind = tokenizer_type(draft.values.get("tokenizer_type"), given)
+    if kind and "tokenizer_type" not in draft.values:
+        draft.update({"tokenizer_type": kind})
+        draft.notes.append(f"--vocab-file, --merge-file: the tokenizer is {kind}, Megatron's default")
+
+
+def _data(draft: Draft) -> None:
+    """Read files with groups of data, and note that nothing is evaluated where each part but that is named."""
+    values = draft.values
+    draft.errors += read_data_files(values, draft.notes)
+    given = [name for name in PARTS if values.get(name)]
+    if given and not any(name.startswith("valid") for name in given) and values.get("eval_iters") != 0:
+        draft.notes.append("no validation data is named: nothing is evaluated while training")
+
+
+def _zero(draft: Draft) -> None:
+    """Set zero_preset from whichever of the ZeRO options is given, with an error for each contradiction."""
+    values, notes, errors = draft.values, draft.notes, draft.errors
     stage, preset = values.get("zero_stage"), values.get("zero_preset")
     shard, partition = values.get("zero_shard"), values.get("zero_hpz_partition_size")
-    errors = []
     if shard is not None:
-        given = [
-            n for n in ("zero_preset", "zero_stage", "zero_hpz_partition_size") if values.get(n) is not None
-        ]
-        errors += [
-            f"--zero-shard {show(shard)} excludes --{n.replace('_', '-')}; leave one out" for n in given
-        ]
-        return errors
+        others = ("zero_preset", "zero_stage", "zero_hpz_partition_size")
+        given = [all_options()[name].flag for name in others if name in values]
+        errors += [f"--zero-shard {show(shard)} excludes {flag}; leave one out" for flag in given]
+        return
     if preset is None and partition is not None and stage in (None, 3):
         preset = "hpz"
         notes.append(f"--zero-hpz-partition-size {partition} is preset hpz")
@@ -381,19 +368,18 @@ def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
             )
         preset = preset or own
     values["zero_preset"] = preset or DEFAULT_PRESET
-    return errors
 
 
-def _complete_batch(
-    values: dict[str, Any], accumulation: int | None, world: World | None, saved: int | None, notes: list[str]
-) -> list[str]:
-    """Set the global batch, or check that the sizes agree if it is given. Returns error lines.
+def _batch(draft: Draft) -> None:
+    """Set the global batch, or check that the sizes agree if it is given.
 
-    The global batch is micro-batch x data-parallel size (x DeepSpeed's accumulation). saved: that of the checkpoint.
+    The global batch is micro-batch x data-parallel size (x DeepSpeed's accumulation).
     """
+    values, world, notes = draft.values, draft.world, draft.notes
+    accumulation = values.pop("gradient_accumulation_steps", None)
     elastic, kept = values.get("elastic"), None
-    if values.get("global_batch_size") is None:
-        kept = saved
+    if "global_batch_size" not in values:
+        kept = draft.saved.get("global_batch_size")
         if kept and elastic:
             values["global_batch_size"] = kept
             notes.append(f"--elastic: the global batch is {kept}, as in the checkpoint")
@@ -401,25 +387,44 @@ def _complete_batch(
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     ranks = prod(values.get(name, 1) for name in sizes)
     if world is None or not micro or micro < 1 or ranks < 1 or world.world_size % ranks:
-        return []
+        return
     d = world.world_size // ranks
+    wanted = micro * d * (accumulation or 1)
     if batch is None:
-        values["global_batch_size"] = batch = micro * d * (accumulation or 1)
-        product = f"{batch} = {micro} x {d} ranks x {accumulation or 1}"
-        if kept not in (None, batch):
-            return [
-                f"the global batch would be {product}, but is {kept} in the checkpoint of --load {values['load']}: "
-                f"add --global-batch-size {kept} to keep it, as --elastic does, or --global-batch-size {batch}"
-            ]
-        notes.append(f"global batch {product}")
-    elif accumulation and batch != micro * d * accumulation and elastic:
+        values["global_batch_size"] = wanted
+        product = f"{wanted} = {micro} x {d} ranks x {accumulation or 1}"
+        if kept in (None, wanted):
+            notes.append(f"global batch {product}")
+            return
+        draft.errors.append(
+            f"the global batch would be {product}, but is {kept} in the checkpoint of --load {values['load']}: "
+            f"add --global-batch-size {kept} to keep it, as --elastic does, or --global-batch-size {wanted}"
+        )
+    elif accumulation and batch != wanted and elastic:
         notes.append(
             f"--elastic: the global batch of {batch} decides, not gradient_accumulation_steps {accumulation}"
         )
-    elif accumulation and batch != micro * d * accumulation:
-        fits = f"; nearest: gradient_accumulation_steps {max(1, round(batch / (micro * d)))}"
-        return [
+    elif accumulation and batch != wanted:
+        draft.errors.append(
             f"train_batch_size {batch} is not train_micro_batch_size_per_gpu {micro} x data-parallel size {d} x "
-            f"gradient_accumulation_steps {accumulation} = {micro * d * accumulation}{fits}"
-        ]
-    return []
+            f"gradient_accumulation_steps {accumulation} = {wanted}; nearest: gradient_accumulation_steps "
+            f"{max(1, round(batch / (micro * d)))}"
+        )
+
+
+# The tokenizer and the data come last: they decide nothing else.
+COMPLETIONS: tuple[Callable[[Draft], None], ...] = (
+    _of_megatron,
+    _of_load,
+    _of_megatrons_model,
+    _schedule,
+    _model,
+    _zero,
+    _formats,
+    _outer,
+    _saving,
+    _batch,  # needs the parallel sizes
+    _changed_update,
+    _tokenizer,
+    _data,
+)

@@ -273,8 +273,6 @@ def test_a_checkpoint_that_is_named_decides_and_is_not_passed_over(tmp_path):
     assert "of step 10, not of 20" in errors(f"--load {tmp_path}/iter_0000010 --ckpt-step 20")[0]
     (tmp_path / "iter_0000010" / "manifest.json").unlink()
     assert "is no complete checkpoint" in errors(f"--load {tmp_path} --ckpt-step 10")[0]
-    assert "--load is not given" in errors(f"{MODEL} --ckpt-step 10")[0]
-    assert "is a Hugging Face folder" in errors(f"{MODEL} --load hf:x --ckpt-step 10")[-1]
 
 
 def test_a_resume_keeps_how_messages_were_coded(tmp_path):

@@ -7,10 +7,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megazero.config import ConfigError, RunConfig, World, begun, make_config, parse
+from megazero.config.conditions import ROWS
 from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import BatchConfig
+from megazero.config.rules import conditions
 from megazero.config.run import all_options, section_types, stored_values
 from megazero.config.summary import describe
 from megazero.config.validate import find_errors
@@ -179,14 +181,16 @@ LONG --context-parallel-size 4 --cp-gather-bits 8 -> --cp-gather-bits 8; leave i
 LONG --cp-gather-bits 4 -> --cp-gather-bits 4; 8
 EIGHT --expert-model-parallel-size 3 -> --expert-model-parallel-size 3; 4
 EIGHT --expert-model-parallel-size 8 -> --expert-model-parallel-size 8; 4
-EIGHT --moe-dispatch-across-nodes exact -> --moe-dispatch-across-nodes exact; no
+EIGHT --moe-dispatch-across-nodes exact -> --moe-dispatch-across-nodes exact; --expert-model-parallel-size
 EIGHT --expert-model-parallel-size 4 --moe-dispatch-across-nodes int8 -> --moe-dispatch-across-nodes int8; no
---moe-dispatch-across-nodes int8 -> --moe-dispatch-across-nodes int8; no
+--moe-dispatch-across-nodes int8 -> --moe-dispatch-across-nodes int8; --expert-model-parallel-size
+--ckpt-step 10 -> --ckpt-step 10; --load
+--load hf:x --ckpt-step 10 -> --ckpt-step 10; --load
 EIGHT --expert-model-parallel-size 8 --moe-dispatch-across-nodes int8 --hidden-size 36
     -> --moe-dispatch-across-nodes int8; --hidden-size 36; --hidden-size 32 or 40, or exact
 EIGHT --expert-model-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel
     -> --expert-model-parallel-size 2; --tensor-model-parallel-size 4; 4
---expert-model-parallel-size 2 -> --expert-model-parallel-size 2; 1
+--expert-model-parallel-size 2 -> --expert-model-parallel-size 2; --num-experts
 EXPERTS --moe-router-topk 13 -> --num-experts 12; 12
 EXPERTS --moe-router-topk 1 -> --moe-router-topk; --moe-router-pre-softmax; --moe-aux-loss-coeff
 EXPERTS --moe-router-enable-expert-bias -> --moe-router-enable-expert-bias; --moe-router-score-function
@@ -246,6 +250,17 @@ EXPERTS --moe-router-score-function sigmoid --moe-router-enable-expert-bias --ou
 --rampup-seq-length 4 32 8 10 -> --rampup-seq-length 4
 --rampup-seq-length 16 8 8 10 -> --rampup-seq-length 16
 --rampup-seq-length 9 27 9 10 --tensor-model-parallel-size 2 --sequence-parallel -> --sequence-parallel; 8 or 10
+OUTER --outer-replicas 3 -> --outer-replicas; 2
+--outer-bits 4 -> --outer-bits 4; --outer-interval
+--outer-replicas 2 -> --outer-replicas 2; --outer-interval
+--outer-delay 1 -> --outer-delay 1; --outer-interval
+OUTER --outer-optimizer average --outer-lr 0.5 -> --outer-lr 0.5; --outer-optimizer
+OUTER --outer-rounding nearest -> --outer-rounding nearest; --outer-bits
+OUTER --loss-policy outer -> --loss-policy outer; --loss-policy exact
+OUTER --zero-preset zeropp --outer-replicas 2 -> --outer-interval; --no-zero-quantized-weights-delta
+OUTER --zero-shard 8,8,8 -> 2,2,2
+OUTER --outer-delay 4 -> --outer-delay 4; --outer-interval 4; 3
+OUTER --pipeline-model-parallel-size 4 -> world size: 4
 --eval-iters -2 -> --eval-iters -2
 --eval-iters 0 --log-interval 0 -> --log-interval 0; 1
 --sliding-window 0 -> --sliding-window 0
@@ -310,7 +325,7 @@ EXPERTS --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01
 EXPERTS --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.01
     -> --moe-router-bias-update-rate 0.01; --moe-router-enable-expert-bias
 --bf16 --loss-scale 12 -> --loss-scale; --fp16
---hysteresis 2 --loss-scale 0 -> --hysteresis; --loss-scale; --fp16
+--hysteresis 3 -> --hysteresis 3; --fp16
 --fp16 --loss-scale 12 --hysteresis 3 -> --hysteresis; --loss-scale
 """
 
@@ -330,6 +345,12 @@ def test_what_cannot_be_is_refused_with_what_can(typed, named):
 def test_what_has_no_effect_is_noted(typed, named):
     notes = run(typed).notes
     assert any(all(word in note for word in named) for note in notes), notes
+
+
+def test_each_row_of_needs_is_asked_and_names_options():
+    found = list(conditions(make_config(BASE)))
+    assert len(found) == len(ROWS) and all(names and cure for names, _, cure in found)
+    assert {name for names, _, _ in found for name in names} <= all_options().keys()
 
 
 def errors(world=WORLD, **changes):

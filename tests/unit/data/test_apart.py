@@ -49,7 +49,7 @@ def test_files_stand_for_their_words(tmp_path: Path) -> None:
     bare = parse(argv(*flags[:2], "--valid-weighted-split-paths-path", where["bare.txt"])).data
     assert [" ".join(group.split()) for group in bare.valid_weighted_split_paths] == [GROUP, "AR: 1 0:1 c"]
     config = parse(argv(*flags, "--split", "1"))
-    assert any(note.startswith("--split changes nothing") for note in config.notes)
+    assert any(note.startswith("--split 1 has no effect") for note in config.notes)
     assert make_config(dict(config.values())).data == config.data  # what was resolved resolves to itself
 
 
