@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.families.config_json.expert_fields import EVERY_LAYER, LOCAL_COUNT, OTHER_LOCAL_COUNT
-from megazero.families.config_json.field_groups import WHOLE_HEADS, biases
-from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
+from megazero.families.config_json.field_groups import WHOLE_HEADS, biases, single
+from megazero.families.config_json.huggingface import USUAL_FIELDS, FieldGroup, HuggingFace
 from megazero.families.config_json.layer_groups import UNTURNED_LAYERS, window
 from megazero.families.config_json.rotary_fields import ROTARY, rotary
 from megazero.families.family import Family, TensorNames
@@ -88,13 +88,10 @@ DEEPSEEK_NAMES = replace(
     },
 )
 FIELDS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
+    **USUAL_FIELDS,
     "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads",
     "kv_channels": "head_dim",
-    "max_position_embeddings": "max_position_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }
 WITHOUT_HEAD_DIM = {name: field for name, field in FIELDS.items() if name != "kv_channels"}
@@ -180,11 +177,7 @@ SMOLLM3 = relative(
     tied=True,
     groups=(biases(mlp=True), rotary(absent_base=2e6), UNTURNED_LAYERS),
 )
-ATTENTION_MULTIPLIER = FieldGroup(
-    ("attention_multiplier",),
-    lambda config: {"softmax_scale": config.get("attention_multiplier", 1.0)},
-    lambda options: {"attention_multiplier": options.attention_scale},
-)
+ATTENTION_MULTIPLIER = single("attention_multiplier", "softmax_scale", 1.0, "attention_scale")
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 GRANITE = relative(
     "granite",
