@@ -275,8 +275,8 @@ def saving(
 class _Task:
     """A save, of one or more attempts.
 
-    writer: of this rank's slices. small: the files that it writes besides them. kinds: the manifest's, on the first
-    rank.
+    writer: of this rank's slices. small: the files that it writes besides them. description: torch's, of all tensors,
+    and kinds: the manifest's, on the first rank.
     """
 
     root: Path
@@ -286,6 +286,7 @@ class _Task:
     guard: Callable[[], None]
     writer: Writer = field(init=False)
     small: Mapping[str, bytes] = field(init=False)
+    description: bytes = b""
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -308,11 +309,16 @@ class _Task:
             return json.dumps(left_out).encode()
 
         left_out = set(json.loads(first_bytes(self.group, self.doing, arrange))[self.rank])
-        self.writer = Writer(self.rank, [chunk for i, chunk in enumerate(chunks) if i not in left_out])
+        own = [chunk for i, chunk in enumerate(chunks) if i not in left_out]
+        self.writer = agree_local(self.group, self.doing, partial(Writer, self.rank, own))
         places = self._gathered(self.writer.rows)
-        self.small = agree_local(self.group, self.doing, partial(_small_files, self.snapshot, self.rank))
-        if self.rank == 0:
-            self.small = {**self.small, METADATA_FILE: description(described, places)}
+
+        def describe() -> dict[str, bytes]:
+            if self.rank == 0:
+                self.description = description(described, places)
+            return _small_files(self.snapshot, self.rank)
+
+        self.small = agree_local(self.group, self.doing, describe)
 
     def _gathered(self, rows: list[list[Any]]) -> list[list[list[Any]]]:
         """Return all ranks' rows on the first rank. Collective."""
@@ -350,7 +356,8 @@ class _Task:
     def _commit(self, temporary: Path, written: Sequence[Mapping[str, FileEntry]], tick: Tick) -> None:
         if self.rank != 0:
             return
-        temporary.stat()  # if it was deleted, an error of the storage: the save is tried again
+        files = {name: entry for entries in written for name, entry in entries.items()}
+        files[METADATA_FILE] = write_file(temporary / METADATA_FILE, self.description)
         manifest = Manifest(
             step=self.snapshot.step,
             serial=0,  # given by directory.commit
@@ -358,7 +365,7 @@ class _Task:
             kinds=self.kinds,
             layout=to_json(self.snapshot.layout, "layout"),
             configuration=to_json(self.snapshot.configuration, "configuration"),
-            files={name: entry for entries in written for name, entry in entries.items()},
+            files=files,
         )
         self.guard()
         directory.commit(temporary, self.final, manifest, tick)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megazero.families import bloom
 from megazero.families.config_json.field_groups import gelu
-from megazero.families.config_json.huggingface import USUAL_FIELDS, Config, FieldGroup, HuggingFace
+from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
 from megazero.families.config_json.rotary_fields import ROTARY
 from megazero.families.family import FILLING_HEADS, PLAIN_LAYER, Family
 
@@ -96,8 +96,11 @@ FALCON = Family(
         "falcon",
         "FalconForCausalLM",
         fields={
-            **USUAL_FIELDS,
+            "num_layers": "num_hidden_layers",
+            "hidden_size": "hidden_size",
             "ffn_hidden_size": "ffn_hidden_size",
+            "num_attention_heads": "num_attention_heads",
+            "max_position_embeddings": "max_position_embeddings",
             "norm_epsilon": "layer_norm_epsilon",
         },
         absent={"ffn_hidden_size": None, "max_position_embeddings": 2048, "norm_epsilon": 1e-5},

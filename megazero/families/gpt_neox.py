@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.families.config_json.field_groups import chosen, gelu, single
-from megazero.families.config_json.huggingface import USUAL_FIELDS, HuggingFace
+from megazero.families.config_json.huggingface import HuggingFace
 from megazero.families.config_json.rotary_fields import rotary
 from megazero.families.family import PLAIN_ATTENTION, PLAIN_LAYER, Family, TensorNames, qkv
 
@@ -51,8 +51,11 @@ GPT_NEOX = Family(
         "gpt_neox",
         "GPTNeoXForCausalLM",
         fields={
-            **USUAL_FIELDS,
+            "num_layers": "num_hidden_layers",
+            "hidden_size": "hidden_size",
             "ffn_hidden_size": "intermediate_size",
+            "num_attention_heads": "num_attention_heads",
+            "max_position_embeddings": "max_position_embeddings",
             "norm_epsilon": "layer_norm_eps",
         },
         absent={"max_position_embeddings": 2048, "norm_epsilon": 1e-5},

@@ -14,7 +14,7 @@ from typing import Any
 
 from megazero.families.config_json.expert_fields import EVERY_LAYER, LOCAL_COUNT, OTHER_LOCAL_COUNT
 from megazero.families.config_json.field_groups import WHOLE_HEADS, biases, single
-from megazero.families.config_json.huggingface import USUAL_FIELDS, FieldGroup, HuggingFace
+from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
 from megazero.families.config_json.layer_groups import UNTURNED_LAYERS, window
 from megazero.families.config_json.rotary_fields import ROTARY, rotary
 from megazero.families.family import Family, TensorNames
@@ -88,10 +88,13 @@ DEEPSEEK_NAMES = replace(
     },
 )
 FIELDS = {
-    **USUAL_FIELDS,
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
     "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads",
     "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }
 WITHOUT_HEAD_DIM = {name: field for name, field in FIELDS.items() if name != "kv_channels"}

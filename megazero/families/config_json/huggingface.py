@@ -18,13 +18,6 @@ Config = Mapping[str, Any]
 # Fields that every family has, and what an absent one means.
 FIELDS = {"vocab_size": "vocab_size", "init_method_std": "initializer_range"}
 ABSENT = {"init_method_std": 0.02}
-# Those of most families.
-USUAL_FIELDS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "max_position_embeddings": "max_position_embeddings",
-}
 TIED = "tie_word_embeddings"
 # Options whose field may be null, whatever its absence means: as many as heads, and of no meaning to a trained model.
 _NULL = ("num_query_groups", "init_method_std")
