@@ -70,7 +70,7 @@ class Staging:
             self._memory = -1
 
 
-class Frame:
+class FileFrame:
     """The bytes that torch.save puts around the values of tensors, in the order of ``add``.
 
     size: of all, values included.

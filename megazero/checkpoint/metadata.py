@@ -36,7 +36,7 @@ METADATA_FILE = ".metadata"
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
+class BytesPlace(NamedTuple):
     """Where something lies: in a file of the directory, from byte ``start`` on."""
 
     file: str
@@ -44,12 +44,12 @@ class Place(NamedTuple):
     length: int
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """A rectangle of a stored tensor. At ``place`` is what torch.save made of it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: BytesPlace
 
 
 class StoredTensor(NamedTuple):
@@ -57,7 +57,7 @@ class StoredTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Description:
     """What lies in a directory: tensors and objects by name."""
 
     tensors: Mapping[str, StoredTensor]
-    objects: Mapping[str, Place]
+    objects: Mapping[str, BytesPlace]
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[BytesPlace]:
         yield from self.objects.values()
         for tensor in self.tensors.values():
             yield from (chunk.place for chunk in tensor.chunks)
@@ -183,14 +183,14 @@ class _ForeignUnpickler(_Unpickler):
 def _described(kept: Any) -> Description:
     """Check what was kept of the file. Its class may be one of another program's."""
     state = _is(dict, getattr(kept, "state", None))
-    places = dict[tuple[str, torch.Size | None], Place]()
+    places = dict[tuple[str, torch.Size | None], BytesPlace]()
     for index, info in _is(dict, state.get("storage_data")).items():
         name, offsets, _ = _fields(MetadataIndex, index, "fqn", "offset", "index")
         file, start, length = _fields(_StorageInfo, info, "relative_path", "offset", "length")
         if not is_plain_name(_is(str, file)):
             raise ValueError(f"{file!r} is no name of a file in the directory")
         where = _is(str, name), None if offsets is None else _is(torch.Size, offsets)
-        places[where] = Place(file, _is(int, start), _is(int, length))
+        places[where] = BytesPlace(file, _is(int, start), _is(int, length))
     tensors = {
         _is(str, name): _tensor(name, each, places)
         for name, each in _is(dict, state.get("state_dict_metadata")).items()
@@ -199,7 +199,7 @@ def _described(kept: Any) -> Description:
     return Description(tensors, {name: place for (name, _), place in places.items() if name not in tensors})
 
 
-def _tensor(name: str, kept: Any, places: Mapping[tuple[str, torch.Size | None], Place]) -> StoredTensor:
+def _tensor(name: str, kept: Any, places: Mapping[tuple[str, torch.Size | None], BytesPlace]) -> StoredTensor:
     properties, size, chunks = _fields(TensorStorageMetadata, kept, "properties", "size", "chunks")
     if type(properties) is not _KEPT[TensorProperties]:
         raise ValueError(f"'{name}' has no properties")
@@ -208,7 +208,7 @@ def _tensor(name: str, kept: Any, places: Mapping[tuple[str, torch.Size | None],
     for each in _is(list, chunks):
         offsets, sizes = _fields(ChunkStorageMetadata, each, "offsets", "sizes")
         place = places[name, _is(torch.Size, offsets)]
-        found.append(Chunk(tuple(offsets), tuple(_is(torch.Size, sizes)), place))
+        found.append(StoredChunk(tuple(offsets), tuple(_is(torch.Size, sizes)), place))
     return StoredTensor(tuple(_is(torch.Size, size)), _is(torch.dtype, dtype), tuple(found))
 
 

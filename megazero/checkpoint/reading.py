@@ -17,7 +17,7 @@ from megazero.bounded import load_json
 from megazero.checkpoint.boxes import Box, boxes
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import STATE_FILE, Manifest, check_checksum, open_manifest, read_manifest
-from megazero.checkpoint.metadata import Chunk, Description, StoredTensor, read_metadata
+from megazero.checkpoint.metadata import Description, StoredChunk, StoredTensor, read_metadata
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planning import CHUNK_ELEMENTS
 from megazero.checkpoint.records import SliceRecord, split_name, stored_name
@@ -71,7 +71,7 @@ def by_kind(description: Description) -> dict[str, dict[str, StoredTensor]]:
 
 
 # By chunk, views to fill and the part of the chunk that goes there.
-_Reads = dict[Chunk, list[tuple[torch.Tensor, tuple[slice, ...]]]]
+_Reads = dict[StoredChunk, list[tuple[torch.Tensor, tuple[slice, ...]]]]
 
 
 def read_records(
@@ -123,7 +123,7 @@ def _add_reads(reads: _Reads, name: str, stored: StoredTensor, record: SliceReco
             raise ValueError(f"'{name}': the checkpoint does not hold all of {box}")
 
 
-def _common(box: Box, chunk: Chunk) -> list[tuple[int, int]]:
+def _common(box: Box, chunk: StoredChunk) -> list[tuple[int, int]]:
     """Return in which range of each dim a box and a chunk of one stored tensor overlap, if all are above zero."""
     return [
         (max(a, b), min(a + m, b + n))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megazero.checkpoint.image import Frame, Image, Staging, write_image
+from megazero.checkpoint.image import FileFrame, Image, Staging, write_image
 from megazero.checkpoint.manifest import FileEntry
 from megazero.checkpoint.planning import OwnChunk, PlaceRow
 from megazero.checkpoint.records import SliceRecord
@@ -28,7 +28,7 @@ class Writer:
 
     def __init__(self, rank: int, chunks: Sequence[OwnChunk]) -> None:
         self.file_name = f"__{rank}_0.distcp"
-        self._chunks, self._frame = chunks, Frame()
+        self._chunks, self._frame = chunks, FileFrame()
         self._places = [self._frame.add(chunk.box.stored_sizes, chunk.dtype) for chunk in chunks]
         self._image: Image | None = None
         self._made: tuple[SliceRecord, str, torch.Tensor] | None = None

@@ -35,7 +35,7 @@ def records(scale: float = 1.0) -> list[store.SliceRecord]:
 
 def test_tensors_of_no_elements_are_written_as_torch_writes_them() -> None:
     given = [torch.arange(3.0), torch.empty(0), torch.empty(0, 4, dtype=torch.int8), torch.arange(2)]
-    frame, saved = image.Frame(), b""
+    frame, saved = image.FileFrame(), b""
     starts = [frame.add(each.shape, each.dtype)[0] for each in given]
     with image._plain_zip():
         for each in given:

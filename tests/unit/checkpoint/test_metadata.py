@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as of_torch
 
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.metadata import Chunk, Description, Place, StoredTensor, read_metadata
+from megazero.checkpoint.metadata import BytesPlace, Description, StoredChunk, StoredTensor, read_metadata
 
 DCP = "torch.distributed.checkpoint.metadata"
 CLASSES = (of_torch.Metadata, of_torch.StorageMeta, of_torch.TensorProperties, of_torch.MetadataIndex)
@@ -44,14 +44,16 @@ def read(path: Path, data: bytes) -> Description:
 def expected(metadata: of_torch.Metadata) -> Description:
     """What read_metadata says of torch's own object."""
     places = {
-        (index.fqn, index.offset): Place(info.relative_path, info.offset, info.length)
+        (index.fqn, index.offset): BytesPlace(info.relative_path, info.offset, info.length)
         for index, info in metadata.storage_data.items()
     }
     tensors = {
         name: StoredTensor(
             tuple(each.size),
             each.properties.dtype,
-            tuple(Chunk(tuple(c.offsets), tuple(c.sizes), places[name, c.offsets]) for c in each.chunks),
+            tuple(
+                StoredChunk(tuple(c.offsets), tuple(c.sizes), places[name, c.offsets]) for c in each.chunks
+            ),
         )
         for name, each in metadata.state_dict_metadata.items()
     }
