@@ -85,12 +85,9 @@ Failure = tuple[str, int | None]  # text, and the operating system's number for 
 def _run(group: dist.ProcessGroup | None, action: Callable[[], T]) -> tuple[T | None, dict[int, Failure]]:
     """Return the result of ``action``, or None and the causes by rank."""
     import torch.distributed as dist
-    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         return action(), {}
-    except CheckpointException as error:  # from torch.distributed.checkpoint, alike on every rank
-        return None, {rank: _failure(wrapped[0]) for rank, wrapped in error.failures.items()}
     except Exception as error:
         return None, {dist.get_rank(group) if group is not None else 0: _failure(error)}
 

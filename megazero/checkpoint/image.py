@@ -1,8 +1,8 @@
-"""A rank's checkpoint file as an image in host memory, so that training continues while it is written.
+"""A rank's checkpoint file: what torch.save writes of its tensors, and an image of it in host memory.
 
 The bytes that torch.save puts around a tensor do not depend on its values. They are taken from a tensor of that size
-whose memory is never touched. The values are then copied to their places, on CUDA asynchronously. After that, one
-stretch of memory needs its checksum and is written.
+whose memory is never touched. Values and bytes are then written one after the other. Or they are copied to an image,
+on CUDA asynchronously, so that training continues while the image gets its checksum and is written.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -69,51 +70,87 @@ class Staging:
             self._memory = -1
 
 
-class ImageBuilder:
-    """The bytes around the values of tensors, and the places for the values, in the order of ``add``."""
+class FileFrame:
+    """The bytes that torch.save puts around the values of tensors, in the order of ``add``.
+
+    size: of all, values included.
+    """
 
     def __init__(self) -> None:
         self.size = 0
-        self.places: list[int] = []  # of the values
-        self._around: list[tuple[int, bytes]] = []
-        self._values = range(0)
+        self._parts: list[list[bytes | None]] = []  # of each tensor; None stands for its values
+        self._values = range(0)  # addresses of the tensor that is being added
 
     def add(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
         """Reserve room for torch.save's bytes of a tensor. Returns start and length."""
         start, untouched = self.size, torch.empty(tuple(shape), dtype=dtype)
         self._values = range(untouched.data_ptr(), untouched.data_ptr() + untouched.nbytes)
-        torch.save(untouched, cast(IO[bytes], self))
+        self._parts.append([])
+        with _plain_zip():
+            torch.save(untouched, cast(IO[bytes], self))
         if not self._values:  # nothing was written from there
-            self.places.append(self.size)
+            self._parts[-1].append(None)
         return start, self.size - start
 
     def write(self, data: Any) -> int:
         """Take torch.save's output: its own bytes, and the places of the values."""
         address = np.frombuffer(data, np.uint8).__array_interface__["data"][0] if len(data) else 0
         if address not in self._values:
-            self._around.append((self.size, bytes(data)))
+            self._parts[-1].append(bytes(data))
         elif address == self._values.start:
-            self.places.append(self.size)
+            self._parts[-1].append(None)
         self.size += len(data)
         return len(data)
 
     def flush(self) -> None:
         """All of it is taken already."""
 
+    def each(
+        self, values: Sequence[Callable[[], torch.Tensor]], take: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Hand the file to ``take``, a stretch at a time: uint8 [n], n above 0, on the values' device or the CPU.
+
+        values: return the contiguous tensors. They are called one by one, and nothing here holds what they return.
+        """
+        for parts, value in zip(self._parts, values, strict=True):
+            for part in parts:
+                if part is None:
+                    _take_bytes(value().detach(), take)
+                elif part:
+                    take(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+
     def fill(self, image: torch.Tensor, values: Sequence[Callable[[], torch.Tensor]]) -> None:
-        """Make ``image`` [size] the file. values: contiguous tensors, made one by one.
+        """Make ``image`` [size] the file. values: as for ``each``.
 
         On CUDA they are copied on the current stream, and the host waits once, for all of them.
         """
-        for at, data in self._around:
-            image[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        devices = set[torch.device]()
-        for at, value in zip(self.places, values, strict=True):
-            tensor = value().detach()
-            image[at : at + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8), non_blocking=True)
-            devices |= {tensor.device} if tensor.is_cuda else set()
+        done, devices = 0, set[torch.device]()
+
+        def copy(stretch: torch.Tensor) -> None:
+            nonlocal done
+            image[done : done + len(stretch)].copy_(stretch, non_blocking=True)
+            done += len(stretch)
+            devices.update({stretch.device} if stretch.is_cuda else ())
+
+        self.each(values, copy)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
+
+
+def _take_bytes(value: torch.Tensor, take: Callable[[torch.Tensor], None]) -> None:
+    if value.numel():
+        take(value.view(-1).view(torch.uint8))
+
+
+@contextmanager
+def _plain_zip() -> Iterator[None]:
+    """Leave torch.save's own checksums out: the manifest has one of the whole file, and nothing checks two."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def write_image(path: Path, image: Image, tick: Callable[[], None]) -> FileEntry:

@@ -3,23 +3,19 @@
 The file is a pickle: a program that looks up names, calls them and sets attributes. Here it gets stand-ins, which
 keep what they are given and nothing else, so that no object that outlives the file is within its reach: an attribute
 set on a class, a function or an enumeration's member would stay for the life of the process. What was kept is then
-checked field by field and made into torch's classes.
+checked field by field.
 
-Another release of torch may have written fields that nothing here knows. Fields go by name. An unknown one that is
-None is let pass everywhere; one with a plain value only where it cannot change how bytes are read.
+Another release of torch may have written fields that nothing here knows. Where they could change how bytes are read,
+they must be None. Elsewhere they are not looked at.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import logging
-import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -37,21 +33,55 @@ from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import is_plain_name
 
 METADATA_FILE = ".metadata"
+T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+
+class BytesPlace(NamedTuple):
+    """Where something lies: in a file of the directory, from byte ``start`` on."""
+
+    file: str
+    start: int
+    length: int
 
 
-def read_metadata(path: Path, foreign: bool = False) -> Metadata:
-    """Return the tensors' description of the checkpoint directory ``path``, without running code from it.
+class StoredChunk(NamedTuple):
+    """A rectangle of a stored tensor. At ``place`` is what torch.save made of it."""
 
-    foreign: another program wrote it. Of what is no tensor only the place is returned then.
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: BytesPlace
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint: its shape, the dtype it is stored in, and its chunks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What lies in a directory: tensors and objects by name."""
+
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, BytesPlace]
+
+    def places(self) -> Iterator[BytesPlace]:
+        yield from self.objects.values()
+        for tensor in self.tensors.values():
+            yield from (chunk.place for chunk in tensor.chunks)
+
+
+def read_metadata(path: Path, foreign: bool = False) -> Description:
+    """Return the description of the checkpoint directory ``path``, without running code from it.
+
+    foreign: another program wrote it, with classes of its own.
     Raises CheckpointError where the file is missing or holds anything but fields of such a description.
     """
     try:
         with open(path / METADATA_FILE, "rb") as file:
-            if foreign:
-                return _tensors_alone(_ForeignUnpickler(file).load())
-            return _made(Metadata)(_Unpickler(file).load())
+            return _described((_ForeignUnpickler if foreign else _Unpickler)(file).load())
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(
             f"'{path / METADATA_FILE}' is no description of tensors ({type(error).__name__}: {error}): it is damaged "
@@ -92,32 +122,24 @@ def _size(lengths: Any) -> torch.Size:
     return torch.Size(lengths)
 
 
-def _encoding_by_name(owner: Any, name: Any) -> int:
+def _encoding_by_name(owner: Any, name: Any) -> None:
     """Early releases of Python 3.11 write this for an enumeration's member: getattr(class, name)."""
-    if owner is not _ENCODING:
+    if owner is not _ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise ValueError("an attribute of something else than the memory formats is read")
-    return _MEM_FORMAT_ENCODING[name].value
 
 
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-# A member could be written to, a number cannot.
-_ENCODING = _Call(lambda value: _MEM_FORMAT_ENCODING(value).value)
-_PATH = _Call(lambda *parts: os.path.join(*parts))
+_ENCODING = _Call(lambda value: None)  # a member could be written to, and nothing needs it
+_PATH = _Call(lambda *parts: None)
 
 
 def _named(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
 
 
-_CLASSES = (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-    TensorProperties,
-    ChunkStorageMetadata,
-    StorageMeta,
-    _StorageInfo,
-)
+# They say where a tensor's bytes lie, and in which coding: a field that is not understood could change that.
+_PLACES = (ChunkStorageMetadata, MetadataIndex, _StorageInfo)
+_CLASSES = (Metadata, TensorStorageMetadata, TensorProperties, StorageMeta, *_PLACES)
 _KEPT: dict[type, type[_Kept]] = {cls: type(cls.__name__, (_Kept,), {"__slots__": ()}) for cls in _CLASSES}
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{_named(cls): kept for cls, kept in _KEPT.items()},
@@ -158,139 +180,50 @@ class _ForeignUnpickler(_Unpickler):
         return _ALLOWED.get((module, name)) or type(name, (_Strange,), {"__slots__": ()})
 
 
-# A check turns what a field of the file holds into the field's value, or raises.
-_Check = Callable[[Any], Any]
-
-
-def _is(*types: type) -> _Check:
-    def check(value: Any) -> Any:
-        if type(value) not in types:
-            raise ValueError(f"a {type(value).__name__} where a {types[0].__name__} belongs")
-        return value
-
-    return check
-
-
-def _list(check: _Check) -> _Check:
-    return lambda values: [check(value) for value in _is(list)(values)]
-
-
-def _dict(key: _Check, value: _Check) -> _Check:
-    return lambda values: {key(k): value(v) for k, v in _is(dict)(values).items()}
-
-
-def _or_none(check: _Check) -> _Check:
-    return lambda value: None if value is None else check(value)
-
-
-def _state(kind: type, kept: Any) -> Any:
-    if type(kept) is not _KEPT[kind] or not hasattr(kept, "state"):
-        raise ValueError(f"no {kind.__name__} where one belongs")
-    return kept.state
-
-
-def _made(kind: type) -> _Check:
-    """Return the check of an object of torch's class ``kind`` with the fields of ``_FIELDS``."""
-    return lambda kept: _with_fields(kind, _is(dict)(_state(kind, kept)))
-
-
-def _tensors_alone(kept: Any) -> Metadata:
-    """Return the tensors of another program's description, whose class may be its own, and where everything lies."""
-    state = _is(dict)(getattr(kept, "state", None))
+def _described(kept: Any) -> Description:
+    """Check what was kept of the file. Its class may be one of another program's."""
+    state = _is(dict, getattr(kept, "state", None))
+    places = dict[tuple[str, torch.Size | None], BytesPlace]()
+    for index, info in _is(dict, state.get("storage_data")).items():
+        name, offsets, _ = _fields(MetadataIndex, index, "fqn", "offset", "index")
+        file, start, length = _fields(_StorageInfo, info, "relative_path", "offset", "length")
+        if not is_plain_name(_is(str, file)):
+            raise ValueError(f"{file!r} is no name of a file in the directory")
+        where = _is(str, name), None if offsets is None else _is(torch.Size, offsets)
+        places[where] = BytesPlace(file, _is(int, start), _is(int, length))
     tensors = {
-        name: each
-        for name, each in _is(dict)(state.get("state_dict_metadata")).items()
+        _is(str, name): _tensor(name, each, places)
+        for name, each in _is(dict, state.get("state_dict_metadata")).items()
         if type(each) is _KEPT[TensorStorageMetadata]
     }
-    return _with_fields(Metadata, {"state_dict_metadata": tensors, "storage_data": state.get("storage_data")})
+    return Description(tensors, {name: place for (name, _), place in places.items() if name not in tensors})
 
 
-def _properties(kept: Any) -> TensorProperties:
-    """Check a tensor's properties. torch keeps them as a tuple in the order of the fields: five, from 2.15 on six."""
-    state = _is(tuple)(_state(TensorProperties, kept))
-    names = [field.name for field in dataclasses.fields(TensorProperties)]
-    names += [f"number {i + 1}" for i in range(len(names), len(state))]
-    return _with_fields(TensorProperties, dict(zip(names, state, strict=False)))
+def _tensor(name: str, kept: Any, places: Mapping[tuple[str, torch.Size | None], BytesPlace]) -> StoredTensor:
+    properties, size, chunks = _fields(TensorStorageMetadata, kept, "properties", "size", "chunks")
+    if type(properties) is not _KEPT[TensorProperties]:
+        raise ValueError(f"'{name}' has no properties")
+    dtype, *_ = _is(tuple, properties.state)  # torch keeps them as a tuple, the dtype first
+    found = []
+    for each in _is(list, chunks):
+        offsets, sizes = _fields(ChunkStorageMetadata, each, "offsets", "sizes")
+        place = places[name, _is(torch.Size, offsets)]
+        found.append(StoredChunk(tuple(offsets), tuple(_is(torch.Size, sizes)), place))
+    return StoredTensor(tuple(_is(torch.Size, size)), _is(torch.dtype, dtype), tuple(found))
 
 
-def _with_fields(kind: type, state: dict[Any, Any]) -> Any:
-    """Make a ``kind`` from the fields that the running torch has. Missing ones get its defaults."""
-    checks, names = _FIELDS[kind], {field.name for field in dataclasses.fields(kind)}
-    unknown = _is(NoneType) if kind in _PLACES else _plain
-    made = {}
-    for name, value in state.items():
-        try:
-            made[_is(str)(name)] = checks.get(name, unknown)(value)
-        except ValueError as error:
-            raise ValueError(f"{kind.__name__}.{name}: {error}") from None
-        if name not in names and value is not None:
-            _warn_of(kind.__name__, name)
-    return kind(**{name: value for name, value in made.items() if name in names})
-
-
-@functools.cache  # once, not for every tensor
-def _warn_of(kind: str, name: str) -> None:
-    logger.warning("the checkpoint's %s has a field %r that torch %s lacks", kind, name, torch.__version__)
-
-
-def _plain(value: Any) -> Any:
-    """Check a value of unknown meaning: a number, a text or None, or a tuple, list or dict of such. Deeper nesting is
-    refused: objects that hold each other twice, forty times over, would take forever to walk."""
-    inside = (*value, *value.values()) if type(value) is dict else value
-    for item in inside if type(inside) in (tuple, list, torch.Size) else (value,):
-        _is(int, bool, float, str, NoneType)(item)
+def _is(kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__} where a {kind.__name__} belongs")
     return value
 
 
-def _plain_file(name: Any) -> str:
-    if not is_plain_name(_is(str)(name)):
-        raise ValueError(f"{name!r} is no name of a file in the directory")
-    return name
-
-
-def _path_of_keys(path: Any) -> tuple[str | int, ...]:
-    return tuple(_is(str, int)(key) for key in _is(tuple)(path))
-
-
-def _memory_format(number: Any) -> torch.memory_format:
-    return getattr(torch, _MEM_FORMAT_ENCODING(_is(int)(number)).name.removeprefix("TORCH_").lower())
-
-
-_SIZE, _TEXT, _NUMBER = _is(torch.Size), _is(str), _is(int)
-# They say where a tensor's bytes lie, and in which coding: a field that is not understood could change that.
-_PLACES = (ChunkStorageMetadata, MetadataIndex, _StorageInfo)
-_FIELDS: dict[type, dict[str, _Check]] = {
-    TensorProperties: {
-        "dtype": _is(torch.dtype),
-        "layout": _is(torch.layout),
-        "requires_grad": _is(bool),
-        "memory_format": _memory_format,
-        "pin_memory": _is(bool),
-    },
-    ChunkStorageMetadata: {"offsets": _SIZE, "sizes": _SIZE},
-    TensorStorageMetadata: {
-        "properties": _properties,
-        "size": _SIZE,
-        "chunks": _list(_made(ChunkStorageMetadata)),
-    },
-    MetadataIndex: {"fqn": _TEXT, "offset": _or_none(_SIZE), "index": _or_none(_NUMBER)},
-    _StorageInfo: {
-        "relative_path": _plain_file,
-        "offset": _NUMBER,
-        "length": _NUMBER,
-        "transform_descriptors": _is(NoneType),  # a file that is read through extensions is refused
-    },
-    StorageMeta: {
-        "checkpoint_id": _or_none(_TEXT),
-        "save_id": _or_none(_TEXT),
-        "load_id": _or_none(_TEXT),
-        "modules": _list(_TEXT),
-    },
-    Metadata: {
-        "state_dict_metadata": _dict(_TEXT, _made(TensorStorageMetadata)),
-        "planner_data": _or_none(_dict(_TEXT, _path_of_keys)),
-        "storage_data": _dict(_made(MetadataIndex), _made(_StorageInfo)),
-        "storage_meta": _or_none(_made(StorageMeta)),
-        "version": _or_none(_TEXT),
-    },
-}
+def _fields(kind: type, kept: Any, *names: str) -> list[Any]:
+    """Return fields of a stand-in for torch's class ``kind``; None for one that is not there."""
+    if type(kept) is not _KEPT[kind]:
+        raise ValueError(f"no {kind.__name__} where one belongs")
+    state = _is(dict, kept.state)
+    further = [name for name, value in state.items() if name not in names and value is not None]
+    if further and kind in _PLACES:
+        raise ValueError(f"{kind.__name__}.{further[0]} is not known here, and may say where bytes lie")
+    return [state.get(name) for name in names]

@@ -8,19 +8,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megazero.bounded import load_json
+from megazero.checkpoint.boxes import Box, boxes
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import STATE_FILE, Manifest, check_checksum, open_manifest, read_manifest
-from megazero.checkpoint.metadata import read_metadata
+from megazero.checkpoint.metadata import Description, StoredChunk, StoredTensor, read_metadata
 from megazero.checkpoint.placement import Placement
-from megazero.checkpoint.planners import CHUNK_ELEMENTS, SliceLoadPlanner, tensors_by_kind
-from megazero.checkpoint.records import SliceRecord
+from megazero.checkpoint.planning import CHUNK_ELEMENTS
+from megazero.checkpoint.records import SliceRecord, split_name, stored_name
 from megazero.files import decoded
 
 PIECE_ELEMENTS = CHUNK_ELEMENTS  # smaller pieces would read a chunk several times
@@ -52,36 +52,83 @@ def share_of(names: Collection[str], rank: int, world_size: int) -> list[str]:
     return [name for files in series for i, name in enumerate(files) if i * world_size // len(files) == rank]
 
 
-def open_metadata(path: Path, manifest: Manifest) -> Metadata:
+def open_metadata(path: Path, manifest: Manifest) -> Description:
     """Return the description of the tensors. Raises CheckpointError unless the manifest lists the files of all."""
-    metadata = read_metadata(path)
-    for info in metadata.storage_data.values():
-        if info.relative_path not in manifest.files:
-            raise CheckpointError(
-                f"'{path}' refers to '{info.relative_path}', which its manifest does not list"
-            )
-    return metadata
+    description = read_metadata(path)
+    for place in description.places():
+        if place.file not in manifest.files:
+            raise CheckpointError(f"'{path}' refers to '{place.file}', which its manifest does not list")
+    return description
 
 
-class Reader(FileSystemReader):
-    """Reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
+def by_kind(description: Description) -> dict[str, dict[str, StoredTensor]]:
+    """Map kind to name to every tensor of a checkpoint."""
+    kinds: dict[str, dict[str, StoredTensor]] = {}
+    for stored, tensor in description.tensors.items():
+        kind, name = split_name(stored)
+        kinds.setdefault(kind, {})[name] = tensor
+    return kinds
 
-    The signature has no ``kwargs``, so torch does not fall back to per-rank metadata files.
-    """
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return read_metadata(Path(self.path))
+# By chunk, views to fill and the part of the chunk that goes there.
+_Reads = dict[StoredChunk, list[tuple[torch.Tensor, tuple[slice, ...]]]]
 
 
 def read_records(
-    path: Path, metadata: Metadata, records: Sequence[SliceRecord], kinds: Mapping[str, str]
+    path: Path, description: Description, records: Sequence[SliceRecord], kinds: Mapping[str, str]
 ) -> None:
-    """Drive DCP's planner and reader without its collectives: each rank reads for itself."""
-    reader, planner = Reader(path), SliceLoadPlanner(records, kinds)
-    planner.set_up_planner({}, metadata)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-    planner.finish()
+    """Fill the records' tensors, whatever slices the checkpoint was written in. This is not collective.
+
+    kinds: maps a kind of the records to one of the checkpoint ({'master': 'weights'} starts the masters from the
+    weights). Records whose stored tensor the checkpoint lacks are left alone (the caller compares names first).
+    Padding that the checkpoint does not store becomes zero.
+    """
+    wanted = [
+        (record, kind, name)
+        for record in records
+        for kind in record.tensors
+        if kind in kinds and (name := stored_name(kinds[kind], record.placement.name)) in description.tensors
+    ]
+    reads: _Reads = {}
+    for record, kind, name in wanted:
+        _add_reads(reads, name, description.tensors[name], record, kind)
+    for file, chunks in groupby(sorted(reads, key=lambda chunk: chunk.place), lambda chunk: chunk.place.file):
+        with open(path / file, "rb") as stream:
+            for chunk in chunks:
+                data = cast(IO[bytes], _create_file_view(stream, chunk.place.start, chunk.place.length))
+                tensor = torch.load(data, map_location="cpu", weights_only=True)
+                if tensor.shape != chunk.sizes:
+                    raise ValueError(
+                        f"'{path / file}' holds {tuple(tensor.shape)} where {chunk.sizes} belongs"
+                    )
+                for view, part in reads[chunk]:
+                    view.copy_(tensor[part])
+    for record, kind, _ in wanted:
+        record.zero_padding(kind)
+
+
+def _add_reads(reads: _Reads, name: str, stored: StoredTensor, record: SliceRecord, kind: str) -> None:
+    for box in boxes(record.placement, record.start, record.stop):
+        view, missing = record.view(kind, box), prod(box.stored_sizes)
+        for chunk in stored.chunks:
+            common = _common(box, chunk)
+            if all(low < high for low, high in common):
+                here = tuple(
+                    slice(a - o, b - o) for (a, b), o in zip(common, box.stored_offsets, strict=True)
+                )
+                there = tuple(slice(a - o, b - o) for (a, b), o in zip(common, chunk.offsets, strict=True))
+                reads.setdefault(chunk, []).append((view[here], there))
+                missing -= prod(high - low for low, high in common)
+        if missing:
+            raise ValueError(f"'{name}': the checkpoint does not hold all of {box}")
+
+
+def _common(box: Box, chunk: StoredChunk) -> list[tuple[int, int]]:
+    """Return in which range of each dim a box and a chunk of one stored tensor overlap, if all are above zero."""
+    return [
+        (max(a, b), min(a + m, b + n))
+        for a, m, b, n in zip(box.stored_offsets, box.stored_sizes, chunk.offsets, chunk.sizes, strict=True)
+    ]
 
 
 def read_file(path: str | os.PathLike, name: str) -> bytes:
@@ -120,11 +167,11 @@ class StoredTensors:
     shapes, dtypes: of every tensor, by name, as they are stored.
     """
 
-    def __init__(self, path: Path, metadata: Metadata, kind: str) -> None:
-        self.path, self.kind, self._metadata = path, kind, metadata
-        tensors = tensors_by_kind(metadata).get(kind, {})
-        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(t.size) for name, t in tensors.items()}
-        self.dtypes: dict[str, torch.dtype] = {name: t.properties.dtype for name, t in tensors.items()}
+    def __init__(self, path: Path, description: Description, kind: str) -> None:
+        self.path, self.kind, self._description = path, kind, description
+        tensors = by_kind(description).get(kind, {})
+        self.shapes: dict[str, tuple[int, ...]] = {name: t.shape for name, t in tensors.items()}
+        self.dtypes: dict[str, torch.dtype] = {name: t.dtype for name, t in tensors.items()}
 
     @classmethod
     def open(cls, path: str | os.PathLike, kind: str = "weights") -> StoredTensors:
@@ -152,4 +199,4 @@ class StoredTensors:
 
     def fill(self, records: Sequence[SliceRecord]) -> None:
         """Fill those tensors of the records that are of this kind. The dtype is converted to theirs."""
-        read_records(self.path, self._metadata, records, {self.kind: self.kind})
+        read_records(self.path, self._description, records, {self.kind: self.kind})

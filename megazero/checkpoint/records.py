@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from megazero.checkpoint.boxes import Box, gaps
 from megazero.checkpoint.placement import Placement
 
 
@@ -50,6 +51,17 @@ class SliceRecord:
                     f"record of '{self.placement.name}': '{kind}' must be contiguous, of shape "
                     f"({self.stop - self.start},); it is {tuple(tensor.shape)}, stride {tensor.stride()}"
                 )
+
+    def view(self, kind: str, box: Box) -> torch.Tensor:
+        """Return the box as the stored tensor sees it: a view of the flat tensor, maybe transposed."""
+        first = box.offset - self.start
+        view = self.tensors[kind][first : first + prod(box.shape)].view(box.shape)
+        return view.t() if self.placement.transposed else view
+
+    def zero_padding(self, kind: str) -> None:
+        """Zero the local rows that no stored row fills."""
+        for low, high in gaps(self.placement, self.start, self.stop):
+            self.tensors[kind][low - self.start : high - self.start].zero_()
 
 
 def stored_name(kind: str, name: str) -> str:

@@ -19,7 +19,6 @@ import os
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,8 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import torch as safetensors
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megazero.checkpoint import directory
 from megazero.checkpoint.directory import Retention
@@ -40,6 +39,7 @@ from megazero.checkpoint.errors import (
     agree,
     agree_local,
     error_number,
+    first_bytes,
 )
 from megazero.checkpoint.image import Staging
 from megazero.checkpoint.manifest import (
@@ -47,16 +47,15 @@ from megazero.checkpoint.manifest import (
     STATE_FILE,
     FileEntry,
     Manifest,
-    checksum,
     is_plain_name,
     to_json,
     write_file,
 )
-from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
-from megazero.checkpoint.planners import SliceSavePlanner, tensors_by_kind
+from megazero.checkpoint.metadata import METADATA_FILE
+from megazero.checkpoint.planning import arranged, description, dtypes_by_kind, own_chunks
 from megazero.checkpoint.reading import rank_file
 from megazero.checkpoint.records import SliceRecord
-from megazero.checkpoint.writer import Row, Writer
+from megazero.checkpoint.writer import Writer
 from megazero.files import appears, encodable
 from megazero.mesh.objects import gather_to_first
 from megazero.mesh.waiting import waiting
@@ -238,8 +237,7 @@ def saving(
     says; then SaveError is raised.
     """
     task, retry = _Task(Path(root), snapshot, group, overwrite, guard), retry or Retry()
-    agree(group, task.doing, partial(_plan, task.writer, snapshot.records, group))
-    task.small = agree_local(group, task.doing, partial(_small_files, snapshot, task.rank))
+    task.plan()
     if staging is not None:
         agree(group, task.doing, partial(task.writer.take_image, staging))
     elif torch.cuda.is_initialized():
@@ -275,14 +273,21 @@ def saving(
 
 @dataclass
 class _Task:
-    """A save, of one or more attempts. small: the files that this rank writes besides its slices."""
+    """A save, of one or more attempts.
+
+    writer: of this rank's slices. small: the files that it writes besides them. description: torch's, of all tensors,
+    and kinds: the manifest's, on the first rank.
+    """
 
     root: Path
     snapshot: Snapshot
     group: dist.ProcessGroup | None
     overwrite: bool
     guard: Callable[[], None]
-    small: Mapping[str, bytes] = field(default_factory=dict)
+    writer: Writer = field(init=False)
+    small: Mapping[str, bytes] = field(init=False)
+    description: bytes = b""
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rank, self.world_size = 0, 1
@@ -290,7 +295,34 @@ class _Task:
             self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.final = self.root / directory.checkpoint_name(self.snapshot.step)
         self.doing = f"checkpoint '{self.final}' not saved, older ones are unharmed"
-        self.writer = Writer(self.rank)
+
+    def plan(self) -> None:
+        """Arrange what each rank writes. Collective."""
+        chunks = agree_local(self.group, self.doing, partial(own_chunks, self.snapshot.records))
+        rows = self._gathered([chunk.row for chunk in chunks])
+        described = Metadata({})
+
+        def arrange() -> bytes:
+            nonlocal described
+            described, left_out = arranged(rows)
+            self.kinds = dtypes_by_kind(described)
+            return json.dumps(left_out).encode()
+
+        left_out = set(json.loads(first_bytes(self.group, self.doing, arrange))[self.rank])
+        own = [chunk for i, chunk in enumerate(chunks) if i not in left_out]
+        self.writer = agree_local(self.group, self.doing, partial(Writer, self.rank, own))
+        places = self._gathered(self.writer.rows)
+
+        def describe() -> dict[str, bytes]:
+            if self.rank == 0:
+                self.description = description(described, places)
+            return _small_files(self.snapshot, self.rank)
+
+        self.small = agree_local(self.group, self.doing, describe)
+
+    def _gathered(self, rows: list[list[Any]]) -> list[list[list[Any]]]:
+        """Return all ranks' rows on the first rank. Collective."""
+        return [rows] if self.group is None else gather_to_first(rows, group=self.group)
 
     def of_first(self, what: str, action: Callable[[], Any]) -> Part:
         """Return a part in which only the first rank acts."""
@@ -303,9 +335,7 @@ class _Task:
         try:
             yield (part := Part(f"writing '{temporary}'", partial(self._write, temporary)))
             written = agree(self.group, self.doing, part.result, FileEntry)
-            rows = self.writer.results
-            results = [rows] if self.group is None else gather_to_first(rows, group=self.group)
-            completing = partial(self._commit, temporary, written, results)
+            completing = partial(self._commit, temporary, written)
             yield (part := Part(f"completing '{self.final}'", completing))
             agree(self.group, self.doing, part.result)
         except CheckpointError as error:
@@ -323,39 +353,26 @@ class _Task:
         written = {name: write_file(temporary / name, data) for name, data in self.small.items()}
         return written | self.writer.write_tensors(temporary, tick)
 
-    def _commit(
-        self,
-        temporary: Path,
-        written: Sequence[Mapping[str, FileEntry]],
-        results: Sequence[Sequence[Row]],
-        tick: Tick,
-    ) -> None:
+    def _commit(self, temporary: Path, written: Sequence[Mapping[str, FileEntry]], tick: Tick) -> None:
         if self.rank != 0:
             return
         files = {name: entry for entries in written for name, entry in entries.items()}
-        self.writer.write_metadata(temporary, results)
-        files[METADATA_FILE] = checksum(temporary / METADATA_FILE)
-        manifest = _manifest(temporary, self.snapshot, files, self.world_size)
+        files[METADATA_FILE] = write_file(temporary / METADATA_FILE, self.description)
+        manifest = Manifest(
+            step=self.snapshot.step,
+            serial=0,  # given by directory.commit
+            world_size=self.world_size,
+            kinds=self.kinds,
+            layout=to_json(self.snapshot.layout, "layout"),
+            configuration=to_json(self.snapshot.configuration, "configuration"),
+            files=files,
+        )
         self.guard()
         directory.commit(temporary, self.final, manifest, tick)
 
     def retain(self, rule: Retention) -> None:
         self.guard()
         directory.retain(self.root, self.final, rule)
-
-
-@waiting
-def _plan(writer: Writer, records: Sequence[SliceRecord], group: dist.ProcessGroup | None) -> None:
-    """Let torch's checkpointing arrange what each rank writes. Collective."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit", UserWarning)
-        dcp.save(
-            {},
-            storage_writer=writer,
-            planner=SliceSavePlanner(records),
-            process_group=group,
-            no_dist=group is None,
-        )
 
 
 def _small_files(snapshot: Snapshot, rank: int) -> dict[str, bytes]:
@@ -369,21 +386,3 @@ def _small_files(snapshot: Snapshot, rank: int) -> dict[str, bytes]:
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in snapshot.rank_tensors.items()}
         files[rank_file(rank)] = safetensors.save(tensors)
     return files
-
-
-def _manifest(path: Path, snapshot: Snapshot, files: Mapping[str, FileEntry], world_size: int) -> Manifest:
-    kinds = {
-        kind: tuple(
-            sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors.values()})
-        )
-        for kind, tensors in tensors_by_kind(read_metadata(path)).items()
-    }
-    return Manifest(
-        step=snapshot.step,
-        serial=0,  # given by directory.commit
-        world_size=world_size,
-        kinds=kinds,
-        layout=to_json(snapshot.layout, "layout"),
-        configuration=to_json(snapshot.configuration, "configuration"),
-        files=files,
-    )

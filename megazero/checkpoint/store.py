@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import torch as safetensors
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoint, latest, stated
 from megazero.checkpoint.errors import CheckpointError, agree, agree_local, first_bytes
@@ -31,9 +30,10 @@ from megazero.checkpoint.manifest import (
     read_manifest,
     to_json,
 )
-from megazero.checkpoint.placement import Placement
-from megazero.checkpoint.planners import tensors_by_kind
+from megazero.checkpoint.metadata import Description
 from megazero.checkpoint.reading import (
+    StoredTensors,
+    by_kind,
     check_files,
     open_metadata,
     rank_file,
@@ -111,10 +111,10 @@ def load(
     manifest = shared_manifest(path, group)
     if not checked:
         check_bytes(path, manifest, group)
-    metadata = agree_local(group, doing, partial(open_metadata, path, manifest))
+    description = agree_local(group, doing, partial(open_metadata, path, manifest))
     shapes = agree(group, doing, partial(_record_shapes, records, chosen))
-    agree_local(group, doing, partial(_check_model, metadata, shapes, chosen))
-    agree_local(group, doing, partial(read_records, path, metadata, records, chosen))
+    agree_local(group, doing, partial(_check_model, description, shapes, chosen))
+    agree_local(group, doing, partial(read_records, path, description, records, chosen))
     same = world_size == manifest.world_size and layout is not None
     same = same and to_json(layout, "layout") == manifest.layout
     state = json.loads(first_bytes(group, doing, lambda: json.dumps(stated(path)).encode()))
@@ -158,22 +158,9 @@ def load_kinds(
     path: str | os.PathLike, kinds: Sequence[str] | None = None
 ) -> dict[str, dict[str, torch.Tensor]]:
     """As ``load_full``, of several kinds, all by default: kind -> name -> tensor."""
-    manifest = open_manifest(Path(path))
-    kinds = tuple(manifest.kinds) if kinds is None else kinds
-    stored = tensors_by_kind(open_metadata(Path(path), manifest))
-    tensors = dict[str, dict[str, torch.Tensor]]()
-    records = []
-    for kind in kinds:
-        tensors[kind] = {
-            name: torch.empty(tuple(tensor.size), dtype=tensor.properties.dtype)
-            for name, tensor in stored.get(kind, {}).items()
-        }
-        records += [
-            SliceRecord(Placement.plain(name, tuple(full.shape)), 0, full.numel(), {kind: full.view(-1)})
-            for name, full in tensors[kind].items()
-        ]
-    load(path, records=records, kinds=kinds)
-    return tensors
+    manifest = verify(path)
+    stored = [StoredTensors.open(path, kind) for kind in kinds or manifest.kinds]
+    return {each.kind: {name: each.read(name) for name in each.shapes} for each in stored}
 
 
 def _record_shapes(
@@ -190,17 +177,17 @@ def _record_shapes(
 
 
 def _check_model(
-    metadata: Metadata,
+    description: Description,
     wanted: Sequence[Mapping[str, Mapping[str, tuple[int, ...]]]],
     kinds: Mapping[str, str],
 ) -> None:
-    stored = tensors_by_kind(metadata)
+    stored = by_kind(description)
     for kind in dict.fromkeys(kinds.values()):
         if kind not in stored:
             raise CheckpointError(
                 f"it holds no '{kind}', only {', '.join(map(repr, sorted(stored)))}; ask for a kind it holds"
             )
-        there = {name: tuple(tensor.size) for name, tensor in stored[kind].items()}
+        there = {name: tensor.shape for name, tensor in stored[kind].items()}
         ours = {name: shape for rank in wanted for name, shape in rank[kind].items()}
         names = sorted(ours.keys() | there.keys())
         different = [name for name in names if ours.get(name) != there.get(name)]

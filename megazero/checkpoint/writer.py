@@ -1,178 +1,95 @@
-"""Writes a rank's tensors for torch.distributed.checkpoint, from where they are or from an image of the file.
-
-The files stay what torch writes: other DCP tools can read them.
-"""
+"""Writes a rank's file of tensors, from where they are or from an image of the file."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint import filesystem as dcp_filesystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from megazero.checkpoint.image import Image, ImageBuilder, Staging, write_image
+from megazero.checkpoint.image import FileFrame, Image, Staging, write_image
 from megazero.checkpoint.manifest import FileEntry
-
-Row = list[Any]  # where a chunk lies, as plain values: name, offset, hint, and file, first byte, bytes
-
-
-def _result(row: Row) -> WriteResult:
-    name, offset, hint, file, start, length = row
-    place = dcp_filesystem._StorageInfo(file, start, length)
-    return WriteResult(MetadataIndex(name, torch.Size(offset), hint), length, place)
+from megazero.checkpoint.planning import OwnChunk, PlaceRow
+from megazero.checkpoint.records import SliceRecord
 
 
-class Writer(FileSystemWriter):
-    """Writes one file per rank, copying at most one tensor at a time, and takes the checksum while writing.
+class Writer:
+    """Writes one file per rank, which holds ``chunks`` as torch.save writes them, one after the other.
 
-    torch's own loop (2.13) has three faults. It keeps a host copy of every tensor of the file until the end, which is
-    a second copy of the rank's whole state. It loses an error in one of several writer threads. It hides 'no space
-    left' behind torch.save's own 'unexpected pos', hence ``_Sink``. No machine path is stored.
-
-    ``torch.distributed.checkpoint.save``, which is collective, only arranges who writes what: it leaves the plan and,
-    on the first rank, the description of all tensors here. It touches no file. ``write_tensors`` then writes this
-    rank's file into a folder, and leaves in ``results`` where each chunk lies. ``write_metadata``, on the first rank,
-    takes all ranks' results. Both can be done again, in another folder.
+    It copies at most one tensor at a time, and takes the checksum while it writes. torch's own loop (2.13) has two
+    faults: it keeps a host copy of every tensor of the file until the end, which is a second copy of the rank's whole
+    state, and it loses an error in one of several writer threads.
     """
 
-    def __init__(self, rank: int) -> None:
-        super().__init__("", single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
+    def __init__(self, rank: int, chunks: Sequence[OwnChunk]) -> None:
         self.file_name = f"__{rank}_0.distcp"
-        self.results: list[Row] = []
-        self._plan: tuple[SavePlan, SavePlanner] | None = None
-        self._metadata: Metadata | None = None
+        self._chunks, self._frame = chunks, FileFrame()
+        self._places = [self._frame.add(chunk.box.stored_sizes, chunk.dtype) for chunk in chunks]
         self._image: Image | None = None
+        self._made: tuple[SliceRecord, str, torch.Tensor] | None = None
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Do not make a folder, as torch's does: a disk that hangs would hold the main thread."""
-        return plan
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Note what is to be written."""
-        self._plan = plan, planner
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Note the description of the tensors, which says nothing of files yet."""
-        self._metadata = metadata
+    @property
+    def rows(self) -> list[PlaceRow]:
+        """Where each chunk lies."""
+        return [
+            [chunk.name, list(chunk.box.stored_offsets), self.file_name, start, length]
+            for chunk, (start, length) in zip(self._chunks, self._places, strict=True)
+        ]
 
     def take_image(self, staging: Staging) -> None:
-        """Copy the rank's file, as it will be, to host memory: from then on the tensors may change."""
-        if self._plan is None or not self._plan[0].items:
-            return
-        plan, planner = self._plan
-        frame = ImageBuilder()
-        with _plain_zip():
-            for item in plan.items:
-                assert item.tensor_data is not None
-                chunk = item.tensor_data
-                self._note(item, *frame.add(chunk.chunk.sizes, chunk.properties.dtype))
-        values = [partial(planner.resolve_data, item) for item in plan.items]
-        pinned = torch.cuda.is_available() and cast(torch.Tensor, values[0]()).is_cuda
-        self._image = staging.room(frame.size, pinned)
-        frame.fill(self._image.data, cast(Any, values))
+        """Copy the file, as it will be, to host memory: from then on the tensors may change."""
+        if self._chunks:
+            pinned = any(chunk.record.tensors[chunk.kind].is_cuda for chunk in self._chunks)
+            self._image = staging.room(self._frame.size, pinned)
+            self._frame.fill(self._image.data, self._values())
 
     def write_tensors(self, folder: Path, tick: Callable[[], None]) -> dict[str, FileEntry]:
         """Write the rank's file and sync it. Return its size and checksum by name; nothing if the rank has no file.
 
-        tick: is called after every tensor. This is not collective.
+        tick: is called after every tensor. This is not collective, and can be done again in another folder.
         """
         path = folder / self.file_name
         if self._image is not None:
             return {self.file_name: write_image(path, self._image, tick)}
-        assert self._plan is not None
-        plan, planner = self._plan
-        if not plan.items:
+        if not self._chunks:
             return {}
-        self.results.clear()  # of an attempt that failed
-        with open(path, "xb", buffering=0) as file, _plain_zip():
-            sink = _Sink(file)
-            for item in plan.items:
-                start = sink.size
-                torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], sink))
-                if sink.error is not None:
-                    raise sink.error
-                self._note(item, start, sink.size - start)
-                tick()
+        crc32 = 0
+
+        def write(stretch: torch.Tensor) -> None:
+            nonlocal crc32
+            data = stretch.cpu().numpy().data
+            crc32 = zlib.crc32(data, crc32)
+            _write_all(file, data)
+            tick()
+
+        with open(path, "xb", buffering=0) as file:
+            self._frame.each(self._values(), write)
             os.fsync(file.fileno())
-        return {self.file_name: FileEntry(sink.size, sink.crc32)}
+        return {self.file_name: FileEntry(self._frame.size, crc32)}
 
-    def _note(self, item: WriteItem, start: int, length: int) -> None:
-        index = item.index
-        self.results.append([index.fqn, list(index.offset or ()), index.index, self.file_name, start, length])
+    def _values(self) -> list[Callable[[], torch.Tensor]]:
+        return [partial(self._value, chunk) for chunk in self._chunks]
 
-    def write_metadata(self, folder: Path, results: Sequence[Sequence[Row]]) -> None:
-        """Write ``.metadata`` of the chunks that all ranks have written. On the first rank."""
-        assert self._metadata is not None
-        self.path = folder
-        super().finish(self._metadata, [list(map(_result, rows)) for rows in results])
+    def _value(self, chunk: OwnChunk) -> torch.Tensor:
+        """Return what is stored of a chunk. It is a copy only of a box that is converted or transposed."""
+        view = self._held(chunk.record, chunk.kind).view(chunk.kind, chunk.box)
+        return view.to(chunk.dtype).contiguous()
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()
-
-
-@contextmanager
-def _plain_zip() -> Iterator[None]:
-    """Leave torch.save's own checksums out: the manifest has one of the whole file, and nothing checks two."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-class _Sink:
-    """Hands what torch.save writes on to a file, and keeps size and checksum of all of it.
-
-    error: what the file's write raised. torch.save would hide it, so the write reports success and the caller looks
-    here.
-    """
-
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
-        self.size = self.crc32 = 0
-        self.error: Exception | None = None
-
-    def write(self, data: memoryview | bytes) -> int:
-        try:
-            if self.error is None:
-                self.crc32 = zlib.crc32(data, self.crc32)
-                _write_all(self._file, memoryview(data))
-        except Exception as error:
-            self.error = error
-        self.size += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """All of it is written already."""
+    def _held(self, record: SliceRecord, kind: str) -> SliceRecord:
+        """Return the record with its tensor, which stays until that of another record is made."""
+        if record.make is None or not record.tensors[kind].is_meta:
+            return record
+        if self._made is None or self._made[0] is not record or self._made[1] != kind:
+            self._made = None  # before the next one is made
+            self._made = record, kind, record.make(kind)
+        return replace(record, tensors={kind: self._made[2]})
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:
     while data:
         data = data[file.write(data) :]
-
-
-def _compact(data: Any) -> torch.Tensor:
-    """Return the tensor on the host, alone in its storage (torch.save writes whole storages), as a view of it."""
-    tensor = data.detach().cpu()
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    if not tensor.numel():
-        return tensor.clone()
-    array = tensor.contiguous().view(-1).view(torch.uint8).numpy()  # its bytes: numpy has no bfloat16
-    return torch.from_numpy(array).view(tensor.dtype).view(tensor.shape)

@@ -121,17 +121,6 @@ def run_options(folder: Path, accept: Collection[str] = ()) -> dict[str, object]
     return {**options, **find_tokenizer(file.parent)}
 
 
-def flag_text(folder: Path, accept: Collection[str] = ()) -> str:
-    """Return the options as flags, one a line, to be continued by those of the data and the training."""
-    options = run_options(folder, accept)
-    return " \\\n".join(flag_lines(str(options["model_family"]), options))
-
-
-def yaml_text(folder: Path, accept: Collection[str] = ()) -> str:
-    """Return the options as a file for --config."""
-    return by_section(run_options(folder, accept))
-
-
 def by_section(options: Mapping[str, object]) -> str:
     """Return options by name, those that are not None, as a file for --config."""
     sections: dict[str, dict[str, object]] = {}

@@ -16,7 +16,7 @@ from megazero.checkpoint.directory import TRIAL, checkpoint_name, fsync_director
 from megazero.checkpoint.reading import verify
 from megazero.checkpoint.store import find_checkpoint
 from megazero.config.model.published import unread_tokenizer
-from megazero.convert.card import by_section, changed, flag_lines, flag_text, with_effect, yaml_text
+from megazero.convert.card import by_section, changed, flag_lines, run_options, with_effect
 from megazero.convert.check import Line, compare, compare_tensors
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
@@ -27,6 +27,7 @@ from megazero.log.terminal import SafeConsole
 from megazero.models.dtypes import DTYPES
 
 ARGUMENTS_FILE = "run.yaml"
+CONTINUED = " \\\n"  # between the lines of one command
 
 
 def _to_hf(options: ToHf) -> int:
@@ -85,7 +86,7 @@ def _from_megatron(options: FromMegatron) -> int:
         progress.say("comparing tensors", 0)
         good = not options.check or _printed(compare_tensors(Source(path), weights))
         if good:
-            print(" \\\n".join(flag_lines(family, said)))
+            print(CONTINUED.join(flag_lines(family, said)))
         return good
 
     return _import(Path(options.checkpoint), write)
@@ -131,8 +132,9 @@ def _check(options: CheckHf) -> int:
 
 
 def _flags(options: ModelFlags) -> int:
-    text = yaml_text if options.yaml else flag_text
-    print(text(Path(options.folder), options.accept_field))
+    found = run_options(Path(options.folder), options.accept_field)
+    lines = flag_lines(str(found["model_family"]), found)
+    print(by_section(found) if options.yaml else CONTINUED.join(lines))
     return 0
 
 

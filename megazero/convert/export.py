@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -150,10 +151,10 @@ def hub_config(source: Source, run: RunTokenizer) -> dict[str, Any]:
     Fields of training alone are those of the folder that was imported, if it is of the same architecture.
     Raises ValueError if no architecture in Hugging Face has its mixture of choices.
     """
-    counts: dict[torch.dtype, int] = {}
+    counts = Counter[torch.dtype]()
     for tensor in source.tensors:
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.nbytes
-    dtype = max(counts, key=lambda dtype: counts[dtype])
+        counts[tensor.dtype] += tensor.nbytes
+    dtype = counts.most_common(1)[0][0]
     config = architecture_of(source.model).hugging_face.config(source.model)
     told = json_object(CONFIG_FILE, run.files.get(CONFIG_FILE, b"{}"))
     same = told.get("model_type") == config["model_type"]

@@ -2,85 +2,54 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from megazero.bounded import load_json
 from megazero.config.model.published import CONFIG_FILE
 from megazero.config.read.files import read_json
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # safetensors' names of the dtypes that weights may have. Buffers of other dtypes are passed over by name.
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-_MAX_HEADER = 100 << 20  # the limit of the safetensors library
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a safetensors file. start, stop: its bytes in the file."""
+class Entry(NamedTuple):
+    """One tensor of a safetensors file. dtype: its name there."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
-def read_entries(file: Path) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file by name, from its header.
-
-    Raises ValueError if it is no such file, if it is shorter or longer than its header says, or if two tensors share
-    bytes: then others are in no tensor.
-    """
-    size = file.stat().st_size
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"'{file}' is no safetensors file, or is cut off: get it again")
-        try:
-            header = load_json(stream.read(length))
-            header.pop("__metadata__", None)
-            entries = {name: _entry(file, 8 + length, **told) for name, told in header.items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"'{file}' has a damaged header ({error}): get it again") from None
-    end = 8 + length
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start != end:
-            raise ValueError(
-                f"'{file}': '{name}' begins at byte {entry.start}, and what is before it ends at {end}: get it again"
-            )
-        end = entry.stop
-    if end != size:
-        raise ValueError(f"'{file}' is {size} bytes long and its header says {end}: get it again")
-    return entries
-
-
-def _entry(file: Path, base: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
-    start, stop = data_offsets
-    if any(type(number) is not int or number < 0 for number in (start, stop - start, *shape)):
-        raise ValueError(f"bytes {start} to {stop} for shape {shape}, which are no sizes")
-    if dtype in DTYPES and stop - start != prod(shape) * DTYPES[dtype].itemsize:
-        raise ValueError(f"{stop - start} bytes for shape {shape} in {dtype}")
-    return Entry(file, dtype, tuple(shape), base + start, base + stop)
+def _opened(file: Path) -> Any:
+    """Return the library's view of a file, which it has checked against its header: no byte is in no tensor, or in
+    two."""
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"'{file}' is no whole safetensors file ({error}): get it again") from None
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder with config.json and safetensors files. ``config`` is config.json, ``entries`` are all tensors."""
+    """A folder with config.json and safetensors files. ``config`` is config.json, ``entries`` are all tensors.
+
+    ``files`` are the library's views of the files.
+    """
 
     path: Path
     config: Mapping[str, Any]
     entries: Mapping[str, Entry]
-    _maps: dict[Path, mmap.mmap] = field(default_factory=dict, compare=False, repr=False)
+    files: Mapping[Path, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Folder:
@@ -89,15 +58,17 @@ class Folder:
         config = read_json(root / CONFIG_FILE, "it says what the model is")
         entries: dict[str, Entry] = {}
         index = _read_index(root)
-        for file in _files(root, index):
-            for name, entry in read_entries(file).items():
+        files = {file: _opened(file) for file in _files(root, index)}
+        for file, opened in files.items():
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
                 if name in entries:
                     raise ValueError(
                         f"'{name}' is in '{entries[name].file}' and in '{file}': remove one of them"
                     )
-                entries[name] = entry
+                told = opened.get_slice(name)
+                entries[name] = Entry(file, told.get_dtype(), tuple(told.get_shape()))
         _check_index(root / INDEX_FILE, index or {}, entries)
-        return cls(root, config, entries)
+        return cls(root, config, entries, files)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -106,14 +77,13 @@ class Folder:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of most of the weights' elements."""
-        counts: dict[torch.dtype, int] = {}
+        counts = Counter[str]()
         for entry in self.entries.values():
             if entry.dtype in DTYPES:
-                dtype = DTYPES[entry.dtype]
-                counts[dtype] = counts.get(dtype, 0) + prod(entry.shape)
+                counts[entry.dtype] += prod(entry.shape)
         if not counts:
             raise ValueError(f"'{self.path}' holds no weights in any of {', '.join(DTYPES)}")
-        return max(counts, key=lambda dtype: counts[dtype])
+        return DTYPES[counts.most_common(1)[0][0]]
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor as a view of the mapped file: to be read only. It takes no memory of its own."""
@@ -123,20 +93,7 @@ class Folder:
                 f"'{name}' is stored as {entry.dtype}; weights are read in {', '.join(DTYPES)} (a quantised model "
                 "has to be dequantised first)"
             )
-        if entry.start == entry.stop:
-            return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-            flat = torch.frombuffer(
-                self._map(entry.file), dtype=DTYPES[entry.dtype], count=prod(entry.shape), offset=entry.start
-            )
-        return flat.view(entry.shape)
-
-    def _map(self, file: Path) -> mmap.mmap:
-        if file not in self._maps:
-            with open(file, "rb") as stream:
-                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps[file]
+        return self.files[entry.file].get_tensor(name)
 
 
 def _read_index(root: Path) -> dict[str, str] | None:

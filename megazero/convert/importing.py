@@ -16,9 +16,8 @@ import torch
 
 from megazero.bounded import load_yaml, read_bytes
 from megazero.checkpoint import store
-from megazero.checkpoint.boxes import boxes, gaps
+from megazero.checkpoint.boxes import boxes
 from megazero.checkpoint.placement import Placement
-from megazero.checkpoint.planners import box_view
 from megazero.checkpoint.records import SliceRecord
 from megazero.config.model.architecture import from_hf_config
 from megazero.config.model.published import find_tokenizer
@@ -176,13 +175,12 @@ def fill(published: Published, records: Sequence[SliceRecord], kinds: Collection
     for record in records:
         there = published.tensor(record.placement.name)
         for kind in [kind for kind in record.tensors if kind in kinds]:
-            for low, high in gaps(record.placement, record.start, record.stop):
-                record.tensors[kind][low - record.start : high - record.start].zero_()
+            record.zero_padding(kind)
             for box in boxes(record.placement, record.start, record.stop):
                 view = there
                 for dim, (first, size) in enumerate(zip(box.stored_offsets, box.stored_sizes, strict=True)):
                     view = view.narrow(dim, first, size)
-                box_view(record, kind, box).copy_(view)
+                record.view(kind, box).copy_(view)
 
 
 def write_checkpoint(weights: ImportedWeights, root: Path, files: Mapping[str, bytes] | None = None) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
-from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
+from megazero.families.family import PLAIN_ATTENTION, PLAIN_LAYER, Family, TensorNames, qkv
 
 CHOICES = {
     "position_embedding_type": "alibi",
@@ -24,9 +24,7 @@ NAMES = TensorNames(
     layer_prefix="transformer.h.",
     layer={
         "input_norm": "input_layernorm",
-        "attention.q_proj": ("self_attention.query_key_value", 0),
-        "attention.k_proj": ("self_attention.query_key_value", 1),
-        "attention.v_proj": ("self_attention.query_key_value", 2),
+        **qkv("self_attention.query_key_value"),
         "attention.o_proj": "self_attention.dense",
         "mlp_norm": "post_attention_layernorm",
         "mlp.up_proj": "mlp.dense_h_to_4h",
@@ -34,11 +32,10 @@ NAMES = TensorNames(
     },
     fused="groups",
     needs={
+        **PLAIN_LAYER,
         **CHOICES,
         "add_attention_bias": True,
         "squared_relu": False,
-        "qk_norm": "none",
-        "transformer_block_type": "sequential",
     },
     equal=PLAIN_ATTENTION,
 )

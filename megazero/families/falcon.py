@@ -9,17 +9,16 @@ from megazero.families import bloom
 from megazero.families.config_json.field_groups import gelu
 from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
 from megazero.families.config_json.rotary_fields import ROTARY
-from megazero.families.family import FILLING_HEADS, Family
+from megazero.families.family import FILLING_HEADS, PLAIN_LAYER, Family
 
 CHOICES = {"normalization": "LayerNorm", "swiglu": False}
 SEQUENTIAL, ONE_NORM, TWO_NORMS = "sequential", "parallel", "parallel-two-norms"
 NAMES = replace(
     bloom.NAMES,
     needs={
+        **PLAIN_LAYER,
         **CHOICES,
         "squared_relu": False,
-        "embed_layernorm": False,
-        "qk_norm": "none",
         "position_embedding_type": ("rope", "alibi"),
         "transformer_block_type": (SEQUENTIAL, ONE_NORM),
     },

@@ -12,6 +12,8 @@ from megazero.families.layer_kinds import layer_kinds
 # What is equal where the heads fill the residual stream, and where every query head has its own key and value.
 FILLING_HEADS = (("query_projection_size", "hidden_size"),)
 PLAIN_ATTENTION = (("num_query_groups", "num_attention_heads"), *FILLING_HEADS)
+# What most layers do not have.
+PLAIN_LAYER = {"embed_layernorm": False, "qk_norm": "none", "transformer_block_type": "sequential"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,16 @@ class TensorNames:
             for name, value in self.needs.items()
         )
         return wanted and all(getattr(options, one) == getattr(options, other) for one, other in self.equal)
+
+
+def qkv(tensor: str) -> dict[str, str | tuple[str, int]]:
+    """Return the names of queries, keys and values that lie in one tensor."""
+    return {f"attention.{part}_proj": (tensor, number) for number, part in enumerate("qkv")}
+
+
+def gate_and_up(tensor: str) -> dict[str, str | tuple[str, int]]:
+    """Return the names of an MLP's gate and up projection that lie in one tensor."""
+    return {"mlp.gate_proj": (tensor, 0), "mlp.up_proj": (tensor, 1)}
 
 
 def _mlp_modules(options: Any) -> Iterator[str]:

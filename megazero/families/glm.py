@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from megazero.families import llama
 from megazero.families.config_json.expert_fields import DEEPSEEK_COUNT, OTHER_DEEPSEEK_COUNT, deepseek
+from megazero.families.config_json.field_groups import chosen, single
 from megazero.families.config_json.huggingface import FieldGroup
 from megazero.families.config_json.rotary_fields import rotary
-from megazero.families.family import Family, TensorNames
+from megazero.families.family import PLAIN_LAYER, Family, TensorNames, gate_and_up
 
 CHOICES = {"add_qkv_bias": True, "rotary_interleaved": True, "rotary_percent": 0.5}
 ABSENT = {
@@ -26,28 +27,19 @@ ABSENT = {
 
 def _qkv_bias(absent: bool) -> FieldGroup:
     """Return attention_bias, which o does not have. ``absent`` is what an absent field means."""
-    return FieldGroup(
-        ("attention_bias",),
-        lambda config: {"add_qkv_bias": config.get("attention_bias", absent)},
-        lambda options: {"attention_bias": options.qkv_bias},
-    )
+    return single("attention_bias", "add_qkv_bias", absent, "qkv_bias")
 
 
 def _names(block: str, **norms: str) -> TensorNames:
     """Return the names of a layer with these norms."""
-    mlp = {"mlp.gate_proj": ("mlp.gate_up_proj", 0), "mlp.up_proj": ("mlp.gate_up_proj", 1)}
     return replace(
         llama.NAMES,
-        layer={**llama.NAMES.layer, **mlp, **norms},
+        layer={**llama.NAMES.layer, **gate_and_up("mlp.gate_up_proj"), **norms},
         needs={
-            "position_embedding_type": "rope",
+            **PLAIN_LAYER,
+            **llama.DEFAULTS,
             "rotary_interleaved": True,
-            "normalization": "RMSNorm",
-            "swiglu": True,
-            "add_bias_linear": False,
             "add_attention_bias": False,
-            "embed_layernorm": False,
-            "qk_norm": "none",
             "transformer_block_type": block,
         },
     )
@@ -92,11 +84,7 @@ GLM4_MOE = llama.relative(
     aliases=OTHER_DEEPSEEK_COUNT,
     groups=(
         _qkv_bias(False),
-        FieldGroup(
-            ("use_qk_norm",),
-            lambda config: {"qk_norm": "head" if config.get("use_qk_norm", False) else "none"},
-            lambda options: {"use_qk_norm": options.qk_norm == "head"},
-        ),
+        chosen("use_qk_norm", "qk_norm", ("none", "head"), False),
         rotary(share="partial_rotary_factor", absent_share=0.5),
         deepseek(
             num_experts_per_tok=8,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megazero.families.config_json.field_groups import gelu
 from megazero.families.config_json.huggingface import HuggingFace
-from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
+from megazero.families.family import PLAIN_ATTENTION, PLAIN_LAYER, Family, TensorNames, qkv
 
 CHOICES = {
     "position_embedding_type": "learned_absolute",
@@ -25,9 +25,7 @@ NAMES = TensorNames(
     layer_prefix="transformer.h.",
     layer={
         "input_norm": "ln_1",
-        "attention.q_proj": ("attn.c_attn", 0),
-        "attention.k_proj": ("attn.c_attn", 1),
-        "attention.v_proj": ("attn.c_attn", 2),
+        **qkv("attn.c_attn"),
         "attention.o_proj": "attn.c_proj",
         "mlp_norm": "ln_2",
         "mlp.up_proj": "mlp.c_fc",
@@ -36,12 +34,10 @@ NAMES = TensorNames(
     transposed=True,
     fused="sides",
     needs={
+        **PLAIN_LAYER,
         **CHOICES,
         "add_attention_bias": True,
         "squared_relu": False,
-        "qk_norm": "none",
-        "transformer_block_type": "sequential",
-        "embed_layernorm": False,
     },
     equal=PLAIN_ATTENTION,
 )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from megazero.families.config_json.field_groups import biases, gelu
-from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.config_json.field_groups import chosen, gelu, single
+from megazero.families.config_json.huggingface import HuggingFace
 from megazero.families.config_json.rotary_fields import rotary
-from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
+from megazero.families.family import PLAIN_ATTENTION, PLAIN_LAYER, Family, TensorNames, qkv
 
 CHOICES = {"position_embedding_type": "rope", "normalization": "LayerNorm", "swiglu": False}
 PARALLEL, SEQUENTIAL = "parallel-two-norms", "sequential"
@@ -20,9 +18,7 @@ NAMES = TensorNames(
     layer_prefix="gpt_neox.layers.",
     layer={
         "input_norm": "input_layernorm",
-        "attention.q_proj": ("attention.query_key_value", 0),
-        "attention.k_proj": ("attention.query_key_value", 1),
-        "attention.v_proj": ("attention.query_key_value", 2),
+        **qkv("attention.query_key_value"),
         "attention.o_proj": "attention.dense",
         "mlp_norm": "post_attention_layernorm",
         "mlp.up_proj": "mlp.dense_h_to_4h",
@@ -30,30 +26,14 @@ NAMES = TensorNames(
     },
     fused="groups",
     needs={
+        **PLAIN_LAYER,
         **CHOICES,
         "squared_relu": False,
-        "embed_layernorm": False,
-        "qk_norm": "none",
         "transformer_block_type": (PARALLEL, SEQUENTIAL),
     },
     equal=PLAIN_ATTENTION,
     aliases={"lm_head.weight": "embed_out.weight"},  # since transformers 5
 )
-
-
-def _block(config: Config) -> dict[str, Any]:
-    return {"transformer_block_type": PARALLEL if config.get("use_parallel_residual", True) else SEQUENTIAL}
-
-
-RESIDUAL = FieldGroup(
-    ("use_parallel_residual",),
-    _block,
-    lambda options: {"use_parallel_residual": options.transformer_block_type == PARALLEL},
-)
-
-
-def _attention_bias(config: Config) -> dict[str, Any]:
-    return {"add_attention_bias": config.get("attention_bias", True)}
 
 
 GPT_NEOX = Family(
@@ -81,10 +61,10 @@ GPT_NEOX = Family(
         absent={"max_position_embeddings": 2048, "norm_epsilon": 1e-5},
         tied=False,
         groups=(
-            FieldGroup(("attention_bias",), _attention_bias, biases(mlp=False).write),
+            single("attention_bias", "add_attention_bias", True),
             gelu("hidden_act", "gelu"),
             rotary("rotary_emb_base", "rotary_pct", 0.25),
-            RESIDUAL,
+            chosen("use_parallel_residual", "transformer_block_type", (SEQUENTIAL, PARALLEL), True),
         ),
     ),
 )

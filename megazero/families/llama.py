@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.families.config_json.expert_fields import EVERY_LAYER, LOCAL_COUNT, OTHER_LOCAL_COUNT
-from megazero.families.config_json.field_groups import WHOLE_HEADS, biases
+from megazero.families.config_json.field_groups import WHOLE_HEADS, biases, single
 from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
 from megazero.families.config_json.layer_groups import UNTURNED_LAYERS, window
 from megazero.families.config_json.rotary_fields import ROTARY, rotary
@@ -180,11 +180,7 @@ SMOLLM3 = relative(
     tied=True,
     groups=(biases(mlp=True), rotary(absent_base=2e6), UNTURNED_LAYERS),
 )
-ATTENTION_MULTIPLIER = FieldGroup(
-    ("attention_multiplier",),
-    lambda config: {"softmax_scale": config.get("attention_multiplier", 1.0)},
-    lambda options: {"attention_multiplier": options.attention_scale},
-)
+ATTENTION_MULTIPLIER = single("attention_multiplier", "softmax_scale", 1.0, "attention_scale")
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 GRANITE = relative(
     "granite",

@@ -10,32 +10,24 @@ from megazero.families.config_json.field_groups import unread
 from megazero.families.config_json.huggingface import Config, FieldGroup
 from megazero.families.config_json.layer_groups import window
 from megazero.families.config_json.rotary_fields import rotary
-from megazero.families.family import FILLING_HEADS
+from megazero.families.family import FILLING_HEADS, PLAIN_LAYER, gate_and_up, qkv
 
 NAMES = replace(
     llama.NAMES,
     layer={
         "input_norm": "input_layernorm",
-        "attention.q_proj": ("self_attn.qkv_proj", 0),
-        "attention.k_proj": ("self_attn.qkv_proj", 1),
-        "attention.v_proj": ("self_attn.qkv_proj", 2),
+        **qkv("self_attn.qkv_proj"),
         "attention.o_proj": "self_attn.o_proj",
         "mlp_norm": "post_attention_layernorm",
-        "mlp.gate_proj": ("mlp.gate_up_proj", 0),
-        "mlp.up_proj": ("mlp.gate_up_proj", 1),
+        **gate_and_up("mlp.gate_up_proj"),
         "mlp.down_proj": "mlp.down_proj",
     },
     needs={
-        "position_embedding_type": "rope",
+        **PLAIN_LAYER,
+        **llama.DEFAULTS,
         "rotary_scaling": ("none", "longrope"),
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "add_bias_linear": False,
         "add_attention_bias": False,
         "add_qkv_bias": False,
-        "embed_layernorm": False,
-        "qk_norm": "none",
-        "transformer_block_type": "sequential",
     },
     equal=FILLING_HEADS,
 )

@@ -15,8 +15,7 @@ from megazero.families.config_json.expert_fields import (
     renormalised,
     shared_expert,
 )
-from megazero.families.config_json.field_groups import biases
-from megazero.families.config_json.huggingface import FieldGroup
+from megazero.families.config_json.field_groups import biases, single
 from megazero.families.config_json.layer_groups import (
     SWITCHED_WINDOW,
     SWITCHED_WINDOWS,
@@ -51,11 +50,7 @@ QWEN2_MOE = llama.relative(
     },
     aliases=OTHER_COUNT,
     groups=(
-        FieldGroup(
-            ("qkv_bias",),
-            lambda config: {"add_qkv_bias": config.get("qkv_bias", True)},
-            lambda options: {"qkv_bias": options.qkv_bias},
-        ),
+        single("qkv_bias", "add_qkv_bias", True, "qkv_bias"),
         ROTARY,
         switched_windows(lambda layer, first: layer % 2 == 0 and layer < first),
         SPARSE_LAYERS,

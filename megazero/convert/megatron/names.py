@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from megazero.families.family import TensorNames
+from megazero.families.family import TensorNames, qkv
 
 NAMES = TensorNames(
     model={
@@ -21,9 +21,7 @@ NAMES = TensorNames(
     layer_prefix="decoder.layers.",
     layer={
         "input_norm": "input_layernorm",
-        "attention.q_proj": ("self_attention.linear_qkv", 0),
-        "attention.k_proj": ("self_attention.linear_qkv", 1),
-        "attention.v_proj": ("self_attention.linear_qkv", 2),
+        **qkv("self_attention.linear_qkv"),
         "attention.q_norm": "self_attention.q_layernorm",
         "attention.k_norm": "self_attention.k_layernorm",
         "attention.o_proj": "self_attention.linear_proj",

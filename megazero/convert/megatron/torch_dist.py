@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
+from megazero.checkpoint.metadata import METADATA_FILE, Description, read_metadata
 from megazero.checkpoint.reading import StoredTensors
 from megazero.checkpoint.records import stored_name
 from megazero.config.read.files import read_json
@@ -58,10 +57,11 @@ class TorchDist:
                 f"'{path}' is stored as {backend}: torch_dist alone is read; load and save it with "
                 "Megatron's --ckpt-format torch_dist (or --ckpt-convert-format torch_dist)"
             )
-        metadata = read_metadata(path, foreign=True)
+        description = read_metadata(path, foreign=True)
         self.path = path
-        self.saved: Mapping[str, Any] = _common(path, metadata)
-        self._stored = StoredTensors(path, _renamed(metadata), _KIND)
+        self.saved: Mapping[str, Any] = _common(path, description)
+        named = {stored_name(_KIND, name): tensor for name, tensor in description.tensors.items()}
+        self._stored = StoredTensors(path, Description(named, {}), _KIND)
         self._last: tuple[tuple[str, int] | None, torch.Tensor] = (None, torch.empty(0))
 
     @cached_property
@@ -118,17 +118,16 @@ def _parts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, _Place]]:
                 yield _EXPERTS.sub(f".mlp.experts.{expert}.", there), _Place(name, row, expert)
 
 
-def _common(path: Path, metadata: Metadata) -> dict[str, Any]:
+def _common(path: Path, description: Description) -> dict[str, Any]:
     """Return what lies beside the tensors: in a file of its own, or from megatron-core 0.19 on in one of theirs."""
     if (path / COMMON_FILE).is_file():
         return read_saved(path / COMMON_FILE)
-    found = [place for index, place in metadata.storage_data.items() if index.fqn == _COMMON_OBJECT]
-    if not found:
+    if _COMMON_OBJECT not in description.objects:
         raise CheckpointError(f"'{path}' has neither {COMMON_FILE} nor '{_COMMON_OBJECT}': get it again")
-    place = found[0]
-    with open(path / place.relative_path, "rb") as file:
-        file.seek(place.offset)
-        return read_saved(path / place.relative_path, file.read(place.length))
+    place = description.objects[_COMMON_OBJECT]
+    with open(path / place.file, "rb") as file:
+        file.seek(place.start)
+        return read_saved(path / place.file, file.read(place.length))
 
 
 def is_torch_dist(path: Path) -> bool:
@@ -139,16 +138,3 @@ def is_torch_dist(path: Path) -> bool:
 def is_other_dcp(path: Path) -> bool:
     """Tell whether torch.distributed.checkpoint has written the folder without megatron-core's description."""
     return (path / METADATA_FILE).is_file() and not is_torch_dist(path)
-
-
-def _renamed(metadata: Metadata) -> Metadata:
-    """Return the description with the names that a kind of tensors has here."""
-
-    def index(old: MetadataIndex) -> MetadataIndex:
-        return MetadataIndex(stored_name(_KIND, old.fqn), old.offset, old.index)
-
-    tensors: dict[str, Any] = {
-        stored_name(_KIND, name): each for name, each in metadata.state_dict_metadata.items()
-    }
-    places = {index(old): place for old, place in metadata.storage_data.items()}
-    return Metadata(tensors, storage_data=places)

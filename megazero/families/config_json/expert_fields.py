@@ -5,9 +5,9 @@ A loss that balances experts is training's, as dropout is: its factor, router_au
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from megazero.families.config_json.field_groups import chosen
 from megazero.families.config_json.huggingface import Config, FieldGroup
 from megazero.families.layer_kinds import frequency_of, layer_kinds
 
@@ -21,11 +21,7 @@ OTHER_LOCAL_COUNT = {"num_experts": "num_local_experts"}
 
 def renormalised(absent: bool) -> FieldGroup:
     """Return norm_topk_prob: probabilities add up to 1. ``absent`` is what an absent field means."""
-    return FieldGroup(
-        ("norm_topk_prob",),
-        lambda config: {"moe_router_pre_softmax": not config.get("norm_topk_prob", absent)},
-        lambda options: {"norm_topk_prob": not options.moe_router_pre_softmax},
-    )
+    return chosen("norm_topk_prob", "moe_router_pre_softmax", (True, False), absent)
 
 
 def shared_expert(absent: int) -> FieldGroup:
@@ -84,50 +80,39 @@ def _read_every(config: Config) -> dict[str, Any]:
 EVERY_LAYER = FieldGroup((), _read_every, lambda options: {"intermediate_size": options.expert_width})
 
 
-@dataclass(frozen=True)
-class _DeepSeek:
-    """What absent fields of mixtures as DeepSeek-V3's mean, by their names."""
+def _read_deepseek(config: Config) -> dict[str, Any]:
+    layers, dense = config.get("num_hidden_layers") or 0, config["first_k_dense_replace"]
+    topk, shared = config["num_experts_per_tok"] or 0, config["n_shared_experts"]
+    if not shared:
+        raise ValueError(f"n_shared_experts = {shared!r} is not supported (only above 0)")
+    if bool(config["norm_topk_prob"]) != (topk > 1):
+        raise ValueError(
+            f"norm_topk_prob = {config['norm_topk_prob']!r} is not supported with num_experts_per_tok = {topk}: "
+            "probabilities of several experts add up to 1, that of one is its sigmoid"
+        )
+    factor = config.get("routed_scaling_factor", 1.0)
+    return {
+        **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        "moe_router_topk_scaling_factor": None if factor == 1 else factor,
+        "moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"],
+        **_groups(config, topk),
+        **_in_layers([i >= dense for i in range(layers)]),
+    }
 
-    num_experts_per_tok: int | None
-    moe_intermediate_size: int
-    n_shared_experts: int | None
-    first_k_dense_replace: int
-    norm_topk_prob: bool
 
-    def read(self, config: Config) -> dict[str, Any]:
-        """Return the options of layers, router and shared experts. Raises ValueError for what they cannot say."""
-        config = {**vars(self), **config}
-        layers, dense = config.get("num_hidden_layers") or 0, config["first_k_dense_replace"]
-        topk, shared = config["num_experts_per_tok"] or 0, config["n_shared_experts"]
-        if not shared:
-            raise ValueError(f"n_shared_experts = {shared!r} is not supported (only above 0)")
-        if bool(config["norm_topk_prob"]) != (topk > 1):
-            raise ValueError(
-                f"norm_topk_prob = {config['norm_topk_prob']!r} is not supported with num_experts_per_tok = {topk}: "
-                "probabilities of several experts add up to 1, that of one is its sigmoid"
-            )
-        factor = config.get("routed_scaling_factor", 1.0)
-        return {
-            **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-            "moe_router_topk_scaling_factor": None if factor == 1 else factor,
-            "moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"],
-            **_groups(config, topk),
-            **_in_layers([i >= dense for i in range(layers)]),
-        }
-
-    def write(self, options: Any) -> dict[str, Any]:
-        shared, kept = options.moe_shared_expert_intermediate_size, options.moe_router_group_topk
-        experts = [kind.experts for kind in layer_kinds(options)]
-        return {
-            "n_routed_experts": options.num_experts or 0,
-            "moe_intermediate_size": options.expert_width,
-            **({} if shared is None else {"n_shared_experts": shared // options.expert_width}),
-            "first_k_dense_replace": [*experts, True].index(True),
-            "norm_topk_prob": options.moe_router_topk > 1,
-            "routed_scaling_factor": options.moe_router_topk_scaling_factor or 1.0,
-            "n_group": options.moe_router_num_groups if kept else 1,
-            "topk_group": kept or 1,
-        }
+def _write_deepseek(options: Any) -> dict[str, Any]:
+    shared, kept = options.moe_shared_expert_intermediate_size, options.moe_router_group_topk
+    experts = [kind.experts for kind in layer_kinds(options)]
+    return {
+        "n_routed_experts": options.num_experts or 0,
+        "moe_intermediate_size": options.expert_width,
+        **({} if shared is None else {"n_shared_experts": shared // options.expert_width}),
+        "first_k_dense_replace": [*experts, True].index(True),
+        "norm_topk_prob": options.moe_router_topk > 1,
+        "routed_scaling_factor": options.moe_router_topk_scaling_factor or 1.0,
+        "n_group": options.moe_router_num_groups if kept else 1,
+        "topk_group": kept or 1,
+    }
 
 
 def _groups(config: Config, topk: int) -> dict[str, Any]:
@@ -154,9 +139,8 @@ def deepseek(**absent: Any) -> FieldGroup:
     """Return layers, router and shared experts of mixtures as DeepSeek-V3's (arXiv 2412.19437).
 
     The first layers are dense. Experts are chosen by sigmoids with a bias, in groups. Every token goes to the shared
-    experts. ``absent`` is what absent fields mean, by name.
+    experts. ``absent`` is what absent fields mean: number and width of experts, of shared ones, the dense layers, and
+    whether probabilities add up to 1.
     """
-    group = _DeepSeek(**absent)
-    return FieldGroup(
-        (*vars(group), "routed_scaling_factor", "n_group", "topk_group"), group.read, group.write
-    )
+    names = (*absent, "routed_scaling_factor", "n_group", "topk_group")
+    return FieldGroup(names, lambda config: _read_deepseek({**absent, **config}), _write_deepseek)

@@ -17,6 +17,27 @@ def biases(mlp: bool) -> FieldGroup:
     )
 
 
+def single(field: str, option: str, absent: Any, written: str | None = None) -> FieldGroup:
+    """Return a field whose value is the option's. ``absent`` is what an absent field means.
+
+    ``written`` is the property of the options that has the field's value, if it is not the option.
+    """
+    return FieldGroup(
+        (field,),
+        lambda config: {option: config.get(field, absent)},
+        lambda options: {field: getattr(options, written or option)},
+    )
+
+
+def chosen(field: str, option: str, values: tuple[Any, Any], absent: bool) -> FieldGroup:
+    """Return a switch between two ``values`` of an option: of off, and of on. ``absent`` is an absent field's."""
+    return FieldGroup(
+        (field,),
+        lambda config: {option: values[bool(config.get(field, absent))]},
+        lambda options: {field: getattr(options, option) == values[True]},
+    )
+
+
 def unread(**values: Any) -> FieldGroup:
     """Return fields of published files that transformers' class does not have, each with its only value here."""
 

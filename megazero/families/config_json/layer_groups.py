@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megazero.families.config_json.field_groups import single
 from megazero.families.config_json.huggingface import Config, FieldGroup
 from megazero.families.config_json.rotary_fields import ROTARY, agreed
 from megazero.families.layer_kinds import frequency_of, layer_kinds
@@ -15,28 +16,32 @@ ROPE = "rope_parameters"
 
 def window(absent: int | None) -> FieldGroup:
     """Return the window of a family whose layers all have it. ``absent`` is what an absent field means."""
-    return FieldGroup(
-        ("sliding_window",),
-        lambda config: {"sliding_window": config.get("sliding_window", absent)},
-        lambda options: {"sliding_window": options.sliding_window},
-    )
+    return single("sliding_window", "sliding_window", absent)
+
+
+def _size(config: Config, absent: int | None = 4096) -> int | None:
+    """Return the size of windows that are switched on, or None."""
+    return config.get("sliding_window", absent) if config.get("use_sliding_window") else None
 
 
 def _read_switched_window(config: Config) -> dict[str, Any]:
-    size = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    if config.get("use_sliding_window") and size is None:
+    if config.get("use_sliding_window") and _size(config) is None:
         raise ValueError("use_sliding_window needs sliding_window")
-    return {"sliding_window": size}
+    return {"sliding_window": _size(config)}
+
+
+def _write_switched_window(options: Any) -> dict[str, Any]:
+    return {
+        "use_sliding_window": options.sliding_window is not None,
+        "sliding_window": options.sliding_window,
+    }
 
 
 # Of Qwen3's mixtures: all layers have the window, whatever max_window_layers in published files says.
 SWITCHED_WINDOW = FieldGroup(
     ("use_sliding_window", "sliding_window", "max_window_layers"),
     _read_switched_window,
-    lambda options: {
-        "use_sliding_window": options.sliding_window is not None,
-        "sliding_window": options.sliding_window,
-    },
+    _write_switched_window,
 )
 
 
@@ -85,7 +90,7 @@ def every_nth_full(pattern: int, name: str | None = None) -> FieldGroup:
 
 
 def _read_switched(config: Config, usual: Callable[[int, int], bool]) -> dict[str, Any]:
-    size = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    size = _size(config)
     first = config.get("max_window_layers", 28)
     return _windows(config, size, lambda i: size is not None and usual(i, first), "use_sliding_window")
 
@@ -133,7 +138,7 @@ def _read_unturned(config: Config) -> dict[str, Any]:
     turned = config.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(layers)]
     if len(turned) != layers:
         raise ValueError(f"no_rope_layers has {len(turned)} layers, and num_hidden_layers = {layers}")
-    size = config.get("sliding_window") if config.get("use_sliding_window") else None
+    size = _size(config, None)
     needs = "use_sliding_window and sliding_window"
     windows = _windows(config, size, lambda i: size is not None and not turned[i], needs)
     return {**windows, "no_rope_freq": frequency_of([not turn for turn in turned], "no_rope_freq")}
@@ -145,8 +150,7 @@ UNTURNED_LAYERS = FieldGroup(
     _read_unturned,
     lambda options: {
         "no_rope_layers": [int(kind.rotary) for kind in layer_kinds(options)],
-        "use_sliding_window": options.sliding_window is not None,
-        "sliding_window": options.sliding_window,
+        **_write_switched_window(options),
         "layer_types": _types(options),
     },
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megazero.families.config_json.huggingface import Config, FieldGroup
@@ -56,56 +55,6 @@ def agreed(spellings: Mapping[str, Any], absent: Any) -> Any:
     if any(value != values[0] for value in values):
         raise ValueError(" and ".join(f"{name} = {value!r}" for name, value in said.items()) + " differ")
     return values[0] if values else absent
-
-
-@dataclass(frozen=True)
-class _Rotary:
-    """``base`` and ``share`` are the family's names of rope_theta and partial_rotary_factor in transformers 4.
-
-    ``absent_share`` is what an absent share means. Without a name of it, 1 is the only value. ``absent_base`` is what
-    an absent base means; None if releases of transformers disagree.
-    """
-
-    base: str = "rope_theta"
-    share: str | None = None
-    absent_share: float = 1.0
-    absent_base: float | None = 10000.0
-
-    def read(self, config: Config) -> dict[str, Any]:
-        """Return the options of rotary positions that config.json states, in the spelling of transformers 4 or 5.
-
-        Raises ValueError, which names a kind, a field or a share that the decoder does not have.
-        """
-        rope = agreed({name: config.get(name) for name in ("rope_scaling", "rope_parameters")}, {})
-        # Where both stand there, transformers 4 takes type, and 5 takes rope_type.
-        kind = agreed({name: rope.get(name) for name in ("rope_type", "type")}, "default")
-        if kind not in _SCALINGS:
-            raise ValueError(f"rope_type = {kind!r} is none of {', '.join(_SCALINGS)}")
-        share = self._value("partial_rotary_factor", self.share, config, rope, self.absent_share)
-        if self.share is None and share != 1:
-            raise ValueError(f"partial_rotary_factor = {share!r} is not supported (only 1)")
-        theta = self._value("rope_theta", self.base, config, rope, self.absent_base)
-        if theta is None:
-            raise ValueError("rope_theta is missing")
-        return {
-            "position_embedding_type": "rope",
-            "rotary_base": theta,
-            "rotary_percent": share,
-            "rotary_scaling": "none" if kind == "default" else kind,
-            **_scaling(kind, config, rope),
-        }
-
-    def _value(self, name: str, own: str | None, config: Config, rope: Config, absent: Any) -> Any:
-        spellings = {name: config.get(name), f"{name} of the rotary positions": rope.get(name)}
-        return agreed(spellings | ({own: config.get(own)} if own else {}), absent)
-
-    def write(self, options: Any) -> dict[str, Any]:
-        fields: dict[str, Any] = {self.base: options.rotary_base, "rope_scaling": None}
-        if self.share:
-            fields[self.share] = options.rotary_percent
-        if options.rotary_scaling != "none":
-            fields |= _written_scaling(options)
-        return fields
 
 
 def _scaling(kind: str, config: Config, rope: Config) -> dict[str, Any]:
@@ -168,12 +117,44 @@ def rotary(
 ) -> FieldGroup:
     """Return the fields of rotary positions, in the spelling of transformers 4 or 5.
 
-    ``base`` and ``share`` are the family's own names of rope_theta and partial_rotary_factor in transformers 4. An
-    ``absent_base`` of None is an error.
+    ``base`` and ``share`` are the family's own names of rope_theta and partial_rotary_factor in transformers 4.
+    ``absent_share`` is what an absent share means. Without a name of it, 1 is the only value. ``absent_base`` is what
+    an absent base means; None if releases of transformers disagree: then it is an error.
     """
+
+    def value(name: str, own: str | None, config: Config, rope: Config, absent: Any) -> Any:
+        spellings = {name: config.get(name), f"{name} of the rotary positions": rope.get(name)}
+        return agreed(spellings | ({own: config.get(own)} if own else {}), absent)
+
+    def read(config: Config) -> dict[str, Any]:
+        """Raise ValueError, which names a kind, a field or a share that the decoder does not have."""
+        rope = agreed({name: config.get(name) for name in ("rope_scaling", "rope_parameters")}, {})
+        # Where both stand there, transformers 4 takes type, and 5 takes rope_type.
+        kind = agreed({name: rope.get(name) for name in ("rope_type", "type")}, "default")
+        if kind not in _SCALINGS:
+            raise ValueError(f"rope_type = {kind!r} is none of {', '.join(_SCALINGS)}")
+        percent = value("partial_rotary_factor", share, config, rope, absent_share)
+        if share is None and percent != 1:
+            raise ValueError(f"partial_rotary_factor = {percent!r} is not supported (only 1)")
+        theta = value("rope_theta", base, config, rope, absent_base)
+        if theta is None:
+            raise ValueError("rope_theta is missing")
+        return {
+            "position_embedding_type": "rope",
+            "rotary_base": theta,
+            "rotary_percent": percent,
+            "rotary_scaling": "none" if kind == "default" else kind,
+            **_scaling(kind, config, rope),
+        }
+
+    def write(options: Any) -> dict[str, Any]:
+        fields: dict[str, Any] = {base: options.rotary_base, "rope_scaling": None}
+        if share:
+            fields[share] = options.rotary_percent
+        return fields | (_written_scaling(options) if options.rotary_scaling != "none" else {})
+
     names = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGINAL_LENGTH, base}
-    group = _Rotary(base, share, absent_share, absent_base)
-    return FieldGroup(names | ({share} if share else set()), group.read, group.write)
+    return FieldGroup(names | ({share} if share else set()), read, write)
 
 
 ROTARY = rotary()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import image, store, writer
+from megazero.checkpoint import image, store
 from megazero.checkpoint.manifest import checksum
 from megazero.checkpoint.placement import Placement, RowRange
 from tests.messages import refused
@@ -35,9 +35,9 @@ def records(scale: float = 1.0) -> list[store.SliceRecord]:
 
 def test_tensors_of_no_elements_are_written_as_torch_writes_them() -> None:
     given = [torch.arange(3.0), torch.empty(0), torch.empty(0, 4, dtype=torch.int8), torch.arange(2)]
-    frame, saved = image.ImageBuilder(), b""
-    with writer._plain_zip():
-        starts = [frame.add(each.shape, each.dtype)[0] for each in given]
+    frame, saved = image.FileFrame(), b""
+    starts = [frame.add(each.shape, each.dtype)[0] for each in given]
+    with image._plain_zip():
         for each in given:
             torch.save(each, file := io.BytesIO())
             saved += file.getvalue()
