@@ -43,7 +43,6 @@ from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
 from megazero.train.callbacks.reports import (
-    CompileNews,
     ExpertReport,
     Prediction,
     RoundingWatch,
@@ -337,7 +336,6 @@ def prepare(
         exits,
         Profiler(config, decoder, engine, pipeline, bill),
         *([ExpertReport(balance)] if (balance := ExpertBalance.of(engine)) else []),
-        *([CompileNews()] if config.training.compile else []),
         *([Prediction(forecast)] if forecast else []),
         *([SpikeWatch(config.skipping)] if config.skipping.stop_on_spike else []),
     ]
