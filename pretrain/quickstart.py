@@ -81,13 +81,14 @@ class QuickstartPlan:
 class Step:
     """One thing to do: the words of a command, or a function. The path ``outcome`` exists when it is done.
 
-    end: the exit status of a command that has done it.
+    end: the exit status of a command that has done it. printed: the outcome is what the command prints.
     """
 
     name: str
     outcome: Path
     act: Sequence[object] | Callable[[], None]
     end: int = 0
+    printed: bool = False
 
 
 class StepFailed(Exception):
@@ -126,7 +127,8 @@ class Quickstart:
             saved = self.checkpoint / f"iter_{end:07d}" / "manifest.json"
             status = ExitStatus.STOPPED if stops else ExitStatus.FINISHED
             yield Step(f"{'resume' if resumes else 'train'} {name}", saved, [*training, *more], status)
-        yield Step("sample: what the model writes", self.out / "sample.txt", ["generate", *sample])
+        written = self.out / "sample.txt"
+        yield Step("sample: what the model writes", written, ["generate", *sample], printed=True)
         yield Step("loss curve", self.out / "loss.png", self._plot)
 
     def run(self) -> None:
@@ -157,7 +159,7 @@ class Quickstart:
         status = run_shown([sys.executable, "-m", "megazero", *map(str, step.act)], log, environment)
         if status != step.end:
             raise StepFailed(f"exit status {status}")
-        if not step.outcome.exists():  # what it prints is the outcome
+        if step.printed:
             with replacing(step.outcome) as file:
                 file.write(log.read_bytes())
 
