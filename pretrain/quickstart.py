@@ -21,9 +21,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megazero.data.text import stdlib_sources
@@ -34,29 +35,44 @@ from megazero.log.plot import plot_loss
 from megazero.log.safe_stream import guard_streams
 
 ROOT = Path(__file__).resolve().parents[1]
+MEGAZERO = ("-m", "megazero")
 VOCABULARY = 4096
 PROMPT = "import os\n\n\ndef "
 # 10.6M parameters and 1024 tokens a step: with so little text to see, many small steps learn more than few large,
 # and few wide layers over short sequences are cheap (2 x 512 over 128 tokens against 4 x 384 over 256: the same
 # loss of 5.90 after 60 iterations, in 1.3 times less CPU time).
+GLOBAL_BATCH = 8
 MODEL = """
     --model-family llama --num-layers 2 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8
-    --seq-length 128 --global-batch-size 8 --lr 1.2e-3 --min-lr 1e-4 --lr-decay-style cosine
-    --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95 --split 98,2,0 --eval-iters 8 --eval-at-start
+    --seq-length 128 --lr 1.2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1
+    --adam-beta2 0.95 --split 98,2,0 --eval-iters 8 --eval-at-start
 """
 ITERATIONS = {"cuda": 600, "bf16": 324, "fp32": 168}  # sized for 5 minutes on 2 cores, everything included
-LAYOUTS = {  # by ranks: the flags of each phase; every phase but the first resumes from the checkpoint before it
-    4: (
-        "--tensor-model-parallel-size 2 --sequence-parallel --zero-preset zero3 --micro-batch-size 4",
-        "--ranks-per-node 2 --zero-preset hpz --micro-batch-size 2",
-        "--pipeline-model-parallel-size 2 --zero-preset zero2 --micro-batch-size 1",
-    ),
-    2: (
-        "--tensor-model-parallel-size 2 --sequence-parallel --zero-preset zero1 --micro-batch-size 8",
-        "--zero-preset zero3 --micro-batch-size 4",
-        "--pipeline-model-parallel-size 2 --zero-preset zero1 --micro-batch-size 2",
-    ),
-    1: ("--zero-preset ddp --micro-batch-size 8",) * 2,
+
+
+@dataclass(frozen=True)
+class Phase:
+    """How one phase of the training lays out its ranks. ``node`` is the number of ranks that count as one node."""
+
+    preset: str
+    tp: int = 1
+    pp: int = 1
+    node: int | None = None
+    micro_batches: int = 1
+
+    def data_parallel(self, ranks: int) -> int:
+        return ranks // (self.tp * self.pp)
+
+    def describe(self, ranks: int) -> str:
+        nodes = f", as {ranks // self.node} nodes of {self.node}" if self.node else ""
+        sizes = [f"{name} {size} x " for name, size in (("PP", self.pp), ("TP", self.tp)) if size > 1]
+        return f"{ranks} ranks{nodes}: {''.join(sizes)}DP {self.data_parallel(ranks)}, {self.preset}"
+
+
+LAYOUTS = {  # by ranks: one phase each; every phase but the first resumes from the checkpoint of the one before
+    4: (Phase("zero3", tp=2), Phase("hpz", node=2), Phase("zero2", pp=2, micro_batches=4)),
+    2: (Phase("zero1", tp=2), Phase("zero3"), Phase("zero1", pp=2, micro_batches=4)),
+    1: (Phase("ddp"), Phase("ddp")),
 }
 
 
@@ -79,16 +95,11 @@ class QuickstartPlan:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do: the words of a command, or a function. The path ``outcome`` exists when it is done.
-
-    end: the exit status of a command that has done it. printed: the outcome is what the command prints.
-    """
+    """One thing to do. The path ``outcome`` exists when it is done."""
 
     name: str
     outcome: Path
-    act: Sequence[object] | Callable[[], None]
-    end: int = 0
-    printed: bool = False
+    act: Callable[[Path], None]
 
 
 class StepFailed(Exception):
@@ -96,40 +107,35 @@ class StepFailed(Exception):
 
 
 class Quickstart:
-    """The steps. All but the first and the last are commands that a user could type."""
+    """The steps, as commands that a user could type."""
 
     def __init__(self, out: Path, plan: QuickstartPlan) -> None:
         self.out, self.plan, self.began = out, plan, time.monotonic()
-        self.corpus, self.checkpoint, self.logs = out / "corpus.jsonl", out / "checkpoint", out / "logs"
-        self.steps = [*self._steps()]
+        self.corpus, self.tokenizer = out / "corpus.jsonl", out / "tokenizer.model"
+        self.data = out / "data" / "corpus_text_document"
+        self.checkpoint, self.logs = out / "checkpoint", out / "logs"
+        self.curve = out / "loss.png"
 
-    def _steps(self) -> Iterator[Step]:
-        model, data, threads = self.out / "tokenizer.model", self.out / "data/corpus", min(4, cores())
-        text, device = ["--input", self.corpus], ["--device", self.plan.device]
-        tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model]
-        pieces = ["--vocab-size", VOCABULARY, "--model-prefix", model.with_suffix("")]
-        tokens = ["--output-prefix", data, *tokenizer, "--append-eod", "--workers", threads]
-        sample = ["--load", self.checkpoint, "--prompt", PROMPT, "--tokens", 120, *device]
-        yield Step("corpus: the standard library's sources", self.corpus, self._write_corpus)
-        yield Step(f"tokenizer: {VOCABULARY} SentencePiece pieces", model, ["tokenizer", *text, *pieces])
-        indices = Path(f"{data}_text_document.idx")
-        yield Step("tokens: corpus to .bin and .idx", indices, ["preprocess", *text, *tokens])
-        whole = self.plan.iterations
-        training = ["train", "--nproc-per-node", self.plan.ranks, *MODEL.split(), *tokenizer, *device]
-        training += ["--data-path", indices.with_suffix(""), f"--{self.plan.dtype}", "--train-iters", whole]
-        training += ["--eval-interval", max(1, whole // 12), "--log-interval", max(1, whole // 36)]
-        training += ["--save", self.checkpoint, "--log-dir", self.logs]
-        for layout, end in zip(LAYOUTS[self.plan.ranks], self.plan.phase_ends, strict=True):
-            name, more = f"to iteration {end} on {self.plan.ranks} ranks: {layout}", layout.split()
-            resumes, stops = end > self.plan.phase_ends[0], end < whole
-            more += ["--load", f"{self.checkpoint}"] if resumes else []
-            more += ["--exit-interval", f"{end}"] if stops else []
-            saved = self.checkpoint / f"iter_{end:07d}" / "manifest.json"
-            status = ExitStatus.STOPPED if stops else ExitStatus.FINISHED
-            yield Step(f"{'resume' if resumes else 'train'} {name}", saved, [*training, *more], status)
-        written = self.out / "sample.txt"
-        yield Step("sample: what the model writes", written, ["generate", *sample], printed=True)
-        yield Step("loss curve", self.out / "loss.png", self._plot)
+    @cached_property
+    def steps(self) -> list[Step]:
+        return [
+            Step("corpus: the standard library's sources", self.corpus, self._write_corpus),
+            Step(f"tokenizer: {VOCABULARY} SentencePiece pieces", self.tokenizer, self._train_tokenizer),
+            Step("tokens: corpus to .bin and .idx", Path(f"{self.data}.idx"), self._preprocess),
+            *(self._phase(*phase) for phase in enumerate(LAYOUTS[self.plan.ranks])),
+            Step("sample: what the model writes", self.out / "sample.txt", self._sample),
+            Step("loss curve", self.curve, self._plot),
+        ]
+
+    def _phase(self, number: int, layout: Phase) -> Step:
+        end = self.plan.phase_ends[number]
+        more = ["--load", self.checkpoint] if number else []
+        more += ["--exit-interval", end] if end < self.plan.iterations else []
+        return Step(
+            f"{'resume' if number else 'train'} to iteration {end} on {layout.describe(self.plan.ranks)}",
+            self._saved(end),
+            lambda log: self._train(layout, more, log),
+        )
 
     def run(self) -> None:
         """Do what is missing. Raises StepFailed naming the step and its log."""
@@ -141,33 +147,22 @@ class Quickstart:
                 continue
             log = self.out / "steps" / f"{number}-{step.name.split()[0].strip(':')}.log"
             try:
-                if callable(step.act):
-                    step.act()
-                else:
-                    self._command(step, log)
+                step.act(log)
             except (StepFailed, ValueError, OSError) as error:
                 seen = f"; its output is in {log}" if log.exists() else ""
                 raise StepFailed(f"step {number} ({step.name}) failed: {error}{seen}") from error
         self._summary()
 
-    def _command(self, step: Step, log: Path) -> None:
-        """Run a command of megazero. Raises StepFailed if it ends with another exit status than the step's."""
-        assert not callable(step.act)
-        threads = max(1, cores() // self.plan.ranks)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        status = run_shown([sys.executable, "-m", "megazero", *map(str, step.act)], log, environment)
-        if status != step.end:
-            raise StepFailed(f"exit status {status}")
-        if step.printed:
-            with replacing(step.outcome) as file:
-                file.write(log.read_bytes())
-
     def _say(self, text: str) -> None:
         minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
         print(f"[{minutes}:{seconds:02}] {text}", flush=True)
 
-    def _write_corpus(self) -> None:
+    def _saved(self, iteration: int) -> Path:
+        return self.checkpoint / f"iter_{iteration:07d}" / "manifest.json"
+
+    # -- the steps -------------------------------------------------------------------------------
+
+    def _write_corpus(self, _: Path) -> None:
         """Write JSON lines in an order without meaning, since the last documents become the validation split."""
         sources = sorted(
             stdlib_sources(), key=lambda p: hashlib.sha256("/".join(p.parts[-3:]).encode()).digest()
@@ -178,8 +173,57 @@ class Quickstart:
                 file.write(f"{line}\n".encode())
         self._say(f"{len(sources)} files, {self.corpus.stat().st_size / 1e6:.1f} MB in {self.corpus}")
 
-    def _plot(self) -> None:
-        plot_loss([self.logs], self.out / "loss.png", title="quickstart: loss")
+    def _train_tokenizer(self, log: Path) -> None:
+        prefix = self.tokenizer.with_suffix("")
+        command = [*MEGAZERO, "tokenizer", "--input", self.corpus, "--vocab-size", VOCABULARY]
+        self._python([*command, "--model-prefix", prefix], log)
+
+    def _preprocess(self, log: Path) -> None:
+        command = [*MEGAZERO, "preprocess", "--input", self.corpus]
+        command += ["--output-prefix", self.out / "data/corpus", *self._tokenizer_flags()]
+        self._python([*command, "--append-eod", "--workers", min(4, cores())], log)
+
+    def _train(self, layout: Phase, more: Sequence[object], log: Path) -> None:
+        ranks, whole = self.plan.ranks, self.plan.iterations
+        flags = ["--nproc-per-node", ranks, *MODEL.split(), "--global-batch-size", GLOBAL_BATCH]
+        flags += [*self._tokenizer_flags(), "--data-path", self.data, "--train-iters", whole]
+        samples = GLOBAL_BATCH // (layout.data_parallel(ranks) * layout.micro_batches)
+        flags += ["--micro-batch-size", samples, "--zero-preset", layout.preset]
+        flags += [
+            "--tensor-model-parallel-size",
+            layout.tp,
+            f"--{self.plan.dtype}",
+            "--device",
+            self.plan.device,
+        ]
+        flags += ["--sequence-parallel"] if layout.tp > 1 else []
+        flags += ["--pipeline-model-parallel-size", layout.pp] if layout.pp > 1 else []
+        flags += ["--ranks-per-node", layout.node] if layout.node else []
+        flags += ["--eval-interval", max(1, whole // 12), "--log-interval", max(1, whole // 36)]
+        flags += ["--save", self.checkpoint, "--log-dir", self.logs, *more]
+        end = ExitStatus.STOPPED if "--exit-interval" in more else ExitStatus.FINISHED
+        self._python([*MEGAZERO, "train", *flags], log, end)
+
+    def _sample(self, log: Path) -> None:
+        command = [*MEGAZERO, "generate", "--load", self.checkpoint, "--prompt", PROMPT, "--tokens", 120]
+        self._python([*command, "--device", self.plan.device], log)
+        with replacing(self.out / "sample.txt") as file:
+            file.write(log.read_bytes())
+
+    def _plot(self, _: Path) -> None:
+        plot_loss([self.logs], self.curve, title="quickstart: loss")
+
+    def _tokenizer_flags(self) -> list[object]:
+        return ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", self.tokenizer]
+
+    def _python(self, command: Sequence[object], log: Path, end: int = 0) -> None:
+        """Run a program. Raises StepFailed if it ends with another exit status than ``end``."""
+        threads = max(1, cores() // self.plan.ranks)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        status = run_shown([sys.executable, *map(str, command)], log, environment)
+        if status != end:
+            raise StepFailed(f"exit status {status}")
 
     def _summary(self) -> None:
         lines = read_metrics(self.logs)
@@ -190,11 +234,14 @@ class Quickstart:
             f"\nuntrained: loss {first:.3f} on the first batch (ln {VOCABULARY} = {math.log(VOCABULARY):.3f})\n"
             f"evaluation loss: {', '.join(f'{loss:.3f} at {at}' for at, loss in evaluations)}\n"
             f"  (resumed on another layout after {' and '.join(map(str, self.plan.phase_ends[:-1]))})\n\n"
-            f"loss curve  {self.out / 'loss.png'}\nmetrics     {self.logs / METRICS_FILE}\n"
+            f"loss curve  {self.curve}\nmetrics     {self.logs / METRICS_FILE}\n"
             f"checkpoint  {self.checkpoint}\n"
             f"more text   {sys.executable} -m megazero generate --load {self.checkpoint} --prompt 'class '\n"
         )
         self._say(f"done; {usage.ru_utime + usage.ru_stime:.0f} s of CPU time in the steps above")
+
+
+# -- the machine ---------------------------------------------------------------------------------------
 
 
 def cores() -> int:
@@ -203,9 +250,14 @@ def cores() -> int:
 
 
 def count_gpus() -> int:
-    import torch  # whose absence is a message of this program, not a trace
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Ask torch for the number of GPUs, in a process of its own, because this one stays without torch."""
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise StepFailed(
+            f"torch cannot be imported: {answer.stderr.strip().splitlines()[-1]}; run make quickstart"
+        )
+    return int(answer.stdout.split()[-1])
 
 
 def cpu_dtype() -> str:
@@ -218,25 +270,36 @@ def cpu_dtype() -> str:
 
 
 def run_shown(command: Sequence[str], log: Path, environment: dict[str, str]) -> int:
-    """Run a command, show its output as it comes, and keep it in ``log``. Returns its exit status."""
-    job = subprocess.Popen(
-        command,
-        env=environment,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    with open(log, "w") as file, job:
-        assert job.stdout is not None
-        try:
-            for line in job.stdout:
-                print(line, end="", flush=True)
-                file.write(line)
-        except KeyboardInterrupt:
-            job.wait()  # it got it, too
-            raise
+    """Run a command, show its output as it comes, and keep it in ``log``. Returns its exit status.
+
+    Where we write to a terminal the command gets one too, so that its progress bars move.
+    """
+    ours, theirs = os.openpty() if sys.stdout.isatty() else os.pipe()
+    with open(log, "wb") as file:
+        with subprocess.Popen(
+            command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env=environment
+        ) as job:
+            os.close(theirs)
+            try:
+                while chunk := _read(ours):
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.buffer.flush()
+                    file.write(chunk)
+            except KeyboardInterrupt:
+                job.wait()  # it got it, too; what it says of it is not shown
+                raise
+        os.close(ours)
     return job.returncode
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:  # a terminal whose other end is closed
+        return b""
+
+
+# -- the command line ------------------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -245,9 +308,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/quickstart"), help="folder of everything that is written")
-    of_ranks = "processes; with GPUs one on each, at most"
-    add("--ranks", type=int, choices=sorted(LAYOUTS), default=4, help=of_ranks)
-    add("--iterations", type=int, help=f"optimizer steps (default: {ITERATIONS})")
+    add(
+        "--ranks",
+        type=int,
+        choices=sorted(LAYOUTS),
+        default=4,
+        help="processes; with GPUs one on each, at most",
+    )
+    add("--iterations", type=int, help=f"optimizer steps, a multiple of the phases (default: {ITERATIONS})")
     add(
         "--fresh", action="store_true", help="remove what an earlier quickstart left in --out, and begin anew"
     )
@@ -258,11 +326,17 @@ def make_plan(ranks: int, iterations: int | None, gpus: int) -> QuickstartPlan:
     """Plan as many ranks as were asked for, or as there are GPUs to hold them."""
     if gpus:
         ranks = max(known for known in LAYOUTS if known <= min(ranks, gpus))
-    phases, device, dtype = len(LAYOUTS[ranks]), "cuda" if gpus else "cpu", "bf16" if gpus else cpu_dtype()
-    if iterations is not None and iterations < phases:
-        raise ValueError(f"--iterations {iterations} is too few for {phases} phases; nearest: {phases}")
+    phases = len(LAYOUTS[ranks])
+    if iterations is not None and (iterations < phases or iterations % phases):
+        raise ValueError(
+            f"--iterations {iterations} is not a multiple of the {phases} phases of {ranks} ranks; nearest: "
+            f"{max(1, round(iterations / phases)) * phases}"
+        )
+    dtype = "bf16" if gpus else cpu_dtype()
     default = ITERATIONS["cuda" if gpus else dtype]
-    return QuickstartPlan(platform.python_version(), device, dtype, ranks, iterations or default)
+    return QuickstartPlan(
+        platform.python_version(), "cuda" if gpus else "cpu", dtype, ranks, iterations or default
+    )
 
 
 def claim(out: Path, plan: QuickstartPlan, fresh: bool) -> None:
@@ -290,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{plan.ranks} GPUs" if plan.device == "cuda" else f"{cores()} CPU cores"
         print(f"megazero quickstart on {where}, {plan.dtype}, {plan.iterations} iterations, in {options.out}")
         Quickstart(options.out, plan).run()
-    except (StepFailed, ImportError, ValueError, OSError) as error:
+    except (StepFailed, ValueError, OSError) as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
