@@ -379,6 +379,7 @@ def prepare(
     built = _build(joined, begun, supervisor.lease)
     progress, outputs = _announce(launch, stack, supervisor.lease, joined.mesh, begun, built)
     config, length = joined.config, begun.length
+    learning_rates = {apart: LearningRate.of(config, decoupled=apart) for apart in (False, True)}
     conditions = ExitConditions.of(config.training, signals, length.halt, supervisor.began)
     exits = Exits(conditions, any_time=bool(begun.users))
     if signals is not None:
@@ -390,7 +391,7 @@ def prepare(
         pipeline=built.pipeline,
         data=begun.data,
         length=length,
-        learning_rates={apart: LearningRate.of(config, decoupled=apart) for apart in (False, True)},
+        learning_rates=learning_rates,
         weight_decay=WeightDecay.of(config),
         progress=progress,
         checkpointing=built.checkpointing,
