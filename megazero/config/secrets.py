@@ -4,7 +4,7 @@
 their streams (log/safe_stream.py), events, stacks, what loggers get. What is compared or read again never does:
 config.yaml and the manifests of checkpoints hold every option as it was given, because two paths that redact alike
 are two runs, and one environment does not decide what another reads. No option is a secret. If one holds a secret all
-the same (``secret_options``), only the user may read the files of the run (train/entry_point.py).
+the same (``secret_options``), only the user may read the files of the run (train/command.py).
 """
 
 from __future__ import annotations

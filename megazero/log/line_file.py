@@ -13,7 +13,6 @@ from typing import IO
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 RETRY_S = 10.0  # between two attempts: opening may read the whole file
-MOST_BYTES = 64 * 2**20  # of waiting lines; those of metrics.jsonl have about 1 kB
 
 
 class LineFile:
@@ -21,9 +20,8 @@ class LineFile:
 
     prepare: called before the file is opened (and again if the disk had no room for that). guard: called before a
     line is written or the file is prepared; it does not return if this process may no longer write. Lines that the
-    disk does not take wait in memory, up to ``most_bytes``, and are written when there is room; beyond that the
-    oldest are lost. There is one warning of each kind. Raises OSError with the path if opening fails for another
-    reason.
+    disk does not take wait in memory (those of metrics.jsonl have about 1 kB each), and are written when there is
+    room. There is one warning of each kind. Raises OSError with the path if opening fails for another reason.
     """
 
     def __init__(
@@ -32,15 +30,14 @@ class LineFile:
         prepare: Callable[[], None] = lambda: None,
         *,
         guard: Callable[[], None] = lambda: None,
-        most_bytes: int = MOST_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path, self.lost = path, 0
+        self.path = path
         self._prepare, self._prepared = prepare, False
         self._guard = guard
-        self._most, self._clock, self._retry_at = most_bytes, clock, 0.0
+        self._clock, self._retry_at = clock, 0.0
         self._file: IO[bytes] | None = None
-        self._waiting, self._bytes = deque[bytes](), 0  # the first one may be the rest of a line
+        self._waiting = deque[bytes]()  # the first one may be the rest of a line
         self._warned: set[str] = set()
         try:
             self._open()
@@ -52,21 +49,14 @@ class LineFile:
     def append(self, line: bytes) -> None:
         """Write a line (it ends with a newline), or keep it until there is room."""
         self._waiting.append(line)
-        self._bytes += len(line)
         if self._clock() >= self._retry_at:
             self._write()
-        while self._bytes > self._most and len(self._waiting) > 1:
-            self._bytes -= len(self._waiting[1])
-            del self._waiting[1]  # the first may be half written
-            self.lost += 1
-            self._warn(f"{self._most:,} bytes wait for room on the disk: the oldest lines are being lost")
 
     def close(self) -> None:
         """Write the waiting lines if there is room now, else warn how many are lost."""
         self._write()
-        self.lost += len(self._waiting)
-        if self.lost:
-            self._warn(f"{self.lost} line(s) lost, for which the disk had no room")
+        if self._waiting:
+            self._warn(f"{len(self._waiting)} line(s) lost, for which the disk had no room")
         self._waiting.clear()
         if self._file is not None:
             try:
@@ -92,7 +82,6 @@ class LineFile:
             while self._waiting:
                 line = self._waiting[0]
                 written = self._open().write(line) or 0
-                self._bytes -= written
                 if written < len(line):
                     self._waiting[0] = line[written:]
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -26,19 +26,13 @@ class Logger(Protocol):
 
 
 class TensorBoardLogger:
-    """Writes scalars as TensorBoard events. texts: Markdown by name, of this start.
+    """Writes scalars as TensorBoard events.
 
     On a resume, events after `iteration` are purged. TensorBoard's fast reader, its default, ignores the mark of
     that: it drops points only when another of their iteration or an earlier one comes.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        iteration: int = 0,
-        texts: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, iteration: int = 0) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -47,8 +41,6 @@ class TensorBoardLogger:
             ) from error
         # A start from the beginning takes the place of one that never saved, evaluations before training included.
         self._writer = SummaryWriter(str(directory), purge_step=iteration + 1 if iteration else 0)
-        for name, text in (texts or {}).items():
-            self._writer.add_text(name, text, iteration)
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         for name, value in scalars(values):

@@ -102,44 +102,21 @@ class Launch:
         """This node's name for an exclude list: SLURM's, else the host's own."""
         return self.node or socket.gethostname()
 
-    def found_nodes(self, ranks_per_node: int) -> tuple[str, ...]:
-        """Return a note of the node size in use, if the launcher does not give one."""
-        if self.local_world_size is not None:
-            return ()
-        return (
-            f"{self.launcher} does not say how many ranks a node has: {ranks_per_node}, by the host names of the "
-            "ranks or --ranks-per-node",
-        )
-
-
-def take_local_rank(argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Return the value of --local-rank N, and the other words.
-
-    torch.distributed.launch and deepspeed add this flag to a command line. Raises ValueError for a value that is no
-    rank.
-    """
-    return _take_number(argv, "local-rank", "the rank on this node, 0 or above", 0)
-
-
-def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Return the value of --nproc-per-node N, the ranks that this process is to start here, and the other words.
-
-    Raises ValueError for a value that is no such number.
-    """
-    return _take_number(argv, "nproc-per-node", "the number of ranks to start on this machine, 1 or above", 1)
-
 
 def take_launch(argv: Sequence[str]) -> tuple[Launch, int | None, list[str]]:
     """Return how this process was launched, how many ranks it is to start here, and the words that say neither.
 
-    Raises ValueError as ``take_local_rank``, ``take_ranks`` and ``read_launch`` do.
+    These are --local-rank N, which torch.distributed.launch and deepspeed add to a command line, and --nproc-per-node
+    N. Raises ValueError for a value that is no such number, and as ``read_launch`` does.
     """
-    local_rank, words = take_local_rank(argv)
-    ranks, words = take_ranks(words)
+    local_rank, words = take_number(argv, "local-rank", "the rank on this node, 0 or above", 0)
+    takes = "the number of ranks to start on this machine, 1 or above"
+    ranks, words = take_number(words, "nproc-per-node", takes, 1)
     return read_launch(local_rank=local_rank, starts=ranks), ranks, words
 
 
-def _take_number(argv: Sequence[str], key: str, takes: str, least: int) -> tuple[int | None, list[str]]:
+def take_number(argv: Sequence[str], key: str, takes: str, least: int) -> tuple[int | None, list[str]]:
+    """Return the number of the flag ``key``, at least ``least``, and the other words. takes: what it is, in words."""
     number, rest, words = None, list[str](), iter(argv)
     for word in words:
         name, has_value, value = word.partition("=")
@@ -452,12 +429,3 @@ def allocator_settings(environ: Mapping[str, str]) -> dict[str, str]:
 def computes_on_host(device: str) -> bool:
     """Tell, without torch, whether ranks of this --device on this node will compute in host memory."""
     return device == "cpu" or device == "auto" and not any(DEVICES.glob("nvidia[0-9]*"))
-
-
-def allocator_notes(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what to tell ranks that compute in host memory and were started without ``allocator_settings``."""
-    return tuple(
-        f"{platform.libc_ver()[1]} is this system's glibc, whose freed memory fragments, so that ranks grow: start "
-        f"them with {name}={value}, as --nproc-per-node does"
-        for name, value in allocator_settings(environ).items()
-    )

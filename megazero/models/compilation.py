@@ -55,27 +55,3 @@ def _require_compiler() -> None:
         raise ValueError(
             f"--compile needs {' and '.join(lacks)}; nearest: --compile-backend aot_eager, or no --compile"
         )
-
-
-class CompileTime:
-    """Tells what this process has compiled since it was last asked."""
-
-    def __init__(self) -> None:
-        self._seen = self._so_far()
-
-    def news(self) -> str | None:
-        """Return a line with graphs, seconds and what came from the cache, or None if nothing was compiled."""
-        seen, self._seen = self._seen, self._so_far()
-        seconds, graphs, cached = (now - then for now, then in zip(self._seen, seen, strict=True))
-        if not graphs:
-            return None
-        made = f"{graphs:.0f} graph{'s' if graphs > 1 else ''}"
-        return f"compiled {made} of layers in {seconds:.1f} s, with {cached:.0f} parts from the cache"
-
-    @staticmethod
-    def _so_far() -> tuple[float, float, float]:
-        from torch._dynamo import utils
-
-        counters, spent = utils.counters, utils.calculate_time_spent()
-        hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-        return spent["total_wall_time"], counters["stats"]["unique_graphs"], hits

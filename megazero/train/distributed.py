@@ -20,7 +20,7 @@ from megazero.config.options.fields import show
 from megazero.config.options.sections import TrainingConfig
 from megazero.config.run import all_options
 from megazero.kernels import dispatch
-from megazero.mesh.launch import Launch, allocator_notes, prepare_cuda
+from megazero.mesh.launch import Launch, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
 from megazero.mesh.objects import gather_objects
 from megazero.mesh.rendezvous import RanksMissing, meet
@@ -66,7 +66,7 @@ def start_rank(
         refuse_shared_gpus(launch.host, str(torch.cuda.get_device_properties(device).uuid))
         use_libraries(device)
         return device, (*notes, *try_kernels(device))
-    return device, allocator_notes(os.environ) if launch.world_size > 1 else ()
+    return device, ()
 
 
 def refuse_shared_gpus(host: str, gpu: str) -> None:

@@ -41,9 +41,8 @@ class Forecast:
 
     seconds: of a step, without a meeting of outer replicas, or None without a cluster file. resident: bytes in use
     before the model is built, on a CPU without mapped files. copied: bytes of host memory for --async-save's copy on
-    a rank. on_host: whether the ranks compute in host memory, too. meeting: bytes that a rank sends to other outer
-    replicas, on average and at most, in a step; the most is that of an ``interval``-th step. met:
-    seconds that meetings add to ``interval`` steps.
+    a rank. on_host: whether the ranks compute in host memory, too. met: seconds that meetings of outer replicas add
+    to ``interval`` steps.
     """
 
     layout: Layout
@@ -51,7 +50,6 @@ class Forecast:
     resident: int = 0
     copied: float = 0.0
     on_host: bool = False
-    meeting: tuple[float, float] = (0.0, 0.0)
     interval: int = 1
     met: float = 0.0
 
@@ -99,14 +97,7 @@ class Forecast:
             lines.append(
                 f"--async-save's copy in host memory: {self.copied / GIB:.2f} GiB on the fullest rank"
             )
-        mean, most = self.meeting
-        if most:
-            every = round(mean * self.interval) == most
-            when = f"in every {self.interval}. step" if every else "at most in a step"
-            lines.append(
-                f"predicted bytes between outer replicas: {most:,.0f} of a rank {when}, {mean:,.0f} on average"
-            )
-        meets = f", and {self.met:.4g} s more in every {self.interval}." if most else ""
+        meets = f", and {self.met:.4g} s more in every {self.interval}." if self.met else ""
         return lines + (
             [] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s{meets}"]
         )
@@ -169,7 +160,6 @@ def foresee(
         timing.seconds - timing.bill["outer"] if timing else None,
         copied=copied_bytes(layout),
         on_host=device.type == "cpu",
-        meeting=layout.bytes_of_meetings,
         interval=interval,
         met=timing.bill["outer"] * interval if timing else 0.0,
     )

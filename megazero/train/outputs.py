@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -12,15 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-import megazero
 from megazero.config import RunConfig, World
 from megazero.config.options.sections import LoggingConfig
 from megazero.config.secrets import redact, secret_options
 from megazero.config.summary import decoder_line, describe, layout_lines, note_lines
-from megazero.convert.card import flag_lines
 from megazero.files import replacing
 from megazero.log.console import TrainConsole
 from megazero.log.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
@@ -140,8 +135,7 @@ def open_outputs(
     events = LineFile(Path(log.log_dir) / EVENTS_FILE, guard=guard)
     stack.callback(events.close)
     resolved = redact(config.to_dict())
-    texts = {"flags": _listed(_flags(config)), "environment": _listed(_environment(start))}
-    loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved, texts)))
+    loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved)))
     stack.callback(loggers.close)
     outputs = Outputs(start, console, loggers, metrics, events, peak)
     outputs.event(
@@ -169,35 +163,11 @@ def _write_config(head: Sequence[str], config: RunConfig, file: Path, console: T
         console.warning(f"{file} is not written: {error.strerror}")
 
 
-def _flags(config: RunConfig) -> Sequence[str]:
-    return flag_lines(config.model.model_family, config.values())
-
-
-def _environment(start: Start) -> Sequence[str]:
-    """Return what the run stands on: its hosts, releases, devices and the variables that decide how it computes."""
-    cuda = torch.cuda.is_available()
-    facts = {
-        **start.header(),
-        "megazero": megazero.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-    }
-    known = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_")
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(known)}
-    return [f"{name}: {value}" for name, value in {**facts, **variables}.items()]
-
-
-def _listed(lines: Sequence[str]) -> str:
-    """Return lines as a block of Markdown, without secrets."""
-    return "\n".join(f"    {redact(line)}" for line in lines)
-
-
 def _asked_for(
-    log: LoggingConfig, run_id: str, iteration: int, resolved: Mapping[str, Any], texts: Mapping[str, str]
+    log: LoggingConfig, run_id: str, iteration: int, resolved: Mapping[str, Any]
 ) -> Iterator[Callable[[], Logger]]:
     if log.tensorboard_dir:
-        yield partial(TensorBoardLogger, log.tensorboard_dir, iteration=iteration, texts=texts)
+        yield partial(TensorBoardLogger, log.tensorboard_dir, iteration=iteration)
     if log.wandb_project:
         yield partial(
             WandbLogger,

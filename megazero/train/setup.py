@@ -7,12 +7,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -38,12 +39,12 @@ from megazero.ops.health import Unhealthy, check_run, record_bad_nodes
 from megazero.ops.lease import BEAT_S, SILENT_S, FolderInUse, Lease
 from megazero.ops.stragglers import Stragglers
 from megazero.ops.watchdog import judging_s
+from megazero.pp.executor import Pipeline
 from megazero.train.callbacks.callback import Callback
 from megazero.train.callbacks.chain import Callbacks
 from megazero.train.callbacks.exits import Exits
 from megazero.train.callbacks.profiling import Profiler
 from megazero.train.callbacks.reports import (
-    CompileNews,
     ExpertReport,
     Prediction,
     RoundingWatch,
@@ -51,17 +52,23 @@ from megazero.train.callbacks.reports import (
 )
 from megazero.train.callbacks.spikes import SpikeWatch
 from megazero.train.callbacks.users import make_callbacks
-from megazero.train.data.datasets import make_datasets, tokenizer_info, unlike_replicas, with_vocabulary
+from megazero.train.data.datasets import (
+    RunData,
+    make_datasets,
+    tokenizer_info,
+    unlike_replicas,
+    with_vocabulary,
+)
 from megazero.train.distributed import find_world, make_mesh, start_rank
 from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast, foresee, room_of
 from megazero.train.nvidia_apex import refuse_without_apex
-from megazero.train.outputs import agree_on_start, open_outputs, report_start
+from megazero.train.outputs import Outputs, agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.peak import peak_tflops
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
-from megazero.train.schedule.run_length import run_length
+from megazero.train.schedule.run_length import RunLength, run_length
 from megazero.train.state.checkpointing import Checkpointing, SavedTokenizer
 from megazero.train.state.origin import Origin, find_origin, leave_behind
 from megazero.train.state.progress import Progress
@@ -200,12 +207,43 @@ def _begun(config: RunConfig, launch: Launch, beginning: Beginning | None) -> Ru
     return begun(config, World(launch.world_size, launch.local_world_size or 0), Beginning.of(told))
 
 
-def _join(
-    config: RunConfig, launch: Launch, supervisor: Supervisor, beginning: Beginning | None
-) -> tuple[RunConfig, TokenizerInfo, Mesh, Forecast | None, tuple[str, ...]]:
+class Joined(NamedTuple):
+    """What all ranks run on. config: as it was completed. notes: for the user, as those of the next stages."""
+
+    config: RunConfig
+    tokenizer: TokenizerInfo
+    mesh: Mesh
+    forecast: Forecast | None
+    notes: Sequence[str]
+
+
+class Begun(NamedTuple):
+    """Where the run begins, how long it is, and its data. users: the user's callbacks by name."""
+
+    origin: Origin
+    length: RunLength
+    data: RunData
+    progress: Progress
+    users: Mapping[str, Callback]
+    notes: Sequence[str]
+
+
+class Built(NamedTuple):
+    """The model on its ranks, with its weights loaded. forecast: with the memory in use before the model."""
+
+    decoder: Decoder
+    engine: Engine
+    pipeline: Pipeline
+    checkpointing: Checkpointing
+    bill: TimeBill
+    forecast: Forecast | None
+    notes: Sequence[str]
+
+
+def _join(config: RunConfig, launch: Launch, supervisor: Supervisor, beginning: Beginning | None) -> Joined:
     """Meet the other ranks and find out what all of them run on; nothing is allocated yet. Collective.
 
-    Returns the configuration as it was completed, and notes for the user. Raises NotStarted.
+    Raises NotStarted.
     """
     # Collectives wait a little longer than the watchdog, which can name the missing ranks.
     limit = timedelta(minutes=config.training.distributed_timeout_minutes)
@@ -220,44 +258,60 @@ def _join(
     config = _begun(config, launch, beginning)
     refuse_without_apex(config.training, device)
     tokenizer = tokenizer_info(config)
-    config = with_vocabulary(config, tokenizer)
-    config, world = find_world(config, launch)
+    config, world = find_world(with_vocabulary(config, tokenizer), launch)
     supervisor.joining = "the planning"
     config, forecast, planned = foresee(config, world, device)  # before anything is allocated
     supervisor.joining = "making communicators"
     found = check_run(config, launch, world, device)
     mesh = make_mesh(config, world, device, timeout)
-    if forecast is not None:
-        forecast.refuse_without(
-            room_of(device, mesh.grid.ranks_per_node)
-        )  # communicators have taken their part
+    if forecast is not None:  # communicators have taken their part
+        forecast.refuse_without(room_of(device, mesh.grid.ranks_per_node))
     supervisor.joining = None
     _look_for_kill_switch(config.training.kill_switch_path)
-    found = (*found, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
-    return config, tokenizer, mesh, forecast, found
+    return Joined(config, tokenizer, mesh, forecast, (*found, *notes, *planned))
 
 
-def _checkpointing(
-    config: RunConfig,
-    tokenizer: TokenizerInfo,
-    engine: Engine,
-    decoder: Decoder,
-    users: Mapping[str, Callback],
-    lease: Lease,
-    origin: Origin,
-) -> Checkpointing:
-    """Return what saves and loads this engine's state, and all else that a checkpoint holds."""
-    named, first = tokenizer_options(vars(config.data)), engine.mesh.rank == 0
-    files = (read_tokenizer_files(config.data.tokenizer_type, named) or origin.of_model) if first else {}
-    return Checkpointing(
+def _begin(joined: Joined) -> Begun:
+    """Find where the run begins. What is left to do, and the data it takes, are counted from there. Collective."""
+    config, mesh = joined.config, joined.mesh
+    users = make_callbacks(config.logging.callbacks)
+    origin = find_origin(config, mesh)
+    length = run_length(config, mesh.batch_ranks, origin.progress)
+    data, progress = make_datasets(config, joined.tokenizer, length, origin.progress)
+    turn = mesh.replica_batch_ranks * config.batch.micro_batch_size
+    notes = (*unlike_replicas(data.train, progress.consumed_samples, mesh.grid.outer, turn),)
+    return Begun(origin, length, data, progress, users, notes)
+
+
+def _build(joined: Joined, begun: Begun, lease: Lease) -> Built:
+    """Make the model and what saves it, prove that this can save, and load the weights. Collective."""
+    config, mesh, origin, bill = joined.config, joined.mesh, begun.origin, TimeBill()
+    forecast = joined.forecast and joined.forecast.before_the_model(mesh.device)
+    decoder = build_decoder(config, mesh, Traffic(), bill.span)
+    engine = shard_decoder(decoder, config, mesh, bill.span)
+    pipeline = build_pipeline(decoder, engine, config, mesh)
+    files: Mapping[str, bytes] = {}
+    if mesh.rank == 0:
+        named = tokenizer_options(vars(config.data))
+        files = read_tokenizer_files(config.data.tokenizer_type, named) or origin.of_model
+    checkpointing = Checkpointing(
         config,
         engine,
         decoder.placements(),
-        SavedTokenizer(tokenizer.fingerprint, files),
+        SavedTokenizer(joined.tokenizer.fingerprint, files),
         LossScaling.of(config.precision),
-        Callbacks(users=users),
+        Callbacks(users=begun.users),
         partial(lease.check, fresh=True),
     )
+    exported: tuple[str, ...] = ()
+    if config.checkpoint.save is not None and origin.progress.iteration < begun.length.last_iteration:
+        checkpointing.try_saving()
+        if config.checkpoint.save_hf is not None:
+            exported = checkpointing.try_exporting(Path(config.checkpoint.save_hf))
+    checkpointing.load(origin)
+    left = leave_behind(config, origin, mesh, begun.length.last_iteration)
+    notes = (*left, *_not_named(origin, begun.users), *joined.notes, *begun.notes, *exported)
+    return Built(decoder, engine, pipeline, checkpointing, bill, forecast, notes)
 
 
 def _not_named(origin: Origin, users: Mapping[str, Callback]) -> list[str]:
@@ -271,11 +325,39 @@ def _not_named(origin: Origin, users: Mapping[str, Callback]) -> list[str]:
     ]
 
 
-def _started(config: RunConfig, mesh: Mesh, progress: Progress) -> Progress:
-    """Return the progress with this start's flags, which a model card tells: so without secrets."""
+def _announce(
+    launch: Launch, stack: ExitStack, lease: Lease, mesh: Mesh, begun: Begun, built: Built
+) -> tuple[Progress, Outputs]:
+    """Open the outputs, which ``stack`` closes, and say what runs. Returns the progress of this start. Collective."""
+    config, length = built.checkpointing.config, begun.length
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
-    said = card_options(config.model.model_family, config.values())
-    return progress.started(redact(said), rounded_summary(config, world))
+    said = redact(card_options(config.model.model_family, config.values()))  # a model card tells them
+    progress = begun.progress.started(said, rounded_summary(config, world))
+    start = replace(agree_on_start(config, launch, progress), lease=lease.holder.owner)
+    halt = (f"the run stops after iteration {length.halt[0]}: {length.halt[1]}",) if length.halt else ()
+    notes = (*progress.notes, *built.notes, *halt)
+    progress = replace(progress, run_id=start.run_id, notes=notes)
+    guard, peak = partial(lease.check, config.logging.log_dir), peak_tflops(config, mesh.device)
+    outputs = open_outputs(
+        config, progress, start, length.last_iteration, stack, guard, first=mesh.rank == 0, peak=peak
+    )
+    forecast = built.forecast.lines() if built.forecast else ()
+    report_start(config, mesh, built.decoder, progress, outputs, forecast)
+    return progress, outputs
+
+
+def _own_callbacks(config: RunConfig, launch: Launch, built: Built) -> Iterator[Callback]:
+    """Yield the trainer's own callbacks that follow the outputs, but for ``Exits``."""
+    engine = built.engine
+    yield StragglerWatch(Stragglers.of(engine.mesh, launch.host))
+    yield RoundingWatch(engine.policy.codecs)
+    yield Profiler(config, built.decoder, engine, built.pipeline, built.bill)
+    if balance := ExpertBalance.of(engine):
+        yield ExpertReport(balance)
+    if built.forecast:
+        yield Prediction(built.forecast)
+    if config.skipping.stop_on_spike:
+        yield SpikeWatch(config.skipping)
 
 
 def prepare(
@@ -292,66 +374,28 @@ def prepare(
     is. beginning: as of ``main``. Raises NotStarted.
     """
     supervisor = supervisor or Supervisor(config, launch)
-    config, tokenizer, mesh, forecast, found = _join(config, launch, supervisor, beginning)
-    users = make_callbacks(config.logging.callbacks)
-
-    # What is left to do, and the data it takes, are counted from where the run begins.
-    origin = find_origin(config, mesh)
-    length = run_length(config, mesh.batch_ranks, origin.progress)
+    joined = _join(config, launch, supervisor, beginning)
+    begun = _begin(joined)
+    built = _build(joined, begun, supervisor.lease)
+    progress, outputs = _announce(launch, stack, supervisor.lease, joined.mesh, begun, built)
+    config, length = joined.config, begun.length
     learning_rates = {apart: LearningRate.of(config, decoupled=apart) for apart in (False, True)}
-    data, progress = make_datasets(config, tokenizer, length, origin.progress)
-    turn = mesh.replica_batch_ranks * config.batch.micro_batch_size
-    found = (*found, *unlike_replicas(data.train, progress.consumed_samples, mesh.grid.outer, turn))
-
-    bill = TimeBill()
-    forecast = forecast and forecast.before_the_model(mesh.device)
-    decoder = build_decoder(config, mesh, Traffic(), bill.span)
-    engine = shard_decoder(decoder, config, mesh, bill.span)
-    pipeline = build_pipeline(decoder, engine, config, mesh)
-    checkpointing = _checkpointing(config, tokenizer, engine, decoder, users, supervisor.lease, origin)
-    if config.checkpoint.save is not None and origin.progress.iteration < length.last_iteration:
-        checkpointing.try_saving()
-        if config.checkpoint.save_hf is not None:
-            found = (*found, *checkpointing.try_exporting(Path(config.checkpoint.save_hf)))
-    checkpointing.load(origin)
-    found = (*leave_behind(config, origin, mesh, length.last_iteration), *_not_named(origin, users), *found)
-
-    if length.halt is not None:
-        found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
-    progress = _started(config, mesh, progress)
-    start = replace(agree_on_start(config, launch, progress), lease=supervisor.lease.holder.owner)
-    progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
-    guard, peak = partial(supervisor.lease.check, config.logging.log_dir), peak_tflops(config, mesh.device)
-    outputs = open_outputs(
-        config, progress, start, length.last_iteration, stack, guard, first=mesh.rank == 0, peak=peak
-    )
-    report_start(config, mesh, decoder, progress, outputs, forecast.lines() if forecast else ())
     conditions = ExitConditions.of(config.training, signals, length.halt, supervisor.began)
-    exits = Exits(conditions, any_time=bool(users))
+    exits = Exits(conditions, any_time=bool(begun.users))
     if signals is not None:
         signals.hold()
-    own: list[Callback] = [
-        outputs,
-        StragglerWatch(Stragglers.of(mesh, launch.host)),
-        RoundingWatch(engine.policy.codecs),
-        exits,
-        Profiler(config, decoder, engine, pipeline, bill),
-        *([ExpertReport(balance)] if (balance := ExpertBalance.of(engine)) else []),
-        *([CompileNews()] if config.training.compile else []),
-        *([Prediction(forecast)] if forecast else []),
-        *([SpikeWatch(config.skipping)] if config.skipping.stop_on_spike else []),
-    ]
+    own = (outputs, exits, *_own_callbacks(config, launch, built))
     return Trainer(
-        decoder=decoder,
-        engine=engine,
-        pipeline=pipeline,
-        data=data,
+        decoder=built.decoder,
+        engine=built.engine,
+        pipeline=built.pipeline,
+        data=begun.data,
         length=length,
         learning_rates=learning_rates,
         progress=progress,
-        checkpointing=checkpointing,
+        checkpointing=built.checkpointing,
         outputs=outputs,
         exits=exits,
-        bill=bill,
-        callbacks=Callbacks(own, users),
+        bill=built.bill,
+        callbacks=Callbacks(own, begun.users),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +25,6 @@ from megazero.ops.watchdog import Limit, Watchdog, connect
 from megazero.train.trainer import Trainer
 
 LONGEST, LONGEST_PHASE = 10_000, 100  # characters of a reason, and of a phase in the lease
-SAID_AFTER = 2.0  # seconds of a step of the start: a screen is for what is slow
 
 
 class Supervisor:
@@ -44,29 +42,10 @@ class Supervisor:
         self.lease.lost, self.lease.look = self.lose, self.look
         self._seen = "", self.began  # the phase, and since when
         self.trainer: Trainer | None = None
-        self.joining = f"waiting for {plural(launch.world_size - 1, 'other rank')}"
+        self.joining: str | None = f"waiting for {plural(launch.world_size - 1, 'other rank')}"
         self.refused: str | None = None  # on the first rank: which run holds a folder of this one
         self._watchdog: Watchdog | None = None
         self._told = ""  # of the error that was printed here: its kind
-
-    @property
-    def joining(self) -> str | None:
-        """The step of joining that is under way. The first rank prints one that lasts SAID_AFTER seconds."""
-        return self._joining
-
-    @joining.setter
-    def joining(self, step: str | None) -> None:
-        self._joining: str | None = step
-        if self.launch.rank == 0 and self.launch.world_size > 1:
-            timer = threading.Timer(SAID_AFTER, self._say, (step,))
-            timer.daemon = True
-            timer.start()
-
-    def _say(self, step: str | None) -> None:
-        """Print a step of the start that is still under way."""
-        if self.trainer is None and self._joining == step:
-            after = time.monotonic() - self.began
-            print(f"start after {after:.1f} s: {step or 'the preparation'}", flush=True)
 
     @property
     def phase(self) -> str:

@@ -25,7 +25,7 @@ from megazero.data import IndexedWriter
 from megazero.mesh.launch import Launch, read_launch
 from megazero.mesh.sealed import SECRET
 from megazero.mesh.starter import free_port
-from megazero.train import entry_point, setup
+from megazero.train import command, setup
 from megazero.train.callbacks.callback import TrainedStep
 from megazero.train.data import feeding
 from tests.dist.pool import RankError, run_ranks
@@ -218,7 +218,7 @@ def _process(rank: int, world: int, port: int, values: Values, log: str, prepare
     os.environ.update({name: str(value) for name, value in launcher.items()})
     if prepare is not None:
         prepare(rank)
-    status = entry_point.run(make_config({**TINY, **values}, World(world, world)), read_launch())
+    status = command.run(make_config({**TINY, **values}, World(world, world)), read_launch())
     sys.stdout.flush()
     os._exit(status)
 

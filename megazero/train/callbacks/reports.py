@@ -1,4 +1,4 @@
-"""Callbacks that report: what torch.compile compiled, seconds of ranks, rounding, and the planner's prediction."""
+"""Callbacks that report: seconds of ranks, rounding, balance of experts, and the planner's prediction."""
 
 from __future__ import annotations
 
@@ -9,32 +9,13 @@ from typing import Any
 
 from megazero.comm.watch import LossyGradients
 from megazero.comm.wire import Codecs
-from megazero.models.compilation import CompileTime
 from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.train.callbacks.callback import Callback, TrainedStep
 from megazero.train.expert_balance import ExpertBalance
 from megazero.train.forecast import Forecast
-from megazero.train.state.progress import Progress
 from megazero.zero.rounding import GRADIENTS
 
 STEP_TIMES = 1000  # of the latest iterations
-
-
-class CompileNews(Callback):
-    """Prints what torch.compile compiled: all graphs in the first step, unless lengths of samples change."""
-
-    def __init__(self) -> None:
-        self.spent = CompileTime()
-
-    def after_step(self, step: TrainedStep) -> None:
-        self._tell(step.iteration)
-
-    def evaluated(self, at: Progress, name: str, loss: float) -> None:
-        self._tell(at.iteration)
-
-    def _tell(self, iteration: int) -> None:
-        if line := self.spent.news():
-            self.run.note(f"{line} (iteration {iteration})")
 
 
 class StragglerWatch(Callback):

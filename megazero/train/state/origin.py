@@ -32,7 +32,8 @@ TRACKERS = {
     "latest_checkpointed_iteration.txt": "Megatron's: megazero convert from-megatron makes a checkpoint of it",
     "latest": "DeepSpeed's, whose checkpoints are not read here",
 }
-# What the order of samples depends on, besides the files' contents and the number of samples it was made for.
+# What the order of samples depends on, besides the files' contents and the number of samples that it was made for,
+# which the checkpoint has.
 SAMPLE_ORDER = (
     ("training", "seed"),
     ("model", "seq_length"),
@@ -41,13 +42,6 @@ SAMPLE_ORDER = (
     ("data", "train_data_path"),
     ("data", "train_weighted_split_paths"),
     ("data", "mock_data"),
-)
-# What that number was computed from, for checkpoints that do not have it.
-RUN_LENGTH = (
-    ("training", "train_iters"),
-    ("training", "train_samples"),
-    ("batch", "global_batch_size"),
-    ("batch", "rampup_batch_size"),
 )
 
 
@@ -137,7 +131,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         *_of_first_rank(mesh, lambda: list(_copies(options, step)) if damaged else []),
         *_of_first_rank(mesh, lambda: [] if chosen.named else list(_incomplete(root, step))),
         *_changed_replicas(config.outer, mesh.grid.outer, saved),
-        *_changed_order(config, saved.manifest.configuration, "ordered_for" in saved.state),
+        *_changed_order(config, saved.manifest.configuration),
     )
     return Origin(replace(saved.progress, notes=notes), saved, own=chosen.again)
 
@@ -311,19 +305,15 @@ def _changed_replicas(outer: OuterConfig, now: int, saved: SavedCheckpoint) -> I
             yield f"the {what} begins at zero" if kept(outer) else f"the {what} of the checkpoint is dropped"
 
 
-def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: bool) -> Iterator[str]:
-    """Yield options that have changed so that the same count of consumed samples now means other samples.
-
-    knows_number: the checkpoint has the number of samples that its order was made for.
-    """
+def _changed_order(config: RunConfig, before: Mapping[str, Any]) -> Iterator[str]:
+    """Yield options that have changed so that the same count of consumed samples now means other samples."""
     now = config.to_dict()
-    for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
+    for section, name in SAMPLE_ORDER:
         old, new = before.get(section, {}).get(name), now[section][name]
         if (old or None) != (new or None):  # a checkpoint may be older than the option
-            sure = "" if (section, name) in SAMPLE_ORDER else "may "
             yield (
                 f"--{name.replace('_', '-')} was {old} when the checkpoint was written and is {new} now: samples "
-                f"{sure}come in another order from here on, so some repeat and some are left out"
+                "come in another order from here on, so some repeat and some are left out"
             )
 
 

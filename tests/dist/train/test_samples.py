@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megazero.checkpoint import store
-from megazero.checkpoint.manifest import MANIFEST_FILE, write_file, write_manifest
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Seen, refusals, samples, train_each, write_data
 
@@ -173,24 +170,6 @@ def test_a_changed_length_keeps_the_order_or_tells(tmp_path: Path) -> None:
     assert "made for 16" in valid and "evaluations take other samples" in valid
     path = store.latest(tmp_path / "again")
     assert path is not None and store.read_state(path)["ordered_for"] == {"train": 72, "valid": 16}
-
-
-def test_a_checkpoint_that_does_not_say_its_number_is_read_as_before(tmp_path: Path) -> None:
-    base = {"save": str(tmp_path / "run"), "exit_interval": 2, "log_dir": str(tmp_path / "logs")}
-    runs([(1, base)])
-    path = store.latest(tmp_path / "run")
-    assert path is not None
-    state, manifest = store.read_state(path), store.read_manifest(path)
-    del state["ordered_for"]
-    for name in ("state.json", MANIFEST_FILE):
-        (path / name).unlink()
-    entry = write_file(path / "state.json", json.dumps(state).encode())
-    write_manifest(path, replace(manifest, files={**manifest.files, "state.json": entry}))
-    load = {"load": str(tmp_path / "run"), "log_dir": str(tmp_path / "logs")}
-    same, changed = runs([(1, load), (1, {**load, "train_iters": 7, "global_batch_size": 4})])
-    assert not same[0].notes
-    assert [note.split(" was ")[0] for note in changed[0].notes] == ["--train-iters", "--global-batch-size"]
-    assert "may come in another order" in changed[0].notes[0]
 
 
 def test_too_little_data_is_counted_from_where_the_run_is(tmp_path: Path) -> None:

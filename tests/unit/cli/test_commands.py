@@ -17,16 +17,7 @@ from megazero.config.options.fields import option
 from megazero.config.read.flags import arguments_help
 from tests import ROOT
 
-SCRIPTS = {
-    "pretrain/pretrain_gpt.py": "train",
-    "pretrain/generate.py": "generate",
-    "tools/preprocess_data.py": "preprocess",
-    "tools/train_tokenizer.py": "tokenizer",
-    "tools/status.py": "status",
-    "tools/inspect_checkpoint.py": "inspect",
-    "tools/convert.py": "convert",
-    "tools/check_nodes.py": "check-nodes",
-}
+SCRIPTS = {"pretrain/pretrain_gpt.py": "train", "tools/preprocess_data.py": "preprocess"}
 
 
 def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +52,7 @@ def test_profile_is_calibrate(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("script, command", SCRIPTS.items())
 def test_scripts_call_commands(script: str, command: str) -> None:
-    """SLURM scripts name these files: each has the command's help and nothing of its own."""
+    """Scripts written for Megatron name these files: each has the command's help and nothing of its own."""
     done = run(script, "--help")
     assert done.returncode == 0 and done.stdout == run("-m", "megazero", command, "--help").stdout
     assert command in done.stdout.splitlines()[0] and len((ROOT / script).read_text().splitlines()) < 12

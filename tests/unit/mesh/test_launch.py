@@ -7,7 +7,7 @@ import pytest
 from megazero.config import World, parse
 from megazero.config.summary import describe
 from megazero.log.exit_status import ExitStatus, process_status, report_to_torchrun
-from megazero.mesh.launch import expand_hosts, read_launch, take_local_rank
+from megazero.mesh.launch import expand_hosts, read_launch, take_number
 from tests.messages import refused
 from tests.sizes import LEAST
 
@@ -137,6 +137,9 @@ def test_steps_and_jobs_have_ports_of_their_own() -> None:
 
 
 def test_local_rank_of_the_command_line() -> None:
+    def take_local_rank(argv: list[str]) -> tuple[int | None, list[str]]:
+        return take_number(argv, "local-rank", "the rank on this node", 0)
+
     for typed in (["--local-rank=3"], ["--local_rank", "3"], ["--local_rank=3"], ["--local-rank", "3"]):
         assert take_local_rank(["--lr", "1", *typed, "--bf16"]) == (3, ["--lr", "1", "--bf16"])
     assert take_local_rank(["--lr", "1"]) == (None, ["--lr", "1"])
@@ -158,13 +161,10 @@ def test_ranks_meet_where_rank_0_is_or_are_told_how_to_say_it() -> None:
         _ = read_launch(OMPI).address
 
 
-def test_a_node_size_that_nobody_says_is_noted_and_not_taken_for_one_node() -> None:
+def test_a_node_size_that_nobody_says_is_not_taken_for_one_node() -> None:
     flags = f"--model-family llama {LEAST} --micro-batch-size 1 --train-iters 1 --zero-preset zeropp "
     flags += "--zero-quantized-gradients"
     launch = read_launch(BARE)
-    (note,) = launch.found_nodes(8)
-    assert "RANK and WORLD_SIZE does not say how many ranks a node has: 8, by the host names" in note
-    assert read_launch(TORCHRUN).found_nodes(8) == ()
     world = World(launch.world_size, launch.local_world_size or 0)
     config = parse(flags.split(), world)
     assert not config.knows_nodes(world) and config.batch.global_batch_size == 16

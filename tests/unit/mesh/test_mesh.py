@@ -10,7 +10,6 @@ from megazero.mesh import launch
 from megazero.mesh.grid import INTER, INTRA, data_ranks_per_node, make_grid
 from megazero.mesh.launch import (
     Launch,
-    allocator_notes,
     allocator_settings,
     computes_on_host,
     cuda_settings,
@@ -102,9 +101,7 @@ def test_kernels_and_connections_of_ranks_are_loaded_at_the_start(environment, r
 def test_small_caches_of_a_glibc_that_fragments_are_off_unless_the_user_says_else(monkeypatch, libc, set_):
     monkeypatch.setattr("platform.libc_ver", lambda: libc)
     assert list(allocator_settings({})) == ["GLIBC_TUNABLES"] * set_
-    assert [libc[1] in note for note in allocator_notes({})] == [True] * set_
-    own = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}
-    assert not allocator_settings(own) and not allocator_notes(own)
+    assert not allocator_settings({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"})
 
 
 def test_ranks_compute_in_host_memory_where_no_gpu_is(monkeypatch, tmp_path):

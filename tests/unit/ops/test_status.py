@@ -197,7 +197,7 @@ def test_the_program_prints_and_loads_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('torch was imported')")
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     done = subprocess.run(
-        [sys.executable, "tools/status.py", str(folder), str(tmp_path / "none")],
+        [sys.executable, "-m", "megazero", "status", str(folder), str(tmp_path / "none")],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"},
         capture_output=True,

@@ -27,10 +27,10 @@ SCRIPTS = sorted(path.name for path in (ROOT / "pretrain" / "slurm").glob("*.sba
 # Each says how it was called. srun ends as ENDS says, and leaves what a run leaves.
 PROGRAMS = {
     "srun": """echo "srun $*" >> "$CALLS"
-        for node in $LOST; do [[ "$*" == *"=$node "*check_nodes.py* ]] && exit 1; done
-        [[ -n "$CHECKS" && "$*" == *check_nodes.py* ]] && {
+        for node in $LOST; do [[ "$*" == *"=$node "*check-nodes* ]] && exit 1; done
+        [[ -n "$CHECKS" && "$*" == *check-nodes* ]] && {
             touch "$RUN/tries"; until [ -e "$RUN/go" ]; do /bin/sleep 0.02; done; }
-        [[ "$*" == *check_nodes.py* ]] && exit 0
+        [[ "$*" == *check-nodes* ]] && exit 0
         mkdir -p "$RUN/logs" "$RUN/iter_$NEWEST"
         trap 'echo "handed on USR1" >> "$CALLS"; exit 75' USR1
         [ "$ENDS" = waits ] && { touch "$RUN/waits"; for i in $(seq 200); do /bin/sleep 0.05; done; }

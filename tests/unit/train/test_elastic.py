@@ -181,7 +181,7 @@ def test_commands_that_read_alike_without_their_secrets_are_two(
     assert checkpoint_to_load(began.values()).again
     moved = replace(began, data=replace(began.data, data_path=("/d/corpus7-two",)))
     monkeypatch.setenv("DATA_PASS", "corpus7-two")
-    assert any("--data-path was" in note for note in origin._changed_order(moved, began.to_dict(), True))
+    assert any("--data-path was" in note for note in origin._changed_order(moved, began.to_dict()))
 
 
 def test_ranks_that_are_told_read_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
