@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megazero.kernels import dispatch, moments
-from megazero.kernels.adamw import NOTHING, SILENCE, Rates, Refresh, adamw
+from megazero.kernels.adamw import SILENCE, Rates, adamw
 from megazero.kernels.noise import Noise
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -68,13 +68,12 @@ class OnePassAdamW(torch.optim.Optimizer):
         closure: Callable[[], float] | None = None,
         *,
         scale: float = 1.0,
-        refresh: Mapping[torch.Tensor, Refresh] = MappingProxyType({}),
         noise: Mapping[torch.Tensor, Noise] = MappingProxyType({}),
     ) -> float | None:
         """Update every parameter that has a gradient. Return the closure's loss, or None without a closure.
 
-        scale: gradients are multiplied by it. By parameter: refresh, what an update leaves beside; noise, that of its
-        moments' rounding (by default a stream for each step and place in a group).
+        scale: gradients are multiplied by it. noise: by parameter, that of its moments' rounding (by default a stream
+        for each step and place in a group).
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -90,8 +89,7 @@ class OnePassAdamW(torch.optim.Optimizer):
                 tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
                 master, grad, exp_avg, exp_avg_sq = (x if x.ndim == 1 else x.view(-1) for x in tensors)
                 drawn = noise.get(p) or (Noise(0, count, at) if self.rounds else SILENCE)
-                rates, sent = Rates.of(count, *numbers), refresh.get(p, NOTHING)
-                adamw(master, grad, exp_avg, exp_avg_sq, rates, sent, drawn)
+                adamw(master, grad, exp_avg, exp_avg_sq, Rates.of(count, *numbers), drawn)
         return loss
 
 

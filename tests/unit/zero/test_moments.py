@@ -143,7 +143,7 @@ def rounded(values: torch.Tensor, held: torch.Tensor, power: int, noise: Noise |
     """Keep ``values`` with this noise, or to nearest."""
     n = len(values)
     with SCRATCH.frame(CPU) as frame:
-        pieces = moments.Pieces(held, power, n, torch.float32, moments.Rough.of(frame.take, n))
+        pieces = moments.Pieces(held, power, n, torch.float32, frame.take)
         drawn = None if noise is None else Draws(noise, moments.whole(n), frame.take)(0, moments.whole(n))
         pieces.open(0, n).copy_(values)
         pieces.close(0, n, drawn)
