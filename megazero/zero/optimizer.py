@@ -21,9 +21,8 @@ from megazero.zero.by_matrix import MATRIX, ByMatrix
 from megazero.zero.elementwise import (
     OnePassAdamW,
     OptimizerFactory,
+    Probe,
     make_state,
-    refuse_unless_elementwise,
-    refuse_unless_from_zeros,
 )
 from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
@@ -139,10 +138,11 @@ class SliceOptimizer:
         for each in traits.values():  # every rank has every group, even one it holds no slice of
             if not each.frozen:
                 groups.setdefault(each.group, {"params": [], **dict(each.group)})
+        self._probe: Probe | None = None
         probed = [group for group in groups if (MATRIX, True) not in group]
-        self._probe = [(factory, probed, unit.sum_dtype, unit.device) for unit in units[:1]]
-        for probe in self._probe:
-            refuse_unless_elementwise(*probe)
+        if units and probed:
+            self._probe = Probe(factory, probed, units[0].sum_dtype, units[0].device)
+            self._probe.refuse_unless_elementwise()
         for run in self.runs:
             groups[run.traits.group]["params"].append(run.leaf)
         if not groups:
@@ -196,8 +196,8 @@ class SliceOptimizer:
         """Create the optimizer's state tensors before its first step, without changing weights."""
         if all(self.torch.state.get(r.leaf) for r in self.runs):
             return
-        for probe in self._probe:
-            refuse_unless_from_zeros(*probe)
+        if self._probe is not None:
+            self._probe.refuse_unless_from_zeros()
         make_state(self.elementwise)
         if self.matrices is not None:
             self.matrices.make_state()

@@ -63,9 +63,8 @@ class Weights:
         self.read: Read = refuse_read  # what an operation on hidden Parameters does
         self.active, self.in_backward = 0, False
         self.pinned = self.writers = 0
-        self.seen: list[
-            int
-        ] = []  # fingerprints of the parameters, in the layout's order, while blocks may write
+        # Fingerprints of the parameters, in the layout's order, while blocks may write.
+        self.seen: list[int] = []
         self.bindings = self._adopt(values)
 
     # -- storage ---------------------------------------------------------------------------------
