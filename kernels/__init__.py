@@ -1,4 +1,4 @@
-"""Kernels that quantise messages. Each operation has one file, with its Triton kernel beside its torch reference.
+"""Kernels that quantise messages. A file is an operation: its function, the torch reference, and its Triton kernel.
 
 dispatch.py chooses between the two. The operations are quantize, dequantize, dequantize_accumulate,
 dequantize_sum_quantize, sum_rows and adamw. format.py lays out the message and bounds its error, noise.py draws

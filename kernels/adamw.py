@@ -1,14 +1,12 @@
 """Updates a slice of master weights by AdamW (Loshchilov and Hutter 2019) in one pass over memory.
 
-The pass reads the gradient as it was summed and multiplies it by the clip factor. It also leaves what the next
-refresh sends: the weights in the parameters' dtype, or their difference to what receivers hold, in the gradient's
-place. Every operation is rounded once, to the master's dtype, so all implementations give the same bits.
+The pass reads the gradient as it was summed and multiplies it by the clip factor. Every operation is rounded once, to
+the master's dtype, so all implementations give the same bits.
 
 Moments may be kept in fewer bits (moments.py): they are decoded, updated and encoded in registers, or in pieces.
 
-Bytes per element with fp32 states and 16-bit parameters: 16 are read (gradient, master, two moments) and 12 written;
-parameters add 2 written, differences 2 read and 4 written. One operation after the other (the gradient scaled in
-place, torch's fused step, the cast or the difference) moves 42 instead of 30, and 58 instead of 34.
+Bytes per element with fp32 states: 16 are read (gradient, master, two moments) and 12 written. One operation after
+the other (the gradient scaled in place, torch's fused step) moves 36 instead of 28.
 """
 
 from __future__ import annotations
@@ -21,13 +19,12 @@ from typing import NamedTuple
 import torch
 
 from megazero.kernels import moments
-from megazero.kernels.add_to import add_to
 from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dispatch import CHUNK, tl, use_kernel
 from megazero.kernels.format import fp32
 from megazero.kernels.moments import close_tile, open_tile
 from megazero.kernels.noise import Draws, Noise, block_draws_tile, drawing_jit, launch_arguments
-from megazero.kernels.values import load_values, raw, rounded_values, store_values
+from megazero.kernels.values import raw
 
 TILE = 1024  # elements that a program takes: two accesses of 16 bytes by 128 threads, of every fp32 operand
 
@@ -69,22 +66,6 @@ class Rates(NamedTuple):
         )
 
 
-class Refresh(NamedTuple):
-    """What an update leaves for the next refresh of its slice [n]; both tensors have the parameters' dtype.
-
-    copy: is given the rounded weights, without ``held``. held: what receivers hold; the gradient becomes the rounded
-    weights' difference to it. Each may be None.
-    """
-
-    copy: torch.Tensor | None = None
-    held: torch.Tensor | None = None
-
-    def part(self, start: int, stop: int) -> Refresh:
-        """Return that of the elements [start, stop)."""
-        return Refresh(*(None if x is None else x[start:stop] for x in self))
-
-
-NOTHING = Refresh()
 SILENCE = Noise(0, 0, 0)
 
 
@@ -94,7 +75,6 @@ def adamw(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     rates: Rates,
-    refresh: Refresh = NOTHING,
     noise: Noise = SILENCE,
 ) -> None:
     """Update ``master`` and its moments in place: [n], fp32 or fp64, all of one dtype and contiguous.
@@ -104,36 +84,15 @@ def adamw(
     if not master.numel():
         return
     if use_kernel(master, grad):
-        _launch(master, grad, exp_avg, exp_avg_sq, rates, refresh, noise)
-    else:
-        reference(master, grad, exp_avg, exp_avg_sq, rates, refresh, noise)
-
-
-def reference(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    rates: Rates,
-    refresh: Refresh = NOTHING,
-    noise: Noise = SILENCE,
-) -> None:
-    """Do the same as ``adamw`` in torch, on any device.
-
-    Roots are taken in fp64 and then rounded, which gives the nearest fp32 value: on a CPU torch.sqrt may be MKL's,
-    which is an ulp off for one fp32 value in five.
-    """
+        _launch(master, grad, exp_avg, exp_avg_sq, rates, noise)
+        return
     n = master.numel()
     with SCRATCH.frame(master.device) as frame:
         size = moments.whole(min(CHUNK, n))
-        coded = {exp_avg.dtype, exp_avg_sq.dtype} != {master.dtype}
-        rough = moments.Rough.of(frame.take, size if coded else 0)
         powers = ((exp_avg, moments.EXP_AVG), (exp_avg_sq, moments.EXP_AVG_SQ))
-        kept = [moments.Pieces(held, power, n, master.dtype, rough) for held, power in powers]
-        draws = Draws(noise, size, frame.take) if coded else None
+        kept = [moments.Pieces(held, power, n, master.dtype, frame.take) for held, power in powers]
+        draws = None if all(each.direct for each in kept) else Draws(noise, size, frame.take)
         work = frame.take(size, master.dtype), frame.take(size, master.dtype), frame.take(size, torch.float64)
-        held = refresh.held
-        rounded = frame.take(0 if held is None else size, master.dtype if held is None else held.dtype)
         for low, high in moments.chunks(n):
             weight, gradient = master[low:high], grad[low:high]
             first, second = (each.open(low, high) for each in kept)
@@ -141,7 +100,6 @@ def reference(
             drawn = None if draws is None else draws(low, moments.whole(high - low))
             for each in kept:
                 each.close(low, high, drawn)
-            _leave(weight, gradient, refresh.part(low, high), rounded[: high - low])
 
 
 def _step(
@@ -152,7 +110,11 @@ def _step(
     rates: Rates,
     buffers: Sequence[torch.Tensor],
 ) -> None:
-    """Update a piece of the weights and its moments; two buffers are as the weights, the third is fp64."""
+    """Update a piece of the weights and its moments; two buffers are as the weights, the third is fp64.
+
+    Roots are taken in fp64 and then rounded, which gives the nearest fp32 value: on a CPU torch.sqrt may be MKL's,
+    which is an ulp off for one fp32 value in five.
+    """
     scaled, work, wide = buffers
     torch.mul(gradient, rates.scale, out=scaled)
     first.mul_(rates.first).add_(torch.mul(scaled, rates.first_share, out=work))
@@ -162,23 +124,14 @@ def _step(
     weight.mul_(rates.keep).sub_(torch.div(first, root, out=work).mul_(rates.size))
 
 
-def _leave(weight: torch.Tensor, gradient: torch.Tensor, refresh: Refresh, rounded: torch.Tensor) -> None:
-    """Leave what ``refresh`` asks for; ``rounded`` has the dtype of ``held``."""
-    copy, held = refresh
-    if held is not None:
-        add_to(gradient.copy_(rounded.copy_(weight)), held, alpha=-1.0)
-    elif copy is not None:
-        copy.copy_(weight)
-
-
 @drawing_jit
 def _kernel(
     master: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, first_scales: tl.tensor, exp_avg_sq: tl.tensor,
-    second_scales: tl.tensor, beside: tl.tensor,
+    second_scales: tl.tensor,
     n: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor,
     scale: tl.tensor, keep: tl.tensor, first: tl.tensor, first_share: tl.tensor, second: tl.tensor,
     second_share: tl.tensor, size: tl.tensor, unbias: tl.tensor, eps: tl.tensor,
-    COPY: tl.constexpr, DIFFERENCE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr,
     FIRST_SMALLEST: tl.constexpr, SECOND_SMALLEST: tl.constexpr,
 ) -> None:  # fmt: skip
     g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -193,10 +146,6 @@ def _kernel(
     close_tile(exp_avg, first_scales, at, g, n, moment, drawn, 2, LARGEST, FIRST_SMALLEST)
     close_tile(exp_avg_sq, second_scales, at, g, n, square, drawn, 4, LARGEST, SECOND_SMALLEST)
     tl.store(master + at, weight, mask=valid)
-    if COPY:
-        store_values(beside, at, weight, valid)
-    if DIFFERENCE:
-        tl.store(grad + at, rounded_values(beside, weight) - load_values(beside, at, valid), mask=valid)
 
 
 def _launch(
@@ -205,16 +154,13 @@ def _launch(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     rates: Rates,
-    refresh: Refresh,
     noise: Noise,
 ) -> None:
-    copy, held = refresh
-    beside = held if held is not None else master if copy is None else copy
     forms = [moments.FORMS[power] for power in (moments.EXP_AVG, moments.EXP_AVG_SQ)]
     _kernel[(-(-master.numel() // TILE),)](
-        master, grad, *_raw(exp_avg, master), *_raw(exp_avg_sq, master), raw(beside), master.numel(),
+        master, grad, *_raw(exp_avg, master), *_raw(exp_avg_sq, master), master.numel(),
         *launch_arguments(noise), *_fp32(rates),
-        copy is not None and held is None, held is not None, TILE // moments.BLOCK, moments.BLOCK,
+        TILE // moments.BLOCK, moments.BLOCK,
         forms[0].largest_scale, *(form.smallest_scale for form in forms),
         enable_fp_fusion=False,
     )  # fmt: skip

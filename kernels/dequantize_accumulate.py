@@ -30,12 +30,7 @@ def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Forma
         return
     if use_kernel(messages, out):
         _launch(messages, out, form, accumulate)
-    else:
-        reference(messages, out, form, accumulate)
-
-
-def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
-    """Do the same as ``dequantize_accumulate`` in torch, on any device."""
+        return
     n = out.numel()
     with SCRATCH.frame(out.device) as frame:
         total = Summed(messages, n, form, out.dtype, frame)
@@ -99,9 +94,8 @@ def sum_tile(
     PART: tl.constexpr = BLOCK // PACK
     p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
     nowhere = (b < tl.minimum(sources, 0))[:, None, None]
-    wide = (
-        messages if PACK < 4 else halves
-    )  # 16 bytes of it: as many elements as a thread has bytes of payload
+    # 16 bytes of it: as many elements as a thread has bytes of payload.
+    wide = messages if PACK < 4 else halves
     nothing = tl.load(wide + b[:, None, None] * BLOCK + p * PART + j, mask=nowhere, other=0)
     acc = small_floats(nothing.to(tl.int32), 0)
     return add_tiles(acc, messages, halves, sources, b, valid, row_bytes, row_blocks, BITS, BLOCK)

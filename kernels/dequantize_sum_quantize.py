@@ -37,19 +37,15 @@ def dequantize_sum_quantize(
     contiguous, and the coded part of each row gets n / rows elements. If both formats have one transform, the sum
     stays transformed.
     """
-    form.blocks(n // out.shape[0])  # a row of out is whole blocks of both
+    share = n // len(out)
+    form.blocks(share)  # a row of out is whole blocks of both
     if not n:
         return
+    if form.transform == next_form.transform:
+        form, next_form = replace(form, transform=None), replace(next_form, transform=None)
     if use_kernel(messages, out):
         _launch(messages, n, form, out, next_form)
-    else:
-        reference(messages, n, form, out, next_form)
-
-
-def reference(messages: torch.Tensor, n: int, form: Format, out: torch.Tensor, next_form: Format) -> None:
-    """Do the same as ``dequantize_sum_quantize`` in torch, on any device."""
-    share = n // len(out)
-    form, next_form = _untransformed(form, next_form)
+        return
     with SCRATCH.frame(out.device) as frame:
         total = Summed(messages, n, form, torch.float32, frame)
 
@@ -58,13 +54,6 @@ def reference(messages: torch.Tensor, n: int, form: Format, out: torch.Tensor, n
             return buffer
 
         encode_rows(load, out, share, next_form)
-
-
-def _untransformed(form: Format, next_form: Format) -> tuple[Format, Format]:
-    """Return the formats without their transforms if they have one: their sum stays as it is."""
-    if form.transform == next_form.transform:
-        return replace(form, transform=None), replace(next_form, transform=None)
-    return form, next_form
 
 
 @drawing_jit
@@ -92,7 +81,6 @@ def _kernel(
 
 
 def _launch(messages: torch.Tensor, n: int, form: Format, out: torch.Tensor, next_form: Format) -> None:
-    form, next_form = _untransformed(form, next_form)
     rows = out.shape[0]
     share = n // rows
     _kernel[(-(-share // TILE) * rows,)](

@@ -1,8 +1,9 @@
 """The one rule that decides where an operation runs. Imports Triton where it can.
 
-A kernel runs where its tensors are on CUDA and Triton is installed. Elsewhere its torch reference runs, which gives
-the same bits. TRITON_INTERPRET=1, set before the first import, runs the kernels on CPU tensors (tests). Triton is
-imported only where a kernel can run: with a CUDA build of torch, which imports it too, or in the interpreter.
+A kernel runs where its tensors are on CUDA and Triton is installed. Elsewhere the torch reference runs, the rest of
+the operation's own function, which gives the same bits. TRITON_INTERPRET=1, set before the first import, runs the
+kernels on CPU tensors (tests). Triton is imported only where a kernel can run: with a CUDA build of torch, which
+imports it too, or in the interpreter.
 
 The first kernel of a machine has Triton build parts of its own, for which it needs a C compiler and Python's headers.
 A run launches a kernel at its start to see whether they are there (``why_none_runs``).

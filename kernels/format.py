@@ -41,11 +41,6 @@ def fp32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-def bf16_floor_bits(value: float) -> int:
-    """Return the fp32 bits of the largest bf16 value that is at most ``value`` (which is positive)."""
-    return struct.unpack("I", struct.pack("f", value))[0] & 0xFFFF0000
-
-
 @dataclass(frozen=True)
 class Format:
     """A quantised format. A digit has ``bits`` bits (2, 4 or 8).
@@ -114,8 +109,9 @@ class Format:
 
     @cached_property
     def largest_scale(self) -> int:
-        """Return the largest scale as fp32 bits."""
-        return bf16_floor_bits(BF16_MAX / self.qmax) & ~self.dropped
+        """Return the largest scale as fp32 bits: bf16's largest value over qmax, rounded down."""
+        (bits,) = struct.unpack("I", struct.pack("f", BF16_MAX / self.qmax))
+        return bits & 0xFFFF0000 & ~self.dropped
 
     def blocks(self, n: int) -> int:
         if n % self.block:

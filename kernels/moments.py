@@ -32,7 +32,6 @@ bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -69,7 +68,7 @@ def decode(held: torch.Tensor, power: int, n: int, start: int, stop: int) -> tor
     first = start // BLOCK * BLOCK
     out = torch.empty(stop - first, dtype=torch.float32, device=held.device)
     with SCRATCH.frame(held.device) as frame:
-        pieces = Pieces(held, power, n, torch.float32, Rough.of(frame.take, len(out)))
+        pieces = Pieces(held, power, n, torch.float32, frame.take)
         for low, high in chunks(len(out)):
             out[low:high].copy_(pieces.open(first + low, first + high))
     return out[start - first :]
@@ -79,7 +78,7 @@ def encode(values: torch.Tensor, held: torch.Tensor, power: int) -> None:
     """Make ``values``, fp32 [n], the coded moment ``held``, rounded to nearest."""
     n = len(values)
     with SCRATCH.frame(held.device) as frame:
-        pieces = Pieces(held, power, n, torch.float32, Rough.of(frame.take, n))
+        pieces = Pieces(held, power, n, torch.float32, frame.take)
         for low, high in chunks(n):
             pieces.open(low, high).copy_(values[low:high])
             pieces.close(low, high)
@@ -91,43 +90,26 @@ def chunks(n: int) -> Iterator[tuple[int, int]]:
         yield low, min(low + CHUNK, n)
 
 
-class Rough(NamedTuple):
-    """The buffers for a piece that the moments of a slice share while they are opened and closed."""
-
-    take: Take
-    size: int  # of a piece
-    roots: torch.Tensor
-    wide: torch.Tensor
-    work: Work
-    unpacking: Unpacking
-
-    @staticmethod
-    def of(take: Take, n: int) -> Rough:
-        """Take them for a slice of n elements; 0 for moments that are kept as they are."""
-        size, form = whole(min(n, CHUNK)), FORMS[EXP_AVG]
-        return Rough(
-            take,
-            size,
-            take(size, torch.float32),
-            take(size, torch.float64),
-            Work.of(take, size, form),
-            Unpacking(take, size, form, torch.float32),
-        )
-
-
 class Pieces:
     """Opens and closes a moment piece by piece: the reference of ``open_tile`` and ``close_tile``.
 
-    held: the moment of n elements. dtype: that in which it is opened.
+    held: the moment of n elements. dtype: that in which it is opened. take: gives the buffers.
     """
 
-    def __init__(self, held: torch.Tensor, power: int, n: int, dtype: torch.dtype, rough: Rough) -> None:
-        self.held, self.power, self.rough = held, power, rough
+    def __init__(self, held: torch.Tensor, power: int, n: int, dtype: torch.dtype, take: Take) -> None:
+        self.held, self.power = held, power
         self.direct, self.coded = held.dtype == dtype, held.dtype == torch.uint8
-        self.values = rough.take(0 if self.direct else rough.size, dtype)
+        if self.direct:
+            return
+        size = whole(min(n, CHUNK))
+        self.values, self.roots = take(size, dtype), take(size, torch.float32)
         if self.coded:
             message, form = held.view(1, -1), FORMS[power]
             self.payload, self.scales = form.payload(message, whole(n))[0], form.scales(message, whole(n))[0]
+            self.work = Work.of(take, size, form)
+            self.unpacking = Unpacking(take, size, form, torch.float32)
+        else:
+            self.random = take(size, torch.int32)
 
     def open(self, low: int, high: int) -> torch.Tensor:
         """Return the values of the elements [low, high), to be changed in place, and valid until the next call."""
@@ -137,10 +119,10 @@ class Pieces:
             return self.values[: high - low].copy_(self.held[low:high])
         blocks, roots = self._blocks(low, high)
         values = self.values[: len(roots)]
-        self.rough.unpacking.digits(self.payload[blocks], roots)
+        self.unpacking.digits(self.payload[blocks], roots)
         if self.power == EXP_AVG_SQ:
             roots.clamp_(min=1.0)
-        roots.view(-1, BLOCK).mul_(self.rough.unpacking.scales(self.scales[blocks]))
+        roots.view(-1, BLOCK).mul_(self.unpacking.scales(self.scales[blocks]))
         if self.power == EXP_AVG_SQ:
             values.copy_(roots.square_().square_())
         else:
@@ -158,32 +140,33 @@ class Pieces:
         values = self.values[: high - low]
         if self.coded:
             self._take_roots(values, roots)
-            work = self.rough.work.of_blocks(blocks.stop - blocks.start)
+            work = self.work.of_blocks(blocks.stop - blocks.start)
             form, payload = FORMS[self.power], self.payload[blocks]
             found = encode_blocks(roots.view(-1, BLOCK), work, form, payload, drawn)
             self.scales[blocks].view(torch.int16).copy_(found)
             return
         rounded = roots[: high - low].copy_(values)
         if drawn is not None:
-            random = self.rough.work.digits.view(torch.int32).view(-1)[: high - low]
-            random.copy_(drawn[: high - low]).add_(HALF)
+            random = self.random[: high - low].copy_(drawn[: high - low]).add_(HALF)
             rounded.view(torch.int32).add_(random).bitwise_and_(-2 * HALF)
         self.held[low:high].copy_(rounded)
 
     def _blocks(self, low: int, high: int) -> tuple[slice, torch.Tensor]:
         """Return which blocks [low, high) are, and fp32 room for all their elements."""
         blocks = slice(low // BLOCK, -(-high // BLOCK))
-        return blocks, self.rough.roots[: (blocks.stop - blocks.start) * BLOCK]
+        return blocks, self.roots[: (blocks.stop - blocks.start) * BLOCK]
 
     def _take_roots(self, values: torch.Tensor, roots: torch.Tensor) -> None:
         """Write what is encoded of values [n] to ``roots``, and zeros behind. Rounded fp64 roots are the nearest."""
-        n, wide = len(values), self.rough.wide[: len(values)]
+        n = len(values)
         own = roots[:n].copy_(values)
-        own.copy_(wide.copy_(own).abs_().sqrt_())
-        if self.power == EXP_AVG_SQ:
-            own.copy_(wide.copy_(own).sqrt_())
-        else:
-            torch.copysign(own, values, out=own)
+        with SCRATCH.frame(values.device) as frame:
+            wide = frame.take(n, torch.float64)
+            own.copy_(wide.copy_(own).abs_().sqrt_())
+            if self.power == EXP_AVG_SQ:
+                own.copy_(wide.copy_(own).sqrt_())
+            else:
+                torch.copysign(own, values, out=own)
         roots[n:].zero_()
 
 

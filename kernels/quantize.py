@@ -49,13 +49,7 @@ def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format) -> None:
         return
     if use_kernel(messages, x):
         _launch(x, messages, form)
-    else:
-        reference(x, messages, form)
-
-
-def reference(x: torch.Tensor, messages: torch.Tensor, form: Format) -> None:
-    """Do the same as ``quantize`` in torch, on any device."""
-
+        return
     values = x.view(-1)
 
     def load(low: int, high: int, out: torch.Tensor) -> torch.Tensor:
@@ -135,8 +129,9 @@ def encode_blocks(
     Returns the bf16 bits of the scales as int32 [b], which lie in ``work``.
     """
     scale = _scaled(values, work, form)
-    inverse = inverse_of(scale, work.inverse)
-    # NaN comes of blocks with NaN or Inf alone: their inverse is 0. The device is not asked whether there are any.
+    # The inverse is 0 where the scale is 0 or NaN. So NaN comes of blocks with NaN or Inf alone. The device is not
+    # asked whether there are any.
+    inverse = torch.reciprocal(scale, out=work.inverse).nan_to_num_(0.0, posinf=0.0)
     digits = (
         torch.mul(values, inverse[:, None], out=work.digits).nan_to_num_(0.0).clamp_(-form.qmax, form.qmax)
     )
@@ -190,11 +185,6 @@ def _scaled(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:
     finite = torch.lt(work.absmax, torch.inf, out=work.mask)  # NaN is not
     bits.masked_fill_(finite.logical_not_(), NAN_SCALE)
     return work.scale
-
-
-def inverse_of(scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return 1 / scale, written to ``out``, which is as ``scale``; 0 where the scale is 0 or NaN."""
-    return torch.reciprocal(scale, out=out).nan_to_num_(0.0, posinf=0.0)
 
 
 @jit

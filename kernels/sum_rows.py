@@ -30,18 +30,9 @@ def sum_rows(
         return
     if out.dtype == torch.float32 and use_kernel(out, rows):
         _launch(rows, out, accumulate, own)
-    else:
-        reference(rows, out, accumulate, own)
-
-
-def reference(
-    rows: torch.Tensor, out: torch.Tensor, accumulate: bool, own: torch.Tensor | None = None
-) -> None:
-    """Do the same as ``sum_rows`` in torch, on any device.
-
-    By pieces that stay in a CPU's cache from one addition to the next: 4 x 1M elements take 0.90 ms against 1.20 ms
-    in one piece (bf16 rows), 0.55 against 0.65 (fp32), and 8 or 3 with torch.sum.
-    """
+        return
+    # By pieces that stay in a CPU's cache from one addition to the next: 4 x 1M elements take 0.90 ms against 1.20 ms
+    # in one piece (bf16 rows), 0.55 against 0.65 (fp32), and 8 or 3 with torch.sum.
     every = [*([] if own is None else [own]), *rows.unbind(0)]
     n, size = out.numel(), CHUNK if out.device.type == "cpu" else out.numel()
     for low in range(0, n, size):

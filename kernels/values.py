@@ -68,27 +68,12 @@ def load_values(x: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _bf16_bits(values: tl.tensor) -> tl.tensor:
-    """The bits, int32, of fp32 values rounded to nearest even bf16."""
-    bits = values.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
-
-
-@jit
-def rounded_values(x: tl.tensor, values: tl.tensor) -> tl.tensor:
-    """fp32 values as they would be loaded after ``store_values``."""
-    if x.dtype.element_ty == tl.int16:
-        rounded = (_bf16_bits(values) << 16).to(tl.float32, bitcast=True)
-    else:
-        rounded = values.to(x.dtype.element_ty).to(tl.float32)
-    return rounded
-
-
-@jit
 def store_values(x: tl.tensor, at: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
     """fp32 values to x + at, rounded to nearest even; x as for load_values."""
     if x.dtype.element_ty == tl.int16:
-        tl.store(x + at, _bf16_bits(values).to(tl.int16), mask=mask)
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+        tl.store(x + at, rounded.to(tl.int16), mask=mask)
     else:
         tl.store(x + at, values.to(x.dtype.element_ty), mask=mask)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 
@@ -75,13 +76,18 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(nan, b.isnan()) and torch.equal(a.masked_fill(nan, 0), b.masked_fill(nan, 0))
 
 
+def on_kernels(there: bool):
+    """Inside, operations on a CPU run by the interpreted kernels, or by the references."""
+    return patch.object(dispatch, "INTERPRETED", dispatch.INTERPRETED and there)
+
+
 def different(case: Case, device: str, rows: int = 3) -> list[str]:
     """Names of the operations whose kernel does not give the reference's bits (computed on the CPU)."""
     form, next_form = case.form, case.next_form
     x = values(case, rows, device)
     n = x.shape[1]
     results = []
-    for where, run in ((device, True), ("cpu", False)):
+    for where, kernel in ((device, True), ("cpu", False)):
         messages = buffer(form, rows, n, where)
         summed = buffer(next_form, 2, n // 2, where)
         decoded = torch.zeros(rows, n, dtype=case.dtype, device=where)
@@ -91,66 +97,46 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
         one = torch.zeros(n, device=where)
         rows_sums = [sums.clone() for _ in range(4)]
         here = x.to(where)
-        fused = dequantize_sum_quantize
-        if run:
-            assert dispatch.use_kernel(messages, x), "the kernels do not run here"
+        ways = [(accumulate, own) for accumulate in (False, True) for own in (None, here[0].float())]
+        with on_kernels(kernel):
+            assert dispatch.use_kernel(messages, here) == kernel
             quantize.quantize(here, messages, form)
             dequantize.dequantize(messages, decoded, form)
             dequantize.dequantize(messages, part, form, add=True)
             dequantize_accumulate.dequantize_accumulate(messages, sums, form, True)
             dequantize_accumulate.dequantize_accumulate(messages[2:], one, form, False)
-            fused.dequantize_sum_quantize(messages, n, form, summed, next_form)
-            add_rows = sum_rows.sum_rows
-        else:
-            quantize.reference(here, messages, form)
-            dequantize.reference(messages, decoded, form)
-            dequantize.reference(messages, part, form, add=True)
-            dequantize_accumulate.reference(messages, sums, form, True)
-            dequantize_accumulate.reference(messages[2:], one, form, False)
-            fused.reference(messages, n, form, summed, next_form)
-            add_rows = sum_rows.reference
-        ways = [(accumulate, own) for accumulate in (False, True) for own in (None, here[0].float())]
-        for out, (accumulate, own) in zip(rows_sums, ways, strict=True):
-            add_rows(here[:, 1:], out[: n - 1], accumulate, None if own is None else own[1:])
+            dequantize_sum_quantize.dequantize_sum_quantize(messages, n, form, summed, next_form)
+            for out, (accumulate, own) in zip(rows_sums, ways, strict=True):
+                sum_rows.sum_rows(here[:, 1:], out[: n - 1], accumulate, None if own is None else own[1:])
         results.append((messages, decoded, added, sums, one, summed, torch.cat(rows_sums)))
     names = ("quantize", "dequantize", "add", "accumulate", "sum of one", "sum_quantize", "sum_rows")
     return [name for name, a, b in zip(names, *results, strict=True) if not same(a.cpu(), b)]
 
 
-UPDATES = ("alone", "copy", "difference")
 KEPT = ((torch.float32,) * 2, (torch.bfloat16, torch.uint8), (torch.uint8, torch.bfloat16))
 
 
 def different_updates(device: str, n: int = 5 * adamw.TILE // 2 + 7) -> list[str]:
     """Names of what three updates by the kernel leave in other bits than the reference's."""
     found = []
-    for dtype, kept in zip((torch.float32, torch.bfloat16, torch.float16), KEPT, strict=True):
-        for left in UPDATES:
-            results = []
-            for where, run in ((device, adamw.adamw), ("cpu", adamw.reference)):
-                torch.manual_seed(0)
-                master, grad, held = torch.randn(3, n).unbind(0)
-                first, second = (moments.room(master, each) for each in kept)
-                grad[:4] = torch.tensor([torch.nan, -torch.inf, 1e-40, 0.0])
-                grad[200] = 1e6
-                master[4], held = 7e4, held.to(dtype)  # beyond fp16
-                state = [x.to(where) for x in (master, grad, first, second, held)]
-                assert run is adamw.reference or dispatch.use_kernel(state[0], state[1]), (
-                    "no kernel runs here"
-                )
-                refresh = adamw.Refresh(
-                    state[4] if left == "copy" else None, state[4] if left == "difference" else None
-                )
+    for kept in KEPT:
+        results = []
+        for where, kernel in ((device, True), ("cpu", False)):
+            torch.manual_seed(0)
+            master, grad = torch.randn(2, n).unbind(0)
+            first, second = (moments.room(master, each) for each in kept)
+            grad[:4] = torch.tensor([torch.nan, -torch.inf, 1e-40, 0.0])
+            grad[200] = 1e6
+            state = [x.to(where) for x in (master, grad, first, second)]
+            with on_kernels(kernel):
+                assert dispatch.use_kernel(state[0], state[1]) == kernel
                 for step, decay, scale in ((1, 0.1, 0.37), (2, 0.0, 1.0), (1000, 0.1, 3e-5)):
                     rates = adamw.Rates.of(step, 1e-2, (0.9, 0.95), 1e-8, decay, scale)
-                    run(*state[:4], rates, refresh, Noise(3, step, 4, 128))
-                results.append(state)
-            names = ("master", "grad", "exp_avg", "exp_avg_sq", "beside")
-            found += [
-                f"{name}, {left}, {dtype}"
-                for name, a, b in zip(names, *results, strict=True)
-                if not same(a.cpu(), b)
-            ]
+                    adamw.adamw(*state, rates, Noise(3, step, 4, 128))
+            results.append(state)
+        names = ("master", "grad", "exp_avg", "exp_avg_sq")
+        changed = zip(names, *results, strict=True)
+        found += [f"{name}, {kept}" for name, a, b in changed if not same(a.cpu(), b)]
     return found
 
 

@@ -95,18 +95,17 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
         out = buffer(four, 1, n, "cpu")
         dequantize_sum_quantize.dequantize_sum_quantize(encoded(eight), n, eight, out, four)
 
-    def update(refresh: adamw.Refresh, noise: Noise, kept: torch.dtype = torch.float32) -> None:
+    def update(noise: Noise, kept: torch.dtype = torch.float32) -> None:
         """The step's numbers change, and 1 and 16 are among them."""
         state = values(eight, torch.float32).view(1, -1).repeat(2, 1).unbind(0)
         held = (moments.room(state[0], kept) for _ in range(2))
         rates = adamw.Rates.of(*((1, 1.0) if noise is DRAWN[0] else (7, 16.0)), (0.9, 0.5), 1e-8, 0.0, 1.0)
-        adamw.adamw(*state, *held, rates, refresh, noise)
+        adamw.adamw(*state, *held, rates, noise)
 
     def mixed(noise: Noise) -> Format:
         return Format(4, 64, transform=Hadamard(64, noise.start))
 
     half = torch.bfloat16
-    beside = values(eight, half).view(-1)
     decode, accumulate = dequantize.dequantize, dequantize_accumulate.dequantize_accumulate
     return {
         "quantize": lambda _: quantize.quantize(values(eight, torch.float32), encoded(eight), eight),
@@ -121,11 +120,9 @@ def launches(rows: int, blocks: int) -> dict[str, Callable[[Noise], None]]:
         "dequantize and add": lambda _: decode(encoded(eight), values(eight, half), eight, add=True),
         "accumulate": lambda _: accumulate(encoded(four), values(four, torch.float32)[0], four, True),
         "sum_quantize": sum_quantize,
-        "adamw": lambda noise: update(adamw.NOTHING, noise),
-        "adamw with copy": lambda noise: update(adamw.Refresh(copy=beside), noise),
-        "adamw with difference": lambda noise: update(adamw.Refresh(held=beside), noise),
-        "adamw in bf16": lambda noise: update(adamw.NOTHING, noise, half),
-        "adamw in int8": lambda noise: update(adamw.Refresh(held=beside), noise, torch.uint8),
+        "adamw": update,
+        "adamw in bf16": lambda noise: update(noise, half),
+        "adamw in int8": lambda noise: update(noise, torch.uint8),
         "sum_rows": lambda _: sum_rows.sum_rows(
             values(four, half), values(four, torch.float32)[0], True, values(four, half)[0]
         ),

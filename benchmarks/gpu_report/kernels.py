@@ -12,7 +12,7 @@ from benchmarks.gpu_report.record import Record
 from benchmarks.gpu_report.setting import Setting, quickest
 from megazero.comm.wire import DEFAULT_BLOCK
 from megazero.kernels import dispatch
-from megazero.kernels.adamw import Rates, Refresh, adamw
+from megazero.kernels.adamw import Rates, adamw
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
@@ -53,7 +53,8 @@ def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
         x, out = torch.randn(ROWS, n, device=device).to(EXACT[bits]), torch.zeros(n, device=device)
         own, moved = x[0], x.nbytes + 2 * out.nbytes
         yield "sum", "-", moved, lambda: sum_rows(x[1:], out, True, own)
-        yield from _updates(n, bits, device)
+        if bits == 32:
+            yield from _updates(n, device)
         return
     form = Format(bits, DEFAULT_BLOCK[bits])
     coded = ROWS * form.coded_bytes(n)
@@ -86,21 +87,10 @@ def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
     )  # fmt: skip
 
 
-def _updates(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
-    """Yield updates of ROWS * n elements, of parameters with so many bits."""
+def _updates(n: int, device: torch.device) -> Iterator[Operation]:
+    """Yield updates of ROWS * n elements."""
     state = torch.zeros(4, ROWS * n, device=device)
-    beside = torch.zeros(ROWS * n, dtype=EXACT[bits], device=device)
-    moved = state.nbytes + 3 * state[0].nbytes
-    if bits == 32:  # the master is the copy
-        yield "update", "-", moved, lambda: adamw(*state, RATES)  # type: ignore[call-arg]
-        return
-    yield (
-        "update, copy", "-", moved + beside.nbytes, lambda: adamw(*state, RATES, Refresh(copy=beside))  # type: ignore[call-arg]
-    )  # fmt: skip
-    yield (
-        "update, difference", "-", moved + beside.nbytes + state[0].nbytes,
-        lambda: adamw(*state, RATES, Refresh(held=beside)),  # type: ignore[call-arg]
-    )  # fmt: skip
+    yield "update", "-", state.nbytes + 3 * state[0].nbytes, lambda: adamw(*state, RATES)  # type: ignore[call-arg]
 
 
 def _filled(size: int) -> int:

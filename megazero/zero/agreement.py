@@ -123,12 +123,8 @@ class Agreement(StepPart):
             return
         try:
             theirs = self._exchange(time.monotonic() + (ANSWER_S if failed else 0.0))
-        except (
-            dist.DistError,
-            ValueError,
-            TypeError,
-        ):  # the store has gone with its rank, or holds other words
-            return
+        except (dist.DistError, ValueError, TypeError):
+            return  # the store has gone with its rank, or holds other words
         for peer, issued in theirs.items():
             for own, other in zip(self.issued.history, issued, strict=False):
                 if own != other:

@@ -8,7 +8,8 @@ is tested, too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from megazero.kernels import dispatch, moments
-from megazero.kernels.adamw import NOTHING, SILENCE, Rates, Refresh, adamw
+from megazero.kernels.adamw import SILENCE, Rates, adamw
 from megazero.kernels.noise import Noise
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -68,13 +69,12 @@ class OnePassAdamW(torch.optim.Optimizer):
         closure: Callable[[], float] | None = None,
         *,
         scale: float = 1.0,
-        refresh: Mapping[torch.Tensor, Refresh] = MappingProxyType({}),
         noise: Mapping[torch.Tensor, Noise] = MappingProxyType({}),
     ) -> float | None:
         """Update every parameter that has a gradient. Return the closure's loss, or None without a closure.
 
-        scale: gradients are multiplied by it. By parameter: refresh, what an update leaves beside; noise, that of its
-        moments' rounding (by default a stream for each step and place in a group).
+        scale: gradients are multiplied by it. noise: by parameter, that of its moments' rounding (by default a stream
+        for each step and place in a group).
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -90,8 +90,7 @@ class OnePassAdamW(torch.optim.Optimizer):
                 tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
                 master, grad, exp_avg, exp_avg_sq = (x if x.ndim == 1 else x.view(-1) for x in tensors)
                 drawn = noise.get(p) or (Noise(0, count, at) if self.rounds else SILENCE)
-                rates, sent = Rates.of(count, *numbers), refresh.get(p, NOTHING)
-                adamw(master, grad, exp_avg, exp_avg_sq, rates, sent, drawn)
+                adamw(master, grad, exp_avg, exp_avg_sq, Rates.of(count, *numbers), drawn)
         return loss
 
 
@@ -137,66 +136,103 @@ BY_MATRIX = {
 }
 
 
-def refuse_unless_elementwise(
-    factory: OptimizerFactory,
-    options: Iterable[tuple[tuple[str, Any], ...]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Raise ValueError unless steps on whole matrices equal steps on their parts, each in an optimizer of its own.
+@dataclass(frozen=True)
+class Probe:
+    """Steps a few small tensors to find out what an optimizer does. The random generators stay unchanged.
 
-    options: the options of each parameter group. dtype, device: those of the master weights. The test steps a few
-    small tensors and leaves the random generators unchanged. Optimizers that draw random numbers are refused too:
-    ranks that hold the same slice would draw different ones.
+    groups: the options of each parameter group, one at least. dtype, device: those of the master weights.
     """
-    groups = list(options)
-    if not groups:
-        return
-    values, gradients = _probe(dtype, device)
-    whole, name = _run(factory, groups, values, gradients, seed=0)
-    try:
-        parts = [
-            _run(factory, groups, values.flatten()[part], [g.flatten()[part] for g in gradients], seed=0)[0]
-            for part in (slice(0, CUT), slice(CUT, None))
-        ]
-    except Exception as error:
-        raise ValueError(
-            f"{name} is not elementwise: it steps a matrix, and not a slice of it, which is what ZeRO gives it "
-            f"({error}); {BY_MATRIX.get(name, NEAREST)}"
-        ) from error
-    joined = torch.cat(parts, 1)
-    if torch.allclose(whole.flatten(1), joined, rtol=1e-4, atol=1e-6, equal_nan=True):
-        return
-    again, _ = _run(factory, groups, values, gradients, seed=1)
-    if not torch.equal(whole, again):
-        raise ValueError(
-            f"{name} draws random numbers in its step: ranks that hold the same slice would draw different ones and "
-            f"drift apart; {NEAREST}"
-        )
-    raise ValueError(
-        f"{name} is not elementwise: it steps a matrix otherwise than the two parts of it, so ZeRO's slices would "
-        f"train something else (it uses norms, rows or sums of what it is given); {BY_MATRIX.get(name, NEAREST)}"
-    )
 
+    factory: OptimizerFactory
+    groups: Sequence[tuple[tuple[str, Any], ...]]
+    dtype: torch.dtype
+    device: torch.device
 
-def refuse_unless_from_zeros(
-    factory: OptimizerFactory,
-    options: Iterable[tuple[tuple[str, Any], ...]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Raise ValueError unless steps after ``make_state`` equal steps without it. Arguments as above."""
-    groups = list(options)
-    if not groups:
-        return
-    values, gradients = _probe(dtype, device)
-    fresh, name = _run(factory, groups, values, gradients, seed=0)
-    made, _ = _run(factory, groups, values, gradients, seed=0, before=make_state)
-    if not torch.equal(fresh, made):
+    def refuse_unless_elementwise(self) -> None:
+        """Raise ValueError unless steps on a matrix equal steps on its parts, each in an optimizer of its own.
+
+        Optimizers that draw random numbers are refused too: ranks that hold the same slice would draw different
+        ones.
+        """
+        whole, name = self._run()
+        try:
+            joined = torch.cat([self._run(part)[0] for part in (slice(0, CUT), slice(CUT, None))], 1)
+        except Exception as error:
+            raise ValueError(
+                f"{name} is not elementwise: it steps a matrix, and not a slice of it, which is what ZeRO gives it "
+                f"({error}); {BY_MATRIX.get(name, NEAREST)}"
+            ) from error
+        if torch.allclose(whole.flatten(1), joined, rtol=1e-4, atol=1e-6, equal_nan=True):
+            return
+        if not torch.equal(whole, self._run(seed=1)[0]):
+            raise ValueError(
+                f"{name} draws random numbers in its step: ranks that hold the same slice would draw different ones "
+                f"and drift apart; {NEAREST}"
+            )
         raise ValueError(
-            f"{name} has no state before its first step, and its state does not start as zeros: save or load after "
-            f"a step; {NEAREST}"
+            f"{name} is not elementwise: it steps a matrix otherwise than the two parts of it, so ZeRO's slices "
+            "would train something else (it uses norms, rows or sums of what it is given); "
+            f"{BY_MATRIX.get(name, NEAREST)}"
         )
+
+    def refuse_unless_from_zeros(self) -> None:
+        """Raise ValueError unless steps after ``make_state`` equal steps without it."""
+        fresh, name = self._run()
+        if not torch.equal(fresh, self._run(before=make_state)[0]):
+            raise ValueError(
+                f"{name} has no state before its first step, and its state does not start as zeros: save or load "
+                f"after a step; {NEAREST}"
+            )
+
+    def _run(
+        self,
+        part: slice | None = None,
+        seed: int = 0,
+        before: Callable[[torch.optim.Optimizer], None] | None = None,
+    ) -> tuple[torch.Tensor, str]:
+        """Return the matrix after the steps, or a part of its elements, by group, and the optimizer's name.
+
+        The two parts differ in scale, and one gradient in five is large, to reveal whether something is scaled
+        or clipped by a norm. before: is called with the optimizer before its first step.
+        """
+        at = torch.arange(1, SHAPE[0] * SHAPE[1] + 1, dtype=torch.float64).view(SHAPE)
+        size = torch.where(at <= CUT, 3.0, 0.05)
+        steps = [at.mul(step).sin() * size * (100 if step % 5 == 3 else 1) for step in range(1, STEPS + 1)]
+        values, *gradients = (
+            (x if part is None else x.flatten()[part]).to(self.device, self.dtype)
+            for x in (at.cos() * size, *steps)
+        )
+        params = [nn.Parameter(values.clone()) for _ in self.groups]
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            optimizer = self._make(params)
+            if before is not None:
+                before(optimizer)
+            for gradient in gradients:
+                for param in params:
+                    param.grad = gradient.clone()
+                try:
+                    optimizer.step()
+                except Exception as error:
+                    raise ValueError(
+                        f"{type(optimizer).__name__}.step() does not work on a dense tensor and without arguments, "
+                        f"which is how it will be called ({error}); {NEAREST}"
+                    ) from error
+        return torch.stack([p.detach() for p in params]), type(optimizer).__name__
+
+    def _make(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return an optimizer of one parameter in each group, at the rate of the test."""
+        groups = zip(params, self.groups, strict=True)
+        optimizer = self.factory([{"params": [p], **dict(own)} for p, own in groups])
+        if hasattr(optimizer, "train"):  # schedule-free optimizers refuse to step without
+            optimizer.train()
+        if isinstance(optimizer, OnePassAdamW):
+            optimizer.kept = dict.fromkeys(optimizer.kept, "fp32")  # blocks of small moments end with a part
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if rate is not None:
+                group["lr"] = torch.full_like(rate, LR) if isinstance(rate, torch.Tensor) else LR
+        return optimizer
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -220,56 +256,3 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
             elif isinstance(value, (int, float)):
                 optimizer.state[param][name] = 0
-
-
-def _probe(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a matrix and its gradients of some steps, all in ``dtype``.
-
-    The two parts differ in scale, and one gradient in five is large, to reveal whether something is scaled
-    or clipped by a norm.
-    """
-    at = torch.arange(1, SHAPE[0] * SHAPE[1] + 1, dtype=torch.float64).view(SHAPE)
-    size = torch.where(at <= CUT, 3.0, 0.05)
-    steps = [at.mul(step).sin() * size * (100 if step % 5 == 3 else 1) for step in range(1, STEPS + 1)]
-    return (at.cos() * size).to(device, dtype), [g.to(device, dtype) for g in steps]
-
-
-def _run(
-    factory: OptimizerFactory,
-    groups: Sequence[tuple[tuple[str, Any], ...]],
-    values: torch.Tensor,
-    gradients: Sequence[torch.Tensor],
-    seed: int,
-    before: Callable[[torch.optim.Optimizer], None] | None = None,
-) -> tuple[torch.Tensor, str]:
-    """Return the values after the steps, [groups, *shape of values], and the optimizer's name.
-
-    before: is called with the optimizer before its first step.
-    """
-    params = [nn.Parameter(values.clone()) for _ in groups]
-    device = values.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        optimizer = factory([{"params": [p], **dict(own)} for p, own in zip(params, groups, strict=True)])
-        name = type(optimizer).__name__
-        if hasattr(optimizer, "train"):  # schedule-free optimizers refuse to step without
-            optimizer.train()
-        if isinstance(optimizer, OnePassAdamW):
-            optimizer.kept = dict.fromkeys(optimizer.kept, "fp32")  # blocks of small moments end with a part
-        for group in optimizer.param_groups:
-            rate = group.get("lr")
-            if rate is not None:
-                group["lr"] = torch.full_like(rate, LR) if isinstance(rate, torch.Tensor) else LR
-        if before is not None:
-            before(optimizer)
-        for gradient in gradients:
-            for param in params:
-                param.grad = gradient.clone()
-            try:
-                optimizer.step()
-            except Exception as error:
-                raise ValueError(
-                    f"{name}.step() does not work on a dense tensor and without arguments, which is how it will be "
-                    f"called ({error}); {NEAREST}"
-                ) from error
-    return torch.stack([p.detach() for p in params]), name

@@ -379,9 +379,8 @@ class Engine:
         self.gathers.follow()
 
     def _check_parameters(self) -> None:
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # they are hidden: a look at each takes a tenth of the time so
+        # They are hidden: a look at each takes a tenth of the time so.
+        with torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
                 for binding in unit.weights.bindings:
                     binding.check_place()

@@ -232,19 +232,13 @@ def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
     (own,) = weights.refresh_wire.within(axes.os, axes.p)
     message = messages[own.span].view(1, -1)
     source, *exact = unit.master.slice.rows(axes.os, 1)
-    prepared = weights.prepared == unit.master.version
-    if weights.direct and not unit.delta:
-        if not prepared:
-            weights.codec.encode(source, out=message)  # a cast, or nothing where master is the copy
-        return
     with context.frame() as frame:
-        if unit.delta and unit.codecs.weights is not None and prepared:
-            source = unit.gradients.slice.rows(axes.os, 1)[0]
-        elif unit.delta and unit.codecs.weights is not None:
+        if unit.delta and unit.codecs.weights is not None:
             held = weights.copy_slice.rows(axes.os, 1)[0]
             rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source)
             difference = frame.take(held.numel(), unit.sum_dtype).view(held.shape)
             source = add_to(difference.copy_(rounded), held, alpha=-1.0)
+        # Without a format it is a cast, or nothing where master is the copy.
         weights.refresh_codec.encode(source, *exact, out=message)
 
 

@@ -20,7 +20,6 @@ from megazero.kernels.add_to import add_each
 from megazero.kernels.arena import Arena, Frame
 from megazero.zero.form import Form
 from megazero.zero.layout import Slice
-from megazero.zero.weights import Weights
 
 # Gradients of a unit wait for each other and are staged in one operation: one at a time, 9 of a small layer took 9
 # launches. Large ones do not wait, so that a layer's gradients and its staging are not there at once.
@@ -34,8 +33,8 @@ class Gradients:
     parameters whose part of ``grad`` was written in this step. backwards: how many of this step are complete.
     """
 
-    def __init__(self, form: Form, weights: Weights, arena: Arena) -> None:
-        self.form, self.weights, self.arena = form, weights, arena
+    def __init__(self, form: Form, arena: Arena) -> None:
+        self.form, self.arena = form, arena
         self.grad: torch.Tensor | None = None
         self.staging: Slice | None = None
         self.staged: Frame | None = None
@@ -94,7 +93,6 @@ class Gradients:
         if self.arrived:
             self._stage()
         if self.form.axes.g or last:
-            self.weights.discard_differences()
             self._fill_missing()
         handed = None
         if self.staging is not None and self.staged is not None:
@@ -106,7 +104,6 @@ class Gradients:
 
     def _stage(self) -> None:
         """Move the gradients that have arrived into staging (G > 1), or add them to ``grad`` (G = 1)."""
-        self.weights.discard_differences()
         if self.form.axes.g:
             if self.staging is None:
                 self.staging = self._new_staging()

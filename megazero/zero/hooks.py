@@ -231,9 +231,8 @@ class Hooks:
             unit.weights.end_forward()
             if not (raised or unit.weights.pinned):  # else gathered() looks when its block ends
                 cure = "write between steps, inside `with engine.gathered(write=True)`"
-                unit.weights.check_unwritten(
-                    "in a forward", cure
-                )  # before it is hidden, where a look takes 10 times as long
+                # Before it is hidden: then a look takes 10 times as long.
+                unit.weights.check_unwritten("in a forward", cure)
             self.gatherer.release(unit)
         if raised:
             return None

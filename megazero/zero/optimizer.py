@@ -16,15 +16,13 @@ import torch
 from torch import nn
 
 from megazero.kernels import moments
-from megazero.kernels.adamw import NOTHING, Refresh
 from megazero.kernels.noise import Noise
 from megazero.zero.by_matrix import MATRIX, ByMatrix
 from megazero.zero.elementwise import (
     OnePassAdamW,
     OptimizerFactory,
+    Probe,
     make_state,
-    refuse_unless_elementwise,
-    refuse_unless_from_zeros,
 )
 from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
@@ -140,10 +138,11 @@ class SliceOptimizer:
         for each in traits.values():  # every rank has every group, even one it holds no slice of
             if not each.frozen:
                 groups.setdefault(each.group, {"params": [], **dict(each.group)})
+        self._probe: Probe | None = None
         probed = [group for group in groups if (MATRIX, True) not in group]
-        self._probe = [(factory, probed, unit.sum_dtype, unit.device) for unit in units[:1]]
-        for probe in self._probe:
-            refuse_unless_elementwise(*probe)
+        if units and probed:
+            self._probe = Probe(factory, probed, units[0].sum_dtype, units[0].device)
+            self._probe.refuse_unless_elementwise()
         for run in self.runs:
             groups[run.traits.group]["params"].append(run.leaf)
         if not groups:
@@ -159,7 +158,6 @@ class SliceOptimizer:
                 f"traits say matrix=True of {marked!r}, and {type(self.torch).__name__} is elementwise: leave it "
                 "out, or take an optimizer by matrix (zero.Muon)"
             )
-        self._whole = {unit: runs for unit in units if (runs := self._covering(unit))}
         self._loaded: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # what a load fills of coded moments
 
     def refuse_cut_blocks(self, block: int) -> None:
@@ -171,44 +169,26 @@ class SliceOptimizer:
                 f"{-(-block // moments.BLOCK) * moments.BLOCK}"
             )
 
-    def _covering(self, unit: Unit) -> list[Run]:
-        """Return the elementwise runs of the first region of a unit's OS slice, none if they leave something out."""
-        end = unit.layout.pieces(unit.axes.os)[0].numel
-        runs = [r for r in self._by_slice if r.unit is unit and r.start < end]
-        return runs if sum(run.stop - run.start for run in runs) == end else []
-
     def update(self, factor: float, rounding: Rounding) -> None:
         """Update the master weights that are no matrices, by the gradients times ``factor``.
 
-        An update in one pass multiplies as it goes, and leaves what the next refreshes read (``Weights.prepared``).
-        rounding: gives the noise that small moments are rounded with.
+        An update in one pass multiplies as it goes. rounding: gives the noise that small moments are rounded with.
         """
         for run in self._by_slice:
             run.leaf.grad = run.grad
         if isinstance(self.elementwise, OnePassAdamW):
-            self._update_in_one_pass(self.elementwise, factor, rounding)
+            noise: dict[torch.Tensor, Noise] = {}
+            if self.elementwise.rounds:
+                noise = {
+                    r.leaf: rounding.noise(r.unit, f"moments {r.origin[0]}", r.origin[1])
+                    for r in self._by_slice
+                }
+            self.elementwise.step(scale=factor, noise=noise)
         else:
             scale_gradients(self._by_slice, factor)
             self.elementwise.step()
         for run in self._by_slice:
             run.leaf.grad = None
-
-    def _update_in_one_pass(self, optimizer: OnePassAdamW, factor: float, rounding: Rounding) -> None:
-        left = {unit: unit.weights.left_by_updates() for unit in self._whole}
-        refresh: dict[torch.Tensor, Refresh] = {
-            run.leaf: left[unit].part(run.start, run.stop)
-            for unit, runs in self._whole.items()
-            for run in runs
-        }
-        noise: dict[torch.Tensor, Noise] = {}
-        if optimizer.rounds:
-            noise = {
-                r.leaf: rounding.noise(r.unit, f"moments {r.origin[0]}", r.origin[1]) for r in self._by_slice
-            }
-        optimizer.step(scale=factor, refresh=refresh, noise=noise)
-        for unit, each in left.items():
-            if each is not NOTHING:
-                unit.weights.prepare()
 
     # -- state, for checkpoints --------------------------------------------------------------------
 
@@ -216,8 +196,8 @@ class SliceOptimizer:
         """Create the optimizer's state tensors before its first step, without changing weights."""
         if all(self.torch.state.get(r.leaf) for r in self.runs):
             return
-        for probe in self._probe:
-            refuse_unless_from_zeros(*probe)
+        if self._probe is not None:
+            self._probe.refuse_unless_from_zeros()
         make_state(self.elementwise)
         if self.matrices is not None:
             self.matrices.make_state()

@@ -35,6 +35,5 @@ class Unit(Form):
 def make_unit(form: Form, values: Mapping[str, torch.Tensor], arena: Arena) -> Unit:
     """Make a unit of these parameter values [shape of each]. arena: of staging, one for all units of an engine."""
     weights = Weights(form, values)
-    gradients = Gradients(form, weights, arena)
     own = {field.name: getattr(form, field.name) for field in fields(form)}
-    return Unit(**own, master=weights.master, weights=weights, gradients=gradients)
+    return Unit(**own, master=weights.master, weights=weights, gradients=Gradients(form, arena))

@@ -20,9 +20,6 @@ R         Compact [n/P], parameter dtype, for the delta refresh (P < OS). Every 
 master    The master's value is a part of ``copy`` if both have one dtype and the copy is never dropped (then the
           refresh's encoding is free).
 version   The version of the master that ``copy`` holds.
-prepared  The version of the master whose refresh the optimizer's step has already prepared: it wrote dtype(master) to
-          ``copy`` or, with the delta refresh, dtype(master) - R of the coded region to the OS part of ``grad``
-          (gradients.py), where it lies until gradients come.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ import torch
 
 from megazero.comm.codec import Codec, Identity
 from megazero.comm.lane import Ticket
-from megazero.kernels.adamw import NOTHING, Refresh
 from megazero.kernels.arena import Take
 from megazero.kernels.fingerprint import fingerprint
 from megazero.zero.form import Form
@@ -60,16 +56,15 @@ class Weights:
         self._plan_wire()
         self.copy = self._make_copy()
         self.master = Master(form, self._room_for_master(), values)
-        self.version = self.prepared = 0
+        self.version = 0
         self.ticket: Ticket | None = None
         self.released: type[Released] = released_class(self)  # the Parameters' class while they are hidden
         self.shown: list[type] = []  # their own classes meanwhile; empty: they can be read
         self.read: Read = refuse_read  # what an operation on hidden Parameters does
         self.active, self.in_backward = 0, False
         self.pinned = self.writers = 0
-        self.seen: list[
-            int
-        ] = []  # fingerprints of the parameters, in the layout's order, while blocks may write
+        # Fingerprints of the parameters, in the layout's order, while blocks may write.
+        self.seen: list[int] = []
         self.bindings = self._adopt(values)
 
     # -- storage ---------------------------------------------------------------------------------
@@ -210,34 +205,6 @@ class Weights:
         self.master.changed()
         if not self.pinned:
             self.hide()
-
-    def left_by_updates(self) -> Refresh:
-        """Return what an update in one pass leaves for the refresh, over the first region of the OS slice.
-
-        It is nothing where the master is the copy, where messages are quantised anew, and where the copy is dropped
-        after the step.
-        """
-        form, axes = self.form, self.form.axes
-        if form.delta and form.codecs.weights is not None:
-            return Refresh(held=self.copy_slice.rows(axes.os, 1)[0].view(-1))
-        if form.delta or not self.direct or form.dtype == form.sum_dtype or form.lifetime == "step":
-            return NOTHING
-        (own,) = self.wire.within(axes.os, axes.p)
-        return Refresh(copy=self.copy[own.span])
-
-    def prepare(self) -> None:
-        """Note that an update, whose end makes the master's next version, has left what the refresh reads."""
-        self.prepared = self.master.version + 1
-
-    def discard_differences(self) -> None:
-        """Note that gradients come where an update left differences.
-
-        A refresh that ran ahead of a use that did not come may still be reading them, on a stream of its own.
-        """
-        if self.form.delta and self.prepared:
-            self.prepared = 0
-            if self.ticket is not None and self.ticket.event is not None:
-                torch.cuda.current_stream(self.form.device).wait_event(self.ticket.event)
 
     # -- uses --------------------------------------------------------------------------------------
 

@@ -392,8 +392,8 @@ class TrainingConfig:
     )
     optimizer_impl: str = option(
         "auto",
-        "implementation of AdamW's update: torch's fused step; triton, one pass over memory that also leaves what "
-        "the next refresh sends; or NVIDIA's apex. auto: triton on CUDA if it is there (torch in fp64), else torch",
+        "implementation of AdamW's update: torch's fused step; triton, one pass over memory; or "
+        "NVIDIA's apex. auto: triton on CUDA if it is there (torch in fp64), else torch",
         choices=IMPLEMENTATIONS,
     )
     norm_impl: str = option(

@@ -18,12 +18,12 @@ from tests import ROOT
 
 KERNELS = (
     "quantize", "dequantize", "dequantize and add", "accumulate",
-    "sum_quantize", "sum_rows", "adamw", "adamw with copy", "adamw with difference",
+    "sum_quantize", "sum_rows", "adamw",
     "quantize and mix", "dequantize and mix", "accumulate and mix", "adamw in bf16",
     "adamw in int8",
 )  # fmt: skip
 pytestmark = pytest.mark.long
-ALWAYS = ("quantize", "dequantize and add", "sum_quantize", "adamw with difference")
+ALWAYS = ("quantize", "dequantize and add", "sum_quantize", "adamw")
 
 
 def of_each(kernels: Iterable[str]) -> list[Any]:

@@ -62,24 +62,6 @@ def test_the_update_is_that_of_torch(dtype: torch.dtype, most: float, decay: flo
         assert float((mine - other).abs().max()) <= most * float(other.abs().max())
 
 
-def test_what_the_update_leaves() -> None:
-    """The copy is the rounded weight; the difference is that to what receivers hold, in the gradient's place."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        wide = torch.promote_types(dtype, torch.float32)
-        copied, held = torch.zeros(700, dtype=dtype), torch.randn(700).to(dtype)
-        before, found = held.clone(), []
-        for refresh in (adamw.Refresh(copied), adamw.Refresh(held=held)):
-            torch.manual_seed(1)
-            master, grad, first = torch.randn(3, 700, dtype=wide).unbind(0)
-            gradient = grad.clone()
-            rates = adamw.Rates.of(3, 1e-2, (0.9, 0.999), 1e-8, 0.1, 2.0)
-            adamw.adamw(master, grad, first, torch.rand(700, dtype=wide), rates, refresh)
-            found.append((master, grad))
-        (master, untouched), (_, difference) = found
-        assert torch.equal(copied, master.to(dtype)) and torch.equal(untouched, gradient)
-        assert torch.equal(held, before) and torch.equal(difference, copied.to(wide) - held.to(wide))
-
-
 def test_the_kernel_that_is_tried_at_a_start_runs(interpreted: dict[str, list[str]]) -> None:
     assert interpreted["why none runs"] == [""]
 

@@ -16,10 +16,9 @@ from megazero.kernels import dispatch
 from megazero.train.lion import Lion
 from megazero.zero import elementwise
 from megazero.zero.elementwise import (
+    Probe,
     default_adamw,
     make_state,
-    refuse_unless_elementwise,
-    refuse_unless_from_zeros,
 )
 from tests.messages import refused
 
@@ -28,7 +27,7 @@ GROUPS = [(), (("weight_decay", 0.0),)]
 
 def refuse(factory, groups=GROUPS, dtype=torch.float32):
     """Raise ValueError if the optimizer is not elementwise."""
-    refuse_unless_elementwise(factory, groups, dtype, torch.device("cpu"))
+    Probe(factory, groups, dtype, torch.device("cpu")).refuse_unless_elementwise()
 
 
 ELEMENTWISE = {
@@ -172,13 +171,13 @@ NOT_FROM_ZEROS = {
 @pytest.mark.parametrize("name", FROM_ZEROS)
 def test_a_state_of_zeros_made_before_the_first_step_changes_nothing(name):
     with does_not_raise():
-        refuse_unless_from_zeros(FROM_ZEROS[name], GROUPS, torch.float64, torch.device("cpu"))
+        Probe(FROM_ZEROS[name], GROUPS, torch.float64, torch.device("cpu")).refuse_unless_from_zeros()
 
 
 @pytest.mark.parametrize("name", NOT_FROM_ZEROS)
 def test_a_state_that_starts_from_something_else_is_refused(name):
     with refused(name, "first step", "zeros"):
-        refuse_unless_from_zeros(NOT_FROM_ZEROS[name], GROUPS, torch.float64, torch.device("cpu"))
+        Probe(NOT_FROM_ZEROS[name], GROUPS, torch.float64, torch.device("cpu")).refuse_unless_from_zeros()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from megazero import zero
-from megazero.comm.codec import Blockwise
-from megazero.comm.lane import Lane, Ticket
+from megazero.comm.lane import Lane
 from megazero.zero import gather
 from megazero.zero.weights import Weights
 from tests.gpu.test_hpz_race import CPU, Cluster, Wire
@@ -275,18 +274,3 @@ def test_what_ran_ahead_and_was_not_used_is_waited_for(name: str, monkeypatch: p
     )
     engine.step()
     assert behind == [[]] and not watch.wrong
-
-
-def test_gradients_wait_for_a_refresh_of_what_an_update_left_in_their_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It ran ahead of a use that did not come, on a stream that the compute stream has not waited for."""
-    watch = Watch(monkeypatch, (1, 1, 4), codecs=zero.Codecs(weights=Blockwise(4), delta=True))
-    unit, stream = watch.cluster.engine.units[0], Stream()
-    read, unit.weights.prepared = stream.run(), unit.master.version
-    unit.weights.ticket = Ticket(unit.name, (), iter(()), event=stream.record_event())
-    unit.gradients.close_micro_batch(last=False)  # nothing is written
-    assert read not in watch.compute.before and unit.weights.prepared
-    watch.cluster.engine.units[0].gradients.begin_step()
-    unit.gradients.close_micro_batch(last=True)
-    assert read in watch.compute.before and not unit.weights.prepared

@@ -25,9 +25,8 @@ from megazero.zero.elementwise import (
     KEPT,
     POWERS,
     OnePassAdamW,
+    Probe,
     best_adamw,
-    refuse_unless_elementwise,
-    refuse_unless_from_zeros,
 )
 from megazero.zero.records import in_replica, save_records
 from tests.messages import refused
@@ -143,7 +142,7 @@ def rounded(values: torch.Tensor, held: torch.Tensor, power: int, noise: Noise |
     """Keep ``values`` with this noise, or to nearest."""
     n = len(values)
     with SCRATCH.frame(CPU) as frame:
-        pieces = moments.Pieces(held, power, n, torch.float32, moments.Rough.of(frame.take, n))
+        pieces = moments.Pieces(held, power, n, torch.float32, frame.take)
         drawn = None if noise is None else Draws(noise, moments.whole(n), frame.take)(0, moments.whole(n))
         pieces.open(0, n).copy_(values)
         pieces.close(0, n, drawn)
@@ -216,8 +215,9 @@ def test_choices_and_their_bytes_are_those_of_the_table() -> None:
 @pytest.mark.parametrize("first, second", PAIRS)
 def test_it_is_elementwise_and_starts_from_zeros(first: str, second: str) -> None:
     factory = partial(best_adamw, lr=0.1, exp_avg_dtype=first, exp_avg_sq_dtype=second)
-    refuse_unless_elementwise(factory, [()], torch.float32, CPU)
-    refuse_unless_from_zeros(factory, [()], torch.float32, CPU)
+    probe = Probe(factory, [()], torch.float32, CPU)
+    probe.refuse_unless_elementwise()
+    probe.refuse_unless_from_zeros()
 
 
 def test_what_is_not_built_is_refused() -> None:

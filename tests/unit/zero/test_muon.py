@@ -14,7 +14,7 @@ from megazero.config.options.optimizers import NEWTON_SCHULZ_STEPS
 from megazero.config.run import all_options
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.by_matrix import COEFFICIENTS, MATRIX, SCALES, Muon, newton_schulz
-from megazero.zero.elementwise import refuse_unless_elementwise
+from megazero.zero.elementwise import Probe
 from megazero.zero.records import optimizer_kinds
 from tests.messages import refused
 from tests.oracle_muon import POLYNOMIALS, orthogonalised, plain_step
@@ -129,7 +129,7 @@ def test_torchs_own_is_refused_with_the_one_to_take():
     ):
         made = type(name, (torch.optim.Muon,), {})
         with refused(name, "elementwise", words):
-            refuse_unless_elementwise(partial(made, lr=0.1), [()], torch.float32, torch.device("cpu"))
+            Probe(partial(made, lr=0.1), [()], torch.float32, torch.device("cpu")).refuse_unless_elementwise()
 
 
 class Small(nn.Module):
