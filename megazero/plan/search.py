@@ -27,11 +27,10 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.config.validate import uneven_ranks
 from megazero.plan.base_layout import BaseLayout, Partition
 from megazero.plan.compute import Compute
-from megazero.plan.estimate import Messages, Shard, least_memory, least_state
+from megazero.plan.estimate import Messages, Shard, least_memory
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
-from megazero.plan.units import WIDTHS
 
 BEST = 10
 SIMULATED = 64  # layouts, those with the least estimated times
@@ -379,8 +378,6 @@ class Search:
 
         bases: those to choose from, if not every legal one.
         """
-        if not self._could_fit:
-            return []
         best = self._fastest(number, self.drafts() if bases is None else bases)
         recompute = "recompute_granularity" not in self.values
         short = not best or recompute and best[0].layout.config.training.recompute_granularity == "full"
@@ -431,15 +428,6 @@ class Search:
                 for zero in choice.zeros:
                     gathered = zero.zero_params_lifetime == "gathered"
                     yield known[1] * known[0].step_seconds(base, gathered), choice, zero
-
-    @property
-    def _could_fit(self) -> bool:
-        """Return whether the model state could fit if all ranks of a replica had equal shares of it."""
-        config = self._template
-        ranks = config.replica_world(self.world).world_size
-        width, matrices = WIDTHS[config.precision.params_dtype], model_spec(config.model).layer_matrices
-        least = matrices / ranks * sum(least_state(config, self.world, width))
-        return least <= self.cluster.device.room
 
     def share_samples(self, across: bool = False) -> None:
         """Try layouts in which ranks of a node share samples, or those of several nodes, beside those that have been
