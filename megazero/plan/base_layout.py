@@ -151,16 +151,12 @@ class BaseLayout:
     @cached_property
     def stage_seconds(self) -> list[dict[Kind, float]]:
         """Return the seconds of each action of each stage, without waits."""
-        known, key = self.compute.known, ("seconds", self.partition)
-        if key not in known:
-            times = self.compute.action_seconds
-            alike = {
-                modules: {kind: sum(n * times[name][kind] for name, n in modules) for kind in Kind}
-                for modules in set(self.partition.modules)
-            }
-            known[key] = [alike[modules] for modules in self.partition.modules]
-        found: list[dict[Kind, float]] = known[key]
-        return found
+        times = self.compute.action_seconds
+        alike = {
+            modules: {kind: sum(n * times[name][kind] for name, n in modules) for kind in Kind}
+            for modules in set(self.partition.modules)
+        }
+        return [alike[modules] for modules in self.partition.modules]
 
     @property
     def split(self) -> bool:
@@ -317,9 +313,6 @@ class BaseLayout:
             )
             out.append(total)
         return out
-
-    def grid(self, shards: tuple[int, int, int]) -> Grid:
-        return grid_of(self.config, self.world, shards)
 
 
 def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Grid:

@@ -16,7 +16,7 @@ from megazero.mesh.dealing import ROUND_NUMEL
 from megazero.mesh.grid import INTER, AxisSpec, Grid
 from megazero.plan import communication
 from megazero.plan.activations import loss_chunks
-from megazero.plan.base_layout import BaseLayout, schedule_of
+from megazero.plan.base_layout import BaseLayout, grid_of, schedule_of
 from megazero.plan.communication import Bytes, Formats, HopBytes, OuterFormat, UnitShape
 from megazero.plan.gathers import Copies, Segment
 from megazero.plan.memory import WAITING, Memory, RankMemory, States
@@ -108,7 +108,8 @@ class Stepped:
 def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> tuple[States, Wire, UnitRule]:
     """Return what a configuration's shards and formats are. Raises ValueError if they are not legal on the world."""
     shards, wire = config.shards(base.world), config.wire(base.world)
-    grid, formats = base.grid(shards.factors), Formats.of(wire, base.compute.width, sums)
+    grid = grid_of(base.config, base.world, shards.factors)
+    formats = Formats.of(wire, base.compute.width, sums)
     outer = OuterFormat.of(config.outer, config.outer_replicas(base.world), formats.sums)
     states = States(grid, shards, formats, config.zero.zero_prefetch_bytes, base.cluster.on_host, outer)
     cut = "units", wire, shards.os, grid.outer, config.zero.zero_unit_layers, config.zero.zero_chunk_numel

@@ -50,7 +50,6 @@ STAGES = (
 )
 ZERO = ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size")
 LIFETIME, WHOLE = "zero_params_lifetime", "zero_gradients_lifetime"
-OF_BATCH = ("recompute_granularity", "micro_batch_size", "global_batch_size")
 OF_STAGES = ("pipeline_model_parallel_size", "use_tp_pp_dp_mapping", *STAGES)
 CHOICES = (*PARALLEL, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
 LARGEST_MICRO_BATCH = 64
@@ -299,7 +298,7 @@ class Search:
 
     def choices(self, base: BaseLayout) -> Sequence[Choice]:
         """Return every choice of shards and formats; the rules of the configuration judge them."""
-        given = self.given_shards(base) if self.shards_given else None
+        given = base.config.shards(base.world).factors if self.shards_given else None
         key = base.d, base.h, given
         if key not in self._choices:
             self._choices[key] = [
@@ -338,17 +337,10 @@ class Search:
     def shards_given(self) -> bool:
         return any(self.values.get(name) is not None for name in ZERO)
 
-    def given_shards(self, base: BaseLayout) -> tuple[int, int, int]:
-        return base.config.shards(base.world).factors
-
     @cached_property
-    def _formats_free(self) -> bool:
-        """Return whether the planner chooses the messages."""
-        return not given_formats(self.values)
-
-    @property
     def formats(self) -> Sequence[FormatChoice]:
-        return self.policy if self._formats_free else (AS_GIVEN,)
+        """The choices of messages: one where they are given."""
+        return (AS_GIVEN,) if given_formats(self.values) else self.policy
 
     def _zeros(self, shard: Shard, formats: FormatChoice) -> Iterator[ZeroConfig]:
         """Yield the ZeRO options of a choice, for each lifetime of parameters that makes a difference."""
