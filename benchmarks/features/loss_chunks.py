@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from benchmarks import harness
 from megazero.config import RunConfig, World, make_config
+from megazero.config.model.spec import HEAD
 from megazero.models.decoder import Head
 from megazero.ops.memory import peak_memory, resident_memory
 from megazero.plan.activations import MicroBatchActivations
@@ -44,9 +45,8 @@ def config_of(sizes: Sizes) -> RunConfig:
 def formula(sizes: Sizes, chunk: int) -> float:
     """Return the planner's bytes of the head at the peak of a step."""
     config = config_of(sizes)
-    head = MicroBatchActivations(config, WIDTHS["fp32"], True).of(config.stages(), chunk or None).head
-    assert head is not None
-    return head
+    activations = MicroBatchActivations(config, WIDTHS["fp32"], True)
+    return activations.moments(config.stages(), 1, chunk or None)[HEAD]["head"]
 
 
 def make_step(sizes: Sizes, chunk: int) -> Callable[[], tuple[float, float]]:

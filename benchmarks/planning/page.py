@@ -9,6 +9,7 @@ published.yaml has the runs. page.txt has the page's words.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -217,13 +218,14 @@ def chart() -> None:
         seconds = [statistics.median(each[name]) for each in own if name in each]
         if len(seconds) == len(rates):
             right.plot(range(len(rates)), seconds, marker="o", markersize=3, label=name, color=COLOURS[name])
-    right.set_xticks(
-        range(len(rates)), [rate.replace("mbit", " Mb/s").replace("gbit", " Gb/s") for rate in rates]
-    )
+    words = {"mbit": " Mb/s", "gbit": " Gb/s", "none": "no limit"}
+    right.set_xticks(range(len(rates)), [re.sub("|".join(words), lambda at: words[at[0]], r) for r in rates])
     right.set(ylim=(0, None), xlabel="link between the nodes")
     right.set_title("measured: 8.4M on 2 nodes of 2 CPU ranks", size=9)
     for panel in (left, right):
         panel.legend(fontsize=6)
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.label.set_size(8)
         panel.tick_params(labelsize=7)
         panel.minorticks_off()
     save(figure, CHART)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,6 @@ from megazero.train.parallelize import optimizer_factory
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of what is copied and updated
 MATRIX = {"cpu": 1024, "cuda": 8192}
-MEETINGS, MEETING_S = 10, 0.3  # how often, and after how long, ranks meet: about as in a step
-STATISTICS = Path("/proc/stat")
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for each host, whatever namespaces it is seen from
 
 
@@ -56,36 +51,7 @@ def measure_device(config: RunConfig, clock: Clock) -> dict[str, Any]:
     }
     if device.type == "cuda":
         return {"device": section}
-    repeats = max(1, round(MEETING_S / matrix.median))
-    share = measure_share(lambda: [torch.mm(a, a, out=out) for _ in range(repeats)], clock, host)
-    return {"device": section, "cores": {**host, "share": share}}
-
-
-def measure_share(operation: Callable[[], Any], clock: Clock, host: Mapping[str, int]) -> float:
-    """Return the share of the host's processors that is busy while its ranks compute and then meet. Collective.
-
-    It is 1 if each rank has a processor, or if the system does not report idle time. Other programs' time is not
-    idle.
-    """
-    clock.settle()
-    before = _idle()
-    began = time.perf_counter()
-    for _ in range(MEETINGS):
-        operation()
-        clock.settle()
-    took, after = time.perf_counter() - began, _idle()
-    share = 1.0 - (after - before) / (took * len(os.sched_getaffinity(0)))
-    known = host["ranks"] > host["count"] and after > before
-    return statistics.mean(gather_objects(min(1.0, max(0.1, share)) if known else 1.0))
-
-
-def _idle() -> float:
-    """Return the seconds that this process's processors have been idle for, or 0 where the system does not say."""
-    if not STATISTICS.exists():
-        return 0.0
-    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    rows = [line.split() for line in STATISTICS.read_text().splitlines()]
-    return sum(int(row[4]) for row in rows if row and row[0] in own) / os.sysconf("SC_CLK_TCK")
+    return {"device": section, "cores": host}
 
 
 def _update(config: RunConfig, clock: Clock, elements: int) -> float:

@@ -26,7 +26,7 @@ from megazero.models.dtypes import DTYPES
 from megazero.train.distributed import start_rank
 
 TIMEOUT = timedelta(minutes=10)
-METHOD = 3  # version of how things are measured; a calibration of another version is not continued
+METHOD = 4  # version of how things are measured; a calibration of another version is not continued
 
 
 def join(request: CalibrationRequest, launch: Launch) -> tuple[RunConfig, torch.device, tuple[str, ...]]:

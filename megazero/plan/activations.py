@@ -7,7 +7,7 @@ Activations are what autograd keeps of models/layer.py with a fused attention ke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.config import RunConfig, World
@@ -113,37 +113,6 @@ def loss_chunks(config: RunConfig) -> tuple[int | None, ...]:
     return (None, *reversed(found))
 
 
-@dataclass(frozen=True)
-class RankActivations:
-    """The bytes of activations on a rank.
-
-    one: of a micro-batch, until its backward. always: beside them. working: during the backward of a layer, by kind.
-    embedding, head: during theirs, if the rank has them.
-    """
-
-    one: float
-    always: float
-    working: Mapping[str, float]
-    embedding: float | None
-    head: float | None
-
-    def moments(self, peak: int) -> dict[str, dict[str, float]]:
-        """Return the bytes of activations and of the head by moment: the last micro-batch's backward at a layer of
-        each kind, at the embedding and at the head, as far as the rank has them.
-
-        The backward frees activations as it proceeds, and the head's before it needs the layers' working memory.
-        peak: the most forwards of one part and micro-batch whose backward has not ended.
-        """
-        held = self.always + peak * self.one
-        moments = {kind: {"activations": held + n, "head": 0.0} for kind, n in self.working.items()}
-        if self.embedding is not None:
-            left = (peak - 1) * self.one + self.embedding
-            moments[EMBEDDING] = {"activations": self.always + left, "head": 0.0}
-        if self.head is not None:
-            moments[HEAD] = {"activations": held, "head": self.head}
-        return moments
-
-
 class MicroBatchActivations:
     """The activations of a micro-batch, whatever the stages. They are sizes of one rank, in bytes.
 
@@ -165,13 +134,18 @@ class MicroBatchActivations:
         backend = _backend(config, width, on_host, config.context_levels(world)[1] > 1)
         self.masked = needs_mask(model, backend, config.data.reset_attention_mask)
 
-    def of(self, stages: Sequence[StageSpec], loss_chunk: int | None = None) -> RankActivations:
-        """Return the activations of the rank that holds these stages.
+    def moments(
+        self, stages: Sequence[StageSpec], peak: int, loss_chunk: int | None = None
+    ) -> dict[str, dict[str, float]]:
+        """Return the bytes of activations and of the head, on the rank that holds these stages, by moment: the last
+        micro-batch's backward at a layer of each kind, at the embedding and at the head, as far as the rank has them.
 
-        A parameter's gradient, as autograd makes it, counts with them. If embedding and head are one parameter on
-        one rank, autograd adds both gradients, so the head's stays to the end.
+        The backward frees activations as it proceeds, and the head's before it needs the layers' working memory. A
+        parameter's gradient, as autograd makes it, counts with them. If embedding and head are one parameter on one
+        rank, autograd adds both gradients, so the head's stays to the end.
 
-        loss_chunk: the tokens whose logits are held at once. None: all.
+        peak: the most forwards of one part and micro-batch whose backward has not ended. loss_chunk: the tokens whose
+        logits are held at once. None: all.
         """
         config, width, stream, raw = self.config, self.width, self.stream, self.raw
         numbers = Counter(self.spec.by_place[i].kind for s in stages for i in s.layers)
@@ -185,10 +159,18 @@ class MicroBatchActivations:
                 always += width * mask_elements(config, [i for s in stages for i in s.layers])
         tied = first and last and not config.model.untie_embeddings_and_output_weights
         waiting = raw[HEAD] if tied else 0.0
-        working = {kind: self.layers[kind].working + raw[kind] + waiting for kind in numbers}
-        embedding = 2 * stream + raw[EMBEDDING] + waiting if first else None
-        head = _head(config, width, stream, raw[HEAD], self.on_host, loss_chunk) if last else None
-        return RankActivations(one, always, working, embedding, head)
+        held = always + peak * one
+        moments = {
+            kind: {"activations": held + (self.layers[kind].working + raw[kind] + waiting), "head": 0.0}
+            for kind in numbers
+        }
+        if first:
+            left = (peak - 1) * one + (2 * stream + raw[EMBEDDING] + waiting)
+            moments[EMBEDDING] = {"activations": always + left, "head": 0.0}
+        if last:
+            head = _head(config, width, stream, raw[HEAD], self.on_host, loss_chunk)
+            moments[HEAD] = {"activations": held, "head": head}
+        return moments
 
 
 def _head(

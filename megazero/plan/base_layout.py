@@ -19,7 +19,7 @@ from megazero.plan import communication
 from megazero.plan.activations import MicroBatchActivations, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
-from megazero.plan.seconds import INTER_SITE, Collectives, Cost
+from megazero.plan.seconds import INTER_SITE, Collectives
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import (
     SCHEDULES,
@@ -134,7 +134,6 @@ class BaseLayout:
         self.stages, self.of_rank = partition.stages, partition.of_rank
         self.spec, self.activation = compute.spec, compute.activation
         self.micro_batches = config.num_micro_batches(self.world)
-        self._moments: dict[tuple[int, int | None], dict[str, dict[str, float]]] = {}
 
     def shared(self, key: Any, make: Callable[[], Shared]) -> Shared:
         """Return what layouts of the same mesh compute alike, made once: ``key`` has all else that it depends on."""
@@ -152,16 +151,12 @@ class BaseLayout:
     @cached_property
     def stage_seconds(self) -> list[dict[Kind, float]]:
         """Return the seconds of each action of each stage, without waits."""
-        known, key = self.compute.known, ("seconds", self.partition)
-        if key not in known:
-            times = self.compute.action_seconds
-            alike = {
-                modules: {kind: sum(n * times[name][kind] for name, n in modules) for kind in Kind}
-                for modules in set(self.partition.modules)
-            }
-            known[key] = [alike[modules] for modules in self.partition.modules]
-        found: list[dict[Kind, float]] = known[key]
-        return found
+        times = self.compute.action_seconds
+        alike = {
+            modules: {kind: sum(n * times[name][kind] for name, n in modules) for kind in Kind}
+            for modules in set(self.partition.modules)
+        }
+        return [alike[modules] for modules in self.partition.modules]
 
     @property
     def split(self) -> bool:
@@ -242,29 +237,24 @@ class BaseLayout:
         return tuple(found.items())
 
     @cached_property
-    def message_costs(self) -> dict[str, Cost]:
-        """Return the cost of an activation's way to the next stage by link, all ranks of a node sending at once."""
-        return self.shared(("messages", self.activation), self._message_costs)
+    def message_seconds(self) -> Mapping[str, float]:
+        """Return the seconds of an activation's way to the next stage by link, all ranks of a node sending at once.
 
-    def _message_costs(self) -> dict[str, Cost]:
-        links = (INTRA, INTER) if self.cluster.inter_site is None else (INTRA, INTER, INTER_SITE)
-        return {link: self._message_cost(link, self.activation.sent) for link in links}
+        Of the stages on a node only the last one's ranks send across nodes.
+        """
+        return self.shared(("messages", self.activation), self._message_seconds)
 
-    @cached_property
-    def message_seconds(self) -> dict[str, float]:
-        """Return the seconds of a message by link. Of the stages on a node only the last one's ranks send across."""
-        return self.shared(("waits", self.activation), self._message_seconds)
-
-    def _message_seconds(self) -> dict[str, float]:
-        on_node = self._stages_on(self.config.ranks_per_node(self.world))
-        across, link = (
-            self._message_cost(INTER, self.activation.sent / on_node).seconds,
-            self.cluster.inter_node,
-        )
+    def _message_seconds(self) -> Mapping[str, float]:
+        sent, link = self.activation.sent, self.cluster.inter_node
+        across = self._message(INTER, sent / self._stages_on(self.config.ranks_per_node(self.world)))
         if link.rank_gbits_per_s is not None:
-            alone = link.rank_gbits_per_s * link.efficiency * 1e9 / 8
-            across = max(across, self.activation.sent / alone)
-        return {name: cost.seconds for name, cost in self.message_costs.items()} | {INTER: across}
+            across = max(across, sent / (link.rank_gbits_per_s * link.efficiency * 1e9 / 8))
+        found = {INTRA: self._message(INTRA, sent), INTER: across}
+        return (
+            found
+            if self.cluster.inter_site is None
+            else found | {INTER_SITE: self._message(INTER_SITE, sent)}
+        )
 
     def _stages_on(self, ranks: int) -> int:
         """Return how many pipeline ranks the first ``ranks`` of the world hold. One of them sends to others."""
@@ -274,16 +264,13 @@ class BaseLayout:
         """Return the link between two pipeline ranks that are neighbours; the last one and the first are, too."""
         return self._ring[source if (source + 1) % self.pp == target else target]
 
-    def _message_cost(self, link: str, sent: float) -> Cost:
-        ranks = self.cluster.site_ranks
-        costs = [self.collectives.message(link, sent, ranks // self._stages_on(ranks))]
-        if (
-            self.tp > 1
-            and not self.activation.sequence_parallel
-            and self.activation.sent < self.activation.whole
-        ):
-            costs.append(self.collectives.cost("gather", self.tp, 1, (self.tp - 1) * self.activation.sent))
-        return Cost(*(sum(column) for column in zip(*costs, strict=True)))
+    def _message(self, link: str, sent: float) -> float:
+        ranks, activation = self.cluster.site_ranks, self.activation
+        seconds = self.collectives.message(link, sent, ranks // self._stages_on(ranks)).seconds
+        cut = not activation.sequence_parallel and activation.sent < activation.whole
+        if self.tp > 1 and cut:  # the receivers gather it
+            seconds += self.collectives.cost("gather", self.tp, 1, (self.tp - 1) * activation.sent).seconds
+        return seconds
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
@@ -302,33 +289,30 @@ class BaseLayout:
 
         loss_chunk: the tokens whose logits are held at once. None: all.
         """
-        known, alike = self.compute.known, (loss_chunk, self.partition.kinds[rank])
-        if alike not in known:
+        known, peak = self.compute.known, self.peaks[rank]
+        key = loss_chunk, self.partition.kinds[rank], peak
+        if key not in known:
             if MicroBatchActivations not in known:
                 width, on_host = self.compute.width, self.cluster.on_host
                 known[MicroBatchActivations] = MicroBatchActivations(self.config, width, on_host, self.world)
-            known[alike] = known[MicroBatchActivations].of(self.of_rank[rank], loss_chunk)
-        if (rank, loss_chunk) not in self._moments:
-            self._moments[rank, loss_chunk] = known[alike].moments(self.peaks[rank])
-        return self._moments[rank, loss_chunk]
+            known[key] = known[MicroBatchActivations].moments(self.of_rank[rank], peak, loss_chunk)
+        found: dict[str, dict[str, float]] = known[key]
+        return found
 
     @cached_property
     def other_bytes(self) -> list[Bytes]:
         """Return the bytes between stages and inside layers that one rank of each stage sends in a step."""
         schedule = schedule_of(self.schedule_name, self.pp, self.virtual, self.micro_batches)
         grid, out = self.whole, []
+        rows = communication.even_rows(self.config, grid, self.activation) if grid.ep > 1 else None
         for rank, own in enumerate(self.of_rank):
             world_rank = grid.rank_of(rank, 0, 0)
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
-            total += communication.tensor_parallel(self.config, own, schedule[rank], self.activation)
-            total += communication.context_parallel(self.config, own, schedule[rank], grid, self.activation)
-            total += communication.expert_parallel(self.config, own, schedule[rank], grid, self.activation)
-            total += communication.expert_balance(self.config, own, schedule[rank], grid)
+            total += communication.inside_modules(
+                self.config, own, schedule[rank], grid, self.activation, rows
+            )
             out.append(total)
         return out
-
-    def grid(self, shards: tuple[int, int, int]) -> Grid:
-        return grid_of(self.config, self.world, shards)
 
 
 def grid_of(config: RunConfig, world: World, shards: tuple[int, int, int]) -> Grid:

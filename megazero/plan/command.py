@@ -19,7 +19,6 @@ from megazero.plan.options import PlanRequest, help_text, read_request, with_sta
 from megazero.plan.report import (
     advice,
     details,
-    experts_across,
     explain,
     headline,
     layout_flags,
@@ -102,5 +101,5 @@ def _explained(request: PlanRequest, best: Found) -> list[str]:
         layout = Layout(BaseLayout(config, world, cluster, Collectives(cluster)), config.zero)
     except ValueError as error:
         faults = [f"  {line}" for line in getattr(error, "errors", [str(error)])]
-        return ["the layout is not legal:", *faults, *experts_across(best.layout)]
-    return [*explain(layout, simulate(layout) if layout.fits else None, best), *experts_across(best.layout)]
+        return ["the layout is not legal:", *faults]
+    return explain(layout, simulate(layout) if layout.fits else None, best)

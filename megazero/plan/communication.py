@@ -8,7 +8,7 @@ Level l is the slice that is left after axes 1..l. ``formats`` give the bits and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import comb, prod
@@ -23,13 +23,13 @@ from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import HEAD, LayerSpec, ModuleSpec, model_spec
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import OuterConfig
-from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, Segment, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
 
-Bytes = Counter[tuple[str, str]]  # (hop kind, link) -> bytes
+Hop = tuple[str, str]  # its kind, its link
+Bytes = Counter[Hop]
 ALIGNED = 16  # bytes that parts of a quantised message are filled up to
 NUMBER = 4  # bytes of a number of rows
 GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
@@ -125,10 +125,29 @@ def model_state(
     micro_batches: int,
     updates: Sequence[HopBytes] = (),
 ) -> Bytes:
-    """Return the bytes of the hops of ``step_hops`` and of the sums and scalars beside them."""
+    """Return the bytes of a step in which every unit is updated: of its hops, and of sums and scalars beside them.
+
+    updates: the hops of matrices to their owners, which the updates take back.
+    """
     out: Bytes = Counter()
-    for kind, hop, times in step_hops(units, grid, formats, copies, program, micro_batches, updates):
-        out[kind, hop.axis.link] += times * hop.sent
+
+    def take(kind: str, hops: Iterable[HopBytes], times: int) -> None:
+        for hop in hops:
+            out[kind, hop.axis.link] += times * hop.sent
+
+    # Of experts, all that is left of P may be one rank: they are not gathered then.
+    sizes = [0 if unit.apart >= max(grid.shards[0], 2) else unit.elements * formats.width for unit in units]
+    weights = [weight_hops(unit, unit.axes(grid), formats) for unit in units]
+    moves = any(gather for _, gather in weights)
+    gathered = gathers(copies, program, sizes) if moves else Counter[int]()
+    for index, (unit, (refresh, gather)) in enumerate(zip(units, weights, strict=True)):
+        reduction = gradient_hops(unit, unit.axes(grid), formats, micro_batches, copies.whole_gradients)
+        take("refresh", refresh, 1)
+        take("gather", gather, gathered[index])
+        take("reduce", [hop for hop in reduction if hop.every], micro_batches)
+        take("reduce", [hop for hop in reduction if not hop.every], 1)
+        take("reduce", [ends_hop(unit, grid, formats)] if unit.tied else [], 1)
+    take("update", updates, 2)
     partial = sum(unit.partial for unit in units)
     out["tp", INTRA] += (grid.tp - 1) * partial * formats.sums
     told = SCALARS + OF_ROUNDING * (not formats.codecs.exact) + OUTER_SCALARS * (grid.outer > 1)
@@ -281,35 +300,6 @@ def update_hops(held: float, axes: Sequence[AxisSpec], width: int) -> tuple[HopB
     return tuple(HopBytes(EXCHANGE, a, int(held * width * (a.size - 1) / a.size)) for a in axes)
 
 
-def step_hops(
-    units: Sequence[UnitShape],
-    grid: Grid,
-    formats: Formats,
-    copies: Copies,
-    program: Sequence[Segment],
-    micro_batches: int,
-    updates: Sequence[HopBytes] = (),
-) -> Iterator[tuple[str, HopBytes, int]]:
-    """Yield the hops of a step in which every unit is updated: the kind, the hop, and how often it is taken.
-
-    updates: those of matrices to their owners, which the updates take back.
-    """
-    # Of experts, all that is left of P may be one rank: they are not gathered then.
-    sizes = [0 if unit.apart >= max(grid.shards[0], 2) else unit.elements * formats.width for unit in units]
-    weights = [weight_hops(unit, unit.axes(grid), formats) for unit in units]
-    moves = any(gather for _, gather in weights)
-    gathered = gathers(copies, program, sizes) if moves else Counter[int]()
-    for index, (unit, (refresh, gather)) in enumerate(zip(units, weights, strict=True)):
-        axes = unit.axes(grid)
-        reduction = gradient_hops(unit, axes, formats, micro_batches, copies.whole_gradients)
-        yield from (("refresh", hop, 1) for hop in refresh)
-        yield from (("gather", hop, gathered[index]) for hop in gather)
-        yield from (("reduce", hop, micro_batches if hop.every else 1) for hop in reduction)
-        if unit.tied:
-            yield "reduce", ends_hop(unit, grid, formats), 1
-    yield from (("update", hop, 2) for hop in updates)
-
-
 # -- activations ---------------------------------------------------------------------------------------
 
 
@@ -374,71 +364,78 @@ def pipeline(schedule: Schedule, grid: Grid, rank: int, activation: Activation) 
     return out
 
 
-def tensor_parallel(
-    config: RunConfig, stages: Sequence[StageSpec], actions: Sequence[Action], activation: Activation
-) -> Bytes:
-    """Return the bytes of collectives inside modules."""
-    if activation.tp == 1:
-        return Counter()
-    spec = model_spec(config.model)
-    each = {kind: module_sums(config, module, activation) for kind, module in spec.modules.items()}
-    held = {stage.index: [each[module.kind] for _, module in spec.of_stage(stage)] for stage in stages}
-    sent = {index: [sum(column) for column in zip(*own, strict=True)] for index, own in held.items()}
-    forward = sum(sent[a.stage][0] for a in actions if a.kind == Kind.FORWARD)
-    backward = sum(sent[a.stage][1] for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT))
-    return Counter({("tp", INTRA): forward + backward})
-
-
-def context_parallel(
+def inside_modules(
     config: RunConfig,
     stages: Sequence[StageSpec],
     actions: Sequence[Action],
     grid: Grid,
     activation: Activation,
+    rows: ExpertRows | None = None,
 ) -> Bytes:
-    """Return the bytes of swaps of heads for sequence, and of gathers of keys, in the layers of these stages."""
-    out: Bytes = Counter()
-    if grid.cp == 1:
+    """Return the bytes of collectives inside modules, and of the sums that balance experts after each step.
+
+    rows: those of a layer and micro-batch that go to experts on other ranks; None: they are not counted.
+    """
+    spec, out = model_spec(config.model), Counter[tuple[str, str]]()
+    held = {stage.index: Counter(module.kind for _, module in spec.of_stage(stage)) for stage in stages}
+    forwards = Counter(a.stage for a in actions if a.kind == Kind.FORWARD)
+    backwards = Counter(a.stage for a in actions if a.kind in (Kind.BACKWARD, Kind.INPUT))
+    for kind, module in spec.modules.items():
+        both = module_bytes(config, module, grid, activation, rows)
+        for sent, passes in zip(both, (forwards, backwards), strict=True):
+            times = sum(held[stage][kind] * number for stage, number in passes.items())
+            for hop, size in sent.items():
+                out[hop] += int(times * size)
+    if mixtures := sum(layer.experts for layer in spec.by_place):
+        for link, numbers in grid.rows_sent.items():
+            out["scalar", link] += numbers * EXPERT_SCALARS
+        for link, size in grid.added_up(mixtures * (config.model.num_experts or 0) * LOAD).items():
+            out["scalar", link] += size
+    return +out
+
+
+def module_bytes(
+    config: RunConfig, module: ModuleSpec, grid: Grid, activation: Activation, rows: ExpertRows | None
+) -> tuple[Counter[Hop], Counter[Hop]]:
+    """Return the bytes of collectives in a module's forward and in its backward, of one micro-batch."""
+    out = Counter[Hop](), Counter[Hop]()
+    for sent, size in zip(out, module_sums(config, module, activation), strict=True):
+        sent["tp", INTRA] += size
+    if not isinstance(module, LayerSpec):
         return out
-    layers = {stage.index: len(stage.layers) for stage in stages}
-    forward, backward = layer_exchanges(config, grid, activation)
-    for made, kinds in ((forward, (Kind.FORWARD,)), (backward, (Kind.BACKWARD, Kind.INPUT))):
-        times = sum(layers[action.stage] for action in actions if action.kind in kinds)
+    exchanges = layer_exchanges(config, grid, activation) if grid.cp > 1 else ([], [])
+    for sent, made in zip(out, exchanges, strict=True):
         for exchange in made:
             for link, others in exchange.others.items():
-                out["cp", link] += exchange.row * others * times
+                sent["cp", link] += exchange.row * others
+    if module.experts:
+        out[0].update(_balance(config, grid))
+        moved = expert_rows(config, module, grid, activation, rows) if rows is not None else ({}, {})
+        for sent, by_link in zip(out, moved, strict=True):
+            sent.update({("ep", link): size for link, size in by_link.items()})
     return out
 
 
-def expert_balance(
-    config: RunConfig,
-    stages: Sequence[StageSpec],
-    actions: Sequence[Action],
-    grid: Grid,
-) -> Bytes:
-    """Return the bytes by which experts are balanced (train/expert_balance.py): every step, the loads of all layers;
-    for a loss, in each forward, the counts of the ranks that share samples."""
-    model, training, out = config.model, config.training, Counter[tuple[str, str]]()
-    mixtures = {i for i, kind in enumerate(layer_kinds(model)) if kind.experts}
-    if model.num_experts is None or not mixtures:
-        return out
-    for link, rows in grid.rows_sent.items():
-        out["scalar", link] += rows * EXPERT_SCALARS
-    for link, sent in grid.added_up(len(mixtures) * model.num_experts * LOAD).items():
-        out["scalar", link] += sent
+def _balance(config: RunConfig, grid: Grid) -> Bytes:
+    """Return the bytes of the counts that ranks with the same samples add up in a layer's forward, for the loss that
+    balances its experts (moe/balance.py)."""
+    training = config.training
     kind = training.moe_router_load_balancing_type
     if kind == "none" or not training.moe_aux_loss_coeff:
-        return out
+        return Counter()
     blocks = 1 if kind == "aux_loss" else config.batch.micro_batch_size
-    held = {stage.index: len(mixtures.intersection(stage.layers)) for stage in stages}
-    times = sum(held[a.stage] for a in actions if a.kind == Kind.FORWARD)
-    counts = blocks * model.num_experts * COUNT
-    out["tp", INTRA] += times * (2 * (grid.tp - 1) * counts // grid.tp)
-    (heads, *keys), near = grid.cp_axes, grid.cp_heads_near
-    others = [(INTRA, near - 1), (INTER, heads.size - near), *((axis.link, axis.size - 1) for axis in keys)]
-    for link, ranks in others if grid.cp > 1 else ():
-        out["cp", link] += times * counts * ranks
-    return +out
+    counts = blocks * (config.model.num_experts or 0) * COUNT
+    out = Counter({("tp", INTRA): 2 * (grid.tp - 1) * counts // grid.tp})
+    if grid.cp > 1:
+        (heads, *keys), near = grid.cp_axes, grid.cp_heads_near
+        others = [
+            (INTRA, near - 1),
+            (INTER, heads.size - near),
+            *((axis.link, axis.size - 1) for axis in keys),
+        ]
+        for link, ranks in others:
+            out["cp", link] += counts * ranks
+    return out
 
 
 class ContextExchange(NamedTuple):
@@ -545,30 +542,6 @@ def even_rows(config: RunConfig, grid: Grid, activation: Activation) -> ExpertRo
     moved = tokens * model.moe_router_topk * (inside.size - 1) / inside.size
     crossing = tokens * nodes_of_token(model, across.size) * (across.size - 1) / across.size
     return ExpertRows(moved, moved, crossing, crossing)
-
-
-def expert_parallel(
-    config: RunConfig,
-    stages: Sequence[StageSpec],
-    actions: Sequence[Action],
-    grid: Grid,
-    activation: Activation,
-) -> Bytes:
-    """Return the bytes of rows on their way to experts and back, if every rank's go to all experts alike."""
-    if grid.ep == 1:
-        return Counter()
-    layers, rows = model_spec(config.model).by_place, even_rows(config, grid, activation)
-    each = {
-        stage.index: [expert_rows(config, layers[i], grid, activation, rows) for i in stage.layers]
-        for stage in stages
-    }
-    passes = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 1}
-    sent = {INTRA: 0.0, INTER: 0.0}
-    for action in actions:
-        for both in each[action.stage] if action.kind in passes else ():
-            for link, n in both[passes[action.kind]].items():
-                sent[link] += n
-    return +Counter({("ep", link): int(n) for link, n in sent.items()})
 
 
 def expert_rows(

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megazero.config import RunConfig
-from megazero.config.layout.context import gather_coding
 from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.model.spec import EMBEDDING, HEAD, LAYER, LayerSpec, ModuleSpec, is_layer, padded_spec
 from megazero.config.options.cluster import Cluster, MeasuredLayer
@@ -23,8 +21,6 @@ from megazero.mesh.grid import INTER, INTRA, Grid
 from megazero.plan.communication import (
     Activation,
     ContextExchange,
-    Formats,
-    UnitShape,
     even_rows,
     expert_rows,
     has_loss_chunks,
@@ -42,35 +38,35 @@ COMPILED = 0.5  # of the bytes of a layer's operations that are no products, whe
 CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file has no rate of codecs
 
 
-@dataclass(frozen=True)
-class ModuleTimes:
-    """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives, those of cp_*
-    in swaps of context parallelism, those of ep_* with rows on their way to experts and back.
+class Spent(NamedTuple):
+    """Seconds of an action: of compute, of recompute, and in messages of tensor parallelism, of context parallelism
+    and of rows on their way to experts and back."""
 
-    tp_busy: the processors that a rank's part of the former keeps busy.
+    compute: float = 0.0
+    recompute: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+
+
+class ModuleTimes(NamedTuple):
+    """The seconds of one module for one micro-batch.
+
+    backward: that of the inputs alone. weight: seconds of the weights' gradients.
     """
 
-    forward: float = 0.0
-    backward_input: float = 0.0
-    backward_weight: float = 0.0
-    recompute: float = 0.0
-    tp_forward: float = 0.0
-    tp_backward: float = 0.0
-    tp_busy: float = 0.0
-    cp_forward: float = 0.0
-    cp_backward: float = 0.0
-    ep_forward: float = 0.0
-    ep_backward: float = 0.0
+    forward: Spent
+    backward: Spent
+    weight: float = 0.0
 
-    def of(self, kind: Kind) -> float:
-        """Return all that an action of this kind takes for the module."""
-        inputs = self.backward_input + self.recompute + self.tp_backward + self.cp_backward + self.ep_backward
-        return {
-            Kind.FORWARD: self.forward + self.tp_forward + self.cp_forward + self.ep_forward,
-            Kind.BACKWARD: inputs + self.backward_weight,
-            Kind.INPUT: inputs,
-            Kind.WEIGHT: self.backward_weight,
-        }[kind]
+    def spent(self, kind: Kind) -> Spent:
+        """Return what an action of this kind takes for the module."""
+        if kind == Kind.FORWARD:
+            return self.forward
+        if kind == Kind.WEIGHT:
+            return Spent(self.weight)
+        weight = self.weight if kind == Kind.BACKWARD else 0.0
+        return self.backward._replace(compute=self.backward.compute + weight)
 
 
 class Sizes(NamedTuple):
@@ -102,9 +98,8 @@ class Compute:
         ValueError if the cluster's devices do not compute in the run's dtype.
         """
         self.grid = grid
-        self.known: dict[
-            Any, Any
-        ] = {}  # the activations of base layouts that share this, by all else that they are
+        # The activations of base layouts that share this, by all else that they are.
+        self.known: dict[Any, Any] = {}
         self.config, self.cluster, self.collectives = config, cluster, collectives
         device, dtype = cluster.device, config.precision.params_dtype
         self.width = WIDTHS[dtype]
@@ -122,7 +117,9 @@ class Compute:
         layers = {layer.kind: self._layer(layer) for layer in self.spec.layers}
         self.sizes = {EMBEDDING: self._embedding(), **layers, HEAD: self._head()}
         self.times = {kind: self._module(kind, sizes) for kind, sizes in self.sizes.items()}
-        self.action_seconds = {name: {kind: t.of(kind) for kind in Kind} for name, t in self.times.items()}
+        self.action_seconds = {
+            name: {kind: sum(t.spent(kind)) for kind in Kind} for name, t in self.times.items()
+        }
 
     def update(self, elements: float) -> float:
         """Return the seconds of the norm and the optimizer's update of this many elements."""
@@ -132,6 +129,17 @@ class Compute:
     def moved(self, size: float) -> float:
         """Return the seconds in which a codec, or a sum, reads and writes this many bytes."""
         return size / self.codec_rate
+
+    def decoded(self, elements: float) -> float:
+        """Return the seconds in which so many elements of parameters, or of keys and values, are decoded."""
+        return self.moved(elements * 1.5 * self.width)
+
+    def summed(self, elements: float, sums: int) -> float:
+        """Return the seconds in which an exchange of so many elements of gradients is coded, decoded and summed.
+
+        sums: the bytes of a sum.
+        """
+        return self.moved(elements * (self.width + sums) / 2)
 
     def _layer(self, layer: LayerSpec) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
@@ -188,10 +196,14 @@ class Compute:
         again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
         again = again if is_layer(kind) else 0.0
         if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
-            return ModuleTimes(forward + backward, tp_forward=into, tp_backward=out, tp_busy=busy)
+            return ModuleTimes(Spent(forward + backward, tensor=into), Spent(tensor=out))
         swaps = self._context_parallel() if is_layer(kind) else (0.0, 0.0)
         exchanged = self._expert_parallel(self.spec.modules[kind])
-        return ModuleTimes(forward, backward - product, product, again, into, out, busy, *swaps, *exchanged)
+        there, back = (Spent(0.0, 0.0, *sides) for sides in zip((into, out), swaps, exchanged, strict=True))
+        backward -= product
+        return ModuleTimes(
+            there._replace(compute=forward), back._replace(compute=backward, recompute=again), product
+        )
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:
         """Return what was measured of a module on as many tensor-parallel ranks, or else on one.
@@ -265,9 +277,9 @@ class Compute:
         return forward, backward
 
     def _exchange(self, exchange: ContextExchange) -> float:
-        coding = gather_coding(self.config.parallel)
-        coded = Coder(self, Formats(self.width, self.width)).keys(exchange) if coding else 0.0
-        return coded + self._sent(exchange)
+        """Return the seconds of an exchange, and those in which gathered keys and values are encoded and decoded."""
+        decoded = self.decoded(exchange.coded * exchange.axis.size)
+        return decoded + self._sent(exchange)
 
     def _sent(self, exchange: ContextExchange) -> float:
         axis, across = exchange.axis, exchange.others.get(INTER, 0)
@@ -288,31 +300,3 @@ def _between(points: Sequence[tuple[float, float, float]], at: float) -> tuple[f
     low, high = points[place - 1], points[place]
     share = (at - low[0]) / (high[0] - low[0])
     return low[1] + share * (high[1] - low[1]), low[2] + share * (high[2] - low[2])
-
-
-@dataclass(frozen=True)
-class Coder:
-    """The seconds of coding on one rank: of the bytes that are read and written."""
-
-    compute: Compute
-    formats: Formats
-
-    def refresh(self, unit: UnitShape, gathered: bool) -> float:
-        """Return what is spent after a refresh came. gathered: a gather follows, which decodes."""
-        coded = self.formats.of_weights(unit) is not None and not gathered
-        return self._decoded(unit.elements) if coded else 0.0
-
-    def gather(self, unit: UnitShape) -> float:
-        """Return what is spent after a gather came."""
-        return self._decoded(unit.elements) if self.formats.of_weights(unit) else 0.0
-
-    def exchange(self, left: float) -> float:
-        """Return what is spent on an exchange of ``left`` elements of gradients."""
-        return self.compute.moved(left * (self.formats.width + self.formats.sums) / 2)
-
-    def keys(self, gather: ContextExchange) -> float:
-        """Return what is spent to encode gathered keys and values, and to decode those of each other rank."""
-        return self._decoded(gather.coded * gather.axis.size)
-
-    def _decoded(self, elements: float) -> float:
-        return self.compute.moved(elements * 1.5 * self.formats.width)

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megazero.config import RunConfig, World
-from megazero.mesh.grid import INTRA, expert_shards
+from megazero.mesh.grid import expert_shards
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.communication import OuterFormat
 from megazero.plan.layout import LOCAL, Chain, Layout
@@ -108,9 +107,9 @@ class Messages:
             tail = base.pp * max(0.0, *(each.tail[1] - sum(backwards) for each in moving), 0.0)
         else:
             tail = _exposed([each.tail for each in moving], backwards, base.pp)
-        return self.update + max(
-            base.pipeline_seconds + _lost(base, busy, local, lead + tail), *busy.values(), 0.0
-        )
+        waits = lead + tail
+        lost = waits + base.collectives.contention(busy.items(), local, waits)
+        return self.update + max(base.pipeline_seconds + lost, *busy.values(), 0.0)
 
 
 def _plus(sums: tuple[float, float], times: tuple[int, int], seconds: float) -> tuple[float, float]:
@@ -133,19 +132,6 @@ def _on_links(chain: Chain) -> Iterator[tuple[str, float, float]]:
         yield link, sum(hop.seconds for hop in hops), sum(hop.seconds - hop.latency for hop in hops)
 
 
-def _lost(base: BaseLayout, links: Mapping[str, float], local: float, waits: float) -> float:
-    """Return the seconds of a device's waits, and what it loses to messages beside which it computes (simulate.py).
-
-    local: seconds of the rank's own work on messages.
-    """
-    moving = local + sum(links.values())
-    if base.cluster.on_host or not moving:
-        return waits
-    inside = base.collectives.rate(INTRA)
-    costs = sum(n * min(1.0, base.collectives.rate(link) / inside) for link, n in links.items())
-    return waits + max(0.0, 1 - waits / moving) * (local + base.cluster.device.contention * costs)
-
-
 def least_memory(base: BaseLayout, shard: Shard | None = None) -> float:
     """Return a lower bound of the bytes of the fullest rank, for these shards or for all: its parameters without
     padding, in few bits where they may stay as they were received, and its activations."""
@@ -161,7 +147,10 @@ def least_memory(base: BaseLayout, shard: Shard | None = None) -> float:
 def _least_states(base: BaseLayout, shard: Shard | None, rank: int) -> float:
     """Return the least bytes of a rank's model state and gathered parameters."""
     config, width = base.config, base.compute.width
-    copy, sums, updated = least_state(config, base.world, width)
+    sums = max(width, 4)
+    anchors = States.anchors_of(OuterFormat.of(config.outer, config.outer_replicas(base.world), sums))
+    copy = 0.0 if width == sums else min(width, (config.zero.zero_weight_bits or 8) / 8)
+    updated = sums * (1 + anchors) + config.optimizer.moment_bytes(sums, 1.0)  # of matrices, the least
     whole = config.zero.zero_gradients_lifetime == "step"
     states = gathered = 0.0
     for apart, elements in base.elements_of(rank):
@@ -170,11 +159,3 @@ def _least_states(base: BaseLayout, shard: Shard | None, rank: int) -> float:
         states += elements * (kept / p + sums / (1 if whole else g) + updated / os)
         gathered += elements * width * (shard is not None and apart < shard[0])
     return states + min(gathered, config.zero.zero_prefetch_bytes)
-
-
-def least_state(config: RunConfig, world: World, width: int) -> tuple[float, float, float]:
-    """Return the least bytes of an element of a matrix: its copy, its gradient, and what is updated."""
-    sums = max(width, 4)
-    anchors = States.anchors_of(OuterFormat.of(config.outer, config.outer_replicas(world), sums))
-    copy = 0.0 if width == sums else min(width, (config.zero.zero_weight_bits or 8) / 8)
-    return copy, sums, sums * (1 + anchors) + config.optimizer.moment_bytes(sums, 1.0)

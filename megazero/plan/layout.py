@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 from megazero.config import RunConfig
-from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.options.optimizers import NEWTON_SCHULZ_STEPS, OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
@@ -17,12 +16,11 @@ from megazero.mesh.dealing import ROUND_NUMEL
 from megazero.mesh.grid import INTER, AxisSpec, Grid
 from megazero.plan import communication
 from megazero.plan.activations import loss_chunks
-from megazero.plan.base_layout import BaseLayout, schedule_of
+from megazero.plan.base_layout import BaseLayout, grid_of, schedule_of
 from megazero.plan.communication import Bytes, Formats, HopBytes, OuterFormat, UnitShape
-from megazero.plan.compute import Coder
 from megazero.plan.gathers import Copies, Segment
-from megazero.plan.memory import WAITING, Memory, Pools, Standing, States
-from megazero.plan.units import LayerMatrix, RankUnits, layer_matrices, rank_units
+from megazero.plan.memory import WAITING, Memory, RankMemory, States
+from megazero.plan.units import LayerMatrix, RankUnits, UnitRule
 
 WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
 ROUNDS = 3  # of an update of matrices that are under way at once: there, computed, and back
@@ -32,13 +30,11 @@ LOCAL = "local"  # in place of a link: a lane's work on the rank's own memory
 class TimedHop(NamedTuple):
     """A step of a chain: a hop over ``link``, or local work.
 
-    busy: processor seconds that a hop takes on a rank. latency: the part of its seconds in which others may use the
-    link.
+    latency: the part of its seconds in which others may use the link.
     """
 
     link: str
     seconds: float
-    busy: float = 0.0
     latency: float = 0.0
 
 
@@ -109,32 +105,16 @@ class Stepped:
         return max(mean, *(cost for _, cost, _ in costs))
 
 
-@dataclass(frozen=True, eq=False)
-class Sharding:
-    """What a layout's shards and formats are on a world. Layouts whose base layouts have one mesh share it."""
-
-    shards: Shards
-    wire: Wire
-    grid: Grid
-    formats: Formats
-    states: States
-    sizes: object  # what is equal wherever all is equal that decides the units of a rank
-
-
-def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> Sharding:
-    """Return the sharding of a configuration. Raises ValueError if it is not legal on the base's world."""
+def sharding_of(base: BaseLayout, config: RunConfig, sums: int | None) -> tuple[States, Wire, UnitRule]:
+    """Return what a configuration's shards and formats are. Raises ValueError if they are not legal on the world."""
     shards, wire = config.shards(base.world), config.wire(base.world)
-    grid, formats = base.grid(shards.factors), Formats.of(wire, base.compute.width, sums)
-    states = States(
-        grid,
-        shards,
-        formats,
-        config.zero.zero_prefetch_bytes,
-        base.cluster.on_host,
-        outer=OuterFormat.of(config.outer, config.outer_replicas(base.world), formats.sums),
-    )
-    units = "sizes", wire, shards.os, grid.outer, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
-    return Sharding(shards, wire, grid, formats, states, base.shared(units, object))
+    grid = grid_of(base.config, base.world, shards.factors)
+    formats = Formats.of(wire, base.compute.width, sums)
+    outer = OuterFormat.of(config.outer, config.outer_replicas(base.world), formats.sums)
+    states = States(grid, shards, formats, config.zero.zero_prefetch_bytes, base.cluster.on_host, outer)
+    cut = "units", wire, shards.os, grid.outer, config.zero.zero_unit_layers, config.zero.zero_chunk_numel
+    # Outer steps cut slices once more.
+    return states, wire, base.shared(cut, lambda: UnitRule(config, wire, base.d * grid.outer, shards.os))
 
 
 class Layout:
@@ -149,9 +129,10 @@ class Layout:
         only to those that update them. Raises ValueError if the choice is not legal on the base's world.
         """
         self.base, self.zero, self.all_reduce = base, zero, all_reduce
-        self.sharding = base.shared(("sharding", zero, sums), lambda: sharding_of(base, self.given, sums))
-        self.shards, self.wire, self.grid = self.sharding.shards, self.sharding.wire, self.sharding.grid
-        self.formats, self.states = self.sharding.formats, self.sharding.states
+        self.states, self.wire, self.rule = base.shared(
+            ("sharding", zero, sums), lambda: sharding_of(base, self.given, sums)
+        )
+        self.shards, self.grid, self.formats = self.states.shards, self.states.grid, self.states.formats
 
     @cached_property
     def given(self) -> RunConfig:
@@ -160,22 +141,8 @@ class Layout:
 
     def units(self, rank: int) -> RankUnits:
         """Return the units of a pipeline rank."""
-        base, config, zero, stages = self.base, self.base.config, self.zero, self.base.of_rank[rank]
-        return base.shared(
-            ("units", base.partition.keys[rank], self.sharding.sizes),
-            lambda: rank_units(
-                config.model,
-                stages,
-                base.tp,
-                config.parallel.sequence_parallel,
-                self.wire,
-                zero.zero_unit_layers,
-                zero.zero_chunk_numel,
-                base.d * self.grid.outer,  # slices are cut once more by outer steps
-                self.shards.os,
-                base.ep,
-            ),
-        )
+        base, rule = self.base, self.rule
+        return base.shared((base.partition.keys[rank], rule), lambda: RankUnits(base.of_rank[rank], rule))
 
     @cached_property
     def config(self) -> RunConfig:
@@ -200,13 +167,10 @@ class Layout:
         pooled: with transient buffers, whose bytes take the longest to count.
         """
         base, units, states, optimizer = self.base, self.units(rank), self.states, self.base.config.optimizer
-        key, passes = (units, self.sharding), min(base.micro_batches, WAITING)
-        standing = base.shared(("standing", *key), lambda: Standing.of(units, states, optimizer))
+        passes = min(base.micro_batches, WAITING)
+        held = base.shared((units, states, passes), lambda: RankMemory(units, states, optimizer, passes))
         moments = base.activation_memory(rank, loss_chunk)
-        if not pooled:
-            return standing.at_peak(moments)
-        pools = base.shared(("pools", *key, passes), lambda: Pools.of(units, states, passes))
-        return standing.at_peak(moments, pools, self.update_bytes(rank))
+        return held.at_peak(moments, self.update_bytes(rank) if pooled else None)
 
     def _fullest(self, loss_chunk: int | None, pooled: bool = True) -> Memory:
         each = (self.memory_of(rank, loss_chunk, pooled) for rank in self.base.distinct_ranks)
@@ -242,12 +206,12 @@ class Layout:
     def chains_of(self, unit: UnitShape) -> UnitChains:
         """Return the chains of a unit."""
         return self.base.shared(
-            (unit, self.sharding, self.all_reduce, self.base.micro_batches == 1),
+            (unit, self.states, self.all_reduce, self.base.micro_batches == 1),
             lambda: self._make_chains(unit),
         )
 
     def _make_chains(self, unit: UnitShape) -> UnitChains:
-        axes, coder = unit.axes(self.grid), Coder(self.base.compute, self.formats)
+        axes, compute = unit.axes(self.grid), self.base.compute
         refresh, gather = communication.weight_hops(unit, axes, self.formats)
         summed = [replace(a, role="replica") if self.all_reduce and a.role == "os" else a for a in axes]
         reduction = communication.gradient_hops(
@@ -259,14 +223,15 @@ class Layout:
         for hop in reduction:
             hops = [self._timed_hop(hop)]
             if hop.operation == communication.EXCHANGE:  # messages are encoded, decoded and summed
-                hops += _local(coder.exchange(left))
+                hops += _local(compute.summed(left, self.formats.sums))
                 left //= hop.axis.size
             last += hops
             every += hops if hop.every else []
-        decode = coder.refresh(unit, bool(gather)) if refresh else 0.0
+        # What came in few bits is decoded by the gather, or without one by the refresh.
+        decoded = _local(compute.decoded(unit.elements) if self.formats.of_weights(unit) else 0.0)
         return UnitChains(
-            refresh=(*map(self._timed_hop, refresh), *_local(decode)),
-            gather=(*map(self._timed_hop, gather), *_local(coder.gather(unit) if gather else 0.0)),
+            refresh=(*map(self._timed_hop, refresh), *(decoded if refresh and not gather else ())),
+            gather=(*map(self._timed_hop, gather), *(decoded if gather else ())),
             every=tuple(every),
             last=tuple(last),
             ahead_bytes=self.states.ahead_bytes(unit),
@@ -285,7 +250,7 @@ class Layout:
         return (
             *_local(begin),
             self._timed_hop(there),
-            *_local(Coder(compute, self.formats).exchange(share)),
+            *_local(compute.summed(share, self.formats.sums)),
             *map(self._timed_hop, back),
             *_local(end),
         )
@@ -298,15 +263,11 @@ class Layout:
             return 0
         return communication.matrix_width(optimizer, self.formats.width)
 
-    @cached_property
-    def _layer_matrices(self) -> Mapping[str, tuple[LayerMatrix, ...]]:
-        return layer_matrices(self.base.config.model, self.base.tp, self.base.ep)
-
     def _stepped(self, rank: int) -> list[Stepped]:
         """Return the matrices of a pipeline rank, those on the same axes together: none if the optimizer is
         elementwise."""
         layers = self.units(rank).layers.items() if self._matrix_width else ()
-        found = [(matrix, n) for kind, n in layers for matrix in self._layer_matrices[kind]]
+        found = [(matrix, n) for kind, n in layers for matrix in self.rule.matrices[kind]]
         return [
             Stepped(tuple(each for each in found if each[0].apart == apart), self.grid, self._matrix_width)
             for apart in dict.fromkeys(matrix.apart for matrix, _ in found)
@@ -334,26 +295,20 @@ class Layout:
 
     def _timed_hop(self, hop: HopBytes) -> TimedHop:
         collectives = self.base.collectives
-        return TimedHop(
-            collectives.link_of(hop.axis), *collectives.of_axis(hop.operation, hop.axis, hop.sent)
-        )
+        cost = collectives.of_axis(hop.operation, hop.axis, hop.sent)
+        return TimedHop(collectives.link_of(hop.axis), cost.seconds, cost.latency)
 
     @cached_property
     def bytes_by_stage(self) -> list[Bytes]:
         """Return the bytes that one rank of each stage sends in a step, by (kind of hop, link)."""
-        return [
-            self.base.other_bytes[rank] + communication.model_state(*self.step(rank))
-            for rank in range(self.base.pp)
-        ]
+        return [self.base.other_bytes[rank] + self._model_state_bytes(rank) for rank in range(self.base.pp)]
 
-    def step(
-        self, rank: int
-    ) -> tuple[Sequence[UnitShape], Grid, Formats, Copies, list[Segment], int, Sequence[HopBytes]]:
-        """Return what ``step_hops`` and ``model_state`` take, of a pipeline rank's step."""
-        micro_batches = self.base.micro_batches
-        units, program = self.units(rank).shapes, self.program(rank, micro_batches)
-        copies, updates = self.copies(rank), self.update_hops(rank)
-        return units, self.grid, self.formats, copies, program, micro_batches, updates
+    def _model_state_bytes(self, rank: int) -> Bytes:
+        count = self.base.micro_batches
+        units, program, updates = self.units(rank).shapes, self.program(rank, count), self.update_hops(rank)
+        return communication.model_state(
+            units, self.grid, self.formats, self.copies(rank), program, count, updates
+        )
 
     @property
     def bytes_of_meetings(self) -> tuple[float, float]:

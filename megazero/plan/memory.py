@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import cycle, islice
-from typing import NamedTuple
 
 from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
@@ -56,7 +56,7 @@ class Memory:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class States:
     """The model state of a rank, as memory and bytes need it from a layout."""
 
@@ -318,50 +318,43 @@ def _window(
     return max(sum(around[i : i + number]) for i in range(len(order)))
 
 
-class Pools(NamedTuple):
-    """The bytes of the pool: those that are sure, and those if the ranks' timing lets more chains be in flight."""
+class RankMemory:
+    """What a rank holds beside activations, in bytes, each part counted when it is first asked for."""
 
-    sure: float = 0.0
-    most: float = 0.0
+    def __init__(
+        self, units: RankUnits, states: States, optimizer: OptimizerConfig, micro_batches: int
+    ) -> None:
+        """micro_batches: of a step's, the first WAITING count."""
+        self.units, self.states, self.optimizer, self.micro_batches = units, states, optimizer, micro_batches
 
-    @classmethod
-    def of(cls, units: RankUnits, states: States, micro_batches: int) -> Pools:
-        """Return a rank's. Of the micro-batches only the first WAITING count."""
-        return cls(*(pool(units, states, micro_batches, sure) for sure in (True, False)))
+    @cached_property
+    def _items(self) -> Mapping[str, float]:
+        return model_states(self.units, self.states, self.optimizer)
 
+    @cached_property
+    def _gathered(self) -> Mapping[str, float]:
+        """The gathered parameters, by the kind of module that a backward is at."""
+        return {kind: gathered(self.units, self.states, kind) for kind in self.units.modules}
 
-NO_POOLS = Pools()
+    @cached_property
+    def _pools(self) -> tuple[float, float]:
+        """The pool's bytes that are sure, and those if the ranks' timing lets more chains be in flight."""
+        sure, most = (pool(self.units, self.states, self.micro_batches, sure) for sure in (True, False))
+        return sure, most
 
-
-@dataclass(frozen=True)
-class Standing:
-    """What a rank holds beside activations and the pool, in bytes.
-
-    items: model state. gathered: parameters, by the kind of module that a backward is at.
-    """
-
-    items: Mapping[str, float]
-    gathered: Mapping[str, float]
-    on_host: bool
-
-    @classmethod
-    def of(cls, units: RankUnits, states: States, optimizer: OptimizerConfig) -> Standing:
-        held = {kind: gathered(units, states, kind) for kind in units.modules}
-        return cls(model_states(units, states, optimizer), held, states.on_host)
-
-    def at_peak(
-        self, moments: Mapping[str, Mapping[str, float]], pools: Pools = NO_POOLS, updates: float = 0.0
-    ) -> Memory:
+    def at_peak(self, moments: Mapping[str, Mapping[str, float]], updates: float | None) -> Memory:
         """Return the rank's memory at the worst moment of a backward, with a margin.
 
         The margin is what the allocator leaves unused; on CPUs, what many chains in flight at once take.
 
         moments: the bytes of activations at each (plan/activations.py). Model state and the pool stay meanwhile.
         updates: bytes of matrices on their way in an update. Nothing else is in flight then, so they use the pool.
+        None: the pool, whose bytes take the longest to count, is left out.
         """
-        always = {**self.items, "staging": max(pools.sure, updates)}
-        each = [{**always, **items, "gathered": self.gathered[kind]} for kind, items in moments.items()]
+        sure, most_in_flight = self._pools if updates is not None else (0.0, 0.0)
+        always = {**self._items, "staging": max(sure, updates or 0.0)}
+        each = [{**always, **items, "gathered": self._gathered[kind]} for kind, items in moments.items()]
         most = max(each, key=lambda items: sum(items.values()))
-        if self.on_host:
-            return Memory(**most, margin=max(pools.most - always["staging"], 0.0))
+        if self.states.on_host:
+            return Memory(**most, margin=max(most_in_flight - always["staging"], 0.0))
         return Memory(**most, margin=ALLOCATOR_MARGIN * sum(most.values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from megazero.config.options.cluster import CALIBRATED, PUBLISHED, Cluster
 from megazero.config.options.fields import show, typed
 from megazero.config.run import all_options
 from megazero.files import write_text
-from megazero.mesh.grid import INTER, expert_problem
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory
@@ -233,32 +231,6 @@ def explain(layout: Layout, timing: Timing | None, best: Found | None) -> list[s
                 f"  {BILL[name]:<25} {more:+9.3f} s ({timing.bill[name]:.3f} to {best.timing.bill[name]:.3f})"
             )
     return lines
-
-
-def experts_across(layout: Layout) -> list[str]:
-    """Return what it would cost if the ranks of two nodes shared the experts, by the formula of
-    plan/communication.py; nothing where they do already, or cannot."""
-    base, grid = layout.base, layout.grid
-    inside = base.h * base.tp
-    parallel = replace(base.config.parallel, expert_model_parallel_size=2 * inside)
-    experts = base.config.model.num_experts
-    if experts is None or grid.ep > inside:
-        return []
-    order = parallel.use_tp_pp_dp_mapping
-    if expert_problem(2 * inside, experts, base.tp, grid.shards, base.d, base.h, order, across=True):
-        return []
-    sent = {}
-    for way in ("exact", "int8"):
-        config = replace(base.config, parallel=replace(parallel, moe_dispatch_across_nodes=way))
-        other = BaseLayout(config, base.world, base.cluster, base.collectives)
-        rows = [total["ep", INTER] for total in other.other_bytes]
-        sent[way] = sum(rows) / len(rows) * base.cluster.ranks_per_node / 1e9
-    return [
-        f"experts shared by the {2 * inside} ranks of two nodes (--moe-dispatch-across-nodes): their rows would "
-        f"take {sent['exact']:.1f} GB of a node's link in a step, with int8 {sent['int8']:.1f}, and more with more "
-        f"tokens; {describe(layout)} sends {layout.bytes_across_nodes / 1e9:.1f} GB in all. It is proposed only with "
-        "that flag"
-    ]
 
 
 def advice(values: Mapping[str, Any], cluster: Cluster, search: Search) -> list[str]:

@@ -27,11 +27,10 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.config.validate import uneven_ranks
 from megazero.plan.base_layout import BaseLayout, Partition
 from megazero.plan.compute import Compute
-from megazero.plan.estimate import Messages, Shard, least_memory, least_state
+from megazero.plan.estimate import Messages, Shard, least_memory
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
-from megazero.plan.units import WIDTHS
 
 BEST = 10
 SIMULATED = 64  # layouts, those with the least estimated times
@@ -51,7 +50,6 @@ STAGES = (
 )
 ZERO = ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size")
 LIFETIME, WHOLE = "zero_params_lifetime", "zero_gradients_lifetime"
-OF_BATCH = ("recompute_granularity", "micro_batch_size", "global_batch_size")
 OF_STAGES = ("pipeline_model_parallel_size", "use_tp_pp_dp_mapping", *STAGES)
 CHOICES = (*PARALLEL, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
 LARGEST_MICRO_BATCH = 64
@@ -300,7 +298,7 @@ class Search:
 
     def choices(self, base: BaseLayout) -> Sequence[Choice]:
         """Return every choice of shards and formats; the rules of the configuration judge them."""
-        given = self.given_shards(base) if self.shards_given else None
+        given = base.config.shards(base.world).factors if self.shards_given else None
         key = base.d, base.h, given
         if key not in self._choices:
             self._choices[key] = [
@@ -339,17 +337,10 @@ class Search:
     def shards_given(self) -> bool:
         return any(self.values.get(name) is not None for name in ZERO)
 
-    def given_shards(self, base: BaseLayout) -> tuple[int, int, int]:
-        return base.config.shards(base.world).factors
-
     @cached_property
-    def _formats_free(self) -> bool:
-        """Return whether the planner chooses the messages."""
-        return not given_formats(self.values)
-
-    @property
     def formats(self) -> Sequence[FormatChoice]:
-        return self.policy if self._formats_free else (AS_GIVEN,)
+        """The choices of messages: one where they are given."""
+        return (AS_GIVEN,) if given_formats(self.values) else self.policy
 
     def _zeros(self, shard: Shard, formats: FormatChoice) -> Iterator[ZeroConfig]:
         """Yield the ZeRO options of a choice, for each lifetime of parameters that makes a difference."""
@@ -379,8 +370,6 @@ class Search:
 
         bases: those to choose from, if not every legal one.
         """
-        if not self._could_fit:
-            return []
         best = self._fastest(number, self.drafts() if bases is None else bases)
         recompute = "recompute_granularity" not in self.values
         short = not best or recompute and best[0].layout.config.training.recompute_granularity == "full"
@@ -431,15 +420,6 @@ class Search:
                 for zero in choice.zeros:
                     gathered = zero.zero_params_lifetime == "gathered"
                     yield known[1] * known[0].step_seconds(base, gathered), choice, zero
-
-    @property
-    def _could_fit(self) -> bool:
-        """Return whether the model state could fit if all ranks of a replica had equal shares of it."""
-        config = self._template
-        ranks = config.replica_world(self.world).world_size
-        width, matrices = WIDTHS[config.precision.params_dtype], model_spec(config.model).layer_matrices
-        least = matrices / ranks * sum(least_state(config, self.world, width))
-        return least <= self.cluster.device.room
 
     def share_samples(self, across: bool = False) -> None:
         """Try layouts in which ranks of a node share samples, or those of several nodes, beside those that have been

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megazero.config.options.cluster import Cluster
@@ -69,7 +70,6 @@ class Collectives:
         }
         inside, across = cluster.intra_node.gbytes_per_s * 1e9, self._rate_across()
         self._rates = {INTRA: inside, INTER: across, INTER_SITE: across}
-        self._lines: dict[Groups, tuple[float, float]] = {}
         self._spreads: dict[tuple[int, int], Spread] = {}  # by size and stride of an axis
 
     def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
@@ -140,14 +140,10 @@ class Collectives:
 
     def by_links(self, operation: str, ranks: int, nodes: int, sent: float) -> float:
         """Return the seconds from rates and latencies."""
-        groups = operation, ranks, nodes
-        if groups not in self._lines:
-            link = INTER if nodes > 1 else INTRA
-            whole = operation != "exchange" or link == INTRA
-            rate = self.rate(link) * (1.0 if whole else self.cluster.inter_node.exchange_share)
-            self._lines[groups] = self.steps(ranks, nodes), rate
-        latency, rate = self._lines[groups]
-        return latency + sent / rate
+        link = INTER if nodes > 1 else INTRA
+        exchanges = operation == "exchange" and link == INTER
+        share = self.cluster.inter_node.exchange_share if exchanges else 1.0
+        return self.steps(ranks, nodes) + sent / (self.rate(link) * share)
 
     def steps(self, ranks: int, nodes: int) -> float:
         """Return the latency of a collective: a ring, or pairwise exchanges, take one step per other rank."""
@@ -161,6 +157,22 @@ class Collectives:
     def rate(self, link: str) -> float:
         """Return the bytes per second of one rank while all ranks of its node send as much."""
         return self._rates[link]
+
+    def contention(self, moving: Iterable[tuple[str, float]], working: float, waited: float) -> float:
+        """Return the seconds that a device loses to messages, and to work on them, beside which it computes.
+
+        A message costs the device what it would cost inside the node: bytes that a slow link lets through seldom take
+        its memory and its processors seldom.
+
+        moving: links with seconds in which messages occupy them. working: seconds of the rank's own work on messages.
+        waited: those in which nothing is computed.
+        """
+        each = list(moving)
+        total = working + sum(seconds for _, seconds in each)
+        if self.cluster.on_host or not total:  # processors are shared out elsewhere
+            return 0.0
+        costs = sum(seconds * min(1.0, self.rate(link) / self.rate(INTRA)) for link, seconds in each)
+        return max(0.0, 1 - waited / total) * (working + self.cluster.device.contention * costs)
 
     def _rate_across(self) -> float:
         across = self.cluster.inter_node

@@ -10,15 +10,15 @@ other, latency included. Hops of both lanes share the link's rate, one at a time
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from megazero.config.options.sections import OuterConfig
-from megazero.mesh.grid import INTRA
 from megazero.plan.communication import ends_hop
+from megazero.plan.compute import Spent
+from megazero.plan.gathers import ModuleUse, Segment, module_uses
 from megazero.plan.layout import LOCAL, Chain, Layout
 from megazero.plan.memory import PENDING_REDUCTIONS, STREAMS
-from megazero.plan.rank_step import RankStep, Spent
 from megazero.pp.schedules import Action, Kind
 
 
@@ -39,8 +39,9 @@ class Execution:
 
 
 ENGINE = Execution()
-# The items of a step's bill, in words. Waits are exposed ones; those for other stages include messages. The update
-# includes the exchange of scalars. A meeting counts by its seconds over the steps from one to the next.
+# The items of a step's bill, in words; the first are those of ``Spent``. Waits are exposed ones; those for other
+# stages include messages. The update includes the exchange of scalars. A meeting counts by its seconds over the steps
+# from one to the next.
 BILL: Mapping[str, str] = {
     "compute": "forward and backward",
     "recompute": "recompute",
@@ -54,7 +55,6 @@ BILL: Mapping[str, str] = {
     "update": "norm and update",
     "outer": "meetings of replicas",
 }
-SPENT = ("compute", "recompute", "tensor", "context", "experts")  # of them, what a module spends
 
 
 @dataclass
@@ -79,7 +79,7 @@ class _Lane:
     def run(self, chain: Chain, start: float, links: dict[str, float]) -> float:
         """Run a chain not before ``start`` and return when it ends."""
         at = max(start, self.free.popleft())
-        for link, seconds, _, latency in chain:
+        for link, seconds, latency in chain:
             if link == LOCAL:
                 self.working += seconds
             else:
@@ -94,12 +94,19 @@ class _Lane:
         return at
 
 
-class _Rank(RankStep):
+class _Rank:
     """The clock of one pipeline rank. All ranks of a stage do the same at the same time."""
 
     def __init__(self, layout: Layout, rank: int, execution: Execution, micro_batches: int) -> None:
-        super().__init__(layout, rank, micro_batches, execution.ahead)
-        self.execution = execution
+        self.layout, self.rank, self.base, self.execution = layout, rank, layout.base, execution
+        self.units = layout.units(rank)
+        chains = {unit: layout.chains_of(unit) for unit, _ in self.units.counts}
+        self.chains = [chains[unit] for unit in self.units.shapes]
+        self.backwards_left = [micro_batches] * len(self.units.parts)
+        self.staged = any(layout.states.g(unit) > 1 for unit in self.units.shapes)
+        self.gathers_again = any(w.gather for w in self.chains)
+        self.begun_parts: set[int] = set()  # those that had their first forward
+        self.uses = self._uses(layout.program(rank, micro_batches))
         self.now = 0.0
         self.links: dict[str, float] = {}
         self.gathers, self.reductions = _Lane(), _Lane()
@@ -112,6 +119,16 @@ class _Rank(RankStep):
         if execution.early_refresh:
             self._refresh_all()
         self._take_turn()  # as begin_step does: refreshes move while a stage waits for its first forward
+
+    def _uses(self, program: list[Segment]) -> Iterator[ModuleUse]:
+        """Return the step's begin and every use of a module, with the gathers that begin then."""
+        if not self.gathers_again:  # the first forward of every part is all there is
+            program = list(dict.fromkeys(segment for segment in program if segment[0] == "F"))
+        copies = self.layout.copies(self.rank)
+        sizes = [chains.ahead_bytes for chains in self.chains]
+        if self.execution.ahead:
+            return iter(module_uses(copies, program, sizes))
+        return _at_use(module_uses(replace(copies, prefetch_bytes=0), program, sizes))
 
     def _refresh_all(self) -> None:
         for chains in self.chains:
@@ -126,11 +143,17 @@ class _Rank(RankStep):
     def run(self, action: Action) -> None:
         """Run one action, module by module where something moves for its units."""
         part, kind = action.stage // self.base.pp, action.kind
-        modules, visits, reduces = self.open(action)
+        reduces = False
+        if kind in (Kind.BACKWARD, Kind.WEIGHT):
+            self.backwards_left[part] -= 1
+            reduces = self.staged or not self.backwards_left[part]
+        visits = self.gathers_again and kind != Kind.WEIGHT or part not in self.begun_parts
+        self.begun_parts.add(part)
         if not visits and not reduces:
             self._spend(part, kind)
             return
-        for module in modules:
+        modules = self.units.parts[part]
+        for module in modules if kind == Kind.FORWARD else reversed(modules):
             if visits:
                 self._take_turn()
             self._spend(module.kind, kind)
@@ -142,12 +165,11 @@ class _Rank(RankStep):
         key = what, kind
         if key not in self.paid:
             modules = [what] if isinstance(what, str) else [m.kind for m in self.units.parts[what]]
-            compute, again, tensor, context, experts = (
-                sum(column) for column in zip(*(self.spent(module, kind) for module in modules), strict=True)
-            )
+            each = (self.base.compute.times[module].spent(kind) for module in modules)
+            whole = Spent(*(sum(column) for column in zip(*each, strict=True)))
             shown, crowded = self.execution.tensor, self.base.cluster.device.contention
-            again, tensor = again * self.execution.recomputed, tensor * (shown + (1 - shown) * crowded)
-            paid = compute, again, tensor, context, experts
+            tensor = whole.tensor * (shown + (1 - shown) * crowded)
+            paid = whole._replace(recompute=whole.recompute * self.execution.recomputed, tensor=tensor)
             self.paid[key] = paid, sum(paid)
         self.times[key] += 1
         self.now += self.paid[key][1]
@@ -165,7 +187,7 @@ class _Rank(RankStep):
 
     def _reduce(self, units: tuple[int, ...], part: int) -> None:
         for unit in reversed(units):
-            chain = self.chains[unit].every if self.left[part] else self.chains[unit].last
+            chain = self.chains[unit].every if self.backwards_left[part] else self.chains[unit].last
             if not chain:
                 continue
             self.pending.append(self.reductions.run(chain, self.now, self.links))
@@ -175,43 +197,33 @@ class _Rank(RankStep):
 
     def finish(self) -> None:
         for key, times in self.times.items():
-            for item, seconds in zip(SPENT, self.paid[key][0], strict=True):
+            for item, seconds in zip(Spent._fields, self.paid[key][0], strict=True):
                 self.bill[item] += times * seconds
         self.wait_until(max(self.pending, default=0.0), "reduce")
         self.wait_until(self.now + self._contended(), "contention")
 
     def _contended(self) -> float:
-        """Return what the device loses to messages, and to work on them, beside which it computes.
-
-        A message costs the device what it would cost inside the node: bytes that a slow link lets through seldom
-        take its memory and its processors seldom.
-        """
-        lanes, cluster = (self.gathers, self.reductions), self.base.cluster
-        working = sum(lane.working for lane in lanes)
-        moving = sum(lanes[0].moving.values()) + sum(lanes[1].moving.values())
-        if not moving + working or cluster.on_host:  # processors are shared out elsewhere
-            return 0.0
-        collectives = self.base.collectives
-        costs = sum(
-            seconds * min(1.0, collectives.rate(link) / collectives.rate(INTRA))
-            for lane in lanes
-            for link, seconds in lane.moving.items()
-        )
+        """Return the seconds that the device loses to messages beside which it computes."""
+        lanes = self.gathers, self.reductions
+        moving = [pair for lane in lanes for pair in lane.moving.items()]
         waited = self.bill["gather"] + self.bill["reduce"]
-        hidden = max(0.0, 1 - waited / (moving + working))
-        return hidden * (working + cluster.device.contention * costs)
+        return self.base.collectives.contention(moving, sum(lane.working for lane in lanes), waited)
+
+
+def _at_use(uses: Iterable[ModuleUse]) -> Iterator[ModuleUse]:
+    """Yield the same gathers, but none before the use that it is for."""
+    due: set[int] = set()
+    for units, begun in uses:
+        due.update(begun)
+        yield ModuleUse(units, [unit for unit in units if unit in due])
+        due.difference_update(units)
 
 
 def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
     """Return the time of one step in the middle of a run; with outer replicas the mean of those from one meeting to
     the next."""
-    return whole_step(layout, lambda micro_batches: _run(layout, execution, micro_batches))
-
-
-def whole_step(layout: Layout, run: Callable[[int], Timing]) -> Timing:
-    """Return the timing of a step from ``run``, which times some micro-batches without outer steps."""
     base = layout.base
-    runs = [run(micro_batches) for micro_batches in base.sampled]
+    runs = [_run(layout, execution, micro_batches) for micro_batches in base.sampled]
     seconds = base.extrapolated([run.seconds for run in runs])
     bill = {name: base.extrapolated([run.bill[name] for run in runs]) for name in BILL}
     outer = layout.states.outer
@@ -258,12 +270,8 @@ def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
     for clock in ranks:
         clock.wait_until(end, "pipeline")
         clock.bill["update"] += update
-    return Timing(end + update, mean_bill([clock.bill for clock in ranks]))
-
-
-def mean_bill(bills: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of the ranks' bills."""
-    return {name: sum(bill[name] for bill in bills) / len(bills) for name in BILL}
+    mean = {name: sum(clock.bill[name] for clock in ranks) / len(ranks) for name in BILL}
+    return Timing(end + update, mean)
 
 
 def update_seconds(layout: Layout) -> float:

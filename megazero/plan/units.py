@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from itertools import chain, groupby, islice
 from typing import NamedTuple, TypeVar
 
+from megazero.config import RunConfig
 from megazero.config.layout.wire import Wire
-from megazero.config.model.section import ModelConfig
 from megazero.config.model.spec import EMBEDDING, HEAD, ParameterSpec, padded_spec
 from megazero.mesh.dealing import Cut
 from megazero.plan.communication import UnitShape
@@ -40,22 +40,15 @@ class RankUnits:
     matrices_apart: elements of the layers' matrices, by how many data-parallel neighbours hold other ones.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[StageSpec],
-        joined: int,
-        made: Mapping[Joined, ModuleUnits],
-        kinds: tuple[str, ...],
-        matrices: Mapping[str, Sequence[LayerMatrix]],
-    ) -> None:
-        """joined: how many layers are gathered together. kinds: of all layers of the model. matrices: of a layer, by
-        kind."""
-        self._made = made
-        self._units = [joined_modules(stage, joined, kinds) for stage in stages]  # of each part
-        self.layers = Counter(kinds[i] for s in stages for i in s.layers)
+    def __init__(self, stages: Sequence[StageSpec], rule: UnitRule) -> None:
+        # The first and the last stage of a pipeline are on one rank: a tied head takes the embedding's weight.
+        whole = any(s.embedding for s in stages) and any(s.head for s in stages)
+        self._units = [rule.joined_modules(stage) for stage in stages]  # of each part
+        self._made = {unit: rule.units_of(unit, whole) for unit in chain.from_iterable(self._units)}
+        self.layers = Counter(rule.kinds[i] for s in stages for i in s.layers)
         self.matrices_apart: Counter[int] = Counter()
         for kind, number in self.layers.items():
-            for matrix in matrices[kind]:
+            for matrix in rule.matrices[kind]:
                 self.matrices_apart[matrix.apart] += number * matrix.numel
         self.counts = self._counts(self._units)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
@@ -132,14 +125,6 @@ class RankUnits:
         return self._laid_out[1]
 
 
-@lru_cache(maxsize=4096)
-def joined_modules(stage: StageSpec, joined: int, kinds: tuple[str, ...]) -> tuple[Joined, ...]:
-    """Return what is gathered together, in order of use, as models/decoder.py: units_of_parts."""
-    runs = (stage.layers[i : i + joined] for i in range(0, len(stage.layers), joined))
-    layers = tuple(tuple(kinds[i] for i in run) for run in runs)
-    return ((EMBEDDING,),) * stage.embedding + layers + ((HEAD,),) * stage.head
-
-
 class LayerMatrix(NamedTuple):
     """A parameter of a layer that is a matrix, or a stack of them, one of each expert.
 
@@ -153,52 +138,6 @@ class LayerMatrix(NamedTuple):
     apart: int
 
 
-@lru_cache(maxsize=64)
-def layer_matrices(model: ModelConfig, tp: int, ep: int) -> Mapping[str, tuple[LayerMatrix, ...]]:
-    """Return the matrices of each kind of layer on one of ``tp`` ranks, and of ``ep`` that share the experts."""
-
-    def described(p: ParameterSpec) -> LayerMatrix:
-        *_, rows, columns = p.local_shape(1)  # those that ranks cut are stepped whole
-        shared = p.cut is not None and p.copies(tp) < tp
-        cut = Cut(rows, columns, held={}, shared=shared)
-        return LayerMatrix(cut, max(p.experts, 1), p.local_numel(tp), apart_of(p, tp, ep))
-
-    layers = padded_spec(model, tp, ep).layers
-    return {layer.kind: tuple(described(p) for p in layer.parameters if p.multiplies) for layer in layers}
-
-
-def apart_of(parameter: ParameterSpec, tp: int, ep: int) -> int:
-    """Return how many data-parallel neighbours hold other elements of a parameter: of experts that ranks share."""
-    return max(1, ep // tp) if parameter.experts else 1
-
-
-def rank_units(
-    model: ModelConfig,
-    stages: Sequence[StageSpec],
-    tp: int,
-    sequence_parallel: bool,
-    wire: Wire,
-    joined: int,
-    chunk_numel: int,
-    data_ranks: int,
-    os: int,
-    ep: int = 1,
-) -> RankUnits:
-    """Return the units of the rank that holds ``stages``.
-
-    joined: layers that are gathered together. data_ranks: d, whose slices are whole blocks. os: how many ranks share
-    the optimizer states. ep: how many share the experts.
-    """
-    whole = any(s.embedding for s in stages) and any(s.head for s in stages)
-    spec = padded_spec(model, tp, ep)
-    kinds = tuple(layer.kind for layer in spec.by_place)
-    made = {
-        unit: _module_units(model, unit, tp, ep, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
-        for unit in dict.fromkeys(unit for stage in stages for unit in joined_modules(stage, joined, kinds))
-    }
-    return RankUnits(stages, joined, made, kinds, layer_matrices(model, tp, ep))
-
-
 @dataclass(frozen=True)
 class ModuleUnits:
     """The units of joined modules. table: the number of the unit whose weight is the head's, too, on this rank."""
@@ -207,42 +146,83 @@ class ModuleUnits:
     table: int | None = None
 
 
-@lru_cache(maxsize=4096)
-def _module_units(
-    model: ModelConfig,
-    unit: Joined,
-    tp: int,
-    ep: int,
-    sequence_parallel: bool,
-    wire: Wire,
-    chunk_numel: int,
-    data_ranks: int,
-    os: int,
-    whole: bool,
-) -> ModuleUnits:
-    """whole: the rank holds the embedding and the head."""
-    modules = padded_spec(model, tp, ep).modules
-    parameters = tuple(p for kind in unit for p in modules[kind].parameters)
-    if unit == (HEAD,) and whole:
-        parameters = tuple(p for p in parameters if not p.tied)
-    # The pipeline's other end holds a tied parameter too, unless this rank is both: it has a unit of its own.
-    ends = [] if whole else [p for p in parameters if p.tied]
-    others = [p for p in parameters if whole or not p.tied]
-    apart = partial(apart_of, tp=tp, ep=ep)
-    # Experts that data-parallel ranks share are units of their own.
-    by_axes = [list(each) for _, each in groupby(sorted(others, key=apart), key=apart)]
-    cut = [chunk for own in by_axes for chunk in chunks(own, [p.local_numel(tp) for p in own], chunk_numel)]
-    groups = [*((p,) for p in ends), *map(tuple, cut)]
-    shapes = tuple(
-        _shape(
-            group, wire, tp, sequence_parallel, data_ranks, os, not whole and group[0].tied, apart(group[0])
-        )
-        for group in groups
-    )
-    shared = [
-        i for i, group in enumerate(groups) if whole and unit == (EMBEDDING,) and any(p.tied for p in group)
-    ]
-    return ModuleUnits(shapes, *shared)
+class UnitRule:
+    """How the modules of a rank are cut into units, whatever its stages.
+
+    kinds: those of all layers of the model. matrices: of a layer of each kind.
+    """
+
+    def __init__(self, config: RunConfig, wire: Wire, data_ranks: int, os: int) -> None:
+        """data_ranks: d, whose slices are whole blocks. os: how many ranks share the optimizer states."""
+        parallel, self.zero = config.parallel, config.zero
+        self.tp, self.ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+        self.sequence_parallel = parallel.sequence_parallel
+        self.wire, self.data_ranks, self.os = wire, data_ranks, os
+        self.spec = padded_spec(config.model, self.tp, self.ep)
+        self.kinds = tuple(layer.kind for layer in self.spec.by_place)
+        self.matrices = {
+            layer.kind: tuple(self._matrix(p) for p in layer.parameters if p.multiplies)
+            for layer in self.spec.layers
+        }
+        self._made: dict[tuple[Joined, bool], ModuleUnits] = {}
+
+    def apart(self, parameter: ParameterSpec) -> int:
+        """Return how many data-parallel neighbours hold other elements of a parameter (of shared experts)."""
+        return max(1, self.ep // self.tp) if parameter.experts else 1
+
+    def _matrix(self, p: ParameterSpec) -> LayerMatrix:
+        *_, rows, columns = p.local_shape(1)  # those that ranks cut are stepped whole
+        shared = p.cut is not None and p.copies(self.tp) < self.tp
+        cut = Cut(rows, columns, held={}, shared=shared)
+        return LayerMatrix(cut, max(p.experts, 1), p.local_numel(self.tp), self.apart(p))
+
+    def joined_modules(self, stage: StageSpec) -> tuple[Joined, ...]:
+        """Return what is gathered together, in order of use, as models/decoder.py: units_of_parts."""
+        joined = self.zero.zero_unit_layers
+        runs = (stage.layers[i : i + joined] for i in range(0, len(stage.layers), joined))
+        layers = tuple(tuple(self.kinds[i] for i in run) for run in runs)
+        return ((EMBEDDING,),) * stage.embedding + layers + ((HEAD,),) * stage.head
+
+    def units_of(self, unit: Joined, whole: bool) -> ModuleUnits:
+        """Return the units of joined modules. whole: the rank holds the embedding and the head."""
+        if (unit, whole) not in self._made:
+            self._made[unit, whole] = self._units_of(unit, whole)
+        return self._made[unit, whole]
+
+    def _units_of(self, unit: Joined, whole: bool) -> ModuleUnits:
+        parameters = [p for kind in unit for p in self.spec.modules[kind].parameters]
+        if unit == (HEAD,) and whole:
+            parameters = [p for p in parameters if not p.tied]
+        # The pipeline's other end holds a tied parameter too, unless this rank is both: it has a unit of its own.
+        ends = [] if whole else [p for p in parameters if p.tied]
+        others = [p for p in parameters if whole or not p.tied]
+        groups = [[p] for p in ends]
+        # Experts that data-parallel ranks share are units of their own.
+        for _, alike in groupby(sorted(others, key=self.apart), key=self.apart):
+            own = list(alike)
+            groups += chunks(own, [p.local_numel(self.tp) for p in own], self.zero.zero_chunk_numel)
+        shapes = tuple(self._shape(group, at < len(ends)) for at, group in enumerate(groups))
+        table = None
+        if whole and unit == (EMBEDDING,):
+            table = next((i for i, group in enumerate(groups) if any(p.tied for p in group)), None)
+        return ModuleUnits(shapes, table)
+
+    def _shape(self, group: Sequence[ParameterSpec], tied: bool) -> UnitShape:
+        tp, block, apart = self.tp, self.wire.block, self.apart(group[0])
+        quantises = bool(self.wire.codings)
+        numels = {p: p.local_numel(tp) for p in group}
+        exact = [p for p in group if numels[p] <= self.wire.exact_numel or quantises and p.exact(tp)]
+        coded = [p for p in group if p not in exact]
+        if not coded:
+            coded, exact, quantises = list(group), [], False
+        slices = block * (self.data_ranks // apart)
+
+        def region(parameters: Sequence[ParameterSpec]) -> int:
+            used = sum(-(-numels[p] // block) * block for p in parameters)
+            return -(-used // slices) * slices
+
+        summed = sum(numels[p] for p in group if p.partial(tp, self.sequence_parallel))
+        return UnitShape(region(coded), region(exact), quantises, summed // self.os, tied, apart)
 
 
 def chunks(parameters: Sequence[Parameter], numels: Sequence[int], limit: int) -> list[list[Parameter]]:
@@ -256,30 +236,3 @@ def chunks(parameters: Sequence[Parameter], numels: Sequence[int], limit: int) -
         out[-1].append(parameter)
         room -= numel
     return out
-
-
-def _shape(
-    group: tuple[ParameterSpec, ...],
-    wire: Wire,
-    tp: int,
-    sequence_parallel: bool,
-    data_ranks: int,
-    os: int,
-    tied: bool,
-    apart: int,
-) -> UnitShape:
-    block = wire.block
-    quantises = bool(wire.codings)
-    data_ranks //= apart
-    numels = {p: p.local_numel(tp) for p in group}
-    exact = [p for p in group if numels[p] <= wire.exact_numel or quantises and p.exact(tp)]
-    coded = [p for p in group if p not in exact]
-    if not coded:
-        coded, exact, quantises = list(group), [], False
-
-    def region(parameters: Sequence[ParameterSpec]) -> int:
-        used = sum(-(-numels[p] // block) * block for p in parameters)
-        return -(-used // (block * data_ranks)) * block * data_ranks
-
-    summed = sum(numels[p] for p in group if p.partial(tp, sequence_parallel))
-    return UnitShape(region(coded), region(exact), quantises, summed // os, tied, apart)

@@ -109,9 +109,7 @@ class ExpectedBytes:
         total += self._updates(laid_out, rank)
         total += self._meetings(units, leaves, arrives)
         total += communication.pipeline(schedule, grid, rank, activation)
-        total += communication.tensor_parallel(config, decoder.stages, schedule[pp], activation)
-        total += communication.context_parallel(config, decoder.stages, schedule[pp], grid, activation)
-        total += communication.expert_balance(config, decoder.stages, schedule[pp], grid)
+        total += communication.inside_modules(config, decoder.stages, schedule[pp], grid, activation)
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
 
     def _meetings(self, units: Sequence[UnitShape], leaves: bool, arrives: bool) -> Bytes:

@@ -117,17 +117,13 @@ class InterSite:
 
 @dataclass(frozen=True)
 class Cores:
-    """The processors that ranks of one host share. What computes, what codes and what sends then compete for them.
+    """The processors that ranks of one host share.
 
     A cluster whose ranks have an accelerator each has none: their hosts are not what a step waits for.
     """
 
     count: int = option(MISSING, "processors of a host", low=1, required=True)
     ranks: int = option(MISSING, "consecutive ranks that share them", low=1, required=True)
-    others: float = option(0.0, "processors that other programs keep busy", low=0)
-    share: float = option(
-        1.0, "of the processors' time that ranks use which compute and meet", low=0.1, high=1
-    )
 
     @property
     def crowd(self) -> float:

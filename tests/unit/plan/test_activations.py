@@ -116,7 +116,7 @@ def test_activations_go_as_the_backward_proceeds() -> None:
     (stage,) = config.stages()
     sizes = {
         kind: sum(items.values())
-        for kind, items in MicroBatchActivations(config, 4).of([stage]).moments(1).items()
+        for kind, items in MicroBatchActivations(config, 4).moments([stage], 1).items()
     }
     assert set(sizes) == {EMBEDDING, LAYER, HEAD} and sizes[EMBEDDING] < min(sizes[LAYER], sizes[HEAD])
 
@@ -124,7 +124,7 @@ def test_activations_go_as_the_backward_proceeds() -> None:
 def test_at_the_embedding_only_other_micro_batches_hold_layers() -> None:
     def at(moment: str, layers: int, peak: int) -> float:
         config = make_config({**SIZES, "num_layers": layers}, World(1, 1))
-        return sum(MicroBatchActivations(config, 4).of(config.stages()).moments(peak)[moment].values())
+        return sum(MicroBatchActivations(config, 4).moments(config.stages(), peak)[moment].values())
 
     assert at(EMBEDDING, 4, 1) == at(EMBEDDING, 1, 1), "the last micro-batch's have gone"
     assert at(EMBEDDING, 4, 3) - at(EMBEDDING, 4, 1) == at(LAYER, 4, 3) - at(LAYER, 4, 1) > 0
@@ -136,7 +136,7 @@ def test_each_micro_batch_under_way_holds_the_masks_of_its_documents() -> None:
         sizes = {**SIZES, "position_embedding_type": "rope", "attention_backend": "efficient", **values}
         config = make_config(sizes, World(1, 1))
         one, three = (
-            sum(MicroBatchActivations(config, 4).of(config.stages()).moments(peak)[LAYER].values())
+            sum(MicroBatchActivations(config, 4).moments(config.stages(), peak)[LAYER].values())
             for peak in (1, 3)
         )
         return (three - one) / (4 * config.model.seq_length**2)
@@ -197,12 +197,13 @@ def test_what_the_head_has_at_its_peak(family: str, dtype: str, chunk: int | Non
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         head(x, tokens, torch.ones(2, 256)).backward()
     measured = max(itertools.accumulate(allocations(found)))
-    predicted = MicroBatchActivations(config, width, True).of(config.stages(), chunk).head
+    predicted = MicroBatchActivations(config, width, True).moments(config.stages(), 1, chunk)[HEAD]["head"]
     assert predicted == pytest.approx(measured, rel=0.03)
 
 
 def test_smaller_chunks_of_the_loss_take_less() -> None:
     config = make_config({**SIZES, "seq_length": 4096, "max_position_embeddings": 4096}, World(1, 1))
     chunks = (None, 8192, 4096, 2048, 1024)  # of 2 samples of 4096
-    heads = [MicroBatchActivations(config, 2).of(config.stages(), chunk).head for chunk in chunks]
+    activations = MicroBatchActivations(config, 2)
+    heads = [activations.moments(config.stages(), 1, chunk)[HEAD]["head"] for chunk in chunks]
     assert heads[0] == heads[1] and heads == sorted(heads, reverse=True) and heads[3] > heads[4]

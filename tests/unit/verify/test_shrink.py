@@ -332,9 +332,8 @@ def test_tensor_parallel_sums() -> None:
         }
         values |= {"tensor_model_parallel_size": 2, "micro_batch_size": 1, "hidden_dropout": 0.0}
         config = make_config(with_stand_ins(values | options))
-        return communication.tensor_parallel(config, [stage], actions, Activation.of(config, 4))[
-            "tp", "intra_node"
-        ]
+        grid, activation = make_grid(2, 2, tp=2), Activation.of(config, 4)
+        return communication.inside_modules(config, [stage], actions, grid, activation)["tp", "intra_node"]
 
     ring, loss = 8 * 16 * 4, 2 * 8 * 4
     # a micro-batch: the embedding's sum, two forward and two backward in each layer, the head's backward, the loss
