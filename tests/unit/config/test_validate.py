@@ -423,7 +423,7 @@ def test_a_size_that_the_ranks_do_not_divide_by_is_one_error():
 def test_faults_of_unlike_kinds_come_together():
     text = errors(num_layers=0, tensor_model_parallel_size=8, global_batch_size=7, lr=-1.0, zero_preset="hpz")
     assert text.count("\n") == 3
-    for part in ("--num-layers 0", "--lr -1", "tensor-parallel size", "--num-attention-heads 12"):
+    for part in ("--num-layers 0", "--lr -1", "--tensor-model-parallel-size", "--num-attention-heads 12"):
         assert part in text
 
 

@@ -289,8 +289,8 @@ MISTAKES = {
     "a damaged header": (header, "is no whole safetensors file"),
     "a missing index": (remove_index, "model.safetensors.index.json' is missing: there are"),
     "an index that is a list": (lambda f: reindex(f, ["lm_head.weight"]), "index.json' is damaged"),
-    "tensors that share bytes": (share_bytes, r"begins at byte \d+, and what is before it ends at"),
-    "a length that is no whole number": (measure_in_floats, "for shape \\[32.0\\], which are no sizes"),
+    "tensors that share bytes": (share_bytes, "is no whole safetensors file"),
+    "a length that is no whole number": (measure_in_floats, "is no whole safetensors file"),
     "a missing shard": (remove_shard, "is missing, and .* names it"),
     "an unknown field": (lambda f: edit(f, brand_new=3), "brand_new = 3 is not known here.*--accept-field"),
     "another model type": (
