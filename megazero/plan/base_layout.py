@@ -168,14 +168,15 @@ class BaseLayout:
         """The estimated seconds of a step in which nothing waits for weights or gradients.
 
         The last rank begins when the first forward arrives, and ends so much before the first rank. In between, ranks
-        keep pace with the slowest of each turn. Nor can the first rank have more micro-batches on their way to the
+        keep pace with the slowest of each turn, and with messages, each of which waits for the one before. Nor can the first rank have more micro-batches on their way to the
         last stage and back than the schedule lets in at once.
         """
         seconds, pp = self.stage_seconds, self.pp
         back = Kind.INPUT if self.split else Kind.BACKWARD
         sends = [self.message_seconds[link] for link in self._ring]
-        turns = (seconds[first : first + pp] for first in range(0, len(seconds), pp))
+        turns = [seconds[first : first + pp] for first in range(0, len(seconds), pp)]
         pace = sum(max(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in turn) for turn in turns)
+        pace = max(pace, len(turns) * max(sends, default=0.0))
         apart = 0.0
         for one, send in zip(seconds[: pp - 1], sends, strict=False):
             apart += one[Kind.FORWARD] + send + (0.0 if self.split else one[back] + send)
