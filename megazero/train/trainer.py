@@ -131,7 +131,7 @@ class Trainer:
         )
 
     def _evaluating(self, name: str, done: int, steps: int) -> None:
-        """Say how far an evaluation is. By the phase an outer replica that waits for another one is seen to go on."""
+        """Say how far an evaluation is. The phase shows the watchdog that a waiting replica is alive."""
         self.phase = f"evaluation at iteration {self.progress.iteration}, batch {done + 1} of {steps}"
         self.outputs.console.evaluating(name, done, steps)
 

@@ -415,7 +415,7 @@ class Engine:
             )
 
     def _reduce(self, call: str) -> None:
-        """Complete the reductions of the step's gradients, once. Nothing is on its way after it."""
+        """Complete the reductions of the step's gradients, once. No collective is in flight afterwards."""
         self.hooks.check_done(call)
         if self.reduced:
             return

@@ -52,7 +52,7 @@ class Gatherer:
         self.index = {u: i for i, u in enumerate(units)}
         self.whole = not any(u.axes.p for u in units)  # nothing is released
         self.ahead: set[Unit] = set()  # gathered, kept or on the way before use
-        self.coming: set[Unit] = set()  # those and the ones in use now that are to stay for a later module
+        self.coming: set[Unit] = set()  # units to keep for an upcoming module, those in use among them
 
     def use(self, units: Sequence[Unit]) -> None:
         """Note that a module needs these units now, start the next gathers, and return when these are gathered."""

@@ -49,7 +49,7 @@ def mechanism(config: RunConfig) -> Iterator[str]:
     elif size == 1:
         return
     elif len(set(words)) > 1:
-        yield f"--cp-comm-type {show(words)}: other words for other layers are not built; nearest: {words[0]}"
+        yield f"--cp-comm-type {show(words)}: a different value per layer is not supported; nearest: {words[0]}"
     elif words[0] == BOTH and (sizes is None or len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != size):
         given = "it is missing" if sizes is None else f"it is {show(sizes)}"
         fits = " ".join(map(str, levels(replace(parallel, cp_comm_type=None), config.model)))

@@ -1,7 +1,7 @@
 """The optimizers and the shapes of the learning rate, with everything that is known of each.
 
-An optimizer is an entry of OPTIMIZERS. The engine gives it slices of the weights, so it is elementwise, which
-zero/elementwise.py runs it to see, or by matrix (zero/by_matrix.py). A shape is an entry of FALLING.
+An optimizer is an entry of OPTIMIZERS. The engine gives it slices of the weights, so it is elementwise,
+which zero/elementwise.py checks by running it, or by matrix (zero/by_matrix.py). A shape is an entry of FALLING.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class ParallelConfig:
     moe_dispatch_across_nodes: str = option(
         "no",
         "whether ranks of several nodes may share the experts: a token goes once to each node that has some of its "
-        "own. int8: its row goes there, and its output's gradient, in 8 bits; the ways back are exact",
+        "own. int8: rows and output gradients cross nodes in 8 bits; return trips are exact",
         choices=DISPATCH,
         strict=True,
     )
@@ -555,7 +555,7 @@ class PlanningConfig:
     )
     loss_policy: str = option(
         "exact",
-        "what the planner may quantise, the least loss first. exact: nothing; int8: weights and gradients in 8 bits; "
+        "which messages the planner may quantise, safest first. exact: none; int8: weights and gradients in 8 bits; "
         "zeropp: what ZeRO++ quantises, gradients after a transform (docs/results/loss.md); aggressive: gradients "
         "inside nodes, too; outer: megazero plan proposes outer steps and compares them with the others",
         choices=("exact", "int8", "zeropp", "aggressive", "outer"),
