@@ -168,8 +168,9 @@ class BaseLayout:
         """The estimated seconds of a step in which nothing waits for weights or gradients.
 
         The last rank begins when the first forward arrives, and ends so much before the first rank. In between, ranks
-        keep pace with the slowest of each turn, and with messages, each of which waits for the one before. Nor can the first rank have more micro-batches on their way to the
-        last stage and back than the schedule lets in at once.
+        keep pace with the slowest of each turn, and with messages, each of which waits for the one before. Nor can
+        the first rank have more micro-batches on their way to the last stage and back than the schedule lets in at
+        once.
         """
         seconds, pp = self.stage_seconds, self.pp
         back = Kind.INPUT if self.split else Kind.BACKWARD
