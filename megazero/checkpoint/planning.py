@@ -91,9 +91,11 @@ def arranged(chunks: Sequence[Sequence[ChunkRow]]) -> tuple[Metadata, list[list[
 
 
 def _item(name: str, offsets: list[int], sizes: list[int], dtype: str, shape: list[int]) -> WriteItem:
+    if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):  # the row came from another rank
+        raise ValueError(f"'{name}' is to be stored as {dtype!r}, which is no dtype")
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-        properties=TensorProperties(dtype=getattr(torch, dtype)),
+        properties=TensorProperties(dtype=kind),
         size=torch.Size(shape),
     )
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)

@@ -15,6 +15,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from megazero.config.layout.outer import EXACT_BITS
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.data_inputs import FILE_OPTIONS, TOKENIZERS
 from megazero.config.options.fields import Condition
@@ -106,7 +107,7 @@ ROWS = (
     "--zero-quantized-weights or --zero-quantized-gradients",
     f"{' '.join(_OUTER)}: outer_interval > 0",
     "outer_lr outer_momentum: outer_optimizer = nesterov|sgd",
-    "outer_rounding: outer_bits < 32",
+    f"outer_rounding: outer_bits < {EXACT_BITS}",
 )
 _NEED = re.compile(r"(not )?(\w+)(?: (>|<|!?=) (\S+))?")
 _WORDS = {">": "above ", "<": "below ", "=": "", "!=": "other than "}

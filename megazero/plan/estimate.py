@@ -66,6 +66,7 @@ class Messages:
 
     @classmethod
     def of(cls, layout: Layout) -> Messages:
+        """Return those of a layout, whatever its schedule, micro-batch and recompute."""
         units, links = layout.units(0), defaultdict[str, LinkSeconds](LinkSeconds)
         held = (
             layout.states.prefetch_bytes + MODULES_HELD * max(units.modules.values()) * layout.formats.width
