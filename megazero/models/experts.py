@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from megazero.moe import (
     BalanceLosses,
     Decision,
     ExpertParallel,
+    LevelCounts,
     Router,
+    RowCounts,
     dispatch_to,
     grouped_linear,
     route,
@@ -109,6 +112,8 @@ class MixtureOfExperts(nn.Module):
         self.router, self.choice = RouterWeights(config, **factory), router_of(config)
         self.balance = Balance(losses, self.choice, config.num_experts)
         self.experts = Experts(config, ep, **factory)
+        # Of the micro-batches under way: a recompute does not ask the other ranks again.
+        self.row_counts = WeakKeyDictionary[Decision, RowCounts | LevelCounts | None]()
         self.shared_expert = FeedForward(config, tp, shared, **factory) if shared else None
         gated = shared and config.moe_shared_expert_gate
         self.shared_gate = Linear(1, h, **factory) if gated else None
@@ -122,8 +127,8 @@ class MixtureOfExperts(nn.Module):
         if self.training and torch.is_grad_enabled():
             length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1) * self.cp.size
             probabilities = self.balance.attach(routed, decision, x.shape[1], length, self._summed)
-        dispatch = dispatch_to(routed.experts, config.num_experts, self.ep, decision.told)
-        decision.told = dispatch.told
+        dispatch = dispatch_to(routed.experts, config.num_experts, self.ep, self.row_counts.get(decision))
+        self.row_counts[decision] = dispatch.counts
         rows = self.experts(*dispatch.spread(tokens, probabilities), dispatch.ends)
         out = dispatch.collect(rows).view_as(x)
         if self.shared_expert is None:

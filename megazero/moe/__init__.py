@@ -2,7 +2,7 @@
 
 from megazero.moe.balance import Balance, BalanceLosses
 from megazero.moe.context import ExpertParallel
-from megazero.moe.dispatch import Dispatch, RowCounts, Told, TwoLevels, dispatch_to
+from megazero.moe.dispatch import Dispatch, LevelCounts, RowCounts, TwoLevels, dispatch_to
 from megazero.moe.grouped import grouped_linear, weighted
 from megazero.moe.routing import Decision, Router, route
 
@@ -12,9 +12,9 @@ __all__ = [
     "Decision",
     "Dispatch",
     "ExpertParallel",
+    "LevelCounts",
     "Router",
     "RowCounts",
-    "Told",
     "TwoLevels",
     "dispatch_to",
     "grouped_linear",

@@ -37,9 +37,9 @@ class RowCounts(NamedTuple):
     received: list[list[int]]
 
 
-class Told(NamedTuple):
-    """What ranks of several nodes have told each other of a micro-batch: the rows that go to nodes, the experts of
-    those that came here, [T', k] int32, and the rows that go on inside the node."""
+class LevelCounts(NamedTuple):
+    """The same of two levels: the rows that go to nodes, the experts of those that came here, [T', k] int32, and the
+    rows that go on inside the node."""
 
     across: RowCounts | None
     experts: Tensor
@@ -50,9 +50,9 @@ class Dispatch:
     """The permutation that takes one layer's tokens of a micro-batch to their experts, and back.
 
     experts: of each token, [T, k] int64, or NOWHERE, where it goes to fewer. count: how many experts there are.
-    peers: the ranks that share them. sizes: if they are known; else the ranks tell each other, which is collective
-    over the peers, and for which the host waits. They are None where ranks share nothing and every token goes to k
-    experts. sparse: some tokens go to fewer.
+    peers: the ranks that share them. counts: those of an earlier dispatch of the same tokens; else the ranks tell each
+    other, which is collective over the peers, and for which the host waits. They are None where ranks share nothing
+    and every token goes to k experts. sparse: some tokens go to fewer.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Dispatch:
         experts: Tensor,
         count: int,
         peers: Peers = ALONE,
-        sizes: RowCounts | None = None,
+        counts: RowCounts | None = None,
         sparse: bool = False,
     ) -> None:
         flat = experts.flatten()
@@ -69,11 +69,11 @@ class Dispatch:
         self.order = flat.argsort(stable=True)
         numbers = torch.arange(NOWHERE, count, device=flat.device)
         ends = torch.searchsorted(flat[self.order], numbers, right=True).to(torch.int32)
-        self.sizes, self.ends = sizes, ends[1:]
-        if sizes is None and (peers.size > 1 or sparse):
-            self.sizes = _sizes(ends.diff(), peers)
-        if self.sizes is not None:
-            self.order = self.order[self.slots - sum(map(sum, self.sizes.sent)) :]
+        self.counts, self.ends = counts, ends[1:]
+        if counts is None and (peers.size > 1 or sparse):
+            self.counts = _row_counts(ends.diff(), peers)
+        if self.counts is not None:
+            self.order = self.order[self.slots - sum(map(sum, self.counts.sent)) :]
             self.ends = self._at_experts.sum(0).cumsum(0, dtype=torch.int32)
 
     @cached_property
@@ -89,25 +89,20 @@ class Dispatch:
     @cached_property
     def _at_experts(self) -> Tensor:
         """How many rows come from each rank for each of this rank's experts, [ranks, experts]."""
-        assert self.sizes is not None
-        return torch.tensor(self.sizes.received, device=self.order.device)
+        assert self.counts is not None
+        return torch.tensor(self.counts.received, device=self.order.device)
 
     @cached_property
     def _by_expert(self) -> Tensor:
         """The rows that come, which are ordered by source and then by expert, in the order of experts."""
         ranks, own = self._at_experts.shape
         experts = torch.arange(own, device=self.order.device).repeat(ranks)
-        total = sum(map(sum, self.sizes.received)) if self.sizes else 0
+        total = sum(map(sum, self.counts.received)) if self.counts else 0
         return experts.repeat_interleave(self._at_experts.flatten(), output_size=total).argsort(stable=True)
 
     @cached_property
     def _by_source(self) -> Tensor:
         return _inverse(self._by_expert, len(self._by_expert))
-
-    @property
-    def told(self) -> RowCounts | None:
-        """What the ranks have told each other, which a recompute knows."""
-        return self.sizes
 
     def spread(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows [n, h] of this rank's experts, ordered by expert, and their values [n].
@@ -120,16 +115,17 @@ class Dispatch:
         """Return for each token the sum of its rows, [T, h]. Collective over the peers."""
         return _Collect.apply(rows, self)
 
-    def take_rows(self, x: Tensor) -> Tensor:
+    def rows_to_experts(self, x: Tensor) -> Tensor:
+        """Send each token's row to its experts. Collective, as the next three."""
         return self._there(x.index_select(0, self.tokens))
 
-    def add_rows(self, rows: Tensor) -> Tensor:
+    def rows_from_experts(self, rows: Tensor) -> Tensor:
         return self._placed(rows).sum(1)
 
-    def take_values(self, values: Tensor) -> Tensor:
+    def values_to_experts(self, values: Tensor) -> Tensor:
         return self._there(values.flatten().index_select(0, self.order))
 
-    def give_values(self, values: Tensor) -> Tensor:
+    def values_from_experts(self, values: Tensor) -> Tensor:
         return self._placed(values)
 
     def _placed(self, rows: Tensor) -> Tensor:
@@ -141,34 +137,34 @@ class Dispatch:
 
     def _there(self, rows: Tensor, codec: Blockwise | None = None) -> Tensor:
         """Send this rank's rows to their experts, across nodes in the codec's format if there is one."""
-        if self.sizes is None or self.peers.size == 1:
+        if self.counts is None or self.peers.size == 1:
             return rows
-        sent, received = (list(map(sum, each)) for each in self.sizes)
+        sent, received = (list(map(sum, each)) for each in self.counts)
         return self.peers.route(rows, sent, received, codec).index_select(0, self._by_expert)
 
     def _back(self, rows: Tensor) -> Tensor:
         """Send the rows of this rank's experts back to where they came from."""
-        if self.sizes is None or self.peers.size == 1:
+        if self.counts is None or self.peers.size == 1:
             return rows
-        sent, received = (list(map(sum, each)) for each in self.sizes)
+        sent, received = (list(map(sum, each)) for each in self.counts)
         return self.peers.route(rows.index_select(0, self._by_source), received, sent)
 
 
 class _ToNodes(Dispatch):
     """Of nodes in the place of experts. Each row has the values of all experts of its token, [T, k]."""
 
-    def __init__(self, nodes: Tensor, ep: ExpertParallel, sizes: RowCounts | None) -> None:
-        super().__init__(nodes, ep.across.size, ep.across, sizes, sparse=True)
+    def __init__(self, nodes: Tensor, ep: ExpertParallel, counts: RowCounts | None) -> None:
+        super().__init__(nodes, ep.across.size, ep.across, counts, sparse=True)
         self.codec = ep.codec
 
-    def take_rows(self, x: Tensor) -> Tensor:
+    def rows_to_experts(self, x: Tensor) -> Tensor:
         return self._there(x.index_select(0, self.tokens), self.codec)
 
-    def take_values(self, values: Tensor) -> Tensor:
+    def values_to_experts(self, values: Tensor) -> Tensor:
         return self._there(values.index_select(0, self.tokens))
 
-    def give_values(self, values: Tensor) -> Tensor:
-        return self.add_rows(values)
+    def values_from_experts(self, values: Tensor) -> Tensor:
+        return self.rows_from_experts(values)
 
 
 class TwoLevels:
@@ -177,18 +173,20 @@ class TwoLevels:
     Tokens go in two hops: across nodes, then inside one. Collective over ep.
     """
 
-    def __init__(self, experts: Tensor, count: int, ep: ExpertParallel, told: Told | None = None) -> None:
+    def __init__(
+        self, experts: Tensor, count: int, ep: ExpertParallel, counts: LevelCounts | None = None
+    ) -> None:
         nodes, share = ep.across.size, count // ep.across.size
         number = torch.arange(nodes, device=experts.device)
         wanted = torch.zeros(len(experts), nodes, dtype=torch.bool, device=experts.device)
         wanted.scatter_(1, experts // share, True)
         to = number.where(wanted, NOWHERE)
-        self.across = _ToNodes(to, ep, told.across if told else None)
-        came = told.experts if told else self.across.take_values(experts.to(torch.int32))
+        self.across = _ToNodes(to, ep, counts.across if counts else None)
+        came = counts.experts if counts else self.across.values_to_experts(experts.to(torch.int32))
         own = came.long() - ep.across.rank * share
         own = own.where((own >= 0) & (own < share), NOWHERE)
-        self.inside = Dispatch(own, share, ep.inside, told.inside if told else None, sparse=True)
-        self.told, self.ends = Told(self.across.told, came, self.inside.told), self.inside.ends
+        self.inside = Dispatch(own, share, ep.inside, counts.inside if counts else None, sparse=True)
+        self.counts, self.ends = LevelCounts(self.across.counts, came, self.inside.counts), self.inside.ends
 
     def spread(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self.inside.spread(*self.across.spread(x, values))
@@ -198,18 +196,18 @@ class TwoLevels:
 
 
 def dispatch_to(
-    experts: Tensor, count: int, ep: ExpertParallel, told: RowCounts | Told | None = None
+    experts: Tensor, count: int, ep: ExpertParallel, counts: RowCounts | LevelCounts | None = None
 ) -> Dispatch | TwoLevels:
-    """Return the places of tokens' rows at their experts, [T, k] int64 of ``count``. told: what ranks have told each
-    other of them, if they have."""
+    """Return the places of tokens' rows at their experts, [T, k] int64 of ``count``. counts: those of an earlier
+    dispatch of the same tokens."""
     if ep.across.size > 1:
-        assert told is None or isinstance(told, Told)
-        return TwoLevels(experts, count, ep, told)
-    assert told is None or isinstance(told, RowCounts)
-    return Dispatch(experts, count, ep.inside, told)
+        assert counts is None or isinstance(counts, LevelCounts)
+        return TwoLevels(experts, count, ep, counts)
+    assert counts is None or isinstance(counts, RowCounts)
+    return Dispatch(experts, count, ep.inside, counts)
 
 
-def _sizes(counts: Tensor, peers: Peers) -> RowCounts:
+def _row_counts(counts: Tensor, peers: Peers) -> RowCounts:
     """Tell the other ranks how many rows go to each of their experts. counts: of all experts, int32."""
     received = counts
     if peers.size > 1:
@@ -232,21 +230,21 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
         ctx.dispatch = dispatch
-        return dispatch.take_rows(x), dispatch.take_values(values)
+        return dispatch.rows_to_experts(x), dispatch.values_to_experts(values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_rows: Tensor, to_values: Tensor) -> Any:
-        return ctx.dispatch.add_rows(to_rows), ctx.dispatch.give_values(to_values), None
+        return ctx.dispatch.rows_from_experts(to_rows), ctx.dispatch.values_from_experts(to_values), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
         ctx.dispatch = dispatch
-        return dispatch.add_rows(rows)
+        return dispatch.rows_from_experts(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.dispatch.take_rows(grad), None
+        return ctx.dispatch.rows_to_experts(grad), None

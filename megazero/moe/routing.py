@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.moe.dispatch import RowCounts, Told
-
 _LEAST = 1e-20  # added to sums of scores that divide, as in Megatron and DeepSeek-V3
 
 # What the product of a token and an expert alone says of the expert. softmax looks at all experts of the token.
@@ -24,21 +22,19 @@ SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Decision:
     """The experts of a micro-batch's tokens in one layer.
 
     It is taken once: by the first forward, or beforehand by whoever replays another run. A recompute reads it, since
     rounding may turn a near tie around. experts: [T, k] int32, the likeliest first; None until it is taken. plain: as
     many, by scores alone, where bias or groups chose others and a loss counts these. counts: int [blocks, experts],
-    what the layer's balance has counted of it (balance.py), once. told: what ranks that share the experts have told
-    each other of it; None until they have.
+    what the layer's balance has counted of it (balance.py), once.
     """
 
     experts: Tensor | None = None
     plain: Tensor | None = None
     counts: Tensor | None = None
-    told: RowCounts | Told | None = None
 
 
 @dataclass(frozen=True)

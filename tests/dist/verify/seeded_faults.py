@@ -332,13 +332,13 @@ def _norm_without_experts(place: Place) -> None:
 def _stale_sizes(place: Place) -> None:
     """Ranks that share experts take the numbers of rows of the first micro-batch for those of all."""
     held: dict[int, Any] = {}
-    sizes = dispatch._sizes
+    sizes = dispatch._row_counts
 
     def stale(counts: Tensor, peers: Peers) -> Any:
         found = sizes(counts, peers)
         return held.setdefault(len(counts), found)
 
-    place.replace(dispatch, "_sizes", stale)
+    place.replace(dispatch, "_row_counts", stale)
 
 
 def _doubled_dispatch(place: Place) -> None:

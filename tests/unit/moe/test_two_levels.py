@@ -50,11 +50,11 @@ def computed(mesh_of: MeshOf, case: Case, codec: Blockwise | None) -> Found:
     matrices = drawn(E, H, H)[own.start : own.stop].requires_grad_()
     x = drawn(count, H, seed=10 + mesh.rank).requires_grad_()
     shares = drawn(count, case.k, seed=20 + mesh.rank).requires_grad_()
-    experts, told = chosen(mesh.rank, count, case.k, case.used), None
+    experts, counts = chosen(mesh.rank, count, case.k, case.used), None
     sent = []
     for _ in range(2):  # the second as a recompute
-        dispatch = dispatch_to(experts, E, whole, told)
-        told = dispatch.told
+        dispatch = dispatch_to(experts, E, whole, counts)
+        counts = dispatch.counts
         rows, values = dispatch.spread(x, shares)
         assert dispatch.ends[-1] == len(rows) == len(values)
         starts = [0, *dispatch.ends.tolist()]
