@@ -50,7 +50,7 @@ class Dispatch:
     """The permutation that takes one layer's tokens of a micro-batch to their experts, and back.
 
     experts: of each token, [T, k] int64, or NOWHERE, where it goes to fewer. count: how many experts there are.
-    peers: the ranks that share them. counts: those of an earlier dispatch of the same tokens; else the ranks tell each
+    peers: the ranks that share them. counts: those of an earlier dispatch of the same tokens; else ranks tell each
     other, which is collective over the peers, and for which the host waits. They are None where ranks share nothing
     and every token goes to k experts. sparse: some tokens go to fewer.
     """
