@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,9 @@ def netlab() -> Iterator[Callable[..., Lab]]:
     """netlab(nodes=2, rate="200mbit") -> Lab."""
     with ExitStack() as stack:
 
-        def make(nodes: int = 2, rate: str | None = None) -> Lab:
+        def make(nodes: int = 2, rate: str | None = None, **racks: Any) -> Lab:
             try:
-                return stack.enter_context(Lab(nodes, rate))
+                return stack.enter_context(Lab(nodes, rate, **racks))
             except LabUnavailable as error:
                 pytest.skip(f"no lab: {error}")
 

@@ -216,14 +216,21 @@ class _Namespaces:
 class Lab:
     """``nodes`` nodes joined at ``rate``; a context manager. ``with Lab(2, "200mbit") as lab: lab.run([...])``.
 
-    rate: of every link, with its delay, as ``parse_link`` reads it.
+    rate: of every node's link, with its delay, as ``parse_link`` reads it. racks: groups of consecutive nodes, with a
+    switch each. uplink: the rate of each rack's link to the others.
     Raises LabUnavailable on entry where namespaces or shaping are not allowed, ValueError for a bad rate.
     """
 
-    def __init__(self, nodes: int = 2, rate: str | None = None) -> None:
+    def __init__(
+        self, nodes: int = 2, rate: str | None = None, racks: int = 1, uplink: str | None = None
+    ) -> None:
         if not 2 <= nodes <= 200:
             raise ValueError(f"{nodes} nodes: a lab joins 2 to 200")
-        self.nodes = nodes
+        if nodes % racks:
+            raise ValueError(f"{nodes} nodes do not divide into {racks} racks")
+        if parse_link(uplink).delay_ms:
+            raise ValueError(f"uplink {uplink!r}: delays are those of nodes' links")
+        self.nodes, self.racks, self.uplink = nodes, racks, parse_link(uplink).bits
         self.rate = rate
         parse_link(rate)
         self.members: list[_Namespaces] = []
@@ -255,15 +262,18 @@ class Lab:
     def _build(self) -> None:
         switch = _Namespaces("switch")
         self.members.append(switch)
-        switch.call("ip link add bridge type bridge")
-        switch.call("ip link set bridge addrgenmode none up")
+        for rack in range(self.racks):
+            switch.call(f"ip link add rack{rack} type bridge")
+            switch.call(f"ip link set rack{rack} addrgenmode none up")
+        for rack in range(self.racks if self.racks > 1 else 0):
+            self._join(switch, rack)
         for i in range(self.nodes):
             node = _Namespaces(f"node{i}")
             self.members.append(node)
             ends = f"ip link add port{i} mtu {MTU} type veth peer name {INTERFACE} mtu {MTU} netns {node.pid}"
             switch.call(ends)
             # addrgenmode none: no IPv6 chatter in the counts.
-            switch.call(f"ip link set port{i} addrgenmode none master bridge up")
+            switch.call(f"ip link set port{i} addrgenmode none master rack{i * self.racks // self.nodes} up")
             node.call(f"ip link set {INTERFACE} addrgenmode none")
             node.call(f"ip address add {self.address(i)}/24 dev {INTERFACE}")
             node.call(f"ip link set {INTERFACE} up")
@@ -271,8 +281,19 @@ class Lab:
             # Linux's default, whatever this machine uses.
             node.call("sh -c 'echo cubic > /proc/sys/net/ipv4/tcp_congestion_control || true'")
 
+    def _join(self, switch: _Namespaces, rack: int) -> None:
+        """Join a rack to the switch of the racks; the link has the rate ``uplink`` in each direction."""
+        if rack == 0:
+            switch.call("ip link add bridge type bridge")
+            switch.call("ip link set bridge addrgenmode none up")
+        switch.call(f"ip link add up{rack} mtu {MTU} type veth peer name down{rack} mtu {MTU}")
+        for end, master in ((f"up{rack}", f"rack{rack}"), (f"down{rack}", "bridge")):
+            switch.call(f"ip link set {end} addrgenmode none master {master} up")
+            if self.uplink is not None:
+                switch.call(f"tc qdisc replace dev {end} root tbf {_bucket(self.uplink)}")
+
     def shape(self, rate: str | None) -> None:
-        """Set the rate and delay of every link, each direction; None or 'none': as fast as the machine."""
+        """Set the rate and delay of every node's link, each direction; None or 'none': as fast as the machine."""
         switch, *nodes = self.members
         bits, delay_ms = parse_link(rate)
         shaped = parse_link(self.rate).bits is not None
@@ -287,6 +308,11 @@ class Lab:
             elif shaped:
                 member.call(f"tc qdisc delete dev {interface} root")
         self.rate = rate
+
+    def uplink_bytes(self) -> list[int]:
+        """Bytes that each rack has sent to the others so far."""
+        racks = range(self.racks if self.racks > 1 else 0)
+        return [interface_bytes(self.members[0].pid, f"up{rack}")[0] for rack in racks]
 
     def counts(self) -> list[tuple[int, int, int]]:
         """(sent, received, sent again) bytes of every node so far."""

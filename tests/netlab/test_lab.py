@@ -169,3 +169,18 @@ def test_the_trainer_finds_the_nodes_and_its_count_is_the_interface_s(netlab, tm
     expected = 2 * sum(line["inter_node_bytes"] for line in lines)
     for sent, again in zip(result.sent, result.again, strict=True):
         assert expected <= sent <= 1.05 * expected + 200_000 + again
+
+
+def test_racks_are_joined_at_their_own_rate(netlab):
+    """4 MB take 1.6 s at 20 Mb/s between racks; what stays in a rack does not pass there."""
+    lab = netlab(4, racks=2, uplink="20mbit")
+    program, idle = [sys.executable, str(HERE / "transfer.py")], ["true"]
+    for sender, crosses in ((1, False), (2, True)):
+        before, commands = lab.uplink_bytes(), [[*program, "serve"], idle, idle, idle]
+        commands[sender] = [*program, "send", lab.address(0), str(4 << 20)]
+        result = lab.run_each(commands, timeout=60)
+        sent = [now - then for now, then in zip(lab.uplink_bytes(), before, strict=True)]
+        assert result.returncode == 0, result.outputs
+        assert (sent[1] > 4 << 20) is crosses and sent[0] < 1 << 20
+        if crosses:
+            assert float(result.outputs[sender]) > 1.2  # what a bucket may hold at once is 128 KiB
