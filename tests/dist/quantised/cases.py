@@ -19,7 +19,7 @@ from torch import nn
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
-from megazero.mesh.grid import INTRA
+from megazero.mesh.levels import INTER, INTRA
 from megazero.mesh.mesh import create_mesh
 from megazero.zero.unit import Unit
 
@@ -249,7 +249,9 @@ class _Model:
         return [first + i * stride for i in range(self.axes[j][0])]
 
     def codec(self, link: str) -> Blockwise | None:
-        return self.case.codecs.gradients_intra if link == INTRA else self.case.codecs.gradients_inter
+        return (
+            self.case.codecs.gradients.get(INTRA) if link == INTRA else self.case.codecs.gradients.get(INTER)
+        )
 
     def rounding(self, held: Sum, link: str) -> torch.Tensor:
         """fp64 [n]: the most that one message across a link loses of a sum, which itself may be off."""
