@@ -37,6 +37,7 @@ from tests.dist.quantised.cases import (
 
 # Nodes x ranks: world, ranks per node, tensor parallel size.
 PLACES = {"2x2": (4, 2, 1), "3x2": (6, 2, 1), "2x3": (6, 3, 1), "2x4 tp 2": (8, 4, 2)}
+RACK = "inter_rack"
 LETTERS = ("hhd", "11d", "ddd", "hhh")
 ACROSS = zero.Codecs(gradients={INTER: Q4})
 CODECS = {
@@ -103,6 +104,18 @@ def test_reductions_are_within_the_derived_bound(place, every):
             0.05 if case.codecs.gradients.get(INTER) and case.codecs.gradients.get(INTER).transform else 0.3
         )
         assert least < max(worst) <= 1, (case, worst)
+
+
+def test_each_level_has_its_own_bound():
+    """2 racks of 2 nodes of 2 ranks: INT8 between nodes with every micro-batch, INT4 between racks once a step."""
+    levels = {INTER: Q8, RACK: Q4}
+    cases = [
+        Case("hrd", 2, zero.Codecs(gradients=levels), micro_batches=2, rack=2),
+        Case("hhd", 2, zero.Codecs(gradients={**levels, INTRA: H8, INTER: H8, RACK: H4}), rack=2),
+        Case("hhh", 2, zero.Codecs(gradients={RACK: Q4}), rack=2),
+    ]
+    for case, worst in by_case(8, several, against_the_bound, cases):
+        assert 0.05 < max(worst) <= 1, (case, worst)
 
 
 # -- not finite -----------------------------------------------------------------------------------

@@ -149,15 +149,19 @@ def formula(case: Case, regions, axes) -> dict:
                 add("reduce", link, (size - 1) * size_of(codec, cut(unit, j + 1), 4, 4))
     # Norm, order hash, and squared errors and norms of two kinds, in fp64.
     nodes = prod(sizes) * case.tp // case.per_node
-    told = 8 * (2 + 6 * (not case.codecs.exact))  # of a step, and of what rounding lost
+    told, rack = (
+        8 * (2 + 6 * (not case.codecs.exact)),
+        case.rack or nodes,
+    )  # of a step, and of what rounding lost
     add("scalar", "intra_node", (case.per_node - 1) * nodes * told)
-    add("scalar", "inter_node", (nodes - 1) * told)
+    add("scalar", "inter_node", (rack - 1) * nodes // rack * told)
+    add("scalar", "inter_rack", (nodes // rack - 1) * told)
     return out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world,per_node,tp", [pytest.param(4, 2, 1, marks=pytest.mark.slow), (6, 3, 1), EIGHT_RANKS]
+    "world,per_node,tp", [pytest.param(4, 2, 1, marks=pytest.mark.slow), (6, 3, 1), EIGHT_RANKS, (8, 2, 1)]
 )
 def test_counters_equal_the_formula(world, per_node, tp):
     presets = [
@@ -186,6 +190,10 @@ def test_counters_equal_the_formula(world, per_node, tp):
         for m in ((1, 3) if world == 4 else (2,))
         for bound in ((0, 1 << 20) if i == 0 else (0,))
     ]
+    if (world, per_node) == (8, 2):
+        levels = {INTRA: Q8, INTER: Blockwise(8, 8), "inter_rack": Q4}
+        three = [zero.Codecs(weights=Q4, delta=True, gradients={"inter_rack": Q4}), zero.Codecs(Q8, levels)]
+        cases = [Case(x, 2, c, 2, units=COUNTED, rack=2) for x in ("hrd", "hhd", "rrr") for c in three]
     for case, ranks in by_case(world, several, counted, cases):
         got, regions, axes = ranks[0]
         assert all(rank[0] == got for rank in ranks), case
